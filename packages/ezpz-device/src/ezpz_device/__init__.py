@@ -1,3 +1,26 @@
+"""Which torch device this process uses, and which backend goes with it.
+
+>>> import ezpz_device
+>>> ezpz_device.get_torch_device_type(env={"TORCH_DEVICE": "cpu"})
+'cpu'
+>>> ezpz_device.get_torch_backend(env={"TORCH_DEVICE": "cpu"})
+'gloo'
+"""
+
+from ._backend import available_backends, get_torch_backend, is_backend_available
+from ._dtypes import TORCH_DTYPES_MAP, as_dtype
+from ._errors import DeviceError
+from ._select import get_torch_device, get_torch_device_type
 from ._version import __version__
 
-__all__ = ["__version__"]
+__all__ = [
+    "TORCH_DTYPES_MAP",
+    "DeviceError",
+    "__version__",
+    "as_dtype",
+    "available_backends",
+    "get_torch_backend",
+    "get_torch_device",
+    "get_torch_device_type",
+    "is_backend_available",
+]

@@ -1,3 +1,32 @@
-from ._version import __version__
+"""Set up torch.distributed, communicate, wrap a model: under any launcher, on any device.
 
-__all__ = ["__version__"]
+>>> import ezpz_dist
+>>> ezpz_dist.setup_torch(seed=42)          # plain python: a world of one
+0
+>>> ezpz_dist.all_reduce(3.0, op="mean")
+3.0
+>>> ezpz_dist.cleanup()
+"""
+
+from ._collectives import all_reduce, barrier, broadcast
+from ._errors import DistError, NotSetUpError, SetupError, WrapError
+from ._seed import seed_everything, seed_for_rank
+from ._setup import cleanup, setup_torch
+from ._version import __version__
+from ._wrap import wrap_model
+
+__all__ = [
+    "DistError",
+    "NotSetUpError",
+    "SetupError",
+    "WrapError",
+    "__version__",
+    "all_reduce",
+    "barrier",
+    "broadcast",
+    "cleanup",
+    "seed_everything",
+    "seed_for_rank",
+    "setup_torch",
+    "wrap_model",
+]

@@ -1,3 +1,12 @@
-from ._version import __version__
+"""Rank-aware logs, and metrics that are on disk a moment after they were made.
 
-__all__ = ["__version__"]
+>>> from ezpz_obs import History
+>>> History().update({"loss": 0.25})
+'step=0 loss=0.25'
+"""
+
+from ._logs import get_log_level, get_logger
+from ._version import __version__
+from .history import History
+
+__all__ = ["History", "__version__", "get_log_level", "get_logger"]

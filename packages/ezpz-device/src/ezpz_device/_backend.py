@@ -1,0 +1,62 @@
+"""Which communication backend goes with a device."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from importlib.util import find_spec
+
+import torch.distributed as dist
+
+from ._errors import DeviceError
+from ._select import get_torch_device_type
+
+ONECCL_MODULE = "oneccl_bindings_for_pytorch"
+"""Importing it registers the backend ``ccl`` with torch (Intel's torch-ccl)."""
+
+
+def get_torch_backend(env: Mapping[str, str] | None = None) -> str:
+    """Return the backend for this process's device: ``nccl``, ``xccl``, ``ccl`` or ``gloo``.
+
+    ``TORCH_BACKEND`` decides where it is set. Else: cuda takes nccl (RCCL reports itself
+    so), xpu takes xccl where torch has it and ccl otherwise, all else takes gloo.
+
+    Args:
+        env: The environment to read; default ``os.environ``.
+
+    Raises:
+        DeviceError: The backend asked for, or the only one for the device, is not in
+            this torch.
+    """
+    env = os.environ if env is None else env
+    wanted = env.get("TORCH_BACKEND")
+    if wanted:
+        if not is_backend_available(wanted):
+            raise DeviceError(
+                f"TORCH_BACKEND={wanted!r} is not in this torch; available: "
+                f"{', '.join(available_backends())}; unset TORCH_BACKEND to choose by device"
+            )
+        return wanted.lower()
+    device_type = get_torch_device_type(env)
+    candidates = {"cuda": ("nccl",), "xpu": ("xccl", "ccl")}.get(device_type, ("gloo",))
+    for candidate in candidates:
+        if is_backend_available(candidate):
+            return candidate
+    raise DeviceError(
+        f"no backend for {device_type}: this torch has none of {', '.join(candidates)}; "
+        "install a torch built with it, or set TORCH_BACKEND=gloo to communicate through the host"
+    )
+
+
+def is_backend_available(backend: str) -> bool:
+    """Return whether torch, or an installed plug-in, has the backend."""
+    backend = backend.lower()
+    if backend == "ccl":
+        return find_spec(ONECCL_MODULE) is not None
+    return bool(dist.is_backend_available(backend))
+
+
+def available_backends() -> list[str]:
+    """Return the names of the backends that this process can use."""
+    names = ("nccl", "xccl", "ccl", "gloo", "mpi", "ucc")
+    return [name for name in names if is_backend_available(name)]

@@ -1,0 +1,7 @@
+"""The error tree of ezpz_device."""
+
+from __future__ import annotations
+
+
+class DeviceError(Exception):
+    """A device or backend was asked for that this process cannot use."""

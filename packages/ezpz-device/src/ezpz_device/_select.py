@@ -1,0 +1,102 @@
+"""Which torch device this process uses."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+
+import torch
+
+from ezpz_topo import get_local_rank
+
+from ._errors import DeviceError
+
+DEVICE_TYPES: Mapping[str, Callable[[], bool]] = {
+    "xpu": torch.xpu.is_available,
+    "cuda": torch.cuda.is_available,
+    "mps": torch.backends.mps.is_available,
+    "cpu": lambda: True,
+}
+"""Device types in the order in which they are tried; ROCm reports itself as ``cuda``."""
+
+_VISIBLE = (
+    "CUDA_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "ZE_AFFINITY_MASK",
+)
+
+
+def get_torch_device_type(env: Mapping[str, str] | None = None) -> str:
+    """Return ``"xpu"``, ``"cuda"``, ``"mps"`` or ``"cpu"``.
+
+    ``TORCH_DEVICE`` decides where it is set (an index such as ``cuda:1`` is allowed);
+    else the first type that this torch can use, in that order.
+
+    Args:
+        env: The environment to read; default ``os.environ``.
+
+    Raises:
+        DeviceError: ``TORCH_DEVICE`` names no device type, or one that torch cannot use.
+    """
+    env = os.environ if env is None else env
+    wanted = env.get("TORCH_DEVICE")
+    if wanted:
+        return _device_of(wanted).type
+    return next(device_type for device_type, usable in DEVICE_TYPES.items() if usable())
+
+
+def get_torch_device(env: Mapping[str, str] | None = None) -> str:
+    """Return this rank's device, for example ``"cuda:3"``, ``"xpu:0"``, ``"mps"``, ``"cpu"``.
+
+    The local rank indexes the visible devices. Where the launcher shows each rank one
+    device only (a visible-devices variable with one entry), that one is index 0.
+
+    Args:
+        env: The environment to read; default ``os.environ``.
+
+    Raises:
+        DeviceError: There are fewer visible devices than ranks on this node, or
+            ``TORCH_DEVICE`` cannot be used.
+        ezpz_topo.TopoError: The local rank cannot be known.
+    """
+    env = os.environ if env is None else env
+    wanted = env.get("TORCH_DEVICE")
+    if wanted and (device := _device_of(wanted)).index is not None:
+        return str(device)
+    device_type = get_torch_device_type(env)
+    if device_type in ("cpu", "mps"):
+        return device_type
+    count = getattr(torch, device_type).device_count()
+    return f"{device_type}:{_index(get_local_rank(env), count, device_type, env)}"
+
+
+def _index(local_rank: int, count: int, device_type: str, env: Mapping[str, str]) -> int:
+    if local_rank < count:
+        return local_rank
+    if count == 1 and any(env.get(name) for name in _VISIBLE):
+        return 0
+    raise DeviceError(
+        f"local rank {local_rank} has no {device_type} device: {count} visible; expected one a "
+        f"rank; start at most {count} ranks a node, or set TORCH_DEVICE=cpu"
+    )
+
+
+def _device_of(text: str) -> torch.device:
+    try:
+        device = torch.device(text)
+    except RuntimeError as error:
+        raise DeviceError(
+            f"TORCH_DEVICE={text!r} is no device; expected one of {', '.join(DEVICE_TYPES)}"
+        ) from error
+    usable = DEVICE_TYPES.get(device.type)
+    if usable is None:
+        raise DeviceError(
+            f"TORCH_DEVICE={text!r} is not supported; expected one of {', '.join(DEVICE_TYPES)}"
+        )
+    if not usable():
+        raise DeviceError(
+            f"TORCH_DEVICE={text!r}, but torch {torch.__version__} sees no {device.type} device; "
+            "unset TORCH_DEVICE, or install a torch built for it"
+        )
+    return device

@@ -1,0 +1,74 @@
+"""The little that we need of MPI: one broadcast, and an end that no rank waits in for ever."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType, TracebackType
+from typing import TypeVar
+
+from ezpz_topo import RankInfo
+
+from ._errors import SetupError
+
+T = TypeVar("T")
+
+_ours: ModuleType | None = None
+"""mpi4py.MPI, when it was we who initialised MPI."""
+
+
+def broadcast_once(value: T | None, info: RankInfo) -> T:
+    """Broadcast a small object from rank 0 over MPI. Collective: every rank calls this.
+
+    Raises:
+        SetupError: mpi4py cannot load an MPI, or its world is not the launcher's.
+    """
+    mpi = _load()
+    comm = mpi.COMM_WORLD
+    if (comm.rank, comm.size) != (info.rank, info.world_size):
+        raise SetupError(
+            f"mpi4py sees rank {comm.rank} of {comm.size}, the launcher ({info.launcher}) says "
+            f"{info.rank} of {info.world_size}: mpi4py loaded another MPI "
+            f"({mpi.Get_library_version().splitlines()[0]}) than the one whose mpiexec started "
+            "this; expected one MPI; install mpi4py against the launcher's MPI, or start with "
+            "ezpz-launch, which needs no MPI for this"
+        )
+    result: T = comm.bcast(value, root=0)
+    return result
+
+
+def abort_on_uncaught() -> None:
+    """After an uncaught exception end the whole job: the peers would wait for ever.
+
+    Does nothing where the script initialised MPI itself, or nobody did. To be called
+    after ``init_process_group``, whose own hook captures stderr while it calls ours.
+    """
+    mpi, previous = _ours, sys.excepthook
+    if mpi is None:
+        return
+
+    def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+        previous(kind, value, trace)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if mpi.Is_initialized() and not mpi.Is_finalized():
+            mpi.COMM_WORLD.Abort(1)
+
+    sys.excepthook = hook
+
+
+def _load() -> ModuleType:
+    global _ours
+    already = "mpi4py.MPI" in sys.modules
+    try:
+        mpi = importlib.import_module("mpi4py.MPI")
+    except (ImportError, RuntimeError) as error:
+        raise SetupError(
+            f"MASTER_ADDR and MASTER_PORT are not set and mpi4py cannot load an MPI ({error}); "
+            "expected one of the two; start with ezpz-launch, or install an MPI (pip install mpich)"
+        ) from error
+    if not already:
+        # mpi4py finalises MPI after the interpreter has dropped its objects: by then a
+        # failed rank's connections are closed, and its peers fail instead of waiting.
+        _ours = mpi
+    return mpi

@@ -1,0 +1,204 @@
+"""Bring the ranks together once, and take the group down once."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from ezpz_device import get_torch_backend, get_torch_device, is_backend_available
+from ezpz_topo import RankInfo, get_cpu_count, get_rank_info
+
+from . import _mpi
+from ._errors import NotSetUpError, SetupError
+from ._rendezvous import Rendezvous, meet
+from ._seed import seed_everything
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_TIMEOUT = 600.0
+"""Seconds that a rank waits for the others, at set-up and in every collective."""
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """What set-up decided; kept until `cleanup`."""
+
+    info: RankInfo
+    device: torch.device
+    backend: str
+    arguments: tuple[str | None, int | None, float]
+    exported: tuple[str, ...] = field(default=())
+
+
+_world: World | None = None
+
+
+def setup_torch(
+    *, backend: str | None = None, seed: int | None = None, timeout: float = DEFAULT_TIMEOUT
+) -> int:
+    """Set up torch.distributed for this process and return its rank.
+
+    Works under ezpz-launch, mpiexec, torchrun and srun, and in plain ``python`` (a world
+    of one, in which collectives work too). Collective: every rank calls this, once;
+    calling it again with the same arguments returns the same rank.
+
+    Afterwards the device is bound, the default process group exists, and in a world of
+    several ranks torchrun's variables (``RANK``, ``MASTER_ADDR``, ...) are exported, so
+    that other libraries see the same world.
+
+    Args:
+        backend: ``"nccl"``, ``"xccl"``, ``"ccl"``, ``"gloo"``; default: by device.
+        seed: Seeds Python, numpy and torch, differently on each rank; default: no seeding.
+        timeout: Seconds that a rank waits for the others.
+
+    Raises:
+        SetupError: The ranks cannot meet, the backend is not there, or an earlier call
+            had other arguments.
+        ezpz_topo.TopoError: The launcher's variables are half set or contradictory.
+        ezpz_device.DeviceError: There is no device for this rank.
+    """
+    global _world
+    arguments = backend, seed, timeout
+    if _world is not None:
+        if _world.arguments != arguments:
+            raise SetupError(
+                f"setup_torch was called with (backend, seed, timeout) = {_world.arguments} and "
+                f"now with {arguments}; expected the same; call cleanup() in between"
+            )
+        return _world.info.rank
+    if dist.is_initialized():
+        raise SetupError(
+            "a process group exists already; expected setup_torch to make it; call setup_torch "
+            "first, or remove the other init_process_group"
+        )
+    info = get_rank_info()
+    device = torch.device(get_torch_device())
+    chosen = _backend(backend)
+    _bind(device)
+    _limit_threads(info)
+    meeting = _init_group(info, device, chosen, timedelta(seconds=timeout))
+    _world = World(info, device, chosen, arguments, _export(info, meeting))
+    atexit.register(cleanup)
+    _mpi.abort_on_uncaught()
+    if seed is not None:
+        seed_everything(seed)
+    logger.info(
+        "rank %d of %d on %s with %s; ranks by %s, address by %s",
+        info.rank, info.world_size, device, chosen, info.launcher, meeting.source,
+    )  # fmt: skip
+    return info.rank
+
+
+def cleanup() -> None:
+    """Destroy the process group that `setup_torch` made; harmless when there is none.
+
+    Collective: every rank calls this. It also runs at exit, so that a rank that fails
+    closes its connections and the others learn of it.
+    """
+    global _world
+    if _world is None:
+        return
+    world, _world = _world, None
+    atexit.unregister(cleanup)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    for name in world.exported:
+        os.environ.pop(name, None)
+
+
+def current_world(operation: str) -> World | None:
+    """Return what set-up decided; None for one process that was never set up.
+
+    Raises:
+        NotSetUpError: There are several ranks, and `setup_torch` was not called: a local
+            answer would be silently wrong.
+    """
+    if _world is None:
+        info = get_rank_info()
+        if info.world_size > 1:
+            raise NotSetUpError(
+                f"{operation} on rank {info.rank} of {info.world_size} before setup_torch(); "
+                "expected ezpz.setup_torch() first, on every rank"
+            )
+    return _world
+
+
+def _backend(asked: str | None) -> str:
+    if asked is None:
+        return get_torch_backend()
+    if not is_backend_available(asked):
+        raise SetupError(
+            f"backend {asked!r} is not in this torch; leave it out to choose by device"
+        )
+    return asked.lower()
+
+
+def _bind(device: torch.device) -> None:
+    """Make the device current before the group exists: NCCL would take device 0 on every rank."""
+    if device.type in ("cuda", "xpu"):
+        getattr(torch, device.type).set_device(device)
+
+
+def _limit_threads(info: RankInfo) -> None:
+    """Share the node's cores among its ranks, unless the user or a CPU binding already did."""
+    ranks_here = info.local_world_size or 1
+    if "OMP_NUM_THREADS" in os.environ or ranks_here == 1:
+        return
+    cores = get_cpu_count()
+    if cores == os.cpu_count():
+        torch.set_num_threads(max(1, cores // ranks_here))
+
+
+def _init_group(
+    info: RankInfo, device: torch.device, backend: str, timeout: timedelta
+) -> Rendezvous:
+    if backend == "ccl":
+        # Registers the backend with torch; torch does not know it otherwise.
+        __import__("oneccl_bindings_for_pytorch")
+    meeting = meet(info, timeout)
+    # A bound device lets NCCL and XCCL connect at once instead of at the first collective.
+    bound = device if backend in ("nccl", "xccl") else None
+    try:
+        dist.init_process_group(
+            backend,
+            init_method="env://" if meeting.store is None else None,
+            store=meeting.store,
+            rank=info.rank,
+            world_size=info.world_size,
+            timeout=timeout,
+            device_id=bound,
+        )
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        raise SetupError(
+            f"rank {info.rank} of {info.world_size} could not meet the others at "
+            f"{meeting.master_addr}:{meeting.master_port} ({meeting.source}) within "
+            f"{timeout.total_seconds():g} s: {error}; expected every rank to call setup_torch and "
+            "reach that address; check that no rank failed earlier and that the port is free"
+        ) from error
+    return meeting
+
+
+def _export(info: RankInfo, meeting: Rendezvous) -> tuple[str, ...]:
+    """Set torchrun's variables where they are not right yet; return the names we added."""
+    if info.world_size == 1:
+        # Nobody to agree with; a subprocess must not take itself for a rank of ours.
+        return ()
+    values: dict[str, int | str | None] = {
+        "RANK": info.rank,
+        "WORLD_SIZE": info.world_size,
+        "LOCAL_RANK": info.local_rank,
+        "LOCAL_WORLD_SIZE": info.local_world_size,
+        "GROUP_RANK": info.node_rank,
+        "MASTER_ADDR": meeting.master_addr,
+        "MASTER_PORT": meeting.master_port,
+    }
+    known = {name: str(value) for name, value in values.items() if value is not None}
+    added = tuple(name for name in known if name not in os.environ)
+    os.environ.update(known)
+    return added

@@ -1,0 +1,1 @@
+"""Complete, small training scripts: ``ezpz-launch python -m ezpz.examples.NAME``."""

@@ -1,0 +1,138 @@
+"""Launcher -> environment variables, as one table: the only place that names them.
+
+Measured with MPICH 5.0.2 (Hydra), Open MPI 5.0.11, Slurm 22.05.8 and torchrun 2.13;
+families with ``measured=False`` are read from their site's or vendor's documentation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """The variables by which one launcher tells a process who it is.
+
+    Each field lists alternatives, best first; the first one set is used. An empty
+    field means that this launcher has no such variable.
+    """
+
+    name: str
+    rank: tuple[str, ...]
+    world_size: tuple[str, ...]
+    local_rank: tuple[str, ...]
+    local_world_size: tuple[str, ...]
+    node_rank: tuple[str, ...] = ()
+    proof: tuple[str, ...] = ()
+    """Variables without which the others prove nothing: the family then counts as absent."""
+    tasks_per_node: str = ""
+    """A variable such as ``4(x2),3`` that gives the local world size at ``node_rank``."""
+    measured: bool = True
+    """False where the names come from documentation and have not been run by us."""
+
+
+STAMP = Family(
+    name="ezpz",
+    rank=("EZPZ_RANK",),
+    world_size=("EZPZ_WORLD_SIZE",),
+    local_rank=("EZPZ_LOCAL_RANK",),
+    local_world_size=("EZPZ_LOCAL_WORLD_SIZE",),
+    node_rank=("EZPZ_NODE_RANK",),
+)
+"""Set for each rank by ezpz-launch; ``EZPZ_LAUNCHER`` names the family it was taken from."""
+
+STAMP_LAUNCHER = "EZPZ_LAUNCHER"
+
+TORCHRUN = Family(
+    name="torchrun",
+    rank=("RANK",),
+    world_size=("WORLD_SIZE",),
+    local_rank=("LOCAL_RANK",),
+    # LOCAL_SIZE is DeepSpeed's launcher's word for it.
+    local_world_size=("LOCAL_WORLD_SIZE", "LOCAL_SIZE"),
+    node_rank=("GROUP_RANK", "NODE_RANK"),
+)
+"""Also what DeepSpeed's launcher, accelerate and hand-written scripts export."""
+
+TORCHRUN_PROOF = "TORCHELASTIC_RUN_ID"
+"""Only torchrun itself sets it; without it the set may be a leftover of the user's shell."""
+
+LAUNCHERS: tuple[Family, ...] = (
+    Family(
+        name="openmpi",
+        rank=("OMPI_COMM_WORLD_RANK",),
+        world_size=("OMPI_COMM_WORLD_SIZE",),
+        local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
+        local_world_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
+        # OMPI_COMM_WORLD_NODE_RANK is the rank on the node, not the node's index.
+    ),
+    Family(
+        name="mvapich2",
+        rank=("MV2_COMM_WORLD_RANK",),
+        world_size=("MV2_COMM_WORLD_SIZE",),
+        local_rank=("MV2_COMM_WORLD_LOCAL_RANK",),
+        local_world_size=("MV2_COMM_WORLD_LOCAL_SIZE",),
+        measured=False,
+    ),
+    Family(
+        name="pals",
+        rank=("PALS_RANKID",),
+        # With PMIx (Aurora) PALS tells no world size at all: ezpz-launch exports it.
+        world_size=("PMI_SIZE",),
+        local_rank=("PALS_LOCAL_RANKID",),
+        local_world_size=("PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE"),
+        node_rank=("PALS_NODEID",),
+        measured=False,
+    ),
+    Family(
+        name="pmi",
+        rank=("PMI_RANK",),
+        world_size=("PMI_SIZE",),
+        # MPICH Hydra and Intel MPI say MPI_LOCAL*, Cray PMI says PMI_LOCAL_*.
+        local_rank=("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
+        local_world_size=("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
+    ),
+    Family(
+        name="flux",
+        rank=("FLUX_TASK_RANK",),
+        world_size=("FLUX_JOB_SIZE",),
+        local_rank=("FLUX_TASK_LOCAL_ID",),
+        local_world_size=(),
+        measured=False,
+    ),
+    Family(
+        name="jsrun",
+        rank=("JSM_NAMESPACE_RANK",),
+        world_size=("JSM_NAMESPACE_SIZE",),
+        local_rank=("JSM_NAMESPACE_LOCAL_RANK",),
+        local_world_size=("JSM_NAMESPACE_LOCAL_SIZE",),
+        measured=False,
+    ),
+    Family(
+        name="slurm",
+        rank=("SLURM_PROCID",),
+        # SLURM_NTASKS is the job's; a step may be smaller.
+        world_size=("SLURM_STEP_NUM_TASKS",),
+        local_rank=("SLURM_LOCALID",),
+        local_world_size=(),
+        node_rank=("SLURM_NODEID",),
+        # A batch script's body has SLURM_PROCID=0 and no step: it is one process.
+        proof=("SLURM_STEP_ID",),
+        tasks_per_node="SLURM_STEP_TASKS_PER_NODE",
+    ),
+)
+"""In order of trust: MPI ranks inside a Slurm step carry the SLURM_PROCID of their *proxy*."""
+
+FAMILIES: tuple[Family, ...] = (STAMP, TORCHRUN, *LAUNCHERS)
+
+
+def family(name: str) -> Family:
+    """Return the family of that name.
+
+    Raises:
+        KeyError: No launcher of that name is in the table.
+    """
+    for candidate in FAMILIES:
+        if candidate.name == name:
+            return candidate
+    raise KeyError(name)

@@ -1,0 +1,29 @@
+"""The error tree of ezpz_topo: every error gives the value, what was expected, and the remedy."""
+
+from __future__ import annotations
+
+
+class TopoError(Exception):
+    """Base of every error that ezpz_topo raises on purpose."""
+
+
+class InvalidVariableError(TopoError):
+    """A variable or file is there, but what it says cannot be true."""
+
+
+class IncompleteLauncherError(TopoError):
+    """A launcher's variables are half set, so this process cannot know its rank.
+
+    Attributes:
+        family: The launcher whose variables these are, for example ``"pmi"``.
+        missing: The variables that should have been set as well.
+    """
+
+    def __init__(self, message: str, *, family: str, missing: tuple[str, ...]) -> None:
+        super().__init__(message)
+        self.family = family
+        self.missing = missing
+
+
+class LauncherConflictError(TopoError):
+    """Two launchers both claim this process and give it different ranks."""
