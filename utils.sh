@@ -1,9 +1,8 @@
 # shellcheck shell=bash
 # utils.sh: from a fresh clone to a working environment, in the shell you are in.
 #   source utils.sh && ezpz_setup_env && ezpz-launch python -m ezpz.examples.minimal
-# For bash >= 3.2 and zsh; needs Python >= 3.11. Sourcing it only defines functions:
-# ezpz_* for you (ezpz_help lists them), _ezpz_* for itself. Messages go to stderr.
-# Settings, all optional:
+# For bash >= 3.2 and zsh; needs Python >= 3.11. Sourcing it only defines functions: ezpz_* for you
+# (ezpz_help lists them), _ezpz_* for itself. Messages go to stderr. Settings, all optional:
 #   EZPZ_PYTHON           the Python to build the environment with (default: look for one)
 #   EZPZ_VENV             where the environment is (default: .venv in the clone)
 #   EZPZ_SITE_PACKAGES=0  do not re-use the torch, mpi4py and numpy of that Python
@@ -33,7 +32,7 @@ ezpz_help() {
     { text = "" }' "$(_ezpz_self)"
 }
 
-_ezpz_error() { printf 'ezpz: error: %s\n' "$*" >&2; }
+_ezpz_error() { printf 'ezpz: error: %s\n' "$*" >&2 && return 1; }
 _ezpz_say() {
   case ${EZPZ_LOG_LEVEL-} in [WwEeCc]*) ;; *) printf 'ezpz: %s\n' "$*" >&2 ;; esac
 }
@@ -50,17 +49,15 @@ _ezpz_prepare() {
   local packages='topo device tp dist launch obs suite' kind='' had_version='' had_pins='' had_venv='' mpiexec mpi key stamp='' start
   start=$(command date +%s)
   root=$(command dirname -- "$(_ezpz_self)")
-  if [ ! -f "$root/constraints.txt" ] || [ ! -f "$root/packages/ezpz-suite/pyproject.toml" ]; then
-    _ezpz_error "no packages/ and constraints.txt beside utils.sh in $root: source the utils.sh of a whole clone"
-    return 2
-  fi
+  { [ -f "$root/constraints.txt" ] && [ -f "$root/packages/ezpz-suite/pyproject.toml" ]; } ||
+    _ezpz_error "no packages/ and constraints.txt beside utils.sh in $root: source the utils.sh of a whole clone" || return 2
   [ -z "${EZPZ_PYTHON-}" ] || _ezpz_find_python || return 1
   _ezpz_choose_venv || return 1
   if [ -z "$active" ] && { [ "$kind" = made ] || _ezpz_is_free "$venv"; }; then
-    { [ -n "$python" ] || _ezpz_find_python; } && { _ezpz_still_fits || _ezpz_make_venv; } || return 1
+    { [ -n "$python" ] || _ezpz_find_python; } && { _ezpz_still_fits || _ezpz_make_venv; }
   else
-    _ezpz_adopt || return 1
-  fi
+    _ezpz_adopt
+  fi || return 1
   # An mpiexec of a module or the system is the machine's MPI. The site's mpi4py has one too, if only srun
   # starts it: a second MPI beside it would start N worlds of one.
   mpi=path mpiexec=$(_ezpz_which mpiexec) || case "$kind $pins" in
@@ -84,25 +81,22 @@ _ezpz_choose_venv() {
       printf 'ezpz: warning: EZPZ_VENV=%s is not used while %s is active\n' "$EZPZ_VENV" "$VIRTUAL_ENV"
     venv=$VIRTUAL_ENV active=1
   elif [ "${VIRTUAL_ENV:-$venv}" != "$venv" ]; then # our own broken one is repaired
-    _ezpz_error "the active VIRTUAL_ENV=$VIRTUAL_ENV has no bin/python that runs: deactivate, or unset VIRTUAL_ENV"
-    return 1
+    _ezpz_error "the active VIRTUAL_ENV=$VIRTUAL_ENV has no bin/python that runs: deactivate, or unset VIRTUAL_ENV" || return 1
   fi
   state=$venv/.ezpz
   [ ! -f "$state/base" ] || IFS='|' read -r kind had_version had_pins had_venv <"$state/base"
 }
 _ezpz_runs() { [ -n "${1%/bin/python}" ] && [ -x "$1" ] && command "$1" -ISc '' 2>/dev/null; }
 # Nothing there, or an empty directory: ours to fill.
-_ezpz_is_free() { [ -z "$(command ls -A "$1" 2>/dev/null)" ] && { [ -d "$1" ] || [ ! -e "$1" ]; }; }
+_ezpz_is_free() { ! command ls -A "$1" 2>/dev/null | command grep -qvx .ezpz && { [ -d "$1" ] || [ ! -e "$1" ]; }; }
 
 # An environment that is active, or that someone else made: used as it is, never emptied.
 _ezpz_adopt() {
   pins=$had_pins # noted before our first install: what was there by itself
-  if ! _ezpz_runs "$venv/bin/python"; then
-    _ezpz_error "$venv exists, was not made here, and its bin/python does not run: remove it, or set EZPZ_VENV to another path"
-    return 1
-  fi
+  _ezpz_runs "$venv/bin/python" ||
+    _ezpz_error "$venv was not made here, and its bin/python does not run: remove it, or set EZPZ_VENV" || return 1
   [ -z "$kind" ] || return 0
-  _ezpz_try "$venv/bin/python" pip || { _ezpz_error "$venv/bin/python $looked" && return 1; }
+  _ezpz_try "$venv/bin/python" pip || _ezpz_error "$venv/bin/python $looked" || return 1
   _ezpz_note adopted
 }
 
@@ -124,13 +118,14 @@ _ezpz_find_python() {
   [ -z "${EZPZ_PYTHON-}" ] || set -- "$EZPZ_PYTHON"
   for name; do
     case $name in */*) found=$name ;; *) found=$(_ezpz_which "$name") || continue ;; esac
-    _ezpz_try "$found" 'venv ensurepip' && return 0
+    _ezpz_try "$found" 'venv ensurepip' && break
     tried="$tried; $found $looked"
     case $looked in *EZPZ_SITE_PACKAGES*) break ;; esac # another Python would pass over the site's torch
   done
-  _ezpz_error "no usable Python >= 3.11 with venv. Looked for: $*. Found: ${tried:-; nothing}." \
+  # numpy alone is not worth opening the environment to all of the site's packages
+  case $pins in torch* | mpi4py*) ;; *) pins='' ;; esac
+  [ -n "$python" ] || _ezpz_error "no usable Python >= 3.11 with venv. Looked for: $*. Found: ${tried:-; nothing}." \
     "Remedy: load a module that brings one, install one, or set EZPZ_PYTHON=/path/to/python3"
-  return 1
 }
 
 # Asks the Python $1, which must have the modules $2. If it will do: sets python, version and
@@ -149,7 +144,7 @@ if sys.version_info < (3, 11):
 import glob, re, importlib.metadata as md
 from importlib.util import find_spec
 for name in modules.split():
-    find_spec(name) or end("has no module %s (Debian: apt install python3-venv)" % name)
+    find_spec(name) or end("has no module %s (remedy: apt install python3-venv, or python -m ensurepip)" % name)
 def numbers(v):
     return [int(n) for n in re.match("[0-9.]*", v)[0].split(".") if n]
 wanted = "".join(open(f, encoding="utf-8").read() for f in glob.glob(glob.escape(root) + "/packages/*/pyproject.toml"))
@@ -165,10 +160,10 @@ for name in ("torch", "mpi4py", "numpy") if reuse != "0" else ():
             end("has torch %s at %s, but %s or newer is needed: choose another Python, or set "
                 "EZPZ_SITE_PACKAGES=0 to install one" % (found or "(no version recorded)", spec.origin, least))
 end("ok", pins)' "$root" "$2" "${EZPZ_SITE_PACKAGES-}" 2>/dev/null)
-  looked='does not run'
   case $answer in
     *'|ok|'*) python=$1 version=${answer%%|*} pins=${answer##*|} && return 0 ;;
-    ?*) looked="(${answer%%|*}) ${answer#*|}" looked=${looked%|} ;;
+    '') looked='does not run' ;;
+    *) looked="(${answer%%|*}) ${answer#*|}" looked=${looked%|} ;;
   esac
   return 1
 }
@@ -176,25 +171,22 @@ end("ok", pins)' "$root" "$2" "${EZPZ_SITE_PACKAGES-}" 2>/dev/null)
 # Is the environment that an earlier call made still the right one? Another minor version
 # of Python alone is no reason to rebuild it, unless torch comes from that Python.
 _ezpz_still_fits() {
-  # numpy alone is not worth opening the environment to all of the site's packages
-  case " $pins" in *' torch=='* | *' mpi4py=='*) ;; *) pins='' ;; esac
   [ "$kind" = made ] && [ "$had_venv" = "$venv" ] && [ "$had_pins" = "$pins" ] && _ezpz_runs "$venv/bin/python" &&
     { [ "${had_version%.*}" = "${version%.*}" ] || [ -z "$pins${EZPZ_PYTHON-}" ]; }
 }
 
 # `base` is written first: it marks a half-made environment as ours to repair.
 _ezpz_note() {
-  { command mkdir -p "$state" && printf '%s|%s|%s|%s\n' "$1" "$version" "$pins" "$venv" >"$state/base"; } 2>/dev/null && return 0
-  _ezpz_error "cannot write to $venv: set EZPZ_VENV to a path that you may write to"
-  return 1
+  kind=$1
+  { command mkdir -p "$state" && printf '%s|%s|%s|%s\n' "$kind" "$version" "$pins" "$venv" >"$state/base"; } 2>/dev/null ||
+    _ezpz_error "cannot write to $venv: set EZPZ_VENV to a path that you may write to"
 }
 
 _ezpz_make_venv() {
   _ezpz_say "making $venv with Python $version, $python${pins:+; keeping its $pins}"
   _ezpz_note made || return 1
-  kind=made
   command rm -f "$state/stamp" && command find "$venv" -mindepth 1 -maxdepth 1 ! -name .ezpz -exec rm -rf {} +
-  command "$python" -m venv ${pins:+--system-site-packages} "$venv" >"$state/pip.log" 2>&1 || _ezpz_failed "$python -m venv"
+  command "$python" -P -m venv ${pins:+--system-site-packages} "$venv" >"$state/pip.log" 2>&1 || _ezpz_failed "$python -m venv"
 }
 
 # Checksum of all that determines what gets installed.
@@ -211,8 +203,9 @@ _ezpz_key() {
 _ezpz_install() {
   local pin package
   command rm -f "$state/stamp"
-  if ! command "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
-    { [ "$kind" = made ] && { [ -n "$python" ] || _ezpz_find_python; } && _ezpz_make_venv; } || return 1
+  if ! command "$venv/bin/python" -P -m pip --version >/dev/null 2>&1; then
+    [ "$kind" = made ] || _ezpz_error "no working pip: run $venv/bin/python -m ensurepip" || return 1
+    { { [ -n "$python" ] || _ezpz_find_python; } && _ezpz_make_venv; } || return 1
   fi
   # pip writes INSTALLER near the end; without it pip would take an interrupted install for complete.
   [ "$kind" != made ] || command find "$venv/lib" -name '*.dist-info' -prune ! -exec test -e '{}/INSTALLER' \; -exec rm -rf {} +
@@ -221,7 +214,7 @@ _ezpz_install() {
   { command sed -e '' "$@" "$root/constraints.txt" && printf '%s\n' "$pins" | command tr ' ' '\n'; } \
     >"$state/constraints.txt" && : >"$state/pip.log" || return 1
   if [ "$kind" = made ] && [ "$mpi" != wheel ]; then # an earlier call's wheel would hide the machine's mpiexec
-    command "$venv/bin/python" -m pip uninstall -y mpich >>"$state/pip.log" 2>&1
+    command "$venv/bin/python" -P -m pip uninstall -y mpich >>"$state/pip.log" 2>&1
   fi
   _ezpz_say "installing the build backend (log: $state/pip.log)"
   _ezpz_pip hatchling editables || return 1
@@ -234,20 +227,19 @@ _ezpz_install() {
     command mv -f "$state/stamp.new" "$state/stamp"
 }
 
-# On a terminal pip shows its own progress; elsewhere its output is only logged.
-# --no-user: a site's PIP_USER=1 would have it install outside the environment.
+# On a terminal pip shows its own progress; elsewhere its output is only logged. -P: the working directory
+# is not searched for modules. --no-user: a site's PIP_USER=1 would install outside the environment.
 _ezpz_pip() {
   set -- install --no-user --disable-pip-version-check -c "$state/constraints.txt" "$@"
   if [ -t 2 ]; then
-    command "$venv/bin/python" -m pip --log "$state/pip.log" "$@"
+    command "$venv/bin/python" -P -m pip --log "$state/pip.log" "$@"
   else
-    command "$venv/bin/python" -m pip "$@" >>"$state/pip.log" 2>&1
+    command "$venv/bin/python" -P -m pip "$@" >>"$state/pip.log" 2>&1
   fi || _ezpz_failed "pip install${pins:+ (keeping $pins)}"
 }
 _ezpz_failed() {
   command tail -n 15 "$state/pip.log" >&2
   _ezpz_error "$1 failed: see above and $state/pip.log. Correct that and call ezpz_setup_env again: it repairs what is half done"
-  return 1
 }
 
 _ezpz_summary() {
@@ -266,7 +258,7 @@ print("Python %d.%d.%d" % sys.version_info[:3], at("torch"), "MPI: " + (mpi or a
 _ezpz_activate() {
   local rest=":$PATH:"
   if [ "${VIRTUAL_ENV-}" -ef "$1" ]; then
-    rest=${rest/":$VIRTUAL_ENV/bin:"/:}
+    case $rest in *":$VIRTUAL_ENV/bin:"*) rest=${rest%%":$VIRTUAL_ENV/bin:"*}:${rest#*":$VIRTUAL_ENV/bin:"} ;; esac
     rest=${rest%:}
     export PATH="$VIRTUAL_ENV/bin:${rest#:}"
     return 0
@@ -274,7 +266,6 @@ _ezpz_activate() {
   # shellcheck disable=SC1091 # made by python -m venv, not there when checking
   . "$1/bin/activate" && [ "${VIRTUAL_ENV-}" -ef "$1" ] && return 0
   _ezpz_error "$1/bin/activate activated ${VIRTUAL_ENV:-nothing}: remove $1 and call ezpz_setup_env again"
-  return 1
 }
 
 # Defines _ezpz_self, which prints the absolute path of this file: only now can it be asked.

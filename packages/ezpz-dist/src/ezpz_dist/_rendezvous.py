@@ -93,6 +93,7 @@ def _of_slurm_step(info: RankInfo, timeout: timedelta, env: Mapping[str, str]) -
     nodelist = env.get("SLURM_STEP_NODELIST", "")
     host = "127.0.0.1" if _is_one_node(info) else first_host(nodelist)
     step = f"{env.get('SLURM_JOB_ID')}.{env.get('SLURM_STEP_ID')}"
+    _require_address(host)
     port = _SLURM_PORTS[zlib.crc32(step.encode()) % len(_SLURM_PORTS)]
     try:
         store = TCPStore(
@@ -116,6 +117,17 @@ def _host_of_rank_0(info: RankInfo) -> str:
     """Return an address of this host at which every other rank can reach it."""
     # Loopback works on laptops whose own name resolves to nothing, or to a dead VPN address.
     return "127.0.0.1" if _is_one_node(info) else socket.getfqdn(get_hostname())
+
+
+def _require_address(host: str) -> None:
+    # torch takes twice its time-out for a name that does not resolve, and calls it a time-out.
+    try:
+        socket.getaddrinfo(host, None)
+    except socket.gaierror as error:
+        raise SetupError(
+            f"the step's first host, {host!r}, does not resolve here ({error.strerror}); expected "
+            "a name that every node knows; export MASTER_ADDR and MASTER_PORT before srun"
+        ) from error
 
 
 def _is_one_node(info: RankInfo) -> bool:

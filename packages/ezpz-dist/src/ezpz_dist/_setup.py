@@ -38,6 +38,15 @@ class World:
 
 _world: World | None = None
 
+_retired: list[dist.ProcessGroup | None] = []
+"""Groups that `cleanup` destroyed, kept until they can be dropped without harm.
+
+A DDP model holds its group too. Were it the last to hold it, the group's destructor would
+join gloo's thread with the GIL held, while that thread waits for the GIL to drop the tensor
+of the last collective: a deadlock (torch 2.13; within 150 set-ups of two ranks on two
+cores). Python's own reference drops the group without the GIL.
+"""
+
 
 def setup_torch(
     *, backend: str | None = None, seed: int | None = None, timeout: float = DEFAULT_TIMEOUT
@@ -77,6 +86,7 @@ def setup_torch(
             "a process group exists already; expected setup_torch to make it; call setup_torch "
             "first, or remove the other init_process_group"
         )
+    _retired.clear()
     info = get_rank_info()
     device = torch.device(get_torch_device())
     chosen = _backend(backend)
@@ -84,6 +94,7 @@ def setup_torch(
     _limit_threads(info)
     meeting = _init_group(info, device, chosen, timedelta(seconds=timeout))
     _world = World(info, device, chosen, arguments, _export(info, meeting))
+    atexit.register(_retired.clear)
     atexit.register(cleanup)
     _mpi.abort_on_uncaught()
     if seed is not None:
@@ -107,6 +118,7 @@ def cleanup() -> None:
     world, _world = _world, None
     atexit.unregister(cleanup)
     if dist.is_initialized():
+        _retired.append(dist.group.WORLD)
         dist.destroy_process_group()
     for name in world.exported:
         os.environ.pop(name, None)

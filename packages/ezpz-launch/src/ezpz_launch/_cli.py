@@ -141,7 +141,3 @@ def _free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -9,6 +9,10 @@ from dataclasses import dataclass
 from ._errors import InvalidVariableError
 from ._hosts import get_hostname, hosts_of_node_file
 
+_INTERACTIVE_STEP = "4294967290"
+"""SLURM_STEP_ID of the step that salloc or ``srun --interactive`` opens a shell in: one
+task on one node, in which the whole job is meant (slurm.h, SLURM_INTERACTIVE_STEP)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
@@ -51,7 +55,10 @@ def get_allocation(env: Mapping[str, str] | None = None) -> Allocation:
 
 def _slurm(job_id: str, env: Mapping[str, str]) -> Allocation:
     # SLURM_NNODES is the older spelling; both give the job's nodes, not the step's.
-    for name in ("SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES"):
+    names = ["SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES"]
+    if env.get("SLURM_STEP_ID") == _INTERACTIVE_STEP:
+        names.remove("SLURM_STEP_NUM_NODES")
+    for name in names:
         text = env.get(name, "")
         if text.isascii() and text.isdigit() and int(text) > 0:
             # slurmd sets SLURMD_NODENAME for what it starts; a salloc shell lacks it.

@@ -78,24 +78,24 @@ def get_rank_info(env: Mapping[str, str] | None = None) -> RankInfo:
         LauncherConflictError: Two launchers disagree about this process.
     """
     env = os.environ if env is None else env
-    torchrun = _read(TORCHRUN, env)
     if _is_set(env, STAMP.rank):
-        return _from_stamp(env, torchrun)
+        return _from_stamp(env)
     if _is_set(env, (TORCHRUN_PROOF,)):
         # torchrun may run below an MPI launcher (one agent a node): the agent is nearer.
-        return _complete(torchrun)
-
-    found = [reading for f in LAUNCHERS if (reading := _read(f, env)) is not None]
-    complete = [reading for reading in found if isinstance(reading, RankInfo)]
-    if complete:
-        best = complete[0]
-        _refuse_conflict(best, complete[1:])
-        return _with_note(best, _note_on_leftover(best, torchrun))
-    if isinstance(torchrun, RankInfo):
-        return torchrun
-    if found:
-        return _complete(found[0])
-    return ONE_PROCESS if torchrun is None else _complete(torchrun)
+        return _complete(_read(TORCHRUN, env))
+    half: _Partial | None = None
+    for index, candidate in enumerate(LAUNCHERS):
+        reading = _read(candidate, env)
+        if isinstance(reading, RankInfo):
+            _refuse_conflict(reading, LAUNCHERS[index + 1 :], env)
+            return _with_note(reading, _note_on_leftover(reading, env))
+        half = half or reading
+    by_hand = _read(TORCHRUN, env)
+    if isinstance(by_hand, RankInfo):
+        return by_hand
+    if half is None and by_hand is None:
+        return ONE_PROCESS
+    return _complete(half or by_hand)
 
 
 def get_rank(env: Mapping[str, str] | None = None) -> int:
@@ -142,11 +142,11 @@ def get_local_world_size(env: Mapping[str, str] | None = None) -> int:
     return info.local_world_size
 
 
-def _from_stamp(env: Mapping[str, str], torchrun: RankInfo | _Partial | None) -> RankInfo:
+def _from_stamp(env: Mapping[str, str]) -> RankInfo:
     stamp = _complete(_read(STAMP, env))
     if _is_set(env, (TORCHRUN_PROOF,)):
         # The shim removes torchrun's mark, so a torchrun seen here runs below the stamp.
-        inner = _complete(torchrun)
+        inner = _complete(_read(TORCHRUN, env))
         return _with_note(inner, f"torchrun runs below rank {stamp.rank} of an ezpz-launch")
     launcher = env.get(STAMP_LAUNCHER, "")
     for candidate in LAUNCHERS:
@@ -264,32 +264,33 @@ def _check_ranges(info: RankInfo) -> None:
         )
 
 
-def _refuse_conflict(best: RankInfo, others: list[RankInfo]) -> None:
+def _refuse_conflict(best: RankInfo, others: tuple[Family, ...], env: Mapping[str, str]) -> None:
+    """Compare with every other launcher that is fully there, without believing its numbers."""
     for other in others:
+        required = (other.rank, other.world_size, other.local_rank)
+        names = [name for alternatives in required if (name := _first_set(env, alternatives))]
         # Inside a Slurm step an MPI launcher's ranks carry their proxy's SLURM_PROCID.
-        same = (best.rank, best.world_size) == (other.rank, other.world_size)
-        if same or other.launcher == "slurm":
+        if other.name == "slurm" or len(names) < len(required):
             continue
-        raise LauncherConflictError(
-            f"{best.launcher} says rank {best.rank} of {best.world_size} "
-            f"({best.sources['rank']}), {other.launcher} says {other.rank} of "
-            f"{other.world_size} ({other.sources['rank']}); expected one launcher; unset the "
-            f"variables of the one that did not start this process"
-        )
+        rank, size = env[names[0]], env[names[1]]
+        if (rank, size) != (str(best.rank), str(best.world_size)):
+            raise LauncherConflictError(
+                f"{best.launcher} says rank {best.rank} of {best.world_size} "
+                f"({best.sources['rank']}), {other.name} says {rank} of {size} ({names[0]}); "
+                f"expected one launcher; unset the variables of the one that did not start "
+                f"this process"
+            )
 
 
-def _note_on_leftover(best: RankInfo, torchrun: RankInfo | _Partial | None) -> str:
-    if torchrun is None:
+def _note_on_leftover(best: RankInfo, env: Mapping[str, str]) -> str:
+    right = {"RANK": best.rank, "WORLD_SIZE": best.world_size, "LOCAL_RANK": best.local_rank}
+    wrong = {
+        name: env[name] for name in right if (env.get(name) or str(right[name])) != str(right[name])
+    }
+    if not wrong:
         return ""
-    if isinstance(torchrun, _Partial):
-        seen = ", ".join(f"{name}={value}" for name, value in sorted(torchrun.present.items()))
-        return f"set aside: {seen}, half a set and not {best.launcher}'s"
-    if (torchrun.rank, torchrun.world_size) == (best.rank, best.world_size):
-        return ""
-    return (
-        f"set aside: RANK={torchrun.rank} WORLD_SIZE={torchrun.world_size} of the "
-        f"environment, because {best.launcher} says {best.rank} of {best.world_size}"
-    )
+    seen = " ".join(f"{name}={value}" for name, value in wrong.items())
+    return f"set aside: {seen} of the environment, because {best.launcher} started this process"
 
 
 def _with_note(info: RankInfo, note: str) -> RankInfo:

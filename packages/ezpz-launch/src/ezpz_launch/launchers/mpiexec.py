@@ -74,6 +74,10 @@ def identify(path: str) -> Mpiexec:
 def argv(plan: LaunchPlan, mpiexec: Mpiexec) -> list[str]:
     """Return the command line that starts a plan's ranks on this host."""
     head = [mpiexec.path, "-n", str(plan.nproc)]
+    if mpiexec.kind == "hydra":
+        # Inside a Slurm step Hydra would start its proxy by another srun, which waits for
+        # cores that the step holds, and would take its hosts from the job (MPICH 5.0.2).
+        head += ["-launcher", "fork", "-rmk", "user", "-host", "localhost"]
     if mpiexec.kind == "openmpi":
         # More ranks than cores is what a laptop asks for; root is what a container is.
         head += ["--oversubscribe"]

@@ -1,0 +1,55 @@
+import pytest
+import torch.distributed as dist
+
+from ezpz_device import (
+    DeviceError,
+    _backend,
+    available_backends,
+    get_torch_backend,
+    is_backend_available,
+)
+
+
+def test_the_cpu_takes_gloo():
+    assert get_torch_backend({"TORCH_DEVICE": "cpu"}) == "gloo"
+
+
+def test_torch_backend_decides():
+    assert get_torch_backend({"TORCH_BACKEND": "Gloo"}) == "gloo"
+
+
+def test_torch_backend_that_is_not_there():
+    with pytest.raises(DeviceError, match=r"'smoke'.*available: .*gloo.*unset TORCH_BACKEND"):
+        get_torch_backend({"TORCH_BACKEND": "smoke"})
+
+
+def test_what_torch_itself_says():
+    assert ("nccl" in available_backends()) == dist.is_nccl_available()
+    assert is_backend_available("GLOO")
+
+
+# An accelerator cannot be had on every machine: the choice is checked with torch's answers
+# to "which device" and "which backends" put in place of them.
+
+
+@pytest.mark.parametrize(
+    ("device_type", "available", "expected"),
+    [
+        ("cuda", {"nccl", "gloo"}, "nccl"),
+        ("xpu", {"xccl", "ccl", "gloo"}, "xccl"),
+        ("xpu", {"ccl", "gloo"}, "ccl"),
+        ("mps", {"gloo"}, "gloo"),
+    ],
+)
+def test_the_backend_of_a_device(monkeypatch, device_type, available, expected):
+    monkeypatch.setattr(_backend, "get_torch_device_type", lambda env: device_type)
+    monkeypatch.setattr(_backend, "is_backend_available", lambda name: name in available)
+    assert get_torch_backend({}) == expected
+
+
+@pytest.mark.parametrize("device_type", ["cuda", "xpu"])
+def test_a_device_without_a_backend_is_an_error(monkeypatch, device_type):
+    monkeypatch.setattr(_backend, "get_torch_device_type", lambda env: device_type)
+    monkeypatch.setattr(_backend, "is_backend_available", lambda name: name == "gloo")
+    with pytest.raises(DeviceError, match=f"no backend for {device_type}.*TORCH_BACKEND=gloo"):
+        get_torch_backend({})

@@ -1,0 +1,53 @@
+import pytest
+import torch
+
+from ezpz_device import DeviceError, _select, get_torch_device, get_torch_device_type
+
+FIRST_USABLE = next(name for name, usable in _select.DEVICE_TYPES.items() if usable())
+
+
+def test_the_order_in_which_types_are_tried():
+    assert list(_select.DEVICE_TYPES) == ["xpu", "cuda", "mps", "cpu"]
+
+
+def test_what_this_machine_has():
+    assert get_torch_device_type({}) == FIRST_USABLE
+    assert torch.zeros(1, device=get_torch_device({})).device.type == FIRST_USABLE
+
+
+def test_torch_device_decides():
+    assert get_torch_device_type({"TORCH_DEVICE": "cpu"}) == "cpu"
+    assert get_torch_device({"TORCH_DEVICE": "cpu:0"}) == "cpu:0"
+
+
+@pytest.mark.parametrize("wanted", ["gpu", "cuda:x", "meta", "vulkan"])
+def test_torch_device_that_is_none_of_ours(wanted):
+    with pytest.raises(DeviceError, match=f"TORCH_DEVICE='{wanted}'.*expected one of xpu, cuda"):
+        get_torch_device_type({"TORCH_DEVICE": wanted})
+
+
+@pytest.mark.parametrize("absent", ["cuda", "xpu", "mps"])
+def test_torch_device_that_this_torch_cannot_use(absent):
+    if _select.DEVICE_TYPES[absent]():
+        pytest.skip(f"this machine has {absent}")
+    with pytest.raises(DeviceError, match=f"sees no {absent} device; unset TORCH_DEVICE"):
+        get_torch_device({"TORCH_DEVICE": absent})
+
+
+# Several devices cannot be had on every machine; the index arithmetic can be checked.
+
+
+@pytest.mark.parametrize(("local_rank", "count"), [(0, 1), (3, 4), (11, 12)])
+def test_the_local_rank_indexes_the_visible_devices(local_rank, count):
+    assert _select._index(local_rank, count, "cuda", {}) == local_rank
+
+
+def test_one_visible_device_a_rank():
+    env = {"ROCR_VISIBLE_DEVICES": "5"}  # srun --gpus-per-task=1 --gpu-bind=closest
+    assert _select._index(5, 1, "cuda", env) == 0
+
+
+@pytest.mark.parametrize(("local_rank", "count"), [(4, 4), (1, 1)])
+def test_more_ranks_than_devices(local_rank, count):
+    with pytest.raises(DeviceError, match=f"local rank {local_rank} has no xpu device: {count}"):
+        _select._index(local_rank, count, "xpu", {})

@@ -1,0 +1,92 @@
+"""Real ranks for tests: processes that meet over loopback, as torchrun's would.
+
+They are forked from a server that has imported torch once, because the import takes longer
+than most tests. What depends on how a process ends is tested with real launchers instead.
+"""
+
+import multiprocessing
+import os
+import socket
+import sysconfig
+import textwrap
+
+import pytest
+
+PRELUDE = """
+import os, sys
+for fd, path in ((1, {out!r}), (2, {err!r})):
+    os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), fd)
+os.environ.clear()
+os.environ.update({env!r})
+import torch, torch.distributed as dist, ezpz_dist
+torch.set_num_threads(1)
+from ezpz_dist import *
+"""
+LAUNCHERS = ("SLURM_", "PBS_", "PMI", "OMPI_", "MPI_LOCAL", "EZPZ_", "TORCHELASTIC")
+RANK_VARIABLES = {
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK",
+    "MASTER_ADDR", "MASTER_PORT",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def clean_env():
+    """The environment without any launcher's variables, this environment's commands first."""
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(LAUNCHERS) and name not in RANK_VARIABLES
+    }
+    scripts = sysconfig.get_path("scripts")
+    return {**env, "PATH": os.pathsep.join([scripts, env["PATH"]]), "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="session")
+def fork_server():
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed", "ezpz_dist"])
+    return context
+
+
+@pytest.fixture
+def ranks(fork_server, clean_env, tmp_path):
+    """Run a script on n real ranks and return what each printed; a failing rank fails the test."""
+    started = []
+
+    def run(n, script, *, check=True, env=None, timeout=60):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        mine = []
+        for rank in range(n):
+            place = {
+                "RANK": str(rank), "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n),
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+            }  # fmt: skip
+            files = [tmp_path / f"{len(started)}.{name}" for name in ("out", "err")]
+            prelude = PRELUDE.format(
+                out=str(files[0]),
+                err=str(files[1]),
+                env={**clean_env, **(place if n > 1 else {}), **(env or {})},
+            )
+            # exec is a function that a fresh process can import; one of ours would not be.
+            process = fork_server.Process(
+                target=exec, args=(prelude + textwrap.dedent(script), {"__name__": "__rank__"})
+            )
+            process.start()
+            started.append(process)
+            mine.append((process, files))
+        done = []
+        for process, files in mine:
+            process.join(timeout)
+            out, err = (path.read_text() for path in files)
+            assert process.exitcode is not None, f"still running after {timeout} s: {err}"
+            assert not check or process.exitcode == 0, err
+            done.append(out if check else (process.exitcode, out, err))
+        return done
+
+    yield run
+    for process in started:
+        process.kill()
+        process.join()

@@ -1,0 +1,19 @@
+import types
+
+import ezpz_dist
+
+
+def test_all_is_what_is_there():
+    public = {
+        name
+        for name, value in vars(ezpz_dist).items()
+        if not name.startswith("_") and not isinstance(value, types.ModuleType)
+    }
+    assert set(ezpz_dist.__all__) == public | {"__version__"}
+
+
+def test_public_names_have_docstrings():
+    for name in set(ezpz_dist.__all__) - {"__version__"}:
+        value = getattr(ezpz_dist, name)
+        if callable(value):
+            assert value.__doc__, name

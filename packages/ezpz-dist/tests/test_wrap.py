@@ -1,0 +1,110 @@
+"""Wrapped on n ranks, a model takes the same steps as on one with the whole batch."""
+
+import pytest
+
+MODEL = """
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Linear(4, 8)
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(2))
+        self.head = torch.nn.Linear(8, 1)
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+def losses(model, rows):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    x = torch.linspace(-1, 1, 24, dtype=torch.float64).view(6, 4)
+    seen = []
+    for _ in range(5):
+        loss = model(x[rows]).square().mean()
+        optimizer.zero_grad(); loss.backward(); optimizer.step()
+        seen.append(loss.item())
+    return seen
+
+torch.manual_seed(0)
+model = Net().double()
+"""
+
+
+@pytest.mark.parametrize("use_fsdp", [False, True])
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_the_loss_curve_is_that_of_one_rank(ranks, n, use_fsdp):
+    ranks(
+        n,
+        MODEL
+        + f"""
+import copy
+alone = losses(copy.deepcopy(model), slice(None))
+rank = setup_torch(timeout=60)
+wrapped = wrap_model(model, use_fsdp={use_fsdp})
+assert (wrapped is model) == ({n} == 1 or {use_fsdp})
+share = 6 // {n}
+mine = losses(wrapped, slice(rank * share, (rank + 1) * share))
+for one, other in zip(alone, mine):
+    assert abs(all_reduce(other, "mean") - one) < 1e-12, (alone, mine)
+cleanup()
+""",
+    )
+
+
+def test_fsdp_keeps_a_share_on_each_rank(ranks):
+    ranks(
+        2,
+        MODEL
+        + """
+from torch.distributed.fsdp import FSDPModule
+setup_torch(timeout=60)
+whole = sum(p.numel() for p in model.parameters())
+wrap_model(model, use_fsdp=True)
+share = sum(p.to_local().numel() for p in model.parameters())
+assert share < 0.6 * whole
+assert all(isinstance(block, FSDPModule) for block in model.blocks)
+cleanup()
+""",
+    )
+
+
+def test_fsdp_computes_in_the_type_asked_for(ranks):
+    ranks(
+        2,
+        MODEL
+        + """
+setup_torch(timeout=60)
+model = wrap_model(Net(), use_fsdp=True, dtype="bf16")
+out = model(torch.ones(2, 4))
+assert out.dtype == torch.bfloat16
+out.sum().backward()
+assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+cleanup()
+""",
+    )
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_what_is_refused(ranks, n):
+    ranks(
+        n,
+        MODEL
+        + """
+setup_torch(timeout=60)
+def refused(kind, words, *args, **kwargs):
+    try:
+        wrap_model(*args, **kwargs)
+    except kind as error:
+        assert words in str(error), error
+    else:
+        raise AssertionError(f"{words}: accepted")
+refused(WrapError, "without use_fsdp", Net(), dtype="bf16")
+refused(ValueError, "dtype 'bf15'", Net(), use_fsdp=True, dtype="bf15")
+if dist.get_world_size() > 1:
+    refused(WrapError, "is wrapped already", wrap_model(Net()))
+    refused(WrapError, "is wrapped already", wrap_model(Net()), use_fsdp=True)
+    refused(WrapError, "is wrapped already", wrap_model(Net(), use_fsdp=True))
+cleanup()
+""",
+    )

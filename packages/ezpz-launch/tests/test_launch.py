@@ -1,0 +1,194 @@
+"""The command itself, through a real mpiexec and real ranks."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SHOW = "import os, sys, json; print(json.dumps([sys.argv[1:], dict(os.environ)]) + '\\n', end='')"
+
+
+def shown(done):
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_each_rank_sees_its_place(launch):
+    done = launch("-n", "3", sys.executable, "-c", SHOW)
+    assert done.returncode == 0, done.stderr
+    seen = sorted((env["RANK"], env["WORLD_SIZE"], env["LOCAL_RANK"]) for _, env in shown(done))
+    assert seen == [("0", "3", "0"), ("1", "3", "1"), ("2", "3", "2")]
+    assert len({env["MASTER_PORT"] for _, env in shown(done)}) == 1
+
+
+ARGUMENTS = ["--lr", "1e-4", "-n", "5", "--", "--x", "a b", "", "$(id)", "it's", "new\nline", "*"]
+
+
+@pytest.mark.parametrize("more", [[], [":", "+", "--escaped"]])
+def test_arguments_byte_for_byte(launch, more):
+    done = launch("-n", "2", sys.executable, "-c", SHOW, *ARGUMENTS, *more)
+    assert [words for words, _ in shown(done)] == [[*ARGUMENTS, *more]] * 2
+
+
+def test_arguments_that_are_no_text(launch):
+    code = "import os, sys; os.write(1, os.fsencode(sys.argv[1]))"
+    done = launch("-n", "1", sys.executable, "-c", code, b"\xff\xfe", text=False)
+    assert done.stdout == b"\xff\xfe"
+
+
+def test_environment_values_pass_unharmed(launch):
+    value = 'a b "q" $(id)\nnext'
+    done = launch("-n", "1", sys.executable, "-c", SHOW, env={"TEST_VALUE": value})
+    assert shown(done)[0][1]["TEST_VALUE"] == value
+
+
+def test_the_first_failing_rank_gives_the_exit_status(launch):
+    code = "import sys, os; sys.exit(7 if os.environ['RANK'] == '1' else 0)"
+    done = launch("-n", "3", sys.executable, "-c", code)
+    assert done.returncode == 7
+    assert done.stderr.count("rank 1 on") == 1
+    assert "exited with status 7, first of all ranks" in done.stderr
+
+
+def test_statuses_are_not_mixed(launch):
+    # Hydra by itself would say 1 | 6 = 7
+    code = (
+        "import sys, os, time\n"
+        "first = os.environ['RANK'] == '1'\n"
+        "time.sleep(0 if first else 0.5)\n"
+        "sys.exit(6 if first else 1)"
+    )
+    assert launch("-n", "2", sys.executable, "-c", code).returncode == 6
+
+
+def test_survivors_are_ended(launch):
+    code = "import sys, os, time; os.environ['RANK'] == '1' and sys.exit(3); time.sleep(60)"
+    began = time.monotonic()
+    done = launch("-n", "2", sys.executable, "-c", code)
+    assert done.returncode == 3
+    assert "ending the other ranks" in done.stderr
+    assert time.monotonic() - began < 30
+
+
+def test_kill_9_of_a_rank(launch):
+    code = "import os, time; os.environ['RANK'] == '1' and os.kill(os.getpid(), 9); time.sleep(60)"
+    done = launch("-n", "2", sys.executable, "-c", code)
+    assert done.returncode == 137
+    assert "rank 1 on" in done.stderr
+    assert "killed by SIGKILL" in done.stderr
+
+
+WAIT = """
+import os, pathlib, sys, time
+pathlib.Path(sys.argv[1], os.environ["RANK"]).write_text(str(os.getpid()))
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_every_rank(clean_env, mpiexec, tmp_path, number, status):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ezpz_launch", "-n", "2", sys.executable, "-c", WAIT, tmp_path],
+        env=clean_env,
+        stderr=subprocess.PIPE,
+    )
+    try:
+        pids = pids_of_two_ranks(tmp_path)
+        process.send_signal(number)
+        assert process.wait(timeout=30) == status
+    finally:
+        process.kill()
+        process.communicate()
+    assert not [pid for pid in pids if is_running(pid)]
+
+
+def pids_of_two_ranks(folder: Path):
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        texts = [path.read_text() for path in folder.iterdir()]
+        if len(texts) == 2 and all(texts):
+            return [int(text) for text in texts]
+        time.sleep(0.05)
+    pytest.fail("the ranks did not start within 30 s")
+
+
+def is_running(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "message"),
+    [
+        (["--frobnicate", "true"], 2, "unknown option '--frobnicate'"),
+        (["-n", "0", "true"], 2, "-n 0: expected at least 1 rank"),
+        (["-n", "two", "true"], 2, "-n two: expected a whole number"),
+        (["-n", "1.5", "true"], 2, "-n 1.5: expected a whole number"),
+        ([], 2, "no command"),
+        (["no-such-program"], 127, "'no-such-program': not found on PATH"),
+        (["./no-such-program"], 127, "no such file"),
+    ],
+)
+def test_bad_input_is_one_line(launch, words, status, message):
+    done = launch(*words)
+    assert (done.returncode, done.stdout) == (status, "")
+    assert done.stderr.startswith("ezpz-launch: ")
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_half_set_rank_environment(launch):
+    done = launch("true", env={"PMI_RANK": "1"})
+    assert done.returncode == 2
+    assert "half-set pmi environment: PMI_RANK=1 without PMI_SIZE" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_script_that_is_not_executable(launch, tmp_path):
+    (tmp_path / "train.py").write_text("print(1)")
+    done = launch("./train.py", cwd=tmp_path)
+    assert done.returncode == 126
+    assert "try: ezpz-launch python ./train.py" in done.stderr
+    assert launch("train.py", cwd=tmp_path).returncode == 127
+
+
+def test_a_launch_inside_a_rank_is_refused(launch):
+    done = launch("-n", "2", sys.executable, "-m", "ezpz_launch", "-n", "2", "true")
+    assert done.returncode == 2
+    assert "this process is rank 0 of 2 already (EZPZ_RANK)" in done.stderr
+
+
+def test_dry_run_explains_and_starts_nothing(launch, tmp_path):
+    done = launch("--dry-run", "-n", "2", "touch", str(tmp_path / "started"))
+    assert done.returncode == 0
+    assert not (tmp_path / "started").exists()
+    for text in ("would run:", "mpiexec -n 2 ", "MASTER_ADDR", "(every rank is on this host)"):
+        assert text in done.stdout
+
+
+def test_help_is_one_screen_with_examples(launch):
+    done = launch("--help")
+    assert done.returncode == 0
+    assert len(done.stdout.splitlines()) <= 24
+    assert max(map(len, done.stdout.splitlines())) <= 100
+    assert "ezpz-launch python train.py" in done.stdout
+    assert launch("--version").stdout.strip() == __import__("ezpz_launch").__version__
+
+
+def test_the_launcher_imports_neither_torch_nor_numpy():
+    code = "import sys, ezpz_launch; print({'torch', 'numpy', 'mpi4py'} & set(sys.modules))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "set()"
+
+
+def test_ten_megabytes_of_any_bytes(launch):
+    code = "import os, sys; sys.stdout.buffer.write(os.urandom(1 << 20) * 10)"
+    done = launch("-n", "1", sys.executable, "-c", code, text=False)
+    assert len(done.stdout) == 10 << 20

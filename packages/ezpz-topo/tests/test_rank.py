@@ -1,0 +1,265 @@
+"""Every row of the launcher table, and every combination that misleads."""
+
+import itertools
+
+import pytest
+
+from ezpz_topo import (
+    IncompleteLauncherError,
+    InvalidVariableError,
+    LauncherConflictError,
+    get_local_world_size,
+    get_rank,
+    get_rank_info,
+    get_world_size,
+)
+
+TORCHRUN = {
+    "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1",
+    "TORCHELASTIC_RUN_ID": "none",
+}  # fmt: skip
+HYDRA = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
+OPENMPI = {
+    "OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+    "OMPI_COMM_WORLD_NODE_RANK": "1",
+}  # fmt: skip
+PALS_PMIX = {"PALS_RANKID": "5", "PMIX_RANK": "5", "PALS_LOCAL_RANKID": "1", "PALS_LOCAL_SIZE": "4"}
+PALS_CRAY_PMI = {
+    **PALS_PMIX, "PALS_NODEID": "1", "PMI_RANK": "5", "PMI_SIZE": "8",
+    "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "4",
+}  # fmt: skip
+MVAPICH2 = {
+    "MV2_COMM_WORLD_RANK": "5", "MV2_COMM_WORLD_SIZE": "8",
+    "MV2_COMM_WORLD_LOCAL_RANK": "1", "MV2_COMM_WORLD_LOCAL_SIZE": "4",
+}  # fmt: skip
+SRUN = {
+    "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+    "SLURM_NTASKS": "16",
+}  # fmt: skip
+FLUX = {"FLUX_TASK_RANK": "5", "FLUX_JOB_SIZE": "8", "FLUX_TASK_LOCAL_ID": "1"}
+JSRUN = {
+    "JSM_NAMESPACE_RANK": "5", "JSM_NAMESPACE_SIZE": "8",
+    "JSM_NAMESPACE_LOCAL_RANK": "1", "JSM_NAMESPACE_LOCAL_SIZE": "4",
+}  # fmt: skip
+STAMP = {
+    "EZPZ_RANK": "5", "EZPZ_WORLD_SIZE": "8", "EZPZ_LOCAL_RANK": "1",
+    "EZPZ_LOCAL_WORLD_SIZE": "4", "EZPZ_NODE_RANK": "1", "EZPZ_LAUNCHER": "pmi",
+}  # fmt: skip
+
+ROWS = {
+    "ezpz": (STAMP, 4, 1),
+    "torchrun": (TORCHRUN, 4, 1),
+    "openmpi": (OPENMPI, 4, None),
+    "mvapich2": (MVAPICH2, 4, None),
+    "pals": (PALS_CRAY_PMI, 4, 1),
+    "pmi": (HYDRA, 4, None),
+    "flux": (FLUX, None, None),
+    "jsrun": (JSRUN, 4, None),
+    "slurm": (SRUN, 4, 1),
+}
+
+
+@pytest.mark.parametrize("launcher", ROWS)
+def test_each_launcher_alone(launcher):
+    env, local_world_size, node_rank = ROWS[launcher]
+    info = get_rank_info(env)
+    assert (info.launcher, info.rank, info.world_size, info.local_rank) == (launcher, 5, 8, 1)
+    assert (info.local_world_size, info.node_rank) == (local_world_size, node_rank)
+    assert info.sources["rank"] in env
+    assert info.notes == ()
+
+
+def test_deepspeed_says_local_size():
+    env = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "4"}
+    assert get_local_world_size(env) == 4
+
+
+def test_no_launcher_is_one_process():
+    info = get_rank_info({})
+    assert (info.rank, info.world_size, info.local_world_size, info.launcher) == (0, 1, 1, "none")
+    assert "no launcher" in info.sources["rank"]
+
+
+def test_all_ranks_on_one_node_is_node_0():
+    env = {**HYDRA, "MPI_LOCALNRANKS": "8", "MPI_LOCALRANKID": "5"}
+    assert get_rank_info(env).node_rank == 0
+
+
+# Combinations that mislead.
+
+
+def test_sbatch_body_is_one_process_not_rank_0_of_4():
+    env = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "4"}
+    assert get_rank_info(env).launcher == "none"
+    assert get_world_size(env) == 1
+
+
+def test_salloc_shell_is_one_process():
+    assert get_world_size({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}) == 1
+
+
+def test_interactive_step_is_one_process():
+    env = {
+        "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "4294967290", "SLURM_PROCID": "0",
+        "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_NTASKS": "4",
+        "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1",
+    }  # fmt: skip
+    assert get_world_size(env) == 1
+
+
+def test_step_smaller_than_its_job():
+    env = {**SRUN, "SLURM_PROCID": "1", "SLURM_NODEID": "0", "SLURM_STEP_NUM_TASKS": "2",
+           "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NTASKS": "8"}  # fmt: skip
+    assert get_world_size(env) == 2
+
+
+@pytest.mark.parametrize("mpi", [HYDRA, OPENMPI], ids=["hydra", "openmpi"])
+def test_mpi_inside_slurm_outranks_the_proxys_procid(mpi):
+    env = {**mpi, **SRUN, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2",
+           "SLURM_NODEID": "0", "SLURM_LOCALID": "0"}  # fmt: skip
+    assert (get_rank(env), get_world_size(env)) == (5, 8)
+
+
+def test_torchrun_inside_sbatch():
+    env = {**TORCHRUN, "SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+    assert get_rank_info(env).launcher == "torchrun"
+    assert get_rank(env) == 5
+
+
+@pytest.mark.parametrize(
+    "leftover",
+    [
+        {"RANK": "0", "WORLD_SIZE": "1"},
+        {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"},
+        {"LOCAL_RANK": "0"},
+    ],
+)
+@pytest.mark.parametrize("launcher", [name for name in ROWS if name not in ("ezpz", "torchrun")])
+def test_leftover_export_never_outranks_a_launcher(leftover, launcher):
+    info = get_rank_info({**ROWS[launcher][0], **leftover})
+    assert (info.launcher, info.rank, info.world_size) == (launcher, 5, 8)
+    assert any("set aside" in note for note in info.notes)
+
+
+def test_leftover_that_agrees_is_not_worth_a_note():
+    env = {**HYDRA, "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
+    assert get_rank_info(env).notes == ()
+
+
+def test_cyclic_distribution_is_not_rank_modulo_ranks_per_node():
+    env = {**SRUN, "SLURM_LOCALID": "2", "SLURM_NODEID": "1"}
+    assert get_rank_info(env).local_rank == 2
+
+
+def test_pals_variables_alone_do_not_prove_pals_under_slurm():
+    # cray_shasta, Slurm's plug-in, sets PALS_* but no PMI_SIZE
+    assert get_rank_info({**SRUN, **PALS_PMIX}).launcher == "slurm"
+
+
+@pytest.mark.parametrize("outer", [SRUN, FLUX], ids=["slurm", "flux"])
+def test_pmi_without_a_local_rank_gives_way(outer):
+    env = {**outer, "PMI_RANK": "5", "PMI_SIZE": "8"}
+    assert get_rank_info(env).launcher in ("slurm", "flux")
+    assert get_rank_info(env).local_rank == 1
+
+
+def test_torchrun_below_an_mpi_launcher_is_nearer():
+    agent = {**HYDRA, "PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0",
+             "MPI_LOCALNRANKS": "1"}  # fmt: skip
+    assert get_rank_info({**agent, **TORCHRUN}).rank == 5
+
+
+def test_torchrun_below_our_stamp_is_nearer():
+    info = get_rank_info({**STAMP, **TORCHRUN, "EZPZ_RANK": "0", "EZPZ_WORLD_SIZE": "2",
+                          "EZPZ_LOCAL_RANK": "0", "EZPZ_LOCAL_WORLD_SIZE": "2"})  # fmt: skip
+    assert (info.launcher, info.rank, info.world_size) == ("torchrun", 5, 8)
+    assert any("below rank 0" in note for note in info.notes)
+
+
+def test_stamp_outranks_leftovers():
+    env = {**STAMP, **HYDRA, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    assert get_rank_info(env).launcher == "ezpz"
+
+
+def test_stamp_that_its_launcher_contradicts_is_an_error():
+    with pytest.raises(LauncherConflictError, match=r"rank 5 of 8.*pmi says 1 of 2"):
+        get_rank_info({**STAMP, **HYDRA, "PMI_RANK": "1", "PMI_SIZE": "2",
+                       "MPI_LOCALNRANKS": "2"})  # fmt: skip
+
+
+def test_two_mpi_launchers_that_disagree_are_an_error():
+    with pytest.raises(LauncherConflictError, match=r"openmpi says rank 5.*pmi says 1"):
+        get_rank_info({**OPENMPI, **HYDRA, "PMI_RANK": "1", "PMI_SIZE": "2",
+                       "MPI_LOCALNRANKS": "2"})  # fmt: skip
+
+
+# Half a set is never an answer.
+
+REQUIRED = {
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    "openmpi": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    "mvapich2": ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK"),
+    "pmi": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+    "flux": ("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID"),
+    "jsrun": ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK"),
+    "slurm": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
+    "ezpz": ("EZPZ_RANK", "EZPZ_WORLD_SIZE", "EZPZ_LOCAL_RANK"),
+}
+HALVES = [
+    (launcher, missing)
+    for launcher, names in REQUIRED.items()
+    for missing in names
+    # without EZPZ_RANK there is no stamp at all
+    if missing != "EZPZ_RANK"
+]
+
+
+@pytest.mark.parametrize(("launcher", "missing"), HALVES)
+def test_half_set_family_names_what_is_missing(launcher, missing):
+    env = {name: value for name, value in ROWS[launcher][0].items() if name != missing}
+    env.pop("TORCHELASTIC_RUN_ID", None)
+    with pytest.raises(IncompleteLauncherError, match=missing) as caught:
+        get_rank_info(env)
+    assert caught.value.family == launcher
+    assert "ezpz-launch" in str(caught.value)
+
+
+def test_pals_with_pmix_has_no_world_size():
+    with pytest.raises(IncompleteLauncherError, match="PMI_SIZE"):
+        get_rank_info(PALS_PMIX)
+
+
+def test_torchrun_mark_without_its_variables():
+    with pytest.raises(IncompleteLauncherError, match="TORCHELASTIC_RUN_ID is set"):
+        get_rank_info({"TORCHELASTIC_RUN_ID": "x"})
+
+
+@pytest.mark.parametrize("bad", ["", "-1", "1.0", "one", " 1", "1_0", "٣", "99999999999"])
+def test_a_rank_that_is_no_number(bad):
+    expected = IncompleteLauncherError if bad == "" else InvalidVariableError
+    with pytest.raises(expected, match="PMI_RANK"):
+        get_rank_info({**HYDRA, "PMI_RANK": bad})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("PMI_RANK", "8"), ("MPI_LOCALRANKID", "4"), ("MPI_LOCALNRANKS", "9"), ("PMI_SIZE", "0")],
+)
+def test_numbers_that_cannot_be(name, value):
+    with pytest.raises(InvalidVariableError, match=name):
+        get_rank_info({**HYDRA, name: value})
+
+
+def test_a_launcher_that_does_not_tell_the_local_size():
+    with pytest.raises(IncompleteLauncherError, match="LOCAL_WORLD_SIZE"):
+        get_local_world_size(FLUX)
+
+
+def test_the_environment_is_never_changed():
+    for first, second in itertools.permutations(ROWS, 2):
+        env = {**ROWS[first][0], **ROWS[second][0]}
+        before = dict(env)
+        get_rank_info(env)
+        assert env == before

@@ -1,0 +1,36 @@
+"""The same bodies on one rank and on many: ``mpiexec -n 4 python -m pytest --with-mpi tests/mpi``.
+
+Rank 0 reports as pytest always does; the others say only what failed on them.
+"""
+
+import sys
+
+import pytest
+import torch.distributed as dist
+
+import ezpz_dist
+from ezpz_topo import get_rank_info
+
+
+@pytest.hookimpl(trylast=True)  # after the reporter has registered itself
+def pytest_configure(config):
+    if get_rank_info().rank > 0:
+        reporter = config.pluginmanager.get_plugin("terminalreporter")
+        config.pluginmanager.unregister(reporter)
+        config.pluginmanager.register(_OnlyFailures(), "only-failures")
+
+
+class _OnlyFailures:
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            sys.stderr.write(
+                f"\nrank {get_rank_info().rank}: {report.nodeid}\n{report.longreprtext}\n"
+            )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def world():
+    """One set-up for all tests: (rank, world size)."""
+    rank = ezpz_dist.setup_torch(timeout=60)
+    yield rank, dist.get_world_size()
+    ezpz_dist.cleanup()

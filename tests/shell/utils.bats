@@ -1,0 +1,311 @@
+#!/usr/bin/env bats
+# utils.sh in real shells. `bats tests/shell` from the repository's root; with
+# EZPZ_TEST_FULL=1 also the real install (torch: minutes, gigabytes on some machines).
+
+bats_require_minimum_version 1.5.0
+load test_helper
+
+setup_file() {
+  load test_helper
+  PYTHON=$(base_python)
+  export PYTHON
+  export WHEELS=$BATS_FILE_TMPDIR/wheels BIN=$BATS_FILE_TMPDIR/bin BARE=$BATS_FILE_TMPDIR/bare
+  # Installed once and shared by the tests that only look at it or call again.
+  export CLONE="$BATS_FILE_TMPDIR/it's a clone" BUILT_LOG=$BATS_FILE_TMPDIR/built.log
+  make_bin "$BIN" "$PYTHON"
+  make_bin "$BARE"
+  make_wheelhouse "$WHEELS"
+  make_clone "$CLONE"
+  HOME_DIR=$BATS_FILE_TMPDIR/home VARS=()
+  mkdir "$HOME_DIR"
+  in_shell 'source "$1/utils.sh" && ezpz_setup_env' "$CLONE"
+  printf '%s\n' "$output" >"$BUILT_LOG"
+}
+
+setup() {
+  HOME_DIR=$BATS_TEST_TMPDIR/home NEW=$BATS_TEST_TMPDIR/clone VARS=()
+  mkdir "$HOME_DIR"
+  cd "$BATS_TEST_TMPDIR" || return 1
+}
+
+# --- sourcing
+
+sourcing_only_defines_functions() {
+  in_shell '
+    snapshot() {
+      if [ -n "${ZSH_VERSION-}" ]; then typeset + ; print -l ${(k)functions} ${(k)aliases}; setopt; trap
+      else compgen -v; declare -F; shopt -p; alias; trap; fi | sort | grep -vxE "_|.*(BASH_LINENO|FUNCNAME|LINENO|RANDOM|SECONDS|EPOCH.*|BASH_ARG.)"
+      set +o; printf "%s\n" "$PWD" "$PATH"
+    }
+    snapshot >before 2>&1; source "$1/utils.sh"; source "$1/utils.sh"; snapshot >after 2>&1
+    grep -vxFf before after' "$CLONE"
+  local line
+  for line in "${lines[@]}"; do
+    [[ $line =~ ^(declare -f )?_?ezpz_[a-z_]+$ ]] || { echo "new: $line" && return 1; }
+  done
+  has ezpz_setup_env
+}
+@test "bash: sourcing, twice, adds functions and nothing else" { sourcing_only_defines_functions; }
+@test "zsh: sourcing, twice, adds functions and nothing else" { need_zsh && SH=zsh sourcing_only_defines_functions; }
+
+finds_its_clone() {
+  mkdir -p "a b/it's" elsewhere
+  make_clone "a b/it's"
+  ln -s "../a b/it's/utils.sh" elsewhere/link.sh
+  ln -s "a b" directory
+  local way
+  for way in "cd a\ b && source \"it's/utils.sh\"" 'source elsewhere/link.sh' "source directory/it\'s/utils.sh" \
+    'cd elsewhere && CDPATH=/tmp && source ./link.sh'; do
+    in_shell "set -eu; $way; cd /; _ezpz_self"
+    [ "$output" = "$(pwd -P)/a b/it's/utils.sh" ] || { echo "$way: $output" && return 1; }
+  done
+}
+@test "bash: knows its directory: relative path, symbolic links, quotes and spaces" { finds_its_clone; }
+@test "zsh: knows its directory: relative path, symbolic links, quotes and spaces" { need_zsh && SH=zsh finds_its_clone; }
+
+@test "executed instead of sourced: says so and exits 2" {
+  local shell
+  for shell in bash sh zsh dash; do
+    command -v "$shell" >/dev/null || continue
+    run -2 "$shell" "$REPO/utils.sh"
+    [ "$output" = 'utils.sh: do not execute it; in bash or zsh: source utils.sh' ]
+  done
+}
+
+@test "ezpz_help lists every public function, with its exit codes" {
+  in_shell 'source "$1/utils.sh"; ezpz_help; declare -F | grep -c " ezpz_"' "$CLONE"
+  [ "$(grep -c '^ezpz_[a-z_]*: ' <<<"$output")" = "${lines[-1]}" ]
+  [ "$(grep -c '^  exit codes: ' <<<"$output")" = "${lines[-1]}" ]
+}
+
+# --- no Python, the wrong Python
+
+@test "no Python: names what it looked for and the remedy" {
+  BIN_DIR=$BARE EXPECT=1 in_shell 'source "$1/utils.sh" && EZPZ_VENV=$2 ezpz_setup_env' "$CLONE" "$PWD/env"
+  has 'Looked for: python3 python3.14'
+  has 'Found: ; nothing'
+  has 'set EZPZ_PYTHON='
+  [ ! -e env ]
+}
+
+@test "a Python that is too old is named with its version, and passed over" {
+  make_bin old
+  make_script old/python3 'echo "3.9.2|is too old|"'
+  BIN_DIR=$PWD/old EXPECT=1 in_shell 'source "$1/utils.sh" && EZPZ_VENV=$2 ezpz_setup_env' "$CLONE" "$PWD/env"
+  has "$PWD/old/python3 (3.9.2) is too old"
+  # the next name on PATH is taken; stop at the unwritable place, before the long steps
+  make_script old/python3.11 "exec '$PYTHON' \"\$@\""
+  touch file
+  BIN_DIR=$PWD/old EXPECT=1 in_shell 'source "$1/utils.sh" && EZPZ_VENV=$2 ezpz_setup_env' "$CLONE" "$PWD/file/env"
+  has "old/python3.11"
+  has "cannot write to $PWD/file/env: set EZPZ_VENV"
+}
+
+@test "real old Pythons are recognised" {
+  local old tried=0
+  for old in python2.7 python3.6 python3.8 python3.10 "$HOME"/.pyenv/versions/{2.7,3.6,3.8,3.10}*/bin/python; do
+    "$(type -P "$old")" -c '' 2>/dev/null || continue
+    tried=$((tried + 1))
+    EXPECT=1 in_shell 'source "$1/utils.sh" && EZPZ_PYTHON=$2 ezpz_setup_env' "$CLONE" "$(type -P "$old")"
+    [[ $output == *"$(type -P "$old") ("[23].*") is too old"* ]] || { echo "$output" && return 1; }
+  done
+  [ "$tried" -gt 0 ] || skip 'no Python older than 3.11 on this machine'
+}
+
+@test "a Python without venv or ensurepip is refused with the module's name" {
+  mkdir broken && echo 'import sys; sys.modules["ensurepip"] = None' >broken/sitecustomize.py # as Debian without python3-venv
+  VARS=(PYTHONPATH="$PWD/broken")
+  EXPECT=1 in_shell 'source "$1/utils.sh" && EZPZ_VENV=$2 ezpz_setup_env' "$CLONE" "$PWD/env"
+  has 'has no module ensurepip'
+}
+
+@test "EZPZ_PYTHON that is not there is an error, not a reason to take another" {
+  EXPECT=1 in_shell 'source "$1/utils.sh" && EZPZ_PYTHON=/no/python ezpz_setup_env' "$CLONE"
+  has '/no/python does not run'
+}
+
+@test "utils.sh without its clone: a clear error, 2" {
+  cp "$REPO/utils.sh" .
+  EXPECT=2 in_shell 'source ./utils.sh && ezpz_setup_env'
+  has 'no packages/ and constraints.txt'
+}
+
+# --- the environment
+
+@test "first call: an environment with the seven packages, constrained torch, MPI of the wheel" {
+  output=$(cat "$BUILT_LOG")
+  has 'torch 2.13.0 (installed by pip)'
+  has 'MPI: mpich 5.0.2'
+  run -0 "$CLONE/.venv/bin/python" -m pip list
+  local package
+  for package in topo device tp dist launch obs suite; do has "ezpz-$package"; done
+  has scikit-learn
+  [ -x "$CLONE/.venv/bin/mpiexec" ]
+  [ -x "$CLONE/.venv/bin/ezpz-launch" ]
+}
+
+second_call() {
+  local options
+  for options in '' 'set -euo pipefail'; do
+    VARS=(EZPZ_LOG_LEVEL=WARNING)
+    in_shell "$options"'
+      source "$1/utils.sh"; before=$(set +o; trap)
+      ezpz_setup_env; was=$PATH
+      python -c "import sys; print(sys.prefix)"
+      ezpz_setup_env; [ "$PATH" = "$was" ] && echo same path
+      PATH=/first:$PATH; ezpz_setup_env; ezpz_setup_env; [ "$PATH" = "$1/.venv/bin:/first:${was#*:}" ] && echo first again
+      (unset -f deactivate; ezpz_setup_env; echo "${#PATH}"); echo "${#PATH}"
+      [ "$before" = "$(set +o; trap)" ] && echo same options
+      echo "${venv-}${root-}${state-}${rest-}${key-}"' "$CLONE"
+    [ "${lines[0]}" = "$CLONE/.venv" ]
+    [ "${lines[1]} ${lines[2]} ${lines[5]}" = 'same path first again same options' ]
+    [ "${lines[3]}" = "${lines[4]}" ]
+    [ "${#lines[@]}" = 6 ] # silent at WARNING, and no variable left
+  done
+}
+@test "bash: a second call changes neither PATH nor options, and is silent at WARNING" { second_call; }
+@test "zsh: a second call changes neither PATH nor options, and is silent at WARNING" { need_zsh && SH=zsh second_call; }
+
+@test "a second call takes less than 2 s, and runs no pip" {
+  mv "$CLONE/.venv/.ezpz/pip.log" log
+  in_shell 'source "$1/utils.sh"; SECONDS=0; ezpz_setup_env 2>/dev/null; echo $SECONDS' "$CLONE"
+  [ ! -e "$CLONE/.venv/.ezpz/pip.log" ]
+  mv log "$CLONE/.venv/.ezpz/pip.log"
+  [ "$output" -le 1 ]
+}
+
+@test "a failing call under set -e, in a list, leaves the shell alive and the options alone" {
+  in_shell 'set -euo pipefail; source "$1/utils.sh"; before=$(set +o)
+    EZPZ_PYTHON=/no ezpz_setup_env || echo "code $?"; [ "$before" = "$(set +o)" ] && echo alive' "$CLONE"
+  has 'code 1'
+  has alive
+}
+
+@test "zsh: first call in a new clone" {
+  need_zsh
+  make_clone "$NEW"
+  SH=zsh in_shell 'set -eu; cd "$1"; source utils.sh; cd /; ezpz_setup_env; ezpz-launch --help >/dev/null 2>&1 || :; whence -p ezpz-launch' "$NEW"
+  [ "${lines[-1]}" = "$NEW/.venv/bin/ezpz-launch" ]
+}
+
+@test "pip fails: its last lines, the log, no stamp, no activation; the next call repairs" {
+  make_clone "$NEW"
+  sed -i.old 's/^fire==.*/fire==99.0/' "$NEW/constraints.txt"
+  EXPECT=1 in_shell 'source "$1/utils.sh" && ezpz_setup_env' "$NEW"
+  has 'fire==99.0'
+  has "$NEW/.venv/.ezpz/pip.log"
+  [ ! -e "$NEW/.venv/.ezpz/stamp" ]
+  cp "$REPO/constraints.txt" "$NEW"
+  # what a Ctrl-C in the middle of pip leaves: files and METADATA, not yet INSTALLER
+  local site
+  site=$(echo "$NEW"/.venv/lib/python*/site-packages)
+  mkdir "$site/torch-2.13.0.dist-info"
+  printf 'Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0\n' >"$site/torch-2.13.0.dist-info/METADATA"
+  in_shell 'source "$1/utils.sh" && ezpz_setup_env' "$NEW"
+  has_not 'making '
+  [ -e "$site/torch/__init__.py" ]
+  # another constraint is another stamp
+  local stamp
+  stamp=$(cat "$NEW/.venv/.ezpz/stamp")
+  echo '# changed' >>"$NEW/constraints.txt"
+  in_shell 'source "$1/utils.sh" && ezpz_setup_env' "$NEW"
+  has 'installing the packages'
+  [ "$stamp" != "$(cat "$NEW/.venv/.ezpz/stamp")" ]
+}
+
+@test "interrupted while the environment is made, or pip runs: the next call repairs" {
+  make_clone "$NEW"
+  make_bin slow
+  # the process group is ours: kill pip's parent shell when pip starts
+  make_script slow/python3 "case \"\$*\" in *'-m venv'*) mkdir -p '$NEW/.venv/bin'; kill -INT \$PPID; exit 1 ;; esac" "exec '$PYTHON' \"\$@\""
+  run env -i HOME="$HOME_DIR" PATH="$PWD/slow" bash -c 'source "$1/utils.sh" && ezpz_setup_env' bash "$NEW"
+  [ "$status" -ne 0 ]
+  [ ! -e "$NEW/.venv/bin/python" ]
+  in_shell 'source "$1/utils.sh" && ezpz_setup_env && command -v python' "$NEW"
+  has 'making '
+  [ "${lines[-1]}" = "$NEW/.venv/bin/python" ]
+  # its Python is gone (a module was replaced): recreated, from inside the active environment too
+  rm "$NEW/.venv/bin/python" && ln -s /no/python "$NEW/.venv/bin/python"
+  VARS=(VIRTUAL_ENV="$NEW/.venv")
+  in_shell 'PATH="$VIRTUAL_ENV/bin:$PATH"; source "$1/utils.sh" && ezpz_setup_env && python -c "import ezpz"' "$NEW"
+  has 'making '
+}
+
+@test "a directory that is not ours is never emptied" {
+  mkdir precious && touch precious/thesis
+  EXPECT=1 in_shell 'source "$1/utils.sh" && EZPZ_VENV=$2 ezpz_setup_env' "$CLONE" "$PWD/precious"
+  has 'was not made here'
+  [ -e precious/thesis ]
+}
+
+@test "an active environment is used as it is: its torch stays, its name too" {
+  "$PYTHON" -m venv own
+  make_wheel . torch 2.8.0+own
+  own/bin/python -m pip install -q --no-index torch-*.whl
+  make_clone "$NEW"
+  in_shell '. "$2/bin/activate"; source "$1/utils.sh" && ezpz_setup_env && ezpz_setup_env && echo "$VIRTUAL_ENV"' "$NEW" "$PWD/own"
+  [ "${lines[-1]}" = "$PWD/own" ]
+  has 'torch 2.8.0+own (kept'
+  [ ! -e "$NEW/.venv" ]
+  [ "$(grep -c 'installing the packages' <<<"$output")" = 1 ]
+}
+
+# The user's site-packages belong to the base Python, and an environment sees them only
+# with --system-site-packages: as with the torch of a module or of conda.
+@test "the site's torch is kept, not shadowed; too old a one is an error; mpiexec on PATH is kept" {
+  make_wheel . torch 2.9.0+site
+  make_wheel . numpy 2.1.0
+  install_for_user ./*.whl
+  make_clone "$NEW"
+  mkdir mpi && make_script mpi/mpiexec :
+  BIN_DIR=$PWD/mpi:$BIN in_shell 'source "$1/utils.sh" && ezpz_setup_env && command -v mpiexec
+    python -c "import torch, numpy; print(torch.__file__, numpy.__file__)"' "$NEW"
+  has 'torch 2.9.0+site (kept, from '
+  has "MPI: $PWD/mpi/mpiexec"
+  [ "${lines[-2]}" = "$PWD/mpi/mpiexec" ]
+  [[ ${lines[-1]} == "$HOME_DIR"/*"/torch/__init__.py $HOME_DIR/"* ]]
+  run -0 find "$NEW/.venv/lib" -maxdepth 3 -iname 'torch*' -o -maxdepth 3 -iname 'numpy*' -o -maxdepth 3 -iname 'mpich*'
+  [ -z "$output" ]
+  # asked not to: the shared environment, which has its own torch, still fits
+  VARS=(EZPZ_SITE_PACKAGES=0)
+  in_shell 'source "$1/utils.sh" && ezpz_setup_env && command -v mpiexec' "$CLONE"
+  has_not 'making '
+  has 'torch 2.13.0 (installed by pip)'
+  [ "${lines[-1]}" = "$CLONE/.venv/bin/mpiexec" ]
+  # then a module brings an MPI: the wheel must not hide it (a later call without it puts it back)
+  BIN_DIR=$PWD/mpi:$BIN in_shell 'source "$1/utils.sh" && ezpz_setup_env && command -v mpiexec' "$CLONE"
+  [ "${lines[-1]}" = "$PWD/mpi/mpiexec" ]
+  VARS=()
+  make_wheel . torch 2.0.1
+  install_for_user ./torch-2.0.1*.whl
+  EXPECT=1 in_shell 'source "$1/utils.sh" && ezpz_setup_env' "$NEW"
+  has 'has torch 2.0.1 at '
+  has 'EZPZ_SITE_PACKAGES=0'
+}
+
+# --- form
+
+@test "utils.sh and the helper are clean: shellcheck, shfmt, length" {
+  [ "$(wc -l <"$REPO/utils.sh")" -le 300 ] # a module's limit
+  bash -n "$REPO/utils.sh"
+  command -v shellcheck >/dev/null || skip 'shellcheck is not installed'
+  shellcheck -s bash "$REPO/utils.sh" "$BATS_TEST_DIRNAME/test_helper.bash"
+  command -v shfmt >/dev/null || skip 'shfmt is not installed (shellcheck passed)'
+  shfmt -i 2 -ci -d "$REPO/utils.sh" "$BATS_TEST_DIRNAME/test_helper.bash"
+}
+
+# --- the real thing
+
+full() {
+  [ "${EZPZ_TEST_FULL-}" = 1 ] || skip 'installs the real torch: set EZPZ_TEST_FULL=1'
+  make_clone "$NEW"
+  local pip=()
+  mapfile -t pip < <(env | grep '^PIP_')
+  run -0 env -i HOME="$HOME_DIR" PATH="$PATH" "${pip[@]}" "${SH:-bash}" -c 'set -eu; cd "$1"
+    source utils.sh && ezpz_setup_env; python -c "import ezpz, torch; print(torch.__version__)"
+    SECONDS=0; ezpz_setup_env; echo "second call: $SECONDS s"' "${SH:-bash}" "$NEW" </dev/null
+  echo "$output" >&3
+  [[ ${lines[-1]} =~ ^second\ call:\ [0-2]\ s$ ]]
+}
+@test "bash: the real packages (EZPZ_TEST_FULL=1)" { full; }
+@test "zsh: the real packages (EZPZ_TEST_FULL=1)" { need_zsh && SH=zsh full; }

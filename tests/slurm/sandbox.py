@@ -1,0 +1,396 @@
+"""A real Slurm on one machine: a controller and four nodes, all on loopback, all private.
+
+The daemons are children in the foreground, so they are known by process id from their first
+moment; nothing is a system service, and nothing outlives the ``with``.
+
+Verified with Slurm 22.05.8 and munge 0.5.15 (Debian 12), as root.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+NODES = ("nid001", "nid002", "nid003", "nid004")
+CPUS_PER_NODE = 2
+
+START_TIMEOUT = 30.0
+"""Seconds until every node must be idle; about 2 here."""
+
+STOP_TIMEOUT = 10.0
+"""Seconds that the daemons have for an orderly end, before SIGKILL."""
+
+# Below the ephemeral ranges, so that no outgoing connection holds one, and below the ports
+# that ezpz_dist derives from a Slurm step.
+PORTS = range(10000, 20000)
+
+# What would tell a rank of the sandbox about the surroundings of the tests.
+_FOREIGN = (
+    "SLURM", "SBATCH_", "SALLOC_", "SRUN_", "SQUEUE_", "SINFO_", "SCANCEL_", "PBS_", "PMI", "PMIX_",
+    "PALS_", "MPI_LOCAL", "OMPI_", "MV2_", "FLUX_", "JSM_", "HYDRA_", "HYDI_", "EZPZ_",
+    "TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "NODE_RANK", "MASTER_",
+)  # fmt: skip
+
+CONFIGURATION = """\
+ClusterName=sandbox
+SlurmctldHost=localhost(127.0.0.1)
+SlurmctldPort={controller_port}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={directory}/munge.socket
+CredType=cred/munge
+# Listen on loopback only.
+CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
+StateSaveLocation={directory}/state
+SlurmdSpoolDir={directory}/spool-%n
+SlurmctldPidFile={directory}/slurmctld.pid
+SlurmdPidFile={directory}/slurmd-%n.pid
+SlurmctldLogFile={directory}/slurmctld.log
+SlurmdLogFile={directory}/slurmd-%n.log
+# No system facility: no cgroups, no mail, no accounting, no core binding.
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+MailProg=/bin/true
+MpiDefault=none
+# The host's own cores and memory do not matter.
+SlurmdParameters=config_overrides
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerType=sched/backfill
+SchedulerParameters=batch_sched_delay=0,sched_min_interval=0
+ReturnToService=2
+KillWait=1
+# Ports are derived from job ids: two sandboxes on one machine should not share them.
+FirstJobId={first_job}
+{nodes}
+PartitionName=all Nodes={names} Default=YES MaxTime=10 OverSubscribe=YES State=UP
+"""
+
+
+_ENDED = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "OUT_OF_MEMORY")
+
+
+class SandboxError(Exception):
+    """The sandbox did not start, or a command in it did not do what it should."""
+
+
+class SlurmSandbox:
+    """Four nodes, nid001 to nid004, of two cores each, from ``with`` to its end.
+
+    Attributes:
+        directory: Configuration, state, spool and logs; removed at the end.
+        environment: For commands in the sandbox: ours without any launcher's variables,
+            with ``SLURM_CONF`` and a ``PATH`` to Slurm's commands.
+    """
+
+    def __init__(self) -> None:
+        self.directory = Path()
+        self.environment: dict[str, str] = {}
+        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+
+    def __enter__(self) -> Self:
+        # Directly below /tmp: a socket's path has at most 107 bytes.
+        self.directory = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
+        try:
+            self._start()
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stop()
+
+    def run(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        expect: int | None = 0,
+        timeout: float = 60.0,
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command in the sandbox and return what it said.
+
+        Args:
+            command: The words, such as ``["srun", "-n", "2", "hostname"]``.
+            env: Variables to add to `environment`.
+            expect: The exit status that it must have; None for any.
+            timeout: Seconds; then the command is killed and every job cancelled.
+
+        Raises:
+            SandboxError: It ended otherwise, or not in time. The message has its output
+                and the end of each log.
+        """
+        try:
+            done = subprocess.run(
+                command,
+                env={**self.environment, **(env or {})},
+                cwd=self.directory,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=timeout,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            output = f"{_text(error.stdout)}\n{_text(error.stderr)}"
+            self._cancel_jobs()
+            raise SandboxError(
+                f"{command} did not end within {timeout:g} s\n{output}\n{self._logs()}"
+            ) from error
+        if expect is not None and done.returncode != expect:
+            raise SandboxError(
+                f"{command} ended with {done.returncode}, expected {expect}\n"
+                f"--- stdout\n{done.stdout}\n--- stderr\n{done.stderr}\n{self._logs()}"
+            )
+        return done
+
+    def batch(
+        self, body: str, *options: str, env: Mapping[str, str] | None = None, timeout: float = 60.0
+    ) -> str:
+        """Run a batch script to its end and return its output, stdout and stderr together.
+
+        Args:
+            body: Shell commands; the first that fails ends the script.
+            options: Options of ``sbatch``, such as ``"-N", "2"``.
+            env: Variables to add to `environment`.
+            timeout: Seconds until the job must have ended.
+
+        Raises:
+            SandboxError: The script failed, or did not end in time.
+        """
+        descriptor, script = tempfile.mkstemp(suffix=".sh", dir=self.directory)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(f"#!/bin/sh\nset -e\n{body}\n")
+        output = Path(f"{script}.out")
+        # Not --wait: it looks after 2 s, and then every 10.
+        submit = ["sbatch", "--parsable", f"--output={output}", *options, script]
+        job = self.run(submit, env=env).stdout.strip()
+        deadline = time.monotonic() + timeout
+        facts = ""
+        while not any(f" JobState={state} " in facts for state in _ENDED):
+            if time.monotonic() > deadline:
+                self._cancel_jobs()
+                break
+            time.sleep(0.1)
+            facts = self._ask("scontrol", "--oneliner", "show", "job", job)
+        said = output.read_text(encoding="utf-8") if output.exists() else "(no output file)"
+        if " JobState=COMPLETED " not in facts:
+            raise SandboxError(
+                f"job {job} did not complete within {timeout:g} s\n{facts}\n"
+                f"--- script\n{body}\n--- output\n{said}\n{self._logs()}"
+            )
+        return said
+
+    def _start(self) -> None:
+        # munged wants every user to be able to reach its socket, and only root to write there.
+        self.directory.chmod(0o755)
+        (self.directory / "state").mkdir(mode=0o700)
+        controller_port, *node_ports = free_ports(1 + len(NODES))
+        configuration = self.directory / "slurm.conf"
+        configuration.write_text(
+            CONFIGURATION.format(
+                directory=self.directory,
+                controller_port=controller_port,
+                first_job=controller_port * 100,
+                names=",".join(NODES),
+                nodes="\n".join(
+                    f"NodeName={name} NodeHostname=localhost NodeAddr=127.0.0.1 Port={port} "
+                    f"CPUs={CPUS_PER_NODE} Boards=1 SocketsPerBoard=1 "
+                    f"CoresPerSocket={CPUS_PER_NODE} ThreadsPerCore=1 RealMemory=2000 State=UNKNOWN"
+                    for name, port in zip(NODES, node_ports, strict=True)
+                ),
+            ),
+            encoding="utf-8",
+        )
+        self.environment = _clean(os.environ) | {
+            "SLURM_CONF": str(configuration),
+            "PATH": search_path(),
+            # Gloo and libfabric would choose an interface by the host's name.
+            "GLOO_SOCKET_IFNAME": "lo",
+            "FI_TCP_IFACE": "lo",
+        }
+        key = self.directory / "munge.key"
+        key.touch(mode=0o600)
+        key.write_bytes(os.urandom(128))
+        self._daemon(
+            "munged", "munged", "--foreground", "--num-threads=2",
+            f"--socket={self.directory}/munge.socket", f"--key-file={key}",
+            f"--pid-file={self.directory}/munged.pid", f"--seed-file={self.directory}/munge.seed",
+        )  # fmt: skip
+        deadline = time.monotonic() + START_TIMEOUT
+        self._wait("munged has a socket", (self.directory / "munge.socket").is_socket, deadline)
+        self._daemon("slurmctld", "slurmctld", "-D", "-f", str(configuration))
+        # A node that finds no controller waits before it tries again.
+        self._wait("slurmctld answers", lambda: _listens(controller_port), deadline)
+        for name in NODES:
+            self._daemon(f"slurmd-{name}", "slurmd", "-D", "-N", name, "-f", str(configuration))
+        self._wait("every node is idle", self._all_idle, deadline)
+
+    def _daemon(self, name: str, *command: str) -> None:
+        with (self.directory / f"{name}.out").open("wb") as output:
+            self._daemons[name] = subprocess.Popen(
+                command,
+                env=self.environment,
+                cwd=self.directory,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                # Ctrl-C is for the tests; the daemons are taken down afterwards.
+                start_new_session=True,
+            )
+
+    def _wait(self, what: str, is_so: Callable[[], bool], deadline: float) -> None:
+        while not is_so():
+            dead = [
+                f"{name} ended with {daemon.returncode}; "
+                for name, daemon in self._daemons.items()
+                if daemon.poll() is not None
+            ]
+            if dead or time.monotonic() > deadline:
+                raise SandboxError(
+                    f"{''.join(dead)}waited up to {START_TIMEOUT:g} s until {what}\n{self._logs()}"
+                )
+            time.sleep(0.05)
+
+    def _all_idle(self) -> bool:
+        answer = self._ask("sinfo", "--noheader", "--Node", "--format=%N %T")
+        return answer.split("\n") == [f"{name} idle" for name in NODES]
+
+    def _ask(self, *command: str) -> str:
+        try:
+            done = subprocess.run(
+                command, env=self.environment, capture_output=True, text=True, timeout=10,
+                check=False, stdin=subprocess.DEVNULL,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return ""
+        return done.stdout.strip()
+
+    def _logs(self) -> str:
+        # A daemon says the same in its log; before there is one, only on its output.
+        said = {file.stem: file for suffix in ("out", "log") for file in self._written(suffix)}
+        return "\n".join(
+            f"--- {file.name}\n" + "\n".join(file.read_text(errors="replace").splitlines()[-15:])
+            for _, file in sorted(said.items())
+        )
+
+    def _written(self, suffix: str) -> list[Path]:
+        return [file for file in self.directory.glob(f"*.{suffix}") if file.stat().st_size]
+
+    def _cancel_jobs(self) -> None:
+        self._ask("scancel", "--quiet", "--user=root")
+
+    def _stop(self) -> None:
+        deadline = time.monotonic() + STOP_TIMEOUT
+        controller = self._daemons.get("slurmctld")
+        if controller is not None and controller.poll() is None:
+            # Steps outlive their slurmd: end them while there is one to do it.
+            self._cancel_jobs()
+            while self._ask("squeue", "--noheader") and time.monotonic() < deadline:
+                time.sleep(0.05)
+        # The nodes first, munged last: an orderly end needs what was started before it.
+        for daemon in reversed(self._daemons.values()):
+            daemon.terminate()
+        for daemon in reversed(self._daemons.values()):
+            try:
+                daemon.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
+        self._daemons.clear()
+        self._end_leftovers()
+        shutil.rmtree(self.directory)
+
+    def _end_leftovers(self) -> None:
+        """End what a step left: all that runs in the sandbox inherits its ``SLURM_CONF``."""
+        mark = b"SLURM_CONF=" + os.fsencode(self.directory / "slurm.conf")
+        deadline = time.monotonic() + STOP_TIMEOUT
+        while left := list(_processes_with(mark)):
+            if time.monotonic() > deadline:
+                raise SandboxError(f"processes {left} of the sandbox survive SIGKILL")
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.05)
+
+
+def reports(directory: Path) -> list[dict[str, Any]]:
+    """Return what each process of a program reported there, in the order of their ranks.
+
+    Files, because launchers mix the output of ranks within a line: srun where a line is
+    longer than 1024 bytes, Hydra where its proxies' pieces fall.
+    """
+    found = [json.loads(file.read_text(encoding="utf-8")) for file in directory.iterdir()]
+    return sorted(found, key=lambda report: int(report["rank"]))
+
+
+def missing(commands: Sequence[str] = ("munged", "slurmctld", "slurmd", "srun")) -> list[str]:
+    """Return those of the commands that are not installed."""
+    return [name for name in commands if shutil.which(name, path=search_path()) is None]
+
+
+def search_path() -> str:
+    """Return ``PATH`` with the directories of daemons, which an ordinary user's may lack."""
+    directories = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    return os.pathsep.join([*directories, "/usr/local/sbin", "/usr/sbin", "/sbin"])
+
+
+def free_ports(count: int) -> list[int]:
+    """Return that many TCP ports on which nothing listens."""
+    found: list[int] = []
+    with contextlib.ExitStack() as held:
+        for port in random.sample(PORTS, len(PORTS)):
+            probe = held.enter_context(socket.socket())
+            with contextlib.suppress(OSError):
+                # All addresses: a listener on any of them is in the way.
+                probe.bind(("", port))
+                found.append(port)
+            if len(found) == count:
+                return found
+    raise SandboxError(
+        f"only {len(found)} of {count} ports are free from {PORTS[0]} to {PORTS[-1]}"
+    )
+
+
+def _clean(env: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in env.items() if not name.startswith(_FOREIGN)}
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def _processes_with(variable: bytes) -> Iterator[int]:
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        with contextlib.suppress(OSError):
+            # A zombie has no environment; it is its parent's to collect.
+            if variable in (entry / "environ").read_bytes().split(b"\0"):
+                yield int(entry.name)
+
+
+def _text(output: str | bytes | None) -> str:
+    return output.decode(errors="replace") if isinstance(output, bytes) else output or ""

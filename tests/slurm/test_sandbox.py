@@ -1,0 +1,97 @@
+"""The sandbox itself: two at once, nothing left behind."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.slurm.sandbox import SlurmSandbox
+
+
+def processes_of(directory: Path) -> list[str]:
+    """Return the command lines of processes that have the sandbox's configuration."""
+    mark = b"SLURM_CONF=" + bytes(directory / "slurm.conf")
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark in (entry / "environ").read_bytes().split(b"\0"):
+                found.append((entry / "cmdline").read_bytes().decode())
+        except OSError:
+            continue  # it has ended
+    return found
+
+
+def test_four_nodes_answer(slurm: SlurmSandbox) -> None:
+    said = slurm.run(["srun", "-N", "4", "--label", "printenv", "SLURMD_NODENAME"]).stdout
+    assert sorted(said.split("\n")[:-1]) == [
+        f"{task}: {name}" for task, name in enumerate(("nid001", "nid002", "nid003", "nid004"))
+    ]
+
+
+def test_two_sandboxes_run_at_once(slurm: SlurmSandbox, sandbox: ModuleType) -> None:
+    job = ["srun", "-n", "1", "printenv", "SLURM_JOB_ID"]
+    with sandbox.SlurmSandbox() as other:
+        ours, theirs = slurm.run(job).stdout, other.run(job).stdout
+        assert other.directory != slurm.directory
+    assert ours != theirs
+    assert slurm.run(job).stdout != ours
+
+
+def test_a_sandbox_with_a_running_job_leaves_nothing(
+    slurm: SlurmSandbox, sandbox: ModuleType
+) -> None:
+    with sandbox.SlurmSandbox() as other:
+        other.run(["sbatch", "-N", "2", "--wrap", "srun -n 2 sleep 300"])
+        deadline = time.monotonic() + 20
+        while not any("sleep" in words for words in processes_of(other.directory)):
+            assert time.monotonic() < deadline, "the job does not start"
+            time.sleep(0.05)
+        directory = other.directory
+        began = time.monotonic()
+    assert time.monotonic() - began < 15
+    assert processes_of(directory) == []
+    assert not directory.exists()
+    assert processes_of(slurm.directory), "the other sandbox lives on"
+
+
+def test_a_sandbox_that_does_not_start_says_why_and_leaves_nothing(
+    slurm: SlurmSandbox, sandbox: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sandbox, "CONFIGURATION", sandbox.CONFIGURATION + "SelectType=select/no\n")
+    broken = sandbox.SlurmSandbox()
+    with pytest.raises(sandbox.SandboxError, match=r"(?s)slurmctld ended with 1.*select/no"):
+        broken.__enter__()
+    assert processes_of(broken.directory) == []
+    assert not broken.directory.exists()
+
+
+def test_a_command_that_hangs_is_ended_and_its_job_cancelled(
+    slurm: SlurmSandbox, sandbox: ModuleType
+) -> None:
+    with pytest.raises(sandbox.SandboxError, match=r"did not end within 1 s"):
+        slurm.run(["srun", "-N", "4", "-n", "8", "sleep", "300"], timeout=1)
+    # All eight cores are needed again.
+    slurm.run(["srun", "-N", "4", "-n", "8", "true"], timeout=20)
+
+
+def test_it_listens_on_loopback_only(slurm: SlurmSandbox) -> None:
+    ports = [
+        int(line.split("Port=")[1].split()[0])
+        for line in (slurm.directory / "slurm.conf").read_text().splitlines()
+        if line.startswith("NodeName=")
+    ]
+    assert len(ports) == 4
+    answer = subprocess.run(["hostname", "-I"], capture_output=True, text=True, check=False)
+    for address in answer.stdout.split():
+        for port in ports:
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            with socket.socket(family) as probe:
+                probe.settimeout(2)
+                assert probe.connect_ex((address, port)) != 0, (address, port)

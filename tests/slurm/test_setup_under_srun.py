@@ -1,0 +1,95 @@
+"""ezpz_dist under srun: ranks that nobody told where to meet, meet and train."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.slurm.sandbox import SlurmSandbox
+
+
+@pytest.fixture
+def said_in(tmp_path: Path) -> Path:
+    directory = tmp_path / "said"
+    directory.mkdir()
+    return directory
+
+
+@pytest.fixture
+def words(program: Callable[[str], list[str]], said_in: Path) -> list[str]:
+    return [*program("take_step"), str(said_in)]
+
+
+def assert_trained(said: list[dict[str, Any]], size: int) -> None:
+    assert [one["rank"] for one in said] == list(range(size))
+    for one in said:
+        assert one["ranks"] == size
+        assert one["sum_of_ranks"] == size * (size - 1) // 2
+        assert one["moved"] == pytest.approx((size - 1) / 2), "the mean of the ranks' gradients"
+        assert one["same_weights"]
+        assert one["group_is_gone"]
+
+
+def test_ranks_of_one_node_derive_the_address_from_their_step(
+    slurm: SlurmSandbox, sandbox: ModuleType, words: list[str], said_in: Path
+) -> None:
+    done = slurm.run(["srun", "-N", "1", "-n", "2", *words])
+    said = sandbox.reports(said_in)
+    assert_trained(said, 2)
+    (address,) = {one["address"] for one in said}
+    host, _, port = address.partition(":")
+    assert host == "127.0.0.1"
+    assert 20000 <= int(port) < 30000
+    assert done.stderr.count(f"address by derived from Slurm step {said[0]['step']}") == 2
+
+
+def test_two_steps_of_one_job_meet_at_different_ports(
+    slurm: SlurmSandbox, sandbox: ModuleType, words: list[str], said_in: Path, tmp_path: Path
+) -> None:
+    meeting = tmp_path / "meeting"
+    meeting.mkdir()
+    both = (
+        'srun --exact -N 1 -n 2 "$@" & first=$!; '
+        'srun --exact -N 1 -n 2 "$@"; second=$?; '
+        "wait $first && exit $second"
+    )
+    command = ["salloc", "-Q", "-N", "2", "-n", "4", "sh", "-c", both, "sh"]
+    slurm.run([*command, *words, "--meet", "4", str(meeting)])
+    said = sandbox.reports(said_in)
+    steps = sorted({one["step"] for one in said})
+    assert len(steps) == 2
+    for step in steps:
+        assert_trained([one for one in said if one["step"] == step], 2)
+    ports = {(one["step"], one["address"]) for one in said}
+    assert len(ports) == len({address for _, address in ports}) == 2
+
+
+def test_ranks_of_two_nodes_meet_at_the_address_that_was_exported(
+    slurm: SlurmSandbox, sandbox: ModuleType, words: list[str], said_in: Path
+) -> None:
+    # The names of the sandbox's nodes resolve to nothing: nobody else can name the address.
+    (port,) = sandbox.free_ports(1)
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    slurm.run(["srun", "-N", "2", "-n", "4", *words], env=env)
+    said = sandbox.reports(said_in)
+    assert_trained(said, 4)
+    assert {one["address"] for one in said} == {f"127.0.0.1:{port}"}
+    first, second = sorted({one["node"] for one in said})
+    assert [one["node"] for one in said] == [first, first, second, second]
+
+
+def test_a_rank_that_fails_fails_the_step(
+    slurm: SlurmSandbox, words: list[str], said_in: Path
+) -> None:
+    # Well within the 60 s of set-up's timeout: the peer learns of it, it does not wait.
+    command = ["srun", "-N", "1", "-n", "2", *words, "--fail", "1", "3"]
+    done = slurm.run(command, expect=None, timeout=45)
+    assert done.returncode == 3
+    assert "task 1: Exited with exit code 3" in done.stderr
+    assert "task 0: Exited with exit code 1" in done.stderr
+    assert list(said_in.iterdir()) == [], "no rank took the step"
