@@ -77,7 +77,8 @@ def test_wheel_holds_the_package_and_nothing_else(built: Path, name: str) -> Non
 @pytest.mark.parametrize("name", IMPORTS)
 def test_sdist_can_be_tested(built: Path, name: str) -> None:
     (sdist,) = built.glob(f"{name.replace('-', '_')}-*.tar.gz")
-    names = {"/".join(n.split("/")[1:]) for n in tarfile.open(sdist).getnames()}
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"README.md", "CHANGELOG.md", "LICENSE", "pyproject.toml"} <= names
     assert any(n.startswith("tests/test_") for n in names)
 

@@ -71,8 +71,8 @@ def test_a_batch_script_of_one_node_starts_its_ranks(
 def test_a_step_of_one_task_starts_its_ranks_on_its_node(
     slurm: SlurmSandbox, launch: list[str]
 ) -> None:
-    step = ["srun", "-w", "nid002", "-N", "1", "-n", "1", "-c", "2"]
-    command = ["salloc", "-Q", "-N", "4", *step, *launch, "printenv", "SLURMD_NODENAME"]
+    step = ["srun", "-w", "nid002", "-N", "1", "-n", "1"]
+    command = ["salloc", "-Q", "-N", "4", "-n", "8", *step, *launch, "printenv", "SLURMD_NODENAME"]
     assert slurm.run(command).stdout.split() == ["nid002", "nid002"]
 
 

@@ -25,7 +25,8 @@ def test_one_rank_learns_the_digits(tmp_path):
     done = run("--outdir", str(tmp_path / "out"))
     assert done.returncode == 0, done.stderr
     assert str(tmp_path / "out" / "metrics.jsonl") in done.stderr
-    records = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").open()]
+    metrics = (tmp_path / "out" / "metrics.jsonl").read_text()
+    records = [json.loads(line) for line in metrics.splitlines()]
     assert [record["epoch"] for record in records] == list(range(12))
     assert records[-1]["accuracy"] >= 0.95
     assert records[-1]["loss"] < records[0]["loss"] / 10

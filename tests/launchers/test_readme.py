@@ -1,0 +1,43 @@
+"""The Python of every README runs, and the training script does what the README says."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+READMES = sorted(ROOT.glob("packages/*/README.md"))
+
+
+def python_of(readme):
+    return re.findall(r"```python\n(.*?)```", readme.read_text(), re.DOTALL)
+
+
+def run(words, folder):
+    done = subprocess.run(
+        words, cwd=folder, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_twelve_lines_train(tmp_path):
+    (script,) = python_of(ROOT / "README.md")
+    assert len([line for line in script.splitlines() if line.strip()]) == 12
+    (tmp_path / "train.py").write_text(script)
+    run([sys.executable, "-m", "ezpz_launch", "-n", "2", sys.executable, "train.py"], tmp_path)
+    lines = (tmp_path / "outputs" / "readme" / "metrics.jsonl").read_text().splitlines()
+    losses = [json.loads(line)["loss"] for line in lines]
+    assert len(losses) == 200
+    assert losses[-1] < losses[0] / 10
+
+
+@pytest.mark.parametrize("readme", READMES, ids=lambda path: path.parent.name)
+def test_the_python_of_a_package(readme, tmp_path):
+    blocks = python_of(readme)
+    if readme.parent.name == "ezpz-launch":
+        assert blocks == [], "it is a command"
+    else:
+        run([sys.executable, "-c", "\n".join(blocks)], tmp_path)
