@@ -30,6 +30,10 @@ def test_every_collective_in_every_world(ranks, n):
 
         assert broadcast({"rank": rank}, root=n - 1) == {"rank": n - 1}
         assert broadcast(None if rank else [1, "a"]) == [1, "a"]
+        large = broadcast(bytes(range(256)) * 4096 if rank == 0 else None)
+        assert large == bytes(range(256)) * 4096
+        tensor = broadcast(torch.full((2,), float(rank)), root=n - 1)
+        assert tensor.tolist() == [n - 1, n - 1]
         barrier()
         cleanup()
         """,

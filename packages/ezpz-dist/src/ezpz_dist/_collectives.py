@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any, TypeVar, overload
 
 import torch
@@ -49,11 +50,21 @@ def broadcast(obj: T, root: int = 0) -> T:
     size = 1 if world is None else world.info.world_size
     if not 0 <= root < size:
         raise ValueError(f"root {root}; expected a rank from 0 to {size - 1}")
-    if size == 1:
+    if world is None or size == 1:
         return obj
-    box = [obj]
-    dist.broadcast_object_list(box, src=root)
-    return box[0]
+    mine = bytearray(pickle.dumps(obj) if world.info.rank == root else b"")
+    length = torch.tensor([len(mine)], device=_where(world))
+    dist.broadcast(length, src=root)
+    # torch's own broadcast_object_list needs numpy for this; a bytearray does as well.
+    payload = mine if world.info.rank == root else bytearray(int(length))
+    on_host = torch.frombuffer(payload, dtype=torch.uint8)
+    sent = on_host.to(_where(world))
+    dist.broadcast(sent, src=root)
+    if world.info.rank == root:
+        return obj
+    on_host.copy_(sent)
+    result: T = pickle.loads(payload)  # noqa: S301  # from a rank of this very job
+    return result
 
 
 @overload
@@ -97,10 +108,13 @@ def all_reduce(obj: Any, op: str = "sum") -> Any:
 def _reduce(tensor: torch.Tensor, op: str, world: World | None) -> torch.Tensor:
     if world is None or world.info.world_size == 1:
         return tensor.detach().clone()
-    # Gloo reduces host memory, NCCL and the like their device's.
-    where = torch.device("cpu") if world.backend == "gloo" else world.device
-    result = tensor.detach().to(where, copy=True, memory_format=torch.contiguous_format)
+    result = tensor.detach().to(_where(world), copy=True, memory_format=torch.contiguous_format)
     dist.all_reduce(result, op=OPS[op])
     if op == "mean":
         result /= world.info.world_size
     return result.to(tensor.device)
+
+
+def _where(world: World) -> torch.device:
+    """Gloo moves host memory, NCCL and the like their device's."""
+    return torch.device("cpu") if world.backend == "gloo" else world.device
