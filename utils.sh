@@ -112,12 +112,15 @@ _ezpz_which() {
 
 # Sets python, version and pins, or says what was looked at and why it will not do.
 _ezpz_find_python() {
-  local name found tried=''
+  local name found base tried=''
   set -- python3 python3.14 python3.13 python3.12 python3.11 python
   [ -z "${CONDA_PREFIX-}" ] || set -- "$CONDA_PREFIX/bin/python" "$@"
   [ -z "${EZPZ_PYTHON-}" ] || set -- "$EZPZ_PYTHON"
   for name; do
     case $name in */*) found=$name ;; *) found=$(_ezpz_which "$name") || continue ;; esac
+    # A virtual environment that is not active is on PATH: ours would not see its packages.
+    base=$(command "$found" -Ic 'import sys; sys.prefix == sys.base_prefix or print(sys._base_executable)' 2>/dev/null)
+    found=${base:-$found}
     _ezpz_try "$found" 'venv ensurepip' && break
     tried="$tried; $found $looked"
     case $looked in *EZPZ_SITE_PACKAGES*) break ;; esac # another Python would pass over the site's torch
@@ -223,7 +226,11 @@ _ezpz_install() {
   set -- "$@" -e "$root/packages/ezpz-suite[examples]"
   [ "$mpi" != wheel ] || set -- "$@" mpich
   _ezpz_say "installing the packages and what they need; the first time, that takes a minute or more"
-  _ezpz_pip "$@" && _ezpz_summary >"$state/summary" && printf '%s\n' "$key" >"$state/stamp.new" &&
+  _ezpz_pip "$@" || return 1
+  # Editable sources are compiled by whoever imports them first: not by every rank of a job, and
+  # not where PYTHONDONTWRITEBYTECODE is set. A clone that cannot be written works as well.
+  command "$venv/bin/python" -P -m compileall -q -x '/(tests|benchmarks)/' "$root/packages" >>"$state/pip.log" 2>&1
+  _ezpz_summary >"$state/summary" && printf '%s\n' "$key" >"$state/stamp.new" &&
     command mv -f "$state/stamp.new" "$state/stamp"
 }
 
