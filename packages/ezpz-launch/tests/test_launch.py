@@ -182,10 +182,29 @@ def test_help_is_one_screen_with_examples(launch):
     assert launch("--version").stdout.strip() == __import__("ezpz_launch").__version__
 
 
-def test_the_launcher_imports_neither_torch_nor_numpy():
-    code = "import sys, ezpz_launch; print({'torch', 'numpy', 'mpi4py'} & set(sys.modules))"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+def test_the_launcher_imports_nothing_heavy(clean_env, mpiexec):
+    code = (
+        "import sys, ezpz_launch\n"
+        "assert ezpz_launch.main(['-n', '2', 'true']) == 0\n"
+        "print({'torch', 'numpy', 'mpi4py', 'fire', 'asyncio'} & set(sys.modules))"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", code], env=clean_env, capture_output=True, text=True, check=True
+    )
     assert out.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize("options", [{}, {"nproc": "3"}, {"nproc": "0x2"}, {"nproc": "two"}])
+def test_fire_makes_the_same_request(options):
+    from ezpz_launch import LaunchError, _cli
+
+    def outcome(build):
+        try:
+            return build(options, ("python", "train.py"))
+        except LaunchError as error:
+            return str(error)
+
+    assert outcome(_cli._request) == outcome(_cli._request_by_fire)
 
 
 def test_ten_megabytes_of_any_bytes(launch):

@@ -55,7 +55,7 @@ def test_the_command_line_of_hydra():
     words = module.argv(PLAN, module.Mpiexec("/venv/bin/mpiexec", "hydra", ""))
     assert words == [
         "/venv/bin/mpiexec", "-n", "2",
-        "-launcher", "fork", "-rmk", "user", "-host", "localhost", "sh", str(module.SHIM),
+        "-launcher", "fork", "-rmk", "user", "-host", "localhost", "sh", module.SHIM,
         "pmi", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS",
         "--", "python", "train.py", "--x", "",
     ]  # fmt: skip

@@ -13,7 +13,7 @@ HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRA
 def shim(*command, env=None, form="--"):
     env = {"PATH": "/usr/bin:/bin", **HYDRA, **(env or {})}
     return subprocess.run(
-        ["sh", str(SHIM), *NAMES, form, *command], env=env, capture_output=True, check=False
+        ["sh", SHIM, *NAMES, form, *command], env=env, capture_output=True, check=False
     )
 
 

@@ -6,7 +6,6 @@ a float, so it only ever sees what stands before the first word of the command.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -68,6 +67,8 @@ def _flag_of(word: str) -> tuple[str, bool, str]:
     if not word.startswith("--") and word[:2] in _BY_FLAG:
         # -n4, as mpiexec and srun users write it
         return word[:2], True, word[2:]
+    import difflib  # noqa: PLC0415  # only a wrong word needs it
+
     close = difflib.get_close_matches(flag, _BY_FLAG, n=1)
     hint = f"did you mean {close[0]}?" if close else "see ezpz-launch --help;"
     raise UsageError(f"unknown option {word!r}; {hint} options of the command go after its name")

@@ -6,13 +6,12 @@ import os
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from ezpz_launch._errors import CommandNotFoundError, LaunchError
 from ezpz_launch._plan import LaunchPlan
 from ezpz_topo import family
 
-SHIM = Path(__file__).resolve().parent.parent / "rank_shim.sh"
+SHIM = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "rank_shim.sh")
 
 _ESCAPE = "+"
 """Put before every word of a command that holds mpiexec's own separator."""
@@ -89,7 +88,7 @@ def argv(plan: LaunchPlan, mpiexec: Mpiexec) -> list[str]:
 def _shim_argv(kind: str) -> list[str]:
     names = family("openmpi" if kind == "openmpi" else "pmi")
     variables = (names.rank, names.world_size, names.local_rank, names.local_world_size)
-    return ["sh", str(SHIM), names.name, *(alternatives[0] for alternatives in variables)]
+    return ["sh", SHIM, names.name, *(alternatives[0] for alternatives in variables)]
 
 
 def _escape(command: tuple[str, ...]) -> list[str]:
