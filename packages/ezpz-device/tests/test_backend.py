@@ -28,6 +28,11 @@ def test_what_torch_itself_says():
     assert is_backend_available("GLOO")
 
 
+@pytest.mark.parametrize("name", ["fake", "undefined", ""])
+def test_what_moves_no_data_is_no_backend(name):
+    assert not is_backend_available(name)
+
+
 # An accelerator cannot be had on every machine: the choice is checked with torch's answers
 # to "which device" and "which backends" put in place of them.
 

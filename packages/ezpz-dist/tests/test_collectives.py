@@ -10,6 +10,8 @@ def test_every_collective_in_every_world(ranks, n):
     ranks(
         n,
         """
+        import math
+        from ezpz_dist._collectives import DTYPES, OPS
         rank, n = setup_torch(timeout=60), dist.get_world_size()
         total = n * (n + 1) // 2
         assert all_reduce(rank + 1) == total and type(all_reduce(rank + 1)) is int
@@ -17,7 +19,20 @@ def test_every_collective_in_every_world(ranks, n):
         assert all_reduce(rank, op="mean") == (n - 1) / 2
         assert (all_reduce(rank, "min"), all_reduce(rank, "max")) == (0, n - 1)
         assert all_reduce(2, "product") == 2 ** n
-        assert all_reduce(1 << 40) == n << 40
+        assert all_reduce((1 << 63) - 1) == n * ((1 << 63) - 1), "nothing overflows"
+        assert all_reduce(0 if rank == 0 else 0.5) == (n - 1) / 2, "an int here, a float there"
+        assert type(all_reduce(0 if rank == 0 else 0.5)) is (int if n == 1 else float)
+        nan = float("nan")
+        for guilty in range(n):
+            mine = nan if rank == guilty else 1.0
+            for op in OPS:
+                assert math.isnan(all_reduce(mine, op)), (op, guilty)
+                assert all_reduce(torch.tensor([mine, 1.0]), op)[0].isnan(), (op, guilty)
+                assert not all_reduce(torch.tensor([mine, 1.0]), op)[1].isnan(), (op, guilty)
+        half = torch.full((2,), 40000.0, dtype=torch.float16)
+        assert torch.equal(all_reduce(half, "mean"), half), "the sum would overflow"
+        for dtype in DTYPES:
+            assert all_reduce(torch.ones(2, dtype=dtype)).tolist() == [n, n]
 
         mine = torch.arange(6, dtype=torch.float32).view(2, 3).t() + rank
         kept = mine.clone()
@@ -72,6 +87,11 @@ def test_unknown_operations_and_roots():
         all_reduce(1, "avg")
     with pytest.raises(ValueError, match=r"mean of a torch\.int64 tensor"):
         all_reduce(torch.ones(1, dtype=torch.int64), "mean")
+    for refused in (torch.ones(1, dtype=torch.bool), torch.ones(1).to_sparse()):
+        with pytest.raises(TypeError, match=r"expected a dense one of torch\.float16"):
+            all_reduce(refused)
+    with pytest.raises(ValueError, match=r"the max of a torch\.complex64"):
+        all_reduce(torch.ones(1, dtype=torch.complex64), "max")
     with pytest.raises(ValueError, match="root 1; expected a rank from 0 to 0"):
         broadcast(1, root=1)
 

@@ -67,6 +67,23 @@ def test_a_rank_that_leaves_ends_all_under_bare_mpiexec(clean_env, tmp_path):
     assert under(MPIEXEC, clean_env, tmp_path, "exit").returncode != 0
 
 
+@pytest.mark.parametrize("absent", [0, 1])
+def test_a_rank_that_never_comes_under_bare_mpiexec(clean_env, tmp_path, absent):
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"import os, sys, time\nif os.environ['PMI_RANK'] == '{absent}': sys.exit(3)\n"
+        "import ezpz_dist\nezpz_dist.setup_torch(timeout=4)\n"
+    )
+    path = shutil.which("mpiexec", path=clean_env["PATH"])
+    done = subprocess.run(
+        [path, "-n", "2", sys.executable, str(script)], env=clean_env, stdin=subprocess.DEVNULL,
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "Timeout (0:00:04)!" in done.stderr
+    assert "in broadcast_once" in done.stderr
+
+
 def info(launcher, rank=1, world_size=2, local_world_size=2):
     return RankInfo(rank, world_size, 0, local_world_size, None, launcher)
 

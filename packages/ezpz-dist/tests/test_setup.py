@@ -21,9 +21,8 @@ def test_set_up_twice_clean_up_and_again(ranks, n):
         cleanup()
         cleanup()
         assert not dist.is_initialized()
-        if n == 1:
-            assert setup_torch() == 0
-            cleanup()
+        assert setup_torch(seed=4, timeout=60) == rank
+        cleanup()
         """,
     )
 
@@ -32,7 +31,7 @@ def test_torchruns_variables_are_exported_in_a_world_of_several(ranks, n):
     script = """
         before = dict(os.environ)
         setup_torch(timeout=60)
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK",
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK",
                  "MASTER_ADDR", "MASTER_PORT")
         print({name: os.environ.get(name) for name in names})
         cleanup()
@@ -65,22 +64,21 @@ def test_a_group_that_somebody_else_made(ranks, n):
 
 
 def test_many_set_ups_with_a_model_that_outlives_the_group(ranks, n):
-    # torch's gloo destructor can wait for the GIL for ever (see _setup._retired)
+    # torch's gloo destructor can wait for the GIL for ever (see _setup._retired), and a
+    # store that a model still holds keeps the keys of the group before.
     ranks(
         n,
         """
         import faulthandler
-        def once(port):
-            os.environ["MASTER_PORT"] = str(port)
-            setup_torch(timeout=20)
+        kept = None
+        for i in range(60):
+            faulthandler.dump_traceback_later(20, exit=True)
+            setup_torch(timeout=15)
             model = wrap_model(torch.nn.Linear(4, 4))
             model(torch.rand(2, 4)).sum().backward()
             all_reduce(1)
             cleanup()
-        first = int(os.environ.pop("MASTER_PORT", 0))
-        for i in range(60):
-            faulthandler.dump_traceback_later(20, exit=True)
-            once(20000 + (first + i) % 10000)
+            kept = model if i % 2 else kept
         faulthandler.cancel_dump_traceback_later()
         """,
     )

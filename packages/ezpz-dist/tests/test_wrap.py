@@ -52,6 +52,82 @@ cleanup()
     )
 
 
+@pytest.mark.parametrize("use_fsdp", [False, True])
+def test_every_rank_starts_from_rank_0s_values(ranks, use_fsdp):
+    ranks(
+        2,
+        MODEL
+        + f"""
+rank = setup_torch(seed=1, timeout=60)
+fresh = Net().double()
+fresh.register_buffer("noise", torch.rand(3))
+start = broadcast({{k: v.clone() for k, v in fresh.state_dict().items()}})
+wrapped = wrap_model(fresh, use_fsdp={use_fsdp})
+for name, tensor in wrapped.state_dict().items():
+    whole = tensor.full_tensor() if {use_fsdp} and hasattr(tensor, "full_tensor") else tensor
+    assert torch.equal(whole, start[name.removeprefix("module.")]), name
+cleanup()
+""",
+    )
+
+
+def test_fsdp_takes_lists_of_lists_shared_blocks_and_tied_weights(ranks):
+    ranks(
+        2,
+        """
+from torch import nn
+class Odd(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stages = nn.ModuleList(
+            nn.ModuleList(nn.Linear(4, 4) for _ in range(2)) for _ in range(2))
+        same = nn.Linear(4, 4)
+        self.twice = nn.ModuleList([same, nn.Tanh(), same])
+        self.tied = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.tied[1].weight = self.tied[0].weight
+    def forward(self, x):
+        for stage in self.stages:
+            for layer in stage:
+                x = layer(x)
+        for layer in (*self.twice, *self.tied):
+            x = layer(x)
+        return x
+import copy
+from torch.distributed.fsdp import FSDPModule
+setup_torch(timeout=60)
+torch.manual_seed(0)
+model = Odd().double()
+alone = copy.deepcopy(model)
+x = torch.ones(2, 4, dtype=torch.float64)
+wrapped = wrap_model(model, use_fsdp=True)
+assert all(isinstance(layer, FSDPModule) for stage in wrapped.stages for layer in stage)
+assert not any(isinstance(layer, FSDPModule) for layer in (*wrapped.twice, *wrapped.tied))
+assert torch.allclose(wrapped(x), alone(x), rtol=1e-12)
+wrapped(x).sum().backward()
+alone(x).sum().backward()
+for (name, one), other in zip(wrapped.named_parameters(), alone.parameters()):
+    assert torch.allclose(one.grad.full_tensor(), other.grad, rtol=1e-12), name
+cleanup()
+""",
+    )
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_model_with_nothing_to_train(ranks, n):
+    ranks(
+        n,
+        """
+rank = setup_torch(seed=1, timeout=60)
+for use_fsdp in (False, True):
+    frozen = torch.nn.Linear(3, 3).requires_grad_(False)
+    assert wrap_model(frozen, use_fsdp=use_fsdp) is frozen
+    assert torch.equal(broadcast(frozen.weight), frozen.weight), "rank 0's on every rank"
+    assert type(wrap_model(torch.nn.ReLU(), use_fsdp=use_fsdp)) is torch.nn.ReLU
+cleanup()
+""",
+    )
+
+
 def test_fsdp_keeps_a_share_on_each_rank(ranks):
     ranks(
         2,
@@ -100,6 +176,7 @@ def refused(kind, words, *args, **kwargs):
     else:
         raise AssertionError(f"{words}: accepted")
 refused(WrapError, "without use_fsdp", Net(), dtype="bf16")
+refused(ValueError, "dtype torch.int32", Net(), use_fsdp=True, dtype=torch.int32)
 refused(ValueError, "dtype 'bf15'", Net(), use_fsdp=True, dtype="bf15")
 if dist.get_world_size() > 1:
     refused(WrapError, "is wrapped already", wrap_model(Net()))

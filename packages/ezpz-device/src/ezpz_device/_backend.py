@@ -15,6 +15,10 @@ ONECCL_MODULE = "oneccl_bindings_for_pytorch"
 """Importing it registers the backend ``ccl`` with torch (Intel's torch-ccl)."""
 
 
+BACKENDS = ("nccl", "xccl", "ccl", "gloo", "mpi", "ucc")
+"""Every backend that moves data between ranks; RCCL reports itself as nccl."""
+
+
 def get_torch_backend(env: Mapping[str, str] | None = None) -> str:
     """Return the backend for this process's device: ``nccl``, ``xccl``, ``ccl`` or ``gloo``.
 
@@ -49,14 +53,14 @@ def get_torch_backend(env: Mapping[str, str] | None = None) -> str:
 
 
 def is_backend_available(backend: str) -> bool:
-    """Return whether torch, or an installed plug-in, has the backend."""
+    """Return whether this is one of the backends we know, and torch or a plug-in has it."""
     backend = backend.lower()
     if backend == "ccl":
         return find_spec(ONECCL_MODULE) is not None
-    return bool(dist.is_backend_available(backend))
+    # torch says yes to "fake" and "undefined" too, whose collectives do nothing.
+    return backend in BACKENDS and bool(dist.is_backend_available(backend))
 
 
 def available_backends() -> list[str]:
     """Return the names of the backends that this process can use."""
-    names = ("nccl", "xccl", "ccl", "gloo", "mpi", "ucc")
-    return [name for name in names if is_backend_available(name)]
+    return [name for name in BACKENDS if is_backend_available(name)]

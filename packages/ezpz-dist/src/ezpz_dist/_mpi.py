@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import sys
 from types import ModuleType, TracebackType
@@ -17,12 +18,24 @@ _ours: ModuleType | None = None
 """mpi4py.MPI, when it was we who initialised MPI."""
 
 
-def broadcast_once(value: T | None, info: RankInfo) -> T:
-    """Broadcast a small object from rank 0 over MPI. Collective: every rank calls this.
+def broadcast_once(value: T, info: RankInfo, timeout: float) -> T:
+    """Return rank 0's small object on every rank, over MPI. Collective: every rank calls this.
+
+    A rank that the others do not join within the timeout prints where it stands and ends
+    with exit status 1: MPI itself would wait for ever, with the GIL held.
 
     Raises:
         SetupError: mpi4py cannot load an MPI, or its world is not the launcher's.
     """
+    # The only watchdog that runs while a C library holds the GIL.
+    faulthandler.dump_traceback_later(timeout, exit=True)
+    try:
+        return _broadcast(value, info)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _broadcast(value: T, info: RankInfo) -> T:
     mpi = _load()
     comm = mpi.COMM_WORLD
     if (comm.rank, comm.size) != (info.rank, info.world_size):

@@ -14,6 +14,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch exports t
     HashStore,
     Store,
     TCPStore,
+    rendezvous,
 )
 
 from ezpz_topo import RankInfo, first_host, get_hostname
@@ -28,19 +29,23 @@ MPI_LAUNCHERS = frozenset({"openmpi", "mvapich2", "pals", "pmi", "flux", "jsrun"
 _SLURM_PORTS = range(20000, 30000)
 
 
+_stores: dict[tuple[str, int], Store] = {}
+"""Stores at a given address, kept until exit: were rank 0 to close and open its own again
+for a second set-up, a faster rank could still meet the first and be cut off."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
     """Where the ranks meet.
 
     Attributes:
-        store: The store for ``init_process_group``; None lets torch build it from
-            ``MASTER_ADDR`` and ``MASTER_PORT`` (torchrun's agent may already hold it).
+        store: The store for ``init_process_group``.
         master_addr: Host name or address of rank 0.
         master_port: Its TCP port; 0 in a world of one, which listens nowhere.
         source: How the address came to be known, for people.
     """
 
-    store: Store | None
+    store: Store
     master_addr: str
     master_port: int
     source: str
@@ -61,7 +66,7 @@ def meet(info: RankInfo, timeout: timedelta, env: Mapping[str, str] | None = Non
         return Rendezvous(HashStore(), "127.0.0.1", 0, "a world of one")
     addr, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
     if addr and port:
-        return Rendezvous(None, addr, _port_number(port), "MASTER_ADDR and MASTER_PORT")
+        return _at_master(info, timeout, addr, _port_number(port))
     if info.launcher in MPI_LAUNCHERS:
         return _over_mpi(info, timeout)
     if info.launcher == "slurm":
@@ -73,16 +78,36 @@ def meet(info: RankInfo, timeout: timedelta, env: Mapping[str, str] | None = Non
     )
 
 
+def _at_master(info: RankInfo, timeout: timedelta, addr: str, port: int) -> Rendezvous:
+    store = _stores.get((addr, port))
+    if store is None:
+        # torch's own, because torchrun's agent may hold the store already.
+        found = rendezvous("env://", rank=info.rank, world_size=info.world_size, timeout=timeout)
+        store, _, _ = next(iter(found))
+        _stores[addr, port] = store
+    return Rendezvous(store, addr, port, "MASTER_ADDR and MASTER_PORT")
+
+
 def _over_mpi(info: RankInfo, timeout: timedelta) -> Rendezvous:
-    mine: tuple[str, int] | None = None
+    # Loopback works on laptops whose own name resolves to nothing, or to a dead VPN address.
+    host, port, trouble = "127.0.0.1" if _is_one_node(info) else get_hostname(), 0, ""
     store: Store | None = None
     if info.rank == 0:
-        host = _host_of_rank_0(info)
-        store = TCPStore(
-            host, 0, info.world_size, is_master=True, timeout=timeout, wait_for_workers=False
+        try:
+            store = TCPStore(
+                host, 0, info.world_size, is_master=True, timeout=timeout, wait_for_workers=False
+            )
+            port = store.port
+        except DistNetworkError as error:
+            # Told to all of them: they would wait for an address that never comes.
+            trouble = str(error)
+    seconds = timeout.total_seconds()
+    host, port, trouble = _mpi.broadcast_once((host, port, trouble), info, seconds)
+    if trouble:
+        raise SetupError(
+            f"rank 0 cannot listen on {host}: {trouble}; expected its own name to be an address "
+            "of its own; export MASTER_ADDR and MASTER_PORT to choose one"
         )
-        mine = host, store.port
-    host, port = _mpi.broadcast_once(mine, info)
     if store is None:
         store = TCPStore(host, port, info.world_size, is_master=False, timeout=timeout)
     return Rendezvous(store, host, port, "bound by rank 0, broadcast over MPI")
@@ -111,12 +136,6 @@ def _of_slurm_step(info: RankInfo, timeout: timedelta, env: Mapping[str, str]) -
             "MASTER_PORT before srun to choose another"
         ) from error
     return Rendezvous(store, host, port, f"derived from Slurm step {step}")
-
-
-def _host_of_rank_0(info: RankInfo) -> str:
-    """Return an address of this host at which every other rank can reach it."""
-    # Loopback works on laptops whose own name resolves to nothing, or to a dead VPN address.
-    return "127.0.0.1" if _is_one_node(info) else socket.getfqdn(get_hostname())
 
 
 def _require_address(host: str) -> None:

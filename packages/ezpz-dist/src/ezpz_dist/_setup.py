@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import logging
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from ezpz_device import get_torch_backend, get_torch_device, is_backend_available
 from ezpz_topo import RankInfo, get_cpu_count, get_rank_info
@@ -33,10 +35,14 @@ class World:
     device: torch.device
     backend: str
     arguments: tuple[str | None, int | None, float]
-    exported: tuple[str, ...] = field(default=())
+    exported: dict[str, str | None]
+    """What the variables that we set were before; None: not set."""
 
 
 _world: World | None = None
+
+_generation = itertools.count()
+"""How many groups this process has made: the same number on every rank."""
 
 _retired: list[dist.ProcessGroup | None] = []
 """Groups that `cleanup` destroyed, kept until they can be dropped without harm.
@@ -120,8 +126,11 @@ def cleanup() -> None:
     if dist.is_initialized():
         _retired.append(dist.group.WORLD)
         dist.destroy_process_group()
-    for name in world.exported:
-        os.environ.pop(name, None)
+    for name, value in world.exported.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def current_world(operation: str) -> World | None:
@@ -173,44 +182,60 @@ def _init_group(
     if backend == "ccl":
         # Registers the backend with torch; torch does not know it otherwise.
         __import__("oneccl_bindings_for_pytorch")
-    meeting = meet(info, timeout)
-    # A bound device lets NCCL and XCCL connect at once instead of at the first collective.
-    bound = device if backend in ("nccl", "xccl") else None
+    where = ""
     try:
+        meeting = meet(info, timeout)
+        where = f" at {meeting.master_addr}:{meeting.master_port} ({meeting.source})"
+        # A store that outlives its group (a model may hold it) keeps its old keys.
+        store = PrefixStore(f"ezpz-{next(_generation)}", meeting.store)
         dist.init_process_group(
             backend,
-            init_method="env://" if meeting.store is None else None,
-            store=meeting.store,
+            store=store,
             rank=info.rank,
             world_size=info.world_size,
             timeout=timeout,
-            device_id=bound,
+            # A bound device lets NCCL and XCCL connect now instead of at the first collective.
+            device_id=device if backend in ("nccl", "xccl") else None,
         )
+        _see_all_in(store, info, timeout)
     except (dist.DistNetworkError, dist.DistStoreError) as error:
+        where = where or f" at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise SetupError(
-            f"rank {info.rank} of {info.world_size} could not meet the others at "
-            f"{meeting.master_addr}:{meeting.master_port} ({meeting.source}) within "
+            f"rank {info.rank} of {info.world_size} could not meet the others{where} within "
             f"{timeout.total_seconds():g} s: {error}; expected every rank to call setup_torch and "
             "reach that address; check that no rank failed earlier and that the port is free"
         ) from error
     return meeting
 
 
-def _export(info: RankInfo, meeting: Rendezvous) -> tuple[str, ...]:
-    """Set torchrun's variables where they are not right yet; return the names we added."""
+def _see_all_in(store: PrefixStore, info: RankInfo, timeout: timedelta) -> None:
+    """Keep rank 0, whose process may hold the store, until every rank is through.
+
+    init_process_group can return on rank 0 while others still read from its store: were it
+    to leave now, they would be cut off.
+    """
+    if store.add("through", 1) == info.world_size:
+        store.set("all", "through")
+    if info.rank == 0:
+        store.wait(["all"], timeout)
+
+
+def _export(info: RankInfo, meeting: Rendezvous) -> dict[str, str | None]:
+    """Set torchrun's variables; return what they were before (None: not set)."""
     if info.world_size == 1:
         # Nobody to agree with; a subprocess must not take itself for a rank of ours.
-        return ()
+        return {}
     values: dict[str, int | str | None] = {
         "RANK": info.rank,
         "WORLD_SIZE": info.world_size,
         "LOCAL_RANK": info.local_rank,
         "LOCAL_WORLD_SIZE": info.local_world_size,
+        "NODE_RANK": info.node_rank,
         "GROUP_RANK": info.node_rank,
         "MASTER_ADDR": meeting.master_addr,
         "MASTER_PORT": meeting.master_port,
     }
     known = {name: str(value) for name, value in values.items() if value is not None}
-    added = tuple(name for name in known if name not in os.environ)
+    before = {name: os.environ.get(name) for name in known}
     os.environ.update(known)
-    return added
+    return before
