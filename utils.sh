@@ -120,7 +120,7 @@ _ezpz_find_python() {
     case $name in */*) found=$name ;; *) found=$(_ezpz_which "$name") || continue ;; esac
     # A virtual environment that is not active is on PATH: ours would not see its packages.
     base=$(command "$found" -Ic 'import sys; sys.prefix == sys.base_prefix or print(sys._base_executable)' 2>/dev/null)
-    found=${base:-$found}
+    [ ! -x "${base:-/nowhere}" ] || found=$base
     _ezpz_try "$found" 'venv ensurepip' && break
     tried="$tried; $found $looked"
     case $looked in *EZPZ_SITE_PACKAGES*) break ;; esac # another Python would pass over the site's torch

@@ -89,7 +89,10 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+ENDING = [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGQUIT, 131)]
+
+
+@pytest.mark.parametrize(("number", "status"), ENDING)
 def test_a_signal_ends_every_rank(clean_env, mpiexec, tmp_path, number, status):
     process = subprocess.Popen(
         [sys.executable, "-m", "ezpz_launch", "-n", "2", sys.executable, "-c", WAIT, tmp_path],
@@ -103,7 +106,38 @@ def test_a_signal_ends_every_rank(clean_env, mpiexec, tmp_path, number, status):
     finally:
         process.kill()
         process.communicate()
-    assert not [pid for pid in pids if is_running(pid)]
+    assert all_gone(pids)
+
+
+def all_gone(pids):
+    """Whether they end soon: what was killed is there until somebody reaps it."""
+    end = time.monotonic() + 5
+    while any(is_running(pid) for pid in pids):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def test_nohup_is_respected(clean_env, mpiexec, tmp_path):
+    command = [sys.executable, "-m", "ezpz_launch", "-n", "2", sys.executable, "-c", WAIT, tmp_path]
+    process = subprocess.Popen(
+        command,
+        env=clean_env,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),  # noqa: PLW1509
+    )
+    try:
+        pids = pids_of_two_ranks(tmp_path)
+        process.send_signal(signal.SIGHUP)
+        time.sleep(0.5)  # what must not happen has half a second to happen
+        assert process.poll() is None
+        assert all(is_running(pid) for pid in pids)
+        process.terminate()
+        assert process.wait(timeout=30) == 143
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def pids_of_two_ranks(folder: Path):
@@ -131,6 +165,7 @@ def is_running(pid):
         (["-n", "0", "true"], 2, "-n 0: expected at least 1 rank"),
         (["-n", "two", "true"], 2, "-n two: expected a whole number"),
         (["-n", "1.5", "true"], 2, "-n 1.5: expected a whole number"),
+        (["-n", "None", "true"], 2, "-n None: expected a whole number"),
         ([], 2, "no command"),
         (["no-such-program"], 127, "'no-such-program': not found on PATH"),
         (["./no-such-program"], 127, "no such file"),
@@ -165,12 +200,28 @@ def test_a_launch_inside_a_rank_is_refused(launch):
     assert "this process is rank 0 of 2 already (EZPZ_RANK)" in done.stderr
 
 
+def test_the_program_is_run_not_the_shells_own(launch):
+    # dash's own echo would print two lines
+    assert launch("-n", "1", "echo", r"a\nb").stdout == "a\\nb\n"
+
+
+def test_a_temporary_directory_that_is_not_there(launch, tmp_path):
+    done = launch("true", env={"TMPDIR": str(tmp_path / "absent")})
+    assert done.returncode == 2
+    assert "set TMPDIR to one" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_dry_run_explains_and_starts_nothing(launch, tmp_path):
     done = launch("--dry-run", "-n", "2", "touch", str(tmp_path / "started"))
     assert done.returncode == 0
     assert not (tmp_path / "started").exists()
     for text in ("would run:", "mpiexec -n 2 ", "MASTER_ADDR", "(every rank is on this host)"):
         assert text in done.stdout
+    # what it prints can be pasted
+    pasted = done.stdout.splitlines()[1]
+    assert subprocess.run(pasted, shell=True, timeout=60, check=False).returncode == 0
+    assert (tmp_path / "started").exists()
 
 
 def test_help_is_one_screen_with_examples(launch):

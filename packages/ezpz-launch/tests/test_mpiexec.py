@@ -65,7 +65,8 @@ def test_the_command_line_of_hydra():
 def test_the_command_line_of_openmpi(monkeypatch, uid, extra):
     monkeypatch.setattr(module.os, "geteuid", lambda: uid)
     words = module.argv(PLAN, module.Mpiexec("/usr/bin/mpiexec", "openmpi", ""))
-    assert words[: 4 + len(extra)] == ["/usr/bin/mpiexec", "-n", "2", "--oversubscribe", *extra]
+    placed = ["--oversubscribe", "--bind-to", "none"]
+    assert words[: 6 + len(extra)] == ["/usr/bin/mpiexec", "-n", "2", *placed, *extra]
     assert "OMPI_COMM_WORLD_RANK" in words
 
 

@@ -31,6 +31,13 @@ def test_one_rank_a_device():
     assert planned(node, nproc=2).nproc == 2
 
 
+def test_devices_that_cannot_be_counted_are_not_guessed():
+    node = replace(LAPTOP, accelerators=Accelerators("xpu", 0, "TORCH_DEVICE=xpu"))
+    with pytest.raises(LaunchError, match="how many ranks"):
+        planned(node)
+    assert planned(node, nproc=12).nproc == 12
+
+
 def test_the_ranks_environment():
     assert planned(LAPTOP).environment == {
         "MASTER_ADDR": "127.0.0.1",

@@ -21,8 +21,17 @@ def test_update_records_writes_and_says(tmp_path):
     assert [record["step"] for record in History.read(history.path)] == [0, 10, 11]
 
 
-def test_numpy_and_other_scalars():
-    record = History().record({"a": np.float32(0.5), "b": np.array(3), "c": True})
+def test_numpy_and_other_scalars(tmp_path):
+    record = History(tmp_path).record(
+        {
+            "a": np.float32(0.5),
+            "b": np.array(3),
+            "c": True,
+            "d": np.float64(0.25),
+            "e": np.mean([2.0]),
+        }
+    )
+    assert (record["d"], record["e"]) == (0.25, 2.0)
     assert (record["a"], record["b"], record["c"]) == (0.5, 3, True)
     assert type(record["a"]) is float
 
@@ -52,10 +61,21 @@ def test_other_ranks_write_nothing(tmp_path, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("bad", ["0.5", None, [1.0], np.zeros(2)])
+@pytest.mark.parametrize("bad", ["0.5", None, [1.0], np.zeros(2), 1 << 70, 1j])
 def test_a_metric_that_is_no_number(bad):
-    with pytest.raises((TypeError, ValueError)):
+    with pytest.raises(TypeError, match="metric 'loss'"):
         History().update({"loss": bad})
+
+
+@pytest.mark.parametrize("bad", ["x", 1.5, None])
+def test_steps_and_names_that_are_none(bad):
+    history = History()
+    if bad is not None:
+        with pytest.raises(TypeError):
+            history.update({"loss": 1.0}, step=bad)
+    with pytest.raises(TypeError, match="name to be a string"):
+        history.update({3: 1.0})
+    assert history.update({"loss": 1.0}, step=np.int64(3)) == "step=3 loss=1"
 
 
 @pytest.mark.parametrize("name", ["step", "time"])
@@ -68,7 +88,28 @@ def test_a_second_history_goes_on_in_the_same_file(tmp_path):
     for loss in (1.0, 2.0):
         with History(tmp_path) as history:
             history.update({"loss": loss})
-    assert [record["loss"] for record in History.read(history.path)] == [1.0, 2.0]
+    assert [(r["step"], r["loss"]) for r in History.read(history.path)] == [(0, 1.0), (1, 2.0)]
+
+
+@pytest.mark.parametrize("torn", [b"{", b'{"step":7,"lo', b'{"step":7,"' + b"x" * 200_000])
+@pytest.mark.parametrize("before", [0, 1, 5000])
+def test_a_run_goes_on_after_a_crash(tmp_path, before, torn):
+    with History(tmp_path) as history:
+        for step in range(before):
+            history.update({"loss": 0.5}, step=step)
+    with history.path.open("ab") as file:
+        file.write(torn)
+    with History(tmp_path) as history:
+        history.update({"loss": 0.25})
+    assert [record["step"] for record in History.read(history.path)] == list(range(before + 1))
+
+
+def test_a_file_that_is_none_of_ours_is_not_continued(tmp_path):
+    for text, said in (("hello\n", "is no JSON"), ("hello", "expected records of a History")):
+        (tmp_path / "metrics.jsonl").write_text(text)
+        with pytest.raises(ValueError, match=said):
+            History(tmp_path)
+        assert (tmp_path / "metrics.jsonl").read_text() == text
 
 
 def test_a_torn_last_line_is_left_out_and_a_torn_middle_is_an_error(tmp_path):
@@ -76,7 +117,7 @@ def test_a_torn_last_line_is_left_out_and_a_torn_middle_is_an_error(tmp_path):
     path.write_bytes(b'{"step":0}\n{"step":1,"lo')
     assert History.read(path) == [{"step": 0}]
     path.write_bytes(b'{"step":0}\n{"ste\n{"step":2}\n')
-    with pytest.raises(ValueError, match="line 2 is no JSON"):
+    with pytest.raises(ValueError, match=r"line 2 of .* is no JSON"):
         History.read(path)
 
 

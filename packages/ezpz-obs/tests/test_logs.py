@@ -48,6 +48,19 @@ def test_level_by_name():
     assert get_log_level({"EZPZ_LOG_LEVEL": "ERROR"}, rank=1) == logging.ERROR
 
 
+@pytest.mark.parametrize(
+    ("said", "meant"), [("", "INFO"), ("warn", "WARNING"), ("FATAL", "CRITICAL")]
+)
+def test_what_people_call_levels(said, meant):
+    assert get_log_level({"EZPZ_LOG_LEVEL": said}, rank=0) == getattr(logging, meant)
+
+
+def test_without_a_standard_error():
+    code = "import ezpz_obs; ezpz_obs.get_logger('x').warning('hello')"
+    words = ["sh", "-c", 'exec "$0" -c "$1" 2>&-', sys.executable, code]
+    assert subprocess.run(words, check=False, timeout=60).returncode == 0
+
+
 def test_unknown_level():
     with pytest.raises(ValueError, match="EZPZ_LOG_LEVEL='LOUD'; expected one of DEBUG"):
         get_logger(env={"EZPZ_LOG_LEVEL": "loud"})

@@ -39,6 +39,14 @@ def test_the_folder_it_chooses_is_named(tmp_path):
     assert f"outputs/{folder.name}/metrics.jsonl" in done.stderr
 
 
+@pytest.mark.parametrize("words", [["--epoch=2"], ["--epochs=0"], ["--epochs=two"], ["3", "x"]])
+def test_bad_settings_are_refused_before_anything_is_done(tmp_path, words):
+    done = run(*words, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_half_set_environment_is_one_line(tmp_path):
     done = run(env={"RANK": "1"}, cwd=tmp_path)
     assert done.returncode == 2

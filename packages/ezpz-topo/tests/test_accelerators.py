@@ -20,11 +20,21 @@ def found(env, root):
         ({"CUDA_VISIBLE_DEVICES": "GPU-8932f937,GPU-1d2b"}, ("cuda", 2)),
         ({"ROCR_VISIBLE_DEVICES": "0,1"}, ("cuda", 2)),
         ({"ZE_AFFINITY_MASK": "0.0,0.1,1.0"}, ("xpu", 3)),
+        ({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, ("cpu", 0)),
+        ({"CUDA_VISIBLE_DEVICES": "", "ZE_AFFINITY_MASK": "0.0,0.1"}, ("xpu", 2)),
+        ({"TORCH_DEVICE": "xpu", "CUDA_VISIBLE_DEVICES": "0,1"}, ("xpu", 0)),
+        ({"TORCH_DEVICE": "cuda:1", "CUDA_VISIBLE_DEVICES": "0,1"}, ("cuda", 2)),
         ({"TORCH_DEVICE": "cpu", "CUDA_VISIBLE_DEVICES": "0,1"}, ("cpu", 0)),
     ],
 )
 def test_variables_decide(env, expected, tmp_path):
     assert found(env, tmp_path) == expected
+
+
+@pytest.mark.parametrize("bogus", ["gpu", "CPU", "meta"])
+def test_a_device_type_that_does_not_exist(bogus, tmp_path):
+    with pytest.raises(InvalidVariableError, match=f"TORCH_DEVICE='{bogus}'; expected one of xpu"):
+        found({"TORCH_DEVICE": bogus}, tmp_path)
 
 
 def test_a_device_named_twice(tmp_path):

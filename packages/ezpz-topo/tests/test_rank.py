@@ -183,8 +183,21 @@ def test_stamp_outranks_leftovers():
     assert get_rank_info(env).launcher == "ezpz"
 
 
+@pytest.mark.parametrize("inner", [OPENMPI, MVAPICH2, JSRUN], ids=["openmpi", "mvapich2", "jsrun"])
+def test_another_launcher_inside_a_stamped_rank_is_an_error(inner):
+    with pytest.raises(LauncherConflictError, match=r"ezpz says rank 0 of 1.*says 5 of 8"):
+        get_rank_info({**STAMP, "EZPZ_RANK": "0", "EZPZ_WORLD_SIZE": "1", "EZPZ_LOCAL_RANK": "0",
+                       "EZPZ_LOCAL_WORLD_SIZE": "1", **inner})  # fmt: skip
+
+
+def test_a_world_of_one_around_the_launch_contradicts_nothing():
+    one = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1",
+           "OMPI_COMM_WORLD_LOCAL_RANK": "0"}  # fmt: skip
+    assert get_rank_info({**STAMP, **HYDRA, **one}).rank == 5
+
+
 def test_stamp_that_its_launcher_contradicts_is_an_error():
-    with pytest.raises(LauncherConflictError, match=r"rank 5 of 8.*pmi says 1 of 2"):
+    with pytest.raises(LauncherConflictError, match=r"ezpz says rank 5 of 8.*pmi says 1 of 2"):
         get_rank_info({**STAMP, **HYDRA, "PMI_RANK": "1", "PMI_SIZE": "2",
                        "MPI_LOCALNRANKS": "2"})  # fmt: skip
 

@@ -39,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (LaunchError, TopoError) as error:
         print(f"ezpz-launch: {error}", file=sys.stderr)
         return getattr(error, "exit_status", UsageError.exit_status)
+    except KeyboardInterrupt:
+        return 130
 
 
 def _main(argv: Sequence[str], env: Mapping[str, str]) -> int:
@@ -101,8 +103,8 @@ def _request_by_fire(options: Mapping[str, str | bool], command: tuple[str, ...]
     """Let Fire parse our own options, and nothing else."""
     import fire  # noqa: PLC0415  # see _request
 
-    def build(nproc: object = None, dry_run: bool = False) -> Request:
-        if nproc is not None and type(nproc) is not int:
+    def build(nproc: int | None = None, dry_run: bool = False) -> Request:
+        if "nproc" in options and type(nproc) is not int:
             raise UsageError(f"-n {options['nproc']}: expected a whole number of ranks")
         return Request(command, nproc, dry_run)
 
@@ -145,7 +147,19 @@ def _require_command(program: str, env: Mapping[str, str]) -> None:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Return a port that is free now and that no outgoing connection will be given."""
+    # Below Linux's and macOS's ephemeral ranges: the ranks bind it seconds later.
+    first, count = 20000, 10000
+    start = int.from_bytes(os.urandom(4), "little")
+    for step in range(count):
+        port = first + (start + step) % count
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise LaunchError(
+        f"every port from {first} to {first + count - 1} is taken; expected one for the ranks to "
+        "meet at; end what holds them"
+    )

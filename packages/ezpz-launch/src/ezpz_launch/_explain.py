@@ -18,7 +18,8 @@ def explain(plan: LaunchPlan, argv: Sequence[str], launcher: Mpiexec) -> str:
     ]
     rows += [(name, value, plan.sources[name]) for name, value in plan.environment.items()]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-    lines = ["would run:", f"  {shlex.join(argv)}", "", "because:"]
+    added = [f"{name}={value}" for name, value in plan.environment.items()]
+    lines = ["would run:", f"  {shlex.join(['env', *added, *argv])}", "", "because:"]
     lines += [
         f"  {name:<{widths[0]}}  {value:<{widths[1]}}  ({source})" for name, value, source in rows
     ]

@@ -39,7 +39,7 @@ def plan(
         topology: Where we are.
         request: What the user asked for.
         port: A TCP port that is free on this host, for the ranks' rendezvous.
-        user_env: The environment we were called with; what the user set there is kept.
+        user_env: The environment we were called with; an OMP_NUM_THREADS there is kept.
 
     Raises:
         LaunchError: This version cannot launch here.
@@ -65,6 +65,11 @@ def _nproc(topology: Topology, request: Request) -> tuple[int, str]:
     devices = topology.accelerators
     if devices.count:
         return devices.count, f"one a device: {devices.source}"
+    if devices.device_type != "cpu":
+        raise LaunchError(
+            f"how many ranks? {devices.source}; expected -n, such as: ezpz-launch -n 4 "
+            f"{request.command[0]} ..."
+        )
     cores = topology.cpu_count
     return max(2, cores // 2), f"no device; one per two of {cores} cores, at least two"
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
+from ._errors import LaunchError
 from ._status import Status, make_status_file
 
 SETTLE = 1.0
@@ -24,7 +25,7 @@ GRACE = 10.0
 """Seconds from SIGTERM to SIGKILL."""
 
 _POLL = 0.1
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _PASSED_ON = (*_ENDING, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -39,8 +40,8 @@ def run(
     """Run one launch to its end and return its exit status.
 
     The launcher gets a session of its own and no standard input (mpiexec would swallow
-    ours); its output is ours, unbuffered and unchanged. SIGINT, SIGTERM, SIGHUP, SIGUSR1
-    and SIGUSR2 are passed on. When a rank fails, the others are given a moment to end,
+    ours); its output is ours, unbuffered and unchanged. SIGINT, SIGTERM, SIGHUP, SIGQUIT,
+    SIGUSR1 and SIGUSR2 are passed on. When a rank fails, the others are given a moment to end,
     then SIGTERM, then after the grace SIGKILL.
 
     Args:
@@ -54,22 +55,35 @@ def run(
         0 if every rank ended so; the exit status of the first rank that failed
         (128 + signal where one killed it); 130 after Ctrl-C; 128 + signal where we were
         told to end; else the launcher's own.
+
+    Raises:
+        LaunchError: The launcher cannot be started, or the directory not be written.
     """
-    status = Status(make_status_file(status_directory))
+    try:
+        status = Status(make_status_file(status_directory))
+    except OSError as error:
+        raise LaunchError(
+            f"cannot make a file in {status_directory} ({error.strerror}); expected a directory "
+            "to write the ranks' reports to; set TMPDIR to one"
+        ) from error
     try:
         with _signals() as arrived:
-            process = subprocess.Popen(
-                argv,
-                env={**environment, "EZPZ_STATUS_FILE": status.path},
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+            process = _start(argv, {**environment, "EZPZ_STATUS_FILE": status.path})
             told, announced = _watch(process, status, arrived, grace)
         status.update()
         _kill_ranks(status)
     finally:
         os.unlink(status.path)
     return _verdict(process.returncode, status, nproc, told, announced)
+
+
+def _start(argv: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(
+            argv, env=environment, stdin=subprocess.DEVNULL, start_new_session=True
+        )
+    except OSError as error:
+        raise LaunchError(f"{argv[0]} cannot be started: {error.strerror}") from error
 
 
 @contextmanager
@@ -80,7 +94,9 @@ def _signals() -> Iterator[list[signal.Signals]]:
     def note(number: int, _frame: FrameType | None) -> None:
         arrived.append(signal.Signals(number))
 
-    previous = {s: signal.signal(s, note) for s in _PASSED_ON}
+    # What we were started to ignore (nohup) stays ignored, by the ranks too.
+    heard = [s for s in _PASSED_ON if signal.getsignal(s) is not signal.SIG_IGN]
+    previous = {s: signal.signal(s, note) for s in heard}
     previous[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
     try:
         yield arrived
@@ -118,7 +134,10 @@ def _watch(
                     # A second Ctrl-C means: now.
                     kill_at = now if told else now + grace
                     told = told or number
-                process.send_signal(number)
+                # Hydra would not pass these on, but die of them and leave its ranks.
+                process.send_signal(
+                    signal.SIGTERM if number in (signal.SIGHUP, signal.SIGQUIT) else number
+                )
             if status.first_failure and told is None and kill_at == float("inf"):
                 terminate_at, kill_at = now + SETTLE, now + SETTLE + grace
             if now >= terminate_at:

@@ -52,7 +52,8 @@ ezpz_report() {
 # acts on it; we stay to see how it ends. A trap (unlike an ignored signal) is not inherited.
 trap : INT TERM HUP QUIT USR1 USR2
 ezpz_report "start $RANK $$"
-"$@"
+# exec in a subshell: the program of that name, never this shell's own echo or test.
+(exec "$@")
 ezpz_status=$?
 ezpz_report "end $RANK $ezpz_status"
 exit "$ezpz_status"

@@ -68,7 +68,8 @@ def get_log_level(env: Mapping[str, str], *, rank: int) -> int:
     Raises:
         ValueError: ``EZPZ_LOG_LEVEL`` is no level.
     """
-    name = env.get("EZPZ_LOG_LEVEL", "INFO").upper()
+    name = (env.get("EZPZ_LOG_LEVEL") or "INFO").upper()
+    name = {"WARN": "WARNING", "FATAL": "CRITICAL"}.get(name, name)
     if name not in LEVELS:
         raise ValueError(f"EZPZ_LOG_LEVEL={name!r}; expected one of {', '.join(LEVELS)}")
     level: int = getattr(logging, name)
@@ -78,14 +79,19 @@ def get_log_level(env: Mapping[str, str], *, rank: int) -> int:
 
 
 def _colours(env: Mapping[str, str], file: TextIO | None) -> bool:
-    return not env.get("NO_COLOR") and (file or sys.stderr).isatty()
+    stream = file or sys.stderr
+    return not env.get("NO_COLOR") and stream is not None and stream.isatty()
 
 
 class _Stderr:
-    """Standard error, looked up at each write: tests and notebooks replace it."""
+    """Standard error, looked up at each write: tests and notebooks replace it.
+
+    A process without one (``2>&-``, pythonw) logs nowhere.
+    """
 
     def write(self, text: str) -> int:
-        return sys.stderr.write(text)
+        return 0 if sys.stderr is None else sys.stderr.write(text)
 
     def flush(self) -> None:
-        sys.stderr.flush()
+        if sys.stderr is not None:
+            sys.stderr.flush()

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from ._errors import InvalidVariableError
 
+DEVICE_TYPES = ("xpu", "cuda", "mps", "cpu")
+
 _VISIBLE = (
     ("CUDA_VISIBLE_DEVICES", "cuda"),
     ("ROCR_VISIBLE_DEVICES", "cuda"),
@@ -24,7 +26,7 @@ class Accelerators:
     Attributes:
         device_type: torch's word: ``"cuda"`` (ROCm too), ``"xpu"``, ``"mps"``, or ``"cpu"``
             where there is none.
-        count: Number of devices; 0 for ``"cpu"``.
+        count: Number of devices; 0 for ``"cpu"``, and where they cannot be counted.
         source: The variable, file or rule that told.
     """
 
@@ -41,28 +43,39 @@ def get_accelerators(env: Mapping[str, str] | None = None, *, root: str = "/") -
         root: Where ``dev`` and ``sys`` are found; for tests.
 
     Raises:
-        InvalidVariableError: A visible-devices list names a device twice.
+        InvalidVariableError: ``TORCH_DEVICE`` is no device type, or a visible-devices list
+            names a device twice.
     """
     env = os.environ if env is None else env
-    wanted = env.get("TORCH_DEVICE", "").partition(":")[0]
-    if wanted == "cpu":
+    asked = env.get("TORCH_DEVICE", "").partition(":")[0]
+    if asked and asked not in DEVICE_TYPES:
+        raise InvalidVariableError(
+            f"TORCH_DEVICE={env['TORCH_DEVICE']!r}; expected one of {', '.join(DEVICE_TYPES)}"
+        )
+    if asked == "cpu":
         return Accelerators("cpu", 0, "TORCH_DEVICE=cpu")
+    hidden = ""
     for name, device_type in _VISIBLE:
-        if name in env:
-            return _visible(name, env[name], device_type)
-    if nvidia := _nvidia(root):
-        return Accelerators("cuda", nvidia, f"{nvidia} x /dev/nvidia<N>")
-    if amd := _amd(root):
-        return Accelerators("cuda", amd, f"{amd} GPUs in /sys/class/kfd (ROCm)")
-    if sys.platform == "darwin" and os.uname().machine == "arm64":
-        return Accelerators("mps", 1, "an Apple silicon Mac")
+        if name in env and asked in ("", device_type):
+            visible = _visible(name, env[name])
+            if visible:
+                return Accelerators(device_type, visible, f"{name}={env[name]}")
+            hidden = hidden or f"{name}={env[name]!r} hides every device"
+    if hidden:
+        return Accelerators("cpu", 0, hidden)
+    for device_type, count, source in _present(root):
+        if count and asked in ("", device_type):
+            return Accelerators(device_type, count, source)
+    if asked:
+        return Accelerators(asked, 0, f"TORCH_DEVICE={asked}, and none can be counted here")
     return Accelerators(
         "cpu", 0, "no accelerator found in /dev, /sys or a visible-devices variable"
     )
 
 
-def _visible(name: str, text: str, device_type: str) -> Accelerators:
-    entries = [entry.strip() for entry in text.split(",") if entry.strip()]
+def _visible(name: str, text: str) -> int:
+    # Slurm says NoDevFiles where it gave none.
+    entries = [e.strip() for e in text.split(",") if e.strip() not in ("", "NoDevFiles", "void")]
     # CUDA stops at the first -1: "0,-1,2" shows one device.
     if "-1" in entries:
         entries = entries[: entries.index("-1")]
@@ -70,9 +83,18 @@ def _visible(name: str, text: str, device_type: str) -> Accelerators:
         raise InvalidVariableError(
             f"{name}={text!r} names a device twice; expected each once; unset it or list each once"
         )
-    if not entries:
-        return Accelerators("cpu", 0, f"{name}={text!r} hides every device")
-    return Accelerators(device_type, len(entries), f"{name}={text}")
+    return len(entries)
+
+
+def _present(root: str) -> list[tuple[str, int, str]]:
+    """Return (device type, count, source) of what the kernel shows."""
+    mac = int(sys.platform == "darwin" and os.uname().machine == "arm64")
+    nvidia, amd = _nvidia(root), _amd(root)
+    return [
+        ("cuda", nvidia, f"{nvidia} x /dev/nvidia<N>"),
+        ("cuda", amd, f"{amd} GPUs in /sys/class/kfd (ROCm)"),
+        ("mps", mac, "an Apple silicon Mac"),
+    ]
 
 
 def _nvidia(root: str) -> int:

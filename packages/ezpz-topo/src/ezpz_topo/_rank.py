@@ -148,18 +148,12 @@ def _from_stamp(env: Mapping[str, str]) -> RankInfo:
         # The shim removes torchrun's mark, so a torchrun seen here runs below the stamp.
         inner = _complete(_read(TORCHRUN, env))
         return _with_note(inner, f"torchrun runs below rank {stamp.rank} of an ezpz-launch")
-    launcher = env.get(STAMP_LAUNCHER, "")
-    for candidate in LAUNCHERS:
-        below = _read(candidate, env) if candidate.name == launcher else None
-        if isinstance(below, RankInfo) and (below.rank, below.world_size) != (
-            stamp.rank,
-            stamp.world_size,
-        ):
-            raise LauncherConflictError(
-                f"ezpz-launch stamped this process as rank {stamp.rank} of {stamp.world_size}, "
-                f"but {launcher} says {below.rank} of {below.world_size}; expected one launch "
-                f"to decide; unset EZPZ_RANK before starting {launcher} inside a rank"
-            )
+    mine = env.get(STAMP_LAUNCHER, "")
+    # A world of one around us (a launch inside `mpiexec -n 1`) contradicts nothing.
+    others = tuple(
+        f for f in LAUNCHERS if f.name == mine or _world_size_of(f, env) not in ("", "1")
+    )
+    _refuse_conflict(stamp, others, env)
     return stamp
 
 
@@ -299,6 +293,11 @@ def _with_note(info: RankInfo, note: str) -> RankInfo:
 
 def _first_set(env: Mapping[str, str], names: tuple[str, ...]) -> str | None:
     return next((name for name in names if env.get(name)), None)
+
+
+def _world_size_of(family: Family, env: Mapping[str, str]) -> str:
+    name = _first_set(env, family.world_size)
+    return "" if name is None else env[name]
 
 
 def _is_set(env: Mapping[str, str], names: tuple[str, ...]) -> bool:

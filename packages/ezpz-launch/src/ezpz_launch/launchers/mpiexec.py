@@ -80,6 +80,8 @@ def argv(plan: LaunchPlan, mpiexec: Mpiexec) -> list[str]:
     if mpiexec.kind == "openmpi":
         # More ranks than cores is what a laptop asks for; root is what a container is.
         head += ["--oversubscribe"]
+        # Two ranks or fewer it would bind to one core each, with all our threads on it.
+        head += ["--bind-to", "none"]
         if os.geteuid() == 0:
             head += ["--allow-run-as-root"]
     return head + _shim_argv(mpiexec.kind) + _escape(plan.command)

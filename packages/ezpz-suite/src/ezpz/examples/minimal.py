@@ -1,6 +1,6 @@
 """Train a small convolutional network on real handwritten digits, on every rank there is.
 
-usage: ezpz-launch python -m ezpz.examples.minimal [--epochs N] [--lr X] [--outdir DIR]
+usage: ezpz-launch python -m ezpz.examples.minimal [--epochs=N] [--lr=X] [--use_fsdp] [--outdir=DIR]
 
 The data are scikit-learn's 1,797 scanned digits of 8 x 8 pixels, which come with it:
 nothing is downloaded. The same command trains on one rank (plain ``python``), under
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import dataclass
 
 import fire
 import torch
@@ -64,29 +65,26 @@ def make_model() -> nn.Module:
 
 @torch.no_grad()
 def accuracy(model: nn.Module, data: Digits, device: str) -> float:
-    """Return the share of right answers. Collective: every rank takes every n-th image."""
+    """Return the share of right answers. Collective: every rank takes every n-th batch."""
     rank, size = ezpz.get_rank(), ezpz.get_world_size()
+    batches = list(DataLoader(data, batch_size=32))
     right = seen = 0
-    for index, (images, labels) in enumerate(DataLoader(data, batch_size=32)):
-        if index % size == rank:
-            answers = model(images.to(device)).argmax(dim=1).cpu()
+    for first in range(0, len(batches), size):
+        # A sharded model answers only when all ranks ask: whoever has no batch left asks too.
+        mine = min(first + rank, len(batches) - 1)
+        images, labels = batches[mine]
+        answers = model(images.to(device)).argmax(dim=1).cpu()
+        if mine == first + rank:
             right += int((answers == labels).sum())
             seen += len(labels)
     return ezpz.all_reduce(right) / ezpz.all_reduce(seen)
 
 
-def train(
-    *,
-    epochs: int = 12,
-    batch_size: int = 64,
-    lr: float = 2e-3,
-    seed: int = 42,
-    use_fsdp: bool = False,
-    outdir: str = "",
-) -> float:
-    """Train on all ranks and return the test accuracy.
+@dataclass(frozen=True)
+class Settings:
+    """What can be set on the command line, as --name=value.
 
-    Args:
+    Attributes:
         epochs: Passes over the training set.
         batch_size: Images a step, over all ranks together.
         lr: Learning rate of AdamW.
@@ -94,22 +92,46 @@ def train(
         use_fsdp: Shard the model (FSDP2) instead of copying it to each rank (DDP).
         outdir: Where metrics.jsonl goes; default: outputs/minimal-DATE-TIME.
     """
-    rank = ezpz.setup_torch(seed=seed)
+
+    epochs: int = 12
+    batch_size: int = 64
+    lr: float = 2e-3
+    seed: int = 42
+    use_fsdp: bool = False
+    outdir: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "batch_size"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise UsageError(f"--{name}={value}; expected a whole number from 1")
+
+
+class UsageError(Exception):
+    """A setting that cannot be."""
+
+
+def train(settings: Settings) -> float:
+    """Train on all ranks and return the test accuracy."""
+    rank = ezpz.setup_torch(seed=settings.seed)
     logger = ezpz.get_logger("minimal")
     device, size = ezpz.get_torch_device(), ezpz.get_world_size()
     logger.info("ready", ranks=size, device=device, backend=ezpz.get_torch_backend())
 
     train_set, test_set = load_digits()
     sampler: DistributedSampler[tuple[torch.Tensor, ...]] = DistributedSampler(
-        train_set, num_replicas=size, rank=rank, seed=seed
+        train_set, num_replicas=size, rank=rank, seed=settings.seed
     )
-    loader = DataLoader(train_set, batch_size=max(1, batch_size // size), sampler=sampler)
-    model = ezpz.wrap_model(make_model(), use_fsdp=use_fsdp)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-    folder = outdir or time.strftime("outputs/minimal-%Y%m%d-%H%M%S")
+    share = max(1, settings.batch_size // size)
+    loader = DataLoader(train_set, batch_size=share, sampler=sampler)
+    model = ezpz.wrap_model(make_model(), use_fsdp=settings.use_fsdp)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr)
+    # Fire takes --outdir=2024 for a number.
+    folder = str(settings.outdir) or time.strftime("outputs/minimal-%Y%m%d-%H%M%S")
 
+    test = 0.0
     with ezpz.History(folder) as history:
-        for epoch in range(epochs):
+        for epoch in range(settings.epochs):
             sampler.set_epoch(epoch)
             losses = []
             for images, labels in loader:
@@ -130,8 +152,9 @@ def train(
 def main() -> None:
     """Run the example; what the user can mend is one line and exit status 2, not a traceback."""
     try:
-        fire.Fire(train, name="minimal", serialize=lambda _accuracy: None)
-    except (TopoError, DeviceError, DistError) as error:
+        # Only the settings come from Fire: a misspelt one is refused before the training.
+        train(fire.Fire(Settings, name="minimal", serialize=lambda _settings: None))
+    except (UsageError, TopoError, DeviceError, DistError) as error:
         print(f"minimal: {error}", file=sys.stderr)
         sys.exit(2)
 
