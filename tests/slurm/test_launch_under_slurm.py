@@ -81,7 +81,7 @@ def test_a_step_of_a_job_of_one_node_starts_its_ranks(
 ) -> None:
     step = ["srun", "-w", "nid001", "-n", "1", "-c", "2"]
     command = [*step, *launch, "printenv", "SLURMD_NODENAME"]
-    assert slurm.run(command, timeout=8).stdout.split() == ["nid001", "nid001"]
+    assert slurm.run(command).stdout.split() == ["nid001", "nid001"]
 
 
 def test_a_rank_of_srun_does_not_launch(slurm: SlurmSandbox, launch: list[str]) -> None:
