@@ -2,7 +2,7 @@ import subprocess
 
 import pytest
 
-from ezpz_topo import InvalidVariableError, first_host, get_hostname, short_name
+from ezpz_topo import InvalidVariableError, get_hostname, short_name
 from ezpz_topo._hosts import hosts_of_node_file
 
 
@@ -14,27 +14,6 @@ def test_hostname_is_what_hostname_prints():
 def test_short_name():
     assert short_name("x1000c0s0b0n0.hsn.cm.aurora.alcf.anl.gov") == "x1000c0s0b0n0"
     assert short_name("nid001") == "nid001"
-
-
-@pytest.mark.parametrize(
-    ("nodelist", "first"),
-    [
-        ("nid001", "nid001"),
-        ("nid[001-004,9]", "nid001"),
-        ("nid[7,1-3]", "nid7"),
-        ("a,b", "a"),
-        ("x[1000-1001]c[0-7]s0b0n[0,1]", "x1000c0s0b0n0"),
-        ("n[1-2]-ib,m3", "n1-ib"),
-    ],
-)
-def test_first_host(nodelist, first):
-    assert first_host(nodelist) == first
-
-
-@pytest.mark.parametrize("nodelist", ["", ",a", "n[1-2", "n[]", "n[x-y]", "n[[1]]"])
-def test_first_host_of_what_does_not_parse(nodelist):
-    with pytest.raises(InvalidVariableError, match="nodelist"):
-        first_host(nodelist)
 
 
 def test_node_file_has_a_line_per_slot(tmp_path):

@@ -14,9 +14,11 @@ from ._errors import (
     IncompleteLauncherError,
     InvalidVariableError,
     LauncherConflictError,
+    NodelistError,
     TopoError,
 )
-from ._hosts import first_host, get_hostname, short_name
+from ._hosts import get_hostname, short_name
+from ._nodelist import expand_nodelist, first_host, fold_nodelist
 from ._rank import (
     RankInfo,
     get_local_rank,
@@ -36,13 +38,16 @@ __all__ = [
     "IncompleteLauncherError",
     "InvalidVariableError",
     "LauncherConflictError",
+    "NodelistError",
     "RankInfo",
     "TopoError",
     "Topology",
     "__version__",
     "detect",
+    "expand_nodelist",
     "family",
     "first_host",
+    "fold_nodelist",
     "get_accelerators",
     "get_allocation",
     "get_cpu_count",

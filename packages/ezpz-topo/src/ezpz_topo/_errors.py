@@ -11,6 +11,10 @@ class InvalidVariableError(TopoError):
     """A variable or file is there, but what it says cannot be true."""
 
 
+class NodelistError(TopoError):
+    """A Slurm nodelist does not parse, or names too many hosts."""
+
+
 class IncompleteLauncherError(TopoError):
     """A launcher's variables are half set, so this process cannot know its rank.
 
