@@ -137,3 +137,8 @@ def test_whatever_comes_only_our_error_is_raised():
 def test_the_largest_machine():
     hosts = expand_nodelist("x[4000-4839]c[0-2]n[0-3]")
     assert len(hosts) == len(set(hosts)) == 10_080
+
+
+def test_a_name_without_a_number_is_not_folded_with_its_neighbour():
+    for hosts in (["n00", "n"], ["n", "n0", "n1"], ["n1", "n", "n2"]):
+        assert expand_nodelist(fold_nodelist(hosts)) == hosts

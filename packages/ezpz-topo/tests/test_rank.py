@@ -1,10 +1,14 @@
 """Every row of the launcher table, and every combination that misleads."""
 
 import itertools
+import os
+import subprocess
+import sys
 
 import pytest
 
 from ezpz_topo import (
+    Ancestor,
     IncompleteLauncherError,
     InvalidVariableError,
     LauncherConflictError,
@@ -206,6 +210,90 @@ def test_two_mpi_launchers_that_disagree_are_an_error():
     with pytest.raises(LauncherConflictError, match=r"openmpi says rank 5.*pmi says 1"):
         get_rank_info({**OPENMPI, **HYDRA, "PMI_RANK": "1", "PMI_SIZE": "2",
                        "MPI_LOCALNRANKS": "2"})  # fmt: skip
+
+
+# Where variables cannot decide, the nearest launching process above does.
+
+PROXY = Ancestor("pmi", "hydra_pmi_proxy (pid 12)")
+STEP = Ancestor("slurm", "slurmstepd (pid 11)")
+AGENT = Ancestor("torchrun", "torchrun (pid 13)")
+DAEMON = Ancestor("openmpi", "prted (pid 14)")
+OTHER_HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+
+
+@pytest.mark.parametrize(
+    ("above", "launcher", "rank"), [([PROXY, DAEMON], "pmi", 1), ([DAEMON, PROXY], "openmpi", 5)]
+)
+def test_of_two_mpi_launchers_the_nearer_one_decides(above, launcher, rank):
+    info = get_rank_info({**OPENMPI, **OTHER_HYDRA}, ancestors=above)
+    assert (info.launcher, info.rank) == (launcher, rank)
+
+
+def test_srun_inside_a_rank_of_mpiexec():
+    one = {"PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}
+    info = get_rank_info({**one, **SRUN}, ancestors=[STEP, PROXY])
+    assert (info.launcher, info.rank, info.world_size) == ("slurm", 5, 8)
+    assert any("slurmstepd (pid 11) is the nearest" in note for note in info.notes)
+
+
+def test_mpiexec_inside_an_srun_step():
+    env = {**OTHER_HYDRA, **SRUN}
+    assert get_rank_info(env, ancestors=[PROXY, STEP]).launcher == "pmi"
+    assert get_rank_info(env, ancestors=[]).launcher == "pmi"
+
+
+STAMP_OF_ONE = {
+    **STAMP, "EZPZ_RANK": "0", "EZPZ_WORLD_SIZE": "1", "EZPZ_LOCAL_RANK": "0",
+    "EZPZ_LOCAL_WORLD_SIZE": "1", "EZPZ_NODE_RANK": "0",
+}  # fmt: skip
+HYDRA_OF_ONE = {"PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}
+
+
+def test_srun_inside_a_stamped_launch_of_one_rank():
+    env = {**STAMP_OF_ONE, **HYDRA_OF_ONE, **SRUN}
+    assert get_rank_info(env, ancestors=[STEP, PROXY]).launcher == "slurm"
+    assert get_rank_info(env, ancestors=[PROXY, STEP]).launcher == "ezpz"
+
+
+def test_mpiexec_inside_a_stamped_rank_of_the_same_launcher():
+    env = {**STAMP_OF_ONE, **HYDRA}
+    info = get_rank_info(env, ancestors=[PROXY, PROXY])
+    assert (info.launcher, info.rank, info.world_size) == ("pmi", 5, 8)
+    assert any("before ezpz" in note for note in info.notes)
+
+
+def test_a_deepspeed_agent_below_srun_is_nearer_than_the_step():
+    by_hand = {"RANK": "3", "WORLD_SIZE": "16", "LOCAL_RANK": "3", "LOCAL_SIZE": "8"}
+    info = get_rank_info({**SRUN, **by_hand}, ancestors=[AGENT, STEP])
+    assert (info.launcher, info.rank, info.world_size) == ("torchrun", 3, 16)
+
+
+def test_mpiexec_inside_a_worker_of_torchrun():
+    env = {**TORCHRUN, **OTHER_HYDRA}
+    assert get_rank_info(env, ancestors=[PROXY, AGENT]).launcher == "pmi"
+    assert get_rank_info(env, ancestors=[AGENT, PROXY]).launcher == "torchrun"
+
+
+def test_ancestors_that_do_not_decide_leave_the_conflict():
+    with pytest.raises(LauncherConflictError):
+        get_rank_info({**OPENMPI, **OTHER_HYDRA}, ancestors=[STEP])
+
+
+def test_variables_that_agree_need_no_ancestors():
+    def never():
+        raise AssertionError
+        yield
+
+    assert get_rank_info({**OPENMPI, **HYDRA}, ancestors=never()).launcher == "openmpi"
+
+
+def test_a_subprocess_of_a_rank_is_that_rank():
+    # Nothing tells `bash -c "python train.py"` from a helper that a rank starts; whoever wants
+    # a world of its own in a subprocess starts it with `env -u PMI_RANK ...`.
+    code = "import ezpz_topo; print(ezpz_topo.get_rank())"
+    env = {**os.environ, **HYDRA}
+    said = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, check=True)
+    assert said.stdout == b"5\n"
 
 
 # Half a set is never an answer.

@@ -25,8 +25,13 @@ class Family:
     node_rank: tuple[str, ...] = ()
     proof: tuple[str, ...] = ()
     """Variables without which the others prove nothing: the family then counts as absent."""
+    disproof: tuple[str, ...] = ()
+    """Values of these variables that prove the contrary: no launcher of ranks was at work."""
     tasks_per_node: str = ""
     """A variable such as ``4(x2),3`` that gives the local world size at ``node_rank``."""
+    num_nodes: tuple[str, ...] = ()
+    processes: tuple[str, ...] = ()
+    """Names of the processes that start its ranks, or the Python modules and scripts that do."""
     measured: bool = True
     """False where the names come from documentation and have not been run by us."""
 
@@ -51,11 +56,25 @@ TORCHRUN = Family(
     # LOCAL_SIZE is DeepSpeed's launcher's word for it.
     local_world_size=("LOCAL_WORLD_SIZE", "LOCAL_SIZE"),
     node_rank=("GROUP_RANK", "NODE_RANK"),
+    num_nodes=("GROUP_WORLD_SIZE",),
+    processes=(
+        "torchrun",
+        "torch.distributed.run",
+        "torch.distributed.launch",
+        "accelerate",
+        "accelerate.commands.launch",
+        "deepspeed.launcher.launch",
+    ),
 )
 """Also what DeepSpeed's launcher, accelerate and hand-written scripts export."""
 
 TORCHRUN_PROOF = "TORCHELASTIC_RUN_ID"
 """Only torchrun itself sets it; without it the set may be a leftover of the user's shell."""
+
+SLURM_SHELL_STEPS = ("4294967290", "4294967291", "4294967292")
+"""SLURM_STEP_ID of the steps that a shell runs in and no ranks: the interactive one of salloc
+and ``srun --interactive``, the batch script, what PAM adopted (slurm.h, SLURM_INTERACTIVE_STEP,
+SLURM_BATCH_SCRIPT, SLURM_EXTERN_CONT: 2**32 - 6, - 5, - 4)."""
 
 LAUNCHERS: tuple[Family, ...] = (
     Family(
@@ -65,6 +84,8 @@ LAUNCHERS: tuple[Family, ...] = (
         local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
         local_world_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
         # OMPI_COMM_WORLD_NODE_RANK is the rank on the node, not the node's index.
+        # Beside the launcher itself (of version 4: mpirun, orterun) there is no daemon.
+        processes=("prted", "prterun", "orted", "orterun", "mpirun"),
     ),
     Family(
         name="mvapich2",
@@ -72,6 +93,7 @@ LAUNCHERS: tuple[Family, ...] = (
         world_size=("MV2_COMM_WORLD_SIZE",),
         local_rank=("MV2_COMM_WORLD_LOCAL_RANK",),
         local_world_size=("MV2_COMM_WORLD_LOCAL_SIZE",),
+        processes=("mpispawn",),
         measured=False,
     ),
     Family(
@@ -82,6 +104,7 @@ LAUNCHERS: tuple[Family, ...] = (
         local_rank=("PALS_LOCAL_RANKID",),
         local_world_size=("PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE"),
         node_rank=("PALS_NODEID",),
+        processes=("palsd", "apinit"),
         measured=False,
     ),
     Family(
@@ -91,6 +114,7 @@ LAUNCHERS: tuple[Family, ...] = (
         # MPICH Hydra and Intel MPI say MPI_LOCAL*, Cray PMI says PMI_LOCAL_*.
         local_rank=("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
         local_world_size=("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
+        processes=("hydra_pmi_proxy", "pmi_proxy"),
     ),
     Family(
         name="flux",
@@ -98,6 +122,7 @@ LAUNCHERS: tuple[Family, ...] = (
         world_size=("FLUX_JOB_SIZE",),
         local_rank=("FLUX_TASK_LOCAL_ID",),
         local_world_size=(),
+        processes=("flux-shell",),
         measured=False,
     ),
     Family(
@@ -106,6 +131,7 @@ LAUNCHERS: tuple[Family, ...] = (
         world_size=("JSM_NAMESPACE_SIZE",),
         local_rank=("JSM_NAMESPACE_LOCAL_RANK",),
         local_world_size=("JSM_NAMESPACE_LOCAL_SIZE",),
+        processes=("jsmd",),
         measured=False,
     ),
     Family(
@@ -118,7 +144,10 @@ LAUNCHERS: tuple[Family, ...] = (
         node_rank=("SLURM_NODEID",),
         # A batch script's body has SLURM_PROCID=0 and no step: it is one process.
         proof=("SLURM_STEP_ID",),
+        disproof=SLURM_SHELL_STEPS,
         tasks_per_node="SLURM_STEP_TASKS_PER_NODE",
+        num_nodes=("SLURM_STEP_NUM_NODES",),
+        processes=("slurmstepd",),
     ),
 )
 """In order of trust: MPI ranks inside a Slurm step carry the SLURM_PROCID of their *proxy*."""

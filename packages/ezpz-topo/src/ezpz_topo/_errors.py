@@ -15,6 +15,18 @@ class NodelistError(TopoError):
     """A Slurm nodelist does not parse, or names too many hosts."""
 
 
+class HostfileError(TopoError):
+    """A hostfile cannot be read or does not parse."""
+
+
+class MachineError(TopoError):
+    """A machine's TOML file has an unknown key or a wrong value, or no machine has that name."""
+
+
+class SchedulerError(TopoError):
+    """A scheduler's command (qstat, scontrol) is missing, failed, or did not answer in time."""
+
+
 class IncompleteLauncherError(TopoError):
     """A launcher's variables are half set, so this process cannot know its rank.
 

@@ -8,6 +8,7 @@ meant (``n[1-]``). Text after a bracket is legal from Slurm 23.02.5.
 from __future__ import annotations
 
 import itertools
+import operator
 import re
 from collections.abc import Iterable
 
@@ -50,7 +51,7 @@ def expand_nodelist(nodelist: str, *, max_hosts: int = MAX_HOSTS) -> list[str]:
                 f"nodelist {_shown(nodelist)}: {item[:40]!r} at position {at} brings it to "
                 f"{len(hosts) + count} hosts; expected at most {max_hosts}"
             )
-        hosts += _expand(literals, [_numbers(pairs) for pairs in ranges])
+        hosts += _expand(literals, ranges)
     return hosts
 
 
@@ -80,9 +81,12 @@ def fold_nodelist(hosts: Iterable[str]) -> str:
     'nid[001-003,7],login'
     """
     items: list[str] = []
-    for prefix, group in itertools.groupby(map(_split_number, hosts), key=lambda split: split[0]):
+    # A name without a number folds with none, whatever it begins with.
+    for (prefix, numbered), group in itertools.groupby(
+        map(_split_number, hosts), key=lambda split: (split[0], bool(split[1]))
+    ):
         numbers = [number for _, number in group]
-        if len(numbers) == 1 or not numbers[0]:
+        if len(numbers) == 1 or not numbered:
             items += [f"{prefix}{number}" for number in numbers]
         else:
             items.append(f"{prefix}[{','.join(_runs(numbers))}]")
@@ -135,22 +139,28 @@ def _brackets(item: str, at: int, nodelist: str) -> tuple[list[str], list[_Pairs
     return literals, ranges, count
 
 
-def _numbers(pairs: _Pairs) -> list[str]:
-    return [f"{n:0{width}d}" for low, high, width in pairs for n in range(low, high + 1)]
-
-
-def _expand(literals: list[str], values: list[list[str]]) -> list[str]:
-    if not values:
+def _expand(literals: list[str], ranges: list[_Pairs]) -> list[str]:
+    if not ranges:
         return literals
-    tails = [f"{number}{literals[-1]}" for number in values[-1]]
-    if len(values) == 1:
-        return [literals[0] + tail for tail in tails]
+    if len(ranges) == 1:
+        return _names(literals[0], ranges[0], literals[1])
+    tails = _names("", ranges[-1], literals[-1])
     heads = []
     # product's last varies fastest: the first bracket, after the last one.
-    for numbers in itertools.product(*reversed(values[:-1])):
+    for numbers in itertools.product(*(_names("", pairs, "") for pairs in reversed(ranges[:-1]))):
         parts = zip(literals[:-1], (*reversed(numbers), ""), strict=True)
         heads.append("".join(text for pair in parts for text in pair))
-    return [head + tail for head in heads for tail in tails]
+    return list(itertools.starmap(operator.add, itertools.product(heads, tails)))
+
+
+def _names(prefix: str, pairs: _Pairs, suffix: str) -> list[str]:
+    """Return prefix, number, suffix for each number of one bracket."""
+    # One % a name, called by map: half the time of an f-string in a comprehension.
+    prefix, suffix = prefix.replace("%", "%%"), suffix.replace("%", "%%")
+    names: list[str] = []
+    for low, high, width in pairs:
+        names += map(f"{prefix}%0{width}d{suffix}".__mod__, range(low, high + 1))
+    return names
 
 
 def _split_number(host: str) -> tuple[str, str]:
