@@ -7,39 +7,62 @@
 (1, 2, 'PMI_RANK')
 """
 
-from ._accelerators import Accelerators, get_accelerators, get_cpu_count
+from ._accelerators import Accelerators, get_accelerators
 from ._allocation import Allocation, get_allocation
+from ._ancestors import Ancestor, launching_ancestors
+from ._cpus import get_cpu_count, get_cpus_per_node
 from ._env import FAMILIES, Family, family
 from ._errors import (
+    HostfileError,
     IncompleteLauncherError,
     InvalidVariableError,
     LauncherConflictError,
+    MachineError,
     NodelistError,
+    SchedulerError,
     TopoError,
 )
-from ._hosts import get_hostname, short_name
-from ._nodelist import expand_nodelist, first_host, fold_nodelist
-from ._rank import (
-    RankInfo,
-    get_local_rank,
-    get_local_world_size,
-    get_rank,
-    get_rank_info,
-    get_world_size,
+from ._fallback import (
+    Hosts,
+    get_hostfile_with_fallback,
+    get_hosts,
+    write_hostfile_from_list_of_hosts,
+    write_localhost_to_hostfile,
 )
+from ._hostfile import HostSlots, get_nodes_from_hostfile, parse_hostfile, read_hostfile
+from ._hosts import get_hostname, same_host, short_name
+from ._machine import Machine, get_machine, get_machine_info, known_machines
+from ._nodelist import expand_nodelist, first_host, fold_nodelist
+from ._rank import get_local_rank, get_local_world_size, get_rank, get_rank_info
+from ._reading import RankInfo
 from ._topology import Topology, detect
 from ._version import __version__
+from ._world import (
+    get_gpus_per_node,
+    get_node_index,
+    get_num_nodes,
+    get_world_size,
+    get_world_size_in_use,
+    get_world_size_total,
+)
 
 __all__ = [
     "FAMILIES",
     "Accelerators",
     "Allocation",
+    "Ancestor",
     "Family",
+    "HostSlots",
+    "HostfileError",
+    "Hosts",
     "IncompleteLauncherError",
     "InvalidVariableError",
     "LauncherConflictError",
+    "Machine",
+    "MachineError",
     "NodelistError",
     "RankInfo",
+    "SchedulerError",
     "TopoError",
     "Topology",
     "__version__",
@@ -51,11 +74,29 @@ __all__ = [
     "get_accelerators",
     "get_allocation",
     "get_cpu_count",
+    "get_cpus_per_node",
+    "get_gpus_per_node",
+    "get_hostfile_with_fallback",
     "get_hostname",
+    "get_hosts",
     "get_local_rank",
     "get_local_world_size",
+    "get_machine",
+    "get_machine_info",
+    "get_node_index",
+    "get_nodes_from_hostfile",
+    "get_num_nodes",
     "get_rank",
     "get_rank_info",
     "get_world_size",
+    "get_world_size_in_use",
+    "get_world_size_total",
+    "known_machines",
+    "launching_ancestors",
+    "parse_hostfile",
+    "read_hostfile",
+    "same_host",
     "short_name",
+    "write_hostfile_from_list_of_hosts",
+    "write_localhost_to_hostfile",
 ]

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
-from ._errors import InvalidVariableError
-from ._hosts import get_hostname, hosts_of_node_file
+from ._errors import InvalidVariableError, SchedulerError
+from ._hosts import get_hostname
 
-_INTERACTIVE_STEP = "4294967290"
-"""SLURM_STEP_ID of the step that salloc or ``srun --interactive`` opens a shell in: one
-task on one node, in which the whole job is meant (slurm.h, SLURM_INTERACTIVE_STEP)."""
+TYPE_CHECKING = False  # typing and datetime would cost 3 ms, and nothing here runs them
+if TYPE_CHECKING:
+    from datetime import datetime
+    from typing import Protocol
+
+    class _Scheduler(Protocol):
+        def allocation(self, env: Mapping[str, str], *, commands: bool) -> Allocation: ...
+        def end_time(self, job_id: str, env: Mapping[str, str]) -> datetime | None: ...
+        def job_of_this_host(self, env: Mapping[str, str], hostname: str) -> Allocation | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,60 +28,104 @@ class Allocation:
         scheduler: ``"slurm"``, ``"pbs"`` or ``"none"``: decided by job variables, never by
             the host's name or by which commands are installed.
         job_id: The scheduler's id of the job; None without a scheduler.
-        num_nodes: Number of nodes in the job (the step, within a Slurm step).
+        hosts: The nodes of the job (of the step, within a Slurm step), each once, in the
+            scheduler's order.
+        slots: Ranks that the scheduler foresees on each of ``hosts``, where it tells.
+        name: The job's name, where it is known.
+        queue: PBS's queue or Slurm's partition, where it is known.
+        ends_at: End of the walltime (aware), where it is known.
         on_node: Whether this process runs on a node of the job, not on a login node.
-        source: Where ``num_nodes`` comes from.
+        sources: For each field the variable, file or command that it was read from.
+        notes: What was seen and set aside, in words for people.
     """
 
     scheduler: str
     job_id: str | None
-    num_nodes: int
-    on_node: bool
-    source: str
+    hosts: tuple[str, ...]
+    slots: tuple[int, ...] | None = None
+    name: str | None = None
+    queue: str | None = None
+    ends_at: datetime | None = None
+    on_node: bool = True
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False)
+    notes: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes."""
+        return len(self.hosts)
 
 
-def get_allocation(env: Mapping[str, str] | None = None) -> Allocation:
-    """Read the allocation from the job's variables; no scheduler command is called.
+def get_allocation(env: Mapping[str, str] | None = None, *, ask: bool | None = None) -> Allocation:
+    """Read the allocation from the job's variables and files.
 
     Args:
         env: The environment to read; default ``os.environ``.
+        ask: Whether the scheduler's own commands may be started. None: where the variables do
+            not tell the hosts (PBS writes its node file on the job's first node only). True:
+            also for what is good to know, the end of the walltime and, without job variables,
+            the job that this host is a node of (a shell opened with ssh). False: never, for
+            what every rank calls: ten thousand qstats at once take a server down.
 
     Raises:
-        InvalidVariableError: The job's variables are there, but do not tell its nodes.
+        InvalidVariableError: The job's variables contradict each other.
+        HostfileError: The job's node file does not parse.
+        NodelistError: The job's nodelist does not parse.
+        SchedulerError: Only the scheduler knows the hosts, and it did not answer or may not
+            be asked; or several jobs share this host.
     """
     env = os.environ if env is None else env
-    if job_id := env.get("SLURM_JOB_ID"):
-        return _slurm(job_id, env)
-    if job_id := env.get("PBS_JOBID"):
-        return _pbs(job_id, env)
-    return Allocation(
-        "none", None, 1, True, f"no job variables are set: this host, {get_hostname()}"
-    )
+    scheduler = _scheduler(env)
+    if scheduler == "none":
+        found = _job_of_this_host(env) if ask else None
+        return found or _this_host(asked=bool(ask))
+    job = _module(scheduler).allocation(env, commands=ask is not False)
+    return _with_end(job, env) if ask and job.ends_at is None else job
 
 
-def _slurm(job_id: str, env: Mapping[str, str]) -> Allocation:
-    # SLURM_NNODES is the older spelling; both give the job's nodes, not the step's.
-    names = ["SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES"]
-    if env.get("SLURM_STEP_ID") == _INTERACTIVE_STEP:
-        names.remove("SLURM_STEP_NUM_NODES")
-    for name in names:
-        text = env.get(name, "")
-        if text.isascii() and text.isdigit() and int(text) > 0:
-            # slurmd sets SLURMD_NODENAME for what it starts; a salloc shell lacks it.
-            return Allocation("slurm", job_id, int(text), "SLURMD_NODENAME" in env, name)
-        if text:
-            raise InvalidVariableError(f"{name}={text[:40]!r}; expected a number of nodes")
-    raise InvalidVariableError(
-        f"SLURM_JOB_ID={job_id} without SLURM_JOB_NUM_NODES; expected Slurm to set both; "
-        "unset SLURM_JOB_ID if no job is running"
-    )
-
-
-def _pbs(job_id: str, env: Mapping[str, str]) -> Allocation:
-    path = env.get("PBS_NODEFILE")
-    if not path:
+def _scheduler(env: Mapping[str, str]) -> str:
+    slurm, pbs = env.get("SLURM_JOB_ID"), env.get("PBS_JOBID")
+    if slurm and pbs:
         raise InvalidVariableError(
-            f"PBS_JOBID={job_id} without PBS_NODEFILE; expected PBS to set both; "
-            "unset PBS_JOBID if no job is running"
+            f"SLURM_JOB_ID={slurm[:40]} and PBS_JOBID={pbs[:40]}; expected one job; unset the one "
+            "that is left over from another shell"
         )
-    return Allocation("pbs", job_id, len(hosts_of_node_file(path)), True, "PBS_NODEFILE")
+    if slurm:
+        return "slurm"
+    return "pbs" if pbs else "none"
+
+
+def _module(scheduler: str) -> _Scheduler:
+    # Only a job pays for its scheduler's module.
+    if scheduler == "slurm":
+        from . import _slurm  # noqa: PLC0415
+
+        return _slurm
+    from . import _pbs  # noqa: PLC0415
+
+    return _pbs
+
+
+def _job_of_this_host(env: Mapping[str, str]) -> Allocation | None:
+    hostname = get_hostname()
+    found = [_module(scheduler).job_of_this_host(env, hostname) for scheduler in ("pbs", "slurm")]
+    return next((job for job in found if job is not None), None)
+
+
+def _with_end(job: Allocation, env: Mapping[str, str]) -> Allocation:
+    try:
+        ends_at = _module(job.scheduler).end_time(job.job_id or "", env)
+    except SchedulerError as error:
+        # It is good to know, and no more: hosts and ranks are known without it.
+        return replace(job, notes=(*job.notes, f"end of the walltime: {error}"))
+    source = "qstat -f -F json" if job.scheduler == "pbs" else "scontrol show job"
+    return replace(job, ends_at=ends_at, sources={**job.sources, "ends_at": source})
+
+
+def _this_host(*, asked: bool) -> Allocation:
+    why = "no job variables are set"
+    if asked:
+        why += ", and no scheduler here has a running job of yours on this host"
+    return Allocation(
+        "none", None, (get_hostname(),), sources={"scheduler": why, "hosts": f"uname: {why}"}
+    )

@@ -1,10 +1,14 @@
-"""Host names: this host's own, and those of a PBS node file."""
+"""Host names: this host's own, and when two names mean the same host."""
 
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Iterable
 
-from ._errors import InvalidVariableError
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*(?:\.[A-Za-z0-9_][A-Za-z0-9_-]*)*\.?")
+_MAX_NAME = 254  # DNS: 253 characters, and the final dot
+_OCTETS = frozenset(str(number) for number in range(256))
 
 
 def get_hostname() -> str:
@@ -13,27 +17,72 @@ def get_hostname() -> str:
 
 
 def short_name(host: str) -> str:
-    """Return the part before the first dot: the suffix differs between PBS and ``hostname``."""
-    return host.partition(".")[0]
+    """Return the part before the first dot: the suffix differs between PBS and ``hostname``.
 
+    An address has no suffix and stays whole.
 
-def hosts_of_node_file(path: str) -> tuple[str, ...]:
-    """Return the hosts of a ``PBS_NODEFILE`` in order, each once.
-
-    The file has one line per MPI slot, so a host can stand there many times.
-
-    Raises:
-        InvalidVariableError: The file cannot be read, or names no host.
+    >>> short_name("x1n0.hsn.example"), short_name("10.0.0.1"), short_name("fe80::1")
+    ('x1n0', '10.0.0.1', 'fe80::1')
     """
+    return host if ":" in host or _is_numeric(host) else host.partition(".")[0]
+
+
+def same_host(a: str, b: str) -> bool:
+    """Return whether two names mean the same host: by short name, whatever the case.
+
+    Addresses are compared whole, and never with a name: nothing is looked up.
+
+    >>> same_host("x1n0", "X1N0.hsn.example"), same_host("10.0.0.1", "10.0.0.2")
+    (True, False)
+    """
+    return host_key(a) == host_key(b)
+
+
+def is_among(host: str, hosts: Iterable[str]) -> bool:
+    """Return whether one of these names means this host (see `same_host`)."""
+    key = host_key(host)
+    return any(host_key(each) == key for each in hosts)
+
+
+def host_key(host: str) -> str:
+    """Return what all spellings of one host have in common."""
+    if ":" in host:
+        return _ipv6(host.removeprefix("[").removesuffix("]")) or host.lower()
+    return short_name(host).lower()
+
+
+def is_name(text: str) -> bool:
+    """Return whether this is a host's name, and no address or number."""
+    return len(text) <= _MAX_NAME and _NAME.fullmatch(text) is not None and not _is_numeric(text)
+
+
+def is_host(text: str) -> bool:
+    """Return whether this is a host's name, an IPv4 or an IPv6 address (without brackets).
+
+    All digits, or a number of dotted ones other than four, is neither: the resolver would
+    take ``12`` for 0.0.0.12.
+    """
+    if ":" in text:
+        return _ipv6(text) is not None
+    if _is_numeric(text):
+        # "010" is 8 to some resolvers and 10 to others.
+        octets = text.split(".")
+        return len(octets) == 4 and all(octet in _OCTETS for octet in octets)
+    return len(text) <= _MAX_NAME and _NAME.fullmatch(text) is not None
+
+
+def _is_numeric(host: str) -> bool:
+    return host.replace(".", "").isdigit()
+
+
+def _ipv6(text: str) -> str | None:
+    """Return the one spelling of an IPv6 address; None if it is none, or has a zone."""
+    # A zone (fe80::1%eth0) holds on one host only, and may have any character in it.
+    if "%" in text:
+        return None
+    import ipaddress  # noqa: PLC0415  # 2 ms, and only IPv6 pays for it
+
     try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidVariableError(
-            f"PBS_NODEFILE={path!r} cannot be read ({error}); expected the job's node file; "
-            "run on a node of the job"
-        ) from error
-    hosts = tuple(dict.fromkeys(line.strip() for line in text.splitlines() if line.strip()))
-    if not hosts:
-        raise InvalidVariableError(f"PBS_NODEFILE={path!r} is empty; expected one host a line")
-    return hosts
+        return str(ipaddress.IPv6Address(text))
+    except ValueError:
+        return None

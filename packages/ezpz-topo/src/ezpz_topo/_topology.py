@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from ._accelerators import Accelerators, get_accelerators, get_cpu_count
+from ._accelerators import Accelerators
 from ._allocation import Allocation, get_allocation
+from ._cpus import cpu_count_with_source
+from ._errors import IncompleteLauncherError
 from ._hosts import get_hostname
-from ._rank import RankInfo, get_rank_info
+from ._machine import Machine, get_machine_info
+from ._nodelist import fold_nodelist
+from ._rank import get_rank_info
+from ._reading import RankInfo
+from ._world import devices_here, node_index, num_nodes
+
+Row = tuple[str, object, str]
+"""Name, value (None: not known), source."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,50 +27,106 @@ class Topology:
 
     rank: RankInfo
     allocation: Allocation
+    machine: Machine
     accelerators: Accelerators
     hostname: str
     cpu_count: int
+    cpu_source: str
 
-    def explain(self) -> list[tuple[str, str, str]]:
-        """Return ``(name, value, source)`` rows for people, one a fact."""
-        rank, sources = self.rank, self.rank.sources
-        job = self.allocation
-        rows = [
+    def explain(self) -> list[Row]:
+        """Return ``(name, value, source)`` rows, one a fact; a value of None is not known."""
+        job, machine, devices = self.allocation, self.machine, self.accelerators
+        rows: list[Row] = [
+            ("machine", machine.name, machine.matched_by),
             ("hostname", self.hostname, "uname"),
-            ("scheduler", job.scheduler, job.source),
-            ("job id", job.job_id or "-", job.source),
-            ("nodes", str(job.num_nodes), job.source),
-            ("device type", self.accelerators.device_type, self.accelerators.source),
-            ("devices per node", str(self.accelerators.count), self.accelerators.source),
-            ("cpus", str(self.cpu_count), "CPU affinity of this process"),
-            ("launcher", rank.launcher, sources["rank"]),
-            ("rank", str(rank.rank), sources["rank"]),
-            ("world size", str(rank.world_size), sources["world_size"]),
-            ("local rank", str(rank.local_rank), sources["local_rank"]),
-            ("local world size", _or_unknown(rank.local_world_size), sources["local_world_size"]),
-            ("node rank", _or_unknown(rank.node_rank), sources["node_rank"]),
+            ("scheduler", job.scheduler, job.sources["scheduler"]),
         ]
-        return rows + [("note", note, "") for note in rank.notes]
+        if job.scheduler != "none":
+            rows += self._explain_job()
+        nodes, nodes_source = _or_why(num_nodes, self.rank, job)
+        rows += [
+            ("nodes", nodes, nodes_source),
+            ("hosts", fold_nodelist(job.hosts), job.sources["hosts"]),
+            ("device type", devices.device_type, devices.source),
+            ("devices per node", devices.count, devices.source),
+            ("cpus", self.cpu_count, self.cpu_source),
+        ]
+        return rows + self._explain_rank()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was seen and set aside, in words for people."""
+        parts = (self.rank, self.allocation, self.machine, self.accelerators)
+        return tuple(note for part in parts for note in part.notes)
+
+    def _explain_job(self) -> list[Row]:
+        job = self.allocation
+        ends = None if job.ends_at is None else job.ends_at.isoformat()
+        values = {
+            "job_id": job.job_id,
+            "name": job.name,
+            "queue": job.queue,
+            "slots": None if job.slots is None else sum(job.slots),
+            "ends_at": ends,
+            "on_node": job.on_node,
+        }
+        titles = {
+            "job_id": "job id",
+            "name": "job name",
+            "queue": "partition" if job.scheduler == "slurm" else "queue",
+            "slots": "slots",
+            "ends_at": "ends at",
+            "on_node": "on a node of it",
+        }
+        untold = f"not told by {job.scheduler}'s variables"
+        return [(titles[k], value, job.sources.get(k, untold)) for k, value in values.items()]
+
+    def _explain_rank(self) -> list[Row]:
+        rank, sources = self.rank, self.rank.sources
+        index, index_source = _or_why(node_index, rank, self.allocation)
+        return [
+            ("launcher", rank.launcher, sources["rank"]),
+            ("rank", rank.rank, sources["rank"]),
+            ("world size", rank.world_size, sources["world_size"]),
+            ("local rank", rank.local_rank, sources["local_rank"]),
+            ("local world size", rank.local_world_size, sources["local_world_size"]),
+            ("node index", index, index_source),
+        ]
 
 
-def detect(env: Mapping[str, str] | None = None) -> Topology:
-    """Look at this process, its job and its host. Pure: nothing is set, started or written.
+def detect(env: Mapping[str, str] | None = None, *, ask: bool | None = None) -> Topology:
+    """Look at this process, its job and its host. Pure: nothing is set or written.
+
+    A command is started only where nothing else tells: the scheduler's where the job's
+    variables name no readable hosts, a vendor's tool where its driver is loaded.
 
     Args:
         env: The environment to read; default ``os.environ``.
+        ask: Whether the scheduler's commands may be started (see `get_allocation`).
 
     Raises:
         TopoError: What was found is half set, impossible or contradictory.
     """
     env = os.environ if env is None else env
+    rank, machine = get_rank_info(env), get_machine_info(env)
+    job = get_allocation(env, ask=ask)
+    cpu_count, cpu_source = cpu_count_with_source()
     return Topology(
-        rank=get_rank_info(env),
-        allocation=get_allocation(env),
-        accelerators=get_accelerators(env),
+        rank=rank,
+        allocation=job,
+        machine=machine,
+        accelerators=devices_here(env, rank, job, machine),
         hostname=get_hostname(),
-        cpu_count=get_cpu_count(),
+        cpu_count=cpu_count,
+        cpu_source=cpu_source,
     )
 
 
-def _or_unknown(value: int | None) -> str:
-    return "unknown" if value is None else str(value)
+def _or_why(
+    ask: Callable[[RankInfo, Allocation], tuple[int, str]], rank: RankInfo, job: Allocation
+) -> tuple[int | None, str]:
+    """Return what is known, or None and why not: a table can live with a gap, a caller cannot."""
+    try:
+        return ask(rank, job)
+    except IncompleteLauncherError as error:
+        return None, str(error)

@@ -1,0 +1,202 @@
+"""Ask a scheduler's command: no shell, no input, and a time limit that its children keep too."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import time
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ._errors import InvalidVariableError, SchedulerError
+
+if TYPE_CHECKING:
+    import subprocess
+
+MAX_BYTES = 64 << 20
+"""More output than this is refused; exec_host and exec_vnode of 10,000 hosts are about 1 MB."""
+
+TIME_LIMIT = "EZPZ_SCHEDULER_TIMEOUT"
+"""The variable that gives the seconds to wait for each answer."""
+
+_DEFAULT_TIME_LIMIT = 10.0
+_FIRST_PAUSE = 0.25
+_NEVER_TRANSIENT = (126, 127)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """How a command ended, and what it printed (bytes that are not UTF-8 as U+FFFD)."""
+
+    status: int
+    stdout: str
+    stderr: str
+
+
+def ask(
+    argv: Sequence[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    time_limit: float | None = None,
+    attempts: int = 2,
+    good: Container[int] = (0,),
+    place: str = "",
+) -> Answer:
+    """Run a command and return its answer; where it hangs or fails, try again after a pause.
+
+    When time is over, or this process is interrupted, the command and every process of its
+    group are killed.
+
+    Args:
+        argv: The command and its arguments.
+        env: The command's environment, in whose PATH it is looked up; default ``os.environ``.
+        time_limit: Seconds for each attempt; default ``EZPZ_SCHEDULER_TIMEOUT``, else 10.
+        attempts: How often to try, at least once.
+        good: The exit statuses that are an answer.
+        place: The directory where the command usually is, for the error.
+
+    Raises:
+        SchedulerError: The command is missing, failed, printed too much, or did not answer.
+        InvalidVariableError: ``EZPZ_SCHEDULER_TIMEOUT`` is no number of seconds.
+    """
+    env = os.environ if env is None else env
+    time_limit = get_time_limit(env) if time_limit is None else time_limit
+    shown = _shown(" ".join(argv))
+    answer, attempt = None, 0
+    while attempt < max(attempts, 1):
+        if attempt:
+            time.sleep(_FIRST_PAUSE * 2 ** (attempt - 1))
+        attempt += 1
+        answer = _run(argv, env, time_limit, place)
+        if answer and (answer.status in good or answer.status in _NEVER_TRANSIENT):
+            break
+    tried = "1 attempt" if attempt == 1 else f"{attempt} attempts"
+    if answer is None:
+        raise SchedulerError(
+            f"{shown} gave no answer in {time_limit:g} s ({tried}); expected one; the scheduler "
+            f"is down or busy: try again later, or wait longer with {TIME_LIMIT}=60"
+        )
+    if answer.status not in good:
+        lines = (answer.stderr.strip() or answer.stdout.strip()).splitlines()
+        said = _shown(lines[-1]) if lines else "nothing"
+        raise SchedulerError(
+            f"{shown} ended with {_how(answer.status)} ({tried}) and said {said}; expected an "
+            "answer; run it by hand: the scheduler, or its client on this host, is not well"
+        )
+    return answer
+
+
+def find(command: str, env: Mapping[str, str]) -> str | None:
+    """Return the path of an executable on ``env``'s PATH, or None."""
+    for folder in env.get("PATH", os.defpath).split(os.pathsep):
+        path = os.path.join(folder, command)
+        if os.path.isfile(path) and os.access(path, os.X_OK):
+            return path
+    return None
+
+
+def get_time_limit(env: Mapping[str, str]) -> float:
+    """Return the seconds to wait for a scheduler's command.
+
+    Raises:
+        InvalidVariableError: ``EZPZ_SCHEDULER_TIMEOUT`` is no number of seconds.
+    """
+    text = env.get(TIME_LIMIT, "")
+    if not text:
+        return _DEFAULT_TIME_LIMIT
+    seconds = float(text) if re.fullmatch(r"[0-9]{1,4}(\.[0-9]{1,3})?", text) else 0.0
+    if not seconds:
+        raise InvalidVariableError(
+            f"{TIME_LIMIT}={text!r}; expected seconds above 0 and below 10000, such as 30; "
+            f"unset it for {_DEFAULT_TIME_LIMIT:g}"
+        )
+    return seconds
+
+
+def _run(
+    argv: Sequence[str], env: Mapping[str, str], time_limit: float, place: str
+) -> Answer | None:
+    """Run the command once; None where it did not end in time."""
+    import subprocess  # noqa: PLC0415  # 6 ms: only who asks pays
+
+    deadline = time.monotonic() + time_limit
+    try:
+        process = subprocess.Popen(
+            list(argv),
+            env=dict(env),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", error)
+        hint = f"export PATH=$PATH:{place}" if place else "add the command's directory"
+        path = _shown(env.get("PATH", os.defpath))
+        raise SchedulerError(
+            f"{_shown(argv[0])} cannot be started ({why}); expected the scheduler's command on "
+            f"PATH={path}, which a login shell may have reset: {hint}"
+        ) from error
+    try:
+        printed = _read(process, deadline)
+        if printed is None:
+            return None
+        status = process.wait(max(deadline - time.monotonic(), 0.0))
+        return Answer(status, *(bytes(part).decode("utf-8", "replace") for part in printed))
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        # Not yet waited for: so its number, which is its group's, is not another's by now.
+        if process.returncode is None:
+            _kill(process)
+        for pipe in (process.stdout, process.stderr):
+            if pipe is not None:
+                pipe.close()
+
+
+def _read(process: subprocess.Popen[bytes], deadline: float) -> tuple[bytearray, bytearray] | None:
+    """Return all of stdout and stderr, or None where they were still open at the deadline."""
+    import selectors  # noqa: PLC0415
+
+    assert process.stdout is not None
+    assert process.stderr is not None
+    out, err = bytearray(), bytearray()
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ, out)
+        selector.register(process.stderr, selectors.EVENT_READ, err)
+        while selector.get_map():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return None
+            for key, _ in selector.select(left):
+                chunk = os.read(key.fd, 1 << 16)
+                if not chunk:
+                    selector.unregister(key.fileobj)
+                key.data.extend(chunk)
+                if len(key.data) > MAX_BYTES:
+                    raise SchedulerError(
+                        f"{_shown(str(process.args))} printed more than {MAX_BYTES >> 20} MiB; "
+                        "expected a scheduler's answer; run it by hand and see what it prints"
+                    )
+    return out, err
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    import subprocess  # noqa: PLC0415
+
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    # In uninterruptible sleep (a hung file system) not even SIGKILL ends it: do not hang as well.
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(1.0)
+
+
+def _how(status: int) -> str:
+    return f"exit status {status}" if status >= 0 else f"signal {-status}"
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= 160 else f"{text[:157]}...")

@@ -1,0 +1,238 @@
+"""The hostfile: parsed, read and written.
+
+Read are ``host``, ``host:n`` (Hydra), ``host n``, ``host slots=n max_slots=m`` (Open MPI,
+DeepSpeed), a line for each slot (PBS), addresses (IPv6 with slots in brackets) and comments.
+Open MPI 5 passes over the number of ``host n``; here it means slots, as to LSF. Written is one
+host a line, which every launcher reads alike: ranks per node are an option of the launcher.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ._errors import HostfileError
+from ._hosts import host_key, is_host, is_name
+from ._nodelist import MAX_HOSTS
+
+MAX_BYTES = 64 << 20
+"""A larger file is refused: 10,000 nodes of 100 slots each, a line a slot, are 45 MB."""
+
+_MAX_LINE = 4096
+_MAX_LINES = 1 << 22  # 10,000 nodes of 100 slots each, a line a slot, are 1,000,000
+_BLANKS = str.maketrans("\t\v\f", "   ")
+_NUMBER = re.compile(r"0*[1-9][0-9]{0,5}")
+_IN_BRACKETS = re.compile(r"\[([^\[\]]*)\](?::(.*))?")
+# The words that Open MPI 5 (PRRTE) takes for each; it takes - for _ as well.
+_SLOTS = frozenset({"slots", "cpu", "count"})
+_MAX_SLOTS = frozenset(f"max_{word}" for word in _SLOTS) | {f"{word}_max" for word in _SLOTS}
+
+
+@dataclass(frozen=True, slots=True)
+class HostSlots:
+    """One host of a hostfile, and the ranks that the file foresees on it; None: not told."""
+
+    host: str
+    slots: int | None = None
+
+
+def parse_hostfile(text: str, *, path: str = "<text>") -> tuple[HostSlots, ...]:
+    r"""Return the hosts of a hostfile, each once, in order, by short name, with their slots.
+
+    The first spelling of a host stays. Repeats add up, and a line without a number then counts
+    one; a host named once and without a number has None.
+
+    Args:
+        text: What the file says.
+        path: The file's name, for errors.
+
+    Raises:
+        HostfileError: A line does not parse, or there is no host, or too many; with the line.
+
+    >>> parse_hostfile("x1n0:2  # login\nx1n1 slots=4\nX1N0.hsn.example\n")
+    (HostSlots(host='x1n0', slots=3), HostSlots(host='x1n1', slots=4))
+    """
+    if "\0" in text:
+        raise HostfileError(f"hostfile {path!r} holds NUL bytes; expected text, one host a line")
+    if text.count("\n") > _MAX_LINES:
+        raise HostfileError(
+            f"hostfile {path!r} has more than {_MAX_LINES} lines; expected one host a line; "
+            "name the job's own hostfile"
+        )
+    found: dict[str, tuple[str, int, bool]] = {}  # first spelling, slots, whether they are told
+    # Node files repeat a line for each slot. Some editors begin a file with a mark of its encoding.
+    for line, times in Counter(text.removeprefix("\ufeff").split("\n")).items():
+        try:
+            entry = _parse_line(line)
+        except HostfileError as error:
+            number = text.removeprefix("\ufeff").split("\n").index(line) + 1
+            raise HostfileError(f"hostfile {path!r} line {number}: {error}") from None
+        if entry is None:
+            continue
+        key, host, slots = entry
+        if key in found:
+            found[key] = (found[key][0], found[key][1] + (slots or 1) * times, True)
+            continue
+        if len(found) >= MAX_HOSTS:
+            raise HostfileError(
+                f"hostfile {path!r}: {host[:40]!r} is host {MAX_HOSTS + 1}; expected at most "
+                f"{MAX_HOSTS}; name the job's own hostfile"
+            )
+        found[key] = (host, (slots or 1) * times, slots is not None or times > 1)
+    if not found:
+        raise HostfileError(f"hostfile {path!r} names no host; expected one host a line")
+    return tuple(HostSlots(host, n if told else None) for host, n, told in found.values())
+
+
+def read_hostfile(path: str | os.PathLike[str]) -> tuple[HostSlots, ...]:
+    """Return the hosts of a hostfile (see `parse_hostfile`).
+
+    Raises:
+        HostfileError: The file cannot be read, is not a regular one, is too large, is not
+            UTF-8, or does not parse.
+    """
+    name = os.fspath(path)
+    try:
+        text = _read_bytes(name).decode()
+    except (OSError, ValueError) as error:  # a name with a NUL, and undecodable bytes
+        raise HostfileError(
+            f"hostfile {name!r} cannot be read ({error}); expected a text file with one host a "
+            "line; name another, or unset the variable that names it"
+        ) from error
+    return parse_hostfile(text, path=name)
+
+
+def get_nodes_from_hostfile(hostfile: str | os.PathLike[str]) -> list[str]:
+    """Return the host names of a hostfile, in order, each once.
+
+    Raises:
+        HostfileError: As `read_hostfile`.
+    """
+    return [entry.host for entry in read_hostfile(hostfile)]
+
+
+def format_hostfile(hosts: Iterable[str]) -> bytes:
+    """Return what a hostfile with these hosts says."""
+    if isinstance(hosts, str):
+        raise HostfileError(f"hosts={hosts[:40]!r}; expected a list of names; put it in brackets")
+    names: dict[str, str] = {}
+    for host in hosts:
+        # Also what a launcher or ssh would take for an option or for two hosts.
+        if not is_host(host):
+            raise HostfileError(
+                f"host {host[:40]!r}; expected a name of letters, digits, '-', '_' and dots, or "
+                "an address; give slots, users and ports to the launcher"
+            )
+        names.setdefault(host_key(host), host)
+        if len(names) > MAX_HOSTS:
+            raise HostfileError(
+                f"host {host[:40]!r} is one too many; expected at most {MAX_HOSTS} hosts"
+            )
+    if not names:
+        raise HostfileError("the list of hosts is empty; expected one host at least")
+    return "".join(f"{host}\n" for host in names.values()).encode("ascii")
+
+
+def write_file(path: str, content: bytes, mode: int) -> None:
+    """Write a file beside its place and move it there."""
+    try:
+        target = os.path.realpath(path)  # a link stays, and what it leads to is replaced
+        beside = os.path.join(os.path.dirname(target), f".ezpz-{os.urandom(8).hex()}")
+        if os.path.exists(target) and not os.path.isfile(target):
+            # Moved over /dev/null, a file would take its place.
+            raise HostfileError(
+                f"hostfile {path!r} is not a regular file; expected one, or none yet"
+            )
+        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        try:
+            with open(descriptor, "wb") as file:
+                file.write(content)
+            os.replace(beside, target)
+        except BaseException:
+            os.unlink(beside)
+            raise
+    except (OSError, ValueError) as error:
+        raise HostfileError(
+            f"hostfile {path!r} cannot be written ({error}); expected a folder that is there and "
+            "that you may write to; make it, or name another"
+        ) from error
+
+
+def _parse_line(line: str) -> tuple[str, str, int | None] | None:
+    """Return key, name and slots of the host of one line; None where there is none."""
+    if is_name(line):
+        return host_key(line), line, None  # most lines, at a third of the time
+    line = line.removesuffix("\r").partition("#")[0].translate(_BLANKS).strip(" ")
+    if not line:
+        return None
+    if len(line) > _MAX_LINE:
+        raise HostfileError(f"{len(line)} characters; expected one host a line")
+    # Open MPI takes blanks around the equals sign.
+    line = "=".join(part.strip(" ") for part in line.split("="))
+    # Not split(): a no-break space from a web page is part of a name, and wrong.
+    token, *options = filter(None, line.split(" "))
+    host, slots = _host_of(token)
+    most = None
+    for option in options:
+        word, equals, value = option.replace("-", "_").rpartition("=")
+        if word in _MAX_SLOTS and most is None:
+            most = _number(value, option)
+        elif (word in _SLOTS or not equals) and slots is None:
+            slots = _number(value, option)
+        else:
+            raise _bad(option, "slots=n and max_slots=m, each once, beside the host")
+    if most is not None and most < (slots or 1):
+        raise _bad(f"max_slots={most}", f"at least the {slots} slots of the host")
+    # As in Open MPI, the most slots are the slots where nothing else is said.
+    return host_key(host), host, slots or most
+
+
+def _host_of(token: str) -> tuple[str, int | None]:
+    """Return host and slots of ``host``, ``host:n``, ``[address]:n`` or a bare address."""
+    host, number = token, None
+    if match := _IN_BRACKETS.fullmatch(token):
+        host, number = match[1], match[2]
+        if ":" not in host:
+            host = token  # a bracket of numbers is no address
+    elif token.count(":") == 1:
+        host, _, number = token.partition(":")
+    if is_host(host):
+        return host, None if number is None else _number(number, token)
+    if "[" in token or "]" in token:
+        raise _bad(token, "one host a line; expand it first: ezpz-topo expand NODELIST")
+    if "@" in token:
+        raise _bad(token, "a host without its user; name the user in ~/.ssh/config")
+    raise _bad(token, "host, host:n or host slots=n; write one host a line")
+
+
+def _number(text: str, part: str) -> int:
+    if not _NUMBER.fullmatch(text):
+        raise _bad(part, "slots from 1 to 999999, as host:n or host slots=n; correct the number")
+    return int(text)
+
+
+def _bad(part: str, expected: str) -> HostfileError:
+    return HostfileError(f"{part[:40]!r}; expected {expected}")
+
+
+def _read_bytes(path: str) -> bytes:
+    with open(path, "rb", opener=_open_without_waiting) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise HostfileError(
+                f"hostfile {path!r} is not a regular file; expected one, with one host a line"
+            )
+        data = file.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise HostfileError(
+            f"hostfile {path!r} has more than {MAX_BYTES} bytes; expected one host a line; "
+            "name the job's own hostfile"
+        )
+    return data
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)  # a FIFO waits for its writer

@@ -1,0 +1,299 @@
+"""On which machine: match this host to one of ``machines/*.toml``, the user's own included."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from ._errors import MachineError
+from ._hosts import get_hostname, short_name
+from ._machine_file import (
+    BACKENDS,
+    DEVICE_TYPES,
+    LAUNCHERS,
+    SCHEDULERS,
+    Reader,
+    has_key,
+    machine_files,
+    read_document,
+    read_rules,
+    read_text,
+)
+
+GENERIC = {"slurm": "generic-slurm", "pbs": "generic-pbs", "none": "workstation"}
+"""Which file serves where no named machine matches, by the scheduler of the job variables."""
+
+_OF_THE_JOB, _INHERITED, _SHORT_NAME = 3, 2, 1
+"""How far a match is believed: the scheduler's or kernel's own word, then variables that a
+shell may have inherited from elsewhere, then short host names, which several sites use."""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """Flags, variables and modules of a machine that are used only when asked for.
+
+    Attributes:
+        why: When to use it, in words for people.
+        flags: Added to the launcher's flags.
+        environment: Added to the ranks' environment.
+        modules: Loaded instead of the machine's.
+        backend: Instead of the machine's first, or ``""``.
+        cpu_bind: Bind list to use with it; ``"none"`` where the flags bind; ``""`` for any.
+    """
+
+    why: str
+    flags: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    modules: tuple[str, ...] = ()
+    backend: str = ""
+    cpu_bind: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The facts of one machine, as its file has them; docs/machines.md explains every key.
+
+    Attributes:
+        name: The file's name without ``.toml``.
+        site: Who runs it.
+        scheduler: ``"slurm"``, ``"pbs"`` or ``"none"``.
+        launcher: ``"pals"``, ``"srun"``, ...; ``"mpiexec"`` where it must be asked which it is.
+        source: Addresses or titles of what the facts were read from.
+        date: When, as ``"2026-08"``.
+        nodes: Number of nodes of the machine.
+        devices_per_node: As torch counts them (tiles, GCDs); None where the host must tell.
+        cores_per_node: CPU cores of a node, where the source tells.
+        device_type: torch's word (ROCm is ``"cuda"``); ``""`` where the host must tell.
+        backends: torch.distributed backends, best first; the next one is for a torch without.
+        cpu_bind: Bind lists by name: one range of cores such as ``"4-7"`` a local rank.
+        default_cpu_bind: Which of them; ``""`` where there is none.
+        reserved_cores: Cores that no rank may use.
+        launcher_flags: Flags beyond counts, hostfile and binding, which the launcher adds.
+        environment: Variables that each rank needs.
+        options: What is used when asked for, by name.
+        hsn_suffix: Makes a short host name the one on the high-speed network.
+        module_paths: Arguments of ``module use``.
+        modules: Arguments of ``module load``.
+        conda_environment: Argument of ``conda activate``, after the modules.
+        proxy: HTTP proxy of the compute nodes.
+        advice: What people should know.
+        inferred: Dotted keys whose values we inferred.
+        predecessor: Dotted keys whose values only the predecessor project gives.
+        path: The file.
+        matched_by: The rule that chose this machine, with its value.
+        notes: What was seen and set aside, in words for people.
+    """
+
+    name: str
+    site: str
+    scheduler: str
+    launcher: str
+    source: tuple[str, ...]
+    date: str
+    nodes: int | None = None
+    devices_per_node: int | None = None
+    cores_per_node: int | None = None
+    device_type: str = ""
+    backends: tuple[str, ...] = ()
+    cpu_bind: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    default_cpu_bind: str = ""
+    reserved_cores: tuple[int, ...] = ()
+    launcher_flags: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, Option] = field(default_factory=dict)
+    hsn_suffix: str = ""
+    module_paths: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
+    conda_environment: str = ""
+    proxy: str = ""
+    advice: tuple[str, ...] = ()
+    inferred: tuple[str, ...] = ()
+    predecessor: tuple[str, ...] = ()
+    path: str = field(default="", compare=False)
+    matched_by: str = field(default="", compare=False)
+    notes: tuple[str, ...] = field(default=(), compare=False)
+
+
+_FACTS = Machine.__slots__[:-3]
+
+
+def get_machine_info(
+    env: Mapping[str, str] | None = None, *, hostname: str | None = None
+) -> Machine:
+    """Return the machine that this host belongs to, or the generic one of its scheduler.
+
+    ``EZPZ_MACHINE`` decides if set. Else the files' match rules are held against the job's
+    server or cluster and the kernel's host name with domain; then against variables that a
+    shell may have inherited (``NERSC_HOST``, ``PBS_O_HOST``, ...); then against the short
+    host name. What the job's scheduler or a variable of that standing contradicts is set
+    aside, and two machines of the same standing are none. No name is looked up.
+
+    Args:
+        env: The environment to read; default ``os.environ``.
+        hostname: This host's name; default, the kernel's.
+
+    Raises:
+        MachineError: ``EZPZ_MACHINE`` names no machine, a folder of ``EZPZ_MACHINES`` is
+            missing, or a file that matters here is wrong.
+    """
+    env = os.environ if env is None else env
+    files = machine_files(env)
+    scheduler = "slurm" if env.get("SLURM_JOB_ID") else "pbs" if env.get("PBS_JOBID") else "none"
+    asked = env.get("EZPZ_MACHINE", "")
+    if asked and asked.lower() not in files:
+        names = ", ".join(sorted(files))
+        raise MachineError(f"EZPZ_MACHINE={asked!r}; expected one of {names}; or add that file")
+    if asked:
+        machine, why = _read(asked.lower(), files), f"EZPZ_MACHINE={asked}"
+        odd = _odd(machine, scheduler)
+        return replace(machine, matched_by=why, notes=(f"{why}, but {odd}",) if odd else ())
+    hostname = get_hostname() if hostname is None else hostname
+    found: list[tuple[int, str, Machine]] = []
+    notes: list[str] = []
+    for name, path in files.items():
+        rules = read_rules(read_text(path), path)
+        standing, why, against = _match(rules, env, hostname)
+        if not standing:
+            continue
+        machine = _read(name, files)
+        against = _odd(machine, scheduler) or against
+        if against:
+            notes.append(f"{why} set aside for {name}: {against}")
+        else:
+            found.append((standing, why, machine))
+    best = max((standing for standing, _, _ in found), default=0)
+    first = [(why, machine) for standing, why, machine in found if standing == best]
+    notes += [f"{why} set aside for {m.name}" for standing, why, m in found if standing < best]
+    if len(first) == 1:
+        return replace(first[0][1], matched_by=first[0][0], notes=tuple(notes))
+    if first:
+        both = ", ".join(f"{machine.name} ({why})" for why, machine in first)
+        notes.append(f"{both}: cannot tell which; set EZPZ_MACHINE to the right one")
+    job = {"slurm": "SLURM_JOB_ID is set", "pbs": "PBS_JOBID is set"}.get(scheduler, "no job")
+    why = f"no machine is certain; {job}"
+    return replace(_read(GENERIC[scheduler], files), matched_by=why, notes=tuple(notes))
+
+
+def get_machine(env: Mapping[str, str] | None = None) -> str:
+    """Return the name of the machine that this host belongs to (see `get_machine_info`)."""
+    return get_machine_info(env).name
+
+
+def known_machines(env: Mapping[str, str] | None = None) -> dict[str, Machine]:
+    """Read every machine file; return the machines by name. Raises MachineError for a wrong one."""
+    files = machine_files(os.environ if env is None else env)
+    return {name: _read(name, files) for name in sorted(files)}
+
+
+def _odd(machine: Machine, scheduler: str) -> str:
+    odd = scheduler not in ("none", machine.scheduler)
+    return f"this is a {scheduler} job and {machine.name} has {machine.scheduler}" if odd else ""
+
+
+def _match(
+    rules: Mapping[str, list[str]], env: Mapping[str, str], hostname: str
+) -> tuple[int, str, str]:
+    """Return how far these rules hold (0: not), by which, and what speaks against them."""
+    found: list[tuple[int, str]] = []
+    against: list[tuple[int, str]] = []
+    in_slurm = bool(env.get("SLURM_JOB_ID"))
+    domains, hostnames = rules.get("domains", []), rules.get("hostnames", [])
+    for variable, values in rules.items():
+        value = env.get(variable)
+        if variable in ("domains", "hostnames") or not value:
+            continue
+        # Slurm sets the cluster's name for its jobs; any other variable may be inherited.
+        own = in_slurm and variable == "SLURM_CLUSTER_NAME"
+        standing, shown = _OF_THE_JOB if own else _INHERITED, f"{variable}={value}"
+        if value not in values:
+            against.append((standing, shown))
+            continue
+        found.append((standing, shown))
+        if domains and "." in hostname and not _under(hostname, domains):
+            against.append((_INHERITED, f"the host is {hostname}"))
+    # The id of a PBS job is 123.server, or 123[4].server in an array.
+    job_id = env.get("PBS_JOBID", "")
+    for standing, host, shown in (
+        (_OF_THE_JOB, job_id.partition(".")[2], f"PBS_JOBID={job_id}"),
+        (_INHERITED, env.get("PBS_O_HOST", ""), f"PBS_O_HOST={env.get('PBS_O_HOST')}"),
+    ):
+        if _under(host, domains) or _called(host, hostnames):
+            found.append((standing, shown))
+    if _under(hostname, domains):
+        found.append((_OF_THE_JOB, f"the domain of host {hostname}"))
+    elif _called(hostname, hostnames):
+        found.append((_SHORT_NAME, f"the name of host {hostname}"))
+    if not found:
+        return 0, "", ""
+    standing, why = max(found, key=lambda rule: rule[0])
+    return standing, why, next((what for level, what in against if level >= standing), "")
+
+
+def _under(host: str, domains: list[str]) -> bool:
+    return any(f".{host}".endswith(f".{domain}") for domain in domains)
+
+
+def _called(host: str, patterns: list[str]) -> bool:
+    """Return whether a host's short name is one of these; ``#`` at the end is any number."""
+    name = short_name(host)
+    digits = name[len(name.rstrip("0123456789")) :]
+    stem = name[: len(name) - len(digits)]
+    return bool(name) and (name in patterns or (bool(digits) and f"{stem}#" in patterns))
+
+
+def _read(name: str, files: Mapping[str, str]) -> Machine:
+    """Read and validate one machine's file."""
+    path = files[name]
+    reader = Reader(path, read_document(read_text(path), path))
+    reader.only([*_FACTS[1:], "match"])
+    devices = reader.count("devices_per_node")
+    device_type = reader.text("device_type", DEVICE_TYPES)
+    if devices is not None and (device_type in ("", "cpu")) != (devices == 0):
+        reader.fail("devices_per_node", devices, "0 for cpu, more for cuda, xpu and mps")
+    binds = reader.binds(devices)
+    reader.rules()
+    for mark in ("inferred", "predecessor"):
+        for key in reader.texts(mark):
+            if not has_key(reader.document, key):
+                reader.fail(mark, key, "keys of this file, such as environment.TMPDIR")
+    return Machine(
+        name=name,
+        site=reader.text("site", required=True),
+        scheduler=reader.text("scheduler", SCHEDULERS, required=True),
+        launcher=reader.text("launcher", LAUNCHERS, required=True),
+        source=reader.texts("source", required=True),
+        date=reader.date(),
+        nodes=reader.count("nodes"),
+        devices_per_node=devices,
+        cores_per_node=reader.count("cores_per_node"),
+        device_type=device_type,
+        backends=reader.texts("backends", BACKENDS),
+        cpu_bind=binds,
+        default_cpu_bind=reader.text("default_cpu_bind", tuple(binds), required=bool(binds)),
+        reserved_cores=reader.counts("reserved_cores"),
+        launcher_flags=reader.texts("launcher_flags"),
+        environment=reader.variables("environment"),
+        options={key: _option(table, (*binds, "none")) for key, table in reader.tables("options")},
+        hsn_suffix=reader.text("hsn_suffix"),
+        module_paths=reader.texts("module_paths"),
+        modules=reader.texts("modules"),
+        conda_environment=reader.text("conda_environment"),
+        proxy=reader.text("proxy"),
+        advice=reader.texts("advice"),
+        inferred=reader.texts("inferred"),
+        predecessor=reader.texts("predecessor"),
+        path=path,
+    )
+
+
+def _option(reader: Reader, binds: tuple[str, ...]) -> Option:
+    reader.only(Option.__slots__)
+    return Option(
+        why=reader.text("why", required=True),
+        flags=reader.texts("flags"),
+        environment=reader.variables("environment"),
+        modules=reader.texts("modules"),
+        backend=reader.text("backend", BACKENDS),
+        cpu_bind=reader.text("cpu_bind", binds),
+    )

@@ -1,0 +1,210 @@
+"""Slurm: a job's variables, and only where these do not do, scontrol and squeue.
+
+Run on Slurm 22.05.8.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
+
+from . import _commands
+from ._allocation import Allocation
+from ._env import SLURM_SHELL_STEPS
+from ._errors import InvalidVariableError, SchedulerError
+from ._hosts import get_hostname, is_among
+from ._nodelist import expand_nodelist
+from ._tasks import tasks_of_nodes
+
+_SCONTROL = "scontrol show job"
+_MAX_COMPONENTS = 128
+
+
+def allocation(env: Mapping[str, str], *, commands: bool = True) -> Allocation:
+    """Return the allocation that ``SLURM_JOB_ID`` names: of the step, within a step.
+
+    The steps that a shell runs in (batch script, salloc's interactive step) are not meant:
+    there it is the job's. scontrol is asked only where the variables have no nodelist.
+
+    Raises:
+        InvalidVariableError: The variables contradict each other.
+        NodelistError: The nodelist does not parse.
+        SchedulerError: There is no nodelist, and scontrol did not answer.
+    """
+    hosts, source = _hosts(env)
+    if not hosts and not commands:
+        raise SchedulerError(
+            f"SLURM_JOB_ID={env['SLURM_JOB_ID'][:40]} without SLURM_JOB_NODELIST; expected Slurm "
+            "to set both; unset SLURM_JOB_ID if no job is running, or let this ask scontrol"
+        )
+    if not hosts:
+        return _placed(_from_scontrol(env["SLURM_JOB_ID"], env), env)
+    sources = {"scheduler": "SLURM_JOB_ID", "job_id": "SLURM_JOB_ID", "hosts": source}
+    slots = _slots(env, source, len(hosts))
+    if slots:
+        sources["slots"] = slots[1]
+    # A heterogeneous job has these for each of its components only.
+    told: dict[str, str | None] = {}
+    for field, variable in (("name", "SLURM_JOB_NAME"), ("queue", "SLURM_JOB_PARTITION")):
+        found = next((v for v in (variable, f"{variable}_HET_GROUP_0") if env.get(v)), None)
+        told[field] = None if found is None else env[found]
+        if found:
+            sources[field] = found
+    ends_at = _end_from_variable(env)
+    if ends_at:
+        sources["ends_at"] = "SLURM_JOB_END_TIME"
+    return _placed(
+        Allocation(
+            "slurm",
+            env["SLURM_JOB_ID"],
+            tuple(hosts),
+            slots=slots[0] if slots else None,
+            name=told["name"],
+            queue=told["queue"],
+            ends_at=ends_at,
+            sources=sources,
+        ),
+        env,
+    )
+
+
+def end_time(job_id: str, env: Mapping[str, str]) -> datetime | None:
+    """Return when the job's time limit ends, by scontrol; None where it has no limit.
+
+    Raises:
+        SchedulerError: scontrol did not answer, or knows no such job.
+    """
+    return _from_scontrol(job_id, env).ends_at
+
+
+def job_of_this_host(env: Mapping[str, str], hostname: str) -> Allocation | None:
+    """Return the user's running job that has this host: for a shell that Slurm did not start.
+
+    None without such a job, and where there is no squeue on PATH.
+
+    Raises:
+        SchedulerError: squeue failed, or several jobs share this host.
+    """
+    if _commands.find("squeue", env) is None:
+        return None
+    argv = ("squeue", "--noheader", "--me", "--states=R", "--format=%A %N")
+    lines = _commands.ask(argv, env=_plain(env)).stdout.splitlines()
+    jobs = [line.split(None, 1) for line in lines if len(line.split(None, 1)) == 2]
+    here = [job_id for job_id, nodes in jobs if is_among(hostname, expand_nodelist(nodes))]
+    if len(here) > 1:
+        raise SchedulerError(
+            f"host {hostname} is in {len(here)} running jobs: {', '.join(here)}; expected one; "
+            f"say which: export SLURM_JOB_ID={here[0]}"
+        )
+    if not here:
+        return None
+    job = _from_scontrol(here[0], env)
+    return replace(job, sources=dict.fromkeys(job.sources, f"squeue, {_SCONTROL}"))
+
+
+def _hosts(env: Mapping[str, str]) -> tuple[list[str], str]:
+    """Return the hosts that are meant, and the variables that tell them; none where none do."""
+    if env.get("SLURM_STEP_ID", "") not in ("", *SLURM_SHELL_STEPS):
+        lists, counts = ["SLURM_STEP_NODELIST"], ["SLURM_STEP_NUM_NODES"]
+    else:
+        lists, counts = ["SLURM_JOB_NODELIST"], ["SLURM_JOB_NUM_NODES"]
+        components = env.get("SLURM_HET_SIZE", "")
+        if components:
+            if not re.fullmatch("[0-9]{1,3}", components) or int(components) > _MAX_COMPONENTS:
+                raise InvalidVariableError(
+                    f"SLURM_HET_SIZE={components[:40]!r}; expected a number of components; "
+                    "unset it if this is no heterogeneous job"
+                )
+            groups = [f"_HET_GROUP_{k}" for k in range(int(components))]
+            lists = [lists[0] + group for group in groups]
+            counts = [counts[0] + group for group in groups]
+    hosts: list[str] = []
+    for name, count in zip(lists, counts, strict=True):
+        if not env.get(name):
+            return [], ""
+        part = expand_nodelist(env[name])
+        told = env.get(count, "")
+        if told and told != str(len(part)):
+            raise InvalidVariableError(
+                f"{name}={env[name][:60]!r} has {len(part)} nodes, {count}={told[:20]!r}; expected "
+                "them to agree; unset the one that is a leftover of another job"
+            )
+        hosts += part
+    source = lists[0] if len(lists) == 1 else f"{lists[0]} to {lists[-1].rpartition('_')[2]}"
+    return list(dict.fromkeys(hosts)), source
+
+
+def _slots(
+    env: Mapping[str, str], source: str, num_nodes: int
+) -> tuple[tuple[int, ...], str] | None:
+    if source == "SLURM_STEP_NODELIST":
+        name = "SLURM_STEP_TASKS_PER_NODE"
+    elif env.get("SLURM_STEP_ID") or not env.get("SLURM_NTASKS") or env.get("SLURM_HET_SIZE"):
+        # In a shell's step SLURM_TASKS_PER_NODE is that step's; without -n or
+        # --ntasks-per-node it says 1, or the cores, and nobody asked for tasks at all.
+        return None
+    else:
+        name = "SLURM_TASKS_PER_NODE"
+    return (tasks_of_nodes(env[name], num_nodes, variable=name), name) if env.get(name) else None
+
+
+def _end_from_variable(env: Mapping[str, str]) -> datetime | None:
+    """Return ``SLURM_JOB_END_TIME`` (seconds since 1970), which newer Slurms have (22.05.8 not)."""
+    text = env.get("SLURM_JOB_END_TIME", "")
+    # Without a time limit it is 2**32 - 1 or thereabouts.
+    return _moment(int(text)) if re.fullmatch("[1-9][0-9]{8,9}", text) else None
+
+
+def _moment(seconds: int) -> datetime | None:
+    return datetime.fromtimestamp(seconds, tz=UTC) if seconds < 2**32 - 16 else None
+
+
+def _from_scontrol(job_id: str, env: Mapping[str, str]) -> Allocation:
+    if not re.fullmatch("[0-9]{1,10}(_[0-9]{1,10})?", job_id):
+        raise InvalidVariableError(
+            f"SLURM_JOB_ID={job_id[:40]!r}; expected a job's number; unset it if no job is running"
+        )
+    argv = (*_SCONTROL.split(), job_id)
+    # Its time zone is ours to choose.
+    text = _commands.ask(argv, env={**_plain(env), "TZ": "UTC0"}).stdout
+    # A heterogeneous job is told component by component.
+    nodelists = re.findall(r"(?m)^ {3}NodeList=(\S+)", text)
+    if not nodelists or "(null)" in nodelists:
+        state = re.search(r"(?m)^ {3}JobState=(\S+)", text)
+        raise SchedulerError(
+            f"{_SCONTROL} {job_id}: no nodes, state {state[1] if state else 'unknown'}; expected "
+            "a job that runs; wait until it starts, or unset SLURM_JOB_ID"
+        )
+    end = re.search(r"(?m)^ {3}StartTime=\S+ EndTime=([0-9-]+T[0-9:]+)(?= |$)", text)
+    name = re.match(r"JobId=.* JobName=(.*)", text)
+    queue = re.search(r"(?m)^ {3}Partition=(\S+)", text)
+    known = Allocation(
+        "slurm",
+        job_id,
+        tuple(dict.fromkeys(host for part in nodelists for host in expand_nodelist(part))),
+        name=name[1] if name else None,
+        queue=queue[1] if queue else None,
+        ends_at=datetime.fromisoformat(end[1]).replace(tzinfo=UTC) if end else None,
+    )
+    told = [f for f in ("name", "queue", "ends_at") if getattr(known, f) is not None]
+    return replace(known, sources=dict.fromkeys(["scheduler", "job_id", "hosts", *told], _SCONTROL))
+
+
+def _plain(env: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment in which scontrol and squeue print what is expected of them."""
+    changing = ("SLURM_TIME_FORMAT", "SQUEUE_", "SCONTROL_")
+    return {name: value for name, value in env.items() if not name.startswith(changing)}
+
+
+def _placed(job: Allocation, env: Mapping[str, str]) -> Allocation:
+    """Say whether this process is on a node of the job: salloc's shell is on the login node."""
+    if "SLURMD_NODENAME" in env:
+        # slurmd sets it for what it starts; a node's name need not be its host's.
+        return replace(job, on_node=True, sources={**job.sources, "on_node": "SLURMD_NODENAME"})
+    return replace(
+        job,
+        on_node=is_among(get_hostname(), job.hosts),
+        sources={**job.sources, "on_node": "uname, and no SLURMD_NODENAME"},
+    )

@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture
+def unprivileged() -> Iterator[None]:
+    """Run the test without root's right to everything, as another user where we are root."""
+    me = os.geteuid()
+    if me != 0:
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(me)

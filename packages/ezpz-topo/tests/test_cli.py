@@ -1,0 +1,131 @@
+"""The command itself, as a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ezpz_topo._cli import main
+
+COMMAND = str(Path(sys.executable).parent / "ezpz-topo")
+CLEAN = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+
+
+def run(
+    *words: str, env: dict[str, str] | None = None, given: str | None = ""
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [COMMAND, *words], env={**CLEAN, **(env or {})}, input=given,
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+
+
+def test_a_table_of_every_value_and_its_source():
+    done = run(env={"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1",
+                    "MPI_LOCALNRANKS": "2", "RANK": "0"})  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    rows = {line[:17].strip(): line[17:].split(None, 1) for line in done.stdout.splitlines()}
+    assert rows["rank"] == ["1", "PMI_RANK"]
+    assert rows["world size"] == ["2", "PMI_SIZE"]
+    assert rows["machine"][0] == "workstation"
+    assert "note: set aside: RANK=0 of the environment" in done.stdout
+
+
+def test_json_says_the_same():
+    done = run("--json", env={"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "nid[001-002]"})
+    facts = json.loads(done.stdout)
+    assert facts["nodes"] == {"value": 2, "source": "SLURM_JOB_NODELIST"}
+    assert facts["hosts"]["value"] == "nid[001-002]"
+    assert facts["ends_at"] == {"value": None, "source": "not told by slurm's variables"}
+    assert facts["on_a_node_of_it"]["value"] is False
+    assert isinstance(facts["notes"], list)
+
+
+def test_expand_one_host_a_line():
+    assert run("expand", "nid[008-010],login1").stdout == "nid008\nnid009\nnid010\nlogin1\n"
+
+
+def test_words_that_look_like_numbers_stay_words():
+    assert run("expand", "007").stdout == "007\n"
+    assert run("fold", "007", "008", "1e5").stdout == "[007-008],1e5\n"
+
+
+def test_fold_of_arguments_and_of_standard_input():
+    assert run("fold", "nid001", "nid002", "nid003").stdout == "nid[001-003]\n"
+    assert run("fold", given="nid001\nnid002\n\nnid9\n").stdout == "nid[001-002,9]\n"
+
+
+def test_machines_lists_yours_too(tmp_path):
+    (tmp_path / "utopia.toml").write_text('extends = "polaris"\n[match]\nhostnames = ["utopia#"]\n')
+    done = run("machines", env={"EZPZ_MACHINES": str(tmp_path)})
+    rows = {line.split()[0]: line for line in done.stdout.splitlines()}
+    assert "4 cuda" in rows["utopia"]
+    assert str(tmp_path) in rows["utopia"]
+    assert {"aurora", "frontier", "workstation"} <= rows.keys()
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["expand", "nid[001-"], "is not closed"),
+        (["expand", "n[1-100000000]"], "expected at most"),
+        (["expand"], "nodelist"),
+        (["expand", "a", "b"], "b"),
+        (["expand", "a", "upper"], "upper"),
+        (["fold", "a,b"], "a,b"),
+        (["machines", "aurora"], "aurora"),
+        (["--jsn"], "--jsn"),
+        (["nonsense"], "nonsense"),
+        (["--json=maybe"], "maybe"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_2(words, what):
+    done = run(*words)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("ezpz-topo: ")
+    assert what in line
+
+
+def test_an_environment_that_is_half_set_is_one_line_and_exit_2():
+    done = run(env={"PMI_RANK": "1"})
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert "half-set pmi environment" in line
+
+
+def test_help_is_one_screen_with_examples():
+    done = run("--help")
+    assert done.returncode == 0
+    assert "examples:" in done.stdout
+    lines = done.stdout.splitlines()
+    assert len(lines) <= 32
+    assert max(map(len, lines)) <= 100
+    assert run("expand", "-h").stdout == done.stdout
+
+
+def test_a_reader_that_goes_away_is_no_failure():
+    words = [COMMAND, "expand", "n[1-500000]"]
+    with subprocess.Popen(words, env=CLEAN, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as done:
+        assert done.stdout is not None
+        assert done.stderr is not None
+        assert done.stdout.readline() == b"n1\n"
+        done.stdout.close()
+        assert done.stderr.read() == b""
+        assert done.wait(30) == 0
+
+
+def test_asking_without_a_scheduler_says_so():
+    done = run("--ask", env={"PATH": str(Path(sys.executable).parent)})
+    assert done.returncode == 0
+    assert "no scheduler here has a running job of yours" in done.stdout
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.strip()[0].isdigit()

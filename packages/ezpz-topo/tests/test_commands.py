@@ -1,0 +1,198 @@
+"""Commands that answer, fail, hang, print without end: real processes on a PATH of their own."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from ezpz_topo._commands import ask, find, get_time_limit
+from ezpz_topo._errors import InvalidVariableError, SchedulerError
+
+
+@pytest.fixture
+def env(tmp_path):
+    return {"PATH": f"{tmp_path}:/usr/bin:/bin", "HERE": str(tmp_path)}
+
+
+def command(tmp_path, body, name="qstat"):
+    path = tmp_path / name
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+
+
+def calls(tmp_path):
+    return (tmp_path / "calls").read_text().split()
+
+
+def wait_until_dead(pid):
+    """Wait for a process that is nobody's child any more; a zombie is dead."""
+    for _ in range(600):
+        try:
+            with open(f"/proc/{pid}/stat") as file:
+                if file.read().rpartition(")")[2].split()[0] == "Z":
+                    return
+        except OSError:
+            try:
+                os.kill(pid, 0)
+            except ProcessLookupError:
+                return
+        time.sleep(0.05)
+    os.kill(pid, signal.SIGKILL)
+    pytest.fail(f"process {pid} outlived its command")
+
+
+def test_an_answer(tmp_path, env):
+    command(tmp_path, 'echo "$1|$2"; echo warning >&2; printf "\\377" >&2')
+    answer = ask(["qstat", "a b", "$HOME;*"], env=env)
+    assert (answer.status, answer.stdout) == (0, "a b|$HOME;*\n")
+    assert answer.stderr == "warning\n\ufffd"
+
+
+def test_it_reads_no_input_and_sees_the_environment_it_is_given(tmp_path, env):
+    command(tmp_path, 'cat; echo "$TZ"')
+    assert ask(["qstat"], env={**env, "TZ": "UTC0"}).stdout == "UTC0\n"
+
+
+def test_much_output_on_both_ends(tmp_path, env):
+    command(tmp_path, "head -c 300000 /dev/zero >&2; head -c 300000 /dev/zero")
+    answer = ask(["qstat"], env=env)
+    assert (len(answer.stdout), len(answer.stderr)) == (300000, 300000)
+
+
+def test_a_missing_command_names_path_and_place(tmp_path):
+    env = {"PATH": str(tmp_path)}
+    with pytest.raises(SchedulerError, match=r"'qstat' cannot be started .*/opt/pbs/bin") as caught:
+        ask(["qstat"], env=env, place="/opt/pbs/bin")
+    assert str(tmp_path) in str(caught.value)
+    with pytest.raises(SchedulerError, match="add the command's directory"):
+        ask(["qstat"], env=env)
+
+
+def test_path_is_that_of_the_environment_given(tmp_path, env):
+    command(tmp_path, "echo here", name="true")
+    assert ask(["true"], env=env).stdout == "here\n"
+    assert find("true", env) == str(tmp_path / "true")
+    assert find("true", {"PATH": "/nonexistent"}) is None
+
+
+def test_a_command_that_may_not_be_executed(tmp_path, env):
+    (tmp_path / "qmine").write_text("#!/bin/sh\n")
+    assert find("qmine", env) is None
+    with pytest.raises(SchedulerError, match="Permission denied"):
+        ask(["qmine"], env=env)
+
+
+def test_what_the_kernel_cannot_pass_on(env):
+    with pytest.raises(SchedulerError, match="cannot be started"):
+        ask(["echo", "a\0b"], env=env)
+
+
+def test_a_failure_is_tried_again(tmp_path, env):
+    command(tmp_path, 'echo x >> "$HERE/calls"; [ -e "$HERE/up" ] || { : > "$HERE/up"; exit 1; }')
+    assert ask(["qstat"], env=env).status == 0
+    assert len(calls(tmp_path)) == 2
+
+
+def test_a_failure_that_stays_names_status_and_last_line(tmp_path, env):
+    command(tmp_path, 'echo x >> "$HERE/calls"; echo one >&2; echo "cannot connect" >&2; exit 111')
+    with pytest.raises(SchedulerError, match=r"exit status 111 \(2 attempts\).*'cannot connect'"):
+        ask(["qstat", "-f"], env=env)
+    assert len(calls(tmp_path)) == 2
+
+
+def test_a_wrapper_without_its_command_is_not_tried_again(tmp_path, env):
+    command(tmp_path, 'echo x >> "$HERE/calls"; exit 127')
+    with pytest.raises(SchedulerError, match=r"exit status 127 \(1 attempt\) and said nothing"):
+        ask(["qstat"], env=env)
+    assert len(calls(tmp_path)) == 1
+
+
+def test_a_status_that_is_an_answer(tmp_path, env):
+    command(tmp_path, 'echo x >> "$HERE/calls"; exit 153')
+    assert ask(["qstat"], env=env, good=(0, 153)).status == 153
+    assert len(calls(tmp_path)) == 1
+
+
+def test_a_command_that_a_signal_ends(tmp_path, env):
+    command(tmp_path, "kill -9 $$")
+    with pytest.raises(SchedulerError, match="signal 9"):
+        ask(["qstat"], env=env, attempts=1)
+
+
+def hang(tmp_path, env):
+    """Ask until the command came as far as to write its processes' numbers; return these."""
+    for time_limit in (0.3, 3.0, 30.0):
+        with pytest.raises(SchedulerError, match=f"no answer in {time_limit:g} s"):
+            ask(["qstat"], env=env, time_limit=time_limit, attempts=1)
+        if (tmp_path / "calls").exists():
+            break
+    return [int(pid) for pid in calls(tmp_path)]
+
+
+def test_a_hanging_command_is_ended_with_its_children(tmp_path, env):
+    command(tmp_path, 'sleep 600 & echo $! $$ >> "$HERE/calls"; wait')
+    for pid in hang(tmp_path, env):
+        wait_until_dead(pid)
+
+
+def test_a_hanging_command_is_tried_again(tmp_path, env):
+    command(tmp_path, "exec sleep 600")
+    with pytest.raises(SchedulerError, match=r"no answer in 0.1 s \(3 attempts\); .* try again"):
+        ask(["qstat"], env=env, time_limit=0.1, attempts=3)
+
+
+def test_a_child_that_keeps_the_pipe_of_a_command_that_ended(tmp_path, env):
+    command(tmp_path, 'sleep 600 & echo $! > "$HERE/calls"')
+    for pid in hang(tmp_path, env):
+        wait_until_dead(pid)
+
+
+def test_a_child_that_left_the_group_does_not_keep_us(tmp_path, env):
+    command(tmp_path, 'setsid sleep 600 & echo $! > "$HERE/calls"; sleep 600')
+    for pid in hang(tmp_path, env):
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_a_command_that_closes_its_output_and_hangs(tmp_path, env):
+    command(tmp_path, 'echo $$ > "$HERE/calls"; exec sleep 600 >/dev/null 2>&1')
+    for pid in hang(tmp_path, env):
+        wait_until_dead(pid)
+
+
+def test_an_interrupt_ends_the_command(tmp_path, env):
+    command(tmp_path, 'echo $$ > "$HERE/started"; mv "$HERE/started" "$HERE/calls"; sleep 600')
+
+    def interrupt():
+        while not (tmp_path / "calls").exists():
+            time.sleep(0.01)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        ask(["qstat"], env=env, time_limit=60)
+    thread.join()
+    wait_until_dead(int(calls(tmp_path)[0]))
+
+
+def test_output_without_end_is_refused(tmp_path, env):
+    command(tmp_path, 'echo x >> "$HERE/calls"; exec cat /dev/zero')
+    with pytest.raises(SchedulerError, match="more than 64 MiB"):
+        ask(["qstat"], env=env, time_limit=60)
+    assert len(calls(tmp_path)) == 1
+
+
+def test_time_limit_from_the_environment(tmp_path, env):
+    command(tmp_path, "exec sleep 600")
+    with pytest.raises(SchedulerError, match=r"no answer in 0.1 s.*EZPZ_SCHEDULER_TIMEOUT"):
+        ask(["qstat"], env={**env, "EZPZ_SCHEDULER_TIMEOUT": "0.1"})
+    assert get_time_limit({}) == get_time_limit({"EZPZ_SCHEDULER_TIMEOUT": ""}) == 10
+    assert get_time_limit({"EZPZ_SCHEDULER_TIMEOUT": "30"}) == 30
+
+
+@pytest.mark.parametrize("bad", ["0", "-1", "ten", "1e3", "inf", "nan", " 5", "99999", "٣"])
+def test_a_time_limit_that_is_none(bad):
+    with pytest.raises(InvalidVariableError, match="EZPZ_SCHEDULER_TIMEOUT"):
+        get_time_limit({"EZPZ_SCHEDULER_TIMEOUT": bad})

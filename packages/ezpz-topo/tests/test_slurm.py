@@ -1,0 +1,110 @@
+"""Slurm's variables as captured from Slurm 22.05.8; its commands are tested on a real one."""
+
+from datetime import UTC, datetime
+
+import pytest
+
+from ezpz_topo import InvalidVariableError, NodelistError, SchedulerError, get_allocation
+
+BATCH = {
+    "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "my job", "SLURM_JOB_PARTITION": "all",
+    "SLURM_JOB_NODELIST": "nid[001-003]", "SLURM_JOB_NUM_NODES": "3", "SLURM_NNODES": "3",
+    "SLURM_NTASKS": "5", "SLURM_TASKS_PER_NODE": "2(x2),1", "SLURM_PROCID": "0",
+    "SLURM_NODEID": "0", "SLURM_LOCALID": "0", "SLURMD_NODENAME": "nid001",
+}  # fmt: skip
+STEP = {
+    **BATCH, "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "nid001", "SLURM_STEP_NUM_NODES": "1",
+    "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NTASKS": "2",
+    "SLURM_TASKS_PER_NODE": "2", "SLURM_NNODES": "1",
+}  # fmt: skip
+SALLOC = {name: value for name, value in BATCH.items() if name not in (
+    "SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID", "SLURMD_NODENAME")}  # fmt: skip
+INTERACTIVE = {
+    **BATCH, "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NODELIST": "nid001",
+    "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1",
+    "SLURM_TASKS_PER_NODE": "1",
+}  # fmt: skip
+HET = {
+    "SLURM_JOB_ID": "7", "SLURM_HET_SIZE": "2", "SLURM_NTASKS": "4",
+    "SLURM_JOB_NODELIST_HET_GROUP_0": "nid001", "SLURM_JOB_NUM_NODES_HET_GROUP_0": "1",
+    "SLURM_JOB_NODELIST_HET_GROUP_1": "nid[002-003]", "SLURM_JOB_NUM_NODES_HET_GROUP_1": "2",
+    "SLURM_JOB_NAME_HET_GROUP_0": "interactive", "SLURM_JOB_PARTITION_HET_GROUP_0": "all",
+}  # fmt: skip
+
+
+def test_a_batch_script():
+    job = get_allocation(BATCH)
+    assert (job.scheduler, job.job_id, job.name, job.queue) == ("slurm", "7", "my job", "all")
+    assert (job.hosts, job.slots, job.num_nodes) == (("nid001", "nid002", "nid003"), (2, 2, 1), 3)
+    assert job.on_node
+    assert job.sources == {
+        "scheduler": "SLURM_JOB_ID", "job_id": "SLURM_JOB_ID", "hosts": "SLURM_JOB_NODELIST",
+        "slots": "SLURM_TASKS_PER_NODE", "name": "SLURM_JOB_NAME", "queue": "SLURM_JOB_PARTITION",
+        "on_node": "SLURMD_NODENAME",
+    }  # fmt: skip
+
+
+def test_a_step_smaller_than_its_job_has_its_own_hosts():
+    job = get_allocation(STEP)
+    assert (job.hosts, job.slots) == (("nid001",), (2,))
+    assert job.sources["hosts"] == "SLURM_STEP_NODELIST"
+
+
+def test_a_salloc_shell_is_not_on_a_node():
+    job = get_allocation(SALLOC)
+    assert (job.num_nodes, job.slots, job.on_node) == (3, (2, 2, 1), False)
+
+
+def test_an_interactive_steps_shell_stands_for_the_whole_job():
+    job = get_allocation(INTERACTIVE)
+    assert (job.num_nodes, job.on_node) == (3, True)
+    assert job.slots is None, "SLURM_TASKS_PER_NODE is that step's"
+
+
+def test_a_heterogeneous_job_is_all_its_components():
+    job = get_allocation(HET)
+    assert job.hosts == ("nid001", "nid002", "nid003")
+    assert (job.name, job.queue) == ("interactive", "all")
+    assert job.sources["hosts"] == "SLURM_JOB_NODELIST_HET_GROUP_0 to 1"
+
+
+def test_heterogeneous_task_counts():
+    env = {**BATCH, "SLURM_JOB_NODELIST": "a[1-3]", "SLURM_TASKS_PER_NODE": "4(x2),3"}
+    assert get_allocation(env).slots == (4, 4, 3)
+
+
+def test_nobody_asked_for_tasks():
+    env = {name: value for name, value in BATCH.items() if name != "SLURM_NTASKS"}
+    assert get_allocation(env).slots is None
+
+
+def test_the_end_where_slurm_tells():
+    env = {**BATCH, "SLURM_JOB_END_TIME": "1795226400"}
+    assert get_allocation(env).ends_at == datetime(2026, 11, 21, 2, 0, tzinfo=UTC)
+    assert get_allocation({**BATCH, "SLURM_JOB_END_TIME": "4294967295"}).ends_at is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "what"),
+    [
+        ({"SLURM_JOB_NUM_NODES": "2"}, InvalidVariableError, "3 nodes, SLURM_JOB_NUM_NODES='2'"),
+        ({"SLURM_TASKS_PER_NODE": "2(x2)"}, InvalidVariableError, "2 nodes; expected 3"),
+        ({"SLURM_TASKS_PER_NODE": "2(x999999999)"}, InvalidVariableError, "999999999 nodes"),
+        ({"SLURM_TASKS_PER_NODE": "two"}, InvalidVariableError, "'two' does not parse"),
+        ({"SLURM_JOB_NODELIST": "nid[001-"}, NodelistError, "not closed"),
+        ({"SLURM_HET_SIZE": "many"}, InvalidVariableError, "many"),
+    ],
+)
+def test_variables_that_contradict_each_other(changed, error, what):
+    with pytest.raises(error, match="".join(f"[{c}]" if c in "[](" else c for c in what)):
+        get_allocation({**BATCH, **changed})
+
+
+def test_without_a_nodelist_scontrol_is_asked_and_its_absence_said():
+    with pytest.raises(SchedulerError, match=r"scontrol.*cannot be started.*PATH"):
+        get_allocation({"SLURM_JOB_ID": "7", "PATH": "/nonexistent"})
+
+
+def test_a_job_id_that_is_none_is_not_given_to_a_command():
+    with pytest.raises(InvalidVariableError, match="--help"):
+        get_allocation({"SLURM_JOB_ID": "--help", "PATH": "/nonexistent"})
