@@ -23,7 +23,12 @@ IMPORTS = {
     "ezpz-suite": "ezpz",
 }
 # What the tests of a package need beside the package: pytest, and an MPI where ranks are started.
-TEST_NEEDS = {"ezpz-launch": ["mpich"], "ezpz-dist": ["mpich"], "ezpz-obs": ["numpy"]}
+TEST_NEEDS = {
+    "ezpz-topo": ["hypothesis"],
+    "ezpz-launch": ["mpich"],
+    "ezpz-dist": ["mpich"],
+    "ezpz-obs": ["numpy"],
+}
 EXTRAS = {"ezpz-suite": "[examples]"}
 SIBLINGS = {
     "ezpz-topo": set(),

@@ -3,16 +3,22 @@ from dataclasses import replace
 import pytest
 
 from ezpz_launch import LaunchError, Request, UsageError, plan
-from ezpz_topo import Accelerators, Allocation, RankInfo, Topology
+from ezpz_topo import Accelerators, Allocation, RankInfo, Topology, get_machine_info
 
 LAPTOP = Topology(
     rank=RankInfo(0, 1, 0, 1, 0, "none"),
-    allocation=Allocation("none", None, 1, True, "no job"),
+    allocation=Allocation("none", None, ("laptop",), sources={"hosts": "no job"}),
+    machine=get_machine_info({}, hostname="laptop"),
     accelerators=Accelerators("cpu", 0, "none found"),
     hostname="laptop",
     cpu_count=8,
+    cpu_source="CPU affinity of this process",
 )
 COMMAND = ("python", "train.py")
+
+
+def job(scheduler, job_id, *hosts, on_node=True):
+    return Allocation(scheduler, job_id, hosts, on_node=on_node, sources={"hosts": "its list"})
 
 
 def planned(topology, nproc=None, env=None):
@@ -56,21 +62,20 @@ def test_every_decision_has_a_source():
 
 
 @pytest.mark.parametrize(
-    ("job", "words"),
+    ("elsewhere", "words"),
     [
-        (Allocation("slurm", "7", 4, True, "SLURM_JOB_NUM_NODES"), "slurm job 7: 4 nodes.*srun"),
-        (Allocation("slurm", "7", 1, False, "SLURM_JOB_NUM_NODES"), "not on the job's node"),
-        (Allocation("pbs", "1.pbs", 2, True, "PBS_NODEFILE"), "pbs job 1.pbs: 2 nodes.*mpiexec"),
+        (job("slurm", "7", "a", "b", "c", "d"), "slurm job 7: 4 nodes \\(its list\\).*srun"),
+        (job("slurm", "7", "a", on_node=False), "not on the job's node"),
+        (job("pbs", "1.pbs", "a", "b"), "pbs job 1.pbs: 2 nodes.*mpiexec"),
     ],
 )
-def test_other_nodes_are_refused_not_forgotten(job, words):
+def test_other_nodes_are_refused_not_forgotten(elsewhere, words):
     with pytest.raises(LaunchError, match=words):
-        planned(replace(LAPTOP, allocation=job))
+        planned(replace(LAPTOP, allocation=elsewhere))
 
 
 def test_a_job_of_one_node_is_launched():
-    job = Allocation("slurm", "7", 1, True, "SLURM_JOB_NUM_NODES")
-    assert planned(replace(LAPTOP, allocation=job)).nproc == 4
+    assert planned(replace(LAPTOP, allocation=job("slurm", "7", "a"))).nproc == 4
 
 
 @pytest.mark.parametrize("nproc", [0, -1])

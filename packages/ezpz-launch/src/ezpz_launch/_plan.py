@@ -48,7 +48,7 @@ def plan(
     nproc, why = _nproc(topology, request)
     sources = {
         "nproc": why,
-        "hosts": topology.allocation.source,
+        "hosts": topology.allocation.sources["hosts"],
         "MASTER_ADDR": "every rank is on this host",
         "MASTER_PORT": "a free port of this host, a new one for each launch",
     }
@@ -81,7 +81,7 @@ def _refuse_other_nodes(topology: Topology) -> None:
     where = f"{job.num_nodes} nodes" if job.on_node else "a shell that is not on the job's node"
     direct = "srun -n RANKS" if job.scheduler == "slurm" else "mpiexec -n RANKS --ppn PER_NODE"
     raise LaunchError(
-        f"{job.scheduler} job {job.job_id}: {where} ({job.source}), and this version of "
+        f"{job.scheduler} job {job.job_id}: {where} ({job.sources['hosts']}), and this version of "
         f"ezpz-launch starts ranks on the host it runs on only; expected a job of one node; "
         f"use `{direct} COMMAND` there (ezpz.setup_torch works under it)"
     )
