@@ -77,6 +77,18 @@ def test_hostile_sizes_are_refused_before_they_are_made(nodelist):
         expand_nodelist(nodelist)
 
 
+@pytest.mark.parametrize("brackets", [10_000, 100_000])
+def test_a_product_too_large_to_be_printed_is_refused_all_the_same(brackets):
+    with pytest.raises(NodelistError, match="expected at most 1048576"):
+        expand_nodelist("n[1-2]" * brackets)
+    assert first_host("n[1-2]" * brackets) == "n1" * brackets
+
+
+def test_so_many_plain_names_are_refused():
+    with pytest.raises(NodelistError, match="3 hosts; expected at most 2"):
+        expand_nodelist("a,b,c", max_hosts=2)
+
+
 def test_no_host_at_all():
     with pytest.raises(NodelistError, match="names no host"):
         first_host(" , ")

@@ -42,15 +42,16 @@ def expand_nodelist(nodelist: str, *, max_hosts: int = MAX_HOSTS) -> list[str]:
     ['nid001', 'nid002', 'nid003', 'nid7', 'login1']
     """
     if "[" not in nodelist and "]" not in nodelist:
-        return nodelist.replace(",", " ").split()
+        names = nodelist.replace(",", " ").split()
+        if len(names) > max_hosts:
+            raise NodelistError(
+                f"nodelist {_shown(nodelist)} has {len(names)} hosts; expected at most "
+                f"{max_hosts}; name fewer hosts"
+            )
+        return names
     hosts: list[str] = []
     for item, at in _items(nodelist):
-        literals, ranges, count = _brackets(item, at, nodelist)
-        if len(hosts) + count > max_hosts:
-            raise NodelistError(
-                f"nodelist {_shown(nodelist)}: {item[:40]!r} at position {at} brings it to "
-                f"{len(hosts) + count} hosts; expected at most {max_hosts}"
-            )
+        literals, ranges = _brackets(item, at, nodelist, len(hosts), max_hosts)
         hosts += _expand(literals, ranges)
     return hosts
 
@@ -62,7 +63,7 @@ def first_host(nodelist: str) -> str:
         NodelistError: The list is empty, or its first name does not parse.
     """
     for item, at in _items(nodelist):
-        literals, ranges, _ = _brackets(item, at, nodelist)
+        literals, ranges = _brackets(item, at, nodelist, 0, float("inf"))
         lows = [f"{low:0{width}d}" for ((low, _, width), *_) in ranges]
         return "".join(part for pair in zip(literals, [*lows, ""], strict=True) for part in pair)
     raise NodelistError(f"nodelist {_shown(nodelist)} names no host")
@@ -116,8 +117,10 @@ _Pairs = list[tuple[int, int, int]]
 """(low, high, width) of each range of one bracket."""
 
 
-def _brackets(item: str, at: int, nodelist: str) -> tuple[list[str], list[_Pairs], int]:
-    """Return the text around the brackets of one name, their ranges, and the number of hosts."""
+def _brackets(
+    item: str, at: int, nodelist: str, held: int, max_hosts: float
+) -> tuple[list[str], list[_Pairs]]:
+    """Return the text around the brackets of one name, and their ranges."""
     pieces = _BRACKET.split(item)
     literals, insides = pieces[::2], pieces[1::2]
     ranges: list[_Pairs] = []
@@ -135,8 +138,14 @@ def _brackets(item: str, at: int, nodelist: str) -> tuple[list[str], list[_Pairs
                 )
             pairs.append((low, high, len(match[1])))
         ranges.append(pairs)
+        # After each bracket: ten thousand of them make a number that cannot be printed.
         count *= sum(high - low + 1 for low, high, _ in pairs)
-    return literals, ranges, count
+        if held + count > max_hosts:
+            raise NodelistError(
+                f"nodelist {_shown(nodelist)}: {item[:40]!r} at position {at} brings it to "
+                f"{held + count} hosts or more; expected at most {max_hosts}; name fewer hosts"
+            )
+    return literals, ranges
 
 
 def _expand(literals: list[str], ranges: list[_Pairs]) -> list[str]:
@@ -144,12 +153,11 @@ def _expand(literals: list[str], ranges: list[_Pairs]) -> list[str]:
         return literals
     if len(ranges) == 1:
         return _names(literals[0], ranges[0], literals[1])
+    # The last bracket varies fastest, then the first, the second and so on.
+    heads = _names(literals[0], ranges[0], literals[1])
+    for pairs, literal in zip(ranges[1:-1], literals[2:-1], strict=True):
+        heads = [head + slower for slower in _names("", pairs, literal) for head in heads]
     tails = _names("", ranges[-1], literals[-1])
-    heads = []
-    # product's last varies fastest: the first bracket, after the last one.
-    for numbers in itertools.product(*(_names("", pairs, "") for pairs in reversed(ranges[:-1]))):
-        parts = zip(literals[:-1], (*reversed(numbers), ""), strict=True)
-        heads.append("".join(text for pair in parts for text in pair))
     return list(itertools.starmap(operator.add, itertools.product(heads, tails)))
 
 

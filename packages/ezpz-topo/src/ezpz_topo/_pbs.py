@@ -15,7 +15,7 @@ from datetime import UTC, datetime, timedelta
 from . import _commands
 from ._allocation import Allocation
 from ._errors import HostfileError, InvalidVariableError, SchedulerError
-from ._hostfile import read_hostfile
+from ._hostfile import read_slots
 from ._hosts import get_hostname, is_among
 from ._qstat import PLACE, QSTAT, Attributes, ask_for_job, ask_for_jobs, text_of
 
@@ -43,7 +43,7 @@ def allocation(env: Mapping[str, str], *, commands: bool = True) -> Allocation:
     path = env.get("PBS_NODEFILE", "")
     why = f"PBS_NODEFILE={path!r} cannot be read here" if path else "PBS_NODEFILE is not set"
     try:
-        entries = read_hostfile(path) if path and os.access(path, os.R_OK) else ()
+        slots = read_slots(path) if path and os.access(path, os.R_OK) else {}
     except HostfileError as error:
         raise HostfileError(
             f"PBS_NODEFILE: {error}; unset PBS_NODEFILE to ask qstat instead"
@@ -51,12 +51,12 @@ def allocation(env: Mapping[str, str], *, commands: bool = True) -> Allocation:
     variables = {"scheduler": "PBS_JOBID", "job_id": "PBS_JOBID"}
     variables |= {k: v for k, v in (("name", "PBS_JOBNAME"), ("queue", "PBS_QUEUE")) if env.get(v)}
     job = Allocation("pbs", env["PBS_JOBID"], ())
-    if entries:
+    if slots:
         # A host that is named once has one slot.
         job = replace(
             job,
-            hosts=tuple(entry.host for entry in entries),
-            slots=tuple(entry.slots or 1 for entry in entries),
+            hosts=tuple(slots),
+            slots=tuple(n or 1 for n in slots.values()),
             sources={"hosts": "PBS_NODEFILE", "slots": "PBS_NODEFILE"},
         )
     elif not commands:
