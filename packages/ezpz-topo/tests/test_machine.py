@@ -1,13 +1,11 @@
 """Which machine: what identifies one, what is set aside, and what is never guessed."""
 
-import re
-from dataclasses import FrozenInstanceError, fields, replace
-from pathlib import Path
+from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
 from ezpz_topo._errors import MachineError
-from ezpz_topo._machine import Machine, get_machine, get_machine_info, known_machines
+from ezpz_topo._machine import get_machine, get_machine_info, known_machines
 
 SERVERS = {
     "aurora": "2287864.aurora-pbs-0001.hostmgmt.cm.aurora.alcf.anl.gov",
@@ -284,31 +282,3 @@ def test_the_environment_is_never_changed():
     env = {"PBS_JOBID": SERVERS["aurora"]}
     machine(env)
     assert env == {"PBS_JOBID": SERVERS["aurora"]}
-
-
-# The page.
-
-PAGE = Path(__file__).parents[3] / "docs" / "machines.md"
-written = pytest.mark.skipif(not PAGE.is_file(), reason="the page is in the repository only")
-
-
-@written
-def test_the_example_of_the_page(tmp_path):
-    example = re.search(r"```toml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    assert example
-    (tmp_path / "utopia.toml").write_text(example[1])
-    env = {"EZPZ_MACHINES": str(tmp_path)}
-    for more, hostname in (
-        ({"NOWHERE_SYSTEM": "utopia"}, "x"),
-        ({}, "utopia7"),
-        ({}, "x.utopia.example.org"),
-    ):
-        assert machine({**env, **more}, hostname).name == "utopia"
-
-
-@written
-def test_the_page_explains_every_key_and_machine():
-    named = set(re.findall(r"`\[?([a-z_-]+)", PAGE.read_text(encoding="utf-8")))
-    own = {"name", "path", "matched_by", "notes"}
-    assert {field.name for field in fields(Machine)} - own <= named
-    assert set(known_machines({})) <= named
