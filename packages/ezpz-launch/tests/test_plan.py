@@ -7,18 +7,23 @@ from ezpz_topo import Accelerators, Allocation, RankInfo, Topology, get_machine_
 
 LAPTOP = Topology(
     rank=RankInfo(0, 1, 0, 1, 0, "none"),
-    allocation=Allocation("none", None, ("laptop",), sources={"hosts": "no job"}),
+    allocation=Allocation(
+        "none", None, ("laptop",), node_name="laptop", sources={"hosts": "no job"}
+    ),
     machine=get_machine_info({}, hostname="laptop"),
     accelerators=Accelerators("cpu", 0, "none found"),
     hostname="laptop",
     cpu_count=8,
     cpu_source="CPU affinity of this process",
+    cpus_per_node=8,
+    cpus_per_node_source="os.cpu_count()",
 )
 COMMAND = ("python", "train.py")
 
 
 def job(scheduler, job_id, *hosts, on_node=True):
-    return Allocation(scheduler, job_id, hosts, on_node=on_node, sources={"hosts": "its list"})
+    node_name = hosts[0] if on_node else None
+    return Allocation(scheduler, job_id, hosts, node_name=node_name, sources={"hosts": "its list"})
 
 
 def planned(topology, nproc=None, env=None):

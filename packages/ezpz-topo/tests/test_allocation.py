@@ -1,6 +1,6 @@
 import pytest
 
-from ezpz_topo import InvalidVariableError, get_allocation, get_hostname
+from ezpz_topo import InvalidVariableError, SchedulerError, get_allocation, get_hostname
 
 
 def test_no_job_is_this_host():
@@ -28,6 +28,25 @@ def test_asking_where_no_scheduler_is_installed(tmp_path):
 def test_two_jobs_at_once_are_an_error():
     with pytest.raises(InvalidVariableError, match=r"SLURM_JOB_ID=7 and PBS_JOBID=1.pbs.*unset"):
         get_allocation({"PBS_JOBID": "1.pbs", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a"})
+
+
+@pytest.mark.parametrize(
+    ("env", "missing"),
+    [
+        ({"SLURM_JOBID": "7"}, "SLURM_JOB_ID"),
+        ({"SLURM_JOB_NODELIST": "nid001"}, "SLURM_JOB_ID"),
+        ({"PBS_ENVIRONMENT": "PBS_BATCH", "PBS_NODEFILE": "/nonexistent"}, "PBS_JOBID"),
+    ],
+)
+def test_half_of_a_jobs_variables_is_an_error(env, missing):
+    with pytest.raises(InvalidVariableError, match=f"without {missing}"):
+        get_allocation(env)
+
+
+@pytest.mark.parametrize("name", ["LSB_JOBID", "FLUX_JOB_ID", "COBALT_JOBID"])
+def test_a_job_whose_hosts_cannot_be_read_is_not_this_host(name):
+    with pytest.raises(SchedulerError, match=r"whose hosts cannot be read here.*HOSTFILE"):
+        get_allocation({name: "5"})
 
 
 def test_the_environment_is_never_changed():

@@ -42,7 +42,7 @@ def test_json_says_the_same():
     assert facts["nodes"] == {"value": 2, "source": "SLURM_JOB_NODELIST"}
     assert facts["hosts"]["value"] == "nid[001-002]"
     assert facts["ends_at"] == {"value": None, "source": "not told by slurm's variables"}
-    assert facts["on_a_node_of_it"]["value"] is False
+    assert facts["node"] == {"value": None, "source": "uname, and no SLURMD_NODENAME"}
     assert isinstance(facts["notes"], list)
 
 
@@ -82,6 +82,14 @@ def test_machines_lists_yours_too(tmp_path):
         (["--jsn"], "--jsn"),
         (["nonsense"], "nonsense"),
         (["--json=maybe"], "maybe"),
+        (["--json", "maybe"], "maybe"),
+        (["--", "--interactive"], "--"),
+        (["--", "--completion"], "--"),
+        (["-"], "-"),
+        (["expand", "--nodelist"], "--nodelist"),
+        (["expand", ""], "no host"),
+        (["fold", "--", "a"], "--"),
+        (["fold"], "no host"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_2(words, what):
@@ -124,6 +132,29 @@ def test_asking_without_a_scheduler_says_so():
     done = run("--ask", env={"PATH": str(Path(sys.executable).parent)})
     assert done.returncode == 0
     assert "no scheduler here has a running job of yours" in done.stdout
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full on this system")
+def test_a_full_disk_is_one_line_and_exit_1():
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [COMMAND], env=CLEAN, stdout=full, stderr=subprocess.PIPE, check=False
+        )
+    assert done.returncode == 1
+    assert done.stderr == b"ezpz-topo: standard output: No space left on device\n"
+
+
+@pytest.mark.parametrize(("words", "closed"), [(["fold"], "<&-"), ([], ">&-")])
+def test_closed_streams_are_one_line_and_exit_2(words, closed):
+    shell = ["sh", "-c", f'"$@" {closed}', "sh", COMMAND, *words]
+    done = subprocess.run(shell, env=CLEAN, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_names_that_the_terminal_cannot_show():
+    done = run("expand", "é", env={"PYTHONIOENCODING": "ascii"})
+    assert (done.returncode, done.stdout) == (0, "\\xe9\n")
 
 
 def test_version(capsys):

@@ -5,7 +5,7 @@ import subprocess
 import pytest
 
 from ezpz_topo import get_hostname, same_host, short_name
-from ezpz_topo._hosts import is_among, is_host
+from ezpz_topo._hosts import find_host, is_host
 
 
 def test_hostname_is_what_hostname_prints():
@@ -64,9 +64,9 @@ def test_other_host(one, other):
 
 
 def test_among():
-    assert is_among("x1n1.hsn", ["x1n0.site", "X1N1.site"])
-    assert not is_among("x1n2", ["x1n0", "x1n1"])
-    assert not is_among("x1n2", [])
+    assert find_host("x1n1.hsn", ["x1n0.site", "X1N1.site"])
+    assert not find_host("x1n2", ["x1n0", "x1n1"])
+    assert not find_host("x1n2", [])
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""One machine file: what is refused, with file and key, and that two readers agree."""
+"""One machine file: what is refused, with file and key."""
+
+import os
 
 import pytest
 
@@ -206,3 +208,49 @@ def test_a_date_may_be_tomls(tmp_path):
 
 def test_the_text_of_a_file_is_all_that_read_document_takes():
     assert read_document('a = "b"', "x.toml") == {"a": "b"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a = " + "[" * 3000,
+        "a = " + "9" * 5000,
+        "a = {" * 2000,
+        "a = 1\na = 2\n",
+        "[match]\nhostnames = ['x'\n",
+    ],
+    ids=["nested", "digits", "tables", "twice", "open"],
+)
+def test_what_is_no_toml_is_a_machine_error(tmp_path, text):
+    with pytest.raises(MachineError, match=r"TOML|recursion"):
+        read(tmp_path, text)
+
+
+def test_a_file_without_end_or_writer_is_refused(tmp_path):
+    env = {"EZPZ_MACHINES": str(tmp_path)}
+    os.mkfifo(tmp_path / "utopia.toml")
+    with pytest.raises(MachineError, match="not a regular file"):
+        get_machine_info(env, hostname="x")
+    (tmp_path / "utopia.toml").unlink()
+    (tmp_path / "utopia.toml").symlink_to("/dev/zero")
+    with pytest.raises(MachineError, match="not a regular file"):
+        get_machine_info(env, hostname="x")
+
+
+def test_a_folders_name_with_a_nul():
+    with pytest.raises(MachineError, match="cannot be listed"):
+        get_machine_info({"EZPZ_MACHINES": "a\0b"}, hostname="x")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "what"),
+    [
+        ('hostnames = ["utopia#"]', 'domains = [".utopia.org"]', "without the dot"),
+        ('hostnames = ["utopia#"]', 'hostnames = ["u#a"]', "at its end"),
+        ('date = "2026-08"', 'date = "2026-08-39"', "date"),
+    ],
+)
+def test_rules_that_can_never_match_and_days_that_never_come(tmp_path, old, new, what):
+    assert old in GOOD
+    with pytest.raises(MachineError, match=what):
+        read(tmp_path, GOOD.replace(old, new))

@@ -55,8 +55,8 @@ def test_each_scheduler_has_its_generic_machine():
         ("polaris", ["--envall"]),
         ("sophia", ["-x", "PATH", "-x", "LD_LIBRARY_PATH"]),
         ("crux", ["--envall", "--cpu-bind=depth"]),
-        ("perlmutter", ["--gpus-per-node=4", "-c", "32"]),
-        ("frontier", ["-c", "7", "--gpus-per-node=8", "--network=disable_rdzv_get"]),
+        ("perlmutter", ["-c", "32"]),
+        ("frontier", ["-c", "7", "--network=disable_rdzv_get"]),
         ("generic-slurm", ["-u"]),
         ("generic-pbs", []),
         ("workstation", []),
@@ -140,9 +140,8 @@ def test_modules_and_proxies():
 
 @pytest.mark.parametrize("name", ["sunspot", "sirius"])
 def test_what_only_the_predecessor_says_is_marked(name):
-    marks = MACHINES[name].predecessor
-    assert {"scheduler", "launcher", "devices_per_node", "device_type", "backends"} <= set(marks)
-    assert {"match.domains", "hsn_suffix"} <= set(marks)
+    # every key: what is Aurora's or Polaris's own is the predecessor's word for these
+    assert "*" in MACHINES[name].predecessor
 
 
 def test_what_only_the_predecessor_says_of_others_is_marked():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ezpz_topo import _pbs
+from ezpz_topo import _pbs, detect, get_hosts, get_num_nodes, get_world_size_total
 from ezpz_topo._errors import HostfileError, InvalidVariableError, SchedulerError
 from ezpz_topo._hosts import get_hostname, short_name
 
@@ -97,7 +97,8 @@ def test_job_by_its_variables_and_node_file_starts_no_command(tmp_path, pbs, var
     assert (found.hosts, found.slots) == (("x1n0.site.gov", "x1n1.site.gov"), (2, 2))
     assert found.sources == {
         "scheduler": "PBS_JOBID", "job_id": "PBS_JOBID", "name": "PBS_JOBNAME",
-        "queue": "PBS_QUEUE", "hosts": "PBS_NODEFILE", "slots": "PBS_NODEFILE", "on_node": "uname",
+        "queue": "PBS_QUEUE", "hosts": "PBS_NODEFILE", "slots": "PBS_NODEFILE",
+        "node_name": "uname",
     }  # fmt: skip
     assert asked(tmp_path) == []
     assert env == before
@@ -535,3 +536,29 @@ def test_a_user_that_is_no_name_is_never_an_argument(tmp_path, pbs):
     with pytest.raises(InvalidVariableError, match="USER='-x'"):
         _pbs.job_of_this_host({**pbs(), "USER": "-x"}, "x1n0")
     assert asked(tmp_path) == []
+
+
+# On the job's other nodes there is no node file.
+
+RANK = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
+
+
+def test_one_of_many_ranks_there_starts_no_command(tmp_path, pbs):
+    env = {**BATCH, **pbs(**{"1_pbs-0001": JOB}), **RANK, "PBS_NODEFILE": f"{tmp_path}/nowhere"}
+    assert get_num_nodes(env) == 2, "world size over local world size"
+    assert get_world_size_total({**env, "TORCH_DEVICE": "cpu"}) == 8
+    topology = detect(env)
+    assert (topology.rank.rank, topology.allocation.hosts) == (5, ())
+    rows = {name: (value, source) for name, value, source in topology.explain()}
+    assert rows["hosts"][0] is None
+    assert "cannot be read here" in rows["hosts"][1]
+    with pytest.raises(SchedulerError, match="run this on the job's first node"):
+        get_hosts(env=env)
+    assert asked(tmp_path) == []
+
+
+def test_a_hostfile_of_the_users_does_not_win_there(tmp_path, pbs):
+    (tmp_path / "stale").write_text("stale1\nstale2\n")
+    env = {**BATCH, **pbs(**{"1_pbs-0001": JOB}), "PBS_NODEFILE": f"{tmp_path}/nowhere",
+           "HOSTFILE": f"{tmp_path}/stale"}  # fmt: skip
+    assert [entry.host for entry in get_hosts(env=env).entries] == ["x1n0", "x1n1"]

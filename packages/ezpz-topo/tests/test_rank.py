@@ -239,7 +239,14 @@ def test_srun_inside_a_rank_of_mpiexec():
 def test_mpiexec_inside_an_srun_step():
     env = {**OTHER_HYDRA, **SRUN}
     assert get_rank_info(env, ancestors=[PROXY, STEP]).launcher == "pmi"
-    assert get_rank_info(env, ancestors=[]).launcher == "pmi"
+    # Eight tasks cannot be the proxies of two ranks.
+    with pytest.raises(LauncherConflictError, match=r"pmi says rank 1 of 2.*slurm says 5 of 8"):
+        get_rank_info(env, ancestors=[])
+
+
+def test_the_proxys_step_is_said_to_be_set_aside():
+    env = {**HYDRA, **SRUN, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+    assert get_rank_info(env).notes == ("slurm says 0 of 2: set aside, pmi is nearer",)
 
 
 STAMP_OF_ONE = {
@@ -306,25 +313,127 @@ REQUIRED = {
     "flux": ("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID"),
     "jsrun": ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK"),
     "slurm": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
+    "pals": ("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID"),
     "ezpz": ("EZPZ_RANK", "EZPZ_WORLD_SIZE", "EZPZ_LOCAL_RANK"),
 }
-HALVES = [
-    (launcher, missing)
-    for launcher, names in REQUIRED.items()
-    for missing in names
-    # without EZPZ_RANK there is no stamp at all
-    if missing != "EZPZ_RANK"
-]
+HALVES = [(launcher, missing) for launcher, names in REQUIRED.items() for missing in names]
 
 
 @pytest.mark.parametrize(("launcher", "missing"), HALVES)
 def test_half_set_family_names_what_is_missing(launcher, missing):
-    env = {name: value for name, value in ROWS[launcher][0].items() if name != missing}
+    row = ROWS[launcher][0]
+    if launcher == "pals":
+        # Cray PMI's own variables beside them are a whole set again.
+        row = {**PALS_PMIX, "PMI_SIZE": "8"}
+    env = {name: value for name, value in row.items() if name != missing}
     env.pop("TORCHELASTIC_RUN_ID", None)
     with pytest.raises(IncompleteLauncherError, match=missing) as caught:
         get_rank_info(env)
     assert caught.value.family == launcher
     assert "ezpz-launch" in str(caught.value)
+
+
+BY_HAND = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+PROXYS_STEP = {**SRUN, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0",
+               "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "half",
+    [
+        PALS_PMIX,
+        {"PMI_RANK": "5", "PMI_SIZE": "8"},
+        {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_LOCAL_RANK": "1"},
+        {"PMIX_RANK": "5"},
+        {"PALS_RANKID": "5"},
+        {"PALS_LOCAL_RANKID": "1"},
+    ],
+    ids="+".join,
+)
+@pytest.mark.parametrize("other", [BY_HAND, PROXYS_STEP], ids=["by hand", "a proxy's step"])
+def test_a_half_set_launcher_is_never_outvoted_by_what_contradicts_it(half, other):
+    with pytest.raises(IncompleteLauncherError, match="half-set"):
+        get_rank_info({**half, **other})
+
+
+def test_aurora_with_the_world_size_exported_by_hand_that_agrees():
+    env = {**PALS_PMIX, "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
+    assert get_rank_info(env).world_size == 8
+
+
+def test_aurora_with_the_stamp_of_ezpz_launch():
+    env = {**PALS_PMIX, **STAMP, "EZPZ_LAUNCHER": "pals", **BY_HAND}
+    info = get_rank_info(env)
+    assert (info.launcher, info.rank, info.world_size, info.notes) == (
+        "ezpz", 5, 8, ("torchrun says 0 of 1: set aside, ezpz is nearer",)
+    )  # fmt: skip
+
+
+def test_prterun_tells_pmix_rank_and_nothing_else():
+    with pytest.raises(IncompleteLauncherError, match="PMIX_RANK=5 without a world size"):
+        get_rank_info({"PMIX_RANK": "5"})
+
+
+@pytest.mark.parametrize("launcher", ["openmpi", "pals", "slurm"])
+def test_pmix_rank_beside_a_launcher_that_agrees(launcher):
+    assert get_rank_info({**ROWS[launcher][0], "PMIX_RANK": "5"}).launcher == launcher
+
+
+def test_cray_pmi_alone():
+    env = {"PMI_RANK": "5", "PMI_SIZE": "8", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "4"}
+    info = get_rank_info(env)
+    assert (info.launcher, info.rank, info.local_rank, info.local_world_size) == ("pmi", 5, 1, 4)
+
+
+def test_of_hydra_and_intel_mpi_the_local_rank_is_mpi_localrankid():
+    info = get_rank_info(HYDRA)
+    assert (info.sources["local_rank"], info.sources["local_world_size"]) == (
+        "MPI_LOCALRANKID", "MPI_LOCALNRANKS",
+    )  # fmt: skip
+
+
+def test_open_mpis_node_rank_is_no_node_index():
+    assert get_rank_info({**OPENMPI, "OMPI_COMM_WORLD_NODE_RANK": "3"}).node_rank is None
+
+
+def test_slurm_local_id_does_not_exist():
+    env = {name: value for name, value in SRUN.items() if name != "SLURM_LOCALID"}
+    with pytest.raises(IncompleteLauncherError, match="SLURM_LOCALID"):
+        get_rank_info({**env, "SLURM_LOCAL_ID": "1"})
+
+
+def test_flux_sets_pmi_without_a_local_rank():
+    env = {**FLUX, "PMI_RANK": "5", "PMI_SIZE": "8"}
+    assert get_rank_info(env).launcher == "flux"
+
+
+STALE = {**SRUN, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0",
+         "SLURM_GTIDS": "0", "SLURMD_NODENAME": "nid001"}  # fmt: skip
+
+
+def test_sbatch_from_inside_a_step_hands_that_step_on():
+    body = [Ancestor("slurm", "slurmstepd: [8.batch] (pid 11)")]
+    info = get_rank_info(STALE, ancestors=body)
+    assert (info.launcher, info.world_size) == ("none", 1)
+    assert any("SLURM_STEP_ID=0 set aside" in note for note in info.notes)
+    # Without /proc: one id, where that step had four tasks on a node.
+    with pytest.raises(InvalidVariableError, match="SLURM_GTIDS=0"):
+        get_rank_info(STALE)
+    step = [Ancestor("slurm", "slurmstepd: [8.0] (pid 11)")]
+    assert get_rank_info({**STALE, "SLURM_GTIDS": "0,1,2,3"}, ancestors=step).launcher == "slurm"
+
+
+def test_a_world_of_one_is_on_one_node():
+    info = get_rank_info(BY_HAND)
+    assert (info.local_world_size, info.node_rank, info.num_nodes) == (1, 0, 1)
+
+
+def test_a_torchrun_world_smaller_than_that_of_the_ranks_around_it():
+    env = {**OPENMPI, **BY_HAND, "TORCHELASTIC_RUN_ID": "none"}
+    with pytest.raises(
+        LauncherConflictError, match=r"torchrun says rank 0 of 1.*openmpi says 5 of 8"
+    ):
+        get_rank_info(env)
 
 
 def test_pals_with_pmix_has_no_world_size():

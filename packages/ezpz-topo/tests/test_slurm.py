@@ -40,7 +40,7 @@ def test_a_batch_script():
     assert job.sources == {
         "scheduler": "SLURM_JOB_ID", "job_id": "SLURM_JOB_ID", "hosts": "SLURM_JOB_NODELIST",
         "slots": "SLURM_TASKS_PER_NODE", "name": "SLURM_JOB_NAME", "queue": "SLURM_JOB_PARTITION",
-        "on_node": "SLURMD_NODENAME",
+        "node_name": "SLURMD_NODENAME",
     }  # fmt: skip
 
 

@@ -7,6 +7,7 @@ of the processes above us the nearest launcher is the one that started us.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ _FAMILY_OF = {
     for known in (name, name[:15])
 }
 
+_SHELL_STEP = re.compile(r"\[[0-9+]+\.(batch|extern|interactive)\]")
 _DEEPEST = 256
 
 
@@ -34,6 +36,11 @@ class Ancestor:
 
     family: str
     process: str
+
+    @property
+    def runs_a_shell(self) -> bool:
+        """Whether it is a slurmstepd of no ranks: of a batch script, or an interactive shell."""
+        return _SHELL_STEP.search(self.process) is not None
 
 
 def launching_ancestors(pid: int | None = None, *, proc: str = "/proc") -> Iterator[Ancestor]:
@@ -50,7 +57,9 @@ def launching_ancestors(pid: int | None = None, *, proc: str = "/proc") -> Itera
             return
         for name in _names(pid, proc):
             if name in _FAMILY_OF:
-                yield Ancestor(_FAMILY_OF[name], f"{name} (pid {pid})")
+                # slurmstepd writes its step there: "slurmstepd: [7.batch]".
+                title = _command(pid, proc)[0] if name == "slurmstepd" else name
+                yield Ancestor(_FAMILY_OF[name], f"{title or name} (pid {pid})")
                 break
 
 
@@ -81,6 +90,10 @@ def _names(pid: int, proc: str) -> Iterator[str]:
             # .../torch/distributed/run.py, as `python path` has it
             yield ".".join(word.removesuffix(".py").split(os.sep)[-3:])
             return
+
+
+def _command(pid: int, proc: str) -> list[str]:
+    return _read(f"{proc}/{pid}/cmdline").decode("utf-8", "replace").split("\0")
 
 
 def _read(path: str) -> bytes:

@@ -38,38 +38,48 @@ examples:
   ezpz-topo machines                     the machines that are known, yours included
   mpiexec -n 2 ezpz-topo                 what each rank sees
 
-exit status: 0; 2 bad input, or what was found is half set or contradicts itself."""
+exit status: 0; 2 bad input, or what was found is half set or contradicts itself; 1 it
+could not be written."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``ezpz-topo`` with these words (default: the process's) and return its exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if {"-h", "--help"} & set(words):
-        print(HELP)
-        return 0
-    if words == ["--version"]:
-        print(__version__)
-        return 0
     try:
-        print(_answer(words))
-        sys.stdout.flush()
+        _print(_answer(words))
     except TopoError as error:
         print(f"ezpz-topo: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:
-        # `ezpz-topo expand ... | head -1` is no failure; nor may the interpreter's own
-        # flush at exit be one.
+    except OSError as error:
+        # The interpreter's own flush at exit would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            # `ezpz-topo expand ... | head -1` is no failure.
+            return 0
+        print(f"ezpz-topo: standard output: {error.strerror}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
     return 0
 
 
+def _print(text: str) -> None:
+    if sys.stdout is None:  # started with >&-
+        raise UsageError("standard output is closed; expected somewhere to write to")
+    encoding = sys.stdout.encoding or "utf-8"
+    print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+
+
 def _answer(words: list[str]) -> str:
     """Let Fire call the command that is meant, and return what it says."""
+    if {"-h", "--help"} & set(words):
+        return HELP
+    if words == ["--version"]:
+        return __version__
     import fire  # noqa: PLC0415  # 50 ms, and only this command pays for it
     from fire.core import FireExit  # noqa: PLC0415
 
+    _refuse_options(words)
     said: list[str] = []
 
     def show(*, json: bool = False, ask: bool = False) -> None:
@@ -80,10 +90,10 @@ def _answer(words: list[str]) -> str:
         said.append(_json(topology) if json else _table(topology))
 
     def expand(nodelist: str) -> None:
-        said.append("\n".join(expand_nodelist(nodelist)))
+        said.append("\n".join(_some(expand_nodelist(nodelist))))
 
     def fold(*hosts: str) -> None:
-        said.append(fold_nodelist(hosts or _hosts_of_stdin()))
+        said.append(fold_nodelist(_some(hosts or _hosts_of_stdin())))
 
     def machines() -> None:
         said.append(_machines())
@@ -111,8 +121,21 @@ def _answer(words: list[str]) -> str:
     return said[0]
 
 
+def _refuse_options(words: Sequence[str]) -> None:
+    # Fire's own flags come after --, and - separates its commands; no host begins so either.
+    for word in words:
+        if word.startswith("-") and word not in ("--json", "--ask"):
+            raise UsageError(f"unknown option {word!r}; expected one of ezpz-topo --help")
+
+
+def _some(hosts: Sequence[str]) -> Sequence[str]:
+    if not hosts:
+        raise UsageError("no host; expected one at least; see ezpz-topo --help")
+    return hosts
+
+
 def _hosts_of_stdin() -> list[str]:
-    if sys.stdin.isatty():
+    if sys.stdin is None or sys.stdin.isatty():
         raise UsageError(
             "fold: no hosts; expected them as arguments, or one a line on standard input: "
             "ezpz-topo fold nid001 nid002"

@@ -117,6 +117,14 @@ LAUNCHERS: tuple[Family, ...] = (
         processes=("hydra_pmi_proxy", "pmi_proxy"),
     ),
     Family(
+        name="pmix",
+        # prterun sets nothing else, so that this is always half: to be contradicted, or an error.
+        rank=("PMIX_RANK",),
+        world_size=(),
+        local_rank=(),
+        local_world_size=(),
+    ),
+    Family(
         name="flux",
         rank=("FLUX_TASK_RANK",),
         world_size=("FLUX_JOB_SIZE",),

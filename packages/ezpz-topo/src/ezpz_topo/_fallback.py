@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _VARIABLES = ("PBS_NODEFILE", "HOSTFILE")
-# Jobs whose hosts we cannot tell: "this host" would be wrong in them.
-_OTHER_JOBS = {"FLUX_JOB_ID": "Flux", "LSB_JOBID": "LSF", "COBALT_JOBID": "Cobalt"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,24 +55,34 @@ def get_hosts(
         env: The environment to read; default ``os.environ``.
 
     Raises:
-        HostfileError: The file that is named cannot be read or does not parse; or a job is
-            running whose hosts are not told.
+        HostfileError: The file that is named cannot be read or does not parse; or there are
+            ranks on other hosts, and nothing names these.
         TopoError: As `get_allocation` and `get_rank_info`.
     """
     env = os.environ if env is None else env
-    named = (("argument", hostfile), *((name, env.get(name) or None) for name in _VARIABLES))
+    named = [("argument", hostfile), *((name, env.get(name) or None) for name in _VARIABLES)]
+    node_file = env.get("PBS_NODEFILE")
+    if hostfile is None and env.get("PBS_JOBID") and node_file and not os.path.lexists(node_file):
+        # PBS writes it on the job's first node only. Its server knows the hosts; a HOSTFILE
+        # here would give this node other hosts than that one.
+        named = []
     for source, path in named:
-        if source == "PBS_NODEFILE" and env.get("PBS_JOBID") and not os.access(path or "", os.R_OK):
-            continue  # PBS writes it on the job's first node only; its server knows the hosts
         if path is not None:
             entries = read_hostfile(path)
             if source == "PBS_NODEFILE":
                 # One line a slot, also where no line is repeated.
                 entries = tuple(HostSlots(each.host, each.slots or 1) for each in entries)
             return Hosts(entries, source, os.fspath(path))
-    allocation = get_allocation(env)
+    rank = get_rank_info(env)
+    # Not a command a rank.
+    allocation = get_allocation(env, ask=False if rank.world_size > 1 else None)
     if allocation.scheduler == "none":
-        _refuse_job_without_hosts(env)
+        if rank.world_size > 1 and rank.local_world_size != rank.world_size:
+            raise HostfileError(
+                f"{rank.world_size} ranks of {rank.launcher}, not all of them known to be on this "
+                "host, and no hostfile; expected the names of their hosts; write them into a "
+                "file, one a line, and name it in HOSTFILE"
+            )
         return Hosts((HostSlots(get_hostname()),), "no job is running: this host")
     told = allocation.slots or (None,) * len(allocation.hosts)
     return Hosts(
@@ -89,7 +97,8 @@ def get_hostfile_with_fallback(
     """Return the path of a hostfile with the hosts that `get_hosts` gives.
 
     A file that is named stays as it is. Where none is, one is written into this user's private
-    folder, under a name that is the same on every rank of the job.
+    folder, under a name that is the same on every rank of the job (but PBS's own file on the
+    first node of a PBS job).
 
     Args:
         hostfile: A hostfile that comes before all others.
@@ -119,7 +128,9 @@ def write_localhost_to_hostfile(hostfile: str | os.PathLike[str]) -> Path:
 
 
 def write_hostfile_from_list_of_hosts(
-    hosts: Iterable[str], hostfile: str | os.PathLike[str] | None = None
+    hosts: Iterable[str],
+    hostfile: str | os.PathLike[str] | None = None,
+    env: Mapping[str, str] | None = None,
 ) -> Path:
     """Write a hostfile, one host a line, each once and in order, and return its path.
 
@@ -128,6 +139,7 @@ def write_hostfile_from_list_of_hosts(
     Args:
         hosts: Names or addresses.
         hostfile: The file to write; None: one in this user's private folder.
+        env: The environment that tells where that folder is; default ``os.environ``.
 
     Raises:
         HostfileError: There is no host, one is no name or address, or the file cannot be
@@ -137,22 +149,9 @@ def write_hostfile_from_list_of_hosts(
 
     content = format_hostfile(hosts)
     if hostfile is None:
-        return Path(_write_private(content, "list", os.environ))
+        return Path(_write_private(content, "list", os.environ if env is None else env))
     write_file(os.fspath(hostfile), content, 0o666)
     return Path(hostfile)
-
-
-def _refuse_job_without_hosts(env: Mapping[str, str]) -> None:
-    """Raise where "this host" would be wrong: a job, or ranks on other nodes, without hosts."""
-    jobs = [f"{name}={env[name]} ({who})" for name, who in _OTHER_JOBS.items() if env.get(name)]
-    info = get_rank_info(env)
-    if info.node_rank or (info.local_world_size or info.world_size) < info.world_size:
-        jobs.append(f"{info.world_size} ranks of {info.launcher} on several nodes")
-    if jobs:
-        raise HostfileError(
-            f"{jobs[0]} and no hostfile; expected the names of the job's hosts; write them into "
-            "a file, one a line, and name it in HOSTFILE"
-        )
 
 
 def _write_private(content: bytes, job: str, env: Mapping[str, str]) -> str:

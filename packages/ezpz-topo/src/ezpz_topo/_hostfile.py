@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ._errors import HostfileError
+from ._files import read_regular
 from ._hosts import host_key, is_host
 from ._nodelist import MAX_HOSTS
 
@@ -79,7 +79,7 @@ def read_slots(path: str | os.PathLike[str]) -> dict[str, int | None]:
     """
     name = os.fspath(path)
     try:
-        text = _read_bytes(name).decode()
+        text = read_regular(name, MAX_BYTES).decode()
     except (OSError, ValueError) as error:  # a name with a NUL, and undecodable bytes
         raise HostfileError(
             f"hostfile {name!r} cannot be read ({error}); expected a text file with one host a "
@@ -233,22 +233,3 @@ def _number(text: str, part: str) -> int:
 
 def _bad(part: str, expected: str) -> HostfileError:
     return HostfileError(f"{part[:40]!r}; expected {expected}")
-
-
-def _read_bytes(path: str) -> bytes:
-    with open(path, "rb", opener=_open_without_waiting) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise HostfileError(
-                f"hostfile {path!r} is not a regular file; expected one, with one host a line"
-            )
-        data = file.read(MAX_BYTES + 1)
-    if len(data) > MAX_BYTES:
-        raise HostfileError(
-            f"hostfile {path!r} has more than {MAX_BYTES} bytes; expected one host a line; "
-            "name the job's own hostfile"
-        )
-    return data
-
-
-def _open_without_waiting(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)  # a FIFO waits for its writer

@@ -38,12 +38,15 @@ def same_host(a: str, b: str) -> bool:
     return host_key(a) == host_key(b)
 
 
-def is_among(host: str, hosts: Iterable[str]) -> bool:
-    """Return whether one of these names means this host (see `same_host`)."""
+def find_host(host: str, hosts: Iterable[str]) -> str | None:
+    """Return the first of these names that means this host, as it stands there (`same_host`)."""
     key = host_key(host)
     # Few of ten thousand begin alike, and only those are looked at. IPv6 has several spellings.
     start = "" if ":" in key else key
-    return any(host_key(each) == key for each in hosts if each.lower().startswith(start))
+    for each in hosts:
+        if each.lower().startswith(start) and host_key(each) == key:
+            return each
+    return None
 
 
 def host_key(host: str) -> str:

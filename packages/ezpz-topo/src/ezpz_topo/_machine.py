@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from ._allocation import scheduler_of
 from ._errors import MachineError
 from ._hosts import get_hostname, short_name
 from ._machine_file import (
@@ -79,7 +80,7 @@ class Machine:
         proxy: HTTP proxy of the compute nodes.
         advice: What people should know.
         inferred: Dotted keys whose values we inferred.
-        predecessor: Dotted keys whose values only the predecessor project gives.
+        predecessor: Dotted keys whose values only the predecessor project gives; ``"*"`` for all.
         path: The file.
         matched_by: The rule that chose this machine, with its value.
         notes: What was seen and set aside, in words for people.
@@ -139,7 +140,7 @@ def get_machine_info(
     """
     env = os.environ if env is None else env
     files = machine_files(env)
-    scheduler = "slurm" if env.get("SLURM_JOB_ID") else "pbs" if env.get("PBS_JOBID") else "none"
+    scheduler = scheduler_of(env)
     asked = env.get("EZPZ_MACHINE", "")
     if asked and asked.lower() not in files:
         names = ", ".join(sorted(files))
@@ -172,7 +173,9 @@ def get_machine_info(
         notes.append(f"{both}: cannot tell which; set EZPZ_MACHINE to the right one")
     job = {"slurm": "SLURM_JOB_ID is set", "pbs": "PBS_JOBID is set"}.get(scheduler, "no job")
     why = f"no machine is certain; {job}"
-    return replace(_read(GENERIC[scheduler], files), matched_by=why, notes=tuple(notes))
+    return replace(
+        _read(GENERIC.get(scheduler, "workstation"), files), matched_by=why, notes=tuple(notes)
+    )
 
 
 def get_machine(env: Mapping[str, str] | None = None) -> str:
@@ -255,7 +258,7 @@ def _read(name: str, files: Mapping[str, str]) -> Machine:
     reader.rules()
     for mark in ("inferred", "predecessor"):
         for key in reader.texts(mark):
-            if not has_key(reader.document, key):
+            if key != "*" and not has_key(reader.document, key):
                 reader.fail(mark, key, "keys of this file, such as environment.TMPDIR")
     return Machine(
         name=name,

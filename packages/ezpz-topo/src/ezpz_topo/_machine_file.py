@@ -8,11 +8,13 @@ import sys
 from collections.abc import Iterable, Mapping
 
 from ._errors import MachineError
+from ._files import read_regular
 
 TYPE_CHECKING = False  # importing typing takes 5 ms
 if TYPE_CHECKING:
     from typing import Any, NoReturn
 
+_MAX_BYTES = 1 << 20
 PACKAGED = os.path.join(os.path.dirname(__file__), "machines")
 
 SCHEDULERS = ("slurm", "pbs", "none")
@@ -29,11 +31,11 @@ def machine_files(env: Mapping[str, str]) -> dict[str, str]:
     for folder, required in [*_user_folders(env), (PACKAGED, True)]:
         try:
             entries = os.listdir(folder)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # a folder's name with a NUL
             if not required and isinstance(error, FileNotFoundError | NotADirectoryError):
                 continue
             raise MachineError(
-                f"{folder!r} cannot be listed ({error.strerror}); expected a folder of machine "
+                f"{folder!r} cannot be listed ({error}); expected a folder of machine "
                 "files; mend EZPZ_MACHINES or make the folder"
             ) from error
         for entry in sorted(entries):
@@ -63,9 +65,8 @@ def _user_folders(env: Mapping[str, str]) -> list[tuple[str, bool]]:
 
 def read_text(path: str) -> str:
     try:
-        with open(path, encoding="utf-8") as file:
-            return file.read()
-    except (OSError, UnicodeDecodeError) as error:
+        return read_regular(path, _MAX_BYTES).decode()
+    except (OSError, ValueError) as error:
         raise MachineError(
             f"{path}: cannot be read ({error}); expected a readable UTF-8 file; mend or remove it"
         ) from error
@@ -90,7 +91,7 @@ def _parse(text: str, path: str) -> dict[str, Any]:
 
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also of a number with 5,000 digits
         raise MachineError(f"{path}: {error}; expected TOML; mend that line") from error
 
 
@@ -174,7 +175,7 @@ class Reader:
     def date(self) -> str:
         # TOML has dates too, but none without a day.
         value = str(self.document.get("date", ""))
-        if not re.fullmatch(r"20[0-9]{2}-(0[1-9]|1[0-2])(-[0-3][0-9])?", value):
+        if not re.fullmatch(r"20[0-9]{2}-(0[1-9]|1[0-2])(-(0[1-9]|[12][0-9]|3[01]))?", value):
             self.fail("date", value, 'when the source was read, such as "2026-08"')
         return value
 
@@ -189,8 +190,11 @@ class Reader:
     ) -> tuple[str, ...]:
         value = self.document.get(key, [])
         self._require(key, required, "a list of strings")
-        if not isinstance(value, list) or not all(v and isinstance(v, str) for v in value):
+        if not isinstance(value, list) or not all(isinstance(v, str) and v for v in value):
             self.fail(key, value, "a list of strings")
+        # One line each: they become arguments of a command.
+        if any(not v.isprintable() for v in value):
+            self.fail(key, value, "strings without line ends and control characters")
         for item in value:
             if choices and item not in choices:
                 self.fail(key, value, f"a list of {', '.join(choices)}", item, choices)
@@ -214,7 +218,7 @@ class Reader:
     def variables(self, key: str) -> dict[str, str]:
         table = self.table(key)
         for name, value in table.document.items():
-            if not name.isidentifier() or not isinstance(value, str):
+            if not name.isidentifier() or not isinstance(value, str) or "\0" in value:
                 table.fail(name, value, "a variable and its value as a string")
         return dict(table.document)
 
@@ -227,6 +231,11 @@ class Reader:
                 table.fail(key, value, "domains, hostnames or a VARIABLE", key, known)
             one = variable and isinstance(value, str) and value
             rules[key] = [value] if one else list(table.texts(key))
+            for item in rules[key]:
+                if key == "domains" and item.startswith("."):
+                    table.fail(key, item, "a domain without the dot before it")
+                if key == "hostnames" and "#" in item[:-1]:
+                    table.fail(key, item, "a short name, with # at its end for any number")
         return rules
 
     def binds(self, devices: int | None) -> dict[str, tuple[str, ...]]:

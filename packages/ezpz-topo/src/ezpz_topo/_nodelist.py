@@ -20,7 +20,6 @@ MAX_HOSTS = 1 << 20
 _ITEM = re.compile(r"(?:[^\s,\[\]]|\[[^\[\]]*\])+")
 _BRACKET = re.compile(r"\[([^\[\]]*)\]")
 _RANGE = re.compile(r"([0-9]{1,15})(?:-([0-9]{1,15}))?")
-_TRAILING_NUMBER = re.compile(r"(.*?)([0-9]+)", re.DOTALL)
 
 
 def expand_nodelist(nodelist: str, *, max_hosts: int = MAX_HOSTS) -> list[str]:
@@ -176,9 +175,9 @@ def _split_number(host: str) -> tuple[str, str]:
         raise NodelistError(
             f"host name {host[:40]!r}; expected one without commas, brackets and white space"
         )
-    match = _TRAILING_NUMBER.fullmatch(host)
+    stem = host.rstrip("0123456789")
     # More digits than a range may have are left as they are.
-    return (match[1], match[2]) if match and len(match[2]) <= 15 else (host, "")
+    return (stem, host[len(stem) :]) if len(host) - len(stem) <= 15 else (host, "")
 
 
 def _runs(numbers: list[str]) -> Iterable[str]:

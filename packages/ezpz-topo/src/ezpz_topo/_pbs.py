@@ -16,7 +16,7 @@ from . import _commands
 from ._allocation import Allocation
 from ._errors import HostfileError, InvalidVariableError, SchedulerError
 from ._hostfile import read_slots
-from ._hosts import get_hostname, is_among
+from ._hosts import find_host, get_hostname
 from ._qstat import PLACE, QSTAT, Attributes, ask_for_job, ask_for_jobs, text_of
 
 _HOST = re.compile(r"[0-9A-Za-z_][0-9A-Za-z_.-]{0,252}")
@@ -106,7 +106,7 @@ def job_of_this_host(env: Mapping[str, str], hostname: str) -> Allocation | None
         jobs.update(ask_for_jobs([job_id], env)[1])
     # A job that ended since qselect has no exec_host, or is not told at all.
     found = [_from_qstat(key, job) for key, job in jobs.items() if text_of(job, "exec_host")]
-    here = [job for job in found if is_among(hostname, job.hosts)]
+    here = [job for job in found if find_host(hostname, job.hosts)]
     if len(here) > 1:
         ids = ", ".join(str(job.job_id) for job in here)
         raise SchedulerError(
@@ -134,7 +134,7 @@ def _from_qstat(job_id: str, job: Attributes) -> Allocation:
             "x1n0/0*2+x1n1/0*2; set PBS_NODEFILE to a file with one host a line"
         )
     ends_at = None
-    with contextlib.suppress(SchedulerError):  # get_end_time tells what is wrong with it
+    with contextlib.suppress(SchedulerError):  # the hosts are known without it
         ends_at = _end(job_id, job)
     known = Allocation(
         scheduler="pbs",
@@ -208,12 +208,13 @@ def _walltime(text: str) -> timedelta:
 
 
 def _placed(job: Allocation, hostname: str) -> Allocation:
-    """Say whether this process is on a node of the job; PBS variables can be exported anywhere."""
-    sources = {**job.sources, "on_node": "uname"}
-    if is_among(hostname, job.hosts):
-        return replace(job, on_node=True, sources=sources)
+    """Say which node of the job this process is on; PBS variables can be exported anywhere."""
+    name = find_host(hostname, job.hosts)
+    job = replace(job, node_name=name, sources={**job.sources, "node_name": "uname"})
+    if name is not None:
+        return job
     note = f"host {hostname} is no node of job {job.job_id}, whose variables are set here"
-    return replace(job, on_node=False, sources=sources, notes=(*job.notes, note))
+    return replace(job, notes=(*job.notes, note))
 
 
 def _user(env: Mapping[str, str]) -> str:

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from ._ancestors import Ancestor, launching_ancestors
-from ._env import LAUNCHERS, STAMP, STAMP_LAUNCHER, TORCHRUN, TORCHRUN_PROOF, Family
-from ._errors import IncompleteLauncherError, LauncherConflictError
-from ._reading import ONE_PROCESS, Partial, RankInfo, claim, complete, first_set, read
+from ._arbiter import arbitrate, find_rivals
+from ._env import LAUNCHERS, SLURM_SHELL_STEPS, STAMP, TORCHRUN, TORCHRUN_PROOF
+from ._errors import IncompleteLauncherError, InvalidVariableError
+from ._reading import ONE_PROCESS, Partial, RankInfo, complete, read
 
 
 def get_rank_info(
@@ -35,12 +36,15 @@ def get_rank_info(
     """
     mine = env is None or env is os.environ
     env = os.environ if env is None else env
+    above = launching_ancestors() if mine and ancestors is None else ancestors or ()
+    env, above, note = _without_a_step_of_others(env, above)
     best = _by_order_of_trust(env)
-    rivals = _rivals(best, env)
+    if best.launcher == "slurm":
+        _refuse_a_step_of_others(best, env)
+    rivals = find_rivals(best, env)
     if rivals:
-        above = launching_ancestors() if mine and ancestors is None else ancestors or ()
-        best = _arbitrate(best, rivals, above, env)
-    return _with_note(best, _note_on_leftover(best, env))
+        best = arbitrate(best, rivals, above, env)
+    return _with_note(_with_note(best, note), _note_on_leftover(best, env))
 
 
 def get_rank(env: Mapping[str, str] | None = None) -> int:
@@ -79,7 +83,9 @@ def get_local_world_size(env: Mapping[str, str] | None = None) -> int:
 
 
 def _by_order_of_trust(env: Mapping[str, str]) -> RankInfo:
-    stamp = complete(read(STAMP, env)) if first_set(env, STAMP.rank) else None
+    # Half a stamp is no stamp that we made: that is an error too.
+    stamp = read(STAMP, env)
+    stamp = None if stamp is None else complete(stamp)
     if env.get(TORCHRUN_PROOF):
         # torchrun may run below an MPI launcher (one agent a node): the agent is nearer. The
         # shim of ezpz-launch removes the mark, so that this one runs below the stamp too.
@@ -102,59 +108,33 @@ def _by_order_of_trust(env: Mapping[str, str]) -> RankInfo:
     return complete(half or by_hand)
 
 
-def _rivals(best: RankInfo, env: Mapping[str, str]) -> list[Family]:
-    """Return the families that are fully there and give this process another rank or world."""
-    others = [other for other in (*LAUNCHERS, TORCHRUN) if other.name != best.launcher]
-    mine = (str(best.rank), str(best.world_size))
-    return [other for other in others if claim(other, env) not in (None, mine)]
+# sbatch called from inside a step hands that step's variables on to the new job, whose batch
+# script overrides SLURM_PROCID, SLURM_LOCALID and SLURM_GTIDS only (Slurm 22.05.8).
 
 
-def _arbitrate(
-    best: RankInfo, rivals: list[Family], above: Iterable[Ancestor], env: Mapping[str, str]
-) -> RankInfo:
-    """Let the nearest launching process decide; without one, refuse what is no known nesting."""
-    started_by = _started_by(best, env)
-    for ancestor in above:
-        for rival in rivals:
-            if rival.name == ancestor.family:
-                nearest = complete(read(rival, env))
-                return _with_note(
-                    nearest,
-                    f"{rival.name} before {best.launcher}, which says rank {best.rank} of "
-                    f"{best.world_size}: {ancestor.process} is the nearest launcher above",
-                )
-        if ancestor.family == started_by:
-            return best
-    for rival in rivals:
-        if not _is_known_nesting(best, rival, started_by, env):
-            rank, size = claim(rival, env) or ("", "")
-            raise LauncherConflictError(
-                f"{best.launcher} says rank {best.rank} of {best.world_size} "
-                f"({best.sources['rank']}), {rival.name} says {rank} of {size} "
-                f"({first_set(env, rival.rank)}); expected one launcher; unset the variables of "
-                f"the one that did not start this process"
-            )
-    return best
+def _without_a_step_of_others(
+    env: Mapping[str, str], above: Iterable[Ancestor]
+) -> tuple[Mapping[str, str], Iterable[Ancestor], str]:
+    """Set a step aside that this process is not in, where the kernel shows who started it."""
+    if env.get("SLURM_STEP_ID", "") in ("", *SLURM_SHELL_STEPS):
+        return env, above, ""
+    above = list(above)
+    started_by = next((each for each in above if each.family == "slurm"), None)
+    if started_by is None or not started_by.runs_a_shell:
+        return env, above, ""
+    note = f"SLURM_STEP_ID={env['SLURM_STEP_ID']} set aside: {started_by.process} started this"
+    return {k: v for k, v in env.items() if k != "SLURM_STEP_ID"}, above, note
 
 
-def _started_by(best: RankInfo, env: Mapping[str, str]) -> str:
-    """Return the family of the launcher that ``best`` was started by, also below the stamp."""
-    return env.get(STAMP_LAUNCHER, "") if best.launcher == STAMP.name else best.launcher
-
-
-def _is_known_nesting(
-    best: RankInfo, rival: Family, started_by: str, env: Mapping[str, str]
-) -> bool:
-    """Whether a rival's numbers are those of an outer launcher, as far as variables show it."""
-    if TORCHRUN.name in (best.launcher, rival.name):
-        # An agent below an MPI launcher, or a leftover of the user's shell.
-        return True
-    if rival.name == "slurm":
-        # Inside a Slurm step an MPI launcher's ranks carry their proxy's SLURM_PROCID.
-        return True
-    # A world of one around the stamp (a launch inside `mpiexec -n 1`) contradicts nothing.
-    size = (claim(rival, env) or ("", ""))[1]
-    return best.launcher == STAMP.name and rival.name != started_by and size == "1"
+def _refuse_a_step_of_others(best: RankInfo, env: Mapping[str, str]) -> None:
+    """Refuse such a step where only the variables can show it."""
+    here = env.get("SLURM_GTIDS", "")
+    if here and len(here.split(",")) != best.local_world_size:
+        raise InvalidVariableError(
+            f"SLURM_GTIDS={here[:40]} beside {best.local_world_size} tasks of this node "
+            f"({best.sources['local_world_size']}); expected one id a task; unset SLURM_STEP_ID, "
+            "which is left over from the step that submitted this job"
+        )
 
 
 def _note_on_leftover(best: RankInfo, env: Mapping[str, str]) -> str:

@@ -73,18 +73,15 @@ def read(family: Family, env: Mapping[str, str]) -> RankInfo | Partial | None:
     """
     if not _is_proven(family, env):
         return None
-    fields = {
-        "rank": family.rank,
-        "world_size": family.world_size,
-        "local_rank": family.local_rank,
-    }
+    fields = _fields(family)
     chosen = {key: first_set(env, names) for key, names in fields.items()}
-    # The world size's name may belong to another family too (PMI_SIZE): rank and local
-    # rank, or for a family with names of its own any of the three, show that it is there.
-    own = ("rank", "local_rank") if family.name == "pals" else tuple(fields)
-    if all(chosen[key] is None for key in own):
+    if _is_absent(family, chosen):
         return None
-    absent = tuple("/".join(fields[key]) for key, name in chosen.items() if name is None)
+    absent = tuple(
+        "/".join(fields[key]) or f"a {key.replace('_', ' ')}"
+        for key, name in chosen.items()
+        if name is None
+    )
     if absent:
         present = {name: env[name] for name in chosen.values() if name is not None}
         return Partial(family, present, absent)
@@ -92,6 +89,8 @@ def read(family: Family, env: Mapping[str, str]) -> RankInfo | Partial | None:
     sources = {key: name for key, name in chosen.items() if name is not None}
     values = {key: _number(env, name) for key, name in sources.items()}
     local_size, sources["local_world_size"] = _local_world_size(family, env)
+    if local_size is None and values["world_size"] == 1:
+        local_size, sources["local_world_size"] = 1, "a world of one"
     told: dict[str, int | None] = {}
     for key, names in (("node_rank", family.node_rank), ("num_nodes", family.num_nodes)):
         name = first_set(env, names)
@@ -146,21 +145,38 @@ def complete(reading: RankInfo | Partial | None) -> RankInfo:
     )
 
 
-def claim(family: Family, env: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return the words in which a family tells rank and world size, if it is fully there.
+def claim(family: Family, env: Mapping[str, str]) -> dict[str, str] | None:
+    """Return what a family tells of rank, world size and local rank, in its own words.
 
-    The numbers are not believed, so they need not be any.
+    The numbers are not believed, so they need not be any. None where the family is absent.
     """
     if not _is_proven(family, env):
         return None
-    required = (family.rank, family.world_size, family.local_rank)
-    names = [name for alternatives in required if (name := first_set(env, alternatives))]
-    return (env[names[0]], env[names[1]]) if len(names) == len(required) else None
+    fields = _fields(family)
+    chosen = {key: first_set(env, names) for key, names in fields.items()}
+    if _is_absent(family, chosen):
+        return None
+    return {key: env[name] for key, name in chosen.items() if name is not None}
 
 
 def first_set(env: Mapping[str, str], names: tuple[str, ...]) -> str | None:
     """Return the first of these variables that is set and not empty."""
     return next((name for name in names if env.get(name)), None)
+
+
+def _fields(family: Family) -> dict[str, tuple[str, ...]]:
+    return {
+        "rank": family.rank,
+        "world_size": family.world_size,
+        "local_rank": family.local_rank,
+    }
+
+
+def _is_absent(family: Family, chosen: Mapping[str, str | None]) -> bool:
+    # The world size's name may belong to another family too (PMI_SIZE): rank and local
+    # rank, or for a family with names of its own any of the three, show that it is there.
+    own = ("rank", "local_rank") if family.name == "pals" else tuple(chosen)
+    return all(chosen[key] is None for key in own)
 
 
 def _is_proven(family: Family, env: Mapping[str, str]) -> bool:

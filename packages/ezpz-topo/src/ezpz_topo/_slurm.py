@@ -12,10 +12,11 @@ from datetime import UTC, datetime
 
 from . import _commands
 from ._allocation import Allocation
-from ._env import SLURM_SHELL_STEPS
+from ._env import SLURM_SHELL_STEPS, STAMP, STAMP_LAUNCHER
 from ._errors import InvalidVariableError, SchedulerError
-from ._hosts import get_hostname, is_among
+from ._hosts import find_host, get_hostname
 from ._nodelist import expand_nodelist
+from ._rank import get_rank_info
 from ._tasks import tasks_of_nodes
 
 _SCONTROL = "scontrol show job"
@@ -25,8 +26,9 @@ _MAX_COMPONENTS = 128
 def allocation(env: Mapping[str, str], *, commands: bool = True) -> Allocation:
     """Return the allocation that ``SLURM_JOB_ID`` names: of the step, within a step.
 
-    The steps that a shell runs in (batch script, salloc's interactive step) are not meant:
-    there it is the job's. scontrol is asked only where the variables have no nodelist.
+    The steps that a shell runs in (batch script, salloc's interactive step) and those of MPI's
+    proxies are not meant: there it is the job's. scontrol is asked only where the variables
+    have no nodelist.
 
     Raises:
         InvalidVariableError: The variables contradict each other.
@@ -92,7 +94,7 @@ def job_of_this_host(env: Mapping[str, str], hostname: str) -> Allocation | None
     argv = ("squeue", "--noheader", "--me", "--states=R", "--format=%A %N")
     lines = _commands.ask(argv, env=_plain(env)).stdout.splitlines()
     jobs = [line.split(None, 1) for line in lines if len(line.split(None, 1)) == 2]
-    here = [job_id for job_id, nodes in jobs if is_among(hostname, expand_nodelist(nodes))]
+    here = [job_id for job_id, nodes in jobs if find_host(hostname, expand_nodelist(nodes))]
     if len(here) > 1:
         raise SchedulerError(
             f"host {hostname} is in {len(here)} running jobs: {', '.join(here)}; expected one; "
@@ -106,7 +108,7 @@ def job_of_this_host(env: Mapping[str, str], hostname: str) -> Allocation | None
 
 def _hosts(env: Mapping[str, str]) -> tuple[list[str], str]:
     """Return the hosts that are meant, and the variables that tell them; none where none do."""
-    if env.get("SLURM_STEP_ID", "") not in ("", *SLURM_SHELL_STEPS):
+    if _is_in_step(env):
         lists, counts = ["SLURM_STEP_NODELIST"], ["SLURM_STEP_NUM_NODES"]
     else:
         lists, counts = ["SLURM_JOB_NODELIST"], ["SLURM_JOB_NUM_NODES"]
@@ -136,6 +138,18 @@ def _hosts(env: Mapping[str, str]) -> tuple[list[str], str]:
     return list(dict.fromkeys(hosts)), source
 
 
+def _is_in_step(env: Mapping[str, str]) -> bool:
+    """Whether the step's nodes are this process's: not if it is the step of MPI's proxies.
+
+    Those it leaves out the node that mpiexec itself runs on (Open MPI 5), and has a task each.
+    """
+    if env.get("SLURM_STEP_ID", "") in ("", *SLURM_SHELL_STEPS):
+        return False
+    rank = get_rank_info(env)
+    launcher = env.get(STAMP_LAUNCHER, "") if rank.launcher == STAMP.name else rank.launcher
+    return launcher in ("slurm", "torchrun")
+
+
 def _slots(
     env: Mapping[str, str], source: str, num_nodes: int
 ) -> tuple[tuple[int, ...], str] | None:
@@ -161,6 +175,16 @@ def _moment(seconds: int) -> datetime | None:
     return datetime.fromtimestamp(seconds, tz=UTC) if seconds < 2**32 - 16 else None
 
 
+def _moment_of(text: str) -> datetime:
+    try:
+        return datetime.fromisoformat(text).replace(tzinfo=UTC)
+    except ValueError as error:
+        raise SchedulerError(
+            f"{_SCONTROL}: EndTime={text}; expected such as 2026-11-21T02:00:00; unset what "
+            "changes Slurm's times"
+        ) from error
+
+
 def _from_scontrol(job_id: str, env: Mapping[str, str]) -> Allocation:
     if not re.fullmatch("[0-9]{1,10}(_[0-9]{1,10})?", job_id):
         raise InvalidVariableError(
@@ -171,22 +195,23 @@ def _from_scontrol(job_id: str, env: Mapping[str, str]) -> Allocation:
     text = _commands.ask(argv, env={**_plain(env), "TZ": "UTC0"}).stdout
     # A heterogeneous job is told component by component.
     nodelists = re.findall(r"(?m)^ {3}NodeList=(\S+)", text)
-    if not nodelists or "(null)" in nodelists:
+    if not any(expand_nodelist(part) for part in nodelists if part != "(null)"):
         state = re.search(r"(?m)^ {3}JobState=(\S+)", text)
         raise SchedulerError(
             f"{_SCONTROL} {job_id}: no nodes, state {state[1] if state else 'unknown'}; expected "
             "a job that runs; wait until it starts, or unset SLURM_JOB_ID"
         )
+    hosts = dict.fromkeys(host for part in nodelists for host in expand_nodelist(part))
     end = re.search(r"(?m)^ {3}StartTime=\S+ EndTime=([0-9-]+T[0-9:]+)(?= |$)", text)
     name = re.match(r"JobId=.* JobName=(.*)", text)
     queue = re.search(r"(?m)^ {3}Partition=(\S+)", text)
     known = Allocation(
         "slurm",
         job_id,
-        tuple(dict.fromkeys(host for part in nodelists for host in expand_nodelist(part))),
+        tuple(hosts),
         name=name[1] if name else None,
         queue=queue[1] if queue else None,
-        ends_at=datetime.fromisoformat(end[1]).replace(tzinfo=UTC) if end else None,
+        ends_at=_moment_of(end[1]) if end else None,
     )
     told = [f for f in ("name", "queue", "ends_at") if getattr(known, f) is not None]
     return replace(known, sources=dict.fromkeys(["scheduler", "job_id", "hosts", *told], _SCONTROL))
@@ -199,12 +224,9 @@ def _plain(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _placed(job: Allocation, env: Mapping[str, str]) -> Allocation:
-    """Say whether this process is on a node of the job: salloc's shell is on the login node."""
-    if "SLURMD_NODENAME" in env:
-        # slurmd sets it for what it starts; a node's name need not be its host's.
-        return replace(job, on_node=True, sources={**job.sources, "on_node": "SLURMD_NODENAME"})
-    return replace(
-        job,
-        on_node=is_among(get_hostname(), job.hosts),
-        sources={**job.sources, "on_node": "uname, and no SLURMD_NODENAME"},
-    )
+    """Say which node of the job this process is on: salloc's shell is on the login node."""
+    # slurmd sets it for what it starts; a node's name need not be its host's.
+    name, source = env.get("SLURMD_NODENAME"), "SLURMD_NODENAME"
+    if not name:
+        name, source = find_host(get_hostname(), job.hosts), "uname, and no SLURMD_NODENAME"
+    return replace(job, node_name=name, sources={**job.sources, "node_name": source})

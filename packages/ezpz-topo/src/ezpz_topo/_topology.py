@@ -7,15 +7,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ._accelerators import Accelerators
-from ._allocation import Allocation, get_allocation
-from ._cpus import cpu_count_with_source
-from ._errors import IncompleteLauncherError
+from ._allocation import Allocation, get_allocation, scheduler_of
+from ._cpus import cpu_count_with_source, cpus_per_node_with_source
+from ._errors import IncompleteLauncherError, SchedulerError
 from ._hosts import get_hostname
 from ._machine import Machine, get_machine_info
 from ._nodelist import fold_nodelist
 from ._rank import get_rank_info
 from ._reading import RankInfo
-from ._world import devices_here, node_index, num_nodes
+from ._world import devices_here, node_index, num_nodes, world_size_total
 
 Row = tuple[str, object, str]
 """Name, value (None: not known), source."""
@@ -23,7 +23,19 @@ Row = tuple[str, object, str]
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """One look at this process: who it is, what it was given, what the host has."""
+    """One look at this process: who it is, what it was given, what the host has.
+
+    Attributes:
+        rank: Who this process is.
+        allocation: The job, or this host.
+        machine: What is known of the machine.
+        accelerators: The devices of this node that this process can use.
+        hostname: This host's name.
+        cpu_count: CPUs that this process may use.
+        cpu_source: Where that comes from.
+        cpus_per_node: CPUs of this node that the job may use.
+        cpus_per_node_source: Where that comes from.
+    """
 
     rank: RankInfo
     allocation: Allocation
@@ -32,6 +44,8 @@ class Topology:
     hostname: str
     cpu_count: int
     cpu_source: str
+    cpus_per_node: int
+    cpus_per_node_source: str
 
     def explain(self) -> list[Row]:
         """Return ``(name, value, source)`` rows, one a fact; a value of None is not known."""
@@ -39,16 +53,17 @@ class Topology:
         rows: list[Row] = [
             ("machine", machine.name, machine.matched_by),
             ("hostname", self.hostname, "uname"),
-            ("scheduler", job.scheduler, job.sources["scheduler"]),
+            ("scheduler", job.scheduler, job.sources.get("scheduler", "its job's variables")),
         ]
         if job.scheduler != "none":
             rows += self._explain_job()
         nodes, nodes_source = _or_why(num_nodes, self.rank, job)
         rows += [
             ("nodes", nodes, nodes_source),
-            ("hosts", fold_nodelist(job.hosts), job.sources["hosts"]),
+            ("hosts", fold_nodelist(job.hosts) or None, job.sources["hosts"]),
             ("device type", devices.device_type, devices.source),
             ("devices per node", devices.count, devices.source),
+            ("cpus per node", self.cpus_per_node, self.cpus_per_node_source),
             ("cpus", self.cpu_count, self.cpu_source),
         ]
         return rows + self._explain_rank()
@@ -68,7 +83,7 @@ class Topology:
             "queue": job.queue,
             "slots": None if job.slots is None else sum(job.slots),
             "ends_at": ends,
-            "on_node": job.on_node,
+            "node_name": job.node_name,
         }
         titles = {
             "job_id": "job id",
@@ -76,10 +91,13 @@ class Topology:
             "queue": "partition" if job.scheduler == "slurm" else "queue",
             "slots": "slots",
             "ends_at": "ends at",
-            "on_node": "on a node of it",
+            "node_name": "node",
         }
         untold = f"not told by {job.scheduler}'s variables"
         return [(titles[k], value, job.sources.get(k, untold)) for k, value in values.items()]
+
+    def _room(self, rank: RankInfo, job: Allocation) -> tuple[int, str]:
+        return world_size_total(rank, job, self.accelerators)
 
     def _explain_rank(self) -> list[Row]:
         rank, sources = self.rank, self.rank.sources
@@ -88,6 +106,7 @@ class Topology:
             ("launcher", rank.launcher, sources["rank"]),
             ("rank", rank.rank, sources["rank"]),
             ("world size", rank.world_size, sources["world_size"]),
+            ("world size total", *_or_why(self._room, rank, self.allocation)),
             ("local rank", rank.local_rank, sources["local_rank"]),
             ("local world size", rank.local_world_size, sources["local_world_size"]),
             ("node index", index, index_source),
@@ -97,8 +116,9 @@ class Topology:
 def detect(env: Mapping[str, str] | None = None, *, ask: bool | None = None) -> Topology:
     """Look at this process, its job and its host. Pure: nothing is set or written.
 
-    A command is started only where nothing else tells: the scheduler's where the job's
-    variables name no readable hosts, a vendor's tool where its driver is loaded.
+    A command is started only by a process on its own, and where nothing else tells: the
+    scheduler's where the job's variables name no readable hosts, a vendor's tool where its
+    driver is loaded. One of several ranks starts none, and may know no hosts then.
 
     Args:
         env: The environment to read; default ``os.environ``.
@@ -109,8 +129,9 @@ def detect(env: Mapping[str, str] | None = None, *, ask: bool | None = None) -> 
     """
     env = os.environ if env is None else env
     rank, machine = get_rank_info(env), get_machine_info(env)
-    job = get_allocation(env, ask=ask)
+    job = _job_of(rank, env, ask)
     cpu_count, cpu_source = cpu_count_with_source()
+    cpus_per_node, cpus_per_node_source = cpus_per_node_with_source(env)
     return Topology(
         rank=rank,
         allocation=job,
@@ -119,7 +140,20 @@ def detect(env: Mapping[str, str] | None = None, *, ask: bool | None = None) -> 
         hostname=get_hostname(),
         cpu_count=cpu_count,
         cpu_source=cpu_source,
+        cpus_per_node=cpus_per_node,
+        cpus_per_node_source=cpus_per_node_source,
     )
+
+
+def _job_of(rank: RankInfo, env: Mapping[str, str], ask: bool | None) -> Allocation:
+    """Return the job, without its hosts where each of many ranks would have to ask for them."""
+    if ask is not None or rank.world_size == 1:
+        return get_allocation(env, ask=ask)
+    try:
+        return get_allocation(env, ask=False)
+    except SchedulerError as error:
+        scheduler = scheduler_of(env)
+        return Allocation(scheduler, None, (), sources={"hosts": str(error)})
 
 
 def _or_why(

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from ._accelerators import Accelerators, get_accelerators
 from ._allocation import Allocation, get_allocation
 from ._errors import IncompleteLauncherError, SchedulerError
-from ._hosts import get_hostname, host_key
 from ._machine import Machine, get_machine_info
 from ._rank import get_rank_info
 from ._reading import RankInfo
@@ -53,10 +52,7 @@ def get_world_size_total(env: Mapping[str, str] | None = None) -> int:
     """
     rank = get_rank_info(env)
     job = _job(rank, env)
-    devices = devices_here(env, rank, job, get_machine_info(env)).count
-    nodes = num_nodes(rank, job)[0]
-    room = nodes * devices if devices else sum((job and job.slots) or (nodes,))
-    return max(room, rank.world_size)
+    return world_size_total(rank, job, devices_here(env, rank, job, get_machine_info(env)))[0]
 
 
 def get_gpus_per_node(env: Mapping[str, str] | None = None) -> int:
@@ -91,6 +87,8 @@ def devices_here(
 def get_num_nodes(env: Mapping[str, str] | None = None) -> int:
     """Return the number of nodes: of the job (the step, in a Slurm step), else that ranks run on.
 
+    Ranks may be on fewer nodes than their job has; `get_node_index` counts those with ranks.
+
     Raises:
         TopoError: The job cannot be read, or nothing tells how many nodes the ranks are on.
     """
@@ -99,7 +97,7 @@ def get_num_nodes(env: Mapping[str, str] | None = None) -> int:
 
 
 def get_node_index(env: Mapping[str, str] | None = None) -> int:
-    """Return the index of this node among those the ranks are on; 0 for one process.
+    """Return the index of this node among those that ranks are on; 0 for one process.
 
     Raises:
         TopoError: The environment is half set or contradicts itself, or nothing tells.
@@ -125,7 +123,7 @@ def num_nodes(rank: RankInfo, job: Allocation | None) -> tuple[int, str]:
         IncompleteLauncherError: Ranks of several nodes, and neither a job nor their launcher
             tells of how many.
     """
-    if job is not None and job.scheduler != "none":
+    if job is not None and job.scheduler != "none" and job.hosts:
         return job.num_nodes, job.sources["hosts"]
     if rank.num_nodes is not None:
         return rank.num_nodes, rank.sources["num_nodes"]
@@ -138,12 +136,30 @@ def num_nodes(rank: RankInfo, job: Allocation | None) -> tuple[int, str]:
         "this node, and no job whose hosts can be read; expected to be told the number of nodes; "
         "start the ranks with ezpz-launch",
         family=rank.launcher,
-        missing=("EZPZ_NUM_NODES",),
+        missing=("GROUP_WORLD_SIZE",),
     )
 
 
+def world_size_total(
+    rank: RankInfo, job: Allocation | None, devices: Accelerators
+) -> tuple[int, str]:
+    """Return the number of ranks that all nodes have room for, and where that comes from.
+
+    Raises:
+        IncompleteLauncherError: The number of nodes is not known.
+    """
+    nodes, _ = num_nodes(rank, job)
+    if devices.count:
+        room, why = nodes * devices.count, f"{nodes} nodes x {devices.count} devices"
+    elif job is not None and job.slots:
+        room, why = sum(job.slots), job.sources["slots"]
+    else:
+        room, why = nodes, f"{nodes} nodes without devices"
+    return (room, why) if room >= rank.world_size else (rank.world_size, "the ranks that run")
+
+
 def node_index(rank: RankInfo, job: Allocation | None) -> tuple[int, str]:
-    """Return the index of this node, and where that comes from.
+    """Return the index of this node among those the ranks are on, and where that comes from.
 
     Raises:
         IncompleteLauncherError: The launcher does not tell, and the job has other nodes than
@@ -151,15 +167,19 @@ def node_index(rank: RankInfo, job: Allocation | None) -> tuple[int, str]:
     """
     if rank.node_rank is not None:
         return rank.node_rank, rank.sources["node_rank"]
-    keys = [host_key(host) for host in job.hosts] if job and job.scheduler != "none" else []
-    here, per_node = host_key(get_hostname()), rank.local_world_size or 0
+    per_node = rank.local_world_size or 0
     # Only where every node of the job has its ranks is their order surely the job's.
-    if job is not None and here in keys and per_node * len(keys) == rank.world_size:
-        return keys.index(here), f"this host in {job.sources['hosts']}"
+    if (
+        job is not None
+        and job.scheduler != "none"
+        and job.node_name in job.hosts
+        and per_node * job.num_nodes == rank.world_size
+    ):
+        return job.hosts.index(job.node_name), f"{job.node_name} in {job.sources['hosts']}"
     raise IncompleteLauncherError(
         f"{rank.launcher} does not tell which node this is ({rank.world_size} ranks, "
         f"{per_node or 'an unknown number'} of them here); expected NODE_RANK; start the ranks "
         "with ezpz-launch",
         family=rank.launcher,
-        missing=("EZPZ_NODE_RANK",),
+        missing=("NODE_RANK",),
     )

@@ -1,0 +1,100 @@
+"""Where launchers disagree about this process: which of them started it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ._ancestors import Ancestor
+from ._env import LAUNCHERS, STAMP, STAMP_LAUNCHER, TORCHRUN, TORCHRUN_PROOF, Family
+from ._errors import LauncherConflictError
+from ._reading import Partial, RankInfo, claim, complete, read
+
+
+@dataclass(frozen=True, slots=True)
+class Rival:
+    """A launcher that tells of another rank or world than the one that was chosen.
+
+    Attributes:
+        family: Its variables.
+        told: What it tells, by field, in its own words; not all of them if it is half set.
+    """
+
+    family: Family
+    told: Mapping[str, str]
+
+    def __str__(self) -> str:
+        """Say what it says."""
+        rank, size = (self.told.get(key, "?") for key in ("rank", "world_size"))
+        return f"{self.family.name} says {rank} of {size}"
+
+
+def find_rivals(best: RankInfo, env: Mapping[str, str]) -> list[Rival]:
+    """Return the launchers whose variables contradict ``best``, half-set ones included."""
+    rivals = []
+    for other in (*LAUNCHERS, TORCHRUN):
+        told = claim(other, env) if other.name != best.launcher else None
+        # A few of torchrun's variables are a leftover of the user's shell, and noted as such.
+        if told is None or (other is TORCHRUN and len(told) < 3):
+            continue
+        compared = ("rank", "world_size") if "rank" in told else ("local_rank",)
+        if any(key in told and told[key] != str(getattr(best, key)) for key in compared):
+            rivals.append(Rival(other, told))
+    return rivals
+
+
+def arbitrate(
+    best: RankInfo, rivals: Sequence[Rival], above: Iterable[Ancestor], env: Mapping[str, str]
+) -> RankInfo:
+    """Let the nearest launching process decide; without one, refuse what is no known nesting.
+
+    Raises:
+        IncompleteLauncherError: The nearest launcher, or one that cannot be set aside, is half
+            set.
+        LauncherConflictError: Two launchers disagree, and nothing tells which one is right.
+    """
+    started_by = env.get(STAMP_LAUNCHER, "") if best.launcher == STAMP.name else best.launcher
+    for ancestor in above:
+        for rival in rivals:
+            if rival.family.name == ancestor.family:
+                nearest = complete(read(rival.family, env))
+                note = (
+                    f"{nearest.launcher} before {best.launcher}, which says {best.rank} of "
+                    f"{best.world_size}: {ancestor.process} is the nearest launcher above"
+                )
+                return replace(nearest, notes=(*nearest.notes, note))
+        if ancestor.family == started_by:
+            break
+    else:
+        for rival in rivals:
+            if not _is_known_nesting(best, rival, started_by, env):
+                _refuse(best, rival, env)
+    notes = tuple(f"{rival}: set aside, {best.launcher} is nearer" for rival in rivals)
+    return replace(best, notes=(*best.notes, *notes))
+
+
+def _is_known_nesting(
+    best: RankInfo, rival: Rival, started_by: str, env: Mapping[str, str]
+) -> bool:
+    """Whether a rival's numbers can be those of an outer launcher, as far as variables show it."""
+    size = rival.told.get("world_size", "")
+    if rival.family is TORCHRUN:
+        # A leftover of the user's shell.
+        return True
+    if rival.family.name == "slurm" or env.get(TORCHRUN_PROOF):
+        # Ranks of MPI carry the SLURM_PROCID of their proxy, and torchrun's workers whatever
+        # their agent is: there are never more proxies or agents than ranks.
+        return not size.isdigit() or int(size) <= best.world_size
+    # A world of one around the stamp (a launch inside `mpiexec -n 1`) contradicts nothing.
+    return best.launcher == STAMP.name and rival.family.name != started_by and size == "1"
+
+
+def _refuse(best: RankInfo, rival: Rival, env: Mapping[str, str]) -> None:
+    reading = read(rival.family, env)
+    if isinstance(reading, Partial):
+        complete(reading)
+    raise LauncherConflictError(
+        f"{best.launcher} says rank {best.rank} of {best.world_size} ({best.sources['rank']}), "
+        f"{rival}; expected one launcher; unset the variables of the one that did not start this "
+        f"process"
+    )
