@@ -72,7 +72,8 @@ SlurmdParameters=config_overrides
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SchedulerType=sched/backfill
-SchedulerParameters=batch_sched_delay=0,sched_min_interval=0
+# Only backfill starts heterogeneous jobs, and by default it looks every 30 s.
+SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,bf_interval=1
 ReturnToService=2
 KillWait=1
 # Ports are derived from job ids: two sandboxes on one machine should not share them.
@@ -170,6 +171,8 @@ class SlurmSandbox:
     ) -> str:
         """Run a batch script to its end and return its output, stdout and stderr together.
 
+        An array's end is that of its last task.
+
         Args:
             body: Shell commands; the first that fails ends the script.
             options: Options of ``sbatch``, such as ``"-N", "2"``.
@@ -188,14 +191,14 @@ class SlurmSandbox:
         job = self.run(submit, env=env).stdout.strip()
         deadline = time.monotonic() + timeout
         facts = ""
-        while not any(f" JobState={state} " in facts for state in _ENDED):
+        while not _every_task(facts, *_ENDED):
             if time.monotonic() > deadline:
                 self._cancel_jobs()
                 break
             time.sleep(0.1)
             facts = self._ask("scontrol", "--oneliner", "show", "job", job)
         said = output.read_text(encoding="utf-8") if output.exists() else "(no output file)"
-        if " JobState=COMPLETED " not in facts:
+        if not _every_task(facts, "COMPLETED"):
             raise SandboxError(
                 f"job {job} did not complete within {timeout:g} s\n{facts}\n"
                 f"--- script\n{body}\n--- output\n{said}\n{self._logs()}"
@@ -370,6 +373,14 @@ def free_ports(count: int) -> list[int]:
                 return found
     raise SandboxError(
         f"only {len(found)} of {count} ports are free from {PORTS[0]} to {PORTS[-1]}"
+    )
+
+
+def _every_task(facts: str, *states: str) -> bool:
+    """Whether there is a job, and each of its tasks (one a line) is in one of the states."""
+    tasks = facts.splitlines()
+    return bool(tasks) and all(
+        any(f" JobState={state} " in task for state in states) for task in tasks
     )
 
 

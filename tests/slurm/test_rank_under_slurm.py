@@ -139,7 +139,7 @@ def test_a_salloc_shell_is_one_process(say: Say) -> None:
 def test_an_interactive_step_is_one_process(say: Say) -> None:
     (said,) = say("salloc", "-Q", "-N", "2", "-n", "4", "srun", "--interactive", "-N1", "-n1")
     assert said["step"] == "4294967290"
-    assert row(said) == ("slurm", 0, 1, 0, 1, 0)
+    assert row(said) == ONE_PROCESS
 
 
 def test_mpiexec_on_one_node_of_a_job(say: Say, tool: Callable[[str], str]) -> None:

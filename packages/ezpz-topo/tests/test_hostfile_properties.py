@@ -17,6 +17,7 @@ from ezpz_topo import (
     short_name,
     write_hostfile_from_list_of_hosts,
 )
+from ezpz_topo._hostfile import parse_bytes
 from ezpz_topo._hosts import host_key, is_host
 
 # Not even its caches go into the working directory.
@@ -106,7 +107,7 @@ def test_random_bytes_never_crash_nor_hang(tmp_path):
     """100,000 byte strings: half of them anything, half like hostfiles; some as real files."""
     rng = random.Random(20_240_607)
     like = (string.ascii_lowercase[:4] + "019.:=#[]-, \t\n\n\r").encode() + b"\xff\0"
-    refused = 0
+    refused, path = 0, tmp_path / "hosts"
     for number in range(100_000):
         length = rng.randrange(40)
         data = rng.randbytes(length) if number % 2 else bytes(rng.choices(like[:-2], k=length))
@@ -114,9 +115,8 @@ def test_random_bytes_never_crash_nor_hang(tmp_path):
             data += bytes(rng.choices(like, k=3))
         try:
             if number % 50:
-                parse_hostfile(data.decode())
+                parse_bytes(data, "<bytes>")
             else:
-                path = tmp_path / "hosts"
                 path.write_bytes(data)
                 read_hostfile(path)
         except UnicodeDecodeError:

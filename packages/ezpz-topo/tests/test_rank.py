@@ -246,7 +246,9 @@ def test_mpiexec_inside_an_srun_step():
 
 def test_the_proxys_step_is_said_to_be_set_aside():
     env = {**HYDRA, **SRUN, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}
-    assert get_rank_info(env).notes == ("slurm says 0 of 2: set aside, pmi is nearer",)
+    assert get_rank_info(env).notes == (
+        "slurm says 0 of 2, local rank 1: set aside, pmi is nearer",
+    )
 
 
 STAMP_OF_ONE = {
@@ -365,7 +367,7 @@ def test_aurora_with_the_stamp_of_ezpz_launch():
     env = {**PALS_PMIX, **STAMP, "EZPZ_LAUNCHER": "pals", **BY_HAND}
     info = get_rank_info(env)
     assert (info.launcher, info.rank, info.world_size, info.notes) == (
-        "ezpz", 5, 8, ("torchrun says 0 of 1: set aside, ezpz is nearer",)
+        "ezpz", 5, 8, ("torchrun says 0 of 1, local rank 0: set aside, ezpz is nearer",)
     )  # fmt: skip
 
 

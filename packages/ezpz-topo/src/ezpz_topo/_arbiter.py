@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from ._ancestors import Ancestor
 from ._env import LAUNCHERS, STAMP, STAMP_LAUNCHER, TORCHRUN, TORCHRUN_PROOF, Family
-from ._errors import LauncherConflictError
+from ._errors import InvalidVariableError, LauncherConflictError
 from ._reading import Partial, RankInfo, claim, complete, read
 
 
@@ -25,8 +25,8 @@ class Rival:
 
     def __str__(self) -> str:
         """Say what it says."""
-        rank, size = (self.told.get(key, "?") for key in ("rank", "world_size"))
-        return f"{self.family.name} says {rank} of {size}"
+        rank, size, local = (self.told.get(k, "?") for k in ("rank", "world_size", "local_rank"))
+        return f"{self.family.name} says {rank} of {size}, local rank {local}"
 
 
 def find_rivals(best: RankInfo, env: Mapping[str, str]) -> list[Rival]:
@@ -37,10 +37,21 @@ def find_rivals(best: RankInfo, env: Mapping[str, str]) -> list[Rival]:
         # A few of torchrun's variables are a leftover of the user's shell, and noted as such.
         if told is None or (other is TORCHRUN and len(told) < 3):
             continue
-        compared = ("rank", "world_size") if "rank" in told else ("local_rank",)
-        if any(key in told and told[key] != str(getattr(best, key)) for key in compared):
+        contradicts = any(text != str(getattr(best, key)) for key, text in told.items())
+        if contradicts or (len(told) == 3 and _is_spread_otherwise(best, other, env)):
             rivals.append(Rival(other, told))
     return rivals
+
+
+def _is_spread_otherwise(best: RankInfo, family: Family, env: Mapping[str, str]) -> bool:
+    """Whether the same rank of the same world is of a launch inside, over other nodes."""
+    try:
+        reading = read(family, env)
+    except InvalidVariableError:
+        # It is not believed yet, so it may be anything.
+        return False
+    sizes = {best.local_world_size, getattr(reading, "local_world_size", None)} - {None}
+    return len(sizes) > 1
 
 
 def arbitrate(

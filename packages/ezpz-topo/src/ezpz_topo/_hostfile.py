@@ -79,13 +79,22 @@ def read_slots(path: str | os.PathLike[str]) -> dict[str, int | None]:
     """
     name = os.fspath(path)
     try:
-        text = read_regular(name, MAX_BYTES).decode()
+        return parse_bytes(read_regular(name, MAX_BYTES), name)
     except (OSError, ValueError) as error:  # a name with a NUL, and undecodable bytes
         raise HostfileError(
             f"hostfile {name!r} cannot be read ({error}); expected a text file with one host a "
             "line; name another, or unset the variable that names it"
         ) from error
-    return _parse(text, name)
+
+
+def parse_bytes(data: bytes, path: str) -> dict[str, int | None]:
+    """Return host -> slots of what a hostfile holds, in order.
+
+    Raises:
+        UnicodeDecodeError: It is not UTF-8.
+        HostfileError: It does not parse.
+    """
+    return _parse(data.decode(), path)
 
 
 def get_nodes_from_hostfile(hostfile: str | os.PathLike[str]) -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from . import _commands
@@ -103,12 +103,21 @@ def job_of_this_host(env: Mapping[str, str], hostname: str) -> Allocation | None
     if not here:
         return None
     job = _from_scontrol(here[0], env)
-    return replace(job, sources=dict.fromkeys(job.sources, f"squeue, {_SCONTROL}"))
+    return replace(
+        job,
+        node_name=find_host(hostname, job.hosts),
+        sources=dict.fromkeys([*job.sources, "node_name"], f"squeue, {_SCONTROL}"),
+    )
 
 
 def _hosts(env: Mapping[str, str]) -> tuple[list[str], str]:
     """Return the hosts that are meant, and the variables that tell them; none where none do."""
     if _is_in_step(env):
+        if not env.get("SLURM_STEP_NODELIST"):
+            raise InvalidVariableError(
+                f"SLURM_STEP_ID={env['SLURM_STEP_ID']} without SLURM_STEP_NODELIST; expected srun "
+                "to set both; start the ranks with srun, or unset SLURM_STEP_ID"
+            )
         lists, counts = ["SLURM_STEP_NODELIST"], ["SLURM_STEP_NUM_NODES"]
     else:
         lists, counts = ["SLURM_JOB_NODELIST"], ["SLURM_JOB_NUM_NODES"]
@@ -141,13 +150,17 @@ def _hosts(env: Mapping[str, str]) -> tuple[list[str], str]:
 def _is_in_step(env: Mapping[str, str]) -> bool:
     """Whether the step's nodes are this process's: not if it is the step of MPI's proxies.
 
-    Those it leaves out the node that mpiexec itself runs on (Open MPI 5), and has a task each.
+    That one may leave out the node that mpiexec itself runs on (Open MPI 5). Where all ranks are
+    on one node, mpiexec needed no proxies elsewhere, and this is the step that it runs in.
     """
     if env.get("SLURM_STEP_ID", "") in ("", *SLURM_SHELL_STEPS):
         return False
     rank = get_rank_info(env)
     launcher = env.get(STAMP_LAUNCHER, "") if rank.launcher == STAMP.name else rank.launcher
-    return launcher in ("slurm", "torchrun")
+    if launcher in ("slurm", "torchrun", "none"):
+        # None: the step is left over from the one that submitted this job.
+        return launcher != "none"
+    return rank.local_world_size == rank.world_size
 
 
 def _slots(
@@ -175,13 +188,16 @@ def _moment(seconds: int) -> datetime | None:
     return datetime.fromtimestamp(seconds, tz=UTC) if seconds < 2**32 - 16 else None
 
 
-def _moment_of(text: str) -> datetime:
+def _moment_of(text: str) -> datetime | None:
+    # Without a limit, and where a job waits: Unknown.
+    if not text or not text[0].isdigit():
+        return None
     try:
         return datetime.fromisoformat(text).replace(tzinfo=UTC)
     except ValueError as error:
         raise SchedulerError(
-            f"{_SCONTROL}: EndTime={text}; expected such as 2026-11-21T02:00:00; unset what "
-            "changes Slurm's times"
+            f"{_SCONTROL}: EndTime={text}; expected such as 2026-11-21T02:00:00; ask the site "
+            "what its scontrol prints"
         ) from error
 
 
@@ -190,31 +206,73 @@ def _from_scontrol(job_id: str, env: Mapping[str, str]) -> Allocation:
         raise InvalidVariableError(
             f"SLURM_JOB_ID={job_id[:40]!r}; expected a job's number; unset it if no job is running"
         )
-    argv = (*_SCONTROL.split(), job_id)
-    # Its time zone is ours to choose.
-    text = _commands.ask(argv, env={**_plain(env), "TZ": "UTC0"}).stdout
-    # A heterogeneous job is told component by component.
-    nodelists = re.findall(r"(?m)^ {3}NodeList=(\S+)", text)
-    if not any(expand_nodelist(part) for part in nodelists if part != "(null)"):
-        state = re.search(r"(?m)^ {3}JobState=(\S+)", text)
+    records = _records(job_id, env)
+    for leader in {record.het_job for record in records} - {"", job_id}:
+        # A component of a heterogeneous job is told alone, its leader with all of them.
+        return _from_scontrol(leader, env)
+    # Of an array's last task the id is the array's too, and all its tasks are told.
+    records = [record for record in records if job_id in (record.job, record.het_job)]
+    hosts = dict.fromkeys(host for record in records for host in record.hosts)
+    if not hosts:
+        states = ", ".join(record.state for record in records) or "unknown"
         raise SchedulerError(
-            f"{_SCONTROL} {job_id}: no nodes, state {state[1] if state else 'unknown'}; expected "
-            "a job that runs; wait until it starts, or unset SLURM_JOB_ID"
+            f"{_SCONTROL} {job_id}: no nodes, state {states}; expected a job that runs; wait until "
+            "it starts, or unset SLURM_JOB_ID"
         )
-    hosts = dict.fromkeys(host for part in nodelists for host in expand_nodelist(part))
-    end = re.search(r"(?m)^ {3}StartTime=\S+ EndTime=([0-9-]+T[0-9:]+)(?= |$)", text)
-    name = re.match(r"JobId=.* JobName=(.*)", text)
-    queue = re.search(r"(?m)^ {3}Partition=(\S+)", text)
+    first = records[0]
     known = Allocation(
         "slurm",
         job_id,
         tuple(hosts),
-        name=name[1] if name else None,
-        queue=queue[1] if queue else None,
-        ends_at=_moment_of(end[1]) if end else None,
+        name=first.name or None,
+        queue=first.queue or None,
+        ends_at=first.ends_at,
     )
     told = [f for f in ("name", "queue", "ends_at") if getattr(known, f) is not None]
     return replace(known, sources=dict.fromkeys(["scheduler", "job_id", "hosts", *told], _SCONTROL))
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """One job, array task or component of what ``scontrol show job`` prints."""
+
+    job: str
+    het_job: str
+    name: str
+    state: str
+    queue: str
+    hosts: tuple[str, ...]
+    ends_at: datetime | None
+
+
+def _records(job_id: str, env: Mapping[str, str]) -> list[_Record]:
+    # Its time zone is ours to choose.
+    argv = (*_SCONTROL.split(), job_id)
+    text = _commands.ask(argv, env={**_plain(env), "TZ": "UTC0"}).stdout
+    records = []
+    for part in re.split(r"\n\n(?=JobId=)", text):
+        # A job's name can have lines of its own, that look like any of these.
+        head, _, body = part.rpartition("\n   UserId=")
+        ids = re.match(r"JobId=([0-9]+)(?: HetJobId=([0-9]+))?.*? JobName=(.*)", head, re.DOTALL)
+        if ids is None:
+            continue
+        fields = {
+            key: found[1] if (found := re.search(rf"(?m)(?:^ {{3}}| ){key}=(\S+)", body)) else ""
+            for key in ("JobState", "Partition", "NodeList", "EndTime")
+        }
+        nodes = fields["NodeList"]
+        records.append(
+            _Record(
+                ids[1],
+                ids[2] or "",
+                ids[3],
+                fields["JobState"] or "unknown",
+                fields["Partition"],
+                () if nodes == "(null)" else tuple(expand_nodelist(nodes)),
+                _moment_of(fields["EndTime"]),
+            )
+        )
+    return records
 
 
 def _plain(env: Mapping[str, str]) -> dict[str, str]:

@@ -1,0 +1,109 @@
+"""Report what ezpz_topo says of this process, its job and its hosts into a directory.
+
+usage: say_topology.py DIRECTORY [--ask] [--job-of NODE]... [--hostfile] [--no-scontrol]
+
+Errors are reported as text. What scontrol says of the same is reported with it; its times are
+seconds since 1970, so no time zone is involved.
+"""
+
+import argparse
+import json
+import os
+import re
+import resource
+import subprocess
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ezpz_topo
+from ezpz_topo import Allocation, TopoError, _slurm
+
+parser = argparse.ArgumentParser()
+parser.add_argument("directory", type=Path)
+parser.add_argument("--ask", action="store_true", help="the scheduler may be asked for more")
+parser.add_argument("--job-of", action="append", default=[], metavar="NODE")
+parser.add_argument("--hostfile", action="store_true", help="have a hostfile written")
+parser.add_argument("--no-scontrol", action="store_true", help="start no command ourselves")
+args = parser.parse_args()
+
+
+def answer(question: Callable[[], Any]) -> Any:
+    try:
+        return question()
+    except TopoError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def as_said(job: Allocation) -> dict[str, Any]:
+    return {**asdict(job), "on_node": job.on_node}
+
+
+def hostfile() -> dict[str, Any]:
+    path = ezpz_topo.get_hostfile_with_fallback()
+    return {
+        "path": str(path),
+        "lines": path.read_text(encoding="utf-8").splitlines(),
+        "modes": [oct(each.stat().st_mode & 0o777) for each in (path, path.parent)],
+    }
+
+
+def job_of(node: str) -> dict[str, Any] | None:
+    job = _slurm.job_of_this_host(os.environ, node)
+    return None if job is None else as_said(job)
+
+
+def scontrol(*words: str) -> str:
+    plain = {**os.environ, "SLURM_TIME_FORMAT": "%s"}
+    done = subprocess.run(
+        ["scontrol", *words], env=plain, check=True, capture_output=True, text=True
+    )
+    return done.stdout
+
+
+def hostnames(nodelists: list[str]) -> list[str]:
+    return [host for part in nodelists for host in scontrol("show", "hostnames", part).split()]
+
+
+def facts_of(job_id: str) -> dict[str, Any]:
+    # Of an array its other tasks are told as well.
+    mine = re.compile(rf"(JobId=|.* HetJobId=){job_id} ")
+    records = scontrol("--oneliner", "show", "job", job_id).splitlines()
+    told = [record for record in records if mine.match(record)]
+    ends = [re.search(" EndTime=(\\S+) ", record) for record in told]
+    nodelists = [match[1] for record in told if (match := re.search(" NodeList=(\\S+) ", record))]
+    return {"job": hostnames(nodelists), "end": ends[0][1] if ends and ends[0] else None}
+
+
+topology = answer(lambda: ezpz_topo.detect(ask=args.ask or None))
+rank = answer(ezpz_topo.get_rank_info)
+known = not isinstance(rank, str)
+said: dict[str, Any] = {
+    "rank": rank.rank if known else -1,
+    "rank_info": asdict(rank) if known else rank,
+    "allocation": topology if isinstance(topology, str) else as_said(topology.allocation),
+    "hostname": ezpz_topo.get_hostname(),
+    "num_nodes": answer(ezpz_topo.get_num_nodes),
+    "node_index": answer(ezpz_topo.get_node_index),
+    "total": answer(ezpz_topo.get_world_size_total),
+    "in_use": answer(ezpz_topo.get_world_size_in_use),
+    "hosts": answer(lambda: asdict(ezpz_topo.get_hosts())),
+    "hostfile": answer(hostfile) if args.hostfile else None,
+    "job_of": {node: answer(partial(job_of, node)) for node in args.job_of},
+    "env": {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(("SLURM", "PMI_", "MPI_", "EZPZ_"))
+    },
+    # Memory of the largest child that has ended: 0 where there was none.
+    "started_commands": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss > 0,
+}
+if not args.no_scontrol:
+    found = [job["job_id"] for job in said["job_of"].values() if isinstance(job, dict)]
+    job_id = os.environ.get("SLURM_JOB_ID") or next(iter(found), None)
+    said["scontrol"] = facts_of(job_id) if job_id else {}
+    said["scontrol"]["step"] = hostnames([os.environ.get("SLURM_STEP_NODELIST", "")])
+path = args.directory / f"{os.getpid()}.json"
+path.write_text(json.dumps(said, default=str), encoding="utf-8")
