@@ -4,34 +4,43 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shlex
 import shutil
+import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
     from tests.slurm.sandbox import SlurmSandbox
+    from tests.slurm.topology import Say
 
 HERE = Path(__file__).resolve().parent
 
 
 def _load(name: str) -> ModuleType:
     """Import a module of this folder by path: no folder of tests is on ``sys.path``."""
-    qualified = f"_ezpz_slurm_{name}"
+    qualified = f"tests.slurm.{name}"
     if qualified in sys.modules:
         return sys.modules[qualified]
-    spec = importlib.util.spec_from_file_location(qualified, HERE / f"{name}.py")
-    assert spec is not None
+    # pytest's own finder is the first: an assert that fails there shows its values, too.
+    pytest.register_assert_rewrite(qualified)
+    found = (finder.find_spec(qualified, [str(HERE)]) for finder in sys.meta_path)
+    spec = next(filter(None, found))
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[qualified] = module
     spec.loader.exec_module(module)
     return module
+
+
+# Tests import it by its full name, and find it loaded.
+_load("topology")
 
 
 @pytest.fixture(scope="session")
@@ -81,3 +90,58 @@ def tool() -> Callable[[str], str]:
         pytest.skip(reason)
 
     return find
+
+
+@pytest.fixture
+def said_in(tmp_path: Path) -> Path:
+    directory = tmp_path / "said"
+    directory.mkdir()
+    return directory
+
+
+@pytest.fixture
+def words(program: Callable[[str], list[str]], said_in: Path) -> list[str]:
+    return [*program("say_topology"), str(said_in)]
+
+
+@pytest.fixture
+def say(slurm: SlurmSandbox, sandbox: ModuleType, words: list[str], said_in: Path) -> Say:
+    """Start say_topology by the words given, and return what each process said."""
+
+    def run(*launcher: str, then: tuple[str, ...] = (), env: dict[str, str] | None = None) -> Any:
+        # Whatever devices this host has, they are not the sandbox's.
+        slurm.run([*launcher, *words, *then], env={"TORCH_DEVICE": "cpu", **(env or {})})
+        return sandbox.reports(said_in)
+
+    return run
+
+
+@pytest.fixture
+def batch(
+    slurm: SlurmSandbox, sandbox: ModuleType, words: list[str], said_in: Path, tmp_path: Path
+) -> Say:
+    """Run a batch script that finds say_topology as ``say``, and return what each said."""
+    program = tmp_path / "bin" / "say"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n', encoding="utf-8")
+    program.chmod(0o755)
+
+    def run(body: str, *options: str, env: dict[str, str] | None = None) -> Any:
+        script = f'PATH={shlex.quote(str(program.parent))}:"$PATH"\n{body}'
+        slurm.batch(script, *options, env={"TORCH_DEVICE": "cpu", **(env or {})})
+        return sandbox.reports(said_in)
+
+    return run
+
+
+@pytest.fixture
+def renamed() -> Callable[[str], tuple[str, ...]]:
+    """Return words that go on where the host's name is a node's, as it is on a real machine."""
+    # A namespace is this process's own: nobody else sees the name.
+    if subprocess.run(["unshare", "--uts", "true"], capture_output=True, check=False).returncode:
+        reason = "unshare --uts fails: a process may have no host name of its own here"
+        if os.environ.get("CI") == "true":
+            pytest.fail(reason)
+        pytest.skip(reason)
+    script = 'hostname "$1" && shift && exec "$@"'
+    return lambda node: ("unshare", "--uts", "sh", "-c", script, "sh", node)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import importlib
 import sys
+import time
 from types import ModuleType, TracebackType
 from typing import TypeVar
 
@@ -13,6 +14,9 @@ from ezpz_topo import RankInfo
 from ._errors import SetupError
 
 T = TypeVar("T")
+
+_LAST_WORDS = 0.5
+"""Seconds for a traceback to reach the launcher; without, it was lost under load (MPICH 5.0.2)."""
 
 _ours: ModuleType | None = None
 """mpi4py.MPI, when it was we who initialised MPI."""
@@ -65,6 +69,8 @@ def abort_on_uncaught() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         if mpi.Is_initialized() and not mpi.Is_finalized():
+            # What the launcher has not passed on yet is lost when it ends the ranks.
+            time.sleep(_LAST_WORDS)
             mpi.COMM_WORLD.Abort(1)
 
     sys.excepthook = hook
