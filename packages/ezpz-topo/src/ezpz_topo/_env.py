@@ -43,6 +43,7 @@ STAMP = Family(
     local_rank=("EZPZ_LOCAL_RANK",),
     local_world_size=("EZPZ_LOCAL_WORLD_SIZE",),
     node_rank=("EZPZ_NODE_RANK",),
+    num_nodes=("EZPZ_NUM_NODES",),
 )
 """Set for each rank by ezpz-launch; ``EZPZ_LAUNCHER`` names the family it was taken from."""
 

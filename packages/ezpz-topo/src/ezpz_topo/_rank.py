@@ -6,11 +6,20 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from ._ancestors import Ancestor, launching_ancestors
-from ._arbiter import arbitrate, find_rivals
-from ._env import LAUNCHERS, SLURM_SHELL_STEPS, STAMP, TORCHRUN, TORCHRUN_PROOF
+from ._env import FAMILIES, LAUNCHERS, SLURM_SHELL_STEPS, STAMP, TORCHRUN, TORCHRUN_PROOF
 from ._errors import IncompleteLauncherError, InvalidVariableError
 from ._reading import ONE_PROCESS, Partial, RankInfo, complete, read
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from ._ancestors import Ancestor
+
+_NAMES = frozenset(
+    name
+    for each in FAMILIES
+    for name in (*each.rank, *each.world_size, *each.local_rank, TORCHRUN_PROOF)
+)
+"""Where none of these is set, there is nothing to decide."""
 
 
 def get_rank_info(
@@ -36,6 +45,11 @@ def get_rank_info(
     """
     mine = env is None or env is os.environ
     env = os.environ if env is None else env
+    if not any(map(env.get, _NAMES)):
+        return ONE_PROCESS
+    from ._ancestors import launching_ancestors  # noqa: PLC0415  # not for one process alone
+    from ._arbiter import arbitrate, find_rivals  # noqa: PLC0415
+
     above = launching_ancestors() if mine and ancestors is None else ancestors or ()
     env, above, note = _without_a_step_of_others(env, above)
     best = _by_order_of_trust(env)
