@@ -1,3 +1,5 @@
+import sys
+
 import pytest
 
 from ezpz_launch import UsageError
@@ -20,6 +22,23 @@ USER = ["python", "train.py", "--lr", "1e-4", "-n", "5", "--help", "--", "--x", 
 @pytest.mark.parametrize("separator", [[], ["--"]])
 def test_the_users_words_are_untouched(ours, options, separator):
     assert split([*ours, *separator, *USER]) == (options, tuple(USER))
+
+
+def test_what_can_be_repeated_is_a_list():
+    words = ["--env", "A=1", "--env=B= 2", "-n", "2", "true"]
+    assert split(words) == ({"env": ["A=1", "B= 2"], "nproc": "2"}, ("true",))
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        (["-m", "train", "--lr", "1", "-n", "5"], ("-m", "train", "--lr", "1", "-n", "5")),
+        (["-c", "print(1)", "x"], ("-c", "print(1)", "x")),
+        (["--module=train", "--", "x"], ("-m", "train", "--", "x")),
+    ],
+)
+def test_modules_and_code_are_run_by_this_python(words, command):
+    assert split(["-n", "2", *words]) == ({"nproc": "2"}, (sys.executable, *command))
 
 
 def test_only_the_first_separator_is_ours():
@@ -50,7 +69,20 @@ def test_bad_options(words, message):
 def test_the_option_surface_is_frozen():
     assert [(option.name, option.short, option.value) for option in OPTIONS] == [
         ("nproc", "n", "N"),
+        ("ppn", "", "N"),
+        ("nodes", "N", "N"),
+        ("hostfile", "", "FILE"),
+        ("include", "", "LIST"),
+        ("exclude", "", "LIST"),
+        ("launcher", "", "KIND"),
+        ("machine", "", "NAME"),
+        ("cpu-bind", "", "LIST"),
+        ("env", "", "K=V"),
+        ("launcher-args", "", "TEXT"),
+        ("module", "m", "MODULE"),
+        ("code", "c", "CODE"),
         ("dry-run", "", ""),
+        ("json", "", ""),
         ("version", "", ""),
         ("help", "h", ""),
     ]

@@ -3,7 +3,15 @@ from dataclasses import replace
 import pytest
 
 from ezpz_launch import LaunchError, Request, UsageError, plan
-from ezpz_topo import Accelerators, Allocation, RankInfo, Topology, get_machine_info
+from ezpz_launch._identify import Launcher
+from ezpz_topo import (
+    Accelerators,
+    Allocation,
+    RankInfo,
+    Topology,
+    get_machine_info,
+    imagine,
+)
 
 LAPTOP = Topology(
     rank=RankInfo(0, 1, 0, 1, 0, "none"),
@@ -26,8 +34,20 @@ def job(scheduler, job_id, *hosts, on_node=True):
     return Allocation(scheduler, job_id, hosts, node_name=node_name, sources={"hosts": "its list"})
 
 
-def planned(topology, nproc=None, env=None):
-    return plan(topology, Request(COMMAND, nproc), port=29500, user_env=env or {})
+HYDRA = Launcher("/venv/bin/mpiexec", "hydra", "--version says HYDRA")
+
+
+def planned(topology, nproc=None, *, env=None, launcher=HYDRA, added=(), **options):
+    return plan(
+        topology,
+        Request(COMMAND, nproc, env=added, **options),
+        launcher,
+        hosts=topology.allocation.hosts,
+        hosts_source="no job is running",
+        hostfile="/tmp/hosts",
+        port=29500,
+        user_env=env or {},
+    )
 
 
 @pytest.mark.parametrize(("cores", "ranks"), [(1, 2), (2, 2), (8, 4), (9, 4), (128, 64)])
@@ -62,25 +82,85 @@ def test_threads_that_the_user_set_are_kept():
 
 
 def test_every_decision_has_a_source():
-    decisions = {"nproc", "hosts", *planned(LAPTOP).environment}
+    own = {"nproc", "ppn", "hosts", "launcher", "cpu_bind"}
+    decisions = {*own, *planned(LAPTOP).environment}
     assert decisions == set(planned(LAPTOP).sources)
 
 
+def test_a_job_of_one_node_is_launched_here():
+    node = replace(LAPTOP, allocation=job("slurm", "7", "laptop"))
+    assert planned(node).on_this_host
+    assert planned(node).nproc == 4
+
+
+def test_several_hosts_never_meet_at_localhost():
+    several = planned(replace(LAPTOP, allocation=job("pbs", "1.pbs", "a", "b")))
+    assert not several.on_this_host
+    assert several.environment["MASTER_ADDR"] == "a"
+    assert several.placement.ranks == (4, 4)
+
+
+def test_the_fast_network_where_it_is_known():
+    aurora = imagine("aurora", 2, {})
+    assert planned(aurora).environment["MASTER_ADDR"] == "node0001.hsn.cm.aurora.alcf.anl.gov"
+
+
+def test_slots_of_a_hostfile_are_ranks_of_a_host():
+    several = replace(LAPTOP, allocation=job("none", None, "a", "b"))
+    told = plan(
+        several, Request(COMMAND), HYDRA, hosts=["a", "b"], hosts_source="argument", slots=3,
+        hostfile="f", port=1, user_env={},
+    )  # fmt: skip
+    assert told.placement.ranks == (3, 3)
+    assert "slots of the hostfile" in told.sources["ppn"]
+
+
+def test_what_the_user_sets_outranks_the_machine():
+    aurora = imagine("aurora", 2, {})
+    env = planned(aurora, env={"TMPDIR": "/scratch"}).environment
+    assert "TMPDIR" not in env
+    assert env["CCL_KVS_MODE"] == "mpi"
+
+
+def test_env_of_the_request_comes_last():
+    told = planned(imagine("aurora", 1, {}), added=("CCL_KVS_MODE=pmi", "X=a=b"))
+    assert (told.environment["CCL_KVS_MODE"], told.environment["X"]) == ("pmi", "a=b")
+    assert told.sources["X"] == "--env"
+
+
 @pytest.mark.parametrize(
-    ("elsewhere", "words"),
+    ("options", "bound", "why"),
     [
-        (job("slurm", "7", "a", "b", "c", "d"), "slurm job 7: 4 nodes \\(its list\\).*srun"),
-        (job("slurm", "7", "a", on_node=False), "not on the job's node"),
-        (job("pbs", "1.pbs", "a", "b"), "pbs job 1.pbs: 2 nodes.*mpiexec"),
+        ({}, 12, "pytorch: default_cpu_bind"),
+        ({"cpu_bind": "running-jobs"}, 12, "running-jobs: --cpu-bind"),
+        ({"cpu_bind": "none"}, 0, "--cpu-bind"),
+        ({"cpu_bind": "0-7:8-15", "ppn": 2}, 2, "0-7:8-15: --cpu-bind"),
+        ({"ppn": 13}, 0, "13 ranks a host are more than the 12 ranges"),
     ],
 )
-def test_other_nodes_are_refused_not_forgotten(elsewhere, words):
-    with pytest.raises(LaunchError, match=words):
-        planned(replace(LAPTOP, allocation=elsewhere))
+def test_cpu_binding(options, bound, why):
+    pals = Launcher("mpiexec", "pals", "")
+    told = planned(imagine("aurora", 1, {}), launcher=pals, **options)
+    assert len(told.cpu_bind) == bound
+    assert why in told.sources["cpu_bind"]
 
 
-def test_a_job_of_one_node_is_launched():
-    assert planned(replace(LAPTOP, allocation=job("slurm", "7", "a"))).nproc == 4
+@pytest.mark.parametrize("wrong", ["pytorhc", "depth", "7-0", "0-7"])
+def test_a_binding_that_is_none(wrong):
+    pals = Launcher("mpiexec", "pals", "")
+    with pytest.raises(UsageError, match="expected"):
+        planned(imagine("aurora", 1, {}), launcher=pals, cpu_bind=wrong)
+
+
+def test_threads_are_the_cores_that_a_rank_is_bound_to():
+    pals = Launcher("mpiexec", "pals", "")
+    told = planned(imagine("aurora", 1, {}), launcher=pals, cpu_bind="running-jobs")
+    assert told.environment["OMP_NUM_THREADS"] == "8"
+
+
+def test_120960_ranks():
+    told = planned(imagine("aurora", 10_080, {}))
+    assert (told.nproc, len(told.placement.hosts)) == (120_960, 10_080)
 
 
 @pytest.mark.parametrize("nproc", [0, -1])

@@ -4,17 +4,16 @@ import subprocess
 
 import pytest
 
-from ezpz_launch.launchers.mpiexec import SHIM
+from ezpz_launch.launchers.shim import SHIM
 
-NAMES = ("pmi", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+NAMES = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID")
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
 
 
-def shim(*command, env=None, form="--"):
+def shim(*command, env=None, form="--", nproc=4, ppn=4, names=NAMES, family="pmi"):
     env = {"PATH": "/usr/bin:/bin", **HYDRA, **(env or {})}
-    return subprocess.run(
-        ["sh", SHIM, *NAMES, form, *command], env=env, capture_output=True, check=False
-    )
+    words = ["sh", SHIM, family, str(nproc), str(ppn), *names, form, *command]
+    return subprocess.run(words, env=env, capture_output=True, check=False)
 
 
 def variables(**extra):
@@ -92,3 +91,32 @@ def test_a_launcher_that_sets_nothing():
     done = shim("true", env={"MPI_LOCALRANKID": ""})
     assert done.returncode == 2
     assert b"pmi set no MPI_LOCALRANKID" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("rank", "local", "node", "ranks_here"),
+    [(0, 0, 0, 4), (3, 3, 0, 4), (4, 0, 1, 4), (9, 1, 2, 2)],
+)
+def test_several_hosts_the_last_one_smaller(rank, local, node, ranks_here):
+    env = {"PMI_RANK": str(rank), "PMI_SIZE": "10", "MPI_LOCALRANKID": str(local)}
+    out = shim("env", "-0", env=env, nproc=10).stdout.split(b"\0")
+    seen = dict(pair.decode().split("=", 1) for pair in out if pair)
+    assert (seen["NODE_RANK"], seen["GROUP_RANK"]) == (str(node), str(node))
+    assert (seen["LOCAL_WORLD_SIZE"], seen["EZPZ_NUM_NODES"]) == (str(ranks_here), "3")
+
+
+def test_pals_with_pmix_tells_no_size_and_the_plan_does():
+    env = {"PALS_RANKID": "5", "PALS_LOCAL_RANKID": "1"}
+    names = ("PALS_RANKID", "-", "PALS_LOCAL_RANKID")
+    out = shim("sh", "-c", "echo $RANK $WORLD_SIZE $EZPZ_LAUNCHER", env=env, names=names,
+               nproc=8, family="pals").stdout  # fmt: skip
+    assert out == b"5 8 pals\n"
+
+
+@pytest.mark.parametrize(
+    ("env", "nproc"), [({"PMI_SIZE": "8"}, 4), ({"MPI_LOCALRANKID": "0"}, 4), ({}, 8)]
+)
+def test_a_launcher_that_places_ranks_elsewhere_than_planned(env, nproc):
+    done = shim("true", env=env, nproc=nproc)
+    assert done.returncode == 2
+    assert b"contradicts the plan" in done.stderr

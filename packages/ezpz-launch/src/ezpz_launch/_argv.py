@@ -6,6 +6,7 @@ a float, so it only ever sees what stands before the first word of the command.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,17 +15,41 @@ from ._errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option of ours; ``value`` names what it takes, and is empty for a switch."""
+    """One option of ours.
+
+    Attributes:
+        name: Its long name.
+        short: Its letter, if it has one.
+        value: What it takes; empty for a switch.
+        help: What it does, in one line.
+        many: Whether it can be repeated.
+        last: Whether the user's command begins with it, as with Python's own -m.
+    """
 
     name: str
     short: str = ""
     value: str = ""
     help: str = ""
+    many: bool = False
+    last: bool = False
 
 
 OPTIONS: tuple[Option, ...] = (
-    Option("nproc", "n", "N", "ranks to start; default: one a device, else one per two cores"),
+    Option("nproc", "n", "N", "ranks in all; default: one a device, else one per two cores"),
+    Option("ppn", value="N", help="ranks on each host; default: one a device"),
+    Option("nodes", "N", "N", "use the first N hosts; default: all of the job"),
+    Option("hostfile", value="FILE", help="the hosts to use, one a line; default: the job's"),
+    Option("include", value="LIST", help="use these hosts only, such as nid[001-004]"),
+    Option("exclude", value="LIST", help="do not use these hosts"),
+    Option("launcher", value="KIND", help="auto, pals, mpiexec, hydra, openmpi, srun, torchrun"),
+    Option("machine", value="NAME", help="plan for this machine (ezpz-topo machines lists them)"),
+    Option("cpu-bind", value="LIST", help="none, a list of the machine's, or cores: 0-7:8-15"),
+    Option("env", value="K=V", help="set this variable for every rank; can be repeated", many=True),
+    Option("launcher-args", value="TEXT", help="words for the launcher itself, quoted as one"),
+    Option("module", "m", "MODULE", "run python -m MODULE; what follows belongs to it", last=True),
+    Option("code", "c", "CODE", "run python -c CODE; what follows belongs to it", last=True),
     Option("dry-run", help="print what would be run, and why, and stop"),
+    Option("json", help="with --dry-run: the same for programs"),
     Option("version", help="print the version and stop"),
     Option("help", "h", help="print this page and stop"),
 )
@@ -34,17 +59,21 @@ _BY_FLAG = {f"--{option.name}": option for option in OPTIONS} | {
 }
 
 
-def split(argv: Sequence[str]) -> tuple[dict[str, str | bool], tuple[str, ...]]:
+Options = dict[str, str | bool | list[str]]
+"""By long name: a string, True for a switch, or a list of what can be repeated."""
+
+
+def split(argv: Sequence[str]) -> tuple[Options, tuple[str, ...]]:
     """Split ``argv`` at the first word that is not ours, or at ``--``.
 
     Returns:
-        Our options by long name (a string, or True for a switch), and the user's command.
+        Our options by long name, and the user's command.
 
     Raises:
         UsageError: An option is unknown, is given twice, lacks its value, or has one that
             it does not take.
     """
-    options: dict[str, str | bool] = {}
+    options: Options = {}
     words = list(argv)
     while words:
         word = words[0]
@@ -54,9 +83,17 @@ def split(argv: Sequence[str]) -> tuple[dict[str, str | bool], tuple[str, ...]]:
             break
         flag, attached, text = _flag_of(words.pop(0))
         option = _BY_FLAG[flag]
-        if option.name in options:
+        if option.name in options and not option.many:
             raise UsageError(f"{flag} is given twice; expected once")
-        options[option.name] = _value_of(option, flag, text if attached else None, words)
+        value = _value_of(option, flag, text if attached else None, words)
+        if option.last:
+            return options, (sys.executable, f"-{option.short}", str(value), *words)
+        if option.many:
+            held = options.setdefault(option.name, [])
+            assert isinstance(held, list)
+            held.append(str(value))
+        else:
+            options[option.name] = value
     return options, tuple(words)
 
 

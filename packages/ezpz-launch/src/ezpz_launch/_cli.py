@@ -3,32 +3,37 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 
 from ezpz_topo import TopoError, Topology, detect
 
 from ._argv import OPTIONS, split
+from ._choose import choose_launcher, imagine_launcher
 from ._errors import (
     CommandNotExecutableError,
     CommandNotFoundError,
     LaunchError,
     UsageError,
 )
-from ._explain import explain
-from ._plan import plan
+from ._options import request_of
+from ._plan import LaunchPlan, plan
+from ._port import free_port
 from ._request import Request
 from ._run import run
 from ._version import __version__
-from .launchers import mpiexec
+from .launchers import argv as argv_of
+from .launchers import hostfile_of
 
 USAGE = "ezpz-launch [OPTION...] [--] COMMAND [ARGUMENT...]"
 
 EXAMPLES = (
     ("ezpz-launch python train.py --lr 1e-4", "one rank a device of this host"),
-    ("ezpz-launch -n 2 python -m ezpz.examples.minimal", "two ranks"),
+    ("ezpz-launch -n 2 -m ezpz.examples.minimal", "two ranks of a module"),
     ("ezpz-launch --dry-run -n 4 python train.py", "what would be run, and why"),
+    ("ezpz-launch --dry-run --machine aurora -N 4 python train.py", "the same, from a laptop"),
 )
 
 
@@ -51,21 +56,121 @@ def _main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     if "version" in options:
         print(__version__)
         return 0
-    request = _request(options, command)
-    topology = detect(env)
+    request = request_of(options, command)
+    if request.dry_run and request.machine:
+        print(_imagined(request, env))
+        return 0
+    topology = detect({**env, "EZPZ_MACHINE": request.machine} if request.machine else env)
     _refuse_nested(topology)
     _require_command(request.command[0], env)
-    launcher = mpiexec.find(env, beside=os.path.dirname(sys.executable))
-    planned = plan(topology, request, port=_free_port(), user_env=env)
-    words = mpiexec.argv(planned, launcher)
+    launcher = choose_launcher(topology, request, env, beside=os.path.dirname(sys.executable))
+    hosts, source, slots = _hosts(topology, request, env)
+    planned = plan(
+        topology,
+        request,
+        launcher,
+        hosts=hosts,
+        hosts_source=source,
+        slots=slots,
+        hostfile=HOSTFILE,
+        port=free_port(),
+        user_env=env,
+        as_root=os.geteuid() == 0,
+    )
     if request.dry_run:
-        print(explain(planned, words, launcher))
+        print(_explained(planned, request))
         return 0
-    return run(
-        words,
-        nproc=planned.nproc,
-        environment={**env, **planned.environment},
-        status_directory=env.get("TMPDIR") or "/tmp",
+    _refuse_what_is_not_started_yet(planned, topology)
+    directory = env.get("TMPDIR") or "/tmp"
+    with _hostfile(planned, directory) as ready:
+        return run(
+            argv_of(ready),
+            nproc=ready.nproc,
+            environment={**env, **ready.environment},
+            status_directory=directory,
+        )
+
+
+HOSTFILE = "HOSTFILE"
+"""Stands in a dry run for the file that a launch would write."""
+
+
+@contextmanager
+def _hostfile(planned: LaunchPlan, directory: str) -> Iterator[LaunchPlan]:
+    """Write the hostfile that the launcher reads, if it reads one, for as long as it may."""
+    if not _needs_hostfile(argv_of(planned)):
+        yield planned
+        return
+    path = os.path.join(directory, f"ezpz-hosts-{os.urandom(8).hex()}")
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.writelines(f"{line}\n" for line in hostfile_of(planned))
+        yield replace(planned, hostfile=path)
+    finally:
+        os.unlink(path)
+
+
+def _needs_hostfile(words: Sequence[str]) -> bool:
+    return any(word in (HOSTFILE, f"--nodelist={HOSTFILE}") for word in words)
+
+
+def _imagined(request: Request, env: Mapping[str, str]) -> str:
+    """Explain a launch on a machine that this is not."""
+    from ezpz_topo import imagine  # noqa: PLC0415  # only a dry run needs it
+
+    topology = imagine(request.machine, request.nodes or 1, env)
+    planned = plan(
+        topology,
+        request,
+        imagine_launcher(topology, request),
+        hosts=topology.allocation.hosts,
+        hosts_source=topology.allocation.sources["hosts"],
+        hostfile=HOSTFILE,
+        port=29500,
+        user_env={},
+    )
+    return _explained(planned, request)
+
+
+def _hosts(
+    topology: Topology, request: Request, env: Mapping[str, str]
+) -> tuple[Sequence[str], str, int]:
+    """Return the hosts that there are, where they come from, and the fewest slots of one."""
+    if request.hostfile or env.get("HOSTFILE"):
+        from ezpz_topo import get_hosts  # noqa: PLC0415  # 4 ms
+
+        found = get_hosts(request.hostfile or None, env)
+        told = [entry.slots for entry in found.entries if entry.slots]
+        return [entry.host for entry in found.entries], found.source, min(told, default=0)
+    job = topology.allocation
+    return job.hosts, job.sources["hosts"], min(job.slots or (0,))
+
+
+def _explained(planned: LaunchPlan, request: Request) -> str:
+    from ._explain import explain, explain_json  # noqa: PLC0415  # only a dry run needs it
+
+    words = argv_of(planned)
+    lines = hostfile_of(planned) if _needs_hostfile(words) else []
+    return (explain_json if request.json else explain)(planned, words, lines)
+
+
+def _refuse_what_is_not_started_yet(planned: LaunchPlan, topology: Topology) -> None:
+    """Refuse what is planned already, and not yet seen through to its end."""
+    kind, job = planned.launcher.kind, topology.allocation
+    if planned.on_this_host and kind in ("hydra", "openmpi"):
+        return
+    where = "one host" if planned.on_this_host else f"{len(planned.placement.hosts)} hosts"
+    if not job.on_node:
+        where = "a shell that is not on the job's node"
+    elif job.num_nodes > 1:
+        where = f"{job.num_nodes} nodes"
+    who = f"{job.scheduler} job {job.job_id}: " if job.job_id else ""
+    direct = "srun -n RANKS" if job.scheduler == "slurm" else "mpiexec -n RANKS --ppn PER_NODE"
+    raise LaunchError(
+        f"{who}{where} ({planned.sources['hosts']}) by {kind}: this version of ezpz-launch plans "
+        "that (--dry-run), but starts ranks only on the host it runs on, by MPICH's or Open MPI's "
+        f"mpiexec; expected -N 1; or use `{direct} COMMAND` (ezpz.setup_torch works under it)"
     )
 
 
@@ -75,9 +180,9 @@ def help_page() -> str:
     lines.append("options:")
     for option in OPTIONS:
         flags = ", ".join([*([f"-{option.short}"] if option.short else []), f"--{option.name}"])
-        lines.append(f"  {f'{flags} {option.value}'.rstrip():<18} {option.help}")
+        lines.append(f"  {f'{flags} {option.value}'.rstrip():<22} {option.help}")
     lines += ["", "examples:"]
-    lines += [f"  {words:<50} {what}" for words, what in EXAMPLES]
+    lines += [f"  {words:<59} {what}" for words, what in EXAMPLES]
     lines += [
         "",
         "Each rank finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and",
@@ -87,35 +192,6 @@ def help_page() -> str:
         "2 usage; 126, 127 the command cannot be executed or found; 130 Ctrl-C; 143 SIGTERM.",
     ]
     return "\n".join(lines)
-
-
-def _request(options: Mapping[str, str | bool], command: tuple[str, ...]) -> Request:
-    """Turn our own options into a request; the command is passed by."""
-    nproc = options.get("nproc", "")
-    if options.keys() <= {"nproc"} and str(nproc or 0).isdecimal():
-        # The common launch. Fire brings asyncio with it: as long as all the rest of the
-        # launcher takes to start. A test holds this to what Fire makes of the same words.
-        return Request(command, int(nproc) if nproc else None)
-    return _request_by_fire(options, command)
-
-
-def _request_by_fire(options: Mapping[str, str | bool], command: tuple[str, ...]) -> Request:
-    """Let Fire parse our own options, and nothing else."""
-    import fire  # noqa: PLC0415  # see _request
-
-    def build(nproc: int | None = None, dry_run: bool = False) -> Request:
-        if "nproc" in options and type(nproc) is not int:
-            raise UsageError(f"-n {options['nproc']}: expected a whole number of ranks")
-        return Request(command, nproc, dry_run)
-
-    words = [f"--{name}={value}" for name, value in options.items()]
-    # Fire prints what it returns unless it is serialised to nothing.
-    request: Request = fire.Fire(build, command=words, name="ezpz-launch", serialize=_nothing)
-    return request
-
-
-def _nothing(_result: object) -> None:
-    return None
 
 
 def _refuse_nested(topology: Topology) -> None:
@@ -144,22 +220,3 @@ def _require_command(program: str, env: Mapping[str, str]) -> None:
     where = "no such file" if has_directory else "not found on PATH"
     hint = f"; try: ezpz-launch python {program}" if script else ""
     raise CommandNotFoundError(f"{program!r}: {where}{hint}")
-
-
-def _free_port() -> int:
-    """Return a port that is free now and that no outgoing connection will be given."""
-    # Below Linux's and macOS's ephemeral ranges: the ranks bind it seconds later.
-    first, count = 20000, 10000
-    start = int.from_bytes(os.urandom(4), "little")
-    for step in range(count):
-        port = first + (start + step) % count
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
-    raise LaunchError(
-        f"every port from {first} to {first + count - 1} is taken; expected one for the ranks to "
-        "meet at; end what holds them"
-    )

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ezpz_topo import Topology
+from ezpz_topo import Machine, Topology
 
-from ._errors import LaunchError
+from ._cores import count_cores
+from ._errors import LaunchError, UsageError
+from ._identify import Launcher
+from ._place import Placement, place
 from ._request import Request
+from ._select import select_hosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,71 +21,216 @@ class LaunchPlan:
 
     Attributes:
         command: The user's words, verbatim.
-        nproc: Number of ranks.
-        hosts: Where they run, in rank order; here always this host.
+        launcher: What starts the ranks.
+        placement: How many ranks on which hosts.
+        machine: The machine's flags and options.
+        on_this_host: Whether this host alone has ranks.
+        hosts_of_job: Number of hosts that there are to choose from.
+        hostfile: Path of the file that names the hosts, where the launcher reads one.
+        devices: Devices to ask the scheduler for on each host; 0 for none.
+        cpu_bind: Cores of each rank of a host; empty for no binding.
+        depth: Cores for each rank where the machine binds in order; 0 where it does not.
+        launcher_args: The user's words for the launcher.
         environment: What is added to the ranks' environment.
+        as_root: Whether we are root.
         sources: For each decision, by name, why it is so.
+        notes: What people should know.
     """
 
     command: tuple[str, ...]
-    nproc: int
-    hosts: tuple[str, ...]
+    launcher: Launcher
+    placement: Placement
+    machine: Machine
+    on_this_host: bool
+    hosts_of_job: int
+    hostfile: str
+    devices: int
+    cpu_bind: tuple[str, ...]
+    depth: int
+    launcher_args: tuple[str, ...]
     environment: Mapping[str, str]
+    as_root: bool = False
     sources: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def nproc(self) -> int:
+        """Number of ranks in all."""
+        return self.placement.nproc
+
+    @property
+    def is_machines_own(self) -> bool:
+        """Whether the launcher is the one that the machine's flags are for."""
+        return self.launcher.kind == self.machine.launcher
 
 
 def plan(
-    topology: Topology, request: Request, *, port: int, user_env: Mapping[str, str]
+    topology: Topology,
+    request: Request,
+    launcher: Launcher,
+    *,
+    hosts: Sequence[str],
+    hosts_source: str,
+    slots: int = 0,
+    hostfile: str,
+    port: int,
+    user_env: Mapping[str, str],
+    as_root: bool = False,
 ) -> LaunchPlan:
     """Decide how many ranks run where, and with what environment.
 
     Args:
         topology: Where we are.
         request: What the user asked for.
-        port: A TCP port that is free on this host, for the ranks' rendezvous.
+        launcher: What starts the ranks.
+        hosts: The hosts that there are.
+        hosts_source: Where they come from.
+        slots: The ranks foreseen on each host, as the one with the fewest has; 0 if not told.
+        hostfile: Where a file with the hosts in use will be, if the launcher needs one.
+        port: A TCP port for the ranks' rendezvous.
         user_env: The environment we were called with; an OMP_NUM_THREADS there is kept.
+        as_root: Whether we are root.
 
     Raises:
-        LaunchError: This version cannot launch here.
+        LaunchError: What was asked for contradicts itself, or cannot be done here.
     """
-    _refuse_other_nodes(topology)
-    nproc, why = _nproc(topology, request)
+    names, why_hosts = select_hosts(
+        hosts,
+        hosts_source,
+        include=request.include,
+        exclude=request.exclude,
+        nodes=request.nodes or 0,
+    )
+    default, why_default = _ranks_per_host(topology, request, slots, hosts_source)
+    placement = place(
+        names, nproc=request.nproc, ppn=request.ppn, default_ppn=default, why_default=why_default
+    )
+    here = topology.allocation.on_node and placement.hosts in (
+        (topology.allocation.node_name,),
+        (topology.hostname,),
+    )
     sources = {
-        "nproc": why,
-        "hosts": topology.allocation.sources["hosts"],
-        "MASTER_ADDR": "every rank is on this host",
-        "MASTER_PORT": "a free port of this host, a new one for each launch",
+        "nproc": placement.source,
+        "ppn": placement.source_per_host,
+        "hosts": why_hosts,
+        "launcher": launcher.source,
     }
-    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    if "OMP_NUM_THREADS" not in user_env:
-        environment["OMP_NUM_THREADS"] = str(max(1, topology.cpu_count // nproc))
-        sources["OMP_NUM_THREADS"] = f"{topology.cpu_count} cores / {nproc} ranks, at least 1"
-    return LaunchPlan(request.command, nproc, (topology.hostname,), environment, sources)
+    cpu_bind, sources["cpu_bind"] = _cpu_bind(topology.machine, request, placement, launcher)
+    environment, why = _environment(
+        topology, request, placement, cpu_bind, port=port, user_env=user_env, here=here
+    )
+    sources |= why
+    devices = 0 if topology.accelerators.device_type == "cpu" else topology.accelerators.count
+    depth = 0
+    if "--cpu-bind=depth" in topology.machine.launcher_flags:
+        depth = max(1, topology.cpus_per_node // placement.ppn)
+    return LaunchPlan(
+        command=request.command,
+        launcher=launcher,
+        placement=placement,
+        machine=topology.machine,
+        on_this_host=here,
+        hosts_of_job=topology.allocation.num_nodes,
+        hostfile=hostfile,
+        devices=devices if topology.machine.devices_per_node else 0,
+        cpu_bind=cpu_bind,
+        depth=depth,
+        launcher_args=request.launcher_args,
+        environment=environment,
+        as_root=as_root,
+        sources=sources,
+        notes=launcher.notes,
+    )
 
 
-def _nproc(topology: Topology, request: Request) -> tuple[int, str]:
-    if request.nproc is not None:
-        return request.nproc, "-n"
+def _ranks_per_host(
+    topology: Topology, request: Request, slots: int, hosts_source: str
+) -> tuple[int, str]:
+    if slots and hosts_source in ("argument", "HOSTFILE"):
+        return slots, f"slots of the hostfile ({hosts_source})"
     devices = topology.accelerators
     if devices.count:
         return devices.count, f"one a device: {devices.source}"
-    if devices.device_type != "cpu":
+    if devices.device_type != "cpu" and request.nproc is None and request.ppn is None:
         raise LaunchError(
             f"how many ranks? {devices.source}; expected -n, such as: ezpz-launch -n 4 "
             f"{request.command[0]} ..."
+        )
+    if slots and topology.allocation.scheduler == "slurm":
+        return (
+            slots,
+            f"no device; tasks of {topology.allocation.sources.get('slots', hosts_source)}",
         )
     cores = topology.cpu_count
     return max(2, cores // 2), f"no device; one per two of {cores} cores, at least two"
 
 
-def _refuse_other_nodes(topology: Topology) -> None:
-    job = topology.allocation
-    if job.num_nodes == 1 and job.on_node:
-        return
-    where = f"{job.num_nodes} nodes" if job.on_node else "a shell that is not on the job's node"
-    direct = "srun -n RANKS" if job.scheduler == "slurm" else "mpiexec -n RANKS --ppn PER_NODE"
-    raise LaunchError(
-        f"{job.scheduler} job {job.job_id}: {where} ({job.sources['hosts']}), and this version of "
-        f"ezpz-launch starts ranks on the host it runs on only; expected a job of one node; "
-        f"use `{direct} COMMAND` there (ezpz.setup_torch works under it)"
-    )
+def _cpu_bind(
+    machine: Machine, request: Request, placement: Placement, launcher: Launcher
+) -> tuple[tuple[str, ...], str]:
+    name, why = request.cpu_bind, "--cpu-bind"
+    if not name:
+        name, why = machine.default_cpu_bind, f"default_cpu_bind of {machine.name}.toml"
+    if name in ("", "none"):
+        return (), why if name else "nobody asked for it"
+    listed = machine.cpu_bind.get(name) or tuple(name.split(":"))
+    if name not in machine.cpu_bind and not name[:1].isdigit():
+        known = ", ".join(machine.cpu_bind) or "none"
+        raise UsageError(
+            f"--cpu-bind {name}: expected none, one of {machine.name}'s lists ({known}), or cores "
+            "such as 0-7:8-15"
+        )
+    if launcher.kind not in ("pals", "srun"):
+        return (), f"{launcher.kind} takes no list of cores"
+    if placement.ppn > len(listed):
+        if request.cpu_bind:
+            raise UsageError(
+                f"--cpu-bind {name}: {len(listed)} ranges for {placement.ppn} ranks a host; "
+                "expected one a rank"
+            )
+        return (), f"{placement.ppn} ranks a host are more than the {len(listed)} ranges of {name}"
+    return listed[: placement.ppn], f"{name}: {why}"
+
+
+def _environment(
+    topology: Topology,
+    request: Request,
+    placement: Placement,
+    cpu_bind: Sequence[str],
+    *,
+    port: int,
+    user_env: Mapping[str, str],
+    here: bool,
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Return what is added to the ranks' environment, and for each variable why."""
+    machine = topology.machine
+    first = placement.hosts[0]
+    address, why = "127.0.0.1", "every rank is on this host"
+    if not here:
+        address, why = first, "the first host"
+        if machine.hsn_suffix:
+            address = first.partition(".")[0] + machine.hsn_suffix
+            why += f", on the fast network ({machine.name}.toml)"
+    environment = {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
+    sources = {"MASTER_ADDR": why}
+    sources["MASTER_PORT"] = "a free port of this host, a new one for each launch"
+    if not here:
+        sources["MASTER_PORT"] = "a port below the ephemeral ones, a new one for each launch"
+    threads, why = _threads(topology, placement, cpu_bind)
+    if threads and "OMP_NUM_THREADS" not in user_env:
+        environment["OMP_NUM_THREADS"], sources["OMP_NUM_THREADS"] = str(threads), why
+    for name, value in machine.environment.items():
+        if name not in user_env:
+            environment[name], sources[name] = value, f"{machine.name}.toml"
+    for pair in request.env:
+        name, _, value = pair.partition("=")
+        environment[name], sources[name] = value, "--env"
+    return environment, sources
+
+
+def _threads(topology: Topology, placement: Placement, cpu_bind: Sequence[str]) -> tuple[int, str]:
+    """Return the threads of a rank, 0 where the cores are not known, and why so many."""
+    if cpu_bind:
+        return min(map(count_cores, cpu_bind)), "the cores that each rank is bound to"
+    cores, ranks = topology.cpu_count, placement.ppn
+    return cores and max(1, cores // ranks), f"{cores} cores / {ranks} ranks, at least 1"

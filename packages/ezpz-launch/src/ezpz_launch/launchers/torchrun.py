@@ -1,0 +1,13 @@
+"""torchrun, on this host alone: elsewhere it would have to be started once a host."""
+
+from __future__ import annotations
+
+from ezpz_launch._plan import LaunchPlan
+
+from .shim import shim_argv
+
+
+def argv(plan: LaunchPlan) -> list[str]:
+    """Return the command line that starts a plan's ranks."""
+    words = [plan.launcher.path, "--standalone", f"--nproc-per-node={plan.placement.nproc}"]
+    return [*words, *plan.launcher_args, "--no-python", *shim_argv(plan, "torchrun")]

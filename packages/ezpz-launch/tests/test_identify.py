@@ -1,0 +1,74 @@
+"""Which launcher it is: programs that answer as the real ones do, and a real one."""
+
+import shlex
+
+import pytest
+
+from ezpz_launch import CommandNotFoundError, LaunchError
+from ezpz_launch._identify import find_command, find_mpiexec, identify
+
+
+def program(path, text):
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!/bin/sh\necho {shlex.quote(text)}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [
+        ("HYDRA build details:\n    Version: 5.0.2", "hydra"),
+        ("mpiexec (Open MPI) 5.0.11", "openmpi"),
+        ("mpiexec (OpenRTE) 4.1.4", "openmpi"),
+    ],
+)
+def test_an_mpiexec_is_asked_whose_it_is(tmp_path, answer, kind):
+    assert identify(program(tmp_path / "mpiexec", answer)).kind == kind
+
+
+def test_an_unknown_mpiexec(tmp_path):
+    path = program(tmp_path / "mpiexec", "Acme MPI 1.0")
+    with pytest.raises(LaunchError, match=r"'Acme MPI 1.0'; expected MPICH's Hydra"):
+        identify(path)
+
+
+def test_pals_is_known_by_where_it_lies(tmp_path, monkeypatch):
+    monkeypatch.setattr("ezpz_launch._identify._PALS", str(tmp_path / "pals"))
+    site = program(tmp_path / "pals" / "mpiexec", "mpiexec 1.3.4")
+    assert identify(site).kind == "pals"
+
+
+def test_an_mpiexec_that_shadows_the_sites_is_warned_about(tmp_path, monkeypatch):
+    monkeypatch.setattr("ezpz_launch._identify._PALS", str(tmp_path / "pals"))
+    site = program(tmp_path / "pals" / "mpiexec", "mpiexec 1.3.4")
+    conda = program(tmp_path / "conda" / "mpiexec", "HYDRA")
+    found = find_mpiexec({"PATH": f"{tmp_path}/conda:{tmp_path}/pals"})
+    assert (found.path, found.kind) == (conda, "hydra")
+    assert f"{conda} comes before the site's {site}" in found.notes[0]
+    assert find_mpiexec({"PATH": f"{tmp_path}/pals:{tmp_path}/conda"}).notes == ()
+
+
+def test_the_real_mpiexec_is_known(mpiexec):
+    assert identify(mpiexec).kind in ("hydra", "openmpi")
+
+
+def test_path_comes_before_this_environments_own(tmp_path):
+    for name in ("site", "venv"):
+        program(tmp_path / name / "mpiexec", "HYDRA")
+    env = {"PATH": str(tmp_path / "site")}
+    beside = str(tmp_path / "venv")
+    assert find_mpiexec(env, beside=beside).path == str(tmp_path / "site" / "mpiexec")
+    assert find_mpiexec({}, beside=beside).path == str(tmp_path / "venv" / "mpiexec")
+
+
+def test_no_mpiexec_at_all(tmp_path):
+    with pytest.raises(CommandNotFoundError, match="pip install mpich"):
+        find_mpiexec({"PATH": str(tmp_path)}, beside=str(tmp_path))
+
+
+def test_a_launcher_of_one_name(tmp_path):
+    path = program(tmp_path / "srun", "slurm 22.05.8")
+    assert find_command("srun", "srun", {"PATH": str(tmp_path)}).path == path
+    with pytest.raises(CommandNotFoundError, match="no torchrun on PATH"):
+        find_command("torchrun", "torchrun", {"PATH": str(tmp_path)})
