@@ -4,8 +4,9 @@ import os
 
 import pytest
 
-from ezpz_topo._machine import GENERIC, known_machines
+from ezpz_topo import known_machines
 from ezpz_topo._machine_file import PACKAGED
+from ezpz_topo._match import GENERIC
 
 MACHINES = known_machines({})
 

@@ -22,7 +22,8 @@ from ._errors import (
     TopoError,
 )
 from ._hosts import get_hostname, same_host, short_name
-from ._machine import Machine, get_machine, get_machine_info, known_machines
+from ._machine import Machine
+from ._match import get_machine, get_machine_info, known_machines
 from ._nodelist import expand_nodelist, first_host, fold_nodelist
 from ._rank import get_local_rank, get_local_world_size, get_rank, get_rank_info
 from ._reading import RankInfo

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from ._accelerators import Accelerators
 from ._allocation import Allocation
 from ._errors import MachineError
-from ._machine import get_machine_info
+from ._match import get_machine_info
 from ._nodelist import MAX_HOSTS
 from ._reading import ONE_PROCESS
 from ._topology import Topology

@@ -11,7 +11,8 @@ from ._allocation import Allocation, get_allocation, scheduler_of
 from ._cpus import cpu_count_with_source, cpus_per_node_with_source
 from ._errors import IncompleteLauncherError, SchedulerError
 from ._hosts import get_hostname
-from ._machine import Machine, get_machine_info
+from ._machine import Machine
+from ._match import get_machine_info
 from ._nodelist import fold_nodelist
 from ._rank import get_rank_info
 from ._reading import RankInfo

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from ._accelerators import Accelerators, get_accelerators
 from ._allocation import Allocation, get_allocation
 from ._errors import IncompleteLauncherError, SchedulerError
-from ._machine import Machine, get_machine_info
+from ._machine import Machine
+from ._match import get_machine_info
 from ._rank import get_rank_info
 from ._reading import RankInfo
 

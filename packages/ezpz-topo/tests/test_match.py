@@ -4,8 +4,7 @@ from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
-from ezpz_topo._errors import MachineError
-from ezpz_topo._machine import get_machine, get_machine_info, known_machines
+from ezpz_topo import MachineError, get_machine, get_machine_info, known_machines
 
 SERVERS = {
     "aurora": "2287864.aurora-pbs-0001.hostmgmt.cm.aurora.alcf.anl.gov",
