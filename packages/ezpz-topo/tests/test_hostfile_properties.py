@@ -125,3 +125,21 @@ def test_random_bytes_never_crash_nor_hang(tmp_path):
         except HostfileError:
             refused += 1
     assert 0 < refused < 100_000
+
+
+@given(st.text(alphabet="aB9_.-\n#: ", max_size=60))
+@QUIET
+def test_what_is_seen_at_a_glance_is_what_line_by_line_gives(text):
+    """A file of plain names takes a shorter way, to the same answer."""
+
+    def outcome(parse):
+        try:
+            return parse()
+        except HostfileError as error:
+            return str(error)
+
+    by_line = outcome(lambda: parse_hostfile(text, path="x"))
+    at_a_glance = outcome(lambda: parse_bytes(text.encode(), "x"))
+    if not isinstance(by_line, str):
+        by_line = {entry.host: entry.slots for entry in by_line}
+    assert at_a_glance == by_line

@@ -60,7 +60,7 @@ def test_the_good_one_is_good(tmp_path):
         ('site = "nowhere"', 'site = "x"\npath = "/"', "path", "no such key"),
         ('"slurm"', '"sulrm"', "scheduler", "did you mean 'slurm'"),
         ('"srun"', '"srn"', "launcher", "did you mean 'srun'"),
-        ('"cuda"', '"rocm"', "device_type", "cuda, xpu, mps, cpu"),
+        ('"cuda"', '"rocm"', "device_type", "xpu, cuda, mps, cpu"),
         ('"cuda"', '"cpu"', "devices_per_node", "0 for cpu"),
         ("node = 4", "node = true", "devices_per_node", "a number"),
         ("node = 4", "node = 0", "devices_per_node", "more for cuda"),

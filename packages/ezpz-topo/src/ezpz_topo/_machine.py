@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ._accelerators import DEVICE_TYPES
 from ._machine_file import (
     BACKENDS,
-    DEVICE_TYPES,
     LAUNCHERS,
     SCHEDULERS,
     Reader,

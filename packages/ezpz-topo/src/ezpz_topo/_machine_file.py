@@ -20,7 +20,6 @@ PACKAGED = os.path.join(os.path.dirname(__file__), "machines")
 
 SCHEDULERS = ("slurm", "pbs", "none")
 LAUNCHERS = ("pals", "hydra", "openmpi", "srun", "torchrun", "spawn", "mpiexec")
-DEVICE_TYPES = ("cuda", "xpu", "mps", "cpu")
 BACKENDS = ("nccl", "xccl", "ccl", "gloo", "mpi")
 
 _NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyz0123456789-_")
