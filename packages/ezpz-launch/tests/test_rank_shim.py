@@ -114,7 +114,16 @@ def test_pals_with_pmix_tells_no_size_and_the_plan_does():
 
 
 @pytest.mark.parametrize(
-    ("env", "nproc"), [({"PMI_SIZE": "8"}, 4), ({"MPI_LOCALRANKID": "0"}, 4), ({}, 8)]
+    ("env", "nproc"),
+    [
+        ({"PMI_SIZE": "8"}, 4),
+        ({"MPI_LOCALRANKID": "0"}, 4),
+        ({}, 8),
+        ({"PMI_RANK": "5"}, 4),
+        ({"MPI_LOCALRANKID": "x"}, 4),
+        ({"PMI_RANK": "abc"}, 4),
+        ({"PMI_RANK": "-1"}, 4),
+    ],
 )
 def test_a_launcher_that_places_ranks_elsewhere_than_planned(env, nproc):
     done = shim("true", env=env, nproc=nproc)

@@ -183,8 +183,29 @@ def test_torchrun_below_our_stamp_is_nearer():
 
 
 def test_stamp_outranks_leftovers():
-    env = {**STAMP, **HYDRA, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    env = {**STAMP, **HYDRA, "RANK": "0"}
     assert get_rank_info(env).launcher == "ezpz"
+
+
+def test_a_world_set_by_hand_below_a_stamped_rank_alone():
+    # mp.spawn and the like: the shim had set the three as the stamp has them
+    env = {**STAMP_OF_ONE, **HYDRA_OF_ONE, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
+    for above in ([], [PROXY]):
+        info = get_rank_info(env, ancestors=above)
+        assert (info.launcher, info.rank, info.world_size) == ("torchrun", 1, 2)
+        assert "below rank 0 of an ezpz-launch" in info.notes[0]
+
+
+def test_a_world_set_by_hand_below_one_of_many_stamped_ranks_is_an_error():
+    env = {**STAMP, **HYDRA, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    with pytest.raises(LauncherConflictError, match=r"ezpz says rank 5 of 8.*torchrun says 0 of 1"):
+        get_rank_info(env)
+
+
+def test_deepspeeds_local_size_below_our_stamp():
+    env = {**STAMP_OF_ONE, **HYDRA_OF_ONE, "LOCAL_WORLD_SIZE": "1",
+           "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}  # fmt: skip
+    assert get_rank_info(env, ancestors=[AGENT, PROXY]).local_world_size == 2
 
 
 @pytest.mark.parametrize("inner", [OPENMPI, MVAPICH2, JSRUN], ids=["openmpi", "mvapich2", "jsrun"])
@@ -364,10 +385,10 @@ def test_aurora_with_the_world_size_exported_by_hand_that_agrees():
 
 
 def test_aurora_with_the_stamp_of_ezpz_launch():
-    env = {**PALS_PMIX, **STAMP, "EZPZ_LAUNCHER": "pals", **BY_HAND}
+    env = {**PALS_PMIX, **STAMP, "EZPZ_LAUNCHER": "pals", "WORLD_SIZE": "1"}
     info = get_rank_info(env)
     assert (info.launcher, info.rank, info.world_size, info.notes) == (
-        "ezpz", 5, 8, ("torchrun says 0 of 1, local rank 0: set aside, ezpz is nearer",)
+        "ezpz", 5, 8, ()
     )  # fmt: skip
 
 
@@ -423,6 +444,15 @@ def test_sbatch_from_inside_a_step_hands_that_step_on():
         get_rank_info(STALE)
     step = [Ancestor("slurm", "slurmstepd: [8.0] (pid 11)")]
     assert get_rank_info({**STALE, "SLURM_GTIDS": "0,1,2,3"}, ancestors=step).launcher == "slurm"
+
+
+def test_a_step_whose_nodes_are_none_of_the_jobs_is_left_over():
+    # Also where the counts agree by accident, and nothing shows the processes above.
+    env = {**STALE, "SLURM_STEP_NODELIST": "old[1-2]", "SLURM_JOB_NODELIST": "nid[001-002]",
+           "SLURM_STEP_TASKS_PER_NODE": "1(x8)"}  # fmt: skip
+    info = get_rank_info(env)
+    assert (info.launcher, info.world_size) == ("none", 1)
+    assert any("old1 is none of the job's" in note for note in info.notes)
 
 
 def test_a_world_of_one_is_on_one_node():

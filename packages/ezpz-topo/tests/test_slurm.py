@@ -108,3 +108,18 @@ def test_without_a_nodelist_scontrol_is_asked_and_its_absence_said():
 def test_a_job_id_that_is_none_is_not_given_to_a_command():
     with pytest.raises(InvalidVariableError, match="--help"):
         get_allocation({"SLURM_JOB_ID": "--help", "PATH": "/nonexistent"})
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"},
+        {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "x"},
+        {},
+    ],
+    ids=["hydra", "torchrun", "alone"],
+)
+def test_a_step_left_over_from_another_job_is_not_where_we_are(launcher):
+    stale = {"SLURM_STEP_ID": "3", "SLURM_STEP_NODELIST": "old[1-2]", "SLURM_STEP_NUM_NODES": "2",
+             "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}  # fmt: skip
+    assert get_allocation({**BATCH, **stale, **launcher}).hosts == ("nid001", "nid002", "nid003")

@@ -51,15 +51,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     options, command = split(argv)
     if "help" in options:
-        print(help_page())
-        return 0
+        return _print(help_page())
     if "version" in options:
-        print(__version__)
-        return 0
+        return _print(__version__)
     request = request_of(options, command)
     if request.dry_run and request.machine:
-        print(_imagined(request, env))
-        return 0
+        return _print(_imagined(request, env))
     topology = detect({**env, "EZPZ_MACHINE": request.machine} if request.machine else env)
     _refuse_nested(topology)
     _require_command(request.command[0], env)
@@ -78,8 +75,7 @@ def _main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         as_root=os.geteuid() == 0,
     )
     if request.dry_run:
-        print(_explained(planned, request))
-        return 0
+        return _print(_explained(planned, request))
     _refuse_what_is_not_started_yet(planned, topology)
     directory = env.get("TMPDIR") or "/tmp"
     with _hostfile(planned, directory) as ready:
@@ -89,6 +85,16 @@ def _main(argv: Sequence[str], env: Mapping[str, str]) -> int:
             environment={**env, **ready.environment},
             status_directory=directory,
         )
+
+
+def _print(text: str) -> int:
+    encoding = sys.stdout.encoding or "utf-8"
+    try:
+        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+    except BrokenPipeError:
+        # `ezpz-launch --help | head -1` is no failure, nor is the interpreter's own flush.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
 
 
 HOSTFILE = "HOSTFILE"
@@ -117,6 +123,8 @@ def _needs_hostfile(words: Sequence[str]) -> bool:
 
 def _imagined(request: Request, env: Mapping[str, str]) -> str:
     """Explain a launch on a machine that this is not."""
+    if request.hostfile:
+        raise UsageError("--dry-run --machine: its hosts are made up; expected no --hostfile")
     from ezpz_topo import imagine  # noqa: PLC0415  # only a dry run needs it
 
     topology = imagine(request.machine, request.nodes or 1, env)

@@ -13,11 +13,11 @@ _FLAGS = {"nproc": "-n", "ppn": "--ppn", "nodes": "-N"}
 
 def request_of(options: Options, command: tuple[str, ...]) -> Request:
     """Turn our own options into a request; the command is passed by."""
-    nproc = options.get("nproc", "")
-    if options.keys() <= {"nproc"} and str(nproc or 0).isdecimal():
+    nproc = str(options.get("nproc", "1"))
+    if options.keys() <= {"nproc"} and nproc.isdecimal() and len(nproc) < 10:
         # The common launch. Fire brings asyncio with it: as long as all the rest of the
         # launcher takes to start. A test holds this to what Fire makes of the same words.
-        return Request(command, int(str(nproc)) if nproc else None)
+        return Request(command, int(nproc) if "nproc" in options else None)
     return _request_by_fire(options, command)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ezpz_topo import Machine, Topology
+from ezpz_topo import Machine, Topology, same_host
 
 from ._cores import count_cores
 from ._errors import LaunchError, UsageError
@@ -105,10 +105,12 @@ def plan(
     placement = place(
         names, nproc=request.nproc, ppn=request.ppn, default_ppn=default, why_default=why_default
     )
-    here = topology.allocation.on_node and placement.hosts in (
-        (topology.allocation.node_name,),
-        (topology.hostname,),
-    )
+    here = len(placement.hosts) == 1 and _is_this_host(topology, placement.hosts[0])
+    if not here and any(same_host(host, "localhost") for host in placement.hosts):
+        raise UsageError(
+            f"localhost among several hosts ({why_hosts}): the others would not find it; expected "
+            "this host's own name; correct the hostfile"
+        )
     sources = {
         "nproc": placement.source,
         "ppn": placement.source_per_host,
@@ -141,6 +143,13 @@ def plan(
         sources=sources,
         notes=launcher.notes,
     )
+
+
+def _is_this_host(topology: Topology, host: str) -> bool:
+    job = topology.allocation
+    if job.scheduler != "none":
+        return job.node_name is not None and same_host(host, job.node_name)
+    return any(same_host(host, name) for name in (topology.hostname, "localhost", "127.0.0.1"))
 
 
 def _ranks_per_host(
@@ -208,7 +217,7 @@ def _environment(
     address, why = "127.0.0.1", "every rank is on this host"
     if not here:
         address, why = first, "the first host"
-        if machine.hsn_suffix:
+        if machine.hsn_suffix and not first.replace(".", "").isdigit() and ":" not in first:
             address = first.partition(".")[0] + machine.hsn_suffix
             why += f", on the fast network ({machine.name}.toml)"
     environment = {"MASTER_ADDR": address, "MASTER_PORT": str(port)}

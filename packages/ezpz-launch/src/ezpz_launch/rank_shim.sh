@@ -29,8 +29,11 @@ ezpz_rank='' ezpz_local=''
 eval "ezpz_rank=\$$4 ezpz_local=\$$6"
 ezpz_size=$ezpz_nproc
 [ "$5" = - ] || eval "ezpz_size=\$$5"
+case $ezpz_rank,$ezpz_local in
+  *[!0-9,]*) ezpz_size="$ezpz_size (local rank $ezpz_local)" ezpz_local=-1 ezpz_rank=0 ;;
+esac
 ezpz_node=$((ezpz_rank / ezpz_ppn))
-if [ "$ezpz_size" != "$ezpz_nproc" ] || [ "$ezpz_local" -ne $((ezpz_rank % ezpz_ppn)) ]; then
+if [ "$ezpz_rank" -ge "$ezpz_nproc" ] || [ "$ezpz_size" != "$ezpz_nproc" ] || [ "$ezpz_local" -ne $((ezpz_rank % ezpz_ppn)) ]; then
   echo "ezpz-launch: $ezpz_family started rank $ezpz_rank of $ezpz_size as local rank $ezpz_local; expected $ezpz_nproc ranks, $ezpz_ppn a host, in order; what --launcher-args or the environment ask for contradicts the plan" >&2
   exit 2
 fi
@@ -38,6 +41,7 @@ fi
 # torchrun's mark would outrank us in ezpz_topo; here it can only be a leftover.
 [ "$ezpz_family" = torchrun ] ||
   unset TORCHELASTIC_RUN_ID TORCHELASTIC_USE_AGENT_STORE GROUP_WORLD_SIZE ROLE_RANK ROLE_WORLD_SIZE
+unset LOCAL_SIZE # DeepSpeed's
 RANK=$ezpz_rank WORLD_SIZE=$ezpz_nproc LOCAL_RANK=$ezpz_local LOCAL_WORLD_SIZE=$ezpz_ppn
 # The last host may have fewer.
 [ $((ezpz_nproc - ezpz_node * ezpz_ppn)) -ge "$ezpz_ppn" ] ||

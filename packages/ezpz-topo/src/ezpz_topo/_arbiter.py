@@ -64,6 +64,7 @@ def arbitrate(
             set.
         LauncherConflictError: Two launchers disagree, and nothing tells which one is right.
     """
+    undecided = True
     started_by = env.get(STAMP_LAUNCHER, "") if best.launcher == STAMP.name else best.launcher
     for ancestor in above:
         for rival in rivals:
@@ -75,13 +76,26 @@ def arbitrate(
                 )
                 return replace(nearest, notes=(*nearest.notes, note))
         if ancestor.family == started_by:
+            undecided = False
             break
-    else:
+    inner = next((rival for rival in rivals if rival.family is TORCHRUN), None)
+    if inner is not None and best.launcher == STAMP.name:
+        # The shim exports these three as the stamp has them: who changed them is below it.
+        return _set_below_the_stamp(best, inner, env)
+    if undecided:
         for rival in rivals:
             if not _is_known_nesting(best, rival, started_by, env):
                 _refuse(best, rival, env)
     notes = tuple(f"{rival}: set aside, {best.launcher} is nearer" for rival in rivals)
     return replace(best, notes=(*best.notes, *notes))
+
+
+def _set_below_the_stamp(best: RankInfo, inner: Rival, env: Mapping[str, str]) -> RankInfo:
+    if best.world_size > 1:
+        _refuse(best, inner, env)
+    reading = complete(read(TORCHRUN, env))
+    note = f"RANK, WORLD_SIZE and LOCAL_RANK were set below rank {best.rank} of an ezpz-launch"
+    return replace(reading, notes=(*reading.notes, note))
 
 
 def _is_known_nesting(

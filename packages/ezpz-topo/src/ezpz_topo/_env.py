@@ -54,8 +54,9 @@ TORCHRUN = Family(
     rank=("RANK",),
     world_size=("WORLD_SIZE",),
     local_rank=("LOCAL_RANK",),
-    # LOCAL_SIZE is DeepSpeed's launcher's word for it.
-    local_world_size=("LOCAL_WORLD_SIZE", "LOCAL_SIZE"),
+    # LOCAL_SIZE is DeepSpeed's launcher's word for it, and nobody else's: below another launcher
+    # a LOCAL_WORLD_SIZE can be that one's.
+    local_world_size=("LOCAL_SIZE", "LOCAL_WORLD_SIZE"),
     node_rank=("GROUP_RANK", "NODE_RANK"),
     num_nodes=("GROUP_WORLD_SIZE",),
     processes=(
@@ -85,8 +86,8 @@ LAUNCHERS: tuple[Family, ...] = (
         local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
         local_world_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
         # OMPI_COMM_WORLD_NODE_RANK is the rank on the node, not the node's index.
-        # Beside the launcher itself (of version 4: mpirun, orterun) there is no daemon.
-        processes=("prted", "prterun", "orted", "orterun", "mpirun"),
+        # Beside the launcher itself (of version 4: mpirun, mpiexec, orterun) there is no daemon.
+        processes=("prted", "prterun", "orted", "orterun", "mpirun", "mpiexec"),
     ),
     Family(
         name="mvapich2",

@@ -6,9 +6,10 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from ._env import FAMILIES, LAUNCHERS, SLURM_SHELL_STEPS, STAMP, TORCHRUN, TORCHRUN_PROOF
+from ._env import FAMILIES, LAUNCHERS, STAMP, TORCHRUN, TORCHRUN_PROOF
 from ._errors import IncompleteLauncherError, InvalidVariableError
 from ._reading import ONE_PROCESS, Partial, RankInfo, complete, read
+from ._steps import is_step, whose_step
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -122,21 +123,17 @@ def _by_order_of_trust(env: Mapping[str, str]) -> RankInfo:
     return complete(half or by_hand)
 
 
-# sbatch called from inside a step hands that step's variables on to the new job, whose batch
-# script overrides SLURM_PROCID, SLURM_LOCALID and SLURM_GTIDS only (Slurm 22.05.8).
-
-
 def _without_a_step_of_others(
     env: Mapping[str, str], above: Iterable[Ancestor]
 ) -> tuple[Mapping[str, str], Iterable[Ancestor], str]:
-    """Set a step aside that this process is not in, where the kernel shows who started it."""
-    if env.get("SLURM_STEP_ID", "") in ("", *SLURM_SHELL_STEPS):
+    """Set a step aside that this process is not in."""
+    if not is_step(env):
         return env, above, ""
     above = list(above)
-    started_by = next((each for each in above if each.family == "slurm"), None)
-    if started_by is None or not started_by.runs_a_shell:
+    why = whose_step(env, above)
+    if not why:
         return env, above, ""
-    note = f"SLURM_STEP_ID={env['SLURM_STEP_ID']} set aside: {started_by.process} started this"
+    note = f"SLURM_STEP_ID={env['SLURM_STEP_ID']} set aside: {why}"
     return {k: v for k, v in env.items() if k != "SLURM_STEP_ID"}, above, note
 
 

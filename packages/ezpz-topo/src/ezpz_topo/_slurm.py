@@ -5,16 +5,18 @@ Run on Slurm 22.05.8.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
 
 from ._allocation import Allocation
-from ._env import SLURM_SHELL_STEPS, STAMP, STAMP_LAUNCHER
+from ._env import STAMP, STAMP_LAUNCHER
 from ._errors import InvalidVariableError, SchedulerError
 from ._hosts import find_host, get_hostname
 from ._nodelist import expand_nodelist
 from ._rank import get_rank_info
+from ._steps import is_step, whose_step
 from ._tasks import tasks_of_nodes
 
 TYPE_CHECKING = False
@@ -132,7 +134,11 @@ def _is_in_step(env: Mapping[str, str]) -> bool:
     That one may leave out the node that mpiexec itself runs on (Open MPI 5). Where all ranks are
     on one node, mpiexec needed no proxies elsewhere, and this is the step that it runs in.
     """
-    if env.get("SLURM_STEP_ID", "") in ("", *SLURM_SHELL_STEPS):
+    if not is_step(env):
+        return False
+    from ._ancestors import launching_ancestors  # noqa: PLC0415
+
+    if whose_step(env, launching_ancestors() if env is os.environ else ()):
         return False
     rank = get_rank_info(env)
     launcher = env.get(STAMP_LAUNCHER, "") if rank.launcher == STAMP.name else rank.launcher

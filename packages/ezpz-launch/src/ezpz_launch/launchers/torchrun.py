@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ezpz_launch._errors import LaunchError
 from ezpz_launch._plan import LaunchPlan
 
 from .shim import shim_argv
@@ -9,5 +10,10 @@ from .shim import shim_argv
 
 def argv(plan: LaunchPlan) -> list[str]:
     """Return the command line that starts a plan's ranks."""
+    if not plan.on_this_host:
+        raise LaunchError(
+            f"torchrun starts ranks on one host, not on {len(plan.placement.hosts)} from here; "
+            "expected -N 1, or another --launcher"
+        )
     words = [plan.launcher.path, "--standalone", f"--nproc-per-node={plan.placement.nproc}"]
     return [*words, *plan.launcher_args, "--no-python", *shim_argv(plan, "torchrun")]
