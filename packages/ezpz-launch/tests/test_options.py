@@ -17,7 +17,9 @@ def test_the_explanation_for_programs(launch):
 
 
 def test_another_machine_from_here(launch):
-    done = launch("--dry-run", "--json", "--machine", "frontier", "-N", "3", "-n", "17", "true")
+    done = launch(
+        "--dry-run", "--json", "--machine", "frontier", "-N", "3", "-n", "17", "--ppn", "8", "true"
+    )
     said = json.loads(done.stdout)
     assert (said["machine"], said["launcher"]["kind"]) == ("frontier", "srun")
     assert said["ranks_per_host"] == [8, 8, 1]

@@ -4,6 +4,7 @@ import pytest
 
 from ezpz_launch import LaunchError, Request, UsageError, plan
 from ezpz_launch._identify import Launcher
+from ezpz_launch.launchers import argv
 from ezpz_topo import (
     Accelerators,
     Allocation,
@@ -150,6 +151,52 @@ def test_a_binding_that_is_none(wrong):
     pals = Launcher("mpiexec", "pals", "")
     with pytest.raises(UsageError, match="expected"):
         planned(imagine("aurora", 1, {}), launcher=pals, cpu_bind=wrong)
+
+
+def test_a_launcher_without_lists_refuses_one_and_is_not_told_the_machines():
+    with pytest.raises(UsageError, match="hydra takes no list of cores"):
+        planned(imagine("aurora", 1, {}), cpu_bind="pytorch")
+    assert planned(imagine("aurora", 1, {})).cpu_bind == ()
+
+
+def test_no_binding_is_said_to_a_launcher_that_binds_by_itself():
+    for name, kind in (("crux", "pals"), ("frontier", "srun")):
+        told = planned(imagine(name, 1, {}), launcher=Launcher(kind, kind, ""), cpu_bind="none")
+        flags = [word for word in argv(told) if "cpu-bind" in word or "depth" in word]
+        assert flags == ["--cpu-bind=none"]
+
+
+def test_so_many_hosts_are_asked_for_and_so_many_are_used():
+    told = planned(imagine("aurora", 4, {}), 4, nodes=4)
+    assert told.placement.ranks == (1, 1, 1, 1)
+    assert told.sources["ppn"] == "-n 4 / -N 4"
+
+
+def test_the_ranks_are_told_the_machine_that_was_named():
+    assert planned(LAPTOP, machine="polaris").environment["EZPZ_MACHINE"] == "polaris"
+
+
+@pytest.mark.parametrize("host", ["laptop", "LAPTOP.example.org", "localhost", "127.0.0.1"])
+def test_this_host_by_any_of_its_names(host):
+    told = plan(
+        LAPTOP, Request(COMMAND), HYDRA, hosts=[host], hosts_source="argument", hostfile="f",
+        port=1, user_env={},
+    )  # fmt: skip
+    assert told.on_this_host
+
+
+def test_localhost_among_several_hosts():
+    with pytest.raises(UsageError, match="localhost among several hosts"):
+        plan(
+            LAPTOP, Request(COMMAND), HYDRA, hosts=["localhost", "b"], hosts_source="argument",
+            hostfile="f", port=1, user_env={},
+        )  # fmt: skip
+
+
+def test_torchrun_is_for_one_host():
+    several = planned(imagine("aurora", 2, {}), launcher=Launcher("torchrun", "torchrun", ""))
+    with pytest.raises(LaunchError, match="one host, not on 2"):
+        argv(several)
 
 
 def test_threads_are_the_cores_that_a_rank_is_bound_to():

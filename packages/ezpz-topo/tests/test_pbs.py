@@ -9,7 +9,12 @@ from pathlib import Path
 import pytest
 
 from ezpz_topo import _pbs, detect, get_hosts, get_num_nodes, get_world_size_total
-from ezpz_topo._errors import HostfileError, InvalidVariableError, SchedulerError
+from ezpz_topo._errors import (
+    HostfileError,
+    IncompleteLauncherError,
+    InvalidVariableError,
+    SchedulerError,
+)
 from ezpz_topo._hosts import get_hostname, short_name
 
 FAKE = Path(__file__).parent / "pbs" / "fake.py"
@@ -545,8 +550,9 @@ RANK = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRAN
 
 def test_one_of_many_ranks_there_starts_no_command(tmp_path, pbs):
     env = {**BATCH, **pbs(**{"1_pbs-0001": JOB}), **RANK, "PBS_NODEFILE": f"{tmp_path}/nowhere"}
-    assert get_num_nodes(env) == 2, "world size over local world size"
-    assert get_world_size_total({**env, "TORCH_DEVICE": "cpu"}) == 8
+    for count in (get_num_nodes, get_world_size_total):
+        with pytest.raises(IncompleteLauncherError, match="to be told the number of nodes"):
+            count(env)
     topology = detect(env)
     assert (topology.rank.rank, topology.allocation.hosts) == (5, ())
     rows = {name: (value, source) for name, value, source in topology.explain()}

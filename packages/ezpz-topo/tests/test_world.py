@@ -50,7 +50,8 @@ def test_a_node_that_shows_no_device_has_none_whatever_its_machine():
 
 def test_room_without_devices_is_what_the_scheduler_foresees():
     assert ezpz_topo.get_world_size_total({**BATCH, **NO_DEVICE}) == 3
-    assert ezpz_topo.get_world_size_total({**HYDRA, **NO_DEVICE}) == 8, "never less than run"
+    many = {**HYDRA, "MPI_LOCALRANKID": "5", "MPI_LOCALNRANKS": "8"}
+    assert ezpz_topo.get_world_size_total({**many, **NO_DEVICE}) == 8, "never less than run"
 
 
 def test_total_and_in_use_at_once_make_no_sense():
@@ -59,14 +60,14 @@ def test_total_and_in_use_at_once_make_no_sense():
 
 
 def test_nodes_without_a_scheduler_are_those_of_the_ranks():
-    assert ezpz_topo.get_num_nodes(HYDRA) == 2
     torchrun = {"RANK": "5", "WORLD_SIZE": "12", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4",
                 "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "3"}  # fmt: skip
     assert ezpz_topo.get_num_nodes(torchrun) == 3
     assert ezpz_topo.get_node_index(torchrun) == 1
 
 
-@pytest.mark.parametrize("env", [FLUX, {**HYDRA, "PMI_SIZE": "7"}], ids=["untold", "uneven"])
+# Division would be a guess: it is right where the layout is even, which no rank can see alone.
+@pytest.mark.parametrize("env", [FLUX, HYDRA, {**HYDRA, "PMI_SIZE": "7"}])
 def test_several_nodes_that_nobody_counts_are_an_error(env):
     with pytest.raises(IncompleteLauncherError, match="expected to be told the number of nodes"):
         ezpz_topo.get_num_nodes(env)
@@ -75,6 +76,16 @@ def test_several_nodes_that_nobody_counts_are_an_error(env):
 def test_node_index_is_the_hosts_place_where_every_node_has_ranks(tmp_path):
     job = pbs_job(tmp_path, "elsewhere.example", f"{get_hostname()}.hsn.example")
     assert ezpz_topo.get_node_index({**HYDRA, **job}) == 1
+    in_turn = {**HYDRA, "PMI_RANK": "3"}
+    assert ezpz_topo.get_node_index({**in_turn, **job}) == 1
+
+
+def test_node_index_is_not_guessed_where_the_ranks_are_not_those_of_the_hosts_place(tmp_path):
+    # ranks 0 and 1 here, four on the third node, none on the first
+    job = pbs_job(tmp_path, "x", get_hostname(), "y")
+    env = {"PMI_RANK": "0", "PMI_SIZE": "6", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
+    with pytest.raises(IncompleteLauncherError, match="does not tell which node"):
+        ezpz_topo.get_node_index({**env, **job})
 
 
 def test_node_index_is_not_guessed_where_some_nodes_have_no_ranks(tmp_path):

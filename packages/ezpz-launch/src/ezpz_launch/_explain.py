@@ -54,9 +54,14 @@ def _decisions(plan: LaunchPlan) -> list[tuple[str, str, str]]:
         ("ranks", str(placement.nproc), sources["nproc"]),
         ("ranks per host", _ranks(placement.ranks), sources["ppn"]),
         ("hosts", fold_nodelist(placement.hosts), sources["hosts"]),
-        ("cpu binding", ":".join(plan.cpu_bind) or "none", sources["cpu_bind"]),
+        ("cpu binding", _binding(plan), sources["cpu_bind"]),
     ]
     return rows + [(name, value, sources[name]) for name, value in plan.environment.items()]
+
+
+def _binding(plan: LaunchPlan) -> str:
+    in_order = f"in order, {plan.depth} cores each" if plan.depth else "none"
+    return ":".join(plan.cpu_bind) or in_order
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ezpz_topo import Machine, Topology, same_host
 
-from ._cores import count_cores
+from ._cores import count_cores, read_cores
 from ._errors import LaunchError, UsageError
 from ._identify import Launcher
 from ._place import Placement, place
@@ -28,7 +28,9 @@ class LaunchPlan:
         hosts_of_job: Number of hosts that there are to choose from.
         hostfile: Path of the file that names the hosts, where the launcher reads one.
         devices: Devices to ask the scheduler for on each host; 0 for none.
-        cpu_bind: Cores of each rank of a host; empty for no binding.
+        flags: The machine's flags for this launcher.
+        unbound: Whether the user wants no binding, and the launcher is to be told so.
+        cpu_bind: Cores of each rank of a host; empty for no list.
         depth: Cores for each rank where the machine binds in order; 0 where it does not.
         launcher_args: The user's words for the launcher.
         environment: What is added to the ranks' environment.
@@ -45,6 +47,8 @@ class LaunchPlan:
     hosts_of_job: int
     hostfile: str
     devices: int
+    flags: tuple[str, ...]
+    unbound: bool
     cpu_bind: tuple[str, ...]
     depth: int
     launcher_args: tuple[str, ...]
@@ -57,11 +61,6 @@ class LaunchPlan:
     def nproc(self) -> int:
         """Number of ranks in all."""
         return self.placement.nproc
-
-    @property
-    def is_machines_own(self) -> bool:
-        """Whether the launcher is the one that the machine's flags are for."""
-        return self.launcher.kind == self.machine.launcher
 
 
 def plan(
@@ -102,6 +101,10 @@ def plan(
         nodes=request.nodes or 0,
     )
     default, why_default = _ranks_per_host(topology, request, slots, hosts_source)
+    if request.nodes and request.nproc:
+        # So many hosts are asked for, and so many are used.
+        default = -(-request.nproc // request.nodes)
+        why_default = f"-n {request.nproc} / -N {request.nodes}"
     placement = place(
         names, nproc=request.nproc, ppn=request.ppn, default_ppn=default, why_default=why_default
     )
@@ -123,9 +126,13 @@ def plan(
     )
     sources |= why
     devices = 0 if topology.accelerators.device_type == "cpu" else topology.accelerators.count
-    depth = 0
-    if "--cpu-bind=depth" in topology.machine.launcher_flags:
-        depth = max(1, topology.cpus_per_node // placement.ppn)
+    flags = topology.machine.launcher_flags if launcher.kind == topology.machine.launcher else ()
+    if request.cpu_bind:
+        flags = tuple(flag for flag in flags if not flag.startswith("--cpu-bind"))
+    bound_in_order = "--cpu-bind=depth" in flags
+    depth = max(1, topology.cpus_per_node // placement.ppn) if bound_in_order else 0
+    if bound_in_order:
+        sources["cpu_bind"] = f"launcher_flags of {topology.machine.name}.toml"
     return LaunchPlan(
         command=request.command,
         launcher=launcher,
@@ -135,6 +142,8 @@ def plan(
         hosts_of_job=topology.allocation.num_nodes,
         hostfile=hostfile,
         devices=devices if topology.machine.devices_per_node else 0,
+        flags=flags,
+        unbound=request.cpu_bind == "none",
         cpu_bind=cpu_bind,
         depth=depth,
         launcher_args=request.launcher_args,
@@ -189,7 +198,14 @@ def _cpu_bind(
             f"--cpu-bind {name}: expected none, one of {machine.name}'s lists ({known}), or cores "
             "such as 0-7:8-15"
         )
+    for ranges in listed:
+        read_cores(ranges)
     if launcher.kind not in ("pals", "srun"):
+        if request.cpu_bind:
+            raise UsageError(
+                f"--cpu-bind {name}: {launcher.kind} takes no list of cores; expected none, or its "
+                "own words in --launcher-args"
+            )
         return (), f"{launcher.kind} takes no list of cores"
     if placement.ppn > len(listed):
         if request.cpu_bind:
@@ -231,6 +247,9 @@ def _environment(
     for name, value in machine.environment.items():
         if name not in user_env:
             environment[name], sources[name] = value, f"{machine.name}.toml"
+    if request.machine:
+        # The ranks are on the machine that the user named, whatever their host looks like.
+        environment["EZPZ_MACHINE"], sources["EZPZ_MACHINE"] = request.machine, "--machine"
     for pair in request.env:
         name, _, value = pair.partition("=")
         environment[name], sources[name] = value, "--env"

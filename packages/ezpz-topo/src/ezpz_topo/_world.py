@@ -128,10 +128,8 @@ def num_nodes(rank: RankInfo, job: Allocation | None) -> tuple[int, str]:
         return job.num_nodes, job.sources["hosts"]
     if rank.num_nodes is not None:
         return rank.num_nodes, rank.sources["num_nodes"]
+    # World size over local world size is a guess: 1 + 2 + 3 ranks would say 6, 3 and 2.
     per_node = rank.local_world_size
-    if per_node and rank.world_size % per_node == 0:
-        sizes = f"{rank.sources['world_size']} / {rank.sources['local_world_size']}"
-        return rank.world_size // per_node, sizes
     raise IncompleteLauncherError(
         f"{rank.launcher}: {rank.world_size} ranks, {per_node or 'an unknown number'} of them on "
         "this node, and no job whose hosts can be read; expected to be told the number of nodes; "
@@ -139,6 +137,17 @@ def num_nodes(rank: RankInfo, job: Allocation | None) -> tuple[int, str]:
         family=rank.launcher,
         missing=("GROUP_WORLD_SIZE",),
     )
+
+
+def _fits(rank: RankInfo, index: int, nodes: int) -> bool:
+    """Whether every node of the job has as many ranks, and this one those of its place.
+
+    Only then is the order of the ranks' nodes surely the job's.
+    """
+    per_node = rank.local_world_size or 0
+    in_blocks = (index * per_node + rank.local_rank) == rank.rank
+    in_turn = (rank.local_rank * nodes + index) == rank.rank
+    return per_node * nodes == rank.world_size and (in_blocks or in_turn)
 
 
 def world_size_total(
@@ -169,14 +178,10 @@ def node_index(rank: RankInfo, job: Allocation | None) -> tuple[int, str]:
     if rank.node_rank is not None:
         return rank.node_rank, rank.sources["node_rank"]
     per_node = rank.local_world_size or 0
-    # Only where every node of the job has its ranks is their order surely the job's.
-    if (
-        job is not None
-        and job.scheduler != "none"
-        and job.node_name in job.hosts
-        and per_node * job.num_nodes == rank.world_size
-    ):
-        return job.hosts.index(job.node_name), f"{job.node_name} in {job.sources['hosts']}"
+    if job is not None and job.scheduler != "none" and job.node_name in job.hosts:
+        index = job.hosts.index(job.node_name)
+        if _fits(rank, index, job.num_nodes):
+            return index, f"{job.node_name} in {job.sources['hosts']}"
     raise IncompleteLauncherError(
         f"{rank.launcher} does not tell which node this is ({rank.world_size} ranks, "
         f"{per_node or 'an unknown number'} of them here); expected NODE_RANK; start the ranks "

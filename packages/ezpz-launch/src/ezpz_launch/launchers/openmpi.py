@@ -22,6 +22,7 @@ def argv(plan: LaunchPlan) -> list[str]:
     if not plan.on_this_host:
         # Elsewhere it starts ranks with what a login there has, and what is named.
         for name in ("PATH", "LD_LIBRARY_PATH", *plan.environment):
-            words += ["-x", name]
-    words += plan.machine.launcher_flags if plan.is_machines_own else ()
+            if name not in plan.flags:
+                words += ["-x", name]
+    words += plan.flags
     return [*words, *plan.launcher_args, *shim_argv(plan, "openmpi", separator=":")]

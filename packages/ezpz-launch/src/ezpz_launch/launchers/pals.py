@@ -12,8 +12,10 @@ def argv(plan: LaunchPlan) -> list[str]:
     placement = plan.placement
     words = [plan.launcher.path, "-n", str(placement.nproc), "--ppn", str(placement.ppn)]
     words += ["--hostfile", plan.hostfile]
-    words += plan.machine.launcher_flags if plan.is_machines_own else ["--envall"]
-    if plan.cpu_bind:
+    words += plan.flags or ["--envall"]
+    if plan.unbound:
+        words += ["--cpu-bind=none"]
+    elif plan.cpu_bind:
         words += [f"--cpu-bind=list:{':'.join(plan.cpu_bind)}"]
     elif plan.depth:
         words += [f"--depth={plan.depth}"]

@@ -14,7 +14,9 @@ from .shim import shim_argv
 def argv(plan: LaunchPlan) -> list[str]:
     """Return the command line that starts a plan's ranks."""
     placement = plan.placement
-    words = [plan.launcher.path, "--unbuffered", f"--ntasks={placement.nproc}"]
+    words = [plan.launcher.path, f"--ntasks={placement.nproc}"]
+    if not {"-u", "--unbuffered"} & set(plan.flags):
+        words += ["--unbuffered"]
     if placement.is_even:
         words += [f"--nodes={len(placement.hosts)}", f"--ntasks-per-node={placement.ppn}"]
         if len(placement.hosts) < plan.hosts_of_job:
@@ -25,8 +27,10 @@ def argv(plan: LaunchPlan) -> list[str]:
         words += ["--distribution=arbitrary", f"--nodelist={plan.hostfile}"]
     if plan.devices:
         words += [f"--gpus-per-node={plan.devices}"]
-    words += plan.machine.launcher_flags if plan.is_machines_own else ()
-    if plan.cpu_bind:
+    words += plan.flags
+    if plan.unbound:
+        words += ["--cpu-bind=none"]
+    elif plan.cpu_bind:
         words += [f"--cpu-bind=mask_cpu:{','.join(map(mask_of, plan.cpu_bind))}"]
     return [*words, *plan.launcher_args, *shim_argv(plan, "slurm")]
 

@@ -1,0 +1,276 @@
+"""Two hosts on one machine: names, addresses and mounts of their own, and what Hydra needs.
+
+Each host is a network namespace. The bridge between them is in a third one, so that this
+machine's own interfaces, routes and packet filters are neither changed nor met, and whatever
+range it uses, the hosts' addresses cannot collide with it, nor with another sandbox's.
+
+Verified with iproute2 6.1, util-linux 2.38 and MPICH 5.0.2, as root.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+ADDRESSES = {"nodeA": "198.18.0.1", "nodeB": "198.18.0.2"}
+"""Of 198.18.0.0/15, which RFC 2544 sets apart for tests."""
+
+STOP_TIMEOUT = 10.0
+"""Seconds in which what was killed must be gone."""
+
+_NAMESPACES = Path("/run/netns")
+_SWITCH = "switch"
+
+# A launcher's variables, or a scheduler's, would tell of the surroundings of the tests.
+_INHERITED = ("PATH", "HOME", "USER", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "PYTHONPATH")
+
+# A UTS and a mount namespace for each that enters: a host's name and mounts end with it.
+_ENTER = """\
+#!/bin/bash
+# usage: enter HOST COMMAND...
+# The rest runs inside: the names of files, and of the namespace, are known here.
+host=$1
+inside='hostname "$1" && mount --bind {directory}/hosts /etc/hosts &&
+  mount --bind {directory}/"$1" {directory}/local && shift && exec "$@"'
+exec ip netns exec {name}-"$host" \\
+  unshare --uts --mount --propagation private bash -c "$inside" enter "$@"
+"""
+
+# Hydra quotes the path of its proxy for the shell that ssh would start.
+_LAUNCHER = """\
+#!/bin/bash
+# usage: launcher [-OPTION]... HOST WORD...   as ssh does it
+while [[ ${{1-}} == -* ]]; do shift; done
+host=$1 && shift
+exec {directory}/enter "$host" bash -c "$*"
+"""
+
+
+class SandboxError(Exception):
+    """The hosts did not start, or a command on one did not do what it should."""
+
+
+class TwoHosts:
+    """Two hosts, nodeA and nodeB, that reach each other and nothing else.
+
+    All else is shared: files, processes and their ids, memory. Nothing of it outlives the
+    ``with``.
+
+    Attributes:
+        directory: Removed at the end. Its ``local`` is a disk of each host's own: there nodeA
+            sees what is here in ``nodeA``, and nodeB what is in ``nodeB``.
+        environment: For commands on the hosts: a little of ours, and how Hydra reaches a host.
+    """
+
+    def __init__(self) -> None:
+        self.directory = Path()
+        self.environment: dict[str, str] = {}
+
+    def __enter__(self) -> Self:
+        # Its name is nobody else's, also where a killed sandbox had our process id.
+        self.directory = Path(tempfile.mkdtemp(prefix=f"hosts-{os.getpid()}-", dir="/tmp"))
+        try:
+            self._start()
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stop()
+
+    def run(
+        self,
+        command: Sequence[str],
+        *,
+        on: str = "nodeA",
+        env: Mapping[str, str] | None = None,
+        expect: int | None = 0,
+        timeout: float = 60.0,
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command on a host and return what it said.
+
+        Args:
+            command: The words, such as ``["mpiexec", "--hostfile=F", "hostname"]``.
+            on: The host.
+            env: Variables to add to `environment`.
+            expect: The exit status that it must have; None for any.
+            timeout: Seconds; then every process of both hosts is killed.
+
+        Raises:
+            SandboxError: It ended otherwise, or not in time. The message has its output.
+        """
+        started = subprocess.Popen(
+            [str(self.directory / "enter"), on, *command],
+            env={**self.environment, **(env or {})},
+            cwd=self.directory,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            # Ctrl-C is for the tests; the hosts' processes are ended by us.
+            start_new_session=True,
+        )
+        try:
+            stdout, stderr = started.communicate(timeout=timeout)
+        except BaseException as error:
+            # It may not have entered its host yet.
+            started.kill()
+            _end_processes(self.directory.name)
+            stdout, stderr = started.communicate()
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            raise SandboxError(
+                f"{shlex.join(command)} did not end within {timeout:g} s\n"
+                f"--- stdout\n{stdout}\n--- stderr\n{stderr}"
+            ) from error
+        if expect is not None and started.returncode != expect:
+            raise SandboxError(
+                f"{shlex.join(command)} ended with {started.returncode}, expected {expect}\n"
+                f"--- stdout\n{stdout}\n--- stderr\n{stderr}"
+            )
+        return subprocess.CompletedProcess(command, started.returncode, stdout, stderr)
+
+    def reset(self) -> None:
+        """Kill every process of both hosts, and empty their disks.
+
+        Raises:
+            SandboxError: A process is still there afterwards.
+        """
+        _end_processes(self.directory.name)
+        for host in ADDRESSES:
+            shutil.rmtree(self.directory / host)
+            (self.directory / host).mkdir()
+
+    def _start(self) -> None:
+        name = self.directory.name
+        self.environment = {key: os.environ[key] for key in _INHERITED if key in os.environ} | {
+            "PATH": search_path(),
+            "HYDRA_LAUNCHER": "ssh",
+            "HYDRA_LAUNCHER_EXEC": str(self.directory / "launcher"),
+        }
+        for folder in ("local", *ADDRESSES):
+            (self.directory / folder).mkdir()
+        lines = [f"{address} {host}.example {host}\n" for host, address in ADDRESSES.items()]
+        hosts = self.directory / "hosts"
+        hosts.write_text("".join(["127.0.0.1 localhost\n", *lines]), encoding="utf-8")
+        for script, text in (("enter", _ENTER), ("launcher", _LAUNCHER)):
+            path = self.directory / script
+            path.write_text(text.format(directory=self.directory, name=name), encoding="utf-8")
+            path.chmod(0o755)
+
+        _ip("netns", "add", f"{name}-{_SWITCH}")
+        switch = ("-n", f"{name}-{_SWITCH}", "link")
+        _ip(*switch, "add", "bridge", "type", "bridge")
+        _ip(*switch, "set", "bridge", "up")
+        for host, address in ADDRESSES.items():
+            node = f"{name}-{host}"
+            _ip("netns", "add", node)
+            _ip(*switch, "add", host, "type", "veth", "peer", "name", "eth0", "netns", node)
+            _ip(*switch, "set", host, "master", "bridge", "up")
+            _ip("-n", node, "address", "add", f"{address}/24", "dev", "eth0")
+            _ip("-n", node, "link", "set", "eth0", "up")
+            _ip("-n", node, "link", "set", "lo", "up")
+
+    def _stop(self) -> None:
+        try:
+            remove(self.directory)
+        except KeyboardInterrupt:
+            remove(self.directory)
+            raise
+
+
+def remove(directory: Path) -> None:
+    """Remove the sandbox that has this directory, however far it came to be, or is gone.
+
+    Raises:
+        SandboxError: A process of its hosts survives.
+    """
+    _end_processes(directory.name)
+    # With a namespace its interfaces go.
+    for namespace in namespaces(directory):
+        _ip("netns", "delete", namespace)
+    if directory.exists():
+        shutil.rmtree(directory)
+
+
+def namespaces(directory: Path) -> list[str]:
+    """Return the names of the network namespaces of the sandbox that has this directory."""
+    names = (f"{directory.name}-{each}" for each in (*ADDRESSES, _SWITCH))
+    return [name for name in names if (_NAMESPACES / name).exists()]
+
+
+def missing() -> str:
+    """Return why there can be no sandbox here; an empty text where there can."""
+    commands = ("ip", "unshare", "mount", "hostname", "bash")
+    lacking = [name for name in commands if shutil.which(name, path=search_path()) is None]
+    if lacking:
+        return f"{', '.join(lacking)} not installed (Debian: iproute2 and util-linux)"
+    if os.geteuid() != 0:
+        return "not root: only root makes hosts of namespaces"
+    # Inside namespaces that end with it, so that it changes nothing. Quoted: what is needed.
+    probe = (
+        "mount --bind /etc/hosts /etc/hosts && ip link add bridge type bridge && "
+        "ip link add one type veth peer name other && hostname probe && "
+        f"ip netns add hosts-{os.getpid()}-probe && ip netns delete hosts-{os.getpid()}-probe"
+    )
+    apart = ("unshare", "--net", "--uts", "--mount", "--propagation", "private")
+    done = _done(*apart, "bash", "-c", probe)
+    return f"no namespaces here: {done.stderr.strip()}" if done.returncode else ""
+
+
+def search_path() -> str:
+    """Return ``PATH`` with the directories of daemons, which an ordinary user's may lack."""
+    directories = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    return os.pathsep.join([*directories, "/usr/local/sbin", "/usr/sbin", "/sbin"])
+
+
+def _end_processes(name: str) -> None:
+    deadline = time.monotonic() + STOP_TIMEOUT
+    while left := _processes(name):
+        if time.monotonic() > deadline:
+            raise SandboxError(f"processes {left} of {name} survive SIGKILL")
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def _processes(name: str) -> list[int]:
+    return [
+        int(pid)
+        for host in ADDRESSES
+        if (_NAMESPACES / f"{name}-{host}").exists()
+        for pid in _ip("netns", "pids", f"{name}-{host}").split()
+    ]
+
+
+def _ip(*words: str) -> str:
+    done = _done("ip", *words)
+    if done.returncode:
+        raise SandboxError(f"ip {shlex.join(words)}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def _done(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, env={**os.environ, "PATH": search_path()}, stdin=subprocess.DEVNULL,
+        capture_output=True, text=True, check=False,
+        # Ctrl-C is for the tests: what is begun here is finished, and then taken down.
+        start_new_session=True,
+    )  # fmt: skip
