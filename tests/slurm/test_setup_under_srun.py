@@ -14,13 +14,6 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
-def said_in(tmp_path: Path) -> Path:
-    directory = tmp_path / "said"
-    directory.mkdir()
-    return directory
-
-
-@pytest.fixture
 def words(program: Callable[[str], list[str]], said_in: Path) -> list[str]:
     return [*program("take_step"), str(said_in)]
 

@@ -33,7 +33,7 @@ def test_the_nodes_of_a_job_count_also_where_no_ranks_run():
     assert ezpz_topo.get_world_size(BATCH) == 1
 
 
-def test_room_is_one_rank_a_device(monkeypatch):
+def test_room_is_one_rank_a_device():
     # a login node, where the machine's file tells of its nodes
     env = {**BATCH, "EZPZ_MACHINE": "perlmutter"}
     del env["SLURMD_NODENAME"]

@@ -13,7 +13,7 @@ from ._plan import LaunchPlan
 
 def explain(plan: LaunchPlan, argv: Sequence[str], hostfile: Sequence[str]) -> str:
     """Return the explanation of a launch, for people; the command can be pasted into a shell."""
-    rows = [(name, value, why) for name, value, why in _decisions(plan)]
+    rows = _decisions(plan)
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     # One long value must not push every source off the screen.
     widths[1] = min(widths[1], 40)

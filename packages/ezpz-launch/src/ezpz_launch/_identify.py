@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 from ._errors import CommandNotFoundError, LaunchError
 
-KINDS = ("pals", "hydra", "openmpi", "srun", "torchrun")
-
 _PALS = "/opt/cray/pals"
 """Where the site's PALS lies; its --version is not among our facts."""
 
@@ -21,7 +19,7 @@ class Launcher:
 
     Attributes:
         path: Its executable.
-        kind: One of `KINDS`.
+        kind: ``"pals"``, ``"hydra"``, ``"openmpi"``, ``"srun"`` or ``"torchrun"``.
         source: By what it was found and recognised.
         notes: What people should know, such as another one that it shadows.
     """

@@ -37,13 +37,9 @@ def _request_by_fire(options: Options, command: tuple[str, ...]) -> Request:
         dry_run: bool = False,
         json: bool = False,
     ) -> Request:
-        for flag, name, value in (
-            ("-n", "nproc", nproc),
-            ("--ppn", "ppn", ppn),
-            ("-N", "nodes", nodes),
-        ):
+        for name, value in (("nproc", nproc), ("ppn", ppn), ("nodes", nodes)):
             if name in options and type(value) is not int:
-                raise UsageError(f"{flag} {options[name]}: expected a whole number")
+                raise UsageError(f"{_FLAGS[name]} {options[name]}: expected a whole number")
         env = texts.get("env", [])
         try:
             launcher_args = tuple(shlex.split(str(texts.get("launcher-args", ""))))

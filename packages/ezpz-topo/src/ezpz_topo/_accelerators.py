@@ -26,7 +26,7 @@ _VARIABLES = {
     "ZE_AFFINITY_MASK": "intel",
 }
 _DEVICE_TYPE_OF = {"nvidia": "cuda", "amd": "cuda", "intel": "xpu"}
-_MASK_ENTRY = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9}){0,2}", re.ASCII)
+_MASK_ENTRY = r"[0-9]{1,9}(\.[0-9]{1,9}){0,2}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +247,7 @@ def _masked(text: str, limit: int | None, flat: bool) -> tuple[int, tuple[str, .
     """
     entries = [entry.strip() for entry in text.split(",")]
     for entry in entries:
-        if not _MASK_ENTRY.fullmatch(entry) or (flat and "." in entry):
+        if not re.fullmatch(_MASK_ENTRY, entry) or (flat and "." in entry):
             expected = (
                 "tile indices such as 0,1,2: ZE_FLAT_DEVICE_HIERARCHY is not COMPOSITE"
                 if flat

@@ -27,8 +27,8 @@ _NOT_IN_NAMES = (b"..", b".-", b"\n-", b"\n.")
 _MAX_LINE = 4096
 _MAX_LINES = 1 << 22  # 10,000 nodes of 100 slots each, a line a slot, are 1,000,000
 _BLANKS = str.maketrans("\t\v\f", "   ")
-_NUMBER = re.compile(r"0*[1-9][0-9]{0,5}")
-_IN_BRACKETS = re.compile(r"\[([^\[\]]*)\](?::(.*))?")
+_NUMBER = r"0*[1-9][0-9]{0,5}"
+_IN_BRACKETS = r"\[([^\[\]]*)\](?::(.*))?"
 # The words that Open MPI 5 (PRRTE) takes for each; it takes - for _ as well.
 _SLOTS = frozenset({"slots", "cpu", "count"})
 _MAX_SLOTS = frozenset(f"max_{word}" for word in _SLOTS) | {f"{word}_max" for word in _SLOTS}
@@ -143,7 +143,7 @@ def write_file(path: str, content: bytes, mode: int) -> None:
             with open(descriptor, "wb") as file:
                 file.write(content)
             os.replace(beside, target)
-        except BaseException:
+        except BaseException:  # also at Ctrl-C: no half file stays behind; raised again
             os.unlink(beside)
             raise
     except (OSError, ValueError) as error:
@@ -230,7 +230,7 @@ def _parse_line(line: str) -> tuple[str, str, int | None] | None:
 def _host_of(token: str) -> tuple[str, int | None]:
     """Return host and slots of ``host``, ``host:n``, ``[address]:n`` or a bare address."""
     host, number = token, None
-    if match := _IN_BRACKETS.fullmatch(token):
+    if match := re.fullmatch(_IN_BRACKETS, token):
         host, number = match[1], match[2]
         if ":" not in host:
             host = token  # a bracket of numbers is no address
@@ -246,7 +246,7 @@ def _host_of(token: str) -> tuple[str, int | None]:
 
 
 def _number(text: str, part: str) -> int:
-    if not _NUMBER.fullmatch(text):
+    if not re.fullmatch(_NUMBER, text):
         raise _bad(part, "slots from 1 to 999999, as host:n or host slots=n; correct the number")
     return int(text)
 

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterable
 
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*(?:\.[A-Za-z0-9_][A-Za-z0-9_-]*)*\.?")
+_NAME = r"[A-Za-z0-9_][A-Za-z0-9_-]*(?:\.[A-Za-z0-9_][A-Za-z0-9_-]*)*\.?"
 _MAX_NAME = 254  # DNS: 253 characters, and the final dot
 _OCTETS = frozenset(str(number) for number in range(256))
 
@@ -68,7 +68,7 @@ def is_host(text: str) -> bool:
         # "010" is 8 to some resolvers and 10 to others.
         octets = text.split(".")
         return len(octets) == 4 and all(octet in _OCTETS for octet in octets)
-    return len(text) <= _MAX_NAME and _NAME.fullmatch(text) is not None
+    return len(text) <= _MAX_NAME and re.fullmatch(_NAME, text) is not None
 
 
 def _is_numeric(host: str) -> bool:

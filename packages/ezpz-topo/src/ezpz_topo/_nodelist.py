@@ -17,9 +17,9 @@ from ._errors import NodelistError
 MAX_HOSTS = 1 << 20
 """More hosts than this are refused before they are made; the largest machines have 10,000."""
 
-_ITEM = re.compile(r"(?:[^\s,\[\]]|\[[^\[\]]*\])+")
-_BRACKET = re.compile(r"\[([^\[\]]*)\]")
-_RANGE = re.compile(r"([0-9]{1,15})(?:-([0-9]{1,15}))?")
+_ITEM = r"(?:[^\s,\[\]]|\[[^\[\]]*\])+"
+_BRACKET = r"\[([^\[\]]*)\]"
+_RANGE = r"([0-9]{1,15})(?:-([0-9]{1,15}))?"
 
 
 def expand_nodelist(nodelist: str, *, max_hosts: int = MAX_HOSTS) -> list[str]:
@@ -95,12 +95,12 @@ def fold_nodelist(hosts: Iterable[str]) -> str:
 
 def _items(nodelist: str) -> Iterable[tuple[str, int]]:
     """Yield each name with its position; whatever is left over is an error."""
-    at = 0
+    name, at = re.compile(_ITEM), 0
     while at < len(nodelist):
         if nodelist[at] == "," or nodelist[at].isspace():
             at += 1
             continue
-        match = _ITEM.match(nodelist, at)
+        match = name.match(nodelist, at)
         end = at if match is None else match.end()
         if end < len(nodelist) and nodelist[end] in "[]":
             what = "is not closed, or holds another" if nodelist[end] == "[" else "was not opened"
@@ -120,14 +120,14 @@ def _brackets(
     item: str, at: int, nodelist: str, held: int, max_hosts: float
 ) -> tuple[list[str], list[_Pairs]]:
     """Return the text around the brackets of one name, and their ranges."""
-    pieces = _BRACKET.split(item)
+    pieces, span = re.split(_BRACKET, item), re.compile(_RANGE)
     literals, insides = pieces[::2], pieces[1::2]
     ranges: list[_Pairs] = []
     count = 1
     for inside in insides:
         pairs: _Pairs = []
         for part in inside.split(","):
-            match = _RANGE.fullmatch(part)
+            match = span.fullmatch(part)
             low, high = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
             if match is None or high < low:
                 raise NodelistError(

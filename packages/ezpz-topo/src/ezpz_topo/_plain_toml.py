@@ -10,9 +10,8 @@ if TYPE_CHECKING:
 
 _STRING = r'"[^"\\\x00-\x08\x0a-\x1f\x7f]*"'
 _ITEM = rf"(?:{_STRING}|0|[1-9][0-9]{{0,17}}(?![0-9]))"
-_ITEMS = re.compile(_ITEM)
 _LIST = rf"\[[ \t\n]*(?:{_ITEM}[ \t\n]*,[ \t\n]*)*(?:{_ITEM}[ \t\n]*)?\]"
-_PLAIN_LINE = re.compile(
+_PLAIN_LINE = (
     r"[ \t]*(?:"
     r"\[([A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)*)\]"
     rf"|([A-Za-z0-9_-]+)[ \t]*=[ \t]*({_ITEM}|{_LIST})"
@@ -27,10 +26,12 @@ def parse_plain(text: str) -> dict[str, Any] | None:
     cost. What this accepts it reads as tomllib does, and a test holds it to that on every
     packaged file and on thousands of damaged ones; the rest is left to tomllib.
     """
+    # Not at import: they take 1 ms to compile, which re remembers.
+    line, item = re.compile(_PLAIN_LINE), re.compile(_ITEM)
     document: dict[str, Any] = {}
     table, at = document, 0
     while at < len(text):
-        match = _PLAIN_LINE.match(text, at)
+        match = line.match(text, at)
         if match is None:
             return None
         at = match.end()
@@ -49,6 +50,6 @@ def parse_plain(text: str) -> dict[str, Any] | None:
         elif key is not None:
             if key in table:
                 return None
-            items = [v[1:-1] if v[0] == '"' else int(v) for v in _ITEMS.findall(value)]
+            items = [v[1:-1] if v[0] == '"' else int(v) for v in item.findall(value)]
             table[key] = items if value[0] == "[" else items[0]
     return document

@@ -9,7 +9,7 @@ from dataclasses import replace
 from ._env import FAMILIES, LAUNCHERS, STAMP, TORCHRUN, TORCHRUN_PROOF
 from ._errors import IncompleteLauncherError, InvalidVariableError
 from ._reading import ONE_PROCESS, Partial, RankInfo, complete, read
-from ._steps import is_step, whose_step
+from ._steps import is_step, why_not_ours
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def _without_a_step_of_others(
     if not is_step(env):
         return env, above, ""
     above = list(above)
-    why = whose_step(env, above)
+    why = why_not_ours(env, above)
     if not why:
         return env, above, ""
     note = f"SLURM_STEP_ID={env['SLURM_STEP_ID']} set aside: {why}"

@@ -16,7 +16,7 @@ from ._errors import InvalidVariableError, SchedulerError
 from ._hosts import find_host, get_hostname
 from ._nodelist import expand_nodelist
 from ._rank import get_rank_info
-from ._steps import is_step, whose_step
+from ._steps import is_step, why_not_ours
 from ._tasks import tasks_of_nodes
 
 TYPE_CHECKING = False
@@ -138,14 +138,13 @@ def _is_in_step(env: Mapping[str, str]) -> bool:
         return False
     from ._ancestors import launching_ancestors  # noqa: PLC0415
 
-    if whose_step(env, launching_ancestors() if env is os.environ else ()):
+    if why_not_ours(env, launching_ancestors() if env is os.environ else ()):
         return False
     rank = get_rank_info(env)
     launcher = env.get(STAMP_LAUNCHER, "") if rank.launcher == STAMP.name else rank.launcher
-    if launcher in ("slurm", "torchrun", "none"):
-        # None: the step is left over from the one that submitted this job.
-        return launcher != "none"
-    return rank.local_world_size == rank.world_size
+    if launcher == "none":
+        return False
+    return launcher in ("slurm", "torchrun") or rank.local_world_size == rank.world_size
 
 
 def _slots(

@@ -22,7 +22,7 @@ def is_step(env: Mapping[str, str]) -> bool:
     return env.get("SLURM_STEP_ID", "") not in ("", *SLURM_SHELL_STEPS)
 
 
-def whose_step(env: Mapping[str, str], above: Iterable[Ancestor]) -> str:
+def why_not_ours(env: Mapping[str, str], above: Iterable[Ancestor]) -> str:
     """Return why the step is another one than this process's; empty if nothing speaks against it.
 
     Args:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ._errors import InvalidVariableError
 
-_ITEM = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
+_ITEM = r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?"
 
 
 def tasks_on_node(text: str, node_rank: int, *, variable: str) -> int:
@@ -53,7 +53,7 @@ def tasks_of_nodes(text: str, num_nodes: int, *, variable: str) -> tuple[int, ..
 def _items(text: str, variable: str) -> Iterator[tuple[int, int]]:
     """Yield (tasks, number of nodes with so many)."""
     for item in text.split(","):
-        match = _ITEM.fullmatch(item)
+        match = re.fullmatch(_ITEM, item)
         if match is None:
             raise InvalidVariableError(
                 f"{variable}={text!r}: {item!r} does not parse; expected counts such as 4(x2),3"
