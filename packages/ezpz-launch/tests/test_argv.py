@@ -66,23 +66,69 @@ def test_bad_options(words, message):
         split(words)
 
 
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("-np", "-n"),
+        ("-np=2", "-n"),
+        ("--np", "-n"),
+        ("--ntasks=2", "-n"),
+        ("-ppn", "--ppn"),
+        ("--nproc-per-node", "--ppn"),
+        ("--nproc_per_node=2", "--ppn"),
+        ("--ntasks-per-node", "--ppn"),
+        ("--nnodes", "-N"),
+        ("-nodes", "--nodes"),
+        ("-machine", "--machine"),
+        ("-env", "--env"),
+        ("-hostfile", "--hostfile"),
+        ("-f", "--hostfile"),
+    ],
+)
+def test_habits_of_other_launchers_are_told_ours(word, meant):
+    with pytest.raises(UsageError) as caught:
+        split([word, "2", "true"])
+    assert f"unknown option {word!r}; did you mean {meant}? " in str(caught.value)
+
+
+def test_letters_attached_to_a_number_are_no_number():
+    with pytest.raises(UsageError, match="unknown option '-nfour'"):
+        split(["-nfour", "true"])
+
+
 def test_the_option_surface_is_frozen():
-    assert [(option.name, option.short, option.value) for option in OPTIONS] == [
-        ("nproc", "n", "N"),
-        ("ppn", "", "N"),
-        ("nodes", "N", "N"),
-        ("hostfile", "", "FILE"),
-        ("include", "", "LIST"),
-        ("exclude", "", "LIST"),
-        ("launcher", "", "KIND"),
-        ("machine", "", "NAME"),
-        ("cpu-bind", "", "LIST"),
-        ("env", "", "K=V"),
-        ("launcher-args", "", "TEXT"),
-        ("module", "m", "MODULE"),
-        ("code", "c", "CODE"),
-        ("dry-run", "", ""),
-        ("json", "", ""),
-        ("version", "", ""),
-        ("help", "h", ""),
+    surface = [(option.name, option.short, option.value, option.many) for option in OPTIONS]
+    assert surface == [
+        ("nproc", "n", "N", False),
+        ("ppn", "", "N", False),
+        ("nodes", "N", "N", False),
+        ("hostfile", "", "FILE", False),
+        ("include", "", "LIST", False),
+        ("exclude", "", "LIST", False),
+        ("launcher", "", "KIND", False),
+        ("machine", "", "NAME", False),
+        ("option", "", "NAME", True),
+        ("cpu-bind", "", "LIST", False),
+        ("env", "", "K=V", True),
+        ("one-device", "", "", False),
+        ("log-dir", "", "DIR", False),
+        ("tee", "", "", False),
+        ("only-ranks", "", "LIST", False),
+        ("prefix", "", "", False),
+        ("idle-timeout", "", "TIME", False),
+        ("grace", "", "TIME", False),
+        ("signal-before", "", "TIME", False),
+        ("retries", "", "N", False),
+        ("nested", "", "", False),
+        ("launcher-args", "", "TEXT", False),
+        ("module", "m", "MODULE", False),
+        ("code", "c", "CODE", False),
+        ("dry-run", "", "", False),
+        ("json", "", "", False),
+        ("version", "", "", False),
+        ("help", "h", "", False),
     ]
+
+
+def test_help_lines_fit_the_screen():
+    assert max(len(option.help) for option in OPTIONS) <= 70

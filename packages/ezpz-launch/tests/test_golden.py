@@ -17,14 +17,18 @@ GOLDEN = Path(__file__).parent / "golden"
 MACHINES = known_machines({})
 
 
-def cases(devices):
-    """Return what is asked for, by name; a host without devices gets two ranks."""
-    per_host = devices or 2
+def cases(machine):
+    """Return what is asked for, by name; a host without devices is told by its cores."""
+    # Where the file tells neither, a plan takes two ranks: four is another number than that.
+    devices = machine.devices_per_node or 0
+    per_host = devices or (machine.cores_per_node or 8) // 2
+    fewer = "fewer ranks than devices" if devices else "another number of ranks"
     return {
         "one node": ["-N", "1"],
         "many nodes": ["-N", "4"],
-        "fewer ranks than devices": ["-N", "1", "-n", str(max(1, per_host - 1))],
+        fewer: ["-N", "1", "-n", str(per_host - 1 if devices else per_host // 2 + 1)],
         "uneven": ["-N", "2", "-n", str(2 * per_host - 1)],
+        **{f"option {name}": ["-N", "2", "--option", name] for name in machine.options},
     }
 
 
@@ -33,7 +37,7 @@ def test_the_command_lines_of_a_machine(name, capsys, monkeypatch):
     monkeypatch.delenv("EZPZ_MACHINES", raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", "/nonexistent")
     said = []
-    for title, words in cases(MACHINES[name].devices_per_node).items():
+    for title, words in cases(MACHINES[name]).items():
         asked = ["--dry-run", "--machine", name, *words, "python", "train.py", "--lr", "1e-4"]
         assert main(asked) == 0
         said.append(f"==== {title}: ezpz-launch {' '.join(asked)}\n{capsys.readouterr().out}")

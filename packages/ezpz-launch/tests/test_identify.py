@@ -5,7 +5,7 @@ import shlex
 import pytest
 
 from ezpz_launch import CommandNotFoundError, LaunchError
-from ezpz_launch._identify import find_command, find_mpiexec, identify
+from ezpz_launch._identify import Launcher, find_command, find_mpiexec, identify
 
 
 def program(path, text):
@@ -19,12 +19,34 @@ def program(path, text):
     ("answer", "kind"),
     [
         ("HYDRA build details:\n    Version: 5.0.2", "hydra"),
+        ("Intel(R) MPI Library for Linux* OS, Version 2021.9 Build 20230307", "hydra"),
         ("mpiexec (Open MPI) 5.0.11", "openmpi"),
         ("mpiexec (OpenRTE) 4.1.4", "openmpi"),
     ],
 )
 def test_an_mpiexec_is_asked_whose_it_is(tmp_path, answer, kind):
     assert identify(program(tmp_path / "mpiexec", answer)).kind == kind
+
+
+@pytest.mark.parametrize(
+    ("answer", "flavour"),
+    [("HYDRA build details:", ""), ("Intel(R) MPI Library for Linux* OS", "intel")],
+)
+def test_intels_hydra_is_told_from_mpichs(tmp_path, answer, flavour):
+    assert identify(program(tmp_path / "mpiexec", answer)).flavour == flavour
+
+
+@pytest.mark.parametrize(
+    ("kind", "of_machine", "is_of"),
+    [
+        ("pals", "pals", True),
+        ("hydra", "pals", False),
+        ("hydra", "mpiexec", True),
+        ("spawn", "mpiexec", False),
+    ],
+)
+def test_whether_it_is_the_machines_own(kind, of_machine, is_of):
+    assert Launcher("x", kind, "").is_of(of_machine) is is_of
 
 
 def test_an_unknown_mpiexec(tmp_path):

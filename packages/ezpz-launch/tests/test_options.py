@@ -1,9 +1,13 @@
 """The options, as the command takes them."""
 
 import json
+import subprocess
 import sys
 
 import pytest
+
+from ezpz_launch import LaunchError, Request, _options
+from ezpz_launch._argv import split
 
 
 def test_the_explanation_for_programs(launch):
@@ -54,6 +58,11 @@ def test_a_module_and_code(launch):
         (["--cpu-bind", "near", "true"], "--cpu-bind near: expected none"),
         (["--json", "true"], "--json: expected --dry-run beside it"),
         (["--launcher-args", "--x 'y", "true"], "--launcher-args"),
+        (["--tee", "true"], "--tee: expected --log-dir DIR beside it"),
+        (["--grace", "-5", "true"], "--grace '-5': expected a time of 0 or more"),
+        (["--option", "fast", "true"], "--option fast: workstation has no such option"),
+        (["-n", "2", "--only-ranks", "0,2", "true"], "--only-ranks 2: there are 2 ranks (-n)"),
+        (["-np", "2", "true"], "unknown option '-np'; did you mean -n?"),
     ],
 )
 def test_what_makes_no_sense_is_one_line(launch, words, what):
@@ -75,10 +84,116 @@ def test_words_for_the_launcher_itself(launch):
     assert argv[argv.index("-l") :][:3] == ["-l", "--pmi-port", "a b"]
 
 
-def test_hosts_elsewhere_are_refused_not_forgotten(launch, tmp_path):
+def test_slots_of_a_hostfile_are_planned(launch, tmp_path):
     (tmp_path / "hosts").write_text("a slots=2\nb slots=2\n")
-    done = launch("--hostfile", str(tmp_path / "hosts"), "true")
-    assert done.returncode == 2
-    assert "2 hosts (argument) by hydra" in done.stderr
     planned = launch("--dry-run", "--json", "--hostfile", str(tmp_path / "hosts"), "true")
     assert json.loads(planned.stdout)["ranks_per_host"] == [2, 2]
+
+
+def test_what_is_asked_of_a_running_launch_is_explained(launch):
+    asked = ["--log-dir", "/logs", "--tee", "--only-ranks", "0,2-3", "--grace", "1m", "--retries=2"]
+    done = launch("--dry-run", "-n", "4", *asked, "true")
+    assert done.returncode == 0
+    for row in (
+        "output /logs, there and here (--log-dir, --tee)",
+        "output shown of ranks 0,2-3 (--only-ranks)",
+        "SIGTERM to SIGKILL 60 s (--grace)",
+        "retries up to 2 (--retries)",
+    ):
+        assert row in " ".join(done.stdout.split())
+    plain = launch("--dry-run", "-n", "4", "true").stdout
+    assert not any(word in plain for word in ("--log-dir", "--grace", "--retries", "--nested"))
+    told = json.loads(launch("--dry-run", "--json", *asked, "-n", "4", "true").stdout)
+    assert told["settings"]["SIGTERM to SIGKILL"] == "60 s"
+
+
+ALL = [
+    "-n", "4", "--ppn=2", "-N2", "--hostfile", "h", "--include", "a[1-2]", "--exclude", "0007",
+    "--launcher", "spawn", "--machine", "polaris", "--option", "depth", "--option", "nccl-ofi",
+    "--cpu-bind", "0-3", "--env", "A=1", "--env", "B=[1]", "--one-device", "--log-dir", "1e3",
+    "--tee", "--only-ranks", "2,0-1", "--prefix", "--idle-timeout", "10m", "--grace", "2.5",
+    "--signal-before", "1h", "--retries", "3", "--nested", "--launcher-args", "-a 'b c'",
+    "--dry-run", "--json", "true",
+]  # fmt: skip
+
+
+def test_every_option_reaches_the_request():
+    assert _options.request_of(*split(ALL)) == Request(
+        command=("true",),
+        nproc=4,
+        ppn=2,
+        nodes=2,
+        hostfile="h",
+        include="a[1-2]",
+        exclude="0007",
+        launcher="spawn",
+        machine="polaris",
+        options=("depth", "nccl-ofi"),
+        cpu_bind="0-3",
+        env=("A=1", "B=[1]"),
+        one_device=True,
+        log_dir="1e3",
+        tee=True,
+        only_ranks=(0, 1, 2),
+        prefix=True,
+        idle_timeout=600.0,
+        grace=2.5,
+        signal_before=3600.0,
+        retries=3,
+        nested=True,
+        launcher_args=("-a", "b c"),
+        dry_run=True,
+        json=True,
+    )
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["true"],
+        ["-n", "3", "true"],
+        ["-n", "007", "true"],
+        ["-n", "1_0", "true"],
+        ["-n", "two", "true"],
+        ["--retries", "0", "true"],
+        ["--retries=-1", "true"],
+        ["-n", "3", "--tee", "true"],
+        ["--grace", "soon", "true"],
+        ["--only-ranks", "3-1", "true"],
+        ALL,
+    ],
+)
+def test_fire_makes_the_same_request_of_every_option(words):
+    def outcome(build):
+        try:
+            return build(*split(words))
+        except LaunchError as error:
+            return str(error)
+
+    assert outcome(_options.request_of) == outcome(_options._request_by_fire)
+
+
+def test_common_options_do_without_fire():
+    code = (
+        "import sys; from ezpz_launch import _argv, _options;"
+        f"_options.request_of(*_argv.split({ALL!r}));"
+        "print({'fire', 'asyncio'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("0", 0), ("90", 90), ("1.5", 1.5), ("90s", 90), ("10m", 600), ("2h", 7200), (".5m", 30)],
+)
+def test_times(text, seconds):
+    assert _options.request_of({"idle-timeout": text}, ("true",)).idle_timeout == seconds
+
+
+@pytest.mark.parametrize(
+    "text", ["", "s", ".", "-1", "1e3", "nan", "inf", "1_0", "10 m", "1d", "٣"]
+)
+def test_what_is_no_time(text):
+    with pytest.raises(LaunchError, match=r"--grace .*expected a time of 0 or more"):
+        _options.request_of({"grace": text}, ("true",))

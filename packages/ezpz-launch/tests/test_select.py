@@ -1,7 +1,7 @@
 import pytest
 
 from ezpz_launch import UsageError
-from ezpz_launch._select import select_hosts
+from ezpz_launch._select import match_hosts, select_hosts
 from ezpz_topo import NodelistError
 
 HOSTS = ("nid001.hsn", "nid002.hsn", "nid003.hsn", "nid004.hsn")
@@ -46,3 +46,18 @@ def test_what_cannot_be(options, message):
 def test_a_nodelist_that_does_not_parse():
     with pytest.raises(NodelistError, match="not closed"):
         selected(include="nid[001-")
+
+
+def test_names_mean_hosts_whatever_their_suffix_case_or_spelling():
+    hosts = ("nid001.hsn", "nid002", "10.0.0.1", "fe80::1")
+    names = ("NID001", "nid002.example", "10.0.0.1", "fe80:0::1", "nid009", "10.0.0.2")
+    found, unknown = match_hosts(names, hosts)
+    assert list(found) == list(hosts)
+    assert unknown == ["nid009", "10.0.0.2"]
+
+
+def test_ten_thousand_of_ten_thousand():
+    # One pass each: a search of every host for every name would take minutes.
+    hosts = tuple(f"nid{k:05d}.hsn" for k in range(10_080))
+    kept, _ = select_hosts(hosts, "job", include="nid[00000-10078]")
+    assert kept == hosts[:-1]

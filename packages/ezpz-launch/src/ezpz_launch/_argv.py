@@ -41,10 +41,21 @@ OPTIONS: tuple[Option, ...] = (
     Option("hostfile", value="FILE", help="the hosts to use, one a line; default: the job's"),
     Option("include", value="LIST", help="use these hosts only, such as nid[001-004]"),
     Option("exclude", value="LIST", help="do not use these hosts"),
-    Option("launcher", value="KIND", help="auto, pals, mpiexec, hydra, openmpi, srun, torchrun"),
+    Option("launcher", value="KIND", help="auto, pals, mpiexec, openmpi, srun, torchrun, spawn"),
     Option("machine", value="NAME", help="plan for this machine (ezpz-topo machines lists them)"),
+    Option("option", value="NAME", help="use this option of the machine; repeatable", many=True),
     Option("cpu-bind", value="LIST", help="none, a list of the machine's, or cores: 0-7:8-15"),
-    Option("env", value="K=V", help="set this variable for every rank; can be repeated", many=True),
+    Option("env", value="K=V", help="set this variable for every rank; repeatable", many=True),
+    Option("one-device", help="each rank sees one device only, its own"),
+    Option("log-dir", value="DIR", help="write each rank's output to files of its own in DIR"),
+    Option("tee", help="with --log-dir: show the output here as well"),
+    Option("only-ranks", value="LIST", help="show the output of these ranks only, such as 0,4-7"),
+    Option("prefix", help="begin each line of output with [rank@host]"),
+    Option("idle-timeout", value="TIME", help="end a launch that is silent for so long: 600, 10m"),
+    Option("grace", value="TIME", help="from SIGTERM to SIGKILL; default: 10 seconds"),
+    Option("signal-before", value="TIME", help="send SIGUSR1 so long before the job's end"),
+    Option("retries", value="N", help="start again after a failure, up to N times"),
+    Option("nested", help="allow a launch inside a rank of another"),
     Option("launcher-args", value="TEXT", help="words for the launcher itself, quoted as one"),
     Option("module", "m", "MODULE", "run python -m MODULE; what follows belongs to it", last=True),
     Option("code", "c", "CODE", "run python -c CODE; what follows belongs to it", last=True),
@@ -58,6 +69,23 @@ _BY_FLAG = {f"--{option.name}": option for option in OPTIONS} | {
     f"-{option.short}": option for option in OPTIONS if option.short
 }
 
+_HABITS = {
+    "-np": "-n",
+    "--np": "-n",
+    "--ntasks": "-n",
+    "-ppn": "--ppn",
+    "-npernode": "--ppn",
+    "--npernode": "--ppn",
+    "--nproc-per-node": "--ppn",
+    "--nproc_per_node": "--ppn",
+    "--ntasks-per-node": "--ppn",
+    "--nnodes": "-N",
+    "-f": "--hostfile",
+    "--machinefile": "--hostfile",
+    "-x": "--env",
+    "-genv": "--env",
+}
+"""What other launchers call it, to the flag that is meant."""
 
 Options = dict[str, str | bool | list[str]]
 """By long name: a string, True for a switch, or a list of what can be repeated."""
@@ -101,14 +129,30 @@ def _flag_of(word: str) -> tuple[str, bool, str]:
     flag, attached, text = word.partition("=")
     if flag in _BY_FLAG:
         return flag, bool(attached), text
-    if not word.startswith("--") and word[:2] in _BY_FLAG:
+    if not word.startswith("--") and _is_attached(flag):
         # -n4, as mpiexec and srun users write it
         return word[:2], True, word[2:]
-    import difflib  # noqa: PLC0415  # only a wrong word needs it
+    raise UsageError(
+        f"unknown option {word!r}; {_hint(flag)} options of the command go after its name"
+    )
 
-    close = difflib.get_close_matches(flag, _BY_FLAG, n=1)
-    hint = f"did you mean {close[0]}?" if close else "see ezpz-launch --help;"
-    raise UsageError(f"unknown option {word!r}; {hint} options of the command go after its name")
+
+def _is_attached(flag: str) -> bool:
+    option = _BY_FLAG.get(flag[:2])
+    # -np is mpiexec's, and no number of ranks; -env is a slip, and no code.
+    if option is None or flag in _HABITS or f"-{flag}" in _BY_FLAG:
+        return False
+    return option.value != "N" or not flag[2:3].isalpha()
+
+
+def _hint(flag: str) -> str:
+    meant = _HABITS.get(flag) or (f"-{flag}" if f"-{flag}" in _BY_FLAG else "")
+    if not meant:
+        import difflib  # noqa: PLC0415  # only a wrong word needs it
+
+        close = difflib.get_close_matches(flag, _BY_FLAG, n=1)
+        meant = close[0] if close else ""
+    return f"did you mean {meant}?" if meant else "see ezpz-launch --help;"
 
 
 def _value_of(option: Option, flag: str, attached: str | None, words: list[str]) -> str | bool:

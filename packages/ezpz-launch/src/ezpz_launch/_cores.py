@@ -1,4 +1,4 @@
-"""Cores as people write them: ``4-7``, or ``0-7,104-111``."""
+"""Whole numbers as people list them: cores and ranks as ``4-7``, or ``0-7,104-111``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import re
 
 from ._errors import UsageError
 
-_RANGE = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?")
+# As many as there can be, and few enough that a slip of the finger fills no memory.
+_RANGE = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?")
 
 
 def read_cores(text: str) -> list[int]:
@@ -15,21 +16,38 @@ def read_cores(text: str) -> list[int]:
     Raises:
         UsageError: It does not parse, or a range is reversed.
     """
-    cores: list[int] = []
+    return read_ranges(text, "cores", "0-7,104-111")
+
+
+def read_ranges(text: str, what: str, example: str) -> list[int]:
+    """Return the numbers of a list of ranges.
+
+    Args:
+        text: The list.
+        what: What they are, for the error.
+        example: How they are written, for the error.
+
+    Raises:
+        UsageError: It does not parse, or a range is reversed.
+    """
+    numbers: list[int] = []
     for part in text.split(","):
         match = _RANGE.fullmatch(part)
         low, high = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if high < low:
-            raise UsageError(f"cores {text!r}: {part!r}; expected ranges such as 0-7,104-111")
-        cores += range(low, high + 1)
-    return cores
+            raise UsageError(f"{what} {text!r}: {part!r}; expected ranges such as {example}")
+        numbers += range(low, high + 1)
+    return numbers
 
 
 def count_cores(text: str) -> int:
     """Return the number of cores of a list of ranges."""
-    return len(read_cores(text))
+    return len(set(read_cores(text)))
 
 
 def mask_of(text: str) -> str:
     """Return the mask of a list of ranges: ``0xf0`` for ``4-7``."""
-    return hex(sum(1 << core for core in set(read_cores(text))))
+    mask = 0
+    for core in read_cores(text):
+        mask |= 1 << core
+    return hex(mask)

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 
 from ezpz_topo import fold_nodelist
 
+from ._control import fold_ranks
 from ._plan import LaunchPlan
+from ._request import GRACE, Request
 
 
 def explain(plan: LaunchPlan, argv: Sequence[str], hostfile: Sequence[str]) -> str:
@@ -39,6 +41,7 @@ def explain_json(plan: LaunchPlan, argv: Sequence[str], hostfile: Sequence[str])
             "ppn": placement.ppn,
             "hosts": list(placement.hosts),
             "ranks_per_host": list(placement.ranks),
+            "settings": {name: value for name, value, _ in _settings(plan.request)},
             "sources": dict(plan.sources),
             "notes": list(plan.notes),
         },
@@ -56,12 +59,47 @@ def _decisions(plan: LaunchPlan) -> list[tuple[str, str, str]]:
         ("hosts", fold_nodelist(placement.hosts), sources["hosts"]),
         ("cpu binding", _binding(plan), sources["cpu_bind"]),
     ]
+    if "flags" in sources:
+        rows += [("launcher flags", " ".join(plan.flags), sources["flags"])]
+    for name in dict.fromkeys(plan.request.options):
+        rows += [("option", name, f"--option: {sources[f'--option {name}']}")]
+    rows += _settings(plan.request)
     return rows + [(name, value, sources[name]) for name, value in plan.environment.items()]
 
 
+def _settings(asked: Request) -> list[tuple[str, str, str]]:
+    """Return what is asked of the launch while it runs; what nobody asked for is not shown."""
+    rows = []
+    if asked.one_device:
+        rows.append(("devices of a rank", "its own only", "--one-device"))
+    if asked.log_dir:
+        where, why = ("there and here", ", --tee") if asked.tee else ("there only", "")
+        rows.append(("output", f"{asked.log_dir}, {where}", f"--log-dir{why}"))
+    if asked.only_ranks is not None:
+        ranks = fold_ranks(asked.only_ranks)
+        rows.append(("output shown", f"of ranks {ranks}", "--only-ranks"))
+    if asked.prefix:
+        rows.append(("lines begin with", "[rank@host]", "--prefix"))
+    for name, seconds, usual, flag in (
+        ("hung when silent", asked.idle_timeout, 0.0, "--idle-timeout"),
+        ("SIGTERM to SIGKILL", asked.grace, GRACE, "--grace"),
+        ("SIGUSR1 before end", asked.signal_before, 0.0, "--signal-before"),
+    ):
+        if seconds != usual:
+            rows.append((name, f"{seconds:g} s", flag))
+    if asked.retries:
+        rows.append(("retries", f"up to {asked.retries}", "--retries"))
+    if asked.nested:
+        rows.append(("inside a launch", "allowed", "--nested"))
+    return rows
+
+
 def _binding(plan: LaunchPlan) -> str:
-    in_order = f"in order, {plan.depth} cores each" if plan.depth else "none"
-    return ":".join(plan.cpu_bind) or in_order
+    if plan.cpu_bind:
+        return ":".join(plan.cpu_bind)
+    if plan.depth:
+        return f"in order, {plan.depth} cores each"
+    return " ".join(f for f in plan.flags if f.startswith(("--cpu-bind", "--depth"))) or "none"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -5,12 +5,24 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ._errors import CommandNotFoundError, LaunchError
 
 _PALS = "/opt/cray/pals"
 """Where the site's PALS lies; its --version is not among our facts."""
+
+MPIEXEC_KINDS = ("pals", "hydra", "openmpi")
+
+_MARKS = (
+    # Intel MPI's own (developer reference; not run) has Hydra's flags, but not all of MPICH's.
+    ("Intel(R) MPI", "hydra", "intel"),
+    # MPICH's, and MVAPICH's.
+    ("HYDRA", "hydra", ""),
+    ("Open MPI", "openmpi", ""),
+    ("OpenRTE", "openmpi", ""),
+)
+"""What ``--version`` says, the kind, the flavour."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,15 +31,21 @@ class Launcher:
 
     Attributes:
         path: Its executable.
-        kind: ``"pals"``, ``"hydra"``, ``"openmpi"``, ``"srun"`` or ``"torchrun"``.
+        kind: ``"pals"``, ``"hydra"``, ``"openmpi"``, ``"srun"``, ``"torchrun"`` or ``"spawn"``.
         source: By what it was found and recognised.
         notes: What people should know, such as another one that it shadows.
+        flavour: ``"intel"`` for Intel MPI's Hydra, whose flags differ; else empty.
     """
 
     path: str
     kind: str
     source: str
     notes: tuple[str, ...] = ()
+    flavour: str = ""
+
+    def is_of(self, launcher: str) -> bool:
+        """Whether it is the one that a machine's file names (``"mpiexec"``: any MPI's)."""
+        return self.kind == launcher or (launcher == "mpiexec" and self.kind in MPIEXEC_KINDS)
 
 
 def find_mpiexec(env: Mapping[str, str], *, beside: str = "", name: str = "mpiexec") -> Launcher:
@@ -57,7 +75,7 @@ def find_mpiexec(env: Mapping[str, str], *, beside: str = "", name: str = "mpiex
         f"{found[0]} comes before the site's {shadowed} on PATH: it may not reach the other nodes; "
         "deactivate the environment that brings it, or load the site's module after it"
     )
-    return Launcher(chosen.path, chosen.kind, chosen.source, (*chosen.notes, note))
+    return replace(chosen, notes=(*chosen.notes, note))
 
 
 def find_command(name: str, kind: str, env: Mapping[str, str], *, beside: str = "") -> Launcher:
@@ -90,13 +108,13 @@ def identify(path: str) -> Launcher:
         ).stdout  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError(f"{path} --version failed ({error}); expected an mpiexec") from error
-    for mark, kind in (("HYDRA", "hydra"), ("Open MPI", "openmpi"), ("OpenRTE", "openmpi")):
+    for mark, kind, flavour in _MARKS:
         if mark in answer:
-            return Launcher(path, kind, f"--version says {mark}")
+            return Launcher(path, kind, f"--version says {mark}", flavour=flavour)
     first = answer.strip().partition("\n")[0][:80]
     raise LaunchError(
-        f"{path} --version says {first!r}; expected MPICH's Hydra, Open MPI or PALS; "
-        "put one of them first on PATH (pip install mpich)"
+        f"{path} --version says {first!r}; expected MPICH's Hydra, Intel MPI, Open MPI or PALS; "
+        "put one of them first on PATH (pip install mpich), or choose --launcher spawn"
     )
 
 

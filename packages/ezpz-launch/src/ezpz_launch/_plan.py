@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from ezpz_topo import Machine, Topology, same_host
+from ezpz_topo import Machine, Topology, fold_nodelist
 
-from ._cores import count_cores, read_cores
+from ._arrange import Arrangement, arrange
+from ._binding import bind
+from ._environment import exported_names, ranks_environment
 from ._errors import LaunchError, UsageError
 from ._identify import Launcher
-from ._place import Placement, place
+from ._machine_options import choose_options
+from ._place import Placement
 from ._request import Request
-from ._select import select_hosts
+from ._select import match_hosts, shown
+
+_LONGEST_WORD = 100_000
+"""Bytes of one word of a command line, with room to spare (Linux: MAX_ARG_STRLEN, 131,072)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,13 +26,17 @@ class LaunchPlan:
     """What will be started.
 
     Attributes:
+        request: What the user asked for.
         command: The user's words, verbatim.
         launcher: What starts the ranks.
         placement: How many ranks on which hosts.
         machine: The machine's flags and options.
         on_this_host: Whether this host alone has ranks.
-        hosts_of_job: Number of hosts that there are to choose from.
+        nodelist: The hosts, where srun is to be told because they are not all of the job's.
+        by_rank: Whether srun is to read the host of each rank from the hostfile.
+        in_step: Whether we are in a step of the Slurm job, whose cores the ranks have to share.
         hostfile: Path of the file that names the hosts, where the launcher reads one.
+        device_type: torch's word for the devices of the hosts.
         devices: Devices to ask the scheduler for on each host; 0 for none.
         flags: The machine's flags for this launcher.
         unbound: Whether the user wants no binding, and the launcher is to be told so.
@@ -34,18 +44,24 @@ class LaunchPlan:
         depth: Cores for each rank where the machine binds in order; 0 where it does not.
         launcher_args: The user's words for the launcher.
         environment: What is added to the ranks' environment.
+        exported: Variables to name to a launcher that exports none by itself.
         as_root: Whether we are root.
+        control: Whether EZPZ_CONTROL will be in the launcher's environment, for the ranks.
         sources: For each decision, by name, why it is so.
         notes: What people should know.
     """
 
+    request: Request
     command: tuple[str, ...]
     launcher: Launcher
     placement: Placement
     machine: Machine
     on_this_host: bool
-    hosts_of_job: int
+    nodelist: str
+    by_rank: bool
+    in_step: bool
     hostfile: str
+    device_type: str
     devices: int
     flags: tuple[str, ...]
     unbound: bool
@@ -53,7 +69,9 @@ class LaunchPlan:
     depth: int
     launcher_args: tuple[str, ...]
     environment: Mapping[str, str]
+    exported: tuple[str, ...]
     as_root: bool = False
+    control: bool = False
     sources: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
@@ -70,13 +88,15 @@ def plan(
     *,
     hosts: Sequence[str],
     hosts_source: str,
-    slots: int = 0,
+    slots: int | Sequence[int] = 0,
     hostfile: str,
     port: int,
     user_env: Mapping[str, str],
     as_root: bool = False,
 ) -> LaunchPlan:
-    """Decide how many ranks run where, and with what environment.
+    """Decide how many ranks run where, and with what environment, by a launcher that is known.
+
+    Where the launcher depends on the hosts: `arrange`, then choose it, then `complete`.
 
     Args:
         topology: Where we are.
@@ -84,7 +104,7 @@ def plan(
         launcher: What starts the ranks.
         hosts: The hosts that there are.
         hosts_source: Where they come from.
-        slots: The ranks foreseen on each host, as the one with the fewest has; 0 if not told.
+        slots: The ranks foreseen on each of ``hosts``, 0 where not told; one number for all.
         hostfile: Where a file with the hosts in use will be, if the launcher needs one.
         port: A TCP port for the ranks' rendezvous.
         user_env: The environment we were called with; an OMP_NUM_THREADS there is kept.
@@ -93,172 +113,132 @@ def plan(
     Raises:
         LaunchError: What was asked for contradicts itself, or cannot be done here.
     """
-    names, why_hosts = select_hosts(
-        hosts,
-        hosts_source,
-        include=request.include,
-        exclude=request.exclude,
-        nodes=request.nodes or 0,
+    arrangement = arrange(topology, request, hosts=hosts, hosts_source=hosts_source, slots=slots)
+    return complete(
+        topology,
+        request,
+        arrangement,
+        launcher,
+        hostfile=hostfile,
+        port=port,
+        user_env=user_env,
+        as_root=as_root,
     )
-    default, why_default = _ranks_per_host(topology, request, slots, hosts_source)
-    if request.nodes and request.nproc:
-        # So many hosts are asked for, and so many are used.
-        default = -(-request.nproc // request.nodes)
-        why_default = f"-n {request.nproc} / -N {request.nodes}"
-    placement = place(
-        names, nproc=request.nproc, ppn=request.ppn, default_ppn=default, why_default=why_default
+
+
+def complete(
+    topology: Topology,
+    request: Request,
+    arrangement: Arrangement,
+    launcher: Launcher,
+    *,
+    hostfile: str,
+    port: int,
+    user_env: Mapping[str, str],
+    as_root: bool = False,
+) -> LaunchPlan:
+    """Decide what is left when hosts, ranks and launcher are known.
+
+    Args:
+        topology: Where we are.
+        request: What the user asked for.
+        arrangement: Which hosts get how many ranks.
+        launcher: What starts them.
+        hostfile: Where a file with the hosts in use will be, if the launcher needs one.
+        port: A TCP port for the ranks' rendezvous.
+        user_env: The environment we were called with.
+        as_root: Whether we are root.
+
+    Raises:
+        LaunchError: What was asked for contradicts itself, or cannot be done here.
+    """
+    machine = topology.machine
+    nodelist, by_rank = "", False
+    if launcher.kind == "srun":
+        arrangement, nodelist, by_rank = _for_srun(topology, arrangement)
+    chosen = choose_options(machine, request.options, launcher)
+    binding = bind(machine, request, arrangement, launcher, chosen)
+    environment, why, notes = ranks_environment(
+        topology,
+        request,
+        arrangement,
+        launcher,
+        chosen,
+        bound=binding.cores_each,
+        port=port,
+        user_env=user_env,
     )
-    here = len(placement.hosts) == 1 and _is_this_host(topology, placement.hosts[0])
-    if not here and any(same_host(host, "localhost") for host in placement.hosts):
-        raise UsageError(
-            f"localhost among several hosts ({why_hosts}): the others would not find it; expected "
-            "this host's own name; correct the hostfile"
-        )
+    placement, devices = arrangement.placement, topology.accelerators
     sources = {
         "nproc": placement.source,
         "ppn": placement.source_per_host,
-        "hosts": why_hosts,
+        "hosts": arrangement.source,
         "launcher": launcher.source,
+        "cpu_bind": binding.source,
+        **({"flags": binding.flags_source} if binding.flags_source else {}),
+        **{f"--option {name}": machine.options[name].why for name in chosen.names},
+        **why,
     }
-    cpu_bind, sources["cpu_bind"] = _cpu_bind(topology.machine, request, placement, launcher)
-    environment, why = _environment(
-        topology, request, placement, cpu_bind, port=port, user_env=user_env, here=here
-    )
-    sources |= why
-    devices = 0 if topology.accelerators.device_type == "cpu" else topology.accelerators.count
-    flags = topology.machine.launcher_flags if launcher.kind == topology.machine.launcher else ()
-    if request.cpu_bind:
-        flags = tuple(flag for flag in flags if not flag.startswith("--cpu-bind"))
-    bound_in_order = "--cpu-bind=depth" in flags
-    depth = max(1, topology.cpus_per_node // placement.ppn) if bound_in_order else 0
-    if bound_in_order:
-        sources["cpu_bind"] = f"launcher_flags of {topology.machine.name}.toml"
+    asks_for_devices = devices.device_type != "cpu" and machine.devices_per_node
     return LaunchPlan(
+        request=request,
         command=request.command,
         launcher=launcher,
         placement=placement,
-        machine=topology.machine,
-        on_this_host=here,
-        hosts_of_job=topology.allocation.num_nodes,
+        machine=machine,
+        on_this_host=arrangement.on_this_host,
+        nodelist=nodelist,
+        by_rank=by_rank,
+        in_step="SLURM_STEP_ID" in user_env,
         hostfile=hostfile,
-        devices=devices if topology.machine.devices_per_node else 0,
-        flags=flags,
-        unbound=request.cpu_bind == "none",
-        cpu_bind=cpu_bind,
-        depth=depth,
+        device_type=devices.device_type,
+        devices=devices.count if asks_for_devices else 0,
+        flags=binding.flags,
+        unbound=binding.unbound,
+        cpu_bind=binding.cores,
+        depth=binding.depth,
         launcher_args=request.launcher_args,
         environment=environment,
+        exported=exported_names(topology, chosen, environment, user_env),
         as_root=as_root,
         sources=sources,
-        notes=launcher.notes,
+        notes=(*launcher.notes, *chosen.notes, *notes),
     )
 
 
-def _is_this_host(topology: Topology, host: str) -> bool:
-    job = topology.allocation
-    if job.scheduler != "none":
-        return job.node_name is not None and same_host(host, job.node_name)
-    return any(same_host(host, name) for name in (topology.hostname, "localhost", "127.0.0.1"))
+def _for_srun(topology: Topology, arrangement: Arrangement) -> tuple[Arrangement, str, bool]:
+    """Return the arrangement in the job's own names, its nodelist, and whether by rank.
 
-
-def _ranks_per_host(
-    topology: Topology, request: Request, slots: int, hosts_source: str
-) -> tuple[int, str]:
-    if slots and hosts_source in ("argument", "HOSTFILE"):
-        return slots, f"slots of the hostfile ({hosts_source})"
-    devices = topology.accelerators
-    if devices.count:
-        return devices.count, f"one a device: {devices.source}"
-    if devices.device_type != "cpu" and request.nproc is None and request.ppn is None:
+    srun knows the job's nodes by Slurm's names only, sorts those it is given into the job's order,
+    and evens out how many ranks each gets, unless it reads the host of each rank from a file.
+    """
+    job, placement = topology.allocation, arrangement.placement
+    if job.scheduler != "slurm":
         raise LaunchError(
-            f"how many ranks? {devices.source}; expected -n, such as: ezpz-launch -n 4 "
-            f"{request.command[0]} ..."
+            f"srun starts ranks in a Slurm job, and there is none here ({job.sources['hosts']}); "
+            "expected to be inside one; salloc or sbatch first, or choose another --launcher"
         )
-    if slots and topology.allocation.scheduler == "slurm":
-        return (
-            slots,
-            f"no device; tasks of {topology.allocation.sources.get('slots', hosts_source)}",
-        )
-    cores = topology.cpu_count
-    return max(2, cores // 2), f"no device; one per two of {cores} cores, at least two"
-
-
-def _cpu_bind(
-    machine: Machine, request: Request, placement: Placement, launcher: Launcher
-) -> tuple[tuple[str, ...], str]:
-    name, why = request.cpu_bind, "--cpu-bind"
-    if not name:
-        name, why = machine.default_cpu_bind, f"default_cpu_bind of {machine.name}.toml"
-    if name in ("", "none"):
-        return (), why if name else "nobody asked for it"
-    listed = machine.cpu_bind.get(name) or tuple(name.split(":"))
-    if name not in machine.cpu_bind and not name[:1].isdigit():
-        known = ", ".join(machine.cpu_bind) or "none"
-        raise UsageError(
-            f"--cpu-bind {name}: expected none, one of {machine.name}'s lists ({known}), or cores "
-            "such as 0-7:8-15"
-        )
-    for ranges in listed:
-        read_cores(ranges)
-    if launcher.kind not in ("pals", "srun"):
-        if request.cpu_bind:
+    names = placement.hosts
+    if names != job.hosts[: len(names)]:
+        found, unknown = match_hosts(names, job.hosts)
+        if unknown:
             raise UsageError(
-                f"--cpu-bind {name}: {launcher.kind} takes no list of cores; expected none, or its "
-                "own words in --launcher-args"
+                f"{shown(unknown)} ({arrangement.source}): not in Slurm job {job.job_id}, which "
+                f"has {shown(job.hosts)}; expected hosts of the job, srun reaches no others"
             )
-        return (), f"{launcher.kind} takes no list of cores"
-    if placement.ppn > len(listed):
-        if request.cpu_bind:
+        if len(found) < len(names):
             raise UsageError(
-                f"--cpu-bind {name}: {len(listed)} ranges for {placement.ppn} ranks a host; "
-                "expected one a rank"
+                f"{shown(names)} ({arrangement.source}): two of these are one node of Slurm job "
+                f"{job.job_id}; expected each once"
             )
-        return (), f"{placement.ppn} ranks a host are more than the {len(listed)} ranges of {name}"
-    return listed[: placement.ppn], f"{name}: {why}"
-
-
-def _environment(
-    topology: Topology,
-    request: Request,
-    placement: Placement,
-    cpu_bind: Sequence[str],
-    *,
-    port: int,
-    user_env: Mapping[str, str],
-    here: bool,
-) -> tuple[dict[str, str], dict[str, str]]:
-    """Return what is added to the ranks' environment, and for each variable why."""
-    machine = topology.machine
-    first = placement.hosts[0]
-    address, why = "127.0.0.1", "every rank is on this host"
-    if not here:
-        address, why = first, "the first host"
-        if machine.hsn_suffix and not first.replace(".", "").isdigit() and ":" not in first:
-            address = first.partition(".")[0] + machine.hsn_suffix
-            why += f", on the fast network ({machine.name}.toml)"
-    environment = {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
-    sources = {"MASTER_ADDR": why}
-    sources["MASTER_PORT"] = "a free port of this host, a new one for each launch"
-    if not here:
-        sources["MASTER_PORT"] = "a port below the ephemeral ones, a new one for each launch"
-    threads, why = _threads(topology, placement, cpu_bind)
-    if threads and "OMP_NUM_THREADS" not in user_env:
-        environment["OMP_NUM_THREADS"], sources["OMP_NUM_THREADS"] = str(threads), why
-    for name, value in machine.environment.items():
-        if name not in user_env:
-            environment[name], sources[name] = value, f"{machine.name}.toml"
-    if request.machine:
-        # The ranks are on the machine that the user named, whatever their host looks like.
-        environment["EZPZ_MACHINE"], sources["EZPZ_MACHINE"] = request.machine, "--machine"
-    for pair in request.env:
-        name, _, value = pair.partition("=")
-        environment[name], sources[name] = value, "--env"
-    return environment, sources
-
-
-def _threads(topology: Topology, placement: Placement, cpu_bind: Sequence[str]) -> tuple[int, str]:
-    """Return the threads of a rank, 0 where the cores are not known, and why so many."""
-    if cpu_bind:
-        return min(map(count_cores, cpu_bind)), "the cores that each rank is bound to"
-    cores, ranks = topology.cpu_count, placement.ppn
-    return cores and max(1, cores // ranks), f"{cores} cores / {ranks} ranks, at least 1"
+        placement = replace(placement, hosts=tuple(found))
+        arrangement = replace(arrangement, placement=placement)
+    if not placement.is_even:
+        return arrangement, "", True
+    used = set(placement.hosts)
+    if len(used) == len(job.hosts) and placement.hosts == job.hosts:
+        return arrangement, "", False
+    if placement.hosts != tuple(host for host in job.hosts if host in used):
+        return arrangement, "", True
+    nodelist = fold_nodelist(placement.hosts)
+    return arrangement, nodelist, len(nodelist) > _LONGEST_WORD

@@ -6,14 +6,19 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Callable
+from dataclasses import replace
 
+from ._control import VARIABLE
 from ._errors import LaunchError
-from ._status import Status, make_status_file
+from ._launch import NEVER, Launch
+from ._nodes import Nodes, OtherHosts, ThisHost
+from ._outcome import Outcome, describe, exit_status_of
+from ._output import Output
+from ._reports import Reports
+from ._signals import ENDING, signal_group, signals
+from ._status import Status
 
 SETTLE = 1.0
 """Seconds that the other ranks have to end by themselves after the first failure.
@@ -21,192 +26,327 @@ SETTLE = 1.0
 Ranks that stop together (all check-pointed and exit 75, say) end at nearly the same time.
 """
 
-GRACE = 10.0
-"""Seconds from SIGTERM to SIGKILL."""
+_LAUNCHER_ENDS = 2.0
+"""Seconds that a launcher has to end after its last rank, and again after SIGTERM."""
 
-_POLL = 0.1
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-_PASSED_ON = (*_ENDING, signal.SIGUSR1, signal.SIGUSR2)
+_STACKS_TIMEOUT = 15.0
+
+_REACHED = 2.0
+"""Seconds after which ranks whose node has no agent yet are signalled through the launcher."""
+
+_AWAKE = 0.5
+"""Seconds after which the loop looks around, though nothing woke it."""
+
+_DRAINED = 0.3
+"""Seconds without a byte after which what an ended launcher left in its pipes has been read."""
 
 
-def run(
-    argv: Sequence[str],
-    *,
-    nproc: int,
-    environment: Mapping[str, str],
-    status_directory: str,
-    grace: float = GRACE,
-) -> int:
-    """Run one launch to its end and return its exit status.
+def run(launch: Launch, on_start: Callable[[], None] | None = None) -> Outcome:
+    """Run one launch to its end.
 
-    The launcher gets a session of its own and no standard input (mpiexec would swallow
-    ours); its output is ours, unbuffered and unchanged. SIGINT, SIGTERM, SIGHUP, SIGQUIT,
-    SIGUSR1 and SIGUSR2 are passed on. When a rank fails, the others are given a moment to end,
-    then SIGTERM, then after the grace SIGKILL.
+    The launcher gets a session of its own and no standard input (mpiexec would swallow ours);
+    what it writes is passed on byte for byte. SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1 and
+    SIGUSR2 reach the ranks themselves, whatever the launcher would make of them. When a rank
+    fails, the others are given a moment to end, then SIGTERM, then after the grace SIGKILL.
 
     Args:
-        argv: The launcher's command line.
-        nproc: How many ranks it starts.
-        environment: The environment of the launcher and its ranks, complete.
-        status_directory: Where the ranks' reports can be written meanwhile.
-        grace: Seconds from SIGTERM to SIGKILL.
-
-    Returns:
-        0 if every rank ended so; the exit status of the first rank that failed
-        (128 + signal where one killed it); 130 after Ctrl-C; 128 + signal where we were
-        told to end; else the launcher's own.
+        launch: What to run.
+        on_start: Called once the launcher runs, while its ranks start.
 
     Raises:
-        LaunchError: The launcher cannot be started, or the directory not be written.
+        LaunchError: The launcher cannot be started.
     """
-    try:
-        status = Status(make_status_file(status_directory))
-    except OSError as error:
-        raise LaunchError(
-            f"cannot make a file in {status_directory} ({error.strerror}); expected a directory "
-            "to write the ranks' reports to; set TMPDIR to one"
-        ) from error
-    try:
-        with _signals() as arrived:
-            process = _start(argv, {**environment, "EZPZ_STATUS_FILE": status.path})
-            told, announced = _watch(process, status, arrived, grace)
-        status.update()
-        _kill_ranks(status)
-    finally:
-        os.unlink(status.path)
-    return _verdict(process.returncode, status, nproc, told, announced)
+    with signals() as (arrived, wake):
+        return _Run(launch, arrived, wake).to_its_end(on_start)
 
 
-def _start(argv: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    try:
-        return subprocess.Popen(
-            argv, env=environment, stdin=subprocess.DEVNULL, start_new_session=True
-        )
-    except OSError as error:
-        raise LaunchError(f"{argv[0]} cannot be started: {error.strerror}") from error
+class _Run:
+    """One run: what has been seen, and what is to be done when."""
 
+    def __init__(self, launch: Launch, arrived: list[signal.Signals], wake: int) -> None:
+        self.launch, self._arrived = launch, arrived
+        self.status = Status(launch.nproc)
+        self.told: signal.Signals | None = None
+        self.hang = self.port_taken = False
+        self._ending = self._killed = self._said = self._announced = False
+        # When what is due, in time.monotonic's seconds.
+        self._terminate_at = self._kill_at = self._end_launcher_at = NEVER
+        self._forward_at = self._stacks_until = NEVER
+        self._signal_at = launch.signal_at
+        self._forwarded = signal.SIGTERM
+        self._launcher_signal = signal.SIGTERM
+        self._unanswered = 0
+        self._answers: list[bytes] = []
+        self._poll = select.poll()
+        self._poll.register(wake, select.POLLIN)
+        self._wakes = {wake}
+        self._wake_write = -1
 
-@contextmanager
-def _signals() -> Iterator[list[signal.Signals]]:
-    """Collect the signals to pass on; the sleeping loop is woken by each, and by SIGCHLD."""
-    arrived: list[signal.Signals] = []
-
-    def note(number: int, _frame: FrameType | None) -> None:
-        arrived.append(signal.Signals(number))
-
-    # What we were started to ignore (nohup) stays ignored, by the ranks too.
-    heard = [s for s in _PASSED_ON if signal.getsignal(s) is not signal.SIG_IGN]
-    previous = {s: signal.signal(s, note) for s in heard}
-    previous[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
-    try:
-        yield arrived
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-def _watch(
-    process: subprocess.Popen[bytes],
-    status: Status,
-    arrived: list[signal.Signals],
-    grace: float,
-) -> tuple[signal.Signals | None, bool]:
-    """Wait for the launcher's end.
-
-    Returns:
-        The signal that told us to end, if one did; and whether the first failure has been
-        said already, because the others had to be ended.
-    """
-    told: signal.Signals | None = None
-    announced = False
-    terminate_at = kill_at = float("inf")
-    wake_read, wake_write = _pipe()
-    previous_fd = signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-    try:
-        while process.poll() is None:
-            if select.select([wake_read], [], [], _POLL)[0]:
-                os.read(wake_read, 4096)
-            status.update()
-            now = time.monotonic()
-            while arrived:
-                number = arrived.pop(0)
-                if number in _ENDING:
-                    # A second Ctrl-C means: now.
-                    kill_at = now if told else now + grace
-                    told = told or number
-                # Hydra would not pass these on, but die of them and leave its ranks.
-                process.send_signal(
-                    signal.SIGTERM if number in (signal.SIGHUP, signal.SIGQUIT) else number
-                )
-            if status.first_failure and told is None and kill_at == float("inf"):
-                terminate_at, kill_at = now + SETTLE, now + SETTLE + grace
-            if now >= terminate_at:
-                terminate_at, announced = float("inf"), True
-                _say(f"{_failure(status)}; ending the other ranks")
-                process.terminate()
-            if now >= kill_at:
-                _kill_ranks(status)
-                process.kill()
-    finally:
-        signal.set_wakeup_fd(previous_fd)
-        os.close(wake_read)
-        os.close(wake_write)
-    return told, announced
-
-
-def _pipe() -> tuple[int, int]:
-    """Return a non-blocking pipe, closed in children (os.pipe2 is not on macOS)."""
-    ends = os.pipe()
-    for end in ends:
-        os.set_blocking(end, False)
-    return ends
-
-
-def _kill_ranks(status: Status) -> None:
-    """SIGKILL the process groups of ranks that started and have not ended."""
-    for pid in status.pids.values():
+    def to_its_end(self, on_start: Callable[[], None] | None) -> Outcome:
+        """Start the launcher, and see it through."""
+        launch_id = self.launch.control.launch_id
+        read, self._wake_write = os.pipe()
+        for end in (read, self._wake_write):
+            os.set_blocking(end, False)
+        self._poll.register(read, select.POLLIN)
+        self._wakes.add(read)
+        self.output = Output(Reports(launch_id), self._wake)
+        self.nodes: Nodes = self._nodes(launch_id)
         try:
-            # Only a group that the launcher made for this rank: never our own.
-            if os.getpgid(pid) == pid:
-                os.killpg(pid, signal.SIGKILL)
+            self.process = self._start()
+            # Before there are threads: it is a fork of this process.
+            self.nodes.watch(self.process.pid)
+            assert self.process.stdout
+            assert self.process.stderr
+            self.output.copy(self.process.stdout.fileno(), self.process.stderr.fileno())
+            if on_start:
+                on_start()
+            while self.process.poll() is None:
+                self._step()
+            self._finish()
+        finally:
+            write, self._wake_write = self._wake_write, -1
+            os.close(write)
+            os.close(read)
+        return self._outcome()
+
+    def _nodes(self, launch_id: str) -> Nodes:
+        launch = self.launch
+        if launch.on_this_host:
+            return ThisHost(launch_id, self._on_stacks)
+        return OtherHosts(launch.hosts, launch.ppn, launch_id, self._poll, self._on_stacks)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        launch = self.launch
+        where, secrets = self.nodes.where(), self.nodes.secrets()
+        control = replace(launch.control, where=where, secrets=secrets)
+        try:
+            return subprocess.Popen(
+                launch.argv,
+                env={**launch.environment, VARIABLE: control.value()},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+                start_new_session=True,
+            )
+        except OSError as error:
+            self.nodes.close(farewell=True)
+            raise LaunchError(f"{launch.argv[0]} cannot be started: {error.strerror}") from error
+
+    def _wake(self) -> None:
+        """Let the loop look around; called from other threads."""
+        if self._wake_write >= 0:
+            try:
+                os.write(self._wake_write, b"!")
+            except BlockingIOError:
+                return  # it is awake already
+
+    def _on_stacks(self, text: bytes) -> None:
+        self._answers.append(text)
+        self._wake()
+
+    def _step(self) -> None:
+        """Sleep until something happens, then look at all of it."""
+        now = time.monotonic()
+        patience = max(0.0, min(_AWAKE, self._next(now) - now))
+        for fd, _ in self._poll.poll(1000 * patience):
+            if fd in self._wakes:
+                os.read(fd, 4096)
             else:
-                os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
+                self.nodes.handle(fd)
+        self._take_reports()
+        self._hear()
+        now = time.monotonic()
+        self._look_for_an_end(now)
+        self._do_what_is_due(now)
+
+    def _next(self, now: float) -> float:
+        idle = self.launch.idle_timeout
+        return min(
+            self._terminate_at,
+            self._kill_at,
+            self._end_launcher_at,
+            self._forward_at,
+            self.output.last + idle if idle and not self._ending else NEVER,
+            now + self._signal_at - time.time() if self._all_started else NEVER,
+        )
+
+    @property
+    def _all_started(self) -> bool:
+        return len(self.status.pids) == self.launch.nproc
+
+    def _take_reports(self) -> None:
+        for report in self.output.take_reports():
+            what, rank, value = report
+            if what == "taken":
+                self.port_taken = True
+            elif self.status.take(report):
+                if what == "start":
+                    self.nodes.start(rank, value)
+                else:
+                    self.nodes.end(rank)
+
+    def _hear(self) -> None:
+        """Pass on what has arrived for the ranks."""
+        while self._arrived:
+            number = self._arrived.pop(0)
+            if number in ENDING:
+                # A second Ctrl-C means: now.
+                self._end_within(0.0 if self.told else self.launch.grace)
+                self.told = self.told or number
+            self._signal(number)
+        if self.output.nobody_reads and self.told is None:
+            self.told = signal.SIGPIPE
+            self._end_within(self.launch.grace)
+            self._signal(signal.SIGTERM)
+
+    def _signal(self, number: signal.Signals) -> None:
+        self.nodes.signal(number)
+        if self.nodes.unreached(self.status.running):
+            self._forward_at = min(self._forward_at, time.monotonic() + _REACHED)
+            self._forwarded = number
+
+    def _end_within(self, grace: float) -> None:
+        self._ending = True
+        self._terminate_at = NEVER
+        self._kill_at = min(self._kill_at, time.monotonic() + grace)
+
+    def _terminate_in(self, now: float, seconds: float) -> None:
+        self._ending = True
+        self._terminate_at = now + seconds
+        self._kill_at = now + seconds + self.launch.grace
+
+    def _look_for_an_end(self, now: float) -> None:
+        status, idle = self.status, self.launch.idle_timeout
+        if not self._ending:
+            if self.port_taken:
+                self._end_within(0.0)
+            elif status.first_failure:
+                self._terminate_in(now, SETTLE)
+            elif idle and self._is_silent(now) and status.running:
+                self._ask_for_stacks(now)
+        if self._ending and not self._killed:
+            if status.running:
+                self._end_launcher_at = NEVER
+            elif self._end_launcher_at == NEVER:
+                patience = _LAUNCHER_ENDS if status.all_ended else SETTLE
+                unreached = self.nodes.unreached(status.held)
+                self._end_launcher_at = now + (0.0 if unreached else patience)
+
+    def _is_silent(self, now: float) -> bool:
+        idle, files = self.launch.idle_timeout, self.launch.control.files
+        if now - self.output.last >= idle and files:
+            # Of what goes to files we see nothing but their times.
+            age = time.time() - _newest(files)
+            self.output.last = max(self.output.last, now - max(age, 0.0))
+        return now - self.output.last >= idle
+
+    def _ask_for_stacks(self, now: float) -> None:
+        self._ending = self.hang = True
+        launch, running = self.launch, self.status.running
+        self._unanswered = len({rank // launch.ppn for rank in running})
+        self._stacks_until = now + _STACKS_TIMEOUT
+        ranks = ", ".join(f"{rank} on {launch.host_of(rank)}" for rank in running[:16])
+        more = f" and {len(running) - 16} more" if len(running) > 16 else ""
+        self.output.say(
+            f"no output for {launch.idle_timeout:g} s; ranks that had not ended: {ranks}{more}; "
+            "where they are:"
+        )
+        self.nodes.stacks(running)
+
+    def _do_what_is_due(self, now: float) -> None:
+        if self._signal_at <= time.time() and self._all_started:
+            self._signal_at = NEVER
+            self.output.say("the job's end is near (--signal-before): SIGUSR1 to every rank")
+            self._signal(signal.SIGUSR1)
+        self._say_answers()
+        if self._stacks_until != NEVER and (self._unanswered <= 0 or now >= self._stacks_until):
+            self._stacks_until = NEVER
+            # Those that could not be read print their stacks themselves now.
+            self._terminate_in(now, SETTLE)
+        if now >= self._terminate_at:
+            self._terminate_at = NEVER
+            if self.status.running:
+                self._announced = True
+                self._say_who_failed("; ending the other ranks")
+                self._signal(signal.SIGTERM)
+        if now >= self._forward_at:
+            self._forward_at = NEVER
+            self._forward()
+        if now >= self._kill_at:
+            self._kill_at = now + SETTLE
+            self._killed = True
+            self.nodes.kill()
+            self._end_launcher_at = min(self._end_launcher_at, now + SETTLE)
+        self._end_launcher(now)
+
+    def _end_launcher(self, now: float) -> None:
+        """Let the launcher end by itself, then end it."""
+        if self._ending and not self.status.running:
+            for rank in self.status.held:
+                self.nodes.release(rank, self.status.pids.get(rank, 0))
+        if now >= self._end_launcher_at:
+            self._end_launcher_at = now + _LAUNCHER_ENDS
+            signal_group(self.process.pid, self._launcher_signal)
+            self._launcher_signal = signal.SIGKILL
+
+    def _say_answers(self) -> None:
+        while self._answers:
+            text = self._answers.pop(0).decode(errors="replace").rstrip()
+            if text:
+                self.output.say(f"stacks\n{text}")
+            self._unanswered -= 1
+
+    def _forward(self) -> None:
+        """Let the launcher pass a signal on to ranks that we do not reach."""
+        lost = self.nodes.unreached(self.status.running)
+        if lost:
+            hosts = sorted({self.launch.host_of(rank) for rank in lost})
+            self.output.say(
+                f"no agent on {', '.join(hosts[:4])}{' ...' * (len(hosts) > 4)}: "
+                f"{self._forwarded.name} goes through the launcher, which may kill at once"
+            )
+            self.process.send_signal(self._forwarded)
+
+    def _say_who_failed(self, more: str = "") -> None:
+        failure = self.status.first_failure
+        if failure and not self.hang and self.told is None and not self._said:
+            self._said = True
+            self.output.say(f"{describe(self.launch, *failure)}{more}")
+
+    def _finish(self) -> None:
+        """Read what is left in the pipes, and see that no rank is left."""
+        # A stopped terminal holds us up as long as nobody tells us to end.
+        self.output.drain(_DRAINED, self._arrived.__len__)
+        self._take_reports()
+        complete = self.status.all_ended and not self._ending
+        self.nodes.close(farewell=complete)
+        if not complete:
+            signal_group(self.process.pid, signal.SIGKILL)
+            self.output.drain(_DRAINED, self._arrived.__len__)
+            self._take_reports()
+
+    def _outcome(self) -> Outcome:
+        self._say_who_failed()
+        failure = self.status.first_failure
+        status = exit_status_of(
+            self.launch,
+            self.status,
+            self.process.returncode,
+            told=self.told,
+            hang=self.hang,
+            say=self.output.say,
+        )
+        if failure and self._announced and status == failure[1]:
+            # Launchers say a lot meanwhile; the last line is the one that people read.
+            rank = f"rank {failure[0]} on {self.launch.host_of(failure[0])}"
+            self.output.say(f"exit status {status}, that of {rank}")
+        where = (failure[0], self.launch.host_of(failure[0]), failure[1]) if failure else None
+        return Outcome(status, where, self.told, self.port_taken, self.output.tail)
 
 
-def _verdict(
-    returncode: int, status: Status, nproc: int, told: signal.Signals | None, announced: bool
-) -> int:
-    if told is not None:
-        _say(f"ended by {told.name}")
-        return 128 + told
-    if status.first_failure is not None:
-        if not announced:
-            _say(_failure(status))
-        return status.first_failure[1]
-    own = 128 - returncode if returncode < 0 else returncode
-    if own == 0:
-        return 0
-    if len(status.ended) == nproc:
-        # Hydra can return 141 under load after ranks that end at once (seen 4 times in 726).
-        _say(f"every rank ended with 0; the launcher itself with {own}, which is not passed on")
-        return 0
-    lost = ", ".join(str(rank) for rank in sorted(status.pids)) or "none had started"
-    _say(f"the launcher ended with {own}; ranks that did not report their end: {lost}")
-    return own
-
-
-def _failure(status: Status) -> str:
-    assert status.first_failure is not None
-    rank, code = status.first_failure
-    host = os.uname().nodename
-    if code > 128 and code - 128 in {s.value for s in signal.Signals}:
-        how = f"was killed by {signal.Signals(code - 128).name} (exit status {code})"
-    else:
-        how = f"exited with status {code}"
-    return f"rank {rank} on {host} {how}, first of all ranks"
-
-
-def _say(message: str) -> None:
-    print(f"ezpz-launch: {message}", file=sys.stderr, flush=True)
+def _newest(folder: str) -> float:
+    """Return when a file of this folder was written last, in seconds since the epoch."""
+    with os.scandir(folder) as entries:
+        return max((entry.stat().st_mtime for entry in entries), default=0.0)

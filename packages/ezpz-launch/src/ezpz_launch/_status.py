@@ -1,48 +1,49 @@
-"""What the ranks' shims report: which rank started as which process, and how it ended."""
+"""Which ranks have started, which have ended, and how."""
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass, field
+from ._reports import Report
 
 
-def make_status_file(directory: str) -> str:
-    """Make an empty file, readable by this user only, and return its path.
-
-    Raises:
-        OSError: The directory cannot be written.
-    """
-    path = os.path.join(directory, f"ezpz-launch-{os.getpid()}-{os.urandom(6).hex()}")
-    os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-    return path
-
-
-@dataclass(slots=True)
 class Status:
-    """The reports read so far; `update` reads what is new."""
+    """What the reports say so far.
 
-    path: str
-    pids: dict[int, int] = field(default_factory=dict)
-    """Rank to process id of its shim, for ranks that have not ended."""
-    ended: dict[int, int] = field(default_factory=dict)
-    """Rank to exit status, in the order in which they ended."""
-    _offset: int = 0
+    Attributes:
+        nproc: Number of ranks.
+        pids: Rank to process id of its shim, for ranks that have started.
+        ended: Rank to exit status, in the order in which they ended.
+    """
 
-    def update(self) -> None:
-        """Read the reports that have come since the last call; an unfinished line waits."""
-        with open(self.path, "rb") as file:
-            file.seek(self._offset)
-            complete, newline, _ = file.read().rpartition(b"\n")
-        self._offset += len(complete + newline)
-        for line in complete.decode("ascii").splitlines():
-            what, rank, value = line.split()
-            if what == "start":
-                self.pids[int(rank)] = int(value)
-            else:
-                self.ended[int(rank)] = int(value)
-                self.pids.pop(int(rank), None)
+    def __init__(self, nproc: int) -> None:
+        self.nproc = nproc
+        self.pids: dict[int, int] = {}
+        self.ended: dict[int, int] = {}
+
+    def take(self, report: Report) -> bool:
+        """Take a report in; return whether it is new (each comes twice)."""
+        what, rank, value = report
+        table = self.pids if what == "start" else self.ended
+        if rank in table or rank >= self.nproc:
+            return False
+        table[rank] = value
+        return True
 
     @property
     def first_failure(self) -> tuple[int, int] | None:
         """Rank and exit status of the rank that failed first, if one did."""
         return next(((rank, status) for rank, status in self.ended.items() if status), None)
+
+    @property
+    def running(self) -> list[int]:
+        """Ranks that have started and not ended."""
+        return [rank for rank in sorted(self.pids) if rank not in self.ended]
+
+    @property
+    def held(self) -> list[int]:
+        """Ranks that failed, and whose shims wait to be released."""
+        return [rank for rank, status in self.ended.items() if status]
+
+    @property
+    def all_ended(self) -> bool:
+        """Whether every rank has ended."""
+        return len(self.ended) == self.nproc

@@ -9,7 +9,19 @@
 #   RANK...      names of the variables in which that launcher tells them; SIZE may be -, for one
 #                that tells no size
 #   --escaped    every word of the command carries a leading "+"
-# environment: EZPZ_STATUS_FILE  where to report, one line at a time; not reported if absent
+# environment: EZPZ_CONTROL  one field a line, "-" where there is none; nothing of this where it is
+#              absent: ID    of the launch; reports on standard error are told by it
+#                      HOLD  seconds for which a rank that failed waits to be released
+#                      AGENT what starts this node's agent (two lines: Python, program)
+#                      WHERE host:port ... of ezpz-launch, and its secrets (two lines), for the agent
+#                      FILES a folder for the output of each rank
+#                      SHOWN ranks whose output is shown: 0,4-7; "all"
+#                      PUMP  program that labels or doubles the output
+#                      PREFIX --prefix, for it
+#                      PORT  a port that must be free on rank 0's host
+#                      DEVICES their type (cuda, xpu), how many a node has, and whether each
+#                            rank is to see one only (three lines)
+#                      ATTEMPT from 0; PROGRESS, the file for it; JOB, the scheduler's id
 # exit status: the command's own, 128 + signal; 2 when the launcher told us no rank, or another
 #              place than planned
 #
@@ -51,8 +63,6 @@ EZPZ_LAUNCHER=$ezpz_family
 EZPZ_RANK=$RANK EZPZ_WORLD_SIZE=$WORLD_SIZE EZPZ_NODE_RANK=$NODE_RANK
 EZPZ_NUM_NODES=$(((ezpz_nproc + ezpz_ppn - 1) / ezpz_ppn))
 EZPZ_LOCAL_RANK=$LOCAL_RANK EZPZ_LOCAL_WORLD_SIZE=$LOCAL_WORLD_SIZE
-export RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE NODE_RANK GROUP_RANK
-export EZPZ_LAUNCHER EZPZ_RANK EZPZ_WORLD_SIZE EZPZ_LOCAL_RANK EZPZ_LOCAL_WORLD_SIZE EZPZ_NODE_RANK EZPZ_NUM_NODES
 
 ezpz_form=$7
 shift 7
@@ -63,19 +73,156 @@ if [ "$ezpz_form" = --escaped ]; then
   done
 fi
 
-# Ours alone: a launch inside the command would report to the wrong place.
-ezpz_status_file=${EZPZ_STATUS_FILE-}
-unset EZPZ_STATUS_FILE
-ezpz_report() {
-  [ ! -w "$ezpz_status_file" ] || printf '%s\n' "$*" >>"$ezpz_status_file"
+ezpz_read() {
+  ezpz_id=$1 ezpz_hold=$2 ezpz_python=$3 ezpz_agent=$4
+  # $5 to $7 are the agent's, which reads them itself.
+  ezpz_files=$8
+  shift 8
+  ezpz_shown=$1 ezpz_pump=$2 ezpz_prefix=$3 ezpz_port=$4 ezpz_type=$5 ezpz_devices=$6 ezpz_one=$7
+  shift 7
+  # torchrun's word for it too; scripts read it.
+  EZPZ_ATTEMPT=$1 TORCHELASTIC_RESTART_COUNT=$1
+  export EZPZ_ATTEMPT TORCHELASTIC_RESTART_COUNT
+  [ "$2" = - ] || export EZPZ_PROGRESS_FILE="$2"
+  [ "$3" = - ] || export EZPZ_JOB_ID="$3"
 }
+ezpz_id=- ezpz_files=- ezpz_shown=all ezpz_pump=- ezpz_type=-
+unset EZPZ_JOB_ID EZPZ_PROGRESS_FILE
+if [ -n "${EZPZ_CONTROL-}" ]; then
+  set -f
+  ezpz_ifs=$IFS IFS='
+'
+  # shellcheck disable=SC2086 # one field a line
+  ezpz_read $EZPZ_CONTROL
+  IFS=$ezpz_ifs
+  set +f
+  if [ "$ezpz_local" = 0 ] && [ "$ezpz_agent" != - ]; then
+    "$ezpz_python" -I -S "$ezpz_agent" "$ezpz_node" </dev/null >/dev/null 2>&1 &
+  fi
+fi
+# Ours alone: a launch inside the command would report to the wrong place.
+unset EZPZ_CONTROL
+
+# Twice, as a launcher may cut a stream into pieces, and put another rank's piece between.
+ezpz_report() {
+  [ "$ezpz_id" = - ] ||
+    printf '\036ezpz %s %s\037\n\036ezpz %s %s\037\n' "$ezpz_id" "$*" "$ezpz_id" "$*" >&2
+}
+
+# LOCAL_RANK indexes the devices that this rank sees, be they fewer than the ranks here.
+ezpz_show_devices() {
+  ezpz_name=CUDA_VISIBLE_DEVICES ezpz_list=${CUDA_VISIBLE_DEVICES-}
+  if [ "$ezpz_type" = xpu ]; then
+    ezpz_name=ZE_AFFINITY_MASK ezpz_list=${ZE_AFFINITY_MASK-}
+  elif [ -n "${HIP_VISIBLE_DEVICES-}" ]; then
+    # HIP reads CUDA's only where its own is not set, and counts within what ROCR left.
+    ezpz_name=HIP_VISIBLE_DEVICES ezpz_list=$HIP_VISIBLE_DEVICES
+  elif [ -z "$ezpz_list" ] && [ -n "${ROCR_VISIBLE_DEVICES-}" ]; then
+    ezpz_pick_device "$ROCR_VISIBLE_DEVICES"
+    ezpz_devices=$ezpz_count
+    [ "$ezpz_one" = 1 ] || LOCAL_RANK=$((ezpz_local % ezpz_count))
+  fi
+  ezpz_device=$((ezpz_local % (ezpz_devices > 0 ? ezpz_devices : 1)))
+  if [ -n "$ezpz_list" ]; then
+    ezpz_pick_device "$ezpz_list"
+    LOCAL_RANK=$((ezpz_local % ezpz_count))
+  fi
+  if [ "$ezpz_one" = 1 ]; then
+    eval "export $ezpz_name=\$ezpz_device"
+    LOCAL_RANK=0
+  fi
+}
+ezpz_pick_device() {
+  ezpz_ifs=$IFS IFS=,
+  # shellcheck disable=SC2086 # the list's entries
+  set -- $1
+  IFS=$ezpz_ifs
+  ezpz_count=$#
+  shift $((ezpz_local % ezpz_count))
+  # shellcheck disable=SC2034 # read by eval
+  ezpz_device=$1
+}
+[ "$ezpz_type" = - ] || ezpz_show_devices
+
+if [ "$ezpz_id" != - ]; then
+  EZPZ_LAUNCH_ID=$ezpz_id
+  export EZPZ_LAUNCH_ID
+fi
+export RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE NODE_RANK GROUP_RANK
+export EZPZ_LAUNCHER EZPZ_RANK EZPZ_WORLD_SIZE EZPZ_LOCAL_RANK EZPZ_LOCAL_WORLD_SIZE EZPZ_NODE_RANK EZPZ_NUM_NODES
+# A rank that dies of SIGSEGV, or is asked by SIGABRT where it hangs, says so.
+export PYTHONFAULTHANDLER="${PYTHONFAULTHANDLER-1}"
+
+ezpz_is_shown() {
+  [ "$ezpz_shown" != all ] || return 0
+  ezpz_ifs=$IFS IFS=,
+  # shellcheck disable=SC2086 # the list's entries
+  set -- $ezpz_shown
+  IFS=$ezpz_ifs
+  for ezpz_range; do
+    [ "$RANK" -lt "${ezpz_range%-*}" ] || [ "$RANK" -gt "${ezpz_range#*-}" ] || return 0
+  done
+  return 1
+}
+
+# The shell says "Killed" or "Terminated" of what it ran; ezpz-launch says it better. So for that time
+# our standard error lies on a free file descriptor (Hydra's socket may be any), if there is one.
+for ezpz_fd in 3 4 5 6 7 8 9 0; do
+  [ -e "/dev/fd/$ezpz_fd" ] || break
+done
+ezpz_back() { [ "$ezpz_fd" = 0 ] || eval "exec 2>&$ezpz_fd $ezpz_fd>&-"; }
+ezpz_away() { [ "$ezpz_fd" = 0 ] || eval "exec $ezpz_fd>&2 2>/dev/null"; }
+ezpz_close() { [ "$ezpz_fd" = 0 ] || eval "exec $ezpz_fd>&-"; }
+
+# exec in a subshell: the program of that name, never this shell's own echo or test.
+ezpz_run() {
+  if [ "$ezpz_pump" != - ]; then
+    set -- -- "$@"
+    [ "$ezpz_files" = - ] || set -- --files "$ezpz_files" "$@"
+    [ "$ezpz_prefix" = - ] || set -- --prefix "$@"
+    ezpz_is_shown || set -- --hide "$@"
+    set -- "$ezpz_pump" "$RANK" "${SLURMD_NODENAME:-$(uname -n)}" "$@"
+    (ezpz_back && exec "$ezpz_python" -I -S "$@")
+  elif [ "$ezpz_files" != - ]; then
+    (ezpz_close && exec "$@") >>"$ezpz_files/rank-$RANK.out" 2>>"$ezpz_files/rank-$RANK.err"
+  elif ezpz_is_shown; then
+    (ezpz_back && exec "$@")
+  else
+    (ezpz_close && exec "$@") >/dev/null 2>&1
+  fi
+}
+
+# Whether something listens on the port here. Source: proc_net_tcp of Linux: local_address is hex
+# address, colon, hex port; state 0A listens.
+ezpz_is_taken() {
+  ezpz_hex=$(printf '%04X' "$1")
+  for ezpz_table in /proc/net/tcp /proc/net/tcp6; do
+    [ -r "$ezpz_table" ] || continue
+    while read -r ezpz_name ezpz_value ezpz_name ezpz_form ezpz_name; do
+      case $ezpz_value,$ezpz_form in *":$ezpz_hex,0A") return 0 ;; esac
+    done <"$ezpz_table"
+  done
+  return 1
+}
+if [ "$ezpz_id" != - ] && [ "$RANK" = 0 ] && [ "$ezpz_port" != - ] && ezpz_is_taken "$ezpz_port"; then
+  ezpz_report "taken 0 $ezpz_port"
+fi
 
 # Launchers signal a rank's whole process group: the command gets the signal too, and
 # acts on it; we stay to see how it ends. A trap (unlike an ignored signal) is not inherited.
 trap : INT TERM HUP QUIT USR1 USR2
 ezpz_report "start $RANK $$"
-# exec in a subshell: the program of that name, never this shell's own echo or test.
-(exec "$@")
+ezpz_away
+ezpz_run "$@"
 ezpz_status=$?
+ezpz_back
 ezpz_report "end $RANK $ezpz_status"
+if [ "$ezpz_id" != - ] && [ "$ezpz_status" != 0 ]; then
+  # Some launchers kill the others as soon as they see a failure: ezpz-launch gives them the time
+  # that it promises, then releases us by SIGTERM.
+  trap 'kill "$ezpz_sleep" 2>/dev/null; exit "$ezpz_status"' TERM
+  sleep "$ezpz_hold" >/dev/null 2>&1 &
+  ezpz_sleep=$!
+  while kill -0 "$ezpz_sleep" 2>/dev/null; do wait "$ezpz_sleep"; done
+fi
 exit "$ezpz_status"

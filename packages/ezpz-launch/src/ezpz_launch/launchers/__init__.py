@@ -6,12 +6,13 @@ from collections.abc import Callable
 
 from ezpz_launch._plan import LaunchPlan
 
-from . import hydra, openmpi, pals, srun, torchrun
+from . import hydra, openmpi, pals, spawn, srun, torchrun
 
 _BUILDERS: dict[str, Callable[[LaunchPlan], list[str]]] = {
     "hydra": hydra.argv,
     "openmpi": openmpi.argv,
     "pals": pals.argv,
+    "spawn": spawn.argv,
     "srun": srun.argv,
     "torchrun": torchrun.argv,
 }
@@ -28,3 +29,10 @@ def hostfile_of(plan: LaunchPlan) -> list[str]:
     if plan.launcher.kind == "srun":
         return srun.hostfile_lines(placement.hosts, placement.ranks)
     return list(placement.hosts)
+
+
+def needs_hostfile(plan: LaunchPlan) -> bool:
+    """Whether the plan's launcher reads a hostfile."""
+    words = argv(plan)
+    ours = words[: len(words) - len(plan.command)]
+    return any(plan.hostfile in (word, word.removeprefix("--nodelist=")) for word in ours)

@@ -1,8 +1,13 @@
-"""Open MPI 4 and 5 (PRRTE). Tried with 5.0.11."""
+"""Open MPI 4 and 5 (PRRTE). Tried with 5.0.11.
+
+5 calls --oversubscribe and -N deprecated and takes them for what it has instead (--map-by
+:OVERSUBSCRIBE, ppr:N:node); 4 knows only these. It warns of ``-x`` and a name that is not set.
+"""
 
 from __future__ import annotations
 
 from ezpz_launch._plan import LaunchPlan
+from ezpz_topo import family
 
 from .shim import shim_argv
 
@@ -21,8 +26,9 @@ def argv(plan: LaunchPlan) -> list[str]:
         words += ["--allow-run-as-root"]
     if not plan.on_this_host:
         # Elsewhere it starts ranks with what a login there has, and what is named.
-        for name in ("PATH", "LD_LIBRARY_PATH", *plan.environment):
+        control = ["EZPZ_CONTROL"] if plan.control else []
+        for name in (*plan.exported, *control):
             if name not in plan.flags:
                 words += ["-x", name]
     words += plan.flags
-    return [*words, *plan.launcher_args, *shim_argv(plan, "openmpi", separator=":")]
+    return [*words, *plan.launcher_args, *shim_argv(plan, family("openmpi"), separator=":")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ezpz_launch._plan import LaunchPlan
+from ezpz_topo import family
 
 from .shim import shim_argv
 
@@ -19,4 +20,4 @@ def argv(plan: LaunchPlan) -> list[str]:
         words += [f"--cpu-bind=list:{':'.join(plan.cpu_bind)}"]
     elif plan.depth:
         words += [f"--depth={plan.depth}"]
-    return [*words, *plan.launcher_args, *shim_argv(plan, "pals", separator=":")]
+    return [*words, *plan.launcher_args, *shim_argv(plan, family("pals"), separator=":")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from ezpz_launch._plan import LaunchPlan
-from ezpz_topo import family
+from ezpz_topo import Family
 
 SHIM = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "rank_shim.sh")
 
@@ -13,17 +13,16 @@ _ESCAPE = "+"
 """Put before every word of a command that holds a launcher's own separator."""
 
 
-def shim_argv(plan: LaunchPlan, launcher: str, *, separator: str = "") -> list[str]:
+def shim_argv(plan: LaunchPlan, names: Family, *, separator: str = "") -> list[str]:
     """Return the words that run the plan's command as one rank.
 
     Args:
         plan: The launch.
-        launcher: The family whose variables tell a rank who it is.
+        names: The variables by which the launcher tells a rank who it is.
         separator: A word that this launcher would take for the start of another program.
     """
-    names = family(launcher)
     # PALS with PMIx tells no size at all; srun's is that of the step.
-    size = "-" if launcher == "pals" else names.world_size[0]
+    size = "-" if names.name == "pals" else names.world_size[0]
     words = ["sh", SHIM, names.name, str(plan.placement.nproc), str(plan.placement.ppn)]
     words += [names.rank[0], size, names.local_rank[0]]
     if separator and separator in plan.command:

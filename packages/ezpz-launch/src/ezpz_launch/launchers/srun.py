@@ -1,4 +1,4 @@
-"""Slurm's srun. Run on Slurm 22.05.8."""
+"""Slurm's srun, 20.11 or newer. Run on Slurm 22.05.8."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ezpz_launch._cores import mask_of
 from ezpz_launch._plan import LaunchPlan
-from ezpz_topo import fold_nodelist
+from ezpz_topo import family
 
 from .shim import shim_argv
 
@@ -17,14 +17,21 @@ def argv(plan: LaunchPlan) -> list[str]:
     words = [plan.launcher.path, f"--ntasks={placement.nproc}"]
     if not {"-u", "--unbuffered"} & set(plan.flags):
         words += ["--unbuffered"]
-    if placement.is_even:
-        words += [f"--nodes={len(placement.hosts)}", f"--ntasks-per-node={placement.ppn}"]
-        if len(placement.hosts) < plan.hosts_of_job:
-            words += [f"--nodelist={fold_nodelist(placement.hosts)}"]
-    else:
-        # Left to itself srun would even the hosts out: the file names one a rank. The slash
-        # tells srun that it is a file.
+    # Each of these has a variable or a line of slurm.conf that would say otherwise. Survivors of
+    # a failure are ours to end, with the grace that was promised; srun gives none.
+    words += ["--export=ALL", "--kill-on-bad-exit=0", "--wait=0"]
+    if plan.in_step:
+        # The step that we are in holds the cores: without it this one would wait for its end.
+        words += ["--overlap"]
+    if plan.by_rank:
+        # Left to itself srun would even the hosts out, or sort them: the file names one a rank.
+        # The slash tells srun that it is a file.
         words += ["--distribution=arbitrary", f"--nodelist={plan.hostfile}"]
+    else:
+        words += [f"--nodes={len(placement.hosts)}", f"--ntasks-per-node={placement.ppn}"]
+        words += ["--distribution=block"]
+        if plan.nodelist:
+            words += [f"--nodelist={plan.nodelist}"]
     if plan.devices:
         words += [f"--gpus-per-node={plan.devices}"]
     words += plan.flags
@@ -32,7 +39,7 @@ def argv(plan: LaunchPlan) -> list[str]:
         words += ["--cpu-bind=none"]
     elif plan.cpu_bind:
         words += [f"--cpu-bind=mask_cpu:{','.join(map(mask_of, plan.cpu_bind))}"]
-    return [*words, *plan.launcher_args, *shim_argv(plan, "slurm")]
+    return [*words, *plan.launcher_args, *shim_argv(plan, family("slurm"))]
 
 
 def hostfile_lines(hosts: Sequence[str], ranks: Sequence[int]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ezpz_launch._errors import LaunchError
 from ezpz_launch._plan import LaunchPlan
+from ezpz_topo import family
 
 from .shim import shim_argv
 
@@ -16,4 +17,4 @@ def argv(plan: LaunchPlan) -> list[str]:
             "expected -N 1, or another --launcher"
         )
     words = [plan.launcher.path, "--standalone", f"--nproc-per-node={plan.placement.nproc}"]
-    return [*words, *plan.launcher_args, "--no-python", *shim_argv(plan, "torchrun")]
+    return [*words, *plan.launcher_args, "--no-python", *shim_argv(plan, family("torchrun"))]

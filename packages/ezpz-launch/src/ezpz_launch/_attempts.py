@@ -1,0 +1,239 @@
+"""A plan, seen through: its hostfile, its port, and as many attempts as the user allows."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+
+from ezpz_topo import Topology, same_host
+
+from ._control import Control
+from ._errors import LaunchError
+from ._keeper import Keeper
+from ._launch import NEVER, Launch
+from ._outcome import Outcome
+from ._plan import LaunchPlan
+from ._port import free_port
+from ._progress import read_progress
+from ._request import Request
+from ._retry import Attempt, Retries, ends_with_import_error
+from ._run import SETTLE, run
+from ._signals import pause
+from .launchers import argv as argv_of
+from .launchers import hostfile_of, needs_hostfile
+
+_PORTS = 5
+"""So many ports are tried where another program holds the first ones on rank 0's host."""
+
+_TAIL = 1 << 13
+_LINES = 20
+"""Bytes, and lines, of a rank's file that are looked at when it has failed."""
+
+
+def see_through(planned: LaunchPlan, topology: Topology, env: Mapping[str, str]) -> int:
+    """Run a plan to its end, again if it fails and the user allows it; return its exit status.
+
+    Args:
+        planned: The plan.
+        topology: Where we are.
+        env: The environment we were called with.
+
+    Raises:
+        LaunchError: It cannot be started.
+    """
+    return _Attempts(planned, topology, env).to_the_last()
+
+
+class _Attempts:
+    """The attempts of one launch."""
+
+    def __init__(self, planned: LaunchPlan, topology: Topology, env: Mapping[str, str]) -> None:
+        self._planned, self._topology, self._env = planned, topology, env
+        self._request = planned.request
+        self._keeper = Keeper(topology, env)
+        self._retries = Retries(self._request.retries) if self._request.retries else None
+        self._progress_file = self._keeper.progress_file if self._retries else ""
+        self._number = 0
+        _make_log_dir(self._request.log_dir)
+        self._signal_at = _signal_at(planned, topology, env)
+
+    def to_the_last(self) -> int:
+        """Attempt until it succeeds or must not be tried again; return the exit status."""
+        while True:
+            outcome = self._attempt()
+            if outcome.failure and self._request.log_dir and not self._request.tee:
+                _say_last_words(self._request.log_dir, outcome.failure[0])
+            status = outcome.exit_status
+            told = self._wait_for_another(outcome)
+            if told is None:
+                self._keeper.finish(status, outcome.failure)
+                return status
+            if told:
+                self._keeper.finish(128 + told, outcome.failure)
+                return 128 + told
+            self._planned, self._number = _with_new_port(self._planned), self._number + 1
+
+    def _wait_for_another(self, outcome: Outcome) -> int | None:
+        """Pause before the next attempt; return the signal that told us to end, 0 without one.
+
+        None: there is no other attempt.
+        """
+        if not self._retries or not outcome.exit_status:
+            return None
+        decision = self._retries.decide(
+            Attempt(
+                exit_status=outcome.exit_status,
+                told=outcome.told is not None,
+                import_error=ends_with_import_error(_last_words(outcome, self._request)),
+                progress=read_progress(self._progress_file),
+            )
+        )
+        if decision.retry and time.time() + decision.pause >= self._signal_at:
+            _say("no retry: the job's end is near (--signal-before)")
+            return None
+        _say(decision.why if decision.retry else f"no retry: {decision.why}")
+        return pause(decision.pause) if decision.retry else None
+
+    def _attempt(self) -> Outcome:
+        """Run the plan once, on another port if a program holds the first one."""
+        for _ in range(_PORTS):
+            outcome = self._run()
+            if not outcome.port_taken or outcome.told or _is_users_port(self._planned):
+                break
+            _say("the port is taken on the first host; trying another")
+            self._planned = _with_new_port(self._planned)
+        return outcome
+
+    def _run(self) -> Outcome:
+        request, control = self._request, self._control()
+        directory = self._env.get("TMPDIR") or "/tmp"
+        with _hostfile(replace(self._planned, control=True), directory) as ready:
+            argv = tuple(argv_of(ready))
+            launch = Launch(
+                argv=argv,
+                nproc=ready.nproc,
+                hosts=ready.placement.hosts,
+                ppn=ready.placement.ppn,
+                on_this_host=ready.on_this_host,
+                environment={**self._env, **ready.environment},
+                control=control,
+                grace=request.grace,
+                idle_timeout=request.idle_timeout,
+                signal_at=self._signal_at,
+            )
+            return run(launch, lambda: self._keeper.start(ready, argv))
+
+    def _control(self) -> Control:
+        planned, request, job = self._planned, self._request, self._topology.allocation
+        first = planned.placement.hosts[0]
+        here = planned.on_this_host or same_host(first, job.node_name or "")
+        return Control(
+            launch_id=f"{self._keeper.launch_id}.{self._number}",
+            hold=SETTLE + request.grace + 10,
+            files=os.path.abspath(request.log_dir) if request.log_dir else "",
+            only_ranks=request.only_ranks,
+            prefix=request.prefix,
+            tee=request.tee,
+            # Ours has been looked at; another host's is looked at there.
+            port=0 if here else int(planned.environment["MASTER_PORT"]),
+            device_type="" if planned.device_type in ("cpu", "mps") else planned.device_type,
+            devices=self._topology.accelerators.count,
+            one_device=request.one_device,
+            attempt=self._number,
+            progress_file=self._progress_file,
+            job_id=job.job_id or "",
+        )
+
+
+def _is_users_port(planned: LaunchPlan) -> bool:
+    """Whether the user chose the port."""
+    return planned.sources["MASTER_PORT"] == "--env"
+
+
+def _with_new_port(planned: LaunchPlan) -> LaunchPlan:
+    """Return the plan with another port, unless the user chose it."""
+    if _is_users_port(planned):
+        return planned
+    return replace(planned, environment={**planned.environment, "MASTER_PORT": str(free_port())})
+
+
+@contextmanager
+def _hostfile(planned: LaunchPlan, directory: str) -> Iterator[LaunchPlan]:
+    """Write the hostfile that the launcher reads, if it reads one, for as long as it may."""
+    if not needs_hostfile(planned):
+        yield planned
+        return
+    path = os.path.join(directory, f"ezpz-hosts-{os.urandom(8).hex()}")
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except OSError as error:
+        raise LaunchError(
+            f"cannot make a file in {directory} ({error.strerror}); expected a directory for the "
+            "launcher's hostfile; set TMPDIR to one"
+        ) from error
+    try:
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.writelines(f"{line}\n" for line in hostfile_of(planned))
+        yield replace(planned, hostfile=path)
+    finally:
+        os.unlink(path)
+
+
+def _signal_at(planned: LaunchPlan, topology: Topology, env: Mapping[str, str]) -> float:
+    """Return when --signal-before is due, in seconds since the epoch."""
+    before = planned.request.signal_before
+    if not before:
+        return NEVER
+    from ._walltime import job_end, time_limit, when_to_signal  # noqa: PLC0415  # only if asked
+
+    now = time.time()
+    end, _ = job_end(topology.allocation, env, now=now)
+    wait, note = when_to_signal(end, before, now, limit=time_limit(env))
+    if note:
+        _say(note)
+    return now + wait
+
+
+def _make_log_dir(folder: str) -> None:
+    if folder:
+        try:
+            os.makedirs(folder, exist_ok=True)
+            if not os.access(folder, os.W_OK | os.X_OK):
+                raise PermissionError(13, "Permission denied")
+        except OSError as error:
+            raise LaunchError(
+                f"--log-dir {folder}: {error.strerror}; expected a folder that can be written"
+            ) from error
+
+
+def _last_words(outcome: Outcome, request: Request) -> bytes:
+    """Return the end of what the rank that failed first wrote to standard error."""
+    if outcome.failure and request.log_dir:
+        return _tail(request.log_dir, outcome.failure[0])
+    if request.prefix:
+        return b"\n".join(line.partition(b"] ")[2] for line in outcome.tail.splitlines())
+    return outcome.tail
+
+
+def _tail(folder: str, rank: int) -> bytes:
+    try:
+        with open(os.path.join(folder, f"rank-{rank}.err"), "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
+            return file.read()
+    except OSError:
+        return b""  # on a disk of another host
+
+
+def _say_last_words(folder: str, rank: int) -> None:
+    lines = _tail(folder, rank).decode(errors="replace").splitlines()[-_LINES:]
+    if lines:
+        path = os.path.join(folder, f"rank-{rank}.err")
+        _say("\n".join([f"the end of {path}:", *(f"  {line}" for line in lines)]))
+
+
+def _say(message: str) -> None:
+    print(f"ezpz-launch: {message}", file=sys.stderr, flush=True)

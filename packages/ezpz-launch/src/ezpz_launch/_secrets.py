@@ -1,0 +1,154 @@
+"""Remove secrets from what is written down: known by the name beside them, or by their form.
+
+A record that lost a harmless value is still of use; one that kept a password is not, so in
+doubt a value goes. What training scripts say all day stays: ``--tokenizer``, ``--max-tokens``,
+``--num-key-value-heads``, ``--image-key``, ``PWD``, ``KEYBOARD``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+REDACTED = "***"
+
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
+_SECRET_WORDS = frozenset({
+    "token", "auth", "oauth", "authorization", "authentication", "bearer", "cookie", "cookies",
+    "session", "sessionid", "jwt", "pat", "pass", "pw", "signature", "webhook", "webhooks",
+    "sshpass", "dbpass", "userpass",
+})  # fmt: skip
+_WITHIN = (
+    "secret", "password", "passwd", "passphrase", "credential", "apikey", "accesskey",
+    "privatekey", "signingkey", "encryptionkey", "authkey", "sshkey", "accountkey", "masterkey",
+)  # fmt: skip
+"""Parts that no harmless name contains, for names without a border such as PGPASSWORD."""
+_AT_THE_END = ("token", "cookie")
+"""The end of a word: HFTOKEN, JOBCOOKIE, but not TOKENIZER."""
+_OF_KEYS = frozenset({
+    "api", "access", "private", "signing", "encryption", "ssh", "account", "master", "service",
+    "client", "storage", "deploy", "license", "host", "rsa", "gpg", "wandb", "openai",
+    "anthropic", "comet", "neptune", "mlflow", "hf", "aws", "azure", "gcp", "google", "github",
+    "gitlab",
+})  # fmt: skip
+_OF_TOKENS = frozenset({"api", "access", "refresh", "bot", "hf", "github", "gitlab"})
+
+_NAME = r"[A-Za-z_][\w.\-]*"
+_WHOLE = re.compile(rf"[-+]*(?P<name>{_NAME}):?=")
+# A name that begins here, in whatever quotes or index it stands, and what leads to its value.
+_HEAD = re.compile(
+    rf"""(?<![\w.\-])(?P<dash>-{{0,2}})(?P<quote>(?:\\{{0,4}}["'])?)(?P<inner>-{{0,2}})(?P<name>{_NAME})
+    (?P=quote)\]?(?P<between>[ \t]*(?::=|={{1,3}}|[:,])[ \t]*|[ \t]+)""",
+    re.VERBOSE,
+)
+_VALUE = re.compile(
+    r""""(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|\\{0,4}["']?[^\s,;&"'{}()\[\]]+""", re.DOTALL
+)
+_FLAG = re.compile(rf"-{{1,2}}(?P<name>{_NAME})")
+_OPTION = re.compile(r"--?[A-Za-z][\w\-]*(?:=.*)?", re.DOTALL)
+
+_FORMS = (
+    # what a header says of who we are
+    (re.compile(r"""(?i)((?:proxy-)?authorization["']?\s*[:=]\s*["']?)[^"'\r\n]+"""), r"\1***"),
+    (re.compile(r"""(?i)\b(bearer\s+)[^\s"',;]+"""), r"\1***"),
+    # user:password@ of a URL; a name alone is a token over HTTP, and only a name over ssh
+    (re.compile(r"(?i)([a-z][a-z0-9+.\-]{0,30}://[^\s/?#:@]*:)[^\s/?#]*(?=@)"), r"\1***"),
+    (re.compile(r"(?i)(https?://)[^\s/?#:@]+(?=@)"), r"\1***"),
+    (re.compile(r"([?&]sig=)[^\s&]+"), r"\1***"),
+    (re.compile(r"hooks\.slack\.com/services/\S+"), "hooks.slack.com/services/***"),
+    # what well-known services give out, whatever it is called here
+    (
+        re.compile(
+            r"(?<![A-Za-z0-9])(?:hf_[A-Za-z0-9]{16,}|gh[a-z]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|"
+            r"glpat-[\w\-]{16,}|sk-[\w\-]{16,}|xox[a-z]-[\w\-]{8,}|AKIA[0-9A-Z]{16}|"
+            r"AIza[\w\-]{30,}|eyJ[\w\-]{8,}\.eyJ[\w\-]{8,}\.[\w\-]*)"
+        ),
+        REDACTED,
+    ),
+    (
+        re.compile(r"(-----BEGIN [A-Z ]*PRIVATE KEY-----).*", re.DOTALL),
+        r"\1***",
+    ),
+)
+
+
+def redact_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables with every secret replaced by ``***``; an empty value stays empty."""
+    return {
+        name: value and (REDACTED if _is_secret(name) else redact_text(value))
+        for name, value in environment.items()
+    }
+
+
+def redact_words(words: Iterable[str]) -> tuple[str, ...]:
+    """Return a command line with every secret in it replaced by ``***``.
+
+    Known are ``--api-key X``, ``--api-key=X``, ``NAME=VALUE``, the same and ``"name": "value"``
+    or ``name = value`` inside a word (a shell's line, code, JSON), ``user:password@`` of URLs,
+    headers, and the forms of well-known services' keys. A password that has no name beside it
+    cannot be known.
+    """
+    redacted: list[str] = []
+    value_next = False
+    for word in words:
+        if value_next and not _OPTION.fullmatch(word):
+            redacted.append(REDACTED)
+            value_next = False
+            continue
+        flag = _FLAG.fullmatch(word)
+        bearer = word.lower() == "bearer"
+        value_next = bearer or bool(flag and _is_secret(flag["name"], option=True))
+        redacted.append(redact_text(word))
+    return tuple(redacted)
+
+
+def redact_text(text: str) -> str:
+    """Return the text with every secret in it replaced by ``***``."""
+    end = 0
+    while whole := _WHOLE.match(text, end):
+        end = whole.end()
+        if _is_secret(whole["name"], option=text.startswith("-")):
+            # All that follows is the value, spaces and quotes as well; nothing is no secret.
+            return text[:end] + (REDACTED if text[end:] else "")
+    for form, replacement in _FORMS:
+        text = form.sub(replacement, text)
+    return _redact_pairs(text)
+
+
+def _redact_pairs(text: str) -> str:
+    """Replace the values of all secret names in a text, such as code, JSON or a shell's line."""
+    parts: list[str] = []
+    end = 0
+    while head := _HEAD.search(text, end):
+        parts.append(text[end : head.end()])
+        end = head.end()
+        between = head["between"].strip()
+        option = bool(head["dash"] or head["inner"])
+        # `--token x` and `"token", "x"` are a name and its value; `token x` and `token, x` not.
+        if (not between and not option) or (between == "," and not head["quote"]):
+            continue
+        value = _VALUE.match(text, end) if _is_secret(head["name"], option=option) else None
+        if not value or (not between and _OPTION.match(value[0])):
+            continue
+        quote = value[0][0] if value[0][0] in "\"'" and value[0].endswith(value[0][0]) else ""
+        parts.append(f"{quote}{REDACTED}{quote}")
+        end = value.end()
+    return "".join([*parts, text[end:]])
+
+
+def _is_secret(name: str, *, option: bool = False) -> bool:
+    """Whether a name is a secret's; ``option``: whether it is an option's, as in ``--key``."""
+    words = [word.lower() for word in _WORD.findall(name)]
+    joined = "".join(words)
+    if any(part in joined for part in _WITHIN) or not _SECRET_WORDS.isdisjoint(words):
+        return True
+    if any(word.endswith(_AT_THE_END) for word in words):
+        return True
+    if "tokens" in words and not _OF_TOKENS.isdisjoint(words):
+        return True
+    if "pwd" in words and len(words) > 1:
+        return True
+    if not words or words[-1] not in ("key", "keys"):
+        return False
+    # COMET_KEY is a secret; --image-key of a data loader and sorted(key=...) are not.
+    return name.isupper() or not _OF_KEYS.isdisjoint(words) or (option and len(words) == 1)

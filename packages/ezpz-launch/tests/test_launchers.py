@@ -1,0 +1,155 @@
+"""Command lines that no machine's golden file has."""
+
+from dataclasses import replace
+
+import pytest
+
+from ezpz_launch import LaunchError, Request, UsageError, plan
+from ezpz_launch._identify import Launcher
+from ezpz_launch.launchers import argv, hostfile_of
+from ezpz_launch.launchers.spawn import SPAWN
+from ezpz_topo import imagine
+
+
+def planned(launcher, machine="generic-slurm", of=4, *, hosts=None, env=None, **options):
+    topology = imagine(machine, of, {})
+    return plan(
+        topology,
+        Request(("true",), **options),
+        launcher if isinstance(launcher, Launcher) else Launcher(launcher, launcher, ""),
+        hosts=topology.allocation.hosts if hosts is None else hosts,
+        hosts_source="argument" if hosts else "the job",
+        hostfile="/tmp/hosts",
+        port=1,
+        user_env=env or {},
+    )
+
+
+def own_words(told):
+    words = argv(told)
+    return words[: words.index("sh")]
+
+
+def test_spawn_is_a_program_of_ours_on_this_host():
+    told = planned(Launcher("/python", "spawn", ""), of=1, nproc=3, launcher_args=("-x",))
+    words = argv(told)
+    assert words[:7] == ["/python", "-I", "-S", SPAWN, "-n", "3", "-x"]
+    shim = words[words.index("sh") + 2 :]
+    assert shim == ["spawn", "3", "3", "EZPZ_SPAWN_RANK", "EZPZ_SPAWN_SIZE", "EZPZ_SPAWN_RANK",
+                    "--", "true"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "where"), [({}, "2 hosts"), ({"exclude": "node0001"}, "node0002, another host")]
+)
+def test_spawn_reaches_no_other_host(options, where):
+    with pytest.raises(LaunchError, match=f"spawn starts ranks on this host, not on {where}"):
+        argv(planned("spawn", of=2, **options))
+
+
+def test_srun_overlaps_the_step_that_we_are_in():
+    assert "--overlap" not in own_words(planned("srun"))
+    assert "--overlap" in own_words(planned("srun", env={"SLURM_STEP_ID": "4294967290"}))
+
+
+@pytest.mark.parametrize(
+    ("hosts", "options", "nodelist"),
+    [
+        (None, {}, ""),
+        (None, {"nodes": 2}, "node[0001-0002]"),
+        (("NODE0002.example", "node0003"), {}, "node[0002-0003]"),
+    ],
+)
+def test_srun_is_told_the_hosts_in_slurms_own_names(hosts, options, nodelist):
+    told = planned("srun", hosts=hosts, ppn=2, **options)
+    words = own_words(told)
+    assert "--distribution=block" in words
+    assert [word for word in words if word.startswith("--nodelist")] == (
+        [f"--nodelist={nodelist}"] if nodelist else []
+    )
+
+
+@pytest.mark.parametrize(
+    ("hosts", "options", "lines"),
+    [
+        # out of the job's order: srun would sort them
+        (("node0003.x", "node0001"), {"ppn": 2}, ["node0003", "node0003", "node0001", "node0001"]),
+        # uneven: srun would even them out
+        (None, {"nproc": 3, "nodes": 2}, ["node0001", "node0001", "node0002"]),
+    ],
+)
+def test_srun_reads_the_host_of_each_rank(hosts, options, lines):
+    told = planned("srun", hosts=hosts, **options)
+    assert hostfile_of(told) == lines
+    words = own_words(told)
+    assert "--distribution=arbitrary" in words
+    assert "--nodelist=/tmp/hosts" in words
+    assert not any(word.startswith(("--nodes=", "--ntasks-per-node")) for word in words)
+    assert told.environment["MASTER_ADDR"] == lines[0]
+
+
+def test_a_nodelist_that_is_too_long_for_one_word_goes_into_the_file():
+    # Names without a pattern: 4,000 of 60 characters.
+    names = tuple(f"{'x' * 50}{k * 7919 % 100_003:06d}z" for k in range(4001))
+    topology = imagine("generic-slurm", 1, {})
+    job = replace(topology.allocation, hosts=names, node_name=names[0])
+    told = plan(
+        replace(topology, allocation=job), Request(("true",), nodes=4000, ppn=1),
+        Launcher("srun", "srun", ""), hosts=names, hosts_source="the job", hostfile="/tmp/hosts",
+        port=1, user_env={},
+    )  # fmt: skip
+    assert max(map(len, argv(told))) < 131_072
+    assert len(hostfile_of(told)) == 4000
+
+
+@pytest.mark.parametrize(
+    ("hosts", "message"),
+    [
+        (("node0001", "login1"), r"login1 \(argument\): not in Slurm job imagined, which has node"),
+        (("node0001", "node0001.x"), "two of these are one node"),
+    ],
+)
+def test_srun_reaches_the_jobs_own_hosts_only(hosts, message):
+    with pytest.raises(UsageError, match=message):
+        planned("srun", hosts=hosts, ppn=1)
+
+
+def test_srun_outside_of_a_slurm_job():
+    with pytest.raises(LaunchError, match="srun starts ranks in a Slurm job, and there is none"):
+        planned("srun", machine="workstation", of=1)
+
+
+@pytest.mark.parametrize(
+    ("machine", "ppn", "cpus"),
+    [("perlmutter", 4, "32"), ("perlmutter", 2, "64"), ("perlmutter", 8, "16"),
+     ("frontier", 8, "7"), ("frontier", 4, "14"), ("frontier", 112, "1")],
+)  # fmt: skip
+def test_cores_of_a_task_follow_the_ranks_of_a_host(machine, ppn, cpus):
+    told = planned("srun", machine=machine, ppn=ppn)
+    words = own_words(told)
+    assert words[words.index("-c") + 1] == cpus
+    assert ("flags" in told.sources) == (cpus not in ("32", "7"))
+
+
+def test_open_mpi_is_told_the_launchs_own_variable_only_where_it_is_set():
+    told = planned("openmpi", machine="sophia", env={"LD_LIBRARY_PATH": "/lib"})
+    assert "EZPZ_CONTROL" not in own_words(told)
+    words = own_words(replace(told, control=True))
+    assert words[words.index("EZPZ_CONTROL") - 1] == "-x"
+    # the machine's flags have it already
+    assert words.count("LD_LIBRARY_PATH") == 1
+    assert "-x" not in own_words(planned("openmpi", of=1))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "words"),
+    [
+        (1, ["x", "-n", "2", "-bootstrap", "fork", "-hosts", "localhost"]),
+        (2, ["x", "-n", "4", "-ppn", "2", "-hostfile", "/tmp/hosts"]),
+    ],
+)
+def test_intels_hydra_gets_no_flag_of_mpichs(nodes, words):
+    intel = Launcher("x", "hydra", "", flavour="intel")
+    told = planned(intel, machine="generic-pbs", of=nodes)
+    assert own_words(told) == words
+    assert ("I_MPI_JOB_RESPECT_PROCESS_PLACEMENT" in told.environment) == (nodes > 1)

@@ -1,0 +1,396 @@
+"""The pump as the rank shim starts it: a process of its own, around real commands."""
+
+import contextlib
+import importlib.util
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+# It is a program: found, never imported here.
+FOLDER = Path(importlib.util.find_spec("ezpz_launch").origin).parent
+PUMP = [sys.executable, "-I", "-S", str(FOLDER / "_rank_output.py"), "3", "nid01"]
+HEAD = b"[3@nid01] "
+
+ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells or does this")
+
+
+def words_of(*command, options=("--prefix",)):
+    return [*PUMP, *options, "--", *command]
+
+
+def pump(*command, options=("--prefix",), **kwargs):
+    return subprocess.run(
+        words_of(*command, options=options), capture_output=True, check=False, timeout=60, **kwargs
+    )
+
+
+def python(code, *words):
+    return (sys.executable, "-c", code, *words)
+
+
+@contextlib.contextmanager
+def running(*command, options=("--prefix",), **kwargs):
+    """The pump in a process group of its own, which is killed at the end."""
+    process = subprocess.Popen(
+        words_of(*command, options=options),
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+        **kwargs,
+    )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.stdout.close()
+        process.wait()
+
+
+def text_until(stream, end):
+    """What arrives up to this ending; a failure when it has not within 20 s."""
+    seen = b""
+    while not seen.endswith(end):
+        assert select.select([stream], [], [], 20)[0], seen
+        data = os.read(stream.fileno(), 1)
+        assert data, seen
+        seen += data
+    return seen
+
+
+# lines
+
+
+def test_each_line_of_both_streams_has_the_prefix():
+    done = pump("sh", "-c", "echo a; echo b >&2; echo; echo c")
+    assert done.stdout == HEAD + b"a\n" + HEAD + b"\n" + HEAD + b"c\n"
+    assert done.stderr == HEAD + b"b\n"
+
+
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        (b"a\r\nb\r\n", [b"a\r\n", b"b\r\n"]),
+        (b"\xff\xfe\0\x80\n", [b"\xff\xfe\0\x80\n"]),
+        (b"no end", [b"no end\n"]),
+        (b"", []),
+        (b"a\x0bb\x0cc\x1cd\x85e\xe2\x80\xa8f\n", [b"a\x0bb\x0cc\x1cd\x85e\xe2\x80\xa8f\n"]),
+    ],
+)
+def test_what_a_line_is(written, shown):
+    code = f"import os; os.write(1, {written!r})"
+    assert pump(*python(code)).stdout == b"".join(HEAD + line for line in shown)
+
+
+def test_a_progress_bar_gets_its_prefix_back():
+    done = pump("printf", r"\r 10%%\r 20%%\r100%%\nend\n")
+    assert done.stdout == b"\r" + b"\r".join(
+        [HEAD + b" 10%", HEAD + b" 20%", HEAD + b"100%\n" + HEAD + b"end\n"]
+    )
+
+
+def test_a_progress_bar_that_takes_its_time():
+    code = (
+        "import os, sys\n"
+        "for text in (b'\\r 10%', b'\\r 20%', b' of 9', b'\\r\\n', b'50%\\r', b'\\n', b'end\\n'):\n"
+        "    os.write(1, text)\n"
+        "    sys.stdin.readline()"
+    )
+    with running(*python(code), stdin=subprocess.PIPE) as process:
+        for shown in (
+            b"\r" + HEAD + b" 10%",
+            b"\r" + HEAD + b" 20%",
+            b" of 9",
+            b"\r\n",
+            HEAD + b"50%\r",
+            b"\n",
+            HEAD + b"end\n",
+        ):
+            assert text_until(process.stdout, shown) == shown
+            process.stdin.write(b"\n")
+            process.stdin.flush()
+        assert process.wait(timeout=20) == 0
+        process.stdin.close()
+
+
+def test_a_prompt_is_shown_and_can_be_answered():
+    code = "import sys; sys.stdout.write('name? '); sys.stdout.flush(); print(input())"
+    with running(*python(code), stdin=subprocess.PIPE) as process:
+        assert text_until(process.stdout, b"? ") == HEAD + b"name? "
+        process.stdin.write(b"Ann\n")
+        process.stdin.close()
+        assert text_until(process.stdout, b"Ann\n") == b"Ann\n"
+
+
+def test_a_line_that_never_rests_is_shown_too():
+    code = "import os, time\nwhile True: os.write(1, b'.'); time.sleep(0.05)"
+    with running(*python(code)) as process:
+        assert text_until(process.stdout, b".").startswith(HEAD)
+
+
+def test_a_line_of_64_megabytes_costs_no_memory():
+    with running("head", "-c", str(64 << 20), "/dev/zero") as process:
+        seen = len(text_until(process.stdout, HEAD))
+        while data := os.read(process.stdout.fileno(), 1 << 20):
+            seen += len(data)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    assert seen == len(HEAD) + (64 << 20) + 1
+    kibibytes = usage.ru_maxrss / (1024 if sys.platform == "darwin" else 1)
+    assert kibibytes < 48 << 10
+
+
+def test_lines_of_ranks_that_share_a_pipe_stay_whole():
+    code = "import os\nfor n in range(3000): os.write(1, b'x' * 200 + b'\\n')"
+    read, write = os.pipe()
+    ranks = [
+        subprocess.Popen(words_of(*python(code), options=["--prefix"]), stdout=write)
+        for _ in range(3)
+    ]
+    os.close(write)
+    try:
+        with open(read, "rb") as file:
+            lines = file.read().splitlines()
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert (len(lines), set(lines)) == (9000, {HEAD + b"x" * 200})
+
+
+# files
+
+
+def test_files_hold_the_exact_bytes(tmp_path):
+    code = (
+        "import os, sys\n"
+        "data = os.urandom(10 << 20)\n"
+        "sys.stdout.buffer.write(data); open(sys.argv[1], 'wb').write(data)\n"
+        "os.write(2, b'\\xff no end')"
+    )
+    folder = tmp_path / "logs"
+    done = pump(*python(code, str(tmp_path / "sent")), options=["--files", str(folder)])
+    sent = (tmp_path / "sent").read_bytes()
+    assert len(sent) == 10 << 20
+    assert done.stdout == sent
+    assert (folder / "rank-3.out").read_bytes() == sent
+    assert done.stderr == (folder / "rank-3.err").read_bytes() == b"\xff no end"
+
+
+def test_files_have_no_prefix_and_a_second_attempt_goes_on(tmp_path):
+    options = ["--prefix", "--files", str(tmp_path)]
+    for attempt in "12":
+        done = pump("echo", attempt, options=options)
+        assert done.stdout == HEAD + attempt.encode() + b"\n"
+    assert (tmp_path / "rank-3.out").read_bytes() == b"1\n2\n"
+    assert (tmp_path / "rank-3.err").read_bytes() == b""
+
+
+def test_hidden(tmp_path):
+    command = ("sh", "-c", "echo a; echo b >&2; exit 4")
+    done = pump(*command, options=["--hide", "--prefix", "--files", str(tmp_path)])
+    assert (done.returncode, done.stdout, done.stderr) == (4, b"", b"")
+    assert (tmp_path / "rank-3.out").read_bytes() == b"a\n"
+    assert (tmp_path / "rank-3.err").read_bytes() == b"b\n"
+
+
+def test_a_folder_that_cannot_be(tmp_path):
+    (tmp_path / "file").touch()
+    done = pump("touch", str(tmp_path / "started"), options=["--files", str(tmp_path / "file")])
+    assert done.returncode == 2
+    assert b"rank-3.out: cannot be opened on nid01 (Not a directory)" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "started").exists()
+
+
+@ON_LINUX
+def test_a_full_disk_is_said_once_and_harms_nobody(tmp_path):
+    (tmp_path / "rank-3.out").symlink_to("/dev/full")
+    code = "import os, time\nfor n in range(5): os.write(1, b'%d\\n' % n); time.sleep(0.02)"
+    done = pump(*python(code), options=["--files", str(tmp_path)])
+    assert (done.returncode, done.stdout) == (0, b"0\n1\n2\n3\n4\n")
+    assert done.stderr.count(b"rank-3.out: got No space left on device on writing") == 1
+
+
+@pytest.mark.parametrize("options", [["--prefix"], []])
+def test_a_terminal_that_is_gone_does_not_stop_the_command(tmp_path, options):
+    code = "import sys; sys.stdout.buffer.write(b'line\\n' * 200000); sys.exit(5)"
+    options = [*options, "--files", str(tmp_path)]
+    with running(*python(code), options=options) as process:
+        process.stdout.close()
+        assert process.wait(timeout=30) == 5
+    assert (tmp_path / "rank-3.out").read_bytes() == b"line\n" * 200000
+
+
+# how it ends
+
+
+@pytest.mark.parametrize("status", [0, 1, 75, 255])
+def test_the_commands_own_exit_status(status):
+    assert pump("sh", "-c", f"exit {status}").returncode == status
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGPIPE])
+def test_a_signal_is_128_more(number):
+    assert pump("sh", "-c", f"kill -{number.value} $$; echo alive").returncode == 128 + number
+
+
+def test_a_command_that_closes_its_output_and_goes_on():
+    assert pump("sh", "-c", "exec >&- 2>&-; sleep 0.3; exit 6").returncode == 6
+
+
+@pytest.mark.parametrize("leftover", ["sleep 60", "yes", "exec 2>&-; sleep 60"])
+def test_a_child_that_keeps_the_pipe_open_is_not_waited_for(tmp_path, leftover):
+    path = tmp_path / "pid"
+    script = f"({leftover}) & echo $! >{path}; echo said; exit 4"
+    began = time.monotonic()
+    with running("sh", "-c", script) as process:
+        with open(process.stdout.fileno(), "rb", closefd=False) as file:
+            seen = file.read()
+        assert process.wait(timeout=30) == 4
+    assert HEAD + b"said\n" in seen
+    assert time.monotonic() - began < 30
+
+
+def test_output_written_last_is_not_lost_to_a_slow_reader():
+    code = "import os; os.write(1, b'line\\n' * 12000)"  # what a pipe holds
+    with running(*python(code), options=[]) as process:
+        time.sleep(1.5)  # longer than what is waited for after the command's end
+        with open(process.stdout.fileno(), "rb", closefd=False) as file:
+            assert file.read() == b"line\n" * 12000
+        assert process.wait(timeout=20) == 0
+
+
+# signals
+
+NOTE = """
+import os, signal, sys, time
+def end(number, frame):
+    os.write(1, b"got %d\\n" % number)
+    sys.exit(9)
+for number in (1, 2, 3, 15, signal.SIGUSR1, signal.SIGUSR2):
+    signal.signal(number, end)
+os.write(1, b"ready\\n")
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2"])
+def test_a_signal_to_the_group_is_the_commands(name):
+    number = signal.Signals[name]
+    with running(*python(NOTE)) as process:
+        text_until(process.stdout, b"ready\n")
+        os.killpg(process.pid, number)
+        assert text_until(process.stdout, b"\n") == HEAD + b"got %d\n" % number
+        assert process.wait(timeout=20) == 9
+
+
+SHOW = """
+import signal
+numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD)
+print([n.name for n in numbers if signal.getsignal(n) is signal.SIG_IGN])
+print(sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])))
+"""
+
+
+@pytest.mark.parametrize("ignored", [[], ["SIGHUP"], ["SIGINT", "SIGUSR1", "SIGCHLD"]])
+def test_what_was_ignored_stays_ignored_and_nothing_else(ignored):
+    def ignore():
+        for name in ignored:
+            signal.signal(signal.Signals[name], signal.SIG_IGN)
+
+    done = pump(*python(SHOW), options=[], preexec_fn=ignore)
+    assert done.stdout.decode() == f"{ignored}\n[]\n"
+
+
+@ON_LINUX
+def test_a_killed_pump_takes_the_command_with_it():
+    code = "import os, time; os.write(1, b'%d\\n' % os.getpid()); time.sleep(60)"
+    with running(*python(code)) as process:
+        pid = int(text_until(process.stdout, b"\n").removeprefix(HEAD))
+        process.kill()
+        end = time.monotonic() + 10
+        while is_running(pid):
+            assert time.monotonic() < end, "the command goes on"
+            time.sleep(0.02)
+
+
+def is_running(pid):
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+# the command
+
+
+def test_words_are_untouched():
+    words = [b"a b", b"", b"$(exit 3)", b"it's", b'"', b"new\nline", b"--", b"*", b"\xff\xfe"]
+    assert pump("printf", r"%s\0", *words, options=[]).stdout.split(b"\0")[:-1] == words
+
+
+@ON_LINUX
+@pytest.mark.parametrize("more", [{}, {"LANG": "C"}, {"LC_CTYPE": "C.UTF-8"}, {"PYTHONPATH": "/x"}])
+def test_the_environment_is_untouched(more):
+    env = {"PATH": os.environ["PATH"], **more}
+    out = pump("env", "-0", options=[], env=env).stdout.decode()
+    assert dict(pair.split("=", 1) for pair in out.split("\0")[:-1]) == env
+
+
+def test_standard_input_is_the_commands():
+    assert pump("cat", options=[], input=b"\0words\n").stdout == b"\0words\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "message"),
+    [
+        ("no-such-program", 127, "'no-such-program': not found on PATH"),
+        ("./no-such-program", 127, "'./no-such-program': no such file"),
+        ("./", 126, "'./': Permission denied"),
+        ("./plain", 126, "'./plain': Permission denied"),
+    ],
+)
+def test_a_command_that_cannot_be_run(tmp_path, name, status, message):
+    (tmp_path / "plain").write_text("text")
+    done = pump(name, cwd=tmp_path, options=[])
+    assert (done.returncode, done.stdout) == (status, b"")
+    assert done.stderr.decode().startswith(f"ezpz-launch: rank 3 on nid01: {message}")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_it_is_found_as_a_shell_finds_it(tmp_path):
+    for folder, mode, text in (("a", 0o644, "echo no"), ("b", 0o755, 'echo "$0" "$1"')):
+        (tmp_path / folder).mkdir()
+        script = tmp_path / folder / "train"
+        script.write_text(text)  # no "#!"
+        script.chmod(mode)
+    env = {"PATH": f"{tmp_path}/absent:{tmp_path}/a:{tmp_path}/b:{os.environ['PATH']}"}
+    done = pump("train", "a b", options=[], env=env)
+    assert done.stdout.decode() == f"{tmp_path}/b/train a b\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["0"], ["0", "h", "--", ""][:3], ["0", "h", "-x", "--", "a"]]
+)
+def test_a_wrong_call_is_one_line(words):
+    done = subprocess.run([*PUMP[:4], *words], capture_output=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_it_imports_next_to_nothing():
+    code = (
+        "import sys; sys.path.append(sys.argv[1]); import _rank_output\n"
+        "heavy = {'signal', 'enum', 're', 'typing', 'collections', 'subprocess', 'selectors'}\n"
+        "print(heavy & set(sys.modules))"
+    )
+    words = [sys.executable, "-I", "-S", "-c", code, str(FOLDER)]
+    out = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "set()"

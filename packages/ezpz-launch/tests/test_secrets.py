@@ -1,0 +1,133 @@
+"""Nothing that is secret by its name or its form is left; what is harmless stays readable."""
+
+import time
+
+import pytest
+
+from ezpz_launch._secrets import redact_environment, redact_text, redact_words
+
+X = "hunter2-x/Y+z"
+
+SECRET_NAMES = [
+    "WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "AWS_SECRET_ACCESS_KEY", "GITHUB_PAT",
+    "AWS_ACCESS_KEY_ID_SECRET", "AWS_SESSION_TOKEN", "PGPASSWORD", "MYSQL_PWD", "DB_PASS",
+    "SSHPASS", "KEY_PASSPHRASE", "MY_PASSWD", "GOOGLE_APPLICATION_CREDENTIALS", "OPENAI_APIKEY",
+    "COMET_KEY", "PRIVATE_KEY", "SIGNING_KEYS", "PBS_JOBCOOKIE", "PYTHON_AUTH", "OAUTH2_CLIENT",
+    "HFTOKEN", "hf_token", "apiKey", "accessToken", "HFToken", "x.wandb.api_key", "api-key",
+    "SESSION_ID", "Cookie", "ACCESS_TOKENS", "client_secret", "SLACK_WEBHOOK_URL", "JWT",
+    "DBPassword", "SECRETS", "AZURE_STORAGE_KEY", "SSH_AUTH_SOCK", "_TOKEN", "TOKEN_2",
+]  # fmt: skip
+HARMLESS_NAMES = [
+    "KEYBOARD", "MONKEY", "MONKEYS", "PATH", "PWD", "OLDPWD", "AUTHOR", "AUTHORS", "TOKENIZER_PATH",
+    "TOKENIZERS_PARALLELISM", "MAX_TOKENS", "tokenizer", "num-key-value-heads", "image-key",
+    "sort_key", "PATTERN", "PATIENCE", "PASSES", "COMPASS", "BYPASS", "OMP_NUM_THREADS",
+    "MASTER_ADDR", "MASTER_PORT", "KEYSTONE", "COOKIECUTTER", "OBSESSION", "SESSIONS_DIRX", "lr",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SECRET_NAMES)
+def test_a_secret_name(name):
+    assert redact_environment({name: X, "A": "1"}) == {name: "***", "A": "1"}
+    assert redact_words([f"{name}={X} and 'more'"]) == (f"{name}=***",)
+    assert redact_words(["run", f"--{name}", X, "x"]) == ("run", f"--{name}", "***", "x")
+    assert redact_words([f"--{name}={X}"]) == (f"--{name}=***",)
+    assert redact_words(["--env", f"{name}={X}"]) == ("--env", f"{name}=***")
+    assert redact_words([f"--env={name}={X}"]) == (f"--env={name}=***",)
+    assert redact_words([f"f({name}='{X}')"]) == (f"f({name}='***')",)
+    assert redact_words([f'{{"lr": 1, "{name}": "{X} y", "b": 2}}']) == (
+        f'{{"lr": 1, "{name}": "***", "b": 2}}',
+    )
+
+
+@pytest.mark.parametrize("name", HARMLESS_NAMES)
+def test_a_harmless_name(name):
+    words = (f"{name}=a b", f"--{name}", "a", f"--{name}=b", f"f({name}='c')", f'{{"{name}": 3}}')
+    assert redact_words(words) == words
+    assert redact_environment({name: "value"}) == {name: "value"}
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        (f"postgres://me:{'p%40ss'}@db:5432/x", "postgres://me:***@db:5432/x"),
+        ("http://:only-this@proxy:3128", "http://:***@proxy:3128"),
+        ("https://u:a:b@c@host/x", "https://u:***@host/x"),
+        ("git clone https://oauthname1234567@github.com/a/b", "git clone https://***@github.com/a/b"),
+        ("curl -H 'Authorization: Basic dXNlcjpwYXNz' u", "curl -H 'Authorization: ***' u"),
+        ("Authorization: Bearer abc.def", "Authorization: ***"),
+        ("x Bearer abc.def y", "x Bearer *** y"),
+        ("https://h/p?a=1&access_token=abc&b=2", "https://h/p?a=1&access_token=***&b=2"),
+        ("https://h/p?sv=1&sig=abc%3D", "https://h/p?sv=1&sig=***"),
+        ("s3?X-Amz-Signature=abcdef", "s3?X-Amz-Signature=***"),
+        ("https://hooks.slack.com/services/T0/B0/zzz", "https://hooks.slack.com/services/***"),
+        ("login(hf_ABCDEFGHIJKLMNOPQRST)", "login(***)"),
+        ("ghp_ABCDEFGHIJKLMNOPQRST0123", "***"),
+        ("echo sk-proj-ABCDEFGHIJKLMNOPQRST", "echo ***"),
+        ("AKIAABCDEFGHIJKLMNOP", "***"),
+        ("eyJhbGciOiJI.eyJzdWIiOiIx.c2ln", "***"),
+        ("-----BEGIN RSA PRIVATE KEY-----\nMII\n", "-----BEGIN RSA PRIVATE KEY-----***"),
+        ("export HF_TOKEN=abc; run --lr 1", "export HF_TOKEN=***; run --lr 1"),
+        ("python t.py --api-key abc --lr 1", "python t.py --api-key *** --lr 1"),
+        ("python t.py --api-key=abc --lr 1", "python t.py --api-key=*** --lr 1"),
+        ("prog --use-auth --lr 1", "prog --use-auth --lr 1"),
+        ('os.environ["HF_TOKEN"] = "abc def"', 'os.environ["HF_TOKEN"] = "***"'),
+        ('os.environ.setdefault("HF_TOKEN", "abc")', 'os.environ.setdefault("HF_TOKEN", "***")'),
+        ('if token == "abc def":', 'if token == "***":'),
+        ("lambda: f(token='a b', lr=1)", "lambda: f(token='***', lr=1)"),
+        (r'"{\"api_key\": \"abc\", \"lr\": 1}"', r'"{\"api_key\": ***", \"lr\": 1}"'),
+        ('["--password", "a b", "--lr"]', '["--password", "***", "--lr"]'),
+        ("password: 'it\\'s'", "password: '***'"),
+        ('password = "no end', 'password = *** end'),
+        ("a=b=HF_TOKEN=c d", "a=b=HF_TOKEN=***"),
+        ("+wandb.api_key=abc", "+wandb.api_key=***"),
+        ("-DHF_TOKEN=abc", "-DHF_TOKEN=***"),
+        ("sorted(x, key=len)", "sorted(x, key=len)"),
+        ("the token is not here", "the token is not here"),
+        ("ssh://git@host/x http://host:8080/a@b", "ssh://git@host/x http://host:8080/a@b"),
+        ("HF_TOKEN=", "HF_TOKEN="),
+        ("", ""),
+    ],
+)  # fmt: skip
+def test_inside_a_word(text, left):
+    assert redact_text(text) == left
+    assert redact_words([text]) == (left,)
+    assert redact_environment({"A": text}) == {"A": left}
+
+
+@pytest.mark.parametrize(
+    ("words", "left"),
+    [
+        (["--token", "-starts-with-a-dash0!"], ["--token", "***"]),
+        (["--token", "--lr", "1"], ["--token", "--lr", "1"]),
+        (["--token", "--", "x"], ["--token", "***", "x"]),
+        (["--key", "x"], ["--key", "***"]),
+        (["-token", "x"], ["-token", "***"]),
+        (["curl", "Bearer", "x"], ["curl", "Bearer", "***"]),
+        (["--token"], ["--token"]),
+        (["--password", "a\nb"], ["--password", "***"]),
+        (["--password=a\nb"], ["--password=***"]),
+        (["HF_TOKEN=\udcff\udcfe"], ["HF_TOKEN=***"]),
+        (["\udcff", "-x"], ["\udcff", "-x"]),
+    ],
+)
+def test_words_in_a_row(words, left):
+    assert redact_words(words) == tuple(left)
+
+
+def test_twice_is_as_once():
+    once = redact_words(["--token", "x", "HF_TOKEN=y", "f(token='z')", "http://a:b@c"])
+    assert redact_words(once) == once
+    assert redact_environment({"A_TOKEN": "", "B_TOKEN": "***"}) == {
+        "A_TOKEN": "",
+        "B_TOKEN": "***",
+    }
+
+
+@pytest.mark.parametrize(
+    "unit", ["a=", "a:", "a ", '"', "\\", "'a", "a.", "--a ", "://a:", "token=", "x" * 9, "?sig="]
+)
+def test_the_longest_word_takes_no_time(unit):
+    began = time.monotonic()
+    redact_words([unit * (131_072 // len(unit))])
+    # linear is a quarter of a second, quadratic a minute and more
+    assert time.monotonic() - began < 10
