@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,7 +37,7 @@ def record(number=0, **changes):
         pid_start=process_start(os.getpid()),
         start=iso_time(start),
     )
-    return replace(plain, **changes)
+    return plain._replace(**changes)
 
 
 @pytest.fixture

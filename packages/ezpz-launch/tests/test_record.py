@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
@@ -98,7 +97,7 @@ def test_from_the_start_to_the_end(env, tmp_path, capsys):
 
 
 def test_each_attempt_is_told(env):
-    recorder = Recorder.start(replace(RECORD, retries=2), env)
+    recorder = Recorder.start(RECORD._replace(retries=2), env)
     recorder.next_attempt(["srun", "again"], {"MASTER_PORT": "29501"})
     after = stored(recorder)
     assert (after["attempt"], after["retries"], after["end"]) == (1, 2, None)
@@ -124,8 +123,7 @@ def test_nobody_else_can_read_it(env, tmp_path):
 
 
 def test_no_secret_is_ever_written(env):
-    secrets = replace(
-        RECORD,
+    secrets = RECORD._replace(
         command=("python", "train.py", "--api-key", "s3cr3t-1", "HF_TOKEN=s3cr3t-2"),
         argv=("srun", "--export=WANDB_API_KEY=s3cr3t-3", "python", "--api-key", "s3cr3t-1"),
         environment={"HF_TOKEN": "s3cr3t-4", "URL": "http://u:s3cr3t-5@proxy:1", "LEVEL": "7"},
@@ -149,7 +147,7 @@ def test_words_that_are_no_text_are_valid_json():
         "é",
         "\U0001f600",
     ]
-    text = to_json(replace(RECORD, command=tuple(words), environment={"\udc80": "\udcff"}))
+    text = to_json(RECORD._replace(command=tuple(words), environment={"\udc80": "\udcff"}))
     # what is written is UTF-8, and no reader meets half a character
     told = json.loads(text.encode("utf-8"))
     assert told["command"] == ["\\xff\\xfe", "\\ud800", "a\nb\x00", "é", "\U0001f600"]
@@ -314,7 +312,7 @@ def test_old_records_go_once_there_are_a_tenth_too_many(env, tmp_path):
     recorder.finish(0)
     # exactly a tenth: nothing yet
     assert len(files(recorder)) == KEPT + KEPT // 10 + 3
-    newer = Recorder.start(replace(RECORD, id=new_id(1795227050)), env)
+    newer = Recorder.start(RECORD._replace(id=new_id(1795227050)), env)
     newer.finish(0)
     kept = files(newer)
     assert len(kept) == KEPT + 1
@@ -344,7 +342,7 @@ def test_many_launches_at_once_make_one_folder(tmp_path):
         "sys.path.insert(0, sys.argv[1])\n"
         "from test_record import RECORD\n"
         "sys.stdin.read()\n"
-        "Recorder.start(replace(RECORD, id=new_id(1.0)), dict(os.environ)).finish(0)\n"
+        "Recorder.start(RECORD._replace(id=new_id(1.0)), dict(os.environ)).finish(0)\n"
     )
     command = [sys.executable, "-c", code, os.path.dirname(__file__)]
     processes = [

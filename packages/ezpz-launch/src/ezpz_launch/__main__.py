@@ -1,7 +1,5 @@
-"""``python -m ezpz_launch`` is ``ezpz-launch``."""
+"""``python -m ezpz_launch``: the same as ``ezpz-launch``."""
 
-import sys
+from ._console import main
 
-from ._cli import main
-
-sys.exit(main())
+main()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ezpz_topo import Topology, same_host
 
@@ -13,8 +13,7 @@ from ._request import Request
 from ._select import select_hosts
 
 
-@dataclass(frozen=True, slots=True)
-class Arrangement:
+class Arrangement(NamedTuple):
     """Ranks on hosts, and what is known of these hosts.
 
     Attributes:

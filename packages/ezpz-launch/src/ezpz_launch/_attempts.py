@@ -18,13 +18,15 @@ from ._launch import NEVER, Launch
 from ._outcome import Outcome
 from ._plan import LaunchPlan
 from ._port import free_port
-from ._progress import read_progress
 from ._request import Request
-from ._retry import Attempt, Retries, ends_with_import_error
 from ._run import SETTLE, run
 from ._signals import pause
 from .launchers import argv as argv_of
 from .launchers import hostfile_of, needs_hostfile
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from ._retry import Retries
 
 _PORTS = 5
 """So many ports are tried where another program holds the first ones on rank 0's host."""
@@ -55,7 +57,7 @@ class _Attempts:
         self._planned, self._topology, self._env = planned, topology, env
         self._request = planned.request
         self._keeper = Keeper(topology, env)
-        self._retries = Retries(self._request.retries) if self._request.retries else None
+        self._retries = _retries(self._request.retries)
         self._progress_file = self._keeper.progress_file if self._retries else ""
         self._number = 0
         _make_log_dir(self._request.log_dir)
@@ -84,6 +86,9 @@ class _Attempts:
         """
         if not self._retries or not outcome.exit_status:
             return None
+        from ._progress import read_progress  # noqa: PLC0415  # as all of this: only for --retries
+        from ._retry import Attempt, ends_with_import_error  # noqa: PLC0415
+
         decision = self._retries.decide(
             Attempt(
                 exit_status=outcome.exit_status,
@@ -147,6 +152,14 @@ class _Attempts:
             progress_file=self._progress_file,
             job_id=job.job_id or "",
         )
+
+
+def _retries(allowed: int) -> Retries | None:
+    if not allowed:
+        return None
+    from ._retry import Retries  # noqa: PLC0415  # few launches need it
+
+    return Retries(allowed)
 
 
 def _is_users_port(planned: LaunchPlan) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ezpz_topo import Machine
 
@@ -15,8 +15,7 @@ from ._machine_options import Chosen
 from ._request import Request
 
 
-@dataclass(frozen=True, slots=True)
-class Binding:
+class Binding(NamedTuple):
     """Flags and cores.
 
     Attributes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ._errors import UsageError
 
@@ -14,8 +14,7 @@ VARIABLE = "EZPZ_CONTROL"
 _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
-@dataclass(frozen=True, slots=True)
-class Control:
+class Control(NamedTuple):
     """One launch's orders to its shims; `rank_shim.sh` lists the fields.
 
     Attributes:

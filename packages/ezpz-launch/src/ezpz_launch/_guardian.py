@@ -43,7 +43,8 @@ class Guardian:
         """End it: there is nothing left to guard."""
         self.tell("farewell")
         os.close(self._write)
-        os.waitpid(self._pid, 0)
+        # It needs no waiting for: where it is not gone yet, our own end reaps it.
+        os.waitpid(self._pid, os.WNOHANG)
 
 
 def _guard(read: int, launch_id: str, launcher: int) -> None:

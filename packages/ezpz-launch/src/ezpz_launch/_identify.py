@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ._errors import CommandNotFoundError, LaunchError
 
@@ -25,8 +25,7 @@ _MARKS = (
 """What ``--version`` says, the kind, the flavour."""
 
 
-@dataclass(frozen=True, slots=True)
-class Launcher:
+class Launcher(NamedTuple):
     """One launcher: where it is, whose it is, and by what that is known.
 
     Attributes:
@@ -75,7 +74,7 @@ def find_mpiexec(env: Mapping[str, str], *, beside: str = "", name: str = "mpiex
         f"{found[0]} comes before the site's {shadowed} on PATH: it may not reach the other nodes; "
         "deactivate the environment that brings it, or load the site's module after it"
     )
-    return replace(chosen, notes=(*chosen.notes, note))
+    return chosen._replace(notes=(*chosen.notes, note))
 
 
 def find_command(name: str, kind: str, env: Mapping[str, str], *, beside: str = "") -> Launcher:

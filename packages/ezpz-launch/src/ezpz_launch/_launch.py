@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ._control import Control
 
@@ -14,8 +14,7 @@ GRACE = 10.0
 NEVER = float("inf")
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
+class Launch(NamedTuple):
     """What the run loop needs to know.
 
     Attributes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ._launch import Launch
 from ._status import Status
@@ -16,8 +16,7 @@ REQUEUE = 75
 """Exit status by which a script says: check-pointed, start me again (EX_TEMPFAIL)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(NamedTuple):
     """How a launch ended.
 
     Attributes:

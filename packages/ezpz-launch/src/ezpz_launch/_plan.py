@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from ezpz_topo import Machine, Topology, fold_nodelist
 
@@ -231,8 +231,8 @@ def _for_srun(topology: Topology, arrangement: Arrangement) -> tuple[Arrangement
                 f"{shown(names)} ({arrangement.source}): two of these are one node of Slurm job "
                 f"{job.job_id}; expected each once"
             )
-        placement = replace(placement, hosts=tuple(found))
-        arrangement = replace(arrangement, placement=placement)
+        placement = placement._replace(hosts=tuple(found))
+        arrangement = arrangement._replace(placement=placement)
     if not placement.is_even:
         return arrangement, "", True
     used = set(placement.hosts)

@@ -17,7 +17,7 @@ import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from ._errors import LaunchError
 from ._keeper import new_id
@@ -37,8 +37,7 @@ ID = re.compile(r"([0-9]{8}T[0-9]{6,12}Z-[0-9]+-[0-9a-f]+)\.(json|json\.new|prog
 """The names of our files: by them they sort as time went."""
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):
     """What is known of one launch.
 
     Attributes:
@@ -153,7 +152,6 @@ def process_start(pid: int) -> int | None:
     return None if fields[0] in (b"Z", b"X") else int(fields[19])
 
 
-@dataclass(slots=True)
 class Recorder:
     """Writes one launch's record; whatever fails is said once, on stderr, and no more.
 
@@ -163,9 +161,9 @@ class Recorder:
         warning: What was said; empty if all went well.
     """
 
-    record: Record
-    folder: str = ""
-    warning: str = field(default="", init=False)
+    def __init__(self, record: Record) -> None:
+        self.record = record
+        self.folder = self.warning = ""
 
     @classmethod
     def start(cls, record: Record, env: Mapping[str, str]) -> Recorder:
@@ -189,8 +187,7 @@ class Recorder:
 
     def next_attempt(self, argv: Sequence[str], environment: Mapping[str, str]) -> None:
         """Write that the next attempt starts, with its own command line and environment."""
-        self.record = replace(
-            self.record,
+        self.record = self.record._replace(
             attempt=self.record.attempt + 1,
             argv=tuple(argv),
             environment=dict(environment),
@@ -210,8 +207,7 @@ class Recorder:
             first_failure: ``rank``, ``host``, ``status`` and ``how``, if a rank failed.
             when: Seconds since 1970; now by default.
         """
-        self.record = replace(
-            self.record,
+        self.record = self.record._replace(
             end=iso_time(time.time() if when is None else when),
             exit_status=exit_status,
             first_failure=None if first_failure is None else dict(first_failure),
@@ -244,7 +240,7 @@ def to_json(record: Record) -> str:
 
     from ._secrets import redact_environment, redact_text, redact_words  # noqa: PLC0415  # 3 ms
 
-    values = {name: getattr(record, name) for name in Record.__dataclass_fields__}
+    values = {name: getattr(record, name) for name in Record._fields}
     values["command"] = redact_words(record.command)
     values["argv"] = redact_words(record.argv)
     values["environment"] = redact_environment(record.environment)

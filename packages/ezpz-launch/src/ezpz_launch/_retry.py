@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 LONGEST_PAUSE = 60.0
 """Seconds; the pauses before it are 1, 2, 4, ..."""
@@ -25,8 +25,7 @@ _ERROR_NAME = re.compile(rb"(?:[\w.]+\.)?(?:ModuleNotFoundError|ImportError)\s*(
 _PREFIX = re.compile(rb"\[[0-9]+@[^\]\s]*\] ?")
 
 
-@dataclass(frozen=True, slots=True)
-class Attempt:
+class Attempt(NamedTuple):
     """How one attempt ended.
 
     Attributes:
@@ -42,8 +41,7 @@ class Attempt:
     progress: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(NamedTuple):
     """What follows.
 
     Attributes:

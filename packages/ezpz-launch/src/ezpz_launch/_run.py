@@ -8,7 +8,6 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 from ._control import VARIABLE
 from ._errors import LaunchError
@@ -119,7 +118,7 @@ class _Run:
     def _start(self) -> subprocess.Popen[bytes]:
         launch = self.launch
         where, secrets = self.nodes.where(), self.nodes.secrets()
-        control = replace(launch.control, where=where, secrets=secrets)
+        control = launch.control._replace(where=where, secrets=secrets)
         try:
             return subprocess.Popen(
                 launch.argv,
