@@ -12,6 +12,7 @@ from ezpz_topo import (
     IncompleteLauncherError,
     InvalidVariableError,
     LauncherConflictError,
+    get_local_device,
     get_local_world_size,
     get_rank,
     get_rank_info,
@@ -505,3 +506,47 @@ def test_the_environment_is_never_changed():
         before = dict(env)
         get_rank_info(env)
         assert env == before
+
+
+STAMPED = {
+    "EZPZ_RANK": "3", "EZPZ_WORLD_SIZE": "4", "EZPZ_LOCAL_RANK": "1", "EZPZ_LOCAL_WORLD_SIZE": "2",
+    "EZPZ_NODE_RANK": "1", "EZPZ_NUM_NODES": "2", "EZPZ_LAUNCHER": "pmi",
+    "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1",
+    "PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("of_job", [{"SLURM_JOB_ID": "8"}, {"PBS_JOBID": "8.pbs"}])
+def test_a_job_submitted_by_a_stamped_rank_is_not_that_rank(of_job):
+    info = get_rank_info({**STAMPED, "EZPZ_JOB_ID": "7", **of_job})
+    assert (info.rank, info.world_size, info.launcher) == (0, 1, "none")
+    assert "the stamp of ezpz-launch is of job 7" in info.notes[0]
+
+
+def test_a_step_of_a_job_submitted_by_a_stamped_rank():
+    step = {"SLURM_JOB_ID": "8", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_LOCALID": "0",
+            "SLURM_STEP_NUM_TASKS": "2", "SLURM_NODEID": "1",
+            "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}  # fmt: skip
+    info = get_rank_info({**STAMPED, "EZPZ_JOB_ID": "7", **step})
+    assert (info.rank, info.world_size, info.launcher) == (1, 2, "slurm")
+
+
+@pytest.mark.parametrize(
+    "of_job",
+    [{"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "8", "SLURM_HET_JOB_ID": "7"}, {"PBS_JOBID": "7"}, {}],
+)
+def test_a_stamp_of_this_job_is_believed(of_job):
+    info = get_rank_info({**STAMPED, "EZPZ_JOB_ID": "7", **of_job})
+    assert (info.rank, info.launcher, info.notes) == (3, "ezpz", ())
+
+
+def test_local_rank_is_the_index_of_a_device_where_the_stamp_says_so():
+    env = {**STAMPED, "LOCAL_RANK": "0", "EZPZ_LOCAL_DEVICE": "0"}
+    assert get_rank_info(env).local_rank == 1
+    assert get_rank_info(env).notes == ()
+    assert get_local_device(env) == 0
+    assert get_local_device(STAMPED) == 1
+    with pytest.raises(LauncherConflictError):
+        get_rank_info({**env, "LOCAL_RANK": "1", "EZPZ_LOCAL_DEVICE": "0", "RANK": "1"})
+    with pytest.raises(InvalidVariableError, match="EZPZ_LOCAL_DEVICE='x'"):
+        get_local_device({**STAMPED, "LOCAL_RANK": "x", "EZPZ_LOCAL_DEVICE": "x"})

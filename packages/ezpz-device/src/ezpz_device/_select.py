@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from ezpz_topo import get_local_rank
+from ezpz_topo import get_local_device
 
 from ._errors import DeviceError
 
@@ -68,7 +68,7 @@ def get_torch_device(env: Mapping[str, str] | None = None) -> str:
     if device_type in ("cpu", "mps"):
         return device_type
     count = getattr(torch, device_type).device_count()
-    return f"{device_type}:{_index(get_local_rank(env), count, device_type, env)}"
+    return f"{device_type}:{_index(get_local_device(env), count, device_type, env)}"
 
 
 def _index(local_rank: int, count: int, device_type: str, env: Mapping[str, str]) -> int:

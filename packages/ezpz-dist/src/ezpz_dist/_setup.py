@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from ezpz_device import get_torch_backend, get_torch_device, is_backend_available
-from ezpz_topo import RankInfo, get_cpu_count, get_rank_info
+from ezpz_topo import RankInfo, get_cpu_count, get_local_device, get_rank_info
 
 from . import _mpi
 from ._errors import NotSetUpError, SetupError
@@ -240,7 +240,8 @@ def _export(info: RankInfo, meeting: Rendezvous) -> dict[str, str | None]:
     values: dict[str, int | str | None] = {
         "RANK": info.rank,
         "WORLD_SIZE": info.world_size,
-        "LOCAL_RANK": info.local_rank,
+        # torchrun's scripts choose their device by it.
+        "LOCAL_RANK": get_local_device(),
         "LOCAL_WORLD_SIZE": info.local_world_size,
         "NODE_RANK": info.node_rank,
         "GROUP_RANK": info.node_rank,

@@ -25,7 +25,13 @@ from ._hosts import get_hostname, same_host, short_name
 from ._machine import Machine
 from ._match import get_machine, get_machine_info, known_machines
 from ._nodelist import expand_nodelist, first_host, fold_nodelist
-from ._rank import get_local_rank, get_local_world_size, get_rank, get_rank_info
+from ._rank import (
+    get_local_device,
+    get_local_rank,
+    get_local_world_size,
+    get_rank,
+    get_rank_info,
+)
 from ._reading import RankInfo
 from ._topology import Topology, detect
 from ._version import __version__
@@ -99,6 +105,7 @@ __all__ = [
     "get_hostfile_with_fallback",
     "get_hostname",
     "get_hosts",
+    "get_local_device",
     "get_local_rank",
     "get_local_world_size",
     "get_machine",

@@ -6,7 +6,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ._ancestors import Ancestor
-from ._env import LAUNCHERS, STAMP, STAMP_LAUNCHER, TORCHRUN, TORCHRUN_PROOF, Family
+from ._env import (
+    LAUNCHERS,
+    STAMP,
+    STAMP_DEVICE,
+    STAMP_LAUNCHER,
+    TORCHRUN,
+    TORCHRUN_PROOF,
+    Family,
+)
 from ._errors import InvalidVariableError, LauncherConflictError
 from ._reading import Partial, RankInfo, claim, complete, read
 
@@ -37,10 +45,18 @@ def find_rivals(best: RankInfo, env: Mapping[str, str]) -> list[Rival]:
         # A few of torchrun's variables are a leftover of the user's shell, and noted as such.
         if told is None or (other is TORCHRUN and len(told) < 3):
             continue
+        if other is TORCHRUN and _is_of_the_device(best, told, env):
+            told = {**told, "local_rank": str(best.local_rank)}
         contradicts = any(text != str(getattr(best, key)) for key, text in told.items())
         if contradicts or (len(told) == 3 and _is_spread_otherwise(best, other, env)):
             rivals.append(Rival(other, told))
     return rivals
+
+
+def _is_of_the_device(best: RankInfo, told: Mapping[str, str], env: Mapping[str, str]) -> bool:
+    """Whether LOCAL_RANK is the index of the rank's device, as the shim has exported it."""
+    device = env.get(STAMP_DEVICE)
+    return best.launcher == STAMP.name and device is not None and told.get("local_rank") == device
 
 
 def _is_spread_otherwise(best: RankInfo, family: Family, env: Mapping[str, str]) -> bool:

@@ -49,6 +49,12 @@ STAMP = Family(
 
 STAMP_LAUNCHER = "EZPZ_LAUNCHER"
 
+STAMP_JOB = "EZPZ_JOB_ID"
+"""The scheduler's job in which the stamp was made."""
+
+STAMP_DEVICE = "EZPZ_LOCAL_DEVICE"
+"""The rank's own among the devices that it sees: what ``LOCAL_RANK`` is to torchrun's scripts."""
+
 TORCHRUN = Family(
     name="torchrun",
     rank=("RANK",),

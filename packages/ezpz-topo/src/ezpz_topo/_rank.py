@@ -6,9 +6,10 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from ._env import FAMILIES, LAUNCHERS, STAMP, TORCHRUN, TORCHRUN_PROOF
+from ._env import FAMILIES, LAUNCHERS, STAMP, STAMP_DEVICE, TORCHRUN, TORCHRUN_PROOF
 from ._errors import IncompleteLauncherError, InvalidVariableError
 from ._reading import ONE_PROCESS, Partial, RankInfo, complete, read
+from ._stamp import without_a_stamp_of_another_job
 from ._steps import is_step, why_not_ours
 
 TYPE_CHECKING = False
@@ -48,6 +49,7 @@ def get_rank_info(
     env = os.environ if env is None else env
     if not any(map(env.get, _NAMES)):
         return ONE_PROCESS
+    env, stale = without_a_stamp_of_another_job(env)
     from ._ancestors import launching_ancestors  # noqa: PLC0415  # not for one process alone
     from ._arbiter import arbitrate, find_rivals  # noqa: PLC0415
 
@@ -59,7 +61,9 @@ def get_rank_info(
     rivals = find_rivals(best, env)
     if rivals:
         best = arbitrate(best, rivals, above, env)
-    return _with_note(_with_note(best, note), _note_on_leftover(best, env))
+    for text in (stale, note, _note_on_leftover(best, env)):
+        best = _with_note(best, text)
+    return best
 
 
 def get_rank(env: Mapping[str, str] | None = None) -> int:
@@ -78,6 +82,29 @@ def get_local_rank(env: Mapping[str, str] | None = None) -> int:
         TopoError: The environment is half set or contradicts itself (see `get_rank_info`).
     """
     return get_rank_info(env).local_rank
+
+
+def get_local_device(env: Mapping[str, str] | None = None) -> int:
+    """Return which of the devices that this process sees is its own, from 0.
+
+    The local rank, unless ezpz-launch gave this rank another one (``--one-device``, or fewer
+    visible devices than ranks on the node); under it ``LOCAL_RANK`` says the same.
+
+    Raises:
+        TopoError: As `get_rank_info`.
+        InvalidVariableError: ``EZPZ_LOCAL_DEVICE`` is no number.
+    """
+    env = os.environ if env is None else env
+    info = get_rank_info(env)
+    text = env.get(STAMP_DEVICE, "")
+    if info.launcher != STAMP.name or not text:
+        return info.local_rank
+    if not (text.isascii() and text.isdecimal() and len(text) < 10):
+        raise InvalidVariableError(
+            f"{STAMP_DEVICE}={text[:40]!r}; expected a number from 0; unset it, or start with "
+            "ezpz-launch"
+        )
+    return int(text)
 
 
 def get_local_world_size(env: Mapping[str, str] | None = None) -> int:
