@@ -153,3 +153,23 @@ def test_intels_hydra_gets_no_flag_of_mpichs(nodes, words):
     told = planned(intel, machine="generic-pbs", of=nodes)
     assert own_words(told) == words
     assert ("I_MPI_JOB_RESPECT_PROCESS_PLACEMENT" in told.environment) == (nodes > 1)
+
+
+@pytest.mark.parametrize(
+    ("machine", "env", "wanted"),
+    [
+        ("generic-slurm", {"SLURM_CPUS_PER_TASK": "8"}, ["--cpus-per-task=8"]),
+        ("generic-slurm", {"SLURM_CPUS_PER_TASK": "tasks"}, []),
+        ("generic-slurm", {}, []),
+        ("perlmutter", {"SLURM_CPUS_PER_TASK": "8"}, ["-c", "32"]),
+    ],
+)
+def test_srun_is_told_the_cores_that_the_job_asked_for(machine, env, wanted):
+    told = planned("srun", machine=machine, env=env, ppn=4)
+    words = own_words(told)
+    found = [word for word in words if word.startswith("--cpus-per-task")]
+    if "-c" in words:
+        found += words[words.index("-c") : words.index("-c") + 2]
+    assert found == wanted
+    if env and machine == "generic-slurm" and found:
+        assert told.environment["OMP_NUM_THREADS"] == "8"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ezpz_topo import Machine
@@ -71,6 +71,29 @@ def bind(
     if cores:
         each = min(map(count_cores, cores))
     return Binding(flags, cores, depth, each, unbound, source, flags_source)
+
+
+def with_cpus_of_the_job(
+    binding: Binding, arrangement: Arrangement, env: Mapping[str, str]
+) -> Binding:
+    """Return the binding with the cores a task that the job was submitted with.
+
+    From Slurm 22.05 on srun does not take them from the job by itself: without a word each rank
+    gets one core.
+    """
+    text = env.get("SLURM_CPUS_PER_TASK", "")
+    if not text.isdecimal() or _place_of_cpus(binding.flags) >= 0:
+        return binding
+    asked, room = int(text), arrangement.cores // arrangement.placement.ppn
+    cpus = min(asked, room) if room else asked
+    if cpus < 1:
+        return binding
+    source = "SLURM_CPUS_PER_TASK, which srun itself ignores from 22.05 on"
+    return binding._replace(
+        flags=(*binding.flags, f"--cpus-per-task={cpus}"),
+        cores_each=binding.cores_each or cpus,
+        flags_source=source if cpus == asked else f"{source}, less: {room} a rank are there",
+    )
 
 
 def _cores_of_ranks(

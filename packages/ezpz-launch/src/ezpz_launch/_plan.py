@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ezpz_topo import Machine, Topology, fold_nodelist
 
 from ._arrange import Arrangement, arrange
-from ._binding import bind
+from ._binding import bind, with_cpus_of_the_job
 from ._environment import exported_names, ranks_environment
 from ._errors import LaunchError, UsageError
 from ._identify import Launcher
@@ -158,6 +158,8 @@ def complete(
         arrangement, nodelist, by_rank = _for_srun(topology, arrangement)
     chosen = choose_options(machine, request.options, launcher)
     binding = bind(machine, request, arrangement, launcher, chosen)
+    if launcher.kind == "srun":
+        binding = with_cpus_of_the_job(binding, arrangement, user_env)
     environment, why, notes = ranks_environment(
         topology,
         request,
