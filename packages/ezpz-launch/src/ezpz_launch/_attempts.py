@@ -107,9 +107,14 @@ class _Attempts:
         """Run the plan once, on another port if a program holds the first one."""
         for _ in range(_PORTS):
             outcome = self._run()
-            if not outcome.port_taken or outcome.told or _is_users_port(self._planned):
-                break
-            _say("the port is taken on the first host; trying another")
+            if not outcome.port_taken or outcome.told:
+                return outcome
+            port = self._planned.environment["MASTER_PORT"]
+            taken = f"port {port} is taken on {self._planned.placement.hosts[0]}"
+            if _is_users_port(self._planned):
+                _say(f"{taken}; expected a free one; leave --env MASTER_PORT out, or name another")
+                return outcome
+            _say(f"{taken}; trying another")
             self._planned = _with_new_port(self._planned)
         return outcome
 

@@ -41,6 +41,7 @@ class NodeRanks:
         self._leaders: set[int] = set()
         self._groups: dict[int, int] = {}
         self._born: dict[int, str] = {}
+        self._ending = 0
 
     def started(self, rank: int, pid: int) -> None:
         """Take note of a rank's shim."""
@@ -51,6 +52,9 @@ class NodeRanks:
             self._groups[pid] = os.getpgid(pid)
         except ProcessLookupError:
             self._groups[pid] = 0
+        if self._ending:
+            # It comes late: all were told to end.
+            _kill(self._target(pid), self._ending)
 
     def ended(self, rank: int) -> None:
         """Take note of the end of a rank's command; its shim may still wait."""
@@ -61,7 +65,12 @@ class NodeRanks:
         return self._pids.get(rank)
 
     def signal(self, number: int) -> None:
-        """Signal every rank that has not ended: its process group, where it has one."""
+        """Signal every rank that has not ended: its process group, where it has one.
+
+        One that ends processes is for ranks, too, that have yet to start.
+        """
+        if number not in (signal.SIGUSR1, signal.SIGUSR2):
+            self._ending = number
         for target in {self._target(pid) for pid in self._pids.values() if self._is_same(pid)}:
             _kill(target, number)
 

@@ -163,6 +163,7 @@ class OtherHosts:
 
     def watch(self, launcher: int) -> None:
         self._guardian = Guardian(self._launch_id, launcher)
+        _allow_connections(len(self._hosts))
 
     def handle(self, fd: int) -> None:
         if self._agents:
@@ -223,3 +224,17 @@ class OtherHosts:
             for number in self._signals[self._delivered.get(node, 0) :]:
                 self._agents.send(node, f"signal {number}")
             self._delivered[node] = len(self._signals)
+
+
+def _allow_connections(count: int) -> None:
+    """Raise the limit of open files, where one a node needs it.
+
+    After the launcher has started: its ranks keep the limit that the user gave them.
+    """
+    import resource  # noqa: PLC0415  # only launches over several hosts need it
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + 64
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

@@ -9,6 +9,9 @@ from typing import NamedTuple
 from ._launch import Launch
 from ._status import Status
 
+USAGE = 2
+"""Exit status of a launch that asks for what cannot be."""
+
 HANG = 124
 """Exit status of a launch whose ranks hung: that of timeout(1)."""
 

@@ -12,6 +12,7 @@ import select
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 
 from ._reports import Report, Reports
@@ -38,7 +39,8 @@ class Output:
         self.nobody_reads = False
         self.tail = b""
         self._reports = reports
-        self._found: list[Report] = []
+        # Appended to by one thread, and taken from by another: deque's own are atomic.
+        self._found: deque[Report] = deque()
         self._wake = wake
         self._threads: list[threading.Thread] = []
         self._writing = 0
@@ -54,7 +56,9 @@ class Output:
 
     def take_reports(self) -> list[Report]:
         """Return what has been reported since the last call, in order."""
-        found, self._found = self._found, []
+        found = []
+        while self._found:
+            found.append(self._found.popleft())
         return found
 
     def drain(self, patience: float, is_told: Callable[[], object]) -> None:
@@ -98,7 +102,7 @@ class Output:
         chunk, found = self._reports.feed(chunk)
         self.tail = (self.tail + chunk)[-_TAIL:]
         if found:
-            self._found += found
+            self._found.extend(found)
             self._wake()
         return chunk
 

@@ -13,7 +13,7 @@ from ._control import VARIABLE
 from ._errors import LaunchError
 from ._launch import NEVER, Launch
 from ._nodes import Nodes, OtherHosts, ThisHost
-from ._outcome import Outcome, describe, exit_status_of
+from ._outcome import USAGE, Outcome, describe, exit_status_of
 from ._output import Output
 from ._reports import Reports
 from ._signals import ENDING, signal_group, signals
@@ -327,6 +327,9 @@ class _Run:
             self._take_reports()
 
     def _outcome(self) -> Outcome:
+        if self.port_taken:
+            # Whoever asked for this run chooses another, or says so.
+            return Outcome(USAGE, None, self.told, port_taken=True)
         self._say_who_failed()
         failure = self.status.first_failure
         status = exit_status_of(

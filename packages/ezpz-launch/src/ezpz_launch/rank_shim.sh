@@ -172,6 +172,7 @@ ezpz_is_shown() {
 for ezpz_fd in 3 4 5 6 7 8 9 0; do
   [ -e "/dev/fd/$ezpz_fd" ] || break
 done
+[ -e /dev/fd/0 ] || ezpz_fd=0 # then nobody can tell
 ezpz_back() { [ "$ezpz_fd" = 0 ] || eval "exec 2>&$ezpz_fd $ezpz_fd>&-"; }
 ezpz_away() { [ "$ezpz_fd" = 0 ] || eval "exec $ezpz_fd>&2 2>/dev/null"; }
 ezpz_close() { [ "$ezpz_fd" = 0 ] || eval "exec $ezpz_fd>&-"; }
@@ -212,12 +213,21 @@ fi
 
 # Launchers signal a rank's whole process group: the command gets the signal too, and
 # acts on it; we stay to see how it ends. A trap (unlike an ignored signal) is not inherited.
-trap : INT TERM HUP QUIT USR1 USR2
+ezpz_told=''
+trap 'ezpz_told=130' INT
+trap 'ezpz_told=143' TERM
+trap 'ezpz_told=129' HUP
+trap 'ezpz_told=131' QUIT
+trap : USR1 USR2
 ezpz_report "start $RANK $$"
-ezpz_away
-ezpz_run "$@"
-ezpz_status=$?
-ezpz_back
+# Told to end before there was anything to end.
+ezpz_status=$ezpz_told
+if [ -z "$ezpz_status" ]; then
+  ezpz_away
+  ezpz_run "$@"
+  ezpz_status=$?
+  ezpz_back
+fi
 ezpz_report "end $RANK $ezpz_status"
 if [ "$ezpz_id" != - ] && [ "$ezpz_status" != 0 ]; then
   # Some launchers kill the others as soon as they see a failure: ezpz-launch gives them the time
