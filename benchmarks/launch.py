@@ -78,7 +78,8 @@ def main(runs: int = 9, json: str = "") -> None:
     """
     scripts = sysconfig.get_path("scripts")
     env = {**os.environ, "PATH": os.pathsep.join([scripts, os.environ["PATH"]])}
-    env |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+    env |= {"MASTER_ADDR": "127.0.0.1"}
+    env.pop("OMP_NUM_THREADS", None)
     ways = {
         "ezpz-launch": ["ezpz-launch", "-n", "2"],
         "spawn": ["ezpz-launch", "--launcher", "spawn", "-n", "2"],

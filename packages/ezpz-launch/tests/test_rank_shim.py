@@ -1,93 +1,399 @@
-"""The shim, run by a real sh with the variables that real launchers set."""
+"""The shim, run by every sh that is here with the variables that real launchers set."""
 
+import os
+import re
+import shutil
+import signal
 import subprocess
+from pathlib import Path
 
 import pytest
 
+from ezpz_launch._control import Control
+from ezpz_launch._node import is_running
 from ezpz_launch.launchers.shim import SHIM
 
 NAMES = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID")
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
+ID = "shim-test.0"
+
+SHELLS = {
+    "dash": ["dash"],
+    "bash": ["bash", "--posix"],
+    "busybox": ["busybox", "sh"],
+    "zsh": ["zsh", "--emulate", "sh"],
+    "ksh": ["ksh"],
+    "sh": ["sh"],
+}
 
 
-def shim(*command, env=None, form="--", nproc=4, ppn=4, names=NAMES, family="pmi"):
-    env = {"PATH": "/usr/bin:/bin", **HYDRA, **(env or {})}
-    words = ["sh", SHIM, family, str(nproc), str(ppn), *names, form, *command]
-    return subprocess.run(words, env=env, capture_output=True, check=False)
+@pytest.fixture(params=[name for name, words in SHELLS.items() if shutil.which(words[0])])
+def shell(request):
+    """The words that start a shell as sh."""
+    return SHELLS[request.param]
 
 
-def variables(**extra):
-    out = shim("env", "-0", env=extra).stdout.split(b"\0")
-    return dict(pair.decode().split("=", 1) for pair in out if pair)
+@pytest.fixture
+def words(shell):
+    """The words that start a command as one rank."""
+
+    def make(*command, form="--", nproc=4, ppn=4, names=NAMES, family="pmi"):
+        return [*shell, SHIM, family, str(nproc), str(ppn), *names, form, *command]
+
+    return make
 
 
-def test_torchruns_variables_and_the_stamp():
+def environment(env=None, **control):
+    told = {"EZPZ_CONTROL": Control(ID, 10, **control).value()} if control else {}
+    return {"PATH": os.environ["PATH"], **HYDRA, **told, **(env or {})}
+
+
+@pytest.fixture
+def shim(words):
+    """Run a command as one rank, to its end; with fields of Control, as under ezpz-launch."""
+
+    def run(*command, env=None, control=None, options=None, **place):
+        return subprocess.run(
+            words(*command, **place),
+            env=environment(env, **(control or {})),
+            capture_output=True,
+            check=False,
+            timeout=60,
+            **(options or {}),
+        )
+
+    run.words = words
+    return run
+
+
+@pytest.fixture
+def held(words, process):
+    """Run a command that fails as one rank; return its shim, which waits, and its stderr so far."""
+
+    def run(*command, env=None, **control):
+        shim = process(
+            *words(*command), env=environment(env, **{"attempt": 0, **control}), stderr=-1
+        )
+        text = b""
+        while text.count(b"ezpz " + ID.encode() + b" end ") < 2 or not text.endswith(b"\n"):
+            more = os.read(shim.stderr.fileno(), 1 << 16)
+            assert more, text
+            text += more
+        return shim, text
+
+    return run
+
+
+@pytest.fixture
+def variables(shim):
+    """What the command finds in its environment."""
+
+    def seen(env=None, control=None, **place):
+        done = shim("env", "-0", env=env, control=control, **place)
+        assert done.returncode == 0, done.stderr
+        return dict(pair.decode().split("=", 1) for pair in done.stdout.split(b"\0") if pair)
+
+    return seen
+
+
+REPORT = re.compile(rb"\x1eezpz " + ID.encode() + rb" (\w+) (\d+) (\d+)\|\1 \2 \3\x1f\n")
+
+
+def reports(stderr):
+    """Return what was reported, each once, and what else was written."""
+    found = [(what.decode(), int(rank), int(value)) for what, rank, value in REPORT.findall(stderr)]
+    assert found[::2] == found[1::2]
+    return found[::2], REPORT.sub(b"", stderr)
+
+
+def test_torchruns_variables_and_the_stamp(variables):
     seen = variables()
     expected = {
         "RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4",
-        "NODE_RANK": "0", "GROUP_RANK": "0",
+        "NODE_RANK": "0", "GROUP_RANK": "0", "EZPZ_NUM_NODES": "1", "EZPZ_LOCAL_RANK": "1",
+        "PYTHONFAULTHANDLER": "1",
     }  # fmt: skip
     assert seen.items() >= expected.items()
     assert (seen["EZPZ_RANK"], seen["EZPZ_WORLD_SIZE"], seen["EZPZ_LAUNCHER"]) == ("1", "4", "pmi")
 
 
-def test_what_leaked_is_overridden():
-    seen = variables(RANK="0", WORLD_SIZE="1", TORCHELASTIC_RUN_ID="x", EZPZ_RANK="9")
+def test_what_leaked_is_overridden(variables):
+    leaked = {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "x", "EZPZ_RANK": "9",
+              "LOCAL_SIZE": "7", "PYTHONFAULTHANDLER": "0"}  # fmt: skip
+    seen = variables(leaked)
     assert (seen["RANK"], seen["WORLD_SIZE"], seen["EZPZ_RANK"]) == ("1", "4", "1")
-    assert "TORCHELASTIC_RUN_ID" not in seen
+    assert not {"TORCHELASTIC_RUN_ID", "LOCAL_SIZE"} & set(seen)
+    assert seen["PYTHONFAULTHANDLER"] == "0"  # the user's own
+    assert variables(leaked, family="torchrun")["TORCHELASTIC_RUN_ID"] == "x"
 
 
-def test_our_own_variables_stay_ours():
-    assert not any(name.startswith("ezpz_") for name in variables(EZPZ_STATUS_FILE="/dev/null"))
-    assert "EZPZ_STATUS_FILE" not in variables(EZPZ_STATUS_FILE="/dev/null")
+def test_our_own_variables_stay_ours(variables):
+    seen = variables(control={"attempt": 0})
+    assert not any(name.startswith("ezpz_") for name in seen)
+    assert "EZPZ_CONTROL" not in seen
 
 
 @pytest.mark.parametrize("form", ["--", "--escaped"])
-def test_words_are_untouched(form):
-    words = [
-        "a b",
-        "",
-        "$(exit 3)",
-        "it's",
-        '"',
-        "new\nline",
-        "back\\slash",
-        "*",
-        ":",
-        "+",
-        "-n",
-        "é",
+@pytest.mark.parametrize("control", [None, {"prefix": False}], ids=["alone", "told"])
+def test_words_are_untouched(shim, form, control):
+    sent = [
+        *("a b", "", "$(exit 3)", "it's", '"', "new\nline", "\n", "back\\slash", "*", ":", "+"),
+        *("-n", "é", "", "--", "~", "!x", "a\tb ", ""),
     ]
-    sent = words if form == "--" else [f"+{word}" for word in words]
-    command = ["printf", "%s\\0"] if form == "--" else ["+printf", "+%s\\0"]
-    out = shim(*command, *sent, form=form).stdout
-    assert out.decode().split("\0")[:-1] == words
+    escape = "+" if form == "--escaped" else ""
+    words = [f"{escape}{word}" for word in ("printf", "%s\\0", *sent)]
+    out = shim(*words, form=form, control=control).stdout
+    assert out.decode().split("\0")[:-1] == sent
 
 
 @pytest.mark.parametrize("status", [0, 1, 7, 75, 255])
-def test_the_commands_own_exit_status(status):
+def test_the_commands_own_exit_status(shim, status):
     assert shim("sh", "-c", f"exit {status}").returncode == status
 
 
-def test_a_signal_is_128_more():
-    assert shim("sh", "-c", "kill -9 $$").returncode == 137
+def test_a_signal_is_128_more_and_the_shell_says_nothing(shim):
+    for number in (9, 11, 15):
+        done = shim("sh", "-c", f"ulimit -c 0; kill -{number} $$")
+        assert (done.returncode, done.stderr) == (128 + number, b"")
 
 
-def test_reports(tmp_path):
-    path = tmp_path / "status"
-    path.touch()
-    shim("sh", "-c", "exit 3", env={"EZPZ_STATUS_FILE": str(path)})
-    start, end = path.read_text().splitlines()
-    assert start.split()[:2] == ["start", "1"]
-    assert end == "end 1 3"
+def test_the_program_of_that_name_and_not_the_shells_own(shim):
+    assert shim("echo", r"a\nb").stdout == b"a\\nb\n"
+    assert shim("test", "-e", "/").returncode == 0
 
 
-def test_a_report_that_cannot_be_written_harms_nobody(tmp_path):
-    done = shim("true", env={"EZPZ_STATUS_FILE": str(tmp_path / "absent" / "status")})
-    assert (done.returncode, done.stderr) == (0, b"")
+def test_a_program_that_there_is_not(shim):
+    done = shim("no-such-program")
+    assert done.returncode == 127
+    assert b"no-such-program" in done.stderr
 
 
-def test_a_launcher_that_sets_nothing():
+def test_reports(shim):
+    done = shim("sh", "-c", "echo own >&2", control={"attempt": 0})
+    ((start, rank, pid), end), own = reports(done.stderr)
+    assert (start, rank, end, own) == ("start", 1, ("end", 1, 0), b"own\n")
+    assert pid > 1
+    assert (done.returncode, done.stdout) == (0, b"")
+
+
+def test_without_control_nothing_is_reported(shim):
+    done = shim("sh", "-c", "exit 3", env={"EZPZ_CONTROL": ""})
+    assert (done.returncode, done.stdout, done.stderr) == (3, b"", b"")
+
+
+def test_the_standard_input_is_the_commands(shim):
+    data = b"line\n\x00\xff" * 5000
+    for control in (None, {"attempt": 0}):
+        done = shim("cat", control=control, options={"input": data})
+        assert done.stdout == data
+
+
+def test_the_launchers_file_descriptors_reach_the_command(shim):
+    """Such as Hydra's PMI_FD; all that we may use for ourselves are in use here."""
+    read, write = os.pipe()
+    os.write(write, b"0123456789" * 10)
+    os.close(write)
+    order = " ".join(f"{fd}<&{read}" for fd in range(3, 10))
+    script = "for fd in 3 4 5 6 7 8 9; do head -c 1 <&$fd >/dev/null || exit 9; done; exit 0"
+    for kept in (order, f"5<&{read}", f"3<&{read} 9<&{read}"):
+        fds = re.findall(r"(\d)<", kept)
+        check = script.replace("3 4 5 6 7 8 9", " ".join(fds))
+        starter = subprocess.run(
+            ["bash", "-c", f'exec {kept}; exec "$@"', "_", *shim.words("sh", "-c", check)],
+            env=environment(attempt=0),
+            pass_fds=[read],
+            capture_output=True,
+            check=False,
+            timeout=60,
+        )
+        assert starter.returncode == 0, starter.stderr
+    os.close(read)
+
+
+def test_a_rank_that_failed_waits_to_be_released(held, until):
+    shim, text = held("sh", "-c", "echo own >&2; exit 3")
+    found, own = reports(text)
+    assert (found[1], own) == (("end", 1, 3), b"own\n")
+    assert shim.poll() is None
+    until(lambda: shim.terminate() or shim.poll() is not None)
+    assert (shim.wait(20), reports(shim.stderr.read())[1]) == (3, b"")
+
+
+@pytest.mark.parametrize("number", [9, 15])
+def test_a_rank_that_was_killed_is_held_and_the_shell_says_nothing(held, until, number):
+    shim, text = held("sh", "-c", f"kill -{number} $$")
+    found, own = reports(text)
+    assert (found[1], own) == (("end", 1, 128 + number), b"")
+    until(lambda: shim.terminate() or shim.poll() is not None)
+    # zsh may report the end once more when it is interrupted
+    assert (shim.wait(20), reports(shim.stderr.read())[1]) == (128 + number, b"")
+
+
+def test_the_hold_ends_by_itself(words):
+    control = Control(ID, 1).value()
+    done = subprocess.run(
+        words("sh", "-c", "exit 3"), env={**environment(), "EZPZ_CONTROL": control},
+        capture_output=True, check=False, timeout=20,
+    )  # fmt: skip
+    assert done.returncode == 3
+    assert reports(done.stderr)[1] == b""
+
+
+def test_nothing_is_left_of_a_hold(held, until):
+    shim, _ = held("sh", "-c", "exit 3")
+    (sleep,) = until(lambda: children(shim.pid))
+    # before it has become its program it hears nothing
+    until(lambda: Path(f"/proc/{sleep}/comm").read_text() == "sleep\n")
+    until(lambda: shim.terminate() or shim.poll() is not None)
+    until(lambda: not is_running(sleep), seconds=5)
+
+
+def test_a_hold_that_is_killed_makes_no_noise(held, until):
+    shim, _ = held("sh", "-c", "exit 3")
+    (sleep,) = until(lambda: children(shim.pid))
+    os.kill(sleep, signal.SIGKILL)  # as NodeRanks.kill does: it has our mark
+    assert shim.wait(20) == 3
+    assert shim.stderr.read() == b""
+
+
+def children(pid):
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        return [int(word) for word in file.read().split()]
+
+
+def test_a_signal_to_the_group_is_the_commands(words, process):
+    """The shim stays to see how the command ends."""
+    script = "trap 'echo heard; exit 7' USR1; echo ready; sleep 60 & wait"
+    shim = process(*words("sh", "-c", script), env=environment(), stdout=-1)
+    assert shim.stdout.readline() == b"ready\n"
+    os.killpg(shim.pid, signal.SIGUSR1)
+    assert shim.stdout.readline() == b"heard\n"
+    assert shim.wait(20) == 7
+
+
+def test_attempt_job_and_progress(variables):
+    control = {"attempt": 2, "job_id": "12[3].pbs", "progress_file": "/a b/*"}
+    seen = variables(control=control)
+    assert (seen["EZPZ_ATTEMPT"], seen["TORCHELASTIC_RESTART_COUNT"]) == ("2", "2")
+    assert (seen["EZPZ_JOB_ID"], seen["EZPZ_PROGRESS_FILE"]) == ("12[3].pbs", "/a b/*")
+    assert seen["EZPZ_LAUNCH_ID"] == ID
+    leaked = {"EZPZ_JOB_ID": "1", "EZPZ_PROGRESS_FILE": "/x"}
+    assert not set(leaked) & set(variables(leaked, control={"attempt": 0}))
+
+
+GPUS = {"device_type": "cuda", "devices": 4}
+ONE = {**GPUS, "one_device": True}
+XPUS = {**ONE, "device_type": "xpu"}
+CUDA, HIP, ROCR = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
+ZE = "ZE_AFFINITY_MASK"
+
+
+@pytest.mark.parametrize(
+    ("control", "local", "env", "seen"),
+    [
+        # no list: devices by number
+        (GPUS, 1, {}, ("1", {})),
+        (ONE, 1, {}, ("0", {CUDA: "1"})),
+        (ONE, 5, {}, ("0", {CUDA: "1"})),
+        # a list that the scheduler made
+        (GPUS, 1, {CUDA: "2,3"}, ("1", {CUDA: "2,3"})),
+        (GPUS, 3, {CUDA: "2,3"}, ("1", {CUDA: "2,3"})),
+        (GPUS, 3, {CUDA: "7"}, ("0", {CUDA: "7"})),
+        (ONE, 3, {CUDA: "2,3"}, ("0", {CUDA: "3"})),
+        (ONE, 1, {CUDA: "GPU-1a,MIG-2b/3/4"}, ("0", {CUDA: "MIG-2b/3/4"})),
+        (ONE, 1, {CUDA: "0, 1"}, ("0", {CUDA: " 1"})),
+        # AMD
+        (ONE, 1, {HIP: "2,3"}, ("0", {HIP: "3"})),
+        (GPUS, 3, {HIP: "2,3"}, ("1", {HIP: "2,3"})),
+        (GPUS, 3, {ROCR: "2,3"}, ("1", {ROCR: "2,3"})),
+        (ONE, 3, {ROCR: "2,3"}, ("0", {ROCR: "2,3", CUDA: "1"})),
+        # Intel
+        (XPUS, 5, {}, ("0", {ZE: "1"})),
+        (XPUS, 1, {ZE: "0.0,0.1", CUDA: "9"}, ("0", {ZE: "0.1", CUDA: "9"})),
+        # none
+        ({"attempt": 0}, 3, {CUDA: "2"}, ("3", {CUDA: "2"})),
+        ({**ONE, "devices": 0}, 3, {}, ("0", {CUDA: "0"})),
+    ],
+)
+def test_devices(variables, control, local, env, seen):
+    place = {"PMI_RANK": str(local), "MPI_LOCALRANKID": str(local), "PMI_SIZE": "8"}
+    found = variables({**env, **place}, control=control, nproc=8, ppn=8)
+    lists = {name: found[name] for name in (CUDA, HIP, ROCR, ZE) if name in found}
+    assert (found["LOCAL_RANK"], lists) == seen
+    assert found["EZPZ_LOCAL_RANK"] == str(local)
+
+
+def test_more_ranks_than_devices_without_a_list(variables):
+    place = {"PMI_RANK": "5", "MPI_LOCALRANKID": "5", "PMI_SIZE": "8"}
+    assert variables(place, control=GPUS, nproc=8, ppn=8)["LOCAL_RANK"] == "1"
+
+
+def test_devices_that_the_user_hides(variables):
+    assert variables({"CUDA_VISIBLE_DEVICES": ""}, control=ONE)["CUDA_VISIBLE_DEVICES"] == ""
+
+
+SAYS = ("sh", "-c", "echo out; echo err >&2")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "is_shown"), [(None, True), ((1,), True), ((0, 2, 3), False), ((0, 1, 2), True),
+                            ((3,), False), ((0, 11), False)],
+)  # fmt: skip
+def test_only_ranks(shim, ranks, is_shown):
+    done = shim(*SAYS, control={"only_ranks": ranks})
+    assert done.stdout == b"out\n" * is_shown
+    assert reports(done.stderr)[1] == b"err\n" * is_shown
+
+
+def test_files(shim, tmp_path):
+    folder = tmp_path / "a b"
+    folder.mkdir()
+    for _ in range(2):  # an attempt's after the other's
+        done = shim(*SAYS, control={"files": str(folder)})
+        assert (done.returncode, done.stdout, reports(done.stderr)[1]) == (0, b"", b"")
+    assert (folder / "rank-1.out").read_bytes() == b"out\n" * 2
+    assert (folder / "rank-1.err").read_bytes() == b"err\n" * 2
+
+
+def test_a_folder_that_this_node_does_not_have(words, tmp_path):
+    env = environment(files=str(tmp_path / "absent" / "logs"))
+    env["EZPZ_CONTROL"] = env["EZPZ_CONTROL"].replace("\n10\n", "\n0\n", 1)
+    done = subprocess.run(words(*SAYS), env=env, capture_output=True, check=False, timeout=20)
+    made = (tmp_path / "absent" / "logs" / "rank-1.out").exists()
+    assert made or b"absent" in done.stderr
+
+
+@pytest.mark.parametrize("tee", [False, True])
+def test_prefix_and_tee(shim, tmp_path, tee):
+    control = {"prefix": True, **({"tee": True, "files": str(tmp_path)} if tee else {})}
+    done = shim(*SAYS, control=control, env={"SLURMD_NODENAME": "node-7"})
+    assert done.stdout == b"[1@node-7] out\n"
+    assert reports(done.stderr)[1] == b"[1@node-7] err\n"
+    assert done.returncode == 0
+    if tee:
+        assert b"out" in (tmp_path / "rank-1.out").read_bytes()
+
+
+def test_a_port_that_is_taken(shim):
+    import socket
+
+    place = {"PMI_RANK": "0", "MPI_LOCALRANKID": "0"}
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        done = shim("true", env=place, control={"port": port})
+        assert ("taken", 0, port) in reports(done.stderr)[0]
+        # only rank 0's host matters
+        assert len(reports(shim("true", control={"port": port}).stderr)[0]) == 2
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            other = connection.getsockname()[1]
+            # connected is not listening
+            done = shim("true", env=place, control={"port": other})
+            assert len(reports(done.stderr)[0]) == 2
+    done = shim("true", env=place, control={"port": port})
+    assert len(reports(done.stderr)[0]) == 2
+
+
+def test_a_launcher_that_sets_nothing(shim):
     done = shim("true", env={"MPI_LOCALRANKID": ""})
     assert done.returncode == 2
     assert b"pmi set no MPI_LOCALRANKID" in done.stderr
@@ -97,15 +403,14 @@ def test_a_launcher_that_sets_nothing():
     ("rank", "local", "node", "ranks_here"),
     [(0, 0, 0, 4), (3, 3, 0, 4), (4, 0, 1, 4), (9, 1, 2, 2)],
 )
-def test_several_hosts_the_last_one_smaller(rank, local, node, ranks_here):
+def test_several_hosts_the_last_one_smaller(variables, rank, local, node, ranks_here):
     env = {"PMI_RANK": str(rank), "PMI_SIZE": "10", "MPI_LOCALRANKID": str(local)}
-    out = shim("env", "-0", env=env, nproc=10).stdout.split(b"\0")
-    seen = dict(pair.decode().split("=", 1) for pair in out if pair)
+    seen = variables(env, nproc=10)
     assert (seen["NODE_RANK"], seen["GROUP_RANK"]) == (str(node), str(node))
     assert (seen["LOCAL_WORLD_SIZE"], seen["EZPZ_NUM_NODES"]) == (str(ranks_here), "3")
 
 
-def test_pals_with_pmix_tells_no_size_and_the_plan_does():
+def test_pals_with_pmix_tells_no_size_and_the_plan_does(shim):
     env = {"PALS_RANKID": "5", "PALS_LOCAL_RANKID": "1"}
     names = ("PALS_RANKID", "-", "PALS_LOCAL_RANKID")
     out = shim("sh", "-c", "echo $RANK $WORLD_SIZE $EZPZ_LAUNCHER", env=env, names=names,
@@ -125,7 +430,29 @@ def test_pals_with_pmix_tells_no_size_and_the_plan_does():
         ({"PMI_RANK": "-1"}, 4),
     ],
 )
-def test_a_launcher_that_places_ranks_elsewhere_than_planned(env, nproc):
+def test_a_launcher_that_places_ranks_elsewhere_than_planned(shim, env, nproc):
     done = shim("true", env=env, nproc=nproc)
     assert done.returncode == 2
     assert b"contradicts the plan" in done.stderr
+
+
+def test_the_agent_is_started_once_a_node(words, process, tmp_path):
+    """By local rank 0 alone; it is told its node, and has nothing of ours open."""
+    agent = tmp_path / "agent.py"
+    agent.write_text(
+        f"import os, sys\nos.rename('{tmp_path}/none', '{tmp_path}/agent-' + sys.argv[1])\n"
+    )
+    for rank, local in ((4, 0), (5, 1)):
+        (tmp_path / "none").touch()
+        value = Control(ID, 5, where=("127.0.0.1:1",), secrets=("a", "b")).value().split("\n")
+        value[3] = str(agent)
+        env = {
+            **environment(), "EZPZ_CONTROL": "\n".join(value), "PMI_RANK": str(rank),
+            "PMI_SIZE": "8", "MPI_LOCALRANKID": str(local),
+        }  # fmt: skip
+        script = f"for i in $(seq 200); do [ -e {tmp_path}/agent-1 ] && exit 0; sleep 0.05; done"
+        done = subprocess.run(words("sh", "-c", script, nproc=8), env=env, capture_output=True,
+                              check=False, timeout=60)  # fmt: skip
+        assert (done.returncode, done.stdout) == (0, b"")
+        assert (tmp_path / "agent-1").exists()
+        assert (tmp_path / "none").exists() is (local == 1)

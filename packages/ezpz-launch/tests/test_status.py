@@ -1,22 +1,47 @@
-from ezpz_launch._status import Status, make_status_file
+from ezpz_launch._status import Status
 
 
-def test_reports_in_the_order_in_which_they_come(tmp_path):
-    path = make_status_file(str(tmp_path))
-    status = Status(path)
-    with open(path, "a") as file:
-        file.write("start 0 10\nstart 1 11\nend 1 7\nend 0")
-        file.flush()
-        status.update()
-        assert status.pids == {0: 10}
-        assert status.first_failure == (1, 7)
-        file.write(" 3\n")
-    status.update()
-    assert status.pids == {}
+def test_reports_in_the_order_in_which_they_come():
+    status = Status(3)
+    for report in (("start", 0, 10), ("start", 1, 11), ("end", 1, 7), ("end", 0, 3)):
+        assert status.take(report)
+    assert status.pids == {0: 10, 1: 11}
     assert list(status.ended.items()) == [(1, 7), (0, 3)]
     assert status.first_failure == (1, 7)
 
 
-def test_nobody_else_can_read_it(tmp_path):
-    path = tmp_path / make_status_file(str(tmp_path))
-    assert path.stat().st_mode & 0o777 == 0o600
+def test_the_second_copy_is_not_new():
+    status = Status(2)
+    assert [status.take(("end", 0, 3)), status.take(("end", 0, 3))] == [True, False]
+    # the first word counts
+    assert not status.take(("end", 0, 4))
+    assert status.ended == {0: 3}
+
+
+def test_a_rank_that_there_is_not():
+    status = Status(2)
+    assert not status.take(("start", 2, 10))
+    assert not status.take(("end", 99999, 1))
+    assert (status.pids, status.ended, status.first_failure) == ({}, {}, None)
+
+
+def test_who_runs_who_is_held_and_who_has_ended():
+    status = Status(3)
+    assert (status.running, status.held, status.all_ended) == ([], [], False)
+    for rank in (2, 0, 1):
+        status.take(("start", rank, 100 + rank))
+    assert status.running == [0, 1, 2]
+    status.take(("end", 1, 0))
+    assert (status.running, status.held, status.first_failure) == ([0, 2], [], None)
+    status.take(("end", 2, 137))
+    assert (status.running, status.held, status.first_failure) == ([0], [2], (2, 137))
+    status.take(("end", 0, 1))
+    assert (status.running, status.held, status.all_ended) == ([], [2, 0], True)
+    assert status.first_failure == (2, 137)
+
+
+def test_an_end_without_a_start():
+    # its start was lost, not its end
+    status = Status(1)
+    assert status.take(("end", 0, 0))
+    assert (status.running, status.all_ended) == ([], True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import select
 import socket
 from collections.abc import Callable, Iterable
@@ -18,6 +20,7 @@ class Agents:
         poll: Where the sockets are registered; the owner hands what is ready to `handle`.
         on_hello: Called with the node of an agent that has connected.
         on_stacks: Called with what an agent answers when it is asked where its ranks hang.
+        on_lost: Called with a rank that nobody would report the end of.
     """
 
     def __init__(
@@ -26,14 +29,16 @@ class Agents:
         poll: select.poll,
         on_hello: Callable[[int], None],
         on_stacks: Callable[[int, bytes], None],
+        on_lost: Callable[[int], None],
     ) -> None:
         self._poll = poll
-        self._on_hello, self._on_stacks = on_hello, on_stacks
+        self._on_hello, self._on_stacks, self._on_lost = on_hello, on_stacks, on_lost
         self._server = _listen(_own_address(hosts))
         self._connections: dict[int, socket.socket] = {}
         self._nodes: dict[int, int] = {}
         self._by_node: dict[int, socket.socket] = {}
         self._received: dict[int, bytes] = {}
+        self._is_full = False
         self.secrets = (os.urandom(16).hex(), os.urandom(16).hex())
         poll.register(self._server, select.POLLIN)
 
@@ -59,7 +64,9 @@ class Agents:
     def handle(self, fd: int) -> bool:
         """Serve a socket that is ready; return whether it is one of these."""
         if fd == self._server.fileno():
-            connection, _ = self._server.accept()
+            connection = self._accept()
+            if connection is None:
+                return True
             keep_alive(connection)
             # An agent that reads no more must not hold us up for ever.
             connection.settimeout(10)
@@ -86,11 +93,31 @@ class Agents:
             self.send(node, "farewell" if farewell else "kill")
         for fd in list(self._connections):
             self._drop(fd)
-        self._poll.unregister(self._server)
+        if not self._is_full:
+            self._poll.unregister(self._server)
         self._server.close()
 
+    def _accept(self) -> socket.socket | None:
+        try:
+            return self._server.accept()[0]
+        except ConnectionError:
+            return None  # it is gone again
+        except OSError as error:
+            if error.errno != errno.EMFILE:
+                raise
+        # One a node: the usual limit of 1,024 open files is soon too low. Only now, when the
+        # launcher has started: its ranks keep the limit that the user gave them.
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft != hard:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            return self._accept()
+        # The nodes that are left are not reached; the run loop says so when it matters.
+        self._poll.unregister(self._server)
+        self._is_full = True
+        return None
+
     def _read(self, fd: int) -> None:
-        while True:
+        while fd in self._received:
             line, newline, rest = self._received[fd].partition(b"\n")
             if not newline:
                 if fd not in self._nodes and len(line) > PROTOCOL_LINE:
@@ -110,6 +137,8 @@ class Agents:
                 self._on_stacks(self._nodes[fd], rest[:length])
             else:
                 self._received[fd] = rest
+                if len(words) == 2 and words[0] == b"lost" and words[1].isdigit():
+                    self._on_lost(int(words[1]))
 
     def _is_welcome(self, fd: int, words: list[bytes]) -> bool:
         if len(words) != 3 or words[:2] != [b"hello", self.secrets[0].encode()]:
@@ -127,8 +156,8 @@ class Agents:
             return
         self._received.pop(fd, None)
         node = self._nodes.pop(fd, None)
-        if node is not None:
-            self._by_node.pop(node, None)
+        if node is not None and self._by_node.get(node) is connection:
+            del self._by_node[node]
         self._poll.unregister(fd)
         connection.close()
 

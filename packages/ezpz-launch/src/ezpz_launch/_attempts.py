@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 from ezpz_topo import Topology, same_host
@@ -20,7 +20,7 @@ from ._plan import LaunchPlan
 from ._port import free_port
 from ._request import Request
 from ._run import SETTLE, run
-from ._signals import pause
+from ._signals import Heard, pause, signals
 from .launchers import argv as argv_of
 from .launchers import hostfile_of, needs_hostfile
 
@@ -60,11 +60,16 @@ class _Attempts:
         self._retries = _retries(self._request.retries)
         self._progress_file = self._keeper.progress_file if self._retries else ""
         self._number = 0
+        self._heard: Heard = ([], -1)
         _make_log_dir(self._request.log_dir)
         self._signal_at = _signal_at(planned, topology, env)
 
     def to_the_last(self) -> int:
         """Attempt until it succeeds or must not be tried again; return the exit status."""
+        with signals() as self._heard:
+            return self._until_the_last()
+
+    def _until_the_last(self) -> int:
         while True:
             outcome = self._attempt()
             if outcome.failure and self._request.log_dir and not self._request.tee:
@@ -101,7 +106,7 @@ class _Attempts:
             _say("no retry: the job's end is near (--signal-before)")
             return None
         _say(decision.why if decision.retry else f"no retry: {decision.why}")
-        return pause(decision.pause) if decision.retry else None
+        return pause(decision.pause, self._heard) if decision.retry else None
 
     def _attempt(self) -> Outcome:
         """Run the plan once, on another port if a program holds the first one."""
@@ -135,7 +140,7 @@ class _Attempts:
                 idle_timeout=request.idle_timeout,
                 signal_at=self._signal_at,
             )
-            return run(launch, lambda: self._keeper.start(ready, argv))
+            return run(launch, self._heard, lambda: self._keeper.start(ready, argv))
 
     def _control(self) -> Control:
         planned, request, job = self._planned, self._request, self._topology.allocation
@@ -198,7 +203,8 @@ def _hostfile(planned: LaunchPlan, directory: str) -> Iterator[LaunchPlan]:
             file.writelines(f"{line}\n" for line in hostfile_of(planned))
         yield replace(planned, hostfile=path)
     finally:
-        os.unlink(path)
+        with suppress(FileNotFoundError):  # what cleans /tmp found it old
+            os.unlink(path)
 
 
 def _signal_at(planned: LaunchPlan, topology: Topology, env: Mapping[str, str]) -> float:

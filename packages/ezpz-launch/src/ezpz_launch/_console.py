@@ -21,7 +21,9 @@ def main() -> NoReturn:
     status = run()
     for stream in (sys.stdout, sys.stderr):
         try:
-            stream.flush()
+            # None: it was closed when we started.
+            if stream is not None:
+                stream.flush()
         except OSError:
             continue  # nobody reads it
     # To take a process's modules apart before it ends serves nobody, and takes 6 ms.

@@ -18,12 +18,16 @@ import time
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import socket
+    from collections.abc import Iterator
     from types import ModuleType
 
 PROTOCOL_LINE = 4096
 """Longest line of the protocol, in bytes."""
 
 _CONNECT_TIMEOUT = 5.0
+_LOOK = 0.5
+"""Seconds between two looks for ranks that are lost."""
+
 _SETTLED = 0.2
 """Seconds before it connects: a launch of `true` needs none, and pays nothing."""
 
@@ -42,6 +46,9 @@ class NodeRanks:
         self._groups: dict[int, int] = {}
         self._born: dict[int, str] = {}
         self._ending = 0
+        self._parents: dict[int, int] = {}
+        self._commands: dict[int, tuple[int, str]] = {}
+        self._lost: set[int] = set()
 
     def started(self, rank: int, pid: int) -> None:
         """Take note of a rank's shim."""
@@ -52,6 +59,7 @@ class NodeRanks:
             self._groups[pid] = os.getpgid(pid)
         except ProcessLookupError:
             self._groups[pid] = 0
+        self._parents[pid] = _parent(pid)
         if self._ending:
             # It comes late: all were told to end.
             _kill(self._target(pid), self._ending)
@@ -59,6 +67,35 @@ class NodeRanks:
     def ended(self, rank: int) -> None:
         """Take note of the end of a rank's command; its shim may still wait."""
         self._pids.pop(rank, None)
+
+    def lost(self) -> list[int]:
+        """Return the ranks, once each, whose end nobody would report.
+
+        Their shim was killed while the command goes on, or the launcher's process that started the
+        shim, and brings its reports, is gone. Launchers see neither by themselves (Hydra, srun).
+        """
+        found = []
+        for rank, pid in self._pids.items():
+            if rank in self._lost:
+                continue
+            if is_running(pid):
+                parent = _parent(pid)
+                is_lost = bool(parent) and parent != self._parents[pid]
+                if rank not in self._commands:
+                    self._remember_the_command(rank, pid)
+            else:
+                command, born = self._commands.get(rank, (0, ""))
+                # Where the command has ended as well, its end is on the way to us.
+                is_lost = bool(command) and is_running(command) and _birth(command) == born
+            if is_lost:
+                self._lost.add(rank)
+                found.append(rank)
+        return found
+
+    def _remember_the_command(self, rank: int, pid: int) -> None:
+        for child in _children(pid):
+            self._commands[rank] = (child, _birth(child))
+            return
 
     def pid(self, rank: int) -> int | None:
         """Return the process id of the shim of a rank that has not ended."""
@@ -121,6 +158,21 @@ def is_running(pid: int) -> bool:
     return not os.path.exists("/proc/self/stat")
 
 
+def _parent(pid: int) -> int:
+    """Return the process that a process is a child of now; 0 where /proc does not tell."""
+    fields = _stat(pid)
+    return int(fields[1]) if fields else 0
+
+
+def _children(pid: int) -> list[int]:
+    """Return the children of a process; none where the kernel does not list them."""
+    try:
+        with open(f"/proc/{pid}/task/{pid}/children", encoding="ascii") as file:
+            return [int(word) for word in file.read().split()]
+    except (OSError, ValueError):
+        return []
+
+
 def _birth(pid: int) -> str:
     """Return when a process started, in ticks; empty where it is gone, or /proc is absent."""
     fields = _stat(pid)
@@ -173,14 +225,14 @@ def main() -> int:
     if connection is None:
         # The launch is over, or its host cannot be reached; ezpz-launch says so if it matters.
         return 0
-    connection.sendall(f"hello {token} {sys.argv[1]}\n".encode())
     ranks = NodeRanks(launch_id)
-    lines = connection.makefile("rb")
     try:
-        if lines.readline(PROTOCOL_LINE) != f"welcome {answer}\n".encode():
+        connection.sendall(f"hello {token} {sys.argv[1]}\n".encode())
+        lines = _lines(connection, ranks)
+        if next(lines, "") != f"welcome {answer}":
             return 1
-        while line := lines.readline(PROTOCOL_LINE):
-            reply = obey(ranks, line.decode("ascii").split())
+        for line in lines:
+            reply = obey(ranks, line.split())
             if reply is None:
                 return 0
             connection.sendall(reply)
@@ -188,6 +240,27 @@ def main() -> int:
         pass  # reset instead of closed: the same
     ranks.kill()
     return 1
+
+
+def _lines(connection: socket.socket, ranks: NodeRanks) -> Iterator[str]:
+    """Return ezpz-launch's orders; while there are none, tell it of ranks that are lost."""
+    received = b""
+    connection.settimeout(_LOOK)
+    while True:
+        line, newline, rest = received.partition(b"\n")
+        if newline:
+            received = rest
+            yield line.decode("ascii")
+            continue
+        try:
+            chunk = connection.recv(1 << 16)
+        except TimeoutError:
+            for rank in ranks.lost():
+                connection.sendall(f"lost {rank}\n".encode())
+            continue
+        if not chunk:
+            return
+        received += chunk
 
 
 def obey(ranks: NodeRanks, words: list[str]) -> bytes | None:

@@ -14,7 +14,13 @@ if TYPE_CHECKING:
 
 
 class Nodes(Protocol):
-    """What the run loop can do to ranks."""
+    """What the run loop can do to ranks.
+
+    Attributes:
+        why_not: Why there can be no agents; empty where there can.
+    """
+
+    why_not: str
 
     def where(self) -> tuple[str, ...]:
         """Return the addresses that agents connect to; none where there are no agents."""
@@ -46,6 +52,9 @@ class Nodes(Protocol):
     def stacks(self, ranks: Sequence[int]) -> None:
         """Ask these ranks where they are; `on_stacks` is called with what each node answers."""
 
+    def lost(self) -> list[int]:
+        """Return the ranks, once each, whose end nobody would report: what started them is gone."""
+
     def unreached(self, ranks: Sequence[int]) -> list[int]:
         """Return those of these ranks that nothing reaches."""
 
@@ -69,6 +78,7 @@ class ThisHost:
         self._ranks = _node.NodeRanks(launch_id)
         self._on_stacks = on_stacks
         self._guardian: Guardian | None = None
+        self.why_not = ""
 
     def where(self) -> tuple[str, ...]:  # as all below: see Nodes
         return ()
@@ -108,6 +118,9 @@ class ThisHost:
         # py-spy may take its time; signals are heard meanwhile.
         threading.Thread(target=ask, daemon=True).start()
 
+    def lost(self) -> list[int]:
+        return self._ranks.lost()
+
     def unreached(self, ranks: Sequence[int]) -> list[int]:  # noqa: ARG002
         return []
 
@@ -145,13 +158,16 @@ class OtherHosts:
         self._pids: dict[int, dict[int, int]] = {}
         self._signals: list[int] = []
         self._delivered: dict[int, int] = {}
+        self._lost: list[int] = []
         self._guardian: Guardian | None = None
         self._agents: Agents | None = None
         self.why_not = ""
         from ._agents import Agents  # noqa: PLC0415  # socket: 6 ms
 
         try:
-            self._agents = Agents(hosts, poll, self._greet, lambda _, text: on_stacks(text))
+            self._agents = Agents(
+                hosts, poll, self._greet, lambda _, text: on_stacks(text), self._lost.append
+            )
         except OSError as error:
             self.why_not = f"no address of ours that {hosts[0]} could reach ({error})"
 
@@ -163,7 +179,6 @@ class OtherHosts:
 
     def watch(self, launcher: int) -> None:
         self._guardian = Guardian(self._launch_id, launcher)
-        _allow_connections(len(self._hosts))
 
     def handle(self, fd: int) -> None:
         if self._agents:
@@ -198,6 +213,11 @@ class OtherHosts:
             if self._agents:
                 self._agents.send(node, f"stacks {' '.join(its)}")
 
+    def lost(self) -> list[int]:
+        lost = list(self._lost)
+        self._lost.clear()
+        return lost
+
     def unreached(self, ranks: Sequence[int]) -> list[int]:
         agents = self._agents
         return [r for r in ranks if agents is None or not agents.is_reached(r // self._ppn)]
@@ -224,17 +244,3 @@ class OtherHosts:
             for number in self._signals[self._delivered.get(node, 0) :]:
                 self._agents.send(node, f"signal {number}")
             self._delivered[node] = len(self._signals)
-
-
-def _allow_connections(count: int) -> None:
-    """Raise the limit of open files, where one a node needs it.
-
-    After the launcher has started: its ranks keep the limit that the user gave them.
-    """
-    import resource  # noqa: PLC0415  # only launches over several hosts need it
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = count + 64
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

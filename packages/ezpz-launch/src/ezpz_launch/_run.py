@@ -5,18 +5,19 @@ from __future__ import annotations
 import os
 import select
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 
 from ._control import VARIABLE
 from ._errors import LaunchError
+from ._hang import Hang
 from ._launch import NEVER, Launch
 from ._nodes import Nodes, OtherHosts, ThisHost
 from ._outcome import USAGE, Outcome, describe, exit_status_of
 from ._output import Output
+from ._process import LauncherProcess
 from ._reports import Reports
-from ._signals import ENDING, signal_group, signals
+from ._signals import ENDING, Heard, signals
 from ._status import Status
 
 SETTLE = 1.0
@@ -28,10 +29,17 @@ Ranks that stop together (all check-pointed and exit 75, say) end at nearly the 
 _LAUNCHER_ENDS = 2.0
 """Seconds that a launcher has to end after its last rank, and again after SIGTERM."""
 
-_STACKS_TIMEOUT = 15.0
+_KILLED = 0.5
+"""Seconds that it has once its ranks have been killed."""
 
 _REACHED = 2.0
 """Seconds after which ranks whose node has no agent yet are signalled through the launcher."""
+
+_LOOK = 0.5
+"""Seconds between two looks for ranks whose shim or launcher's daemon is gone."""
+
+_LINGER = 10.0
+"""Seconds that a launcher has to end after ranks that all ended well."""
 
 _AWAKE = 0.5
 """Seconds after which the loop looks around, though nothing woke it."""
@@ -40,7 +48,9 @@ _DRAINED = 0.3
 """Seconds without a byte after which what an ended launcher left in its pipes has been read."""
 
 
-def run(launch: Launch, on_start: Callable[[], None] | None = None) -> Outcome:
+def run(
+    launch: Launch, heard: Heard | None = None, on_start: Callable[[], None] | None = None
+) -> Outcome:
     """Run one launch to its end.
 
     The launcher gets a session of its own and no standard input (mpiexec would swallow ours);
@@ -50,32 +60,34 @@ def run(launch: Launch, on_start: Callable[[], None] | None = None) -> Outcome:
 
     Args:
         launch: What to run.
+        heard: What collects the signals, if somebody does already.
         on_start: Called once the launcher runs, while its ranks start.
 
     Raises:
         LaunchError: The launcher cannot be started.
     """
-    with signals() as (arrived, wake):
-        return _Run(launch, arrived, wake).to_its_end(on_start)
+    if heard is not None:
+        return _Run(launch, heard).to_its_end(on_start)
+    with signals() as ours:
+        return _Run(launch, ours).to_its_end(on_start)
 
 
 class _Run:
     """One run: what has been seen, and what is to be done when."""
 
-    def __init__(self, launch: Launch, arrived: list[signal.Signals], wake: int) -> None:
-        self.launch, self._arrived = launch, arrived
+    def __init__(self, launch: Launch, heard: Heard) -> None:
+        self.launch = launch
+        self._arrived, wake = heard
         self.status = Status(launch.nproc)
         self.told: signal.Signals | None = None
-        self.hang = self.port_taken = False
+        self.port_taken = False
         self._ending = self._killed = self._said = self._announced = False
         # When what is due, in time.monotonic's seconds.
         self._terminate_at = self._kill_at = self._end_launcher_at = NEVER
-        self._forward_at = self._stacks_until = NEVER
+        self._look_at = 0.0
+        self._forward_at = NEVER
         self._signal_at = launch.signal_at
         self._forwarded = signal.SIGTERM
-        self._launcher_signal = signal.SIGTERM
-        self._unanswered = 0
-        self._answers: list[bytes] = []
         self._poll = select.poll()
         self._poll.register(wake, select.POLLIN)
         self._wakes = {wake}
@@ -90,14 +102,13 @@ class _Run:
         self._poll.register(read, select.POLLIN)
         self._wakes.add(read)
         self.output = Output(Reports(launch_id), self._wake)
+        self.hang = Hang(self.launch, self.output, self._wake)
         self.nodes: Nodes = self._nodes(launch_id)
         try:
             self.process = self._start()
             # Before there are threads: it is a fork of this process.
             self.nodes.watch(self.process.pid)
-            assert self.process.stdout
-            assert self.process.stderr
-            self.output.copy(self.process.stdout.fileno(), self.process.stderr.fileno())
+            self.output.copy(self.process.stdout, self.process.stderr)
             if on_start:
                 on_start()
             while self.process.poll() is None:
@@ -107,43 +118,37 @@ class _Run:
             write, self._wake_write = self._wake_write, -1
             os.close(write)
             os.close(read)
-        return self._outcome()
+        outcome = self._outcome()
+        self.output.close(self._is_told)
+        return outcome
+
+    def _is_told(self) -> bool:
+        return self.told is not None or bool(self._arrived)
 
     def _nodes(self, launch_id: str) -> Nodes:
         launch = self.launch
         if launch.on_this_host:
-            return ThisHost(launch_id, self._on_stacks)
-        return OtherHosts(launch.hosts, launch.ppn, launch_id, self._poll, self._on_stacks)
+            return ThisHost(launch_id, self.hang.answer)
+        return OtherHosts(launch.hosts, launch.ppn, launch_id, self._poll, self.hang.answer)
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start(self) -> LauncherProcess:
         launch = self.launch
         where, secrets = self.nodes.where(), self.nodes.secrets()
         control = launch.control._replace(where=where, secrets=secrets)
+        environment = {**launch.environment, VARIABLE: control.value()}
         try:
-            return subprocess.Popen(
-                launch.argv,
-                env={**launch.environment, VARIABLE: control.value()},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                bufsize=0,
-                start_new_session=True,
-            )
-        except OSError as error:
+            return LauncherProcess(launch.argv, environment)
+        except LaunchError:
             self.nodes.close(farewell=True)
-            raise LaunchError(f"{launch.argv[0]} cannot be started: {error.strerror}") from error
+            raise
 
     def _wake(self) -> None:
         """Let the loop look around; called from other threads."""
         if self._wake_write >= 0:
             try:
                 os.write(self._wake_write, b"!")
-            except BlockingIOError:
-                return  # it is awake already
-
-    def _on_stacks(self, text: bytes) -> None:
-        self._answers.append(text)
-        self._wake()
+            except OSError:
+                return  # it is awake already, or has ended
 
     def _step(self) -> None:
         """Sleep until something happens, then look at all of it."""
@@ -157,17 +162,17 @@ class _Run:
         self._take_reports()
         self._hear()
         now = time.monotonic()
+        self._look_for_the_lost(now)
         self._look_for_an_end(now)
         self._do_what_is_due(now)
 
     def _next(self, now: float) -> float:
-        idle = self.launch.idle_timeout
         return min(
             self._terminate_at,
             self._kill_at,
             self._end_launcher_at,
             self._forward_at,
-            self.output.last + idle if idle and not self._ending else NEVER,
+            NEVER if self._ending else self.hang.next_look,
             now + self._signal_at - time.time() if self._all_started else NEVER,
         )
 
@@ -186,6 +191,16 @@ class _Run:
                 else:
                     self.nodes.end(rank)
 
+    def _look_for_the_lost(self, now: float) -> None:
+        """Count ranks as killed that nobody would report the end of."""
+        if now < self._look_at:
+            return
+        self._look_at = now + _LOOK
+        for rank in self.nodes.lost():
+            if self.status.take(("end", rank, 128 + signal.SIGKILL)):
+                where = self.launch.host_of(rank)
+                self.output.say(f"rank {rank} on {where} is lost: what started it is gone")
+
     def _hear(self) -> None:
         """Pass on what has arrived for the ranks."""
         while self._arrived:
@@ -203,7 +218,8 @@ class _Run:
     def _signal(self, number: signal.Signals) -> None:
         self.nodes.signal(number)
         if self.nodes.unreached(self.status.running):
-            self._forward_at = min(self._forward_at, time.monotonic() + _REACHED)
+            patience = min(_REACHED, self.launch.grace / 2)
+            self._forward_at = min(self._forward_at, time.monotonic() + patience)
             self._forwarded = number
 
     def _end_within(self, grace: float) -> None:
@@ -217,14 +233,17 @@ class _Run:
         self._kill_at = now + seconds + self.launch.grace
 
     def _look_for_an_end(self, now: float) -> None:
-        status, idle = self.status, self.launch.idle_timeout
+        status = self.status
         if not self._ending:
             if self.port_taken:
                 self._end_within(0.0)
             elif status.first_failure:
                 self._terminate_in(now, SETTLE)
-            elif idle and self._is_silent(now) and status.running:
-                self._ask_for_stacks(now)
+            elif self.hang.is_one(now, status.running):
+                self._ending = True
+                self.hang.declare(now, status.running, self.nodes)
+        if status.all_ended and not self._ending and self._end_launcher_at == NEVER:
+            self._end_launcher_at = now + _LINGER
         if self._ending and not self._killed:
             if status.running:
                 self._end_launcher_at = NEVER
@@ -233,35 +252,12 @@ class _Run:
                 unreached = self.nodes.unreached(status.held)
                 self._end_launcher_at = now + (0.0 if unreached else patience)
 
-    def _is_silent(self, now: float) -> bool:
-        idle, files = self.launch.idle_timeout, self.launch.control.files
-        if now - self.output.last >= idle and files:
-            # Of what goes to files we see nothing but their times.
-            age = time.time() - _newest(files)
-            self.output.last = max(self.output.last, now - max(age, 0.0))
-        return now - self.output.last >= idle
-
-    def _ask_for_stacks(self, now: float) -> None:
-        self._ending = self.hang = True
-        launch, running = self.launch, self.status.running
-        self._unanswered = len({rank // launch.ppn for rank in running})
-        self._stacks_until = now + _STACKS_TIMEOUT
-        ranks = ", ".join(f"{rank} on {launch.host_of(rank)}" for rank in running[:16])
-        more = f" and {len(running) - 16} more" if len(running) > 16 else ""
-        self.output.say(
-            f"no output for {launch.idle_timeout:g} s; ranks that had not ended: {ranks}{more}; "
-            "where they are:"
-        )
-        self.nodes.stacks(running)
-
     def _do_what_is_due(self, now: float) -> None:
         if self._signal_at <= time.time() and self._all_started:
             self._signal_at = NEVER
             self.output.say("the job's end is near (--signal-before): SIGUSR1 to every rank")
             self._signal(signal.SIGUSR1)
-        self._say_answers()
-        if self._stacks_until != NEVER and (self._unanswered <= 0 or now >= self._stacks_until):
-            self._stacks_until = NEVER
+        if self.hang.is_told(now):
             # Those that could not be read print their stacks themselves now.
             self._terminate_in(now, SETTLE)
         if now >= self._terminate_at:
@@ -277,7 +273,7 @@ class _Run:
             self._kill_at = now + SETTLE
             self._killed = True
             self.nodes.kill()
-            self._end_launcher_at = min(self._end_launcher_at, now + SETTLE)
+            self._end_launcher_at = min(self._end_launcher_at, now + _KILLED)
         self._end_launcher(now)
 
     def _end_launcher(self, now: float) -> None:
@@ -286,16 +282,8 @@ class _Run:
             for rank in self.status.held:
                 self.nodes.release(rank, self.status.pids.get(rank, 0))
         if now >= self._end_launcher_at:
-            self._end_launcher_at = now + _LAUNCHER_ENDS
-            signal_group(self.process.pid, self._launcher_signal)
-            self._launcher_signal = signal.SIGKILL
-
-    def _say_answers(self) -> None:
-        while self._answers:
-            text = self._answers.pop(0).decode(errors="replace").rstrip()
-            if text:
-                self.output.say(f"stacks\n{text}")
-            self._unanswered -= 1
+            self._end_launcher_at = now + (_KILLED if self._killed else _LAUNCHER_ENDS)
+            self.process.end()
 
     def _forward(self) -> None:
         """Let the launcher pass a signal on to ranks that we do not reach."""
@@ -303,28 +291,31 @@ class _Run:
         if lost:
             hosts = sorted({self.launch.host_of(rank) for rank in lost})
             self.output.say(
-                f"no agent on {', '.join(hosts[:4])}{' ...' * (len(hosts) > 4)}: "
+                f"no agent on {', '.join(hosts[:4])}{' ...' * (len(hosts) > 4)}"
+                f"{f' ({self.nodes.why_not})' * bool(self.nodes.why_not)}: "
                 f"{self._forwarded.name} goes through the launcher, which may kill at once"
             )
-            self.process.send_signal(self._forwarded)
+            self.process.pass_on(self._forwarded)
 
     def _say_who_failed(self, more: str = "") -> None:
         failure = self.status.first_failure
-        if failure and not self.hang and self.told is None and not self._said:
+        if failure and not self.hang.declared and self.told is None and not self._said:
             self._said = True
             self.output.say(f"{describe(self.launch, *failure)}{more}")
 
     def _finish(self) -> None:
         """Read what is left in the pipes, and see that no rank is left."""
         # A stopped terminal holds us up as long as nobody tells us to end.
-        self.output.drain(_DRAINED, self._arrived.__len__)
+        self.output.drain(_DRAINED, self._is_told)
         self._take_reports()
         complete = self.status.all_ended and not self._ending
         self.nodes.close(farewell=complete)
         if not complete:
-            signal_group(self.process.pid, signal.SIGKILL)
-            self.output.drain(_DRAINED, self._arrived.__len__)
+            self.process.kill()
+            self.output.drain(_DRAINED, self._is_told)
             self._take_reports()
+        late = next((number for number in self._arrived if number in ENDING), None)
+        self.told = self.told or late
 
     def _outcome(self) -> Outcome:
         if self.port_taken:
@@ -335,9 +326,9 @@ class _Run:
         status = exit_status_of(
             self.launch,
             self.status,
-            self.process.returncode,
+            self.process.poll() or 0,
             told=self.told,
-            hang=self.hang,
+            hang=self.hang.declared,
             say=self.output.say,
         )
         if failure and self._announced and status == failure[1]:
@@ -346,9 +337,3 @@ class _Run:
             self.output.say(f"exit status {status}, that of {rank}")
         where = (failure[0], self.launch.host_of(failure[0]), failure[1]) if failure else None
         return Outcome(status, where, self.told, self.port_taken, self.output.tail)
-
-
-def _newest(folder: str) -> float:
-    """Return when a file of this folder was written last, in seconds since the epoch."""
-    with os.scandir(folder) as entries:
-        return max((entry.stat().st_mtime for entry in entries), default=0.0)

@@ -16,8 +16,12 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _PASSED_ON = (*ENDING, signal.SIGUSR1, signal.SIGUSR2)
 
 
+Heard = tuple[list[signal.Signals], int]
+"""What has arrived and was not yet looked at, and a file descriptor that wakes who sleeps on it."""
+
+
 @contextmanager
-def signals() -> Iterator[tuple[list[signal.Signals], int]]:
+def signals() -> Iterator[Heard]:
     """Collect the signals to pass on; each, and SIGCHLD, makes the file descriptor readable."""
     arrived: list[signal.Signals] = []
 
@@ -42,17 +46,17 @@ def signals() -> Iterator[tuple[list[signal.Signals], int]]:
         os.close(write)
 
 
-def pause(seconds: float) -> int:
+def pause(seconds: float, heard: Heard) -> int:
     """Wait, and return the number of a signal that told us to end meanwhile; 0 if none did."""
+    arrived, wake = heard
     until = time.monotonic() + seconds
-    with signals() as (arrived, wake):
-        while (left := until - time.monotonic()) > 0:
-            if select.select([wake], [], [], left)[0]:
-                os.read(wake, 4096)
-            told = next((number for number in arrived if number in ENDING), None)
-            if told:
-                return told
-    return 0
+    while True:
+        told = next((number for number in arrived if number in ENDING), None)
+        left = until - time.monotonic()
+        if told or left <= 0:
+            return told or 0
+        if select.select([wake], [], [], left)[0]:
+            os.read(wake, 4096)
 
 
 def signal_group(leader: int, number: int) -> None:

@@ -106,7 +106,7 @@ unset EZPZ_CONTROL
 # Twice, as a launcher may cut a stream into pieces, and put another rank's piece between.
 ezpz_report() {
   [ "$ezpz_id" = - ] ||
-    printf '\036ezpz %s %s\037\n\036ezpz %s %s\037\n' "$ezpz_id" "$*" "$ezpz_id" "$*" >&2
+    printf '\036ezpz %s %s|%s\037\n\036ezpz %s %s|%s\037\n' "$ezpz_id" "$*" "$*" "$ezpz_id" "$*" "$*" >&2
 }
 
 # LOCAL_RANK indexes the devices that this rank sees, be they fewer than the ranks here.
@@ -120,9 +120,11 @@ ezpz_show_devices() {
   elif [ -z "$ezpz_list" ] && [ -n "${ROCR_VISIBLE_DEVICES-}" ]; then
     ezpz_pick_device "$ROCR_VISIBLE_DEVICES"
     ezpz_devices=$ezpz_count
-    [ "$ezpz_one" = 1 ] || LOCAL_RANK=$((ezpz_local % ezpz_count))
   fi
+  # Set and empty, it hides every device: that is the user's word.
+  eval "[ -z \"\${$ezpz_name+set}\" ]" || [ -n "$ezpz_list" ] || return 0
   ezpz_device=$((ezpz_local % (ezpz_devices > 0 ? ezpz_devices : 1)))
+  [ "$ezpz_devices" = 0 ] || LOCAL_RANK=$ezpz_device
   if [ -n "$ezpz_list" ]; then
     ezpz_pick_device "$ezpz_list"
     LOCAL_RANK=$((ezpz_local % ezpz_count))
@@ -211,6 +213,9 @@ if [ "$ezpz_id" != - ] && [ "$RANK" = 0 ] && [ "$ezpz_port" != - ] && ezpz_is_ta
   ezpz_report "taken 0 $ezpz_port"
 fi
 
+# On this node the folder may be missing, if it is no shared one.
+[ "$ezpz_files" = - ] || mkdir -p "$ezpz_files" || exit 2
+
 # Launchers signal a rank's whole process group: the command gets the signal too, and
 # acts on it; we stay to see how it ends. A trap (unlike an ignored signal) is not inherited.
 ezpz_told=''
@@ -232,9 +237,14 @@ ezpz_report "end $RANK $ezpz_status"
 if [ "$ezpz_id" != - ] && [ "$ezpz_status" != 0 ]; then
   # Some launchers kill the others as soon as they see a failure: ezpz-launch gives them the time
   # that it promises, then releases us by SIGTERM.
-  trap 'kill "$ezpz_sleep" 2>/dev/null; exit "$ezpz_status"' TERM
-  sleep "$ezpz_hold" >/dev/null 2>&1 &
-  ezpz_sleep=$!
-  while kill -0 "$ezpz_sleep" 2>/dev/null; do wait "$ezpz_sleep"; done
+  # A second at a time: whoever kills us may not find the sleep.
+  exec 2>/dev/null
+  trap 'kill "$ezpz_sleep"; exit "$ezpz_status"' TERM
+  while [ "$ezpz_hold" -gt 0 ]; do
+    sleep 1 >/dev/null &
+    ezpz_sleep=$!
+    wait "$ezpz_sleep"
+    ezpz_hold=$((ezpz_hold - 1))
+  done
 fi
 exit "$ezpz_status"

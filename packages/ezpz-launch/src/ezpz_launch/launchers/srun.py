@@ -39,7 +39,7 @@ def argv(plan: LaunchPlan) -> list[str]:
         words += ["--cpu-bind=none"]
     elif plan.cpu_bind:
         words += [f"--cpu-bind=mask_cpu:{','.join(map(mask_of, plan.cpu_bind))}"]
-    return [*words, *plan.launcher_args, *shim_argv(plan, family("slurm"))]
+    return [*words, *plan.launcher_args, *shim_argv(plan, family("slurm"), separator=":")]
 
 
 def hostfile_lines(hosts: Sequence[str], ranks: Sequence[int]) -> list[str]:

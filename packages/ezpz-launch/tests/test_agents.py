@@ -1,0 +1,298 @@
+"""The nodes' agents: the real program, real connections on loopback, real ranks."""
+
+import contextlib
+import os
+import resource
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+
+import pytest
+
+import ezpz_launch._node
+from ezpz_launch._agents import Agents
+from ezpz_launch._control import Control
+
+ID = "agents-test.0"
+
+
+class Side:
+    """Our side: the agents, and what they said."""
+
+    def __init__(self):
+        self.poll = select.poll()
+        self.hello, self.stacks, self.lost = [], [], []
+        self.agents = Agents(
+            [os.uname().nodename],
+            self.poll,
+            self.hello.append,
+            lambda node, text: self.stacks.append((node, text)),
+            self.lost.append,
+        )
+        self.is_open = True
+
+    def serve(self, timeout=50):
+        ready = self.poll.poll(timeout)
+        for fd, _ in ready:
+            self.agents.handle(fd)
+        return bool(ready)
+
+    def close(self, *, farewell):
+        self.is_open = False
+        self.agents.close(farewell=farewell)
+
+    @property
+    def address(self):
+        host, _, port = self.agents.where[0].rpartition(":")
+        return host.strip("[]"), int(port)
+
+    def connect(self):
+        return socket.create_connection(self.address, timeout=20)
+
+    def is_refused(self, connection, until):
+        """Whether the connection is closed without a word."""
+        connection.setblocking(False)
+
+        def closed():
+            self.serve()
+            try:
+                return [connection.recv(100)]
+            except BlockingIOError:
+                return None
+            except ConnectionResetError:
+                return [b""]
+
+        return until(closed) == [b""]
+
+
+@pytest.fixture
+def side():
+    side = Side()
+    yield side
+    if side.is_open:
+        side.close(farewell=True)
+
+
+@pytest.fixture
+def agent(side, until):
+    """Start the agent of a node, as the shim does."""
+
+    def start(node=0, secrets=None, where=None, wait=True):
+        control = Control(
+            ID, 5, where=where or side.agents.where, secrets=secrets or side.agents.secrets
+        )
+        subprocess.run(
+            [sys.executable, "-I", "-S", ezpz_launch._node.__file__, str(node)],
+            env={**os.environ, "EZPZ_CONTROL": control.value()},
+            check=True,
+            timeout=20,
+        )
+        if wait:
+            until(lambda: side.serve() and node in side.hello)
+
+    return start
+
+
+@pytest.fixture
+def rank(process):
+    def start(**more):
+        return process("sleep", "60", env={**os.environ, **more})
+
+    return start
+
+
+def served(side, until, child):
+    """Serve until a process has ended, and return its exit status."""
+    until(lambda: (side.is_open and side.serve()) or child.poll() is not None)
+    return child.wait(20)
+
+
+def test_orders_reach_the_ranks(side, agent, rank):
+    child = rank()
+    agent()
+    side.agents.send(0, f"start 0 {child.pid}")
+    side.agents.send(0, f"signal {signal.SIGTERM.value}")
+    assert child.wait(20) == -signal.SIGTERM
+    assert side.agents.is_reached(0)
+    assert not side.agents.is_reached(1)
+    side.agents.send(1, "kill")  # nobody there: no harm
+
+
+def test_a_connection_that_ends_without_farewell_kills(side, agent, rank):
+    child, marked = rank(), rank(EZPZ_LAUNCH_ID=ID)
+    agent()
+    side.agents.send(0, f"start 0 {child.pid}")
+    for fd in list(side.agents._connections):
+        side.agents._drop(fd)  # as when ezpz-launch is killed
+    assert child.wait(20) == -signal.SIGKILL
+    assert marked.wait(20) == -signal.SIGKILL
+
+
+def test_a_connection_that_is_reset_kills(side, agent, rank):
+    child = rank()
+    agent()
+    side.agents.send(0, f"start 0 {child.pid}")
+    side.agents.send(0, "stacks")
+    for connection in side.agents._connections.values():
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    side.close(farewell=False)
+    assert child.wait(20) == -signal.SIGKILL
+
+
+def test_after_a_farewell_nothing_is_killed(side, agent, rank, process, until):
+    child, marked = rank(), rank(EZPZ_LAUNCH_ID=ID)
+    agent()
+    side.agents.send(0, f"start 0 {child.pid}")
+    (connection,) = side.agents._connections.values()
+    duplicate = connection.dup()
+    side.close(farewell=True)
+    # the agent has gone when its end of the connection has
+    with duplicate:
+        duplicate.settimeout(20)
+        assert duplicate.recv(100) == b""
+    assert [child.poll(), marked.poll()] == [None, None]
+
+
+def test_an_agent_answers_with_stacks(side, agent, process, until, tmp_path):
+    script = "import time; print('ready', flush=True); time.sleep(60)"
+    command = f'"{sys.executable}" -c "{script}"; exit 7'
+    shell = process("sh", "-c", command, stdout=-1, env={**os.environ, "PYTHONFAULTHANDLER": "1"},
+                    stderr=-1)  # fmt: skip
+    assert shell.stdout.readline() == b"ready\n"
+    agent(node=2)
+    side.agents.send(2, f"start 5 {shell.pid}")
+    side.agents.send(2, "stacks 5")
+    until(lambda: side.serve() and side.stacks)
+    ((node, text),) = side.stacks
+    assert node == 2
+    if not text:  # no py-spy here, or it may not look: the rank has said it itself
+        assert b"most recent call first" in shell.communicate(timeout=20)[1]
+    else:
+        assert b"rank 5:" in text
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"hello {wrong} 0\n",
+        b"hello {answer} 0\n",
+        b"hello {token}\n",
+        b"hello {token} 0 0\n",
+        b"stacks 3\nabc",
+        b"\n",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"x" * 5000,
+        b"\xff" * 5000 + b"\n",
+    ],
+)
+def test_who_does_not_know_the_token_is_refused(side, until, said):
+    token, answer = side.agents.secrets
+    for name, value in (("wrong", "0" * 32), ("token", token), ("answer", answer)):
+        said = said.replace(b"{%s}" % name.encode(), value.encode())
+    with side.connect() as connection:
+        connection.sendall(said)
+        assert side.is_refused(connection, until)
+    assert side.hello == []
+    assert not side.agents.is_reached(0)
+
+
+def test_little_is_kept_of_who_has_not_said_hello(side, until):
+    with side.connect() as connection:
+        for _ in range(40):
+            connection.sendall(b"x" * 100)
+            side.serve()
+        assert sum(map(len, side.agents._received.values())) <= 4096
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(b"x" * 1000)
+        assert side.is_refused(connection, until)
+
+
+def test_hello_and_stacks_in_pieces(side, until):
+    with side.connect() as connection:
+        for byte in f"hello {side.agents.secrets[0]} 3\nstacks 7\nab\ncd\n!".encode():
+            connection.sendall(bytes([byte]))
+            side.serve()
+        until(lambda: side.stacks or (side.serve() and side.stacks))
+        assert connection.recv(1000) == f"welcome {side.agents.secrets[1]}\n".encode()
+    assert (side.hello, side.stacks) == ([3], [(3, b"ab\ncd\n!")])
+
+
+def test_an_agent_tells_an_impostor_nothing(side, agent, rank, until):
+    """Whoever took our port does not know what the agent wants to hear."""
+    child = rank()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(20)
+        agent(where=(f"127.0.0.1:{server.getsockname()[1]}",), wait=False)
+        connection, _ = server.accept()
+        with connection:
+            connection.settimeout(20)
+            assert connection.recv(1000).startswith(b"hello ")
+            order = f"welcome {'0' * 32}\nstart 0 {child.pid}\nsignal 9\n"
+            connection.sendall(order.encode())
+            with contextlib.suppress(ConnectionError):
+                assert connection.recv(1000) == b""
+    assert child.poll() is None
+
+
+def test_an_agent_tries_every_address(side, agent):
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    agent(where=(f"127.0.0.1:{port}", *side.agents.where))
+    assert side.agents.is_reached(0)
+
+
+def test_the_agent_outlives_signals_and_holds_no_pipe(side, agent, rank):
+    read, write = os.pipe()
+    child = rank()
+    control = Control(ID, 5, where=side.agents.where, secrets=side.agents.secrets)
+    env = {**os.environ, "EZPZ_CONTROL": control.value()}
+    words = [sys.executable, "-I", "-S", ezpz_launch._node.__file__, "0"]
+    null = subprocess.DEVNULL
+    subprocess.run(words, env=env, check=True, pass_fds=[write], stdout=null, stderr=null)
+    os.close(write)
+    assert select.select([read], [], [], 20)[0]
+    assert os.read(read, 1) == b""
+    os.close(read)
+    while 0 not in side.hello:
+        side.serve()
+    side.agents.send(0, f"start 0 {child.pid}")
+    side.close(farewell=False)
+    assert child.wait(20) == -signal.SIGKILL
+
+
+def test_an_agent_that_is_gone_before_it_is_welcome(side, until):
+    connection = side.connect()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.sendall(f"hello {side.agents.secrets[0]} 0\n".encode())
+    connection.close()
+    for _ in range(10):
+        side.serve(20)
+    assert not side.agents.is_reached(0)
+
+
+def test_more_agents_than_files_may_be_open(side, until):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.open(os.devnull, os.O_RDONLY)
+    os.close(free)
+    program = (
+        "import socket, sys\n"
+        "all = [socket.create_connection((sys.argv[1], int(sys.argv[2]))) for _ in range(30)]\n"
+        "print('connected', flush=True)\n"
+        "sys.stdin.read()"
+    )
+    words = [sys.executable, "-c", program, *map(str, side.address)]
+    child = subprocess.Popen(words, stdin=-1, stdout=-1)
+    try:
+        assert child.stdout.readline() == b"connected\n"
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free + 10, hard))
+        for _ in range(40):
+            side.serve(1)
+        # those that found room are served
+        assert side.agents._connections
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        child.kill()
+        child.communicate()

@@ -1,0 +1,186 @@
+"""The ranks of one node, as real processes: who is signalled, and who is not."""
+
+import os
+import shutil
+import signal
+import sys
+import time
+
+import pytest
+
+from ezpz_launch._node import NodeRanks, is_running, obey
+
+ID = "node-test.0"
+COUNTS = (
+    "import signal, sys, time\n"
+    "signal.signal(signal.SIGUSR1, lambda *_: print('heard', flush=True))\n"
+    "print('ready', flush=True)\n"
+    "while True: time.sleep(60)\n"
+)
+
+
+@pytest.fixture
+def ranks():
+    return NodeRanks(ID)
+
+
+@pytest.fixture
+def rank(process):
+    """Start a process that says that it is ready, and when it hears SIGUSR1."""
+
+    def start(**options):
+        child = process(sys.executable, "-c", COUNTS, stdout=-1, **options)
+        assert child.stdout.readline() == b"ready\n"
+        return child
+
+    return start
+
+
+def test_the_whole_group_of_a_rank_is_signalled(process, ranks, until):
+    shell = process("sh", "-c", "sleep 60 & echo $!; wait", stdout=-1)
+    child = int(shell.stdout.readline())
+    ranks.started(0, shell.pid)
+    ranks.signal(signal.SIGTERM)
+    assert shell.wait(20) == -signal.SIGTERM
+    until(lambda: not is_running(child))
+
+
+def test_a_group_of_several_ranks_is_signalled_once(rank, ranks):
+    # srun makes one group for all the ranks of a node
+    first = rank()
+    second = rank(process_group=first.pid)
+    for number, child in enumerate((first, second)):
+        ranks.started(number, child.pid)
+    ranks.signal(signal.SIGUSR1)
+    for child in (first, second):
+        assert child.stdout.readline() == b"heard\n"
+    ranks.kill()
+    assert [child.communicate()[0] for child in (first, second)] == [b"", b""]
+
+
+def test_our_own_group_is_never_signalled(process, ranks):
+    heard = []
+    previous = signal.signal(signal.SIGUSR1, lambda *_: heard.append(1))
+    try:
+        child = process("sleep", "60", process_group=None)
+        assert os.getpgid(child.pid) == os.getpgrp()
+        ranks.started(0, child.pid)
+        # as a launcher that leads the group in which we are would be
+        ranks._leaders.add(os.getpgrp())
+        ranks.signal(signal.SIGUSR1)
+        assert child.wait(20) == -signal.SIGUSR1
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+    assert heard == []
+
+
+def test_a_group_that_no_rank_leads_is_not_signalled(process, rank, ranks):
+    launcher = process("sleep", "60")
+    child = rank(process_group=launcher.pid)
+    ranks.started(0, child.pid)
+    ranks.signal(signal.SIGTERM)
+    assert child.wait(20) == -signal.SIGTERM
+    assert launcher.poll() is None
+
+
+def test_a_rank_that_has_ended_is_not_signalled(rank, ranks):
+    ended, runs = rank(), rank()
+    ranks.started(0, ended.pid)
+    ranks.started(1, runs.pid)
+    ranks.ended(0)
+    assert (ranks.pid(0), ranks.pid(1)) == (None, runs.pid)
+    ranks.signal(signal.SIGTERM)
+    assert runs.wait(20) == -signal.SIGTERM
+    assert ended.poll() is None
+
+
+def test_another_process_of_that_number_is_not_signalled(process, ranks):
+    child = process("sleep", "60")
+    ranks.started(0, child.pid)
+    ranks._born[child.pid] = "1"  # as if that rank had been born at another time
+    ranks.signal(signal.SIGKILL)
+    ranks.release(child.pid)
+    ranks.kill()
+    with pytest.raises(Exception, match="timed out"):
+        child.wait(0.2)
+
+
+def test_a_process_that_was_gone_when_it_was_reported(process, ranks):
+    child = process("true")
+    child.wait(20)
+    ranks.started(0, child.pid)
+    ranks.signal(signal.SIGTERM)
+    ranks.kill()
+    ranks.release(child.pid)
+
+
+def test_what_a_rank_leaves_in_its_group_is_signalled(process, ranks, until):
+    shell = process("sh", "-c", "sleep 60 & echo $!; read line", stdout=-1, stdin=-1)
+    child = int(shell.stdout.readline())
+    ranks.started(0, shell.pid)
+    shell.stdin.close()
+    shell.wait(20)
+    ranks.signal(signal.SIGTERM)
+    until(lambda: not is_running(child))
+
+
+def test_what_left_its_group_is_killed_by_its_mark(process, ranks):
+    def marked(launch_id):
+        env = {**os.environ, "EZPZ_LAUNCH_ID": launch_id}
+        return process("sleep", "60", env=env, process_group=None, start_new_session=True)
+
+    ours, others = marked(ID), [marked(ID + "1"), marked("x" + ID), marked("")]
+    plain = process("sleep", "60", env={**os.environ, "OTHER": f"EZPZ_LAUNCH_ID={ID}"})
+    ranks.kill()
+    assert ours.wait(20) == -signal.SIGKILL
+    assert [child.poll() for child in (*others, plain)] == [None] * 4
+
+
+def test_release_signals_the_shim_alone(process, ranks):
+    shell = process("sh", "-c", "trap 'exit 7' TERM; sleep 60 & echo $!; wait", stdout=-1)
+    child = int(shell.stdout.readline())
+    ranks.started(0, shell.pid)
+    ranks.ended(0)
+    ranks.release(shell.pid)
+    assert shell.wait(20) == 7
+    assert is_running(child)
+
+
+def test_a_name_like_the_end_of_a_name(process, ranks, tmp_path):
+    program = tmp_path / "x) Z 1 ("
+    shutil.copy(shutil.which("sleep"), program)
+    child = process(program, "60")
+    assert is_running(child.pid)
+    ranks.started(0, child.pid)
+    ranks.signal(signal.SIGTERM)
+    assert child.wait(20) == -signal.SIGTERM
+
+
+def test_what_is_only_waited_for_does_not_run(process, until):
+    child = process("true")
+    until(lambda: not is_running(child.pid))
+    assert child.poll() == 0
+    assert not is_running(child.pid)
+    assert is_running(os.getpid())
+
+
+def test_orders(process, ranks):
+    child = process("sleep", "60")
+    assert obey(ranks, ["start", "3", str(child.pid)]) == b""
+    assert ranks.pid(3) == child.pid
+    assert obey(ranks, ["stacks"]) == b"stacks 0\n"
+    assert obey(ranks, ["stacks", "4"]) == b"stacks 0\n"
+    assert obey(ranks, ["signal", "0"]) == b""
+    assert child.poll() is None
+    assert obey(ranks, ["signal", "15"]) == b""
+    assert child.wait(20) == -signal.SIGTERM
+    assert obey(ranks, ["end", "3"]) == b""
+    assert ranks.pid(3) is None
+    assert obey(ranks, ["farewell"]) is None
+    assert obey(ranks, ["an order of tomorrow"]) == b""
+
+
+def test_a_mark_is_found_fast(ranks):
+    began = time.process_time()
+    ranks.kill()
+    assert time.process_time() - began < 5

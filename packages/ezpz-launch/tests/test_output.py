@@ -1,0 +1,238 @@
+"""What ranks write reaches us as it is; what becomes of it is no reason to stop training."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import tty
+
+import pytest
+
+# Copies fds 3 and 4 to 1 and 2, until their end, then tells on 5 what it saw.
+COPIER = """
+import json, os, sys, time
+from ezpz_launch._output import Output
+from ezpz_launch._reports import Reports
+woken = []
+output = Output(Reports("ID"), lambda: woken.append(1))
+output.copy(3, 4)
+output.drain(float(sys.argv[1]), lambda: False)
+seen = [output.take_reports(), output.nobody_reads, len(output.tail), bool(woken)]
+os.write(5, json.dumps(seen).encode())
+"""
+
+
+def copied(first, second, patience=60, **streams):
+    """Feed two commands' output through an Output; return what it wrote, and what it saw."""
+    pipes = [os.pipe() for _ in range(3)]
+    script = f"{{ {first}; }} >&{pipes[0][1]} & {{ {second}; }} >&{pipes[1][1]}; wait $!"
+    feeder = subprocess.Popen(
+        ["bash", "-c", script], pass_fds=[pipes[0][1], pipes[1][1]], stdin=subprocess.DEVNULL
+    )
+    order = f"exec 3<&{pipes[0][0]} 4<&{pipes[1][0]} 5>&{pipes[2][1]}"
+    inherited = [pipes[0][0], pipes[1][0], pipes[2][1]]
+    copier = subprocess.Popen(
+        ["bash", "-c", f'{order}; exec "$@"', "_", sys.executable, "-c", COPIER, str(patience)],
+        pass_fds=inherited,
+        **{"stdout": -1, "stderr": -1, **streams},
+    )
+    for fd in (pipes[0][1], pipes[1][1], *inherited):
+        os.close(fd)
+    try:
+        out, err = copier.communicate(timeout=60)
+        assert copier.returncode == 0, err
+        with os.fdopen(pipes[2][0]) as told:
+            seen = __import__("json").loads(told.read())
+    finally:
+        copier.kill()
+        feeder.kill()
+        feeder.wait()
+    return out, err, seen
+
+
+def test_every_byte(tmp_path):
+    (tmp_path / "data").write_bytes(data := os.urandom(10 << 20))
+    out, err, seen = copied(f"cat {tmp_path}/data", f"cat {tmp_path}/data")
+    assert out == data
+    assert err == data
+    assert seen == [[], False, 8192, True]
+
+
+def test_reports_are_taken_out_of_standard_error_alone():
+    text = r"printf 'a\036ezpz ID end 3 7|end 3 7\037\nb'"
+    out, err, (reports, *_) = copied(text, text)
+    assert out == b"a\x1eezpz ID end 3 7|end 3 7\x1f\nb"
+    assert err == b"ab"
+    assert reports == [["end", 3, 7]]
+
+
+def test_what_looked_like_a_report_at_the_end():
+    _, err, _ = copied("true", r"printf 'a\036ez'")
+    assert err == b"a\x1eez"
+
+
+def test_nobody_reads_standard_output():
+    read, write = os.pipe()
+    os.close(read)
+    _, err, seen = copied("seq 300000", "echo still here", stdout=write)
+    os.close(write)
+    assert (err, seen[1]) == (b"still here\n", True)
+
+
+def test_nobody_reads_standard_error():
+    read, write = os.pipe()
+    os.close(read)
+    out, _, seen = copied("echo still here", "seq 300000", stderr=write)
+    os.close(write)
+    # only `| head` ends a program
+    assert (out, seen[1]) == (b"still here\n", False)
+
+
+def test_a_full_disk_is_said_once():
+    with open("/dev/full", "wb") as full:
+        _, err, seen = copied("seq 300000", "true", stdout=full)
+    assert err == b"ezpz-launch: cannot write the output: No space left on device\n"
+    assert seen[1] is False
+
+
+def test_a_full_disk_for_both(background):
+    with open("/dev/full", "wb") as full:
+        script = "seq 300000; seq 300000 >&2; exit 3"
+        launch = background("-n", "2", "sh", "-c", script, stdout=full, stderr=full)
+        assert launch.wait(5) == 3
+
+
+def test_standard_output_that_somebody_made_nonblocking(tmp_path):
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    path = tmp_path / "read"
+    with path.open("wb") as file:
+        reader = subprocess.Popen(["sh", "-c", "sleep 0.3; cat"], stdin=read, stdout=file)
+    os.close(read)
+    copied("seq 300000", "true", stdout=write)
+    os.close(write)
+    assert reader.wait(60) == 0
+    assert path.read_bytes() == b"".join(b"%d\n" % number for number in range(1, 300001))
+
+
+def test_no_longer_than_its_patience_for_what_holds_the_pipes(tmp_path):
+    out, _, _ = copied(f"echo a; sleep 60 & echo $! >{tmp_path}/pid; true", "echo b", patience=0.2)
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+    assert out == b"a\n"
+
+
+def test_a_terminal_gets_a_line_of_its_own(background):
+    ours, theirs = os.openpty()
+    tty.setraw(theirs)
+    script = "printf 50%%; exit 3"
+    launch = background("-n", "1", "sh", "-c", script, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    text = b""
+    while True:
+        try:
+            text += os.read(ours, 1000)
+        except OSError:
+            break
+    os.close(ours)
+    assert launch.wait(20) == 3
+    assert text.startswith(b"50%\nezpz-launch: rank 0 on ")
+
+
+def test_a_head_ends_the_launch(background, tmp_path):
+    launch = background("-n", "1", "--grace", "5", "yes", stdout=-1, stderr=-1)
+    assert launch.stdout.readline() == b"y\n"
+    launch.stdout.close()
+    assert launch.wait(20) == 128 + signal.SIGPIPE
+
+
+SAYS = (
+    "trap 'echo bye >{folder}/bye-$RANK; exit 9' TERM; touch {folder}/started-$RANK; "
+    "until [ -e {folder}/go ]; do sleep 0.05; done; yes {where} & wait"
+)
+
+
+def ends(background, until, tmp_path, where, **streams):
+    """Start ranks that write more than anybody reads, tell them to end, and wait for it."""
+    script = SAYS.format(folder=tmp_path, where=where)
+    launch = background("-n", "2", "--grace", "1", "sh", "-c", script, **streams)
+    fd = next(iter(streams.values()))
+    until(lambda: len(list(tmp_path.glob("started-*"))) == 2)
+    (tmp_path / "go").touch()
+    # its pipe is full
+    until(lambda: not select.select([], [fd], [], 0)[1])
+    launch.terminate()
+    until(lambda: len(list(tmp_path.glob("bye-*"))) == 2)
+    return launch
+
+
+@pytest.fixture
+def unread():
+    """The end of a pipe that nobody reads, but that is open."""
+    read, write = os.pipe()
+    yield write
+    os.close(read)
+    os.close(write)
+
+
+def test_a_blocked_reader_holds_up_no_signal(background, until, tmp_path, unread):
+    ends(background, until, tmp_path, "", stdout=unread)
+
+
+def test_with_a_blocked_reader_a_signal_ends_the_launch(background, until, tmp_path, unread):
+    launch = ends(background, until, tmp_path, "", stdout=unread, stderr=subprocess.DEVNULL)
+    assert launch.wait(5) == 143
+
+
+@pytest.fixture
+def full(unread):
+    """The end of a pipe that is full, and that nobody reads."""
+    os.set_blocking(unread, False)
+    try:
+        while True:
+            os.write(unread, b"x")
+    except BlockingIOError:
+        os.set_blocking(unread, True)
+    return unread
+
+
+BYE = "trap 'echo bye >{0}/bye; exit 9' TERM; touch {0}/started; sleep 60 & wait"
+
+
+def test_with_blocked_standard_error_a_signal_ends_the_launch(background, until, tmp_path, full):
+    launch = background("-n", "1", "sh", "-c", BYE.format(tmp_path), stderr=full)
+    until((tmp_path / "started").exists)
+    launch.terminate()
+    assert launch.wait(8) == 143
+    assert (tmp_path / "bye").exists()
+
+
+def test_with_blocked_standard_error_survivors_are_ended(background, until, tmp_path, full):
+    wait = f"until [ -e {tmp_path}/started ]; do sleep 0.05; done"
+    script = f"[ $RANK = 1 ] && {{ {wait}; exit 3; }}; {BYE.format(tmp_path)}"
+    background("-n", "2", "sh", "-c", script, stderr=full)
+    # then it waits for the reader: what was written last tells why
+    until((tmp_path / "bye").exists, seconds=5)
+
+
+@pytest.mark.parametrize(
+    "closed",
+    [
+        "<&-",
+        ">&-",
+        "2>&-",
+        "<&- >&- 2>&-",
+    ],
+)
+def test_streams_that_are_closed(clean_env, closed):
+    words = [sys.executable, "-m", "ezpz_launch", "--launcher", "spawn", "-n", "2", "sh", "-c"]
+    done = subprocess.run(
+        ["sh", "-c", f'"$@" {closed}', "_", *words, "echo hi; echo ho >&2; exit 3"],
+        env=clean_env,
+        capture_output=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 3
+    if closed in ("<&-", "2>&-"):
+        assert done.stdout == b"hi\nhi\n"

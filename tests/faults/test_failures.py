@@ -1,0 +1,119 @@
+"""A rank fails: the exit status is its own, it is named, and the others are ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.faults.launches import rank_program
+
+if TYPE_CHECKING:
+    from tests.faults.launches import Launch
+
+Start = Callable[..., "Launch"]
+
+SETTLE = 1.0
+"""Seconds that the others have to end by themselves."""
+
+
+def assert_first(launch: Launch, how: str) -> None:
+    """Assert that rank 1 is named once, and no other."""
+    name = launch.place.hosts[1]
+    said = [line for line in launch.stderr.splitlines() if "first of all ranks" in line]
+    assert len(said) == 1, launch.stderr
+    assert said[0].startswith(f"ezpz-launch: rank 1 on {name} {how}, first of all ranks")
+
+
+def fails(launch: Launch, status: int, how: str, grace: float = 2.0) -> None:
+    """Assert how a launch ends in which rank 1 fails and the others would go on."""
+    launch.ranks()
+    assert launch.ends(within=SETTLE + grace + 2) == status, launch.stderr
+    assert_first(launch, how)
+    launch.leaves_nothing()
+
+
+@pytest.mark.with_torchrun
+def test_exits_3(launch: Start) -> None:
+    fails(launch(["--grace", "2"], rank_program("exits", "3")), 3, "exited with status 3")
+
+
+@pytest.mark.with_torchrun
+def test_kill_9(launch: Start) -> None:
+    how = "was killed by SIGKILL (exit status 137)"
+    fails(launch(["--grace", "2"], rank_program("dies", "SIGKILL")), 137, how)
+
+
+def test_segfault(launch: Start) -> None:
+    how = "was killed by SIGSEGV (exit status 139)"
+    fails(launch(["--grace", "2"], rank_program("segfaults")), 139, how)
+
+
+def test_kill_9_of_a_rank_whose_output_is_labelled(launch: Start) -> None:
+    """Another process stands between the shim and the rank."""
+    how = "was killed by SIGKILL (exit status 137)"
+    fails(launch(["--grace", "2", "--prefix"], rank_program("dies", "SIGKILL")), 137, how)
+
+
+def test_survivors_that_ignore_sigterm_are_killed(launch: Start) -> None:
+    started = launch(["--grace", "1"], rank_program("stays_deaf"))
+    fails(started, 3, "exited with status 3", grace=1)
+    # It is asked first, and once.
+    assert [started.heard(rank) for rank in range(3)] == [["SIGTERM"], [], ["SIGTERM"]]
+
+
+def test_survivors_have_the_grace(launch: Start) -> None:
+    """The others need longer than any launcher gives by itself, and get it."""
+    started = launch(["--grace", "20"], rank_program("exits_beside_checkpoints", "3", "1.2"))
+    fails(started, 3, "exited with status 3", grace=1.2)
+    assert started.done() == [0, 2]
+
+
+def test_ranks_that_all_fail_end_by_themselves(launch: Start) -> None:
+    # Hydra by itself would say 3 | 9 = 11; nobody needs to be ended.
+    started = launch([], rank_program("all_exit", "3"))
+    assert started.ends(within=3) == 3
+    assert_first(started, "exited with status 3")
+    assert started.done() == [0, 1, 2]
+    started.leaves_nothing()
+
+
+def test_a_failure_in_a_flood_of_errors_is_seen(launch: Start) -> None:
+    started = launch(["--grace", "2"], rank_program("shouts"))
+    fails(started, 3, "exited with status 3")
+    assert not {"\x1e", "\x1f"} & set(started.stderr)
+
+
+def test_the_first_ends_well_and_the_others_go_on(launch: Start) -> None:
+    started = launch([], rank_program("first_ends"))
+    started.ranks()
+    began = time.monotonic()
+    assert started.ends(within=5) == 0, started.stderr
+    assert started.done() == [0, 1, 2], f"ended after {time.monotonic() - began:.1f} s"
+    assert started.stderr == ""
+    started.leaves_nothing()
+
+
+def test_a_missing_program_is_127(launch: Start) -> None:
+    started = launch([], ["no-such-program"])
+    assert started.ends(within=10) == 127
+    (line,) = started.stderr.splitlines()
+    assert "no-such-program" in line
+    started.leaves_nothing()
+
+
+def test_a_program_that_the_ranks_do_not_find_is_127(launch: Start) -> None:
+    # It is on PATH here, and goes away: as on a host without the environment.
+    started = launch(["--grace", "2"], ["sh", "-c", "exec no-such-program"])
+    assert started.ends(within=SETTLE + 4) == 127, started.stderr
+    assert "exited with status 127, first of all ranks" in started.stderr
+    started.leaves_nothing()
+
+
+def test_usage_is_2(launch: Start) -> None:
+    started = launch(["--grace", "no"], rank_program("exits", "3"))
+    assert started.ends(within=10) == 2
+    (line,) = started.stderr.splitlines()
+    assert line.startswith("ezpz-launch: --grace 'no'")
+    started.leaves_nothing()

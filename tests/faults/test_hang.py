@@ -1,0 +1,45 @@
+"""No rank says anything for too long: where each hangs is shown, and the launch is ended."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.faults.launches import PROGRAMS, rank_program
+
+if TYPE_CHECKING:
+    from tests.faults.launches import Launch
+
+Start = Callable[..., "Launch"]
+
+SOURCE = (PROGRAMS / "rank.py").read_text(encoding="utf-8").splitlines()
+(HANGS,) = (number for number, line in enumerate(SOURCE, 1) if "# the line that hangs" in line)
+
+# As py-spy says it, and as faulthandler does.
+FRAME = re.compile(rf'stuck_here \(\S*rank\.py:{HANGS}\)|rank\.py", line {HANGS} in stuck_here')
+
+
+@pytest.mark.with_torchrun
+def test_hang(launch: Start) -> None:
+    started = launch(["--idle-timeout", "3", "--grace", "2"], rank_program("hangs"))
+    started.ranks()
+    assert started.ends(within=3 + 10 + 2 + 2) == 124, started.stderr
+    assert started.stdout.count(b"began") == 3
+    stderr = started.stderr
+    assert len(FRAME.findall(stderr)) == 2, stderr
+    # Rank 0 has ended: it does not hang.
+    (line,) = (line for line in stderr.splitlines() if line.startswith("ezpz-launch: no output"))
+    hosts = started.place.hosts
+    assert "for 3 s" in line
+    assert re.findall(r"(\d) on ([\w.-]+)", line) == [("1", hosts[1]), ("2", hosts[2])]
+    started.leaves_nothing()
+
+
+@pytest.mark.without("openmpi", "srun")
+def test_what_is_said_now_and_then_is_no_hang(launch: Start) -> None:
+    started = launch(["--idle-timeout", "1.2"], rank_program("mumbles", "2"))
+    assert started.ends(within=6) == 0, started.stderr
+    assert started.done() == [0, 1, 2]
+    started.leaves_nothing()

@@ -1,0 +1,97 @@
+"""Whatever dies, no process is left: on no host, and not for long."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.faults.launches import rank_program
+
+if TYPE_CHECKING:
+    from tests.faults.launches import Launch
+
+Start = Callable[..., "Launch"]
+
+
+@pytest.mark.with_torchrun
+def test_ezpz_launch_is_killed(launch: Start) -> None:
+    started = launch(["--grace", "1"], rank_program("waits"))
+    started.ranks()
+    os.kill(started.process.pid, signal.SIGKILL)
+    # Also no file, where the launcher needs none.
+    started.leaves_nothing(within=3)
+
+
+def test_ezpz_launch_is_killed_before_deaf_ranks(launch: Start) -> None:
+    started = launch(["--grace", "1"], rank_program("goes_on"))
+    started.ranks()
+    os.kill(started.process.pid, signal.SIGKILL)
+    started.leaves_nothing(within=3)
+    assert started.done() == []
+
+
+@pytest.mark.with_torchrun
+def test_the_launcher_is_killed(launch: Start) -> None:
+    started = launch(["--grace", "1"], rank_program("waits"))
+    started.ranks()
+    os.kill(started.launcher(), signal.SIGKILL)
+    assert started.ends(within=4) == 137, started.stderr
+    # Open MPI's own session folder has nobody left to remove it.
+    started.leaves_nothing(files=started.place.launcher == "openmpi")
+
+
+# It takes two waits for the launcher's end: one launcher does for all.
+@pytest.mark.without("openmpi", "spawn", "srun")
+def test_the_launcher_is_stopped_and_ezpz_launch_told_to_end(launch: Start) -> None:
+    """As where it hangs: the ranks are told without it, and in the end it is killed."""
+    started = launch(["--grace", "1"], rank_program("checkpoints", "0.5"))
+    started.ranks()
+    os.kill(started.launcher(), signal.SIGSTOP)
+    started.process.send_signal(signal.SIGTERM)
+    assert started.ends(within=3) == 143, started.stderr
+    assert started.done() == [0, 1, 2]
+    started.leaves_nothing()
+
+
+def test_a_rank_s_shim_is_killed(launch: Start) -> None:
+    started = launch(["--grace", "1"], rank_program("waits"))
+    started.ranks()
+    os.kill(started.shim(1), signal.SIGKILL)
+    assert started.ends(within=4) == 137, started.stderr
+    assert f"1 on {started.place.hosts[1]}" in started.stderr
+    started.leaves_nothing(files=started.place.launcher == "openmpi")
+
+
+# On one host the launcher is its own daemon; and Slurm's node would be out of order for good.
+@pytest.mark.without("openmpi", "spawn", "srun")
+def test_the_launcher_s_daemon_is_killed(launch: Start) -> None:
+    """What stands between the launcher and the ranks: Hydra itself does not see that it is gone."""
+    started = launch(["--grace", "1"], rank_program("waits"))
+    started.ranks()
+    os.kill(started.parent(started.shim(1)), signal.SIGKILL)
+    assert started.ends(within=5) != 0, started.stderr
+    started.leaves_nothing()
+
+
+@pytest.mark.without("openmpi")
+def test_a_killed_rank_s_workers_go_with_it(launch: Start) -> None:
+    """One that is in its process group, and one that has a session of its own."""
+    started = launch(["--grace", "1"], rank_program("dies_with_workers"))
+    workers = [Path("/proc", str(pid)) for said in started.ranks() for pid in said["workers"]]
+    assert started.ends(within=5) == 137, started.stderr
+    started.leaves_nothing()
+    started.until(lambda: not any(worker.exists() for worker in workers), "they are gone", 2)
+
+
+def test_sigterm_before_the_ranks_are_there(launch: Start) -> None:
+    started = launch(["--grace", "1"], rank_program("goes_on"))
+    started.until(lambda: len(started.left()) > 1, "something is started", 20)
+    started.process.send_signal(signal.SIGTERM)
+    # Python's own end by it, where that is not running yet.
+    assert started.ends(within=5) in (143, -signal.SIGTERM), started.stderr
+    started.leaves_nothing()
+    assert started.done() == []

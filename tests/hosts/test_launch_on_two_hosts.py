@@ -1,0 +1,248 @@
+"""ezpz-launch from nodeA, on nodeA and nodeB, by Hydra: the right places, and the same end.
+
+Hydra reaches a host as by ssh: with a login's environment, not with that of the launch.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.faults.launches import Launch
+    from tests.hosts.sandbox import TwoHosts
+
+FAULTS = Path(__file__).resolve().parents[1] / "faults"
+PLACES = [("nodeA", 0, 0), ("nodeA", 0, 1), ("nodeB", 1, 0), ("nodeB", 1, 1)]
+
+# A login's environment: what the ranks need else, the launcher brings.
+_LOGIN = """\
+#!/bin/sh
+exec env -i PATH=/usr/local/bin:/usr/bin:/bin HOME="$HOME" {launcher} "$@"
+"""
+
+
+def _load(name: str) -> ModuleType:
+    """Import a module of the fault table by path."""
+    qualified = f"tests.faults.{name}"
+    if qualified not in sys.modules:
+        spec = importlib.util.spec_from_file_location(qualified, FAULTS / f"{name}.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[qualified] = module
+        spec.loader.exec_module(module)
+    return sys.modules[qualified]
+
+
+launches = _load("launches")
+
+
+@pytest.fixture
+def launch(
+    hosts: TwoHosts, tool: Callable[[str], str], tmp_path: Path
+) -> Iterator[Callable[..., Launch]]:
+    """Start ezpz-launch on nodeA with four ranks, two a host; rank 1 is on nodeA, 2 on nodeB."""
+    login = tmp_path / "login"
+    login.write_text(_LOGIN.format(launcher=hosts.environment["HYDRA_LAUNCHER_EXEC"]))
+    login.chmod(0o755)
+    hostfile = tmp_path / "hostfile"
+    hostfile.write_text("nodeA\nnodeB\n")
+    commands = Path(tool("mpiexec")).parent
+    environment = {
+        **hosts.environment,
+        "HYDRA_LAUNCHER_EXEC": str(login),
+        "PATH": f"{commands}:{hosts.environment['PATH']}",
+    }
+
+    def processes() -> str:
+        """Those of both hosts, though they have no variable of ours."""
+        found = [
+            f"{entry.name}: {(entry / 'cmdline').read_bytes().replace(bytes(1), b' ')!r}"
+            for name in namespaces
+            for entry in map(Path, _in_namespace(name))
+            if entry.exists()
+        ]
+        return "\n".join(found)
+
+    namespaces = [f"{hosts.directory.name}-{host}" for host in ("nodeA", "nodeB")]
+    place = launches.Place(
+        launcher="hydra",
+        environment=environment,
+        hosts=["nodeA", "nodeA", "nodeB", "nodeB"],
+        options=["-n", "4", "--ppn", "2", "--hostfile", str(hostfile)],
+        enter=[str(hosts.directory / "enter"), "nodeA"],
+        leftovers=processes,
+    )
+    running: list[Any] = []
+
+    def start(options: list[str], command: list[str], **more: Any) -> Launch:
+        running.append(launches.Launch(place, tmp_path, options, command, **more))
+        started: Launch = running[-1].__enter__()
+        return started
+
+    yield start
+    for each in running:
+        each.__exit__()
+
+
+def _in_namespace(name: str) -> list[str]:
+    answer = subprocess.run(
+        ["ip", "netns", "pids", name], capture_output=True, text=True, check=True
+    )
+    return [f"/proc/{pid}" for pid in answer.stdout.split()]
+
+
+Start = Callable[..., "Launch"]
+rank_program: Callable[..., list[str]] = launches.rank_program
+
+
+def place_of(said: dict[str, Any]) -> tuple[str, int, int]:
+    env = said["environment"]
+    return said["host"], int(env["NODE_RANK"]), int(env["LOCAL_RANK"])
+
+
+WORDS = ["", "a b", "it's", '"q"', "$(touch executed)", "`touch executed`", "new\nline", "*", ":"]
+
+
+def test_places_words_and_values(launch: Start) -> None:
+    values = {"TEST_VALUE": "a 'b' \"c\" $(touch executed)\nnext"}
+    options = ["--env", f"TEST_TOLD={values['TEST_VALUE']}"]
+    started = launch(options, rank_program("says", *WORDS), environment=values)
+    assert started.ends(within=10) == 0, started.stderr
+    said = started.ranks(4)
+    assert [place_of(one) for one in said] == PLACES
+    for rank, one in enumerate(said):
+        env = one["environment"]
+        assert one["words"][1:] == WORDS
+        assert env["TEST_VALUE"] == env["TEST_TOLD"] == values["TEST_VALUE"]
+        assert (env["RANK"], env["WORLD_SIZE"], env["LOCAL_WORLD_SIZE"]) == (str(rank), "4", "2")
+        assert env["MASTER_ADDR"] == "nodeA"
+        assert env["MASTER_PORT"] == said[0]["environment"]["MASTER_PORT"]
+    assert not list(started.folder.rglob("executed"))
+    started.leaves_nothing()
+
+
+def test_an_unmodified_torchrun_script_trains(launch: Start) -> None:
+    script = [sys.executable, str(FAULTS / "programs" / "ddp_tutorial.py"), "report.json"]
+    started = launch(["--env", "OMP_NUM_THREADS=1"], script)
+    assert started.ends(within=90) == 0, started.stderr
+    said = json.loads((started.folder / "report.json").read_text())
+    assert [(one["rank"], one["host"], one["local_rank"]) for one in said] == [
+        (rank, host, local) for rank, (host, _, local) in enumerate(PLACES)
+    ]
+    for one in said:
+        assert one["world_size"] == 4
+        assert one["weights"] == said[0]["weights"]
+        assert one["losses"][-1] < 0.7 * one["losses"][0]
+    assert len({one["losses"][0] for one in said}) == 4, "each trains on its own data"
+    # torch's own caches are in TMPDIR.
+    started.leaves_nothing(files=True)
+
+
+FAILURES = {
+    "exits_3": (("exits", "3"), 3, "exited with status 3"),
+    "kill_9": (("dies", "SIGKILL"), 137, "was killed by SIGKILL (exit status 137)"),
+    "segfault": (("segfaults",), 139, "was killed by SIGSEGV (exit status 139)"),
+}
+
+
+@pytest.mark.parametrize("row", FAILURES)
+def test_a_rank_fails(launch: Start, row: str) -> None:
+    behaviour, status, how = FAILURES[row]
+    started = launch(["--grace", "2"], rank_program(*behaviour))
+    started.ranks(4)
+    assert started.ends(within=5) == status, started.stderr
+    (line,) = (line for line in started.stderr.splitlines() if "first of all ranks" in line)
+    assert line.startswith(f"ezpz-launch: rank 1 on nodeA {how}, first of all ranks")
+    started.leaves_nothing()
+
+
+def test_survivors_that_ignore_sigterm_are_killed_on_both_hosts(launch: Start) -> None:
+    started = launch(["--grace", "1.5"], rank_program("stays_deaf"))
+    started.ranks(4)
+    assert started.ends(within=4.5) == 3, started.stderr
+    assert [started.heard(rank) for rank in range(4)] == [["SIGTERM"], [], ["SIGTERM"], ["SIGTERM"]]
+    started.leaves_nothing()
+
+
+def test_sigterm_leaves_5_s_for_a_checkpoint(launch: Start) -> None:
+    started = launch([], rank_program("checkpoints", "5"))
+    started.ranks(4)
+    began = time.monotonic()
+    started.process.send_signal(signal.SIGTERM)
+    assert started.ends(within=7) == 143, started.stderr
+    assert time.monotonic() - began > 4.9
+    assert started.done() == [0, 1, 2, 3]
+    assert [started.heard(rank) for rank in range(4)] == [["SIGTERM"]] * 4
+    started.leaves_nothing()
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_it_reaches_the_ranks_of_both_hosts_and_ends_nothing(
+    launch: Start, number: signal.Signals
+) -> None:
+    started = launch([], rank_program("goes_on"))
+    started.ranks(4)
+    started.process.send_signal(number)
+    started.until(lambda: all(map(started.heard, range(4))), "every rank hears it", 5)
+    (started.said / "go").touch()
+    assert started.ends(within=5) == 0, started.stderr
+    assert [started.heard(rank) for rank in range(4)] == [[number.name]] * 4
+    started.leaves_nothing()
+
+
+def test_ctrl_c(launch: Start) -> None:
+    started = launch([], rank_program("waits"))
+    started.ranks(4)
+    started.process.send_signal(signal.SIGINT)
+    assert started.ends(within=3) == 130, started.stderr
+    started.leaves_nothing()
+
+
+def test_hang(launch: Start) -> None:
+    started = launch(["--idle-timeout", "3", "--grace", "2"], rank_program("hangs"))
+    started.ranks(4)
+    assert started.ends(within=15) == 124, started.stderr
+    assert len(re.findall(r"stuck_here \(|in stuck_here", started.stderr)) == 3, started.stderr
+    (line,) = (line for line in started.stderr.splitlines() if "no output for 3 s" in line)
+    named = [("1", "nodeA"), ("2", "nodeB"), ("3", "nodeB")]
+    assert re.findall(r"(\d) on (node\w)", line) == named
+    started.leaves_nothing()
+
+
+def test_ezpz_launch_is_killed(launch: Start) -> None:
+    started = launch(["--grace", "1"], rank_program("goes_on"))
+    started.ranks(4)
+    os.kill(started.process.pid, signal.SIGKILL)
+    started.leaves_nothing(within=3, files=True)
+    assert started.done() == []
+
+
+def test_the_launcher_is_killed(launch: Start) -> None:
+    started = launch(["--grace", "1"], rank_program("waits"))
+    started.ranks(4)
+    os.kill(started.launcher(), signal.SIGKILL)
+    assert started.ends(within=4) == 137, started.stderr
+    started.leaves_nothing()
+
+
+def test_the_other_host_s_launcher_is_killed(launch: Start) -> None:
+    """As where the ssh to it breaks, or somebody ends the proxy there."""
+    started = launch(["--grace", "1"], rank_program("waits"))
+    started.ranks(4)
+    os.kill(started.parent(started.shim(2)), signal.SIGKILL)
+    assert started.ends(within=6) != 0, started.stderr
+    started.leaves_nothing()
