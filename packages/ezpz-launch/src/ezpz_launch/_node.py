@@ -28,6 +28,9 @@ _CONNECT_TIMEOUT = 5.0
 _LOOK = 0.5
 """Seconds between two looks for ranks that are lost."""
 
+_FIRST_LOOK = 0.05
+"""The same while the command of a rank is still to be found."""
+
 _SETTLED = 0.2
 """Seconds before it connects: a launch of `true` needs none, and pays nothing."""
 
@@ -49,6 +52,7 @@ class NodeRanks:
         self._parents: dict[int, int] = {}
         self._commands: dict[int, tuple[int, str]] = {}
         self._lost: set[int] = set()
+        self._suspects: set[int] = set()
 
     def started(self, rank: int, pid: int) -> None:
         """Take note of a rank's shim."""
@@ -79,18 +83,32 @@ class NodeRanks:
             if rank in self._lost:
                 continue
             if is_running(pid):
+                # Nobody starts a shim but a launcher, which is never the first process.
                 parent = _parent(pid)
-                is_lost = bool(parent) and parent != self._parents[pid]
+                is_lost = parent == 1 or (bool(parent) and parent != self._parents[pid])
                 if rank not in self._commands:
                     self._remember_the_command(rank, pid)
             else:
-                command, born = self._commands.get(rank, (0, ""))
                 # Where the command has ended as well, its end is on the way to us.
-                is_lost = bool(command) and is_running(command) and _birth(command) == born
+                is_lost = self._goes_on(rank)
             if is_lost:
                 self._lost.add(rank)
                 found.append(rank)
         return found
+
+    def _goes_on(self, rank: int) -> bool:
+        """Whether a rank's command has outlived its shim."""
+        command, born = self._commands.get(rank, (0, ""))
+        if command:
+            return is_running(command) and _birth(command) == born
+        # The shim died before we had seen its command. Twice: it may just be ending.
+        orphans = _marked(self._mark, b"EZPZ_RANK=%d" % rank)
+        is_suspect, self._suspects = rank in self._suspects, self._suspects | {rank}
+        return is_suspect and bool(orphans)
+
+    def next_look(self) -> float:
+        """Return after how many seconds to look for lost ranks again."""
+        return _LOOK if self._commands.keys() >= self._pids.keys() else _FIRST_LOOK
 
     def _remember_the_command(self, rank: int, pid: int) -> None:
         for child in _children(pid):
@@ -189,8 +207,8 @@ def _stat(pid: int) -> list[str]:
         return []
 
 
-def _marked(mark: bytes) -> list[int]:
-    """Return the processes that were started with this variable; none where /proc is absent."""
+def _marked(*marks: bytes) -> list[int]:
+    """Return the processes that were started with these variables; none where /proc is absent."""
     found = []
     try:
         names = os.listdir("/proc")
@@ -200,7 +218,7 @@ def _marked(mark: bytes) -> list[int]:
         if name.isdecimal() and int(name) != os.getpid():
             try:
                 with open(f"/proc/{name}/environ", "rb") as file:
-                    if mark in file.read().split(b"\0"):
+                    if set(marks) <= set(file.read().split(b"\0")):
                         found.append(int(name))
             except OSError:
                 continue  # gone, or another user's
@@ -245,8 +263,8 @@ def main() -> int:
 def _lines(connection: socket.socket, ranks: NodeRanks) -> Iterator[str]:
     """Return ezpz-launch's orders; while there are none, tell it of ranks that are lost."""
     received = b""
-    connection.settimeout(_LOOK)
     while True:
+        connection.settimeout(ranks.next_look())
         line, newline, rest = received.partition(b"\n")
         if newline:
             received = rest

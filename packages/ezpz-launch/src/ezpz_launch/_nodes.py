@@ -52,6 +52,9 @@ class Nodes(Protocol):
     def stacks(self, ranks: Sequence[int]) -> None:
         """Ask these ranks where they are; `on_stacks` is called with what each node answers."""
 
+    def next_look(self) -> float:
+        """Return after how many seconds to ask again."""
+
     def lost(self) -> list[int]:
         """Return the ranks, once each, whose end nobody would report: what started them is gone."""
 
@@ -61,6 +64,8 @@ class Nodes(Protocol):
     def close(self, *, farewell: bool) -> None:
         """End it; without farewell all that is left is killed."""
 
+
+_LOOK = 0.5
 
 OnStacks = Callable[[bytes], None]
 
@@ -117,6 +122,9 @@ class ThisHost:
 
         # py-spy may take its time; signals are heard meanwhile.
         threading.Thread(target=ask, daemon=True).start()
+
+    def next_look(self) -> float:
+        return self._ranks.next_look()
 
     def lost(self) -> list[int]:
         return self._ranks.lost()
@@ -212,6 +220,9 @@ class OtherHosts:
         for node, its in nodes.items():
             if self._agents:
                 self._agents.send(node, f"stacks {' '.join(its)}")
+
+    def next_look(self) -> float:
+        return _LOOK
 
     def lost(self) -> list[int]:
         lost = list(self._lost)

@@ -35,9 +35,6 @@ _KILLED = 0.5
 _REACHED = 2.0
 """Seconds after which ranks whose node has no agent yet are signalled through the launcher."""
 
-_LOOK = 0.5
-"""Seconds between two looks for ranks whose shim or launcher's daemon is gone."""
-
 _LINGER = 10.0
 """Seconds that a launcher has to end after ranks that all ended well."""
 
@@ -168,6 +165,7 @@ class _Run:
 
     def _next(self, now: float) -> float:
         return min(
+            self._look_at if self.status.running else NEVER,
             self._terminate_at,
             self._kill_at,
             self._end_launcher_at,
@@ -195,7 +193,7 @@ class _Run:
         """Count ranks as killed that nobody would report the end of."""
         if now < self._look_at:
             return
-        self._look_at = now + _LOOK
+        self._look_at = now + self.nodes.next_look()
         for rank in self.nodes.lost():
             if self.status.take(("end", rank, 128 + signal.SIGKILL)):
                 where = self.launch.host_of(rank)
