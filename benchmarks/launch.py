@@ -18,8 +18,8 @@ from pathlib import Path
 import fire
 
 from ezpz_launch import Request, plan
-from ezpz_launch._identify import Launcher
-from ezpz_launch.launchers import argv, hostfile_of
+from ezpz_launch._planning.identify import Launcher
+from ezpz_launch._planning.launchers import argv, hostfile_of
 from ezpz_topo import imagine
 
 READY = """

@@ -12,9 +12,9 @@ import sys
 
 import pytest
 
-import ezpz_launch._node
-from ezpz_launch._agents import Agents
-from ezpz_launch._control import Control
+import ezpz_launch._running.node
+from ezpz_launch._running.agents import Agents
+from ezpz_launch._running.control import Control
 
 ID = "agents-test.0"
 
@@ -85,7 +85,7 @@ def agent(side, until):
             ID, 5, where=where or side.agents.where, secrets=secrets or side.agents.secrets
         )
         subprocess.run(
-            [sys.executable, "-I", "-S", ezpz_launch._node.__file__, str(node)],
+            [sys.executable, "-I", "-S", ezpz_launch._running.node.__file__, str(node)],
             env={**os.environ, "EZPZ_CONTROL": control.value()},
             check=True,
             timeout=20,
@@ -249,7 +249,7 @@ def test_the_agent_outlives_signals_and_holds_no_pipe(side, agent, rank):
     child = rank()
     control = Control(ID, 5, where=side.agents.where, secrets=side.agents.secrets)
     env = {**os.environ, "EZPZ_CONTROL": control.value()}
-    words = [sys.executable, "-I", "-S", ezpz_launch._node.__file__, "0"]
+    words = [sys.executable, "-I", "-S", ezpz_launch._running.node.__file__, "0"]
     null = subprocess.DEVNULL
     subprocess.run(words, env=env, check=True, pass_fds=[write], stdout=null, stderr=null)
     os.close(write)

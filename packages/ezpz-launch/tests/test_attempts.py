@@ -13,7 +13,7 @@ import pytest
 from ezpz_launch import LaunchError, Request
 from ezpz_launch._attempts import _Attempts, _hostfile, _make_log_dir
 from ezpz_launch._cli import _planned
-from ezpz_launch._outcome import Outcome
+from ezpz_launch._running.outcome import Outcome
 from ezpz_topo import detect
 
 
@@ -103,9 +103,9 @@ def test_a_signal_while_the_last_bytes_are_read_ends_it(clean_env):
     """A launcher that leaves something behind which goes on writing to our pipe."""
     program = """
 import os, sys, threading
-from ezpz_launch._control import Control
-from ezpz_launch._launch import Launch
-from ezpz_launch._run import run
+from ezpz_launch._running.control import Control
+from ezpz_launch._running.launch import Launch
+from ezpz_launch._running.run import run
 script = "while echo x; do sleep 0.1; done & exit 9"
 launch = Launch(
     argv=("sh", "-c", script), nproc=1, hosts=("localhost",), ppn=1, on_this_host=True,
@@ -124,11 +124,11 @@ sys.exit(outcome.exit_status)
 
 RUN = """
 import gc, os, sys, threading
-from ezpz_launch._control import Control
-from ezpz_launch._launch import Launch
-from ezpz_launch._run import run
-from ezpz_launch.launchers.shim import SHIM
-from ezpz_launch.launchers.spawn import SPAWN
+from ezpz_launch._running.control import Control
+from ezpz_launch._running.launch import Launch
+from ezpz_launch._running.run import run
+from ezpz_launch._planning.launchers.shim import SHIM
+from ezpz_launch._planning.launchers.spawn import SPAWN
 NAMES = ("EZPZ_SPAWN_RANK", "EZPZ_SPAWN_SIZE", "EZPZ_SPAWN_RANK")
 
 def launch(*command, before=(), **more):

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from ezpz_launch import UsageError
-from ezpz_launch._control import Control, fold_ranks
+from ezpz_launch._running.control import Control, fold_ranks
 
 
 def control(**fields):
@@ -25,8 +25,8 @@ def test_one_field_a_line_and_none_empty():
         "0", "0", "-", "-",
     ]  # fmt: skip
     assert full.value().split("\n") == [
-        "ID.0", "21", sys.executable, f"{here}/_node.py", "10.0.0.1:5 [fe80::1]:6", "a", "b",
-        "/a b", "0,2-3", f"{here}/_rank_output.py", "--prefix", "29500", "cuda", "4", "1", "2",
+        "ID.0", "21", sys.executable, f"{here}/node.py", "10.0.0.1:5 [fe80::1]:6", "a", "b",
+        "/a b", "0,2-3", f"{here}/rank_output.py", "--prefix", "29500", "cuda", "4", "1", "2",
         "/p q", "12.pbs",
     ]  # fmt: skip
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from ezpz_launch._node import NodeRanks, is_running, obey
+from ezpz_launch._running.node import NodeRanks, is_running, obey
 
 ID = "node-test.0"
 COUNTS = (

@@ -2,10 +2,10 @@ import signal
 
 import pytest
 
-from ezpz_launch._control import Control
-from ezpz_launch._launch import Launch
-from ezpz_launch._outcome import describe, exit_status_of, how
-from ezpz_launch._status import Status
+from ezpz_launch._running.control import Control
+from ezpz_launch._running.launch import Launch
+from ezpz_launch._running.outcome import describe, exit_status_of, how
+from ezpz_launch._running.status import Status
 
 LAUNCH = Launch(
     argv=("mpiexec",),

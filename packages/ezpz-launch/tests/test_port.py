@@ -2,7 +2,8 @@ import socket
 
 import pytest
 
-from ezpz_launch import LaunchError, _port
+from ezpz_launch import LaunchError
+from ezpz_launch._planning import port as _port
 
 
 def test_it_can_be_bound_and_is_no_ephemeral_one():

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from ezpz_launch._secrets import redact_environment, redact_text, redact_words
+from ezpz_launch._records.secrets import redact_environment, redact_text, redact_words
 
 X = "hunter2-x/Y+z"
 

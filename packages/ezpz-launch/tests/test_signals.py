@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from ezpz_launch._signals import ENDING, pause, signal_group, signals
+from ezpz_launch._running.signals import ENDING, pause, signal_group, signals
 
 
 def readable(fd, seconds=0.0):
@@ -66,26 +66,35 @@ def test_more_signals_than_the_pipe_holds():
 
 def test_a_pause_to_its_end():
     began = time.monotonic()
-    assert pause(0.1) == 0
-    assert time.monotonic() - began >= 0.1
-    assert pause(0) == 0
+    with signals() as heard:
+        assert pause(0.1, heard) == 0
+        assert time.monotonic() - began >= 0.1
+        assert pause(0, heard) == 0
+
+
+def test_what_arrived_before_a_pause_ends_it():
+    with signals() as heard:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert pause(60, heard) == signal.SIGTERM
 
 
 @pytest.mark.parametrize("number", ENDING)
 def test_a_pause_is_ended_by_a_signal(number):
-    timer = threading.Timer(0.1, os.kill, (os.getpid(), number))
-    timer.start()
-    assert pause(60) == number
-    timer.join()
+    with signals() as heard:
+        timer = threading.Timer(0.1, os.kill, (os.getpid(), number))
+        timer.start()
+        assert pause(60, heard) == number
+        timer.join()
 
 
 def test_a_pause_is_not_ended_by_sigusr1():
     program = (
         "import os, signal\n"
         "from threading import Timer\n"
-        "from ezpz_launch._signals import pause\n"
-        "Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1)).start()\n"
-        "print(pause(0.5))"
+        "from ezpz_launch._running.signals import pause, signals\n"
+        "with signals() as heard:\n"
+        "    Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1)).start()\n"
+        "    print(pause(0.5, heard))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
     assert done.stdout == b"0\n"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ezpz_launch._node import is_running
-from ezpz_launch.launchers.spawn import SPAWN
+from ezpz_launch._planning.launchers.spawn import SPAWN
+from ezpz_launch._running.node import is_running
 
 SPAWNER = [sys.executable, "-I", "-S", SPAWN]
 
@@ -56,7 +56,7 @@ def test_a_program_that_there_is_not():
 def test_usage(words):
     done = subprocess.run([*SPAWNER, *words], capture_output=True, check=False, timeout=60)
     assert (done.returncode, done.stdout) == (2, b"")
-    assert done.stderr == b"usage: python -I -S _spawn.py -n RANKS COMMAND [ARGUMENT...]\n"
+    assert done.stderr == b"usage: python -I -S spawn.py -n RANKS COMMAND [ARGUMENT...]\n"
 
 
 def test_lines_are_whole():

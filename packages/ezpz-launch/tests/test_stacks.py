@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-FOLDER = Path(importlib.util.find_spec("ezpz_launch").origin).parent
+FOLDER = Path(importlib.util.find_spec("ezpz_launch").origin).parent / "_running"
 
 # Loaded as the node agent loads it: by its path, without the package.
-_spec = importlib.util.spec_from_file_location("_stacks", FOLDER / "_stacks.py")
+_spec = importlib.util.spec_from_file_location("_stacks", FOLDER / "stacks.py")
 _stacks = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(_stacks)
 
@@ -95,15 +95,15 @@ def test_the_training_below_the_shim(hang, tmp_path):
 
 
 def test_a_subshell_and_the_pump_stand_between(hang, tmp_path):
-    pump = [sys.executable, "-I", "-S", str(FOLDER / "_rank_output.py"), "0", "h", "--prefix", "--"]
-    words = [*pump, *hang, tmp_path / "on", "_rank_output.py"]
+    pump = [sys.executable, "-I", "-S", str(FOLDER / "rank_output.py"), "0", "h", "--prefix", "--"]
+    words = [*pump, *hang, tmp_path / "on", "rank_output.py"]
     with shim('(exec "$@")', *words, started=[tmp_path / "on"]) as pid:
         (found,) = _stacks.python_processes(pid)
-        assert words_of(found) == [*hang, str(tmp_path / "on"), "_rank_output.py"]
+        assert words_of(found) == [*hang, str(tmp_path / "on"), "rank_output.py"]
 
 
 def test_the_pump_loaded_as_a_module_is_not_the_training_either(hang, tmp_path):
-    code = "import sys; sys.path.append(sys.argv[1]); import _rank_output as r; r.run(sys.argv[2:])"
+    code = "import sys; sys.path.append(sys.argv[1]); import rank_output as r; r.run(sys.argv[2:])"
     pump = [sys.executable, "-I", "-S", "-c", code, str(FOLDER), "0", "h", "--"]
     with shim('"$@"', *pump, *hang, tmp_path / "on", started=[tmp_path / "on"]) as pid:
         (found,) = _stacks.python_processes(pid)

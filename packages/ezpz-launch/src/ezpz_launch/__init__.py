@@ -10,11 +10,11 @@ _LATER = {
     "CommandNotExecutableError": "_errors",
     "CommandNotFoundError": "_errors",
     "LaunchError": "_errors",
-    "LaunchPlan": "_plan",
+    "LaunchPlan": "_planning.plan",
     "Request": "_request",
     "UsageError": "_errors",
     "main": "_cli",
-    "plan": "_plan",
+    "plan": "_planning.plan",
 }
 
 TYPE_CHECKING = False
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         LaunchError,
         UsageError,
     )
-    from ._plan import LaunchPlan, plan
+    from ._planning.plan import LaunchPlan, plan
     from ._request import Request
 
 __all__ = [

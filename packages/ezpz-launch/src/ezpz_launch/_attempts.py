@@ -9,24 +9,23 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
+from ezpz_launch._errors import LaunchError
+from ezpz_launch._planning.launchers import argv as argv_of
+from ezpz_launch._planning.launchers import hostfile_of, needs_hostfile
+from ezpz_launch._planning.plan import LaunchPlan
+from ezpz_launch._planning.port import free_port
+from ezpz_launch._records.keeper import Keeper
+from ezpz_launch._request import Request
+from ezpz_launch._running.control import Control
+from ezpz_launch._running.launch import NEVER, Launch
+from ezpz_launch._running.outcome import Outcome
+from ezpz_launch._running.run import SETTLE, run
+from ezpz_launch._running.signals import Heard, pause, signals
 from ezpz_topo import Topology, same_host
-
-from ._control import Control
-from ._errors import LaunchError
-from ._keeper import Keeper
-from ._launch import NEVER, Launch
-from ._outcome import Outcome
-from ._plan import LaunchPlan
-from ._port import free_port
-from ._request import Request
-from ._run import SETTLE, run
-from ._signals import Heard, pause, signals
-from .launchers import argv as argv_of
-from .launchers import hostfile_of, needs_hostfile
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from ._retry import Retries
+    from ezpz_launch._records.retry import Retries
 
 _PORTS = 5
 """So many ports are tried where another program holds the first ones on rank 0's host."""
@@ -91,8 +90,8 @@ class _Attempts:
         """
         if not self._retries or not outcome.exit_status:
             return None
-        from ._progress import read_progress  # noqa: PLC0415  # as all of this: only for --retries
-        from ._retry import Attempt, ends_with_import_error  # noqa: PLC0415
+        from ezpz_launch._records.progress import read_progress  # noqa: PLC0415  # as all of this: only for --retries
+        from ezpz_launch._records.retry import Attempt, ends_with_import_error  # noqa: PLC0415
 
         decision = self._retries.decide(
             Attempt(
@@ -167,7 +166,7 @@ class _Attempts:
 def _retries(allowed: int) -> Retries | None:
     if not allowed:
         return None
-    from ._retry import Retries  # noqa: PLC0415  # few launches need it
+    from ezpz_launch._records.retry import Retries  # noqa: PLC0415  # few launches need it
 
     return Retries(allowed)
 
@@ -212,7 +211,7 @@ def _signal_at(planned: LaunchPlan, topology: Topology, env: Mapping[str, str]) 
     before = planned.request.signal_before
     if not before:
         return NEVER
-    from ._walltime import job_end, time_limit, when_to_signal  # noqa: PLC0415  # only if asked
+    from ezpz_launch._records.walltime import job_end, time_limit, when_to_signal  # noqa: PLC0415  # only if asked
 
     now = time.time()
     end, _ = job_end(topology.allocation, env, now=now)

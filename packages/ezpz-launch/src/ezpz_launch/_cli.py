@@ -9,19 +9,19 @@ from collections.abc import Mapping, Sequence
 from ezpz_topo import TopoError, Topology, detect
 
 from ._argv import split
-from ._arrange import arrange
 from ._attempts import see_through
-from ._choose import choose_launcher, imagine_launcher
-from ._command import require_command
 from ._errors import LaunchError, UsageError
-from ._nested import outside_of_launch, refuse_nested
 from ._options import request_of
-from ._plan import LaunchPlan, complete, plan
-from ._port import free_port
+from ._planning.arrange import arrange
+from ._planning.choose import choose_launcher, imagine_launcher
+from ._planning.command import require_command
+from ._planning.launchers import argv as argv_of
+from ._planning.launchers import hostfile_of, needs_hostfile
+from ._planning.nested import outside_of_launch, refuse_nested
+from ._planning.plan import LaunchPlan, complete, plan
+from ._planning.port import free_port
 from ._request import Request
 from ._version import __version__
-from .launchers import argv as argv_of
-from .launchers import hostfile_of, needs_hostfile
 
 HOSTFILE = "HOSTFILE"
 """Stands in a dry run for the file that a launch would write."""
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     if argv[:1] == ["history"]:
-        from ._history import command as history  # noqa: PLC0415  # only this needs it
+        from ._records.history import command as history  # noqa: PLC0415  # only this needs it
 
         return _print(history(argv[1:], env))
     options, command = split(argv)
@@ -131,7 +131,7 @@ def _hosts(
 
 
 def _explained(planned: LaunchPlan, request: Request) -> str:
-    from ._explain import explain, explain_json  # noqa: PLC0415  # only a dry run needs it
+    from ._planning.explain import explain, explain_json  # noqa: PLC0415  # only a dry run needs it
 
     lines = hostfile_of(planned) if needs_hostfile(planned) else []
     return (explain_json if request.json else explain)(planned, argv_of(planned), lines)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ._argv import Options
-from ._cores import read_ranges
 from ._errors import UsageError
+from ._planning.cores import read_ranges
 from ._request import GRACE, Request
 
 _NUMBERS = {"nproc": "-n", "ppn": "--ppn", "nodes": "-N", "retries": "--retries"}

@@ -1,0 +1,167 @@
+"""Which hosts a launch uses and how many ranks each gets: decided before any launcher is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ezpz_launch._errors import LaunchError, UsageError
+from ezpz_launch._request import Request
+from ezpz_topo import Topology, same_host
+
+from .place import Placement, place
+from .select import select_hosts
+
+
+class Arrangement(NamedTuple):
+    """Ranks on hosts, and what is known of these hosts.
+
+    Attributes:
+        placement: How many ranks on which hosts.
+        on_this_host: Whether this host alone has ranks.
+        source: Why these hosts.
+        cores: CPU cores of each of the hosts in use; 0 where nobody tells.
+        cores_source: Where that comes from.
+    """
+
+    placement: Placement
+    on_this_host: bool
+    source: str
+    cores: int
+    cores_source: str
+
+
+def arrange(
+    topology: Topology,
+    request: Request,
+    *,
+    hosts: Sequence[str],
+    hosts_source: str,
+    slots: int | Sequence[int] = 0,
+) -> Arrangement:
+    """Decide which hosts are used, and how many ranks each of them gets.
+
+    Args:
+        topology: Where we are.
+        request: What the user asked for.
+        hosts: The hosts that there are.
+        hosts_source: Where they come from.
+        slots: The ranks foreseen on each of ``hosts``, 0 where not told; one number for all.
+
+    Raises:
+        LaunchError: What was asked for contradicts itself, or cannot be done here.
+    """
+    names, source = select_hosts(
+        hosts,
+        hosts_source,
+        include=request.include,
+        exclude=request.exclude,
+        nodes=request.nodes or 0,
+    )
+    room = _fewest_slots(names, hosts, slots)
+    alone = len(names) == 1 and _is_this_host(topology, names[0])
+    cores = _cores(topology, here=alone)
+    default, why = _ranks_per_host(topology, request, room, hosts_source, cores)
+    if request.nodes and request.nproc:
+        # So many hosts are asked for, and so many are used.
+        default = -(-request.nproc // request.nodes)
+        why = f"-n {request.nproc} / -N {request.nodes}"
+    placement = place(
+        names, nproc=request.nproc, ppn=request.ppn, default_ppn=default, why_default=why
+    )
+    used = placement.hosts
+    here = alone or (len(used) == 1 and _is_this_host(topology, used[0]))
+    if here and not alone:
+        cores = _cores(topology, here=True)
+    if not here and any(same_host(host, "localhost") for host in used):
+        raise UsageError(
+            f"localhost among several hosts ({source}): the others would not find it; expected "
+            "this host's own name; correct the hostfile"
+        )
+    _check(topology, request, placement)
+    return Arrangement(placement, here, source, *cores)
+
+
+def _fewest_slots(names: Sequence[str], hosts: Sequence[str], slots: int | Sequence[int]) -> int:
+    """Return the slots of the host with the fewest, of those in use that tell; 0 if none does."""
+    if isinstance(slots, int):
+        return slots
+    of_host = dict(zip(hosts, slots, strict=True))
+    return min(filter(None, (of_host[name] for name in names)), default=0)
+
+
+def _is_this_host(topology: Topology, host: str) -> bool:
+    job = topology.allocation
+    if job.scheduler != "none":
+        return job.node_name is not None and same_host(host, job.node_name)
+    return any(same_host(host, name) for name in (topology.hostname, "localhost", "127.0.0.1"))
+
+
+def _cores(topology: Topology, *, here: bool) -> tuple[int, str]:
+    """Return the cores of each host in use, and what told it.
+
+    This process's affinity holds for this host alone. A job's other nodes are taken to be as
+    this one, if this is one of them; and never to have more than the machine's file says, which
+    counts cores where the kernel counts hardware threads.
+    """
+    machine = topology.machine
+    if here:
+        cores, source = topology.cpu_count, topology.cpu_source
+    else:
+        cores, source = topology.cpus_per_node, topology.cpus_per_node_source
+    told = machine.cores_per_node or 0
+    if told and (told < cores or not (here or topology.allocation.on_node)):
+        return told, f"cores_per_node of {machine.name}.toml"
+    return cores, source
+
+
+def _ranks_per_host(
+    topology: Topology,
+    request: Request,
+    slots: int,
+    hosts_source: str,
+    known_cores: tuple[int, str],
+) -> tuple[int, str]:
+    if slots and hosts_source in ("argument", "HOSTFILE"):
+        return slots, f"slots of the hostfile ({hosts_source})"
+    devices = topology.accelerators
+    if devices.count:
+        return devices.count, f"one a device: {devices.source}"
+    if devices.device_type != "cpu" and request.nproc is None and request.ppn is None:
+        raise LaunchError(
+            f"how many ranks? {devices.source}; expected -n, such as: ezpz-launch -n 4 "
+            f"{request.command[0]} ..."
+        )
+    if slots and topology.allocation.scheduler == "slurm":
+        told_by = topology.allocation.sources.get("slots", hosts_source)
+        return slots, f"no device; tasks of {told_by}"
+    cores, cores_source = known_cores
+    if not cores:
+        return 2, f"no device, and cores are {cores_source}: two"
+    why = f"no device; one per two of {cores} cores, at least two ({cores_source})"
+    return max(2, cores // 2), why
+
+
+def _check(topology: Topology, request: Request, placement: Placement) -> None:
+    """Refuse what the placement cannot satisfy."""
+    used, nodes = len(placement.hosts), request.nodes
+    if nodes and used < nodes:
+        raise UsageError(
+            f"-n {placement.nproc} on -N {nodes} hosts: {placement.ppn} ranks each "
+            f"({placement.source_per_host}) fill {used} of them; expected -N {used}, or "
+            f"-n from {placement.ppn * (nodes - 1) + 1} to {placement.ppn * nodes}"
+        )
+    beyond = [rank for rank in request.only_ranks or () if rank >= placement.nproc]
+    if beyond:
+        raise UsageError(
+            f"--only-ranks {beyond[0]}: there are {placement.nproc} ranks ({placement.source}); "
+            f"expected from 0 to {placement.nproc - 1}"
+        )
+    devices = topology.accelerators
+    if request.one_device and devices.device_type == "cpu":
+        raise UsageError(f"--one-device: no device to show ({devices.source}); expected none of it")
+    if request.one_device and 0 < devices.count < placement.ppn:
+        raise UsageError(
+            f"--one-device with {placement.ppn} ranks a host ({placement.source_per_host}): there "
+            f"are {devices.count} devices ({devices.source}); expected at most one rank a device"
+        )

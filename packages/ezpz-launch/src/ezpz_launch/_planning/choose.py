@@ -1,0 +1,105 @@
+"""Which launcher to use: the user's word, else the machine's, else what is here."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+
+from ezpz_launch._errors import CommandNotFoundError, LaunchError
+from ezpz_launch._request import Request
+from ezpz_topo import Topology
+
+from .arrange import Arrangement
+from .identify import MPIEXEC_KINDS, Launcher, find_command, find_mpiexec
+
+_NO_MPI = (
+    "no mpiexec here: the ranks are started as plain processes, and a program that uses MPI itself "
+    "would be a world of one in each; for such a one load the site's MPI, or: pip install mpich"
+)
+
+
+def choose_launcher(
+    topology: Topology,
+    request: Request,
+    env: Mapping[str, str],
+    *,
+    beside: str,
+    arrangement: Arrangement,
+) -> Launcher:
+    """Find the launcher and identify it.
+
+    Args:
+        topology: Where we are.
+        request: What the user asked for.
+        env: The environment whose PATH is searched.
+        beside: Directory of this environment's commands, for a venv that is not activated.
+        arrangement: Which hosts get ranks.
+
+    Raises:
+        LaunchError: It is not here, or is another one than was asked for.
+    """
+    asked = request.launcher
+    if asked == "auto":
+        return _auto(topology, env, beside, here=arrangement.on_this_host)
+    if asked == "spawn":
+        return _spawn("--launcher spawn")
+    if asked in ("srun", "torchrun"):
+        return find_command(asked, asked, env, beside=beside)
+    found = find_mpiexec(env, beside=beside)
+    if asked in MPIEXEC_KINDS and found.kind != asked:
+        raise LaunchError(
+            f"--launcher {asked}: {found.path} is {found.kind} ({found.source}); expected {asked} "
+            "first on PATH; load its module"
+        )
+    return found
+
+
+def imagine_launcher(topology: Topology, request: Request) -> Launcher:
+    """Return the launcher that a machine's file names, without looking for it."""
+    kind = topology.machine.launcher if request.launcher == "auto" else request.launcher
+    source = f"{topology.machine.name}.toml, not looked for"
+    if request.launcher != "auto":
+        source = f"--launcher {request.launcher}, not looked for"
+    if kind == "spawn":
+        return _spawn(source)
+    if kind == "mpiexec":
+        # The site's own, where the file tells whose it is.
+        named = topology.machine.launcher
+        kind = named if named in MPIEXEC_KINDS else "hydra"
+    program = {"openmpi": "mpirun", "srun": "srun", "torchrun": "torchrun"}.get(kind, "mpiexec")
+    return Launcher(program, kind, source)
+
+
+def _auto(topology: Topology, env: Mapping[str, str], beside: str, *, here: bool) -> Launcher:
+    machine, in_slurm = topology.machine, topology.allocation.scheduler == "slurm"
+    if in_slurm and not here:
+        return find_command("srun", "srun", env, beside=beside)
+    if in_slurm and machine.launcher == "srun" and machine.devices_per_node:
+        # A named machine's flags and bind lists are srun's.
+        found = _srun_if_here(env, beside)
+        if found:
+            return found
+    if machine.launcher == "spawn":
+        return _spawn(f"{machine.name}.toml")
+    if machine.launcher == "torchrun":
+        return find_command("torchrun", "torchrun", env, beside=beside)
+    name = "mpirun" if machine.launcher == "openmpi" else "mpiexec"
+    try:
+        return find_mpiexec(env, beside=beside, name=name)
+    except CommandNotFoundError:
+        if not here:
+            raise
+    # srun gives programs that use MPI their world; plain processes cannot.
+    found = _srun_if_here(env, beside) if in_slurm else None
+    return found or _spawn(f"no {name} on PATH or in this environment", _NO_MPI)
+
+
+def _srun_if_here(env: Mapping[str, str], beside: str) -> Launcher | None:
+    try:
+        return find_command("srun", "srun", env, beside=beside)
+    except CommandNotFoundError:
+        return None
+
+
+def _spawn(source: str, *notes: str) -> Launcher:
+    return Launcher(sys.executable, "spawn", source, notes)

@@ -1,0 +1,28 @@
+"""Hydra: MPICH's, whose flags are those of 5.0.2 and refuse PALS's; MVAPICH's; and Intel MPI's.
+
+Of Intel's only -bootstrap fork was found in its documents; the rest (-hosts for -host, no resource
+manager "user") is unverified, and none of it has been run.
+"""
+
+from __future__ import annotations
+
+from ezpz_launch._planning.plan import LaunchPlan
+from ezpz_topo import family
+
+from .shim import shim_argv
+
+
+def argv(plan: LaunchPlan) -> list[str]:
+    """Return the command line that starts a plan's ranks."""
+    placement, intel = plan.placement, plan.launcher.flavour == "intel"
+    words = [plan.launcher.path, "-n", str(placement.nproc)]
+    if plan.on_this_host:
+        # Inside a Slurm step Hydra would start its proxy by another srun, which waits for
+        # cores that the step holds, and would take its hosts from the job (MPICH 5.0.2).
+        fork = ["-launcher", "fork", "-rmk", "user", "-host", "localhost"]
+        words += ["-bootstrap", "fork", "-hosts", "localhost"] if intel else fork
+    else:
+        words += ["-ppn", str(placement.ppn)]
+        words += [] if intel else ["-rmk", "user"]
+        words += ["-hostfile", plan.hostfile]
+    return [*words, *plan.launcher_args, *shim_argv(plan, family("pmi"), separator=":")]

@@ -1,0 +1,23 @@
+"""PALS, the launcher of HPE Cray EX machines under PBS. From the sites' pages; not run."""
+
+from __future__ import annotations
+
+from ezpz_launch._planning.plan import LaunchPlan
+from ezpz_topo import family
+
+from .shim import shim_argv
+
+
+def argv(plan: LaunchPlan) -> list[str]:
+    """Return the command line that starts a plan's ranks."""
+    placement = plan.placement
+    words = [plan.launcher.path, "-n", str(placement.nproc), "--ppn", str(placement.ppn)]
+    words += ["--hostfile", plan.hostfile]
+    words += plan.flags or ["--envall"]
+    if plan.unbound:
+        words += ["--cpu-bind=none"]
+    elif plan.cpu_bind:
+        words += [f"--cpu-bind=list:{':'.join(plan.cpu_bind)}"]
+    elif plan.depth:
+        words += [f"--depth={plan.depth}"]
+    return [*words, *plan.launcher_args, *shim_argv(plan, family("pals"), separator=":")]

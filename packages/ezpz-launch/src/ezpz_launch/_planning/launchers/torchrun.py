@@ -1,0 +1,20 @@
+"""torchrun, on this host alone: elsewhere it would have to be started once a host."""
+
+from __future__ import annotations
+
+from ezpz_launch._errors import LaunchError
+from ezpz_launch._planning.plan import LaunchPlan
+from ezpz_topo import family
+
+from .shim import shim_argv
+
+
+def argv(plan: LaunchPlan) -> list[str]:
+    """Return the command line that starts a plan's ranks."""
+    if not plan.on_this_host:
+        raise LaunchError(
+            f"torchrun starts ranks on one host, not on {len(plan.placement.hosts)} from here; "
+            "expected -N 1, or another --launcher"
+        )
+    words = [plan.launcher.path, "--standalone", f"--nproc-per-node={plan.placement.nproc}"]
+    return [*words, *plan.launcher_args, "--no-python", *shim_argv(plan, family("torchrun"))]

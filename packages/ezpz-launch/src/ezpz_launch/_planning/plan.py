@@ -1,0 +1,246 @@
+"""Topology + Request -> LaunchPlan: pure, so that every command line can be shown and tested."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ezpz_launch._errors import LaunchError, UsageError
+from ezpz_launch._request import Request
+from ezpz_topo import Machine, Topology, fold_nodelist
+
+from .arrange import Arrangement, arrange
+from .binding import bind, with_cpus_of_the_job
+from .environment import exported_names, ranks_environment
+from .identify import Launcher
+from .machine_options import choose_options
+from .place import Placement
+from .select import match_hosts, shown
+
+_LONGEST_WORD = 100_000
+"""Bytes of one word of a command line, with room to spare (Linux: MAX_ARG_STRLEN, 131,072)."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchPlan:
+    """What will be started.
+
+    Attributes:
+        request: What the user asked for.
+        command: The user's words, verbatim.
+        launcher: What starts the ranks.
+        placement: How many ranks on which hosts.
+        machine: The machine's flags and options.
+        on_this_host: Whether this host alone has ranks.
+        nodelist: The hosts, where srun is to be told because they are not all of the job's.
+        by_rank: Whether srun is to read the host of each rank from the hostfile.
+        in_step: Whether we are in a step of the Slurm job, whose cores the ranks have to share.
+        hostfile: Path of the file that names the hosts, where the launcher reads one.
+        device_type: torch's word for the devices of the hosts.
+        devices: Devices to ask the scheduler for on each host; 0 for none.
+        flags: The machine's flags for this launcher.
+        unbound: Whether the user wants no binding, and the launcher is to be told so.
+        cpu_bind: Cores of each rank of a host; empty for no list.
+        depth: Cores for each rank where the machine binds in order; 0 where it does not.
+        launcher_args: The user's words for the launcher.
+        environment: What is added to the ranks' environment.
+        exported: Variables to name to a launcher that exports none by itself.
+        as_root: Whether we are root.
+        control: Whether EZPZ_CONTROL will be in the launcher's environment, for the ranks.
+        sources: For each decision, by name, why it is so.
+        notes: What people should know.
+    """
+
+    request: Request
+    command: tuple[str, ...]
+    launcher: Launcher
+    placement: Placement
+    machine: Machine
+    on_this_host: bool
+    nodelist: str
+    by_rank: bool
+    in_step: bool
+    hostfile: str
+    device_type: str
+    devices: int
+    flags: tuple[str, ...]
+    unbound: bool
+    cpu_bind: tuple[str, ...]
+    depth: int
+    launcher_args: tuple[str, ...]
+    environment: Mapping[str, str]
+    exported: tuple[str, ...]
+    as_root: bool = False
+    control: bool = False
+    sources: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def nproc(self) -> int:
+        """Number of ranks in all."""
+        return self.placement.nproc
+
+
+def plan(
+    topology: Topology,
+    request: Request,
+    launcher: Launcher,
+    *,
+    hosts: Sequence[str],
+    hosts_source: str,
+    slots: int | Sequence[int] = 0,
+    hostfile: str,
+    port: int,
+    user_env: Mapping[str, str],
+    as_root: bool = False,
+) -> LaunchPlan:
+    """Decide how many ranks run where, and with what environment, by a launcher that is known.
+
+    Where the launcher depends on the hosts: `arrange`, then choose it, then `complete`.
+
+    Args:
+        topology: Where we are.
+        request: What the user asked for.
+        launcher: What starts the ranks.
+        hosts: The hosts that there are.
+        hosts_source: Where they come from.
+        slots: The ranks foreseen on each of ``hosts``, 0 where not told; one number for all.
+        hostfile: Where a file with the hosts in use will be, if the launcher needs one.
+        port: A TCP port for the ranks' rendezvous.
+        user_env: The environment we were called with; an OMP_NUM_THREADS there is kept.
+        as_root: Whether we are root.
+
+    Raises:
+        LaunchError: What was asked for contradicts itself, or cannot be done here.
+    """
+    arrangement = arrange(topology, request, hosts=hosts, hosts_source=hosts_source, slots=slots)
+    return complete(
+        topology,
+        request,
+        arrangement,
+        launcher,
+        hostfile=hostfile,
+        port=port,
+        user_env=user_env,
+        as_root=as_root,
+    )
+
+
+def complete(
+    topology: Topology,
+    request: Request,
+    arrangement: Arrangement,
+    launcher: Launcher,
+    *,
+    hostfile: str,
+    port: int,
+    user_env: Mapping[str, str],
+    as_root: bool = False,
+) -> LaunchPlan:
+    """Decide what is left when hosts, ranks and launcher are known.
+
+    Args:
+        topology: Where we are.
+        request: What the user asked for.
+        arrangement: Which hosts get how many ranks.
+        launcher: What starts them.
+        hostfile: Where a file with the hosts in use will be, if the launcher needs one.
+        port: A TCP port for the ranks' rendezvous.
+        user_env: The environment we were called with.
+        as_root: Whether we are root.
+
+    Raises:
+        LaunchError: What was asked for contradicts itself, or cannot be done here.
+    """
+    machine = topology.machine
+    nodelist, by_rank = "", False
+    if launcher.kind == "srun":
+        arrangement, nodelist, by_rank = _for_srun(topology, arrangement)
+    chosen = choose_options(machine, request.options, launcher)
+    binding = bind(machine, request, arrangement, launcher, chosen)
+    if launcher.kind == "srun":
+        binding = with_cpus_of_the_job(binding, arrangement, user_env)
+    environment, why, notes = ranks_environment(
+        topology,
+        request,
+        arrangement,
+        launcher,
+        chosen,
+        bound=binding.cores_each,
+        port=port,
+        user_env=user_env,
+    )
+    placement, devices = arrangement.placement, topology.accelerators
+    sources = {
+        "nproc": placement.source,
+        "ppn": placement.source_per_host,
+        "hosts": arrangement.source,
+        "launcher": launcher.source,
+        "cpu_bind": binding.source,
+        **({"flags": binding.flags_source} if binding.flags_source else {}),
+        **{f"--option {name}": machine.options[name].why for name in chosen.names},
+        **why,
+    }
+    asks_for_devices = devices.device_type != "cpu" and machine.devices_per_node
+    return LaunchPlan(
+        request=request,
+        command=request.command,
+        launcher=launcher,
+        placement=placement,
+        machine=machine,
+        on_this_host=arrangement.on_this_host,
+        nodelist=nodelist,
+        by_rank=by_rank,
+        in_step="SLURM_STEP_ID" in user_env,
+        hostfile=hostfile,
+        device_type=devices.device_type,
+        devices=devices.count if asks_for_devices else 0,
+        flags=binding.flags,
+        unbound=binding.unbound,
+        cpu_bind=binding.cores,
+        depth=binding.depth,
+        launcher_args=request.launcher_args,
+        environment=environment,
+        exported=exported_names(topology, chosen, environment, user_env),
+        as_root=as_root,
+        sources=sources,
+        notes=(*launcher.notes, *chosen.notes, *notes),
+    )
+
+
+def _for_srun(topology: Topology, arrangement: Arrangement) -> tuple[Arrangement, str, bool]:
+    """Return the arrangement in the job's own names, its nodelist, and whether by rank.
+
+    srun knows the job's nodes by Slurm's names only, sorts those it is given into the job's order,
+    and evens out how many ranks each gets, unless it reads the host of each rank from a file.
+    """
+    job, placement = topology.allocation, arrangement.placement
+    if job.scheduler != "slurm":
+        raise LaunchError(
+            f"srun starts ranks in a Slurm job, and there is none here ({job.sources['hosts']}); "
+            "expected to be inside one; salloc or sbatch first, or choose another --launcher"
+        )
+    names = placement.hosts
+    if names != job.hosts[: len(names)]:
+        found, unknown = match_hosts(names, job.hosts)
+        if unknown:
+            raise UsageError(
+                f"{shown(unknown)} ({arrangement.source}): not in Slurm job {job.job_id}, which "
+                f"has {shown(job.hosts)}; expected hosts of the job, srun reaches no others"
+            )
+        if len(found) < len(names):
+            raise UsageError(
+                f"{shown(names)} ({arrangement.source}): two of these are one node of Slurm job "
+                f"{job.job_id}; expected each once"
+            )
+        placement = placement._replace(hosts=tuple(found))
+        arrangement = arrangement._replace(placement=placement)
+    if not placement.is_even:
+        return arrangement, "", True
+    used = set(placement.hosts)
+    if len(used) == len(job.hosts) and placement.hosts == job.hosts:
+        return arrangement, "", False
+    if placement.hosts != tuple(host for host in job.hosts if host in used):
+        return arrangement, "", True
+    nodelist = fold_nodelist(placement.hosts)
+    return arrangement, nodelist, len(nodelist) > _LONGEST_WORD

@@ -1,0 +1,1 @@
+"""What outlives a launch: its record, and whether it is tried again."""

@@ -1,0 +1,1 @@
+"""A command line in, the truth about how it ended out: the only place that starts processes."""

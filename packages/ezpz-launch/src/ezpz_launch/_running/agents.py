@@ -1,0 +1,198 @@
+"""The nodes' agents: where they connect to, and how orders reach the ranks through them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import select
+import socket
+from collections.abc import Callable, Iterable
+
+from .node import PROTOCOL_LINE, keep_alive
+
+
+class Agents:
+    """Listens for one agent a node, and passes orders on.
+
+    Args:
+        hosts: The hosts that agents will connect from, in the order of their nodes.
+        poll: Where the sockets are registered; the owner hands what is ready to `handle`.
+        on_hello: Called with the node of an agent that has connected.
+        on_stacks: Called with what an agent answers when it is asked where its ranks hang.
+        on_lost: Called with a rank that nobody would report the end of.
+    """
+
+    def __init__(
+        self,
+        hosts: Iterable[str],
+        poll: select.poll,
+        on_hello: Callable[[int], None],
+        on_stacks: Callable[[int, bytes], None],
+        on_lost: Callable[[int], None],
+    ) -> None:
+        self._poll = poll
+        self._on_hello, self._on_stacks, self._on_lost = on_hello, on_stacks, on_lost
+        self._server = _listen(_own_address(hosts))
+        self._connections: dict[int, socket.socket] = {}
+        self._nodes: dict[int, int] = {}
+        self._by_node: dict[int, socket.socket] = {}
+        self._received: dict[int, bytes] = {}
+        self._is_full = False
+        self.secrets = (os.urandom(16).hex(), os.urandom(16).hex())
+        poll.register(self._server, select.POLLIN)
+
+    @property
+    def where(self) -> tuple[str, ...]:
+        """The addresses to connect to: ``host:port``."""
+        host, port = self._server.getsockname()[:2]
+        return (f"[{host}]:{port}" if ":" in host else f"{host}:{port}",)
+
+    def is_reached(self, node: int) -> bool:
+        """Whether the node's agent has connected."""
+        return node in self._by_node
+
+    def send(self, node: int, order: str) -> None:
+        """Send an order to a node's agent, if it has connected."""
+        connection = self._by_node.get(node)
+        if connection is not None:
+            try:
+                connection.sendall(f"{order}\n".encode())
+            except OSError:
+                self._drop(connection.fileno())
+
+    def handle(self, fd: int) -> bool:
+        """Serve a socket that is ready; return whether it is one of these."""
+        if fd == self._server.fileno():
+            connection = self._accept()
+            if connection is None:
+                return True
+            keep_alive(connection)
+            # An agent that reads no more must not hold us up for ever.
+            connection.settimeout(10)
+            self._connections[connection.fileno()] = connection
+            self._received[connection.fileno()] = b""
+            self._poll.register(connection, select.POLLIN)
+            return True
+        if fd not in self._connections:
+            return False
+        try:
+            chunk = self._connections[fd].recv(1 << 16)
+        except OSError:
+            chunk = b""
+        if not chunk:
+            self._drop(fd)
+            return True
+        self._received[fd] += chunk
+        self._read(fd)
+        return True
+
+    def close(self, *, farewell: bool) -> None:
+        """End the connections; agents kill what is left of their ranks unless told farewell."""
+        for node in list(self._by_node):
+            self.send(node, "farewell" if farewell else "kill")
+        for fd in list(self._connections):
+            self._drop(fd)
+        if not self._is_full:
+            self._poll.unregister(self._server)
+        self._server.close()
+
+    def _accept(self) -> socket.socket | None:
+        try:
+            return self._server.accept()[0]
+        except ConnectionError:
+            return None  # it is gone again
+        except OSError as error:
+            if error.errno != errno.EMFILE:
+                raise
+        # One a node: the usual limit of 1,024 open files is soon too low. Only now, when the
+        # launcher has started: its ranks keep the limit that the user gave them.
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft != hard:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            return self._accept()
+        # The nodes that are left are not reached; the run loop says so when it matters.
+        self._poll.unregister(self._server)
+        self._is_full = True
+        return None
+
+    def _read(self, fd: int) -> None:
+        while fd in self._received:
+            line, newline, rest = self._received[fd].partition(b"\n")
+            if not newline:
+                if fd not in self._nodes and len(line) > PROTOCOL_LINE:
+                    self._drop(fd)
+                return
+            words = line.split()
+            if fd not in self._nodes:
+                self._received[fd] = rest
+                if not self._is_welcome(fd, words):
+                    self._drop(fd)
+                    return
+            elif words and words[0] == b"stacks":
+                length = int(words[1])
+                if len(rest) < length:
+                    return
+                self._received[fd] = rest[length:]
+                self._on_stacks(self._nodes[fd], rest[:length])
+            else:
+                self._received[fd] = rest
+                if len(words) == 2 and words[0] == b"lost" and words[1].isdigit():
+                    self._on_lost(int(words[1]))
+
+    def _is_welcome(self, fd: int, words: list[bytes]) -> bool:
+        if len(words) != 3 or words[:2] != [b"hello", self.secrets[0].encode()]:
+            return False
+        node = int(words[2])
+        self._nodes[fd] = node
+        self._by_node[node] = self._connections[fd]
+        self.send(node, f"welcome {self.secrets[1]}")
+        self._on_hello(node)
+        return True
+
+    def _drop(self, fd: int) -> None:
+        connection = self._connections.pop(fd, None)
+        if connection is None:
+            return
+        self._received.pop(fd, None)
+        node = self._nodes.pop(fd, None)
+        if node is not None and self._by_node.get(node) is connection:
+            del self._by_node[node]
+        self._poll.unregister(fd)
+        connection.close()
+
+
+def _listen(address: tuple[socket.AddressFamily, str]) -> socket.socket:
+    family, host = address
+    server = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        server.bind((host, 0))
+        # All agents may come at once.
+        server.listen(socket.SOMAXCONN)
+    except BaseException:
+        server.close()
+        raise
+    return server
+
+
+def _own_address(hosts: Iterable[str]) -> tuple[socket.AddressFamily, str]:
+    """Return the address of ours from which the first other host is reached.
+
+    Connecting a UDP socket sends nothing, but lets the kernel choose the route.
+
+    Raises:
+        OSError: No host can be looked up, nor can our own name.
+    """
+    own = os.uname().nodename
+    names = [host for host in hosts if host.partition(".")[0] != own.partition(".")[0]][:4]
+    error: OSError | None = None
+    for name in [*names, own]:
+        try:
+            found = socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)
+            for family, kind, protocol, _, address in found:
+                with socket.socket(family, kind, protocol) as probe:
+                    probe.connect(address)
+                    return family, str(probe.getsockname()[0])
+        except OSError as failed:
+            error = failed
+    raise error or OSError("no host to look up")

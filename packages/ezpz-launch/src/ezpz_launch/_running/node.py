@@ -1,0 +1,359 @@
+"""The ranks of one node: signal them, end them, and ask them where they hang.
+
+ezpz-launch uses it for ranks on its own host. For those of other hosts it is a program as well,
+``python -I -S node.py NODE``, that the first rank's shim of each node starts in the background:
+it connects to ezpz-launch, takes its orders, and when the connection ends without a farewell,
+because ezpz-launch was killed or its host is gone, it kills the ranks. It knows the standard
+library alone. Launchers signal by themselves, but srun and Open MPI kill within half a second of
+SIGTERM, and torchrun dies of SIGUSR1.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Iterator
+    from types import ModuleType
+
+PROTOCOL_LINE = 4096
+"""Longest line of the protocol, in bytes."""
+
+_CONNECT_TIMEOUT = 5.0
+_LOOK = 0.5
+"""Seconds between two looks for ranks that are lost."""
+
+_FIRST_LOOK = 0.05
+"""The same while the command of a rank is still to be found."""
+
+_SETTLED = 0.2
+"""Seconds before it connects: a launch of `true` needs none, and pays nothing."""
+
+
+class NodeRanks:
+    """The ranks of one node that have started and not ended.
+
+    Args:
+        launch_id: What every process of the launch has in its environment.
+    """
+
+    def __init__(self, launch_id: str) -> None:
+        self._mark = b"EZPZ_LAUNCH_ID=" + launch_id.encode()
+        self._pids: dict[int, int] = {}
+        self._leaders: set[int] = set()
+        self._groups: dict[int, int] = {}
+        self._born: dict[int, str] = {}
+        self._ending = 0
+        self._parents: dict[int, int] = {}
+        self._commands: dict[int, tuple[int, str]] = {}
+        self._lost: set[int] = set()
+        self._suspects: set[int] = set()
+
+    def started(self, rank: int, pid: int) -> None:
+        """Take note of a rank's shim."""
+        self._pids[rank] = pid
+        self._leaders.add(pid)
+        self._born[pid] = _birth(pid)
+        try:
+            self._groups[pid] = os.getpgid(pid)
+        except ProcessLookupError:
+            self._groups[pid] = 0
+        self._parents[pid] = _parent(pid)
+        if self._ending:
+            # It comes late: all were told to end.
+            _kill(self._target(pid), self._ending)
+
+    def ended(self, rank: int) -> None:
+        """Take note of the end of a rank's command; its shim may still wait."""
+        self._pids.pop(rank, None)
+
+    def lost(self) -> list[int]:
+        """Return the ranks, once each, whose end nobody would report.
+
+        Their shim was killed while the command goes on, or the launcher's process that started the
+        shim, and brings its reports, is gone. Launchers see neither by themselves (Hydra, srun).
+        """
+        found = []
+        for rank, pid in self._pids.items():
+            if rank in self._lost:
+                continue
+            if is_running(pid):
+                # Nobody starts a shim but a launcher, which is never the first process.
+                parent = _parent(pid)
+                is_lost = parent == 1 or (bool(parent) and parent != self._parents[pid])
+                if rank not in self._commands:
+                    self._remember_the_command(rank, pid)
+            else:
+                # Where the command has ended as well, its end is on the way to us.
+                is_lost = self._goes_on(rank)
+            if is_lost:
+                self._lost.add(rank)
+                found.append(rank)
+        return found
+
+    def _goes_on(self, rank: int) -> bool:
+        """Whether a rank's command has outlived its shim."""
+        command, born = self._commands.get(rank, (0, ""))
+        if command:
+            return is_running(command) and _birth(command) == born
+        # The shim died before we had seen its command. Twice: it may just be ending.
+        orphans = _marked(self._mark, b"EZPZ_RANK=%d" % rank)
+        is_suspect, self._suspects = rank in self._suspects, self._suspects | {rank}
+        return is_suspect and bool(orphans)
+
+    def next_look(self) -> float:
+        """Return after how many seconds to look for lost ranks again."""
+        return _LOOK if self._commands.keys() >= self._pids.keys() else _FIRST_LOOK
+
+    def _remember_the_command(self, rank: int, pid: int) -> None:
+        for child in _children(pid):
+            self._commands[rank] = (child, _birth(child))
+            return
+
+    def pid(self, rank: int) -> int | None:
+        """Return the process id of the shim of a rank that has not ended."""
+        return self._pids.get(rank)
+
+    def signal(self, number: int) -> None:
+        """Signal every rank that has not ended: its process group, where it has one.
+
+        One that ends processes is for ranks, too, that have yet to start.
+        """
+        if number not in (signal.SIGUSR1, signal.SIGUSR2):
+            self._ending = number
+        for target in {self._target(pid) for pid in self._pids.values() if self._is_same(pid)}:
+            _kill(target, number)
+
+    def release(self, pid: int) -> None:
+        """Let the shim of a rank that failed go."""
+        if self._is_same(pid):
+            _kill(pid, signal.SIGTERM)
+
+    def kill(self) -> None:
+        """SIGKILL every process of the launch on this node."""
+        self.signal(signal.SIGKILL)
+        # What left its process group is found by its environment, where /proc shows it.
+        for pid in _marked(self._mark):
+            _kill(pid, signal.SIGKILL)
+
+    def _target(self, pid: int) -> int:
+        # Only a group that the launcher made for its ranks (srun: one for all of a node), never
+        # one that we are in.
+        group = self._groups[pid]
+        return -group if group in self._leaders and group != os.getpgrp() else pid
+
+    def _is_same(self, pid: int) -> bool:
+        """Whether it is still the process that was reported, and not another of its number."""
+        born = _birth(pid)
+        # Where it is gone its group may still be there, and then nobody else has the number.
+        return not born or born == self._born.get(pid, born)
+
+
+def _kill(target: int, number: int) -> None:
+    try:
+        os.kill(target, number)
+    except (ProcessLookupError, PermissionError):
+        # Gone, or no longer ours: a rank may have changed its user.
+        return
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there, and not only waited for."""
+    fields = _stat(pid)
+    if fields:
+        return fields[0] not in "ZX"
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return not os.path.exists("/proc/self/stat")
+
+
+def _parent(pid: int) -> int:
+    """Return the process that a process is a child of now; 0 where /proc does not tell."""
+    fields = _stat(pid)
+    return int(fields[1]) if fields else 0
+
+
+def _children(pid: int) -> list[int]:
+    """Return the children of a process; none where the kernel does not list them."""
+    try:
+        with open(f"/proc/{pid}/task/{pid}/children", encoding="ascii") as file:
+            return [int(word) for word in file.read().split()]
+    except (OSError, ValueError):
+        return []
+
+
+def _birth(pid: int) -> str:
+    """Return when a process started, in ticks; empty where it is gone, or /proc is absent."""
+    fields = _stat(pid)
+    return fields[19] if fields else ""
+
+
+def _stat(pid: int) -> list[str]:
+    """Return the fields of proc(5)'s stat from the state on; none where there are none."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            # The name may hold anything, so count from its end.
+            return file.read().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _marked(*marks: bytes) -> list[int]:
+    """Return the processes that were started with these variables; none where /proc is absent."""
+    found = []
+    try:
+        names = os.listdir("/proc")
+    except FileNotFoundError:
+        return []
+    for name in names:
+        if name.isdecimal() and int(name) != os.getpid():
+            try:
+                with open(f"/proc/{name}/environ", "rb") as file:
+                    if set(marks) <= set(file.read().split(b"\0")):
+                        found.append(int(name))
+            except OSError:
+                continue  # gone, or another user's
+    return found
+
+
+def main() -> int:
+    """Serve ezpz-launch on this node until it says farewell."""
+    if os.fork():
+        # No child of the shim: it is none of the rank's processes.
+        return 0
+    os.setsid()
+    # The launcher's own pipes and sockets among them: it would wait for their end.
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    ending = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    for number in (*ending, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    fields = os.environ["EZPZ_CONTROL"].split("\n")
+    launch_id, addresses, token, answer = fields[0], fields[4], fields[5], fields[6]
+    time.sleep(_SETTLED)
+    connection = _connect(addresses.split())
+    if connection is None:
+        # The launch is over, or its host cannot be reached; ezpz-launch says so if it matters.
+        return 0
+    ranks = NodeRanks(launch_id)
+    try:
+        connection.sendall(f"hello {token} {sys.argv[1]}\n".encode())
+        lines = _lines(connection, ranks)
+        if next(lines, "") != f"welcome {answer}":
+            return 1
+        for line in lines:
+            reply = obey(ranks, line.split())
+            if reply is None:
+                return 0
+            connection.sendall(reply)
+    except OSError:
+        pass  # reset instead of closed: the same
+    ranks.kill()
+    return 1
+
+
+def _lines(connection: socket.socket, ranks: NodeRanks) -> Iterator[str]:
+    """Return ezpz-launch's orders; while there are none, tell it of ranks that are lost."""
+    received = b""
+    while True:
+        connection.settimeout(ranks.next_look())
+        line, newline, rest = received.partition(b"\n")
+        if newline:
+            received = rest
+            yield line.decode("ascii")
+            continue
+        try:
+            chunk = connection.recv(1 << 16)
+        except TimeoutError:
+            for rank in ranks.lost():
+                connection.sendall(f"lost {rank}\n".encode())
+            continue
+        if not chunk:
+            return
+        received += chunk
+
+
+def obey(ranks: NodeRanks, words: list[str]) -> bytes | None:
+    """Carry out one order and return what is to be answered; None for a farewell."""
+    numbers = [int(word) for word in words[1:]]
+    match words[0]:
+        case "start":
+            ranks.started(*numbers)
+        case "end":
+            ranks.ended(*numbers)
+        case "signal":
+            ranks.signal(*numbers)
+        case "release":
+            ranks.release(*numbers)
+        case "kill":
+            ranks.kill()
+        case "stacks":
+            text = stacks(ranks, numbers)
+            return b"stacks %d\n%s" % (len(text), text)
+        case "farewell":
+            return None
+    return b""
+
+
+def stacks(ranks: NodeRanks, which: list[int]) -> bytes:
+    """Return the Python stacks of these ranks; those that cannot be read print their own."""
+    tool = _stacks_module()
+    py_spy = tool.find_py_spy(os.environ.get("PATH", ""), os.path.dirname(sys.executable))
+    texts = []
+    for rank in which:
+        pid = ranks.pid(rank)
+        if pid is None:
+            continue
+        # All of them within the run loop's patience.
+        text = tool.dump(pid, py_spy, bound=max(1.0, 10.0 / len(which)))
+        if text is not None:
+            texts.append(f"rank {rank}:\n{text.rstrip()}\n")
+            continue
+        # faulthandler prints it on the rank's own standard error.
+        for process in tool.python_processes(pid):
+            _kill(process, signal.SIGABRT)
+    return "".join(texts).encode(errors="replace")
+
+
+def _stacks_module() -> ModuleType:
+    if not __package__:
+        # As a program it knows no package, only its neighbour.
+        sys.path.append(os.path.dirname(os.path.abspath(__file__)))
+    return __import__(f"{__package__}.stacks" if __package__ else "stacks", fromlist=["dump"])
+
+
+def _connect(addresses: list[str]) -> socket.socket | None:
+    import socket  # noqa: PLC0415  # ezpz-launch itself loads this module, and needs none
+
+    for address in addresses:
+        host, _, port = address.rpartition(":")
+        try:
+            connection = socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT)
+        except OSError:
+            continue
+        connection.settimeout(None)
+        keep_alive(connection)
+        return connection
+    return None
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Let the kernel find out within about a minute that the other host is gone."""
+    import socket  # noqa: PLC0415
+
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, seconds in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), seconds)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,393 @@
+"""Run one rank's command and pass its output on: line by line, with a prefix, into files.
+
+usage: python -I -S rank_output.py RANK HOST [--prefix] [--files DIR] [--hide] -- COMMAND [ARG...]
+  --prefix     begin each line on the terminal with [RANK@HOST]
+  --files DIR  write the exact bytes to DIR/rank-RANK.out and DIR/rank-RANK.err as well
+  --hide       show nothing on the terminal
+exit status: the command's own, 128 + signal; 127 or 126 when it is not there or cannot be
+             executed; 2 when the files cannot be opened
+
+The rank shim starts this on every rank, so it stands alone and imports next to nothing. A
+complete line is one write, so that ranks which share a pipe do not cut each other's lines.
+What has no end yet (a prompt, a progress bar) is shown after 0.2 s. It shares the command's
+process group: it outlives the signals that are meant for the command, to report its end.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import sys
+import time
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import signal
+    from types import FrameType
+    from typing import NoReturn
+else:
+    import _signal as signal  # its C part: the enums of signal itself cost 5 ms
+
+_HELD = 0.2
+"""Seconds after which the beginning of a line is shown without its end."""
+
+_AFTER = 0.5
+"""Seconds for what still writes when the command has ended (a child that it left)."""
+
+_PIECE = 1 << 16
+"""Bytes read at once, and of a line that are held at most."""
+
+_MOST_AFTER = 1 << 20
+"""Bytes still taken when those seconds are over: all that a pipe of Linux can hold."""
+
+_HEARD = (
+    signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2,
+    signal.SIGCHLD,
+)  # fmt: skip
+
+_PR_SET_PDEATHSIG = 1
+
+
+class _Sink:
+    """A descriptor to write to; trouble with it is said once and stops nobody.
+
+    Args:
+        descriptor: Where to write.
+        name: What people call it.
+    """
+
+    def __init__(self, descriptor: int, name: str) -> None:
+        self._descriptor = descriptor
+        self._name = name
+        self._gone = False
+        self._said = False
+
+    def write(self, data: bytes) -> None:
+        """Write all of it, in one call where the system takes it so."""
+        while data and not self._gone:
+            try:
+                data = data[os.write(self._descriptor, data) :]
+            except BlockingIOError:
+                # Somebody who shares it has made it so.
+                select.select([], [self._descriptor], [])
+            except OSError as error:
+                # Nobody reads any more: the command goes on regardless.
+                self._gone = error.errno in (errno.EPIPE, errno.EIO, errno.EBADF)
+                if not (self._gone or self._said):
+                    self._said = True
+                    _say(
+                        f"{self._name}: got {error.strerror} on writing; expected room for this "
+                        "rank's output; make some, what comes until then is lost"
+                    )
+                return
+
+
+class _Stream:
+    """The command's stdout or stderr, on its way to the terminal and a file.
+
+    Args:
+        source: Our end of the command's pipe.
+        terminal: Where lines are shown; None where they are not.
+        file: Where every byte goes; None where there is none.
+        prefix: What begins each line on the terminal.
+    """
+
+    def __init__(
+        self, source: int, terminal: _Sink | None, file: _Sink | None, prefix: bytes
+    ) -> None:
+        self.source = source
+        self._terminal = terminal
+        self._file = file
+        self._prefix = prefix
+        self._held = b""
+        self._since = 0.0
+        self._inside = False
+        self._returned = False
+
+    @property
+    def due(self) -> float:
+        """When the held beginning of a line is to be shown, on the monotonic clock."""
+        return self._since + _HELD if self._held else float("inf")
+
+    def take(self, data: bytes, now: float) -> None:
+        """Pass on what the command has written."""
+        if self._file:
+            self._file.write(data)
+        if self._terminal is None:
+            return
+        if not self._held:
+            self._since = now
+        data = self._held + data
+        # A "\r" ends a line too: a progress bar draws over its prefix. Whether the last
+        # byte is one, or half of "\r\n", the next one tells.
+        end = max(data.rfind(b"\n"), data.rfind(b"\r", 0, len(data) - 1)) + 1
+        if end:
+            self._show(data[:end].splitlines(keepends=True), self._terminal)
+            self._since = now
+        self._held = data[end:]
+        if len(self._held) >= _PIECE:
+            self.flush()
+
+    def flush(self) -> None:
+        """Show what is held."""
+        if self._held and self._terminal:
+            self._terminal.write(self._headed(self._held))
+        self._held = b""
+
+    def close(self) -> None:
+        """Show what is left; with a prefix, the next rank's line must not continue ours."""
+        self.flush()
+        if self._prefix and self._inside and self._terminal:
+            self._terminal.write(b"\n")
+        os.close(self.source)
+
+    def _show(self, lines: list[bytes], terminal: _Sink) -> None:
+        # Several lines may share a write as long as a pipe takes them unmixed.
+        batch: list[bytes] = []
+        room = select.PIPE_BUF
+        for line in map(self._headed, lines):
+            if batch and len(line) > room:
+                terminal.write(b"".join(batch))
+                batch, room = [], select.PIPE_BUF
+            batch.append(line)
+            room -= len(line)
+        terminal.write(b"".join(batch))
+
+    def _headed(self, line: bytes) -> bytes:
+        bare = self._inside or line == b"\r" or (self._returned and line == b"\n")
+        self._returned = line.endswith(b"\r")
+        self._inside = not (self._returned or line.endswith(b"\n"))
+        return line if bare else self._prefix + line
+
+
+def run(words: list[str]) -> NoReturn:
+    """Run the command and end as it did, without the 2 ms of the interpreter's own tidying."""
+    os._exit(main(words))
+
+
+def main(words: list[str]) -> int:
+    """Run the command to its end.
+
+    Args:
+        words: RANK, HOST, options, ``--`` and the command: see the usage above.
+
+    Returns:
+        The exit status to end with.
+    """
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback
+    try:
+        rank, host, *options = words[: words.index("--")]
+        command = words[words.index("--") + 1 :]
+        prefix, folder, hidden = _options(options)
+        if not command:
+            raise ValueError(words)
+    except ValueError:
+        _say(f"rank_output.py: got {words}; expected RANK HOST OPTIONS -- COMMAND; see its head")
+        return 2
+    ends: list[int] = []
+    streams: list[_Stream] = []
+    head = os.fsencode(f"[{rank}@{host}] ") if prefix else b""
+    for descriptor, name in ((1, "out"), (2, "err")):
+        try:
+            file = _open(folder, f"rank-{rank}.{name}") if folder else None
+        except OSError as error:
+            _say(
+                f"{folder}/rank-{rank}.{name}: cannot be opened on {host} ({error.strerror}); "
+                "expected a directory for the ranks' output; give another --log-dir"
+            )
+            return 2
+        source, drain = os.pipe()
+        terminal = None if hidden else _Sink(descriptor, f"the terminal's std{name}")
+        streams.append(_Stream(source, terminal, file, head))
+        ends.append(drain)
+
+    wake, wake_write = os.pipe()
+    for end in (wake, wake_write):
+        os.set_blocking(end, False)
+    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+    child = _start(command, ends, f"rank {rank} on {host}")
+    return _pump(child, streams, wake)
+
+
+def _options(words: list[str]) -> tuple[bool, str, bool]:
+    """Return whether to prefix, the folder of the files, and whether to hide."""
+    prefix, folder, hidden = False, "", False
+    rest = iter(words)
+    for word in rest:
+        if word == "--prefix":
+            prefix = True
+        elif word == "--hide":
+            hidden = True
+        elif word == "--files":
+            folder = next(rest, "")
+        else:
+            raise ValueError(word)
+    return prefix, folder, hidden
+
+
+def _open(folder: str, name: str) -> _Sink:
+    """Open a file to go on in: a second attempt writes where the first one ended."""
+    path = os.path.join(folder, name)
+    how = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+    try:
+        return _Sink(os.open(path, how, 0o666), path)
+    except FileNotFoundError:
+        os.makedirs(folder, exist_ok=True)
+        return _Sink(os.open(path, how, 0o666), path)
+
+
+def _start(command: list[str], ends: list[int], place: str) -> int:
+    """Start the command, writing to the two ends; return its process id."""
+    # What we were started to ignore (nohup) stays ignored, by the command too.
+    ignored = [number for number in _HEARD if signal.getsignal(number) == signal.SIG_IGN]
+    signal.signal(signal.SIGCHLD, _go_on)
+    # Up to here a signal ends us, and no command is there to miss it. From here on one waits,
+    # to be the command's.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
+    parent = os.getpid()
+    child = os.fork()
+    if child == 0:
+        try:
+            # Python itself has set the first two to be ignored.
+            for number in (signal.SIGPIPE, signal.SIGXFSZ, *_HEARD):
+                signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
+            os.dup2(ends[0], 1)
+            os.dup2(ends[1], 2)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            _die_with(parent)
+            os._exit(_execute(command, place))
+        finally:
+            os._exit(126)
+    for number in signal.sigpending().intersection(_HEARD) - {signal.SIGCHLD}:
+        os.kill(child, number)  # it may have come before the child was there
+    for number in _HEARD:
+        if number not in ignored:
+            signal.signal(number, _go_on)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    for end in ends:
+        os.close(end)
+    return child
+
+
+def _go_on(_number: int, _frame: FrameType | None) -> None:
+    """Outlive a signal; unlike one that is ignored, a handler is not inherited."""
+
+
+def _die_with(parent: int) -> None:
+    """Have Linux kill this process when its parent dies: nobody would read its output.
+
+    Source: prctl(2). ctypes itself would cost 4 ms; its C part is there in half of one.
+    """
+    if sys.platform != "linux":
+        return
+    try:
+        import _ctypes  # noqa: PLC0415  # only the child needs it, and may do without
+
+        itself = _ctypes.dlopen(None, 0)  # type: ignore[arg-type]  # as dlopen(3) has it
+        prctl = _ctypes.dlsym(itself, "prctl")
+        _ctypes.call_function(prctl, (_PR_SET_PDEATHSIG, signal.SIGKILL))
+    except (ImportError, AttributeError, OSError):
+        return
+    if os.getppid() != parent:
+        os._exit(137)
+
+
+def _execute(command: list[str], place: str) -> int:
+    """Become the command, found as a shell would; return the exit status if that fails."""
+    environment = _environment()
+    folders = environment.get(b"PATH", b"/usr/bin:/bin").split(b":")
+    program = os.fsencode(command[0])
+    paths = [program] if b"/" in program else [os.path.join(folder, program) for folder in folders]
+    refused = ""
+    for path in paths:
+        try:
+            os.execve(path, command, environment)  # noqa: S606  # no shell is wanted
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            refused = refused or str(error.strerror)
+            if error.errno == errno.ENOEXEC:  # a script without "#!"
+                words = [b"sh", path, *map(os.fsencode, command[1:])]
+                os.execve("/bin/sh", words, environment)  # noqa: S606  # as execvp does
+    if refused:
+        _say(f"{place}: {command[0]!r}: {refused}; expected a program that can be executed")
+        return 126
+    where = "no such file" if b"/" in program else "not found on PATH"
+    _say(f"{place}: {command[0]!r}: {where}; expected it on every host; give a path that is")
+    return 127
+
+
+def _environment() -> dict[bytes, bytes]:
+    """Return the environment we were given: in the C locale Python adds LC_CTYPE (PEP 538)."""
+    environment = dict(os.environb)
+    if environment.get(b"LC_CTYPE") in (b"C.UTF-8", b"C.utf8", b"UTF-8"):
+        try:
+            with open("/proc/self/environ", "rb") as file:
+                given = file.read()
+        except OSError:
+            return environment
+        if b"\0LC_CTYPE=" not in b"\0" + given:
+            del environment[b"LC_CTYPE"]
+    return environment
+
+
+def _pump(child: int, streams: list[_Stream], wake: int) -> int:
+    """Pass everything on until the command has ended; return its exit status."""
+    poller = select.poll()
+    for source in (wake, *(stream.source for stream in streams)):
+        poller.register(source, select.POLLIN)
+    going = {stream.source: stream for stream in streams}
+    status: int | None = None
+    over, left = float("inf"), _MOST_AFTER
+    while going:
+        due = min(over, *(stream.due for stream in going.values()))
+        wait = None if due == float("inf") else max(0.0, due - time.monotonic()) * 1000
+        ready = [source for source, _ in poller.poll(wait)]
+        now = time.monotonic()
+        taken = _take(ready, going, poller, now)
+        if status is None:
+            ended, result = os.waitpid(child, os.WNOHANG)
+            if ended:
+                status, over = result, now + _AFTER
+        elif now >= over:
+            left -= taken
+            if not taken or left <= 0:
+                break
+    for stream in going.values():
+        stream.close()
+    if status is None:
+        status = os.waitpid(child, 0)[1]
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else 128 - code
+
+
+def _take(ready: list[int], going: dict[int, _Stream], poller: select.poll, now: float) -> int:
+    """Read once from each that is ready and show what is due; return how many bytes came."""
+    taken = 0
+    for source in ready:
+        data = os.read(source, _PIECE)
+        if source not in going:  # the wake-up
+            continue
+        taken += len(data)
+        if data:
+            going[source].take(data, now)
+        else:
+            poller.unregister(source)
+            going.pop(source).close()
+    for stream in going.values():
+        if now >= stream.due:
+            stream.flush()
+    return taken
+
+
+def _say(message: str) -> None:
+    try:
+        os.write(2, os.fsencode(f"ezpz-launch: {message}\n"))
+    except OSError:
+        return
+
+
+if __name__ == "__main__":
+    run(sys.argv[1:])

@@ -1,0 +1,338 @@
+"""Start the launcher, watch its ranks, pass signals on, and find out how it ended."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+from collections.abc import Callable
+
+from ezpz_launch._errors import LaunchError
+
+from .control import VARIABLE
+from .hang import Hang
+from .launch import NEVER, Launch
+from .nodes import Nodes, OtherHosts, ThisHost
+from .outcome import USAGE, Outcome, describe, exit_status_of
+from .output import Output
+from .process import LauncherProcess
+from .reports import Reports
+from .signals import ENDING, Heard, signals
+from .status import Status
+
+SETTLE = 1.0
+"""Seconds that the other ranks have to end by themselves after the first failure.
+
+Ranks that stop together (all check-pointed and exit 75, say) end at nearly the same time.
+"""
+
+_LAUNCHER_ENDS = 2.0
+"""Seconds that a launcher has to end after its last rank, and again after SIGTERM."""
+
+_KILLED = 0.5
+"""Seconds that it has once its ranks have been killed."""
+
+_REACHED = 2.0
+"""Seconds after which ranks whose node has no agent yet are signalled through the launcher."""
+
+_LINGER = 10.0
+"""Seconds that a launcher has to end after ranks that all ended well."""
+
+_AWAKE = 0.5
+"""Seconds after which the loop looks around, though nothing woke it."""
+
+_DRAINED = 0.3
+"""Seconds without a byte after which what an ended launcher left in its pipes has been read."""
+
+
+def run(
+    launch: Launch, heard: Heard | None = None, on_start: Callable[[], None] | None = None
+) -> Outcome:
+    """Run one launch to its end.
+
+    The launcher gets a session of its own and no standard input (mpiexec would swallow ours);
+    what it writes is passed on byte for byte. SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1 and
+    SIGUSR2 reach the ranks themselves, whatever the launcher would make of them. When a rank
+    fails, the others are given a moment to end, then SIGTERM, then after the grace SIGKILL.
+
+    Args:
+        launch: What to run.
+        heard: What collects the signals, if somebody does already.
+        on_start: Called once the launcher runs, while its ranks start.
+
+    Raises:
+        LaunchError: The launcher cannot be started.
+    """
+    if heard is not None:
+        return _Run(launch, heard).to_its_end(on_start)
+    with signals() as ours:
+        return _Run(launch, ours).to_its_end(on_start)
+
+
+class _Run:
+    """One run: what has been seen, and what is to be done when."""
+
+    def __init__(self, launch: Launch, heard: Heard) -> None:
+        self.launch = launch
+        self._arrived, wake = heard
+        self.status = Status(launch.nproc)
+        self.told: signal.Signals | None = None
+        self.port_taken = False
+        self._ending = self._killed = self._said = self._announced = False
+        # When what is due, in time.monotonic's seconds.
+        self._terminate_at = self._kill_at = self._end_launcher_at = NEVER
+        self._look_at = 0.0
+        self._forward_at = NEVER
+        self._signal_at = launch.signal_at
+        self._forwarded = signal.SIGTERM
+        self._poll = select.poll()
+        self._poll.register(wake, select.POLLIN)
+        self._wakes = {wake}
+        self._wake_write = -1
+
+    def to_its_end(self, on_start: Callable[[], None] | None) -> Outcome:
+        """Start the launcher, and see it through."""
+        launch_id = self.launch.control.launch_id
+        read, self._wake_write = os.pipe()
+        for end in (read, self._wake_write):
+            os.set_blocking(end, False)
+        self._poll.register(read, select.POLLIN)
+        self._wakes.add(read)
+        self.output = Output(Reports(launch_id), self._wake)
+        self.hang = Hang(self.launch, self.output, self._wake)
+        self.nodes: Nodes = self._nodes(launch_id)
+        try:
+            self.process = self._start()
+            # Before there are threads: it is a fork of this process.
+            self.nodes.watch(self.process.pid)
+            self.output.copy(self.process.stdout, self.process.stderr)
+            if on_start:
+                on_start()
+            while self.process.poll() is None:
+                self._step()
+            self._finish()
+        finally:
+            write, self._wake_write = self._wake_write, -1
+            os.close(write)
+            os.close(read)
+        outcome = self._outcome()
+        self.output.close(self._is_told)
+        return outcome
+
+    def _is_told(self) -> bool:
+        return self.told is not None or bool(self._arrived)
+
+    def _nodes(self, launch_id: str) -> Nodes:
+        launch = self.launch
+        if launch.on_this_host:
+            return ThisHost(launch_id, self.hang.answer)
+        return OtherHosts(launch.hosts, launch.ppn, launch_id, self._poll, self.hang.answer)
+
+    def _start(self) -> LauncherProcess:
+        launch = self.launch
+        where, secrets = self.nodes.where(), self.nodes.secrets()
+        control = launch.control._replace(where=where, secrets=secrets)
+        environment = {**launch.environment, VARIABLE: control.value()}
+        try:
+            return LauncherProcess(launch.argv, environment)
+        except LaunchError:
+            self.nodes.close(farewell=True)
+            raise
+
+    def _wake(self) -> None:
+        """Let the loop look around; called from other threads."""
+        if self._wake_write >= 0:
+            try:
+                os.write(self._wake_write, b"!")
+            except OSError:
+                return  # it is awake already, or has ended
+
+    def _step(self) -> None:
+        """Sleep until something happens, then look at all of it."""
+        now = time.monotonic()
+        patience = max(0.0, min(_AWAKE, self._next(now) - now))
+        for fd, _ in self._poll.poll(1000 * patience):
+            if fd in self._wakes:
+                os.read(fd, 4096)
+            else:
+                self.nodes.handle(fd)
+        self._take_reports()
+        self._hear()
+        now = time.monotonic()
+        self._look_for_the_lost(now)
+        self._look_for_an_end(now)
+        self._do_what_is_due(now)
+
+    def _next(self, now: float) -> float:
+        return min(
+            self._look_at if self.status.running else NEVER,
+            self._terminate_at,
+            self._kill_at,
+            self._end_launcher_at,
+            self._forward_at,
+            NEVER if self._ending else self.hang.next_look,
+            now + self._signal_at - time.time() if self._all_started else NEVER,
+        )
+
+    @property
+    def _all_started(self) -> bool:
+        return len(self.status.pids) == self.launch.nproc
+
+    def _take_reports(self) -> None:
+        for report in self.output.take_reports():
+            what, rank, value = report
+            if what == "taken":
+                self.port_taken = True
+            elif self.status.take(report):
+                if what == "start":
+                    self.nodes.start(rank, value)
+                else:
+                    self.nodes.end(rank)
+
+    def _look_for_the_lost(self, now: float) -> None:
+        """Count ranks as killed that nobody would report the end of."""
+        if now < self._look_at:
+            return
+        self._look_at = now + self.nodes.next_look()
+        for rank in self.nodes.lost():
+            if self.status.take(("end", rank, 128 + signal.SIGKILL)):
+                where = self.launch.host_of(rank)
+                self.output.say(f"rank {rank} on {where} is lost: what started it is gone")
+
+    def _hear(self) -> None:
+        """Pass on what has arrived for the ranks."""
+        while self._arrived:
+            number = self._arrived.pop(0)
+            if number in ENDING:
+                # A second Ctrl-C means: now.
+                self._end_within(0.0 if self.told else self.launch.grace)
+                self.told = self.told or number
+            self._signal(number)
+        if self.output.nobody_reads and self.told is None:
+            self.told = signal.SIGPIPE
+            self._end_within(self.launch.grace)
+            self._signal(signal.SIGTERM)
+
+    def _signal(self, number: signal.Signals) -> None:
+        self.nodes.signal(number)
+        if self.nodes.unreached(self.status.running):
+            patience = min(_REACHED, self.launch.grace / 2)
+            self._forward_at = min(self._forward_at, time.monotonic() + patience)
+            self._forwarded = number
+
+    def _end_within(self, grace: float) -> None:
+        self._ending = True
+        self._terminate_at = NEVER
+        self._kill_at = min(self._kill_at, time.monotonic() + grace)
+
+    def _terminate_in(self, now: float, seconds: float) -> None:
+        self._ending = True
+        self._terminate_at = now + seconds
+        self._kill_at = now + seconds + self.launch.grace
+
+    def _look_for_an_end(self, now: float) -> None:
+        status = self.status
+        if not self._ending:
+            if self.port_taken:
+                self._end_within(0.0)
+            elif status.first_failure:
+                self._terminate_in(now, SETTLE)
+            elif self.hang.is_one(now, status.running):
+                self._ending = True
+                self.hang.declare(now, status.running, self.nodes)
+        if status.all_ended and not self._ending and self._end_launcher_at == NEVER:
+            self._end_launcher_at = now + _LINGER
+        if self._ending and not self._killed:
+            if status.running:
+                self._end_launcher_at = NEVER
+            elif self._end_launcher_at == NEVER:
+                patience = _LAUNCHER_ENDS if status.all_ended else SETTLE
+                unreached = self.nodes.unreached(status.held)
+                self._end_launcher_at = now + (0.0 if unreached else patience)
+
+    def _do_what_is_due(self, now: float) -> None:
+        if self._signal_at <= time.time() and self._all_started:
+            self._signal_at = NEVER
+            self.output.say("the job's end is near (--signal-before): SIGUSR1 to every rank")
+            self._signal(signal.SIGUSR1)
+        if self.hang.is_told(now):
+            # Those that could not be read print their stacks themselves now.
+            self._terminate_in(now, SETTLE)
+        if now >= self._terminate_at:
+            self._terminate_at = NEVER
+            if self.status.running:
+                self._announced = True
+                self._say_who_failed("; ending the other ranks")
+                self._signal(signal.SIGTERM)
+        if now >= self._forward_at:
+            self._forward_at = NEVER
+            self._forward()
+        if now >= self._kill_at:
+            self._kill_at = now + SETTLE
+            self._killed = True
+            self.nodes.kill()
+            self._end_launcher_at = min(self._end_launcher_at, now + _KILLED)
+        self._end_launcher(now)
+
+    def _end_launcher(self, now: float) -> None:
+        """Let the launcher end by itself, then end it."""
+        if self._ending and not self.status.running:
+            for rank in self.status.held:
+                self.nodes.release(rank, self.status.pids.get(rank, 0))
+        if now >= self._end_launcher_at:
+            self._end_launcher_at = now + (_KILLED if self._killed else _LAUNCHER_ENDS)
+            self.process.end()
+
+    def _forward(self) -> None:
+        """Let the launcher pass a signal on to ranks that we do not reach."""
+        lost = self.nodes.unreached(self.status.running)
+        if lost:
+            hosts = sorted({self.launch.host_of(rank) for rank in lost})
+            self.output.say(
+                f"no agent on {', '.join(hosts[:4])}{' ...' * (len(hosts) > 4)}"
+                f"{f' ({self.nodes.why_not})' * bool(self.nodes.why_not)}: "
+                f"{self._forwarded.name} goes through the launcher, which may kill at once"
+            )
+            self.process.pass_on(self._forwarded)
+
+    def _say_who_failed(self, more: str = "") -> None:
+        failure = self.status.first_failure
+        if failure and not self.hang.declared and self.told is None and not self._said:
+            self._said = True
+            self.output.say(f"{describe(self.launch, *failure)}{more}")
+
+    def _finish(self) -> None:
+        """Read what is left in the pipes, and see that no rank is left."""
+        # A stopped terminal holds us up as long as nobody tells us to end.
+        self.output.drain(_DRAINED, self._is_told)
+        self._take_reports()
+        complete = self.status.all_ended and not self._ending
+        self.nodes.close(farewell=complete)
+        if not complete:
+            self.process.kill()
+            self.output.drain(_DRAINED, self._is_told)
+            self._take_reports()
+        late = next((number for number in self._arrived if number in ENDING), None)
+        self.told = self.told or late
+
+    def _outcome(self) -> Outcome:
+        if self.port_taken:
+            # Whoever asked for this run chooses another, or says so.
+            return Outcome(USAGE, None, self.told, port_taken=True)
+        self._say_who_failed()
+        failure = self.status.first_failure
+        status = exit_status_of(
+            self.launch,
+            self.status,
+            self.process.poll() or 0,
+            told=self.told,
+            hang=self.hang.declared,
+            say=self.output.say,
+        )
+        if failure and self._announced and status == failure[1]:
+            # Launchers say a lot meanwhile; the last line is the one that people read.
+            rank = f"rank {failure[0]} on {self.launch.host_of(failure[0])}"
+            self.output.say(f"exit status {status}, that of {rank}")
+        where = (failure[0], self.launch.host_of(failure[0]), failure[1]) if failure else None
+        return Outcome(status, where, self.told, self.port_taken, self.output.tail)
