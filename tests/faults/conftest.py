@@ -11,7 +11,6 @@ import sysconfig
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, NoReturn
@@ -140,7 +139,7 @@ def torchrun_place(own_environment: dict[str, str]) -> Place:
     if shutil.which("torchrun", path=own_environment["PATH"]) is None:
         _lacking("no torchrun here: pip install torch")
     # Its agent's folder of logs, which is empty.
-    return replace(_place("torchrun", own_environment), litter="torchelastic_*")
+    return _place("torchrun", own_environment)
 
 
 @pytest.fixture(scope="session")

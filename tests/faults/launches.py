@@ -15,7 +15,6 @@ import termios
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Self
 
@@ -38,7 +37,6 @@ class Place:
         options: More options of ezpz-launch.
         hosts: The host of each of three ranks.
         enter: Words before ezpz-launch, which they must become by exec.
-        litter: Files that this launcher always leaves in TMPDIR, as a pattern of their names.
         leftovers: What beside processes is left; empty where nothing is.
     """
 
@@ -47,7 +45,6 @@ class Place:
     hosts: Sequence[str]
     options: Sequence[str] = ()
     enter: Sequence[str] = ()
-    litter: str = ""
     leftovers: Callable[[], str] = lambda: ""
 
 
@@ -186,8 +183,11 @@ class Launch:
         self.until(lambda: not self.left(), "no process is left", within + SLACK)
         self.until(lambda: not self.place.leftovers(), "nothing is left", within + SLACK)
         if not files:
-            left = [path.name for path in self.temporary.iterdir()]
-            assert [name for name in left if not fnmatch(name, self.place.litter)] == []
+            self.until(lambda: not self.files(), "no file is left", within + SLACK)
+
+    def files(self) -> list[str]:
+        """Return the names of what lies in the launch's TMPDIR."""
+        return [path.name for path in self.temporary.iterdir()]
 
     def find(self, word: str) -> list[int]:
         """Return the processes of this launch that have a word that ends so."""

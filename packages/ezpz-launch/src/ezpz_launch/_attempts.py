@@ -138,6 +138,7 @@ class _Attempts:
                 grace=request.grace,
                 idle_timeout=request.idle_timeout,
                 signal_at=self._signal_at,
+                scratch="" if ready.hostfile == self._planned.hostfile else ready.hostfile,
             )
             return run(launch, self._heard, lambda: self._keeper.start(ready, argv))
 
@@ -190,6 +191,14 @@ def _hostfile(planned: LaunchPlan, directory: str) -> Iterator[LaunchPlan]:
         yield planned
         return
     path = os.path.join(directory, f"ezpz-hosts-{os.urandom(8).hex()}")
+    if planned.launcher.kind == "torchrun":
+        try:
+            yield replace(planned, hostfile=path)
+        finally:
+            import shutil  # noqa: PLC0415  # only torchrun leaves a folder
+
+            shutil.rmtree(path, ignore_errors=True)
+        return
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import suppress
 
 from .node import NodeRanks, is_running, obey
 from .signals import signal_group
@@ -19,15 +20,18 @@ class Guardian:
     Args:
         launch_id: What every process of the launch has in its environment.
         launcher: Process id of the launcher, the leader of its session.
+        scratch: A file or folder of the launch, which is removed with it; empty for none.
     """
 
-    def __init__(self, launch_id: str, launcher: int) -> None:
+    def __init__(self, launch_id: str, launcher: int, scratch: str = "") -> None:
         read, self._write = os.pipe()
         self._pid = os.fork()
         if self._pid == 0:
             try:
                 os.close(self._write)
-                _guard(read, launch_id, launcher)
+                if not _is_dismissed(read, launch_id):
+                    _end(launcher)
+                    _remove(scratch)
             finally:
                 os._exit(0)
         os.close(read)
@@ -47,7 +51,8 @@ class Guardian:
         os.waitpid(self._pid, os.WNOHANG)
 
 
-def _guard(read: int, launch_id: str, launcher: int) -> None:
+def _is_dismissed(read: int, launch_id: str) -> bool:
+    """Take orders until there is nobody to give any; then kill the ranks of this host."""
     os.setsid()
     signal.set_wakeup_fd(-1)
     ending = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -63,9 +68,19 @@ def _guard(read: int, launch_id: str, launcher: int) -> None:
     with open(3, "rb") as orders:
         for line in orders:
             if obey(ranks, line.decode("ascii").split()) is None:
-                return
+                return True
     ranks.kill()
-    _end(launcher)
+    return False
+
+
+def _remove(scratch: str) -> None:
+    if os.path.isdir(scratch):
+        import shutil  # noqa: PLC0415  # only torchrun has a folder
+
+        shutil.rmtree(scratch, ignore_errors=True)
+    elif scratch:
+        with suppress(OSError):
+            os.unlink(scratch)
 
 
 def _end(launcher: int) -> None:

@@ -28,6 +28,7 @@ class Launch(NamedTuple):
         grace: Seconds from SIGTERM to SIGKILL.
         idle_timeout: Seconds without any output after which the ranks hang; 0 for never.
         signal_at: When to send SIGUSR1, in seconds since the epoch.
+        scratch: A file or folder made for the launch, to be removed also if we are killed.
     """
 
     argv: tuple[str, ...]
@@ -40,6 +41,7 @@ class Launch(NamedTuple):
     grace: float = GRACE
     idle_timeout: float = 0.0
     signal_at: float = NEVER
+    scratch: str = ""
 
     def host_of(self, rank: int) -> str:
         """Return the host of a rank."""

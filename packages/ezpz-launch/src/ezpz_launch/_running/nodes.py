@@ -28,8 +28,8 @@ class Nodes(Protocol):
     def secrets(self) -> tuple[str, str]:
         """Return what an agent says, and what it wants to hear."""
 
-    def watch(self, launcher: int) -> None:
-        """See to it that nothing outlives us, if we are killed."""
+    def watch(self, launcher: int, scratch: str) -> None:
+        """See to it that nothing outlives us, if we are killed; not a scratch file either."""
 
     def handle(self, fd: int) -> None:
         """Serve a socket that is ready."""
@@ -91,8 +91,8 @@ class ThisHost:
     def secrets(self) -> tuple[str, str]:
         return ("-", "-")
 
-    def watch(self, launcher: int) -> None:
-        self._guardian = Guardian(self._launch_id, launcher)
+    def watch(self, launcher: int, scratch: str) -> None:
+        self._guardian = Guardian(self._launch_id, launcher, scratch)
 
     def handle(self, fd: int) -> None:
         raise AssertionError(fd)
@@ -185,8 +185,8 @@ class OtherHosts:
     def secrets(self) -> tuple[str, str]:
         return self._agents.secrets if self._agents else ("-", "-")
 
-    def watch(self, launcher: int) -> None:
-        self._guardian = Guardian(self._launch_id, launcher)
+    def watch(self, launcher: int, scratch: str) -> None:
+        self._guardian = Guardian(self._launch_id, launcher, scratch)
 
     def handle(self, fd: int) -> None:
         if self._agents:

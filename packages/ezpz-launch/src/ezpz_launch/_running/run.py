@@ -105,7 +105,7 @@ class _Run:
         try:
             self.process = self._start()
             # Before there are threads: it is a fork of this process.
-            self.nodes.watch(self.process.pid)
+            self.nodes.watch(self.process.pid, self.launch.scratch)
             self.output.copy(self.process.stdout, self.process.stderr)
             if on_start:
                 on_start()

@@ -26,13 +26,16 @@ def argv(plan: LaunchPlan) -> list[str]:
 def hostfile_of(plan: LaunchPlan) -> list[str]:
     """Return the lines of the hostfile that the plan's launcher reads."""
     placement = plan.placement
+    if plan.launcher.kind == "torchrun":
+        return []
     if plan.launcher.kind == "srun":
         return srun.hostfile_lines(placement.hosts, placement.ranks)
     return list(placement.hosts)
 
 
 def needs_hostfile(plan: LaunchPlan) -> bool:
-    """Whether the plan's launcher reads a hostfile."""
+    """Whether the plan's launcher reads a hostfile, or wants a folder in its place (torchrun)."""
     words = argv(plan)
     ours = words[: len(words) - len(plan.command)]
-    return any(plan.hostfile in (word, word.removeprefix("--nodelist=")) for word in ours)
+    names = (word.removeprefix("--nodelist=").removeprefix("--log-dir=") for word in ours)
+    return plan.hostfile in names

@@ -17,4 +17,7 @@ def argv(plan: LaunchPlan) -> list[str]:
             "expected -N 1, or another --launcher"
         )
     words = [plan.launcher.path, "--standalone", f"--nproc-per-node={plan.placement.nproc}"]
+    if plan.control:
+        # Otherwise it makes one in TMPDIR, and leaves it there.
+        words += [f"--log-dir={plan.hostfile}"]
     return [*words, *plan.launcher_args, "--no-python", *shim_argv(plan, family("torchrun"))]

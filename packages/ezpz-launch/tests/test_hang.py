@@ -1,0 +1,212 @@
+"""Who is taken to hang, who is not, and how long answers are waited for."""
+
+import os
+import sys
+import time
+
+import pytest
+
+from ezpz_launch._running import hang as module
+from ezpz_launch._running.control import Control
+from ezpz_launch._running.hang import Hang
+from ezpz_launch._running.launch import NEVER, Launch
+from ezpz_launch._running.nodes import ThisHost
+from ezpz_launch._running.output import Output
+from ezpz_launch._running.reports import Reports
+
+ID = "hang-test.0"
+HERE = os.uname().nodename
+
+
+class Said(Output):
+    """An Output whose own lines can be read."""
+
+    def __init__(self):
+        super().__init__(Reports(ID), lambda: None)
+        self.said = []
+
+    def say(self, message):
+        self.said.append(message)
+
+
+@pytest.fixture
+def output():
+    return Said()
+
+
+@pytest.fixture
+def wakes():
+    return []
+
+
+@pytest.fixture
+def hang(output, wakes):
+    """Look for a hang of 4 ranks, 2 a host, after 10 s of silence, unless asked otherwise."""
+
+    def start(idle=10.0, files="", hosts=("localhost", "other"), nproc=4, ppn=2):
+        control = Control(ID, 5, files=str(files))
+        launch = Launch(("true",), nproc, hosts, ppn, False, {}, control, idle_timeout=idle)
+        return Hang(launch, output, lambda: wakes.append(1))
+
+    return start
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Give the files of these ranks an age in seconds."""
+
+    def write(**ages):
+        for rank, age in ages.items():
+            for name in (f"rank-{rank[1:]}.out", f"rank-{rank[1:]}.err"):
+                (tmp_path / name).touch()
+                # of the two, the newer counts
+                old = age if name.endswith("out") else age + 1000
+                os.utime(tmp_path / name, (time.time() - old,) * 2)
+        return tmp_path
+
+    return write
+
+
+def test_silence(hang, output):
+    looks = hang()
+    assert looks.next_look == output.last + 10
+    assert not looks.is_one(output.last + 9.9, [0, 1])
+    assert looks.is_one(output.last + 10, [0, 1])
+    output.last += 5  # something came
+    assert not looks.is_one(output.last + 9.9, [0, 1])
+
+
+def test_nobody_asked(hang, output):
+    looks = hang(idle=0.0)
+    assert looks.next_look == NEVER
+    assert not looks.is_one(output.last + 1e9, [0, 1])
+
+
+def test_without_a_rank_nothing_hangs(hang, output):
+    assert not hang().is_one(output.last + 1e9, [])
+
+
+def test_what_is_written_to_files_is_output(hang, output, files):
+    folder = files(r0=500, r1=4)
+    looks = hang(files=folder)
+    began = output.last
+    now = began + 100
+    assert not looks.is_one(now, [0, 1])
+    # the next look is 10 s after the newest
+    assert looks.next_look == pytest.approx(now - 4 + 10, abs=3)
+    assert looks.is_one(looks.next_look + 100, [0])
+
+
+def test_files_that_are_silent_too(hang, files, output):
+    looks = hang(files=files(r0=500, r1=400))
+    assert looks.is_one(output.last + 100, [0, 1])
+
+
+def test_only_the_files_of_ranks_that_run_count(hang, files, output):
+    looks = hang(files=files(r0=500, r1=0))
+    assert looks.is_one(output.last + 100, [0])
+
+
+def test_files_older_than_the_launch_do_not_make_it_older(hang, files, output):
+    began = output.last
+    looks = hang(files=files(r0=5000))
+    assert not looks.is_one(began + 9, [0])
+    assert looks.is_one(began + 11, [0])
+    assert output.last >= began
+
+
+def test_times_of_the_future_are_no_silence(hang, files, output):
+    # a file server's clock may be ahead of ours
+    now = output.last + 100
+    assert not hang(files=files(r0=-3600)).is_one(now, [0])
+    assert output.last == now
+
+
+@pytest.mark.parametrize("missing", ["rank-1.out", "rank-1.err"])
+def test_a_file_that_is_not_seen_from_here_is_no_silence(hang, files, output, missing):
+    folder = files(r0=500, r1=500)
+    (folder / missing).unlink()
+    looks = hang(files=folder)
+    assert not looks.is_one(output.last + 100, [0, 1])
+    assert looks.is_one(output.last + 100, [0])
+
+
+def test_ranks_are_named_with_their_hosts(hang, output):
+    looks = hang()
+    looks.declare(output.last, [1, 2], ThisHost(ID, looks.answer))
+    assert looks.declared
+    assert looks.next_look == NEVER
+    assert output.said == [
+        f"no output for 10 s; ranks that had not ended: 1 on {HERE}, 2 on other; where they are:"
+    ]
+
+
+def test_of_many_ranks_the_first_are_named(hang, output):
+    looks = hang(nproc=40, ppn=40)
+    looks.declare(output.last, range(5, 40), ThisHost(ID, looks.answer))
+    (line,) = output.said
+    assert f"5 on {HERE}, " in line
+    assert f"20 on {HERE} and 19 more; where" in line
+    assert "21 on" not in line
+
+
+def test_it_is_told_when_every_node_has_answered(hang, output, wakes):
+    looks, now = hang(), output.last
+    looks.declare(now, [1, 2, 3], ThisHost(ID, lambda _: None))
+    assert not looks.is_told(now)
+    looks.answer(b"rank 1:\nhere\n")
+    assert not looks.is_told(now)
+    looks.answer(b"rank 2: \xff\n\n")
+    assert looks.is_told(now)
+    assert output.said[1:] == ["stacks\nrank 1:\nhere", "stacks\nrank 2: \ufffd"]
+    assert wakes == [1, 1]
+    # once
+    assert not looks.is_told(now + 1e9)
+
+
+def test_a_node_with_nothing_to_say_has_answered(hang, output):
+    looks, now = hang(), output.last
+    looks.declare(now, [0, 2], ThisHost(ID, lambda _: None))
+    looks.answer(b"")
+    looks.answer(b"")
+    assert looks.is_told(now)
+    assert len(output.said) == 1
+
+
+def test_nodes_that_do_not_answer_are_not_waited_for_for_ever(hang, output, monkeypatch):
+    monkeypatch.setattr(module, "_PATIENCE", 3.0)
+    looks, now = hang(), output.last
+    looks.declare(now, [0, 2], ThisHost(ID, lambda _: None))
+    looks.answer(b"rank 0:\nhere")
+    assert not looks.is_told(now + 2.9)
+    assert looks.is_told(now + 3)
+    # what comes late is said, and ends nothing a second time
+    looks.answer(b"rank 2:\nthere")
+    assert not looks.is_told(now + 4)
+    assert output.said[1:] == ["stacks\nrank 0:\nhere", "stacks\nrank 2:\nthere"]
+
+
+def test_nothing_is_told_before_it_is_declared(hang, output):
+    assert not hang().is_told(output.last + 1e9)
+
+
+def test_real_ranks_of_this_host_are_asked(hang, output, process, until):
+    script = "import time; print('ready', flush=True); time.sleep(60)"
+    shim = process(
+        *("sh", "-c", '"$@"; exit 7', "sh", sys.executable, "-c", script),
+        env={**os.environ, "PYTHONFAULTHANDLER": "1"},
+        stdout=-1,
+        stderr=-1,
+    )
+    assert shim.stdout.readline() == b"ready\n"
+    looks = hang(hosts=("localhost",))
+    nodes = ThisHost(ID, looks.answer)
+    nodes.start(1, shim.pid)
+    now = output.last + 10
+    assert looks.is_one(now, [1])
+    looks.declare(now, [1], nodes)
+    until(lambda: looks.is_told(now))
+    if len(output.said) == 1:  # no py-spy here, or it may not look: the rank has said it itself
+        assert b"most recent call first" in shim.communicate(timeout=20)[1]
+    else:
+        assert output.said[1].startswith("stacks\nrank 1:\n")
