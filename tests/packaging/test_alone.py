@@ -24,8 +24,8 @@ IMPORTS = {
 }
 # What the tests of a package need beside the package: pytest, and an MPI where ranks are started.
 TEST_NEEDS = {
-    "ezpz-topo": ["hypothesis"],
-    "ezpz-launch": ["mpich"],
+    "ezpz-topo": ["hypothesis", "pytest-xdist"],
+    "ezpz-launch": ["mpich", "pytest-xdist"],
     "ezpz-dist": ["mpich"],
     "ezpz-obs": ["numpy"],
 }
@@ -109,8 +109,10 @@ def test_alone(built: Path, name: str, tmp_path: Path, capsys: pytest.CaptureFix
     # Away from the source tree, so that nothing but the wheel can be imported.
     shutil.copytree(ROOT / "packages" / name / "tests", tmp_path / "tests")
     shutil.copy(ROOT / "pytest.ini", tmp_path)
+    four = ["-n", "4"] if "pytest-xdist" in TEST_NEEDS.get(name, []) else []
     said = run(
-        [python, "-m", "pytest", "-q", "--timeout=120", "-o", "testpaths=", "tests"], cwd=tmp_path
+        [python, "-m", "pytest", "-q", "--timeout=120", "-o", "testpaths=", *four, "tests"],
+        cwd=tmp_path,
     )
     assert " passed" in said
     skipped = [f"\n{line} ({name} alone)" for line in said.splitlines() if line[:7] == "SKIPPED"]

@@ -296,3 +296,42 @@ def test_more_agents_than_files_may_be_open(side, until):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         child.kill()
         child.communicate()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /proc")
+@pytest.mark.parametrize("who", ["shim", "launcher"])
+def test_an_agent_tells_of_ranks_that_are_lost(side, agent, process, until, who):
+    env = {**os.environ, "EZPZ_LAUNCH_ID": ID, "EZPZ_RANK": "5"}
+    script = "sh -c 'sleep 60; true' >&2 & echo $!; wait"
+    launcher = process("sh", "-c", script, stdout=-1, env=env)
+    shim = int(launcher.stdout.readline())
+    well = process("sh", "-c", "sleep 60; true", env={**env, "EZPZ_RANK": "4"})
+    agent(node=2)
+    side.agents.send(2, f"start 4 {well.pid}")
+    side.agents.send(2, f"start 5 {shim}")
+    # wait until it has taken that
+    side.agents.send(2, "stacks")
+    until(lambda: side.serve() and side.stacks)
+    assert side.lost == []
+    os.kill(shim if who == "shim" else launcher.pid, signal.SIGKILL)
+    until(lambda: side.serve() and side.lost)
+    assert side.lost == [5]
+    for _ in range(30):  # it has time to say it again
+        side.serve()
+    assert side.lost == [5]
+
+
+@pytest.mark.parametrize("said", [b"lost", b"lost x", b"lost -1", b"lost 1 2", b"last 1", b""])
+def test_what_an_agent_does_not_say_is_not_heard(side, until, said):
+    with side.connect() as connection:
+        text = b"hello %s 3\n%s\nlost 7\n" % (side.agents.secrets[0].encode(), said)
+        connection.sendall(text)
+        until(lambda: side.serve() and side.lost)
+    assert (side.hello, side.lost) == ([3], [7])
+
+
+def test_who_has_not_said_hello_loses_no_rank(side, until):
+    with side.connect() as connection:
+        connection.sendall(b"lost 7\n")
+        assert side.is_refused(connection, until)
+    assert side.lost == []

@@ -69,12 +69,22 @@ def test_a_page_of_which_one_line_is_read(shell):
     assert (done.stdout.count("\n"), done.stderr) == (1, "")
 
 
-@pytest.mark.parametrize("words", [["--version"], ["--help"], ["--dry-run", "-n", "2", "true"]])
-@pytest.mark.parametrize("stdout", ["&-", "/dev/full"])
-def test_a_page_that_cannot_be_written_is_one_line_of_error(shell, words, stdout):
-    done = shell(f'"$@" >{stdout}', *SPAWN, *words)
-    assert "Traceback" not in done.stderr
-    assert done.stderr.count("\n") <= 1
+PAGES = [["--version"], ["--help"], ["--dry-run", "-n", "2", "true"], ["history"]]
+
+
+@pytest.mark.parametrize("words", PAGES)
+def test_a_page_for_a_closed_stream(shell, words):
+    done = shell('"$@" >&-', *SPAWN[: 3 if words == ["history"] else None], *words)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("words", PAGES)
+def test_a_page_that_does_not_fit_the_disk_is_one_line_of_error(shell, words):
+    done = shell('"$@" >/dev/full', *SPAWN[: 3 if words == ["history"] else None], *words)
+    assert done.returncode != 0
+    assert done.stderr.startswith("ezpz-launch: ")
+    assert "No space left on device" in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 def test_an_error_that_nobody_can_read(shell):

@@ -184,3 +184,169 @@ def test_a_mark_is_found_fast(ranks):
     began = time.process_time()
     ranks.kill()
     assert time.process_time() - began < 5
+
+
+@pytest.fixture
+def shim(process):
+    """Start a shell that stays, as the rank shim does, and goes on after its command."""
+
+    def start(script="echo ready; sleep 60", rank=0, then="true", **options):
+        env = {**os.environ, "EZPZ_LAUNCH_ID": ID, "EZPZ_RANK": str(rank)}
+        child = process(
+            "sh", "-c", f"(exec sh -c '{script}; :'); {then}", env=env, stdout=-1, **options
+        )
+        assert child.stdout.readline() == b"ready\n"
+        return child
+
+    return start
+
+
+ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /proc")
+
+
+def kill_and_reap(child):
+    child.kill()
+    child.wait(20)
+
+
+@ON_LINUX
+def test_nothing_is_lost_while_all_goes_well(shim, ranks):
+    assert ranks.lost() == []
+    ranks.started(0, shim().pid)
+    for _ in range(3):
+        assert ranks.lost() == []
+
+
+@ON_LINUX
+def test_a_rank_whose_shim_was_killed_is_lost(shim, ranks):
+    first, second = shim(rank=0), shim(rank=1)
+    ranks.started(0, first.pid)
+    ranks.started(1, second.pid)
+    assert ranks.lost() == []  # it sees the commands
+    kill_and_reap(second)
+    assert ranks.lost() == [1]
+    assert ranks.lost() == []  # once
+    kill_and_reap(first)
+    assert [ranks.lost(), ranks.lost()] == [[0], []]
+
+
+@ON_LINUX
+def test_a_shim_that_nobody_has_waited_for_is_lost_as_well(shim, ranks, until):
+    child = shim()
+    ranks.started(0, child.pid)
+    assert ranks.lost() == []
+    child.kill()
+    until(lambda: not is_running(child.pid))
+    assert ranks.lost() == [0]
+
+
+@ON_LINUX
+def test_a_shim_that_was_killed_before_its_command_was_seen(shim, ranks):
+    child, other = shim(rank=1), shim(rank=11)
+    ranks.started(1, child.pid)
+    ranks.started(11, other.pid)
+    kill_and_reap(child)
+    # the first time it may just be ending
+    assert ranks.lost() == []
+    assert ranks.lost() == [1]
+    assert [ranks.lost(), ranks.lost()] == [[], []]
+
+
+@ON_LINUX
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_a_rank_that_ended_with_its_shim_is_not_lost(shim, ranks, until, is_seen):
+    child = shim("echo ready; echo $$; exec sleep 60")
+    command = int(child.stdout.readline())
+    ranks.started(0, child.pid)
+    if is_seen:
+        assert ranks.lost() == []
+    os.killpg(child.pid, signal.SIGKILL)
+    child.wait(20)
+    until(lambda: not is_running(command))
+    assert [ranks.lost() for _ in range(3)] == [[], [], []]
+
+
+@ON_LINUX
+def test_a_rank_whose_shim_waits_to_be_released_is_not_lost(shim, ranks):
+    child = shim("echo ready", then="echo ended; sleep 60; true")
+    ranks.started(0, child.pid)
+    assert child.stdout.readline() == b"ended\n"
+    assert ranks.lost() == []
+    ranks.ended(0)
+    kill_and_reap(child)
+    assert [ranks.lost(), ranks.lost()] == [[], []]
+
+
+@ON_LINUX
+def test_what_a_shim_runs_before_the_command_is_not_taken_for_it(shim, ranks, until):
+    # as `uname -n` is, of --prefix
+    child = shim("echo ready; read line", then="echo next; sleep 60; true", stdin=-1)
+    ranks.started(0, child.pid)
+    assert ranks.lost() == []
+    child.stdin.write(b"\n")
+    child.stdin.flush()
+    assert child.stdout.readline() == b"next\n"
+    until(lambda: _commands_of(child.pid) == ["sleep"])
+    assert ranks.lost() == []
+    kill_and_reap(child)
+    until(ranks.lost)
+
+
+def _commands_of(pid):
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        children = file.read().split()
+    names = []
+    for child in children:
+        with open(f"/proc/{child}/comm") as file:
+            names.append(file.read().strip())
+    return names
+
+
+@pytest.fixture
+def orphan(process):
+    """Start a launcher with one shim, and return both."""
+
+    def start():
+        script = "sh -c 'sleep 60; true' >&2 & echo $!; wait"
+        launcher = process("sh", "-c", script, stdout=-1)
+        return launcher, int(launcher.stdout.readline())
+
+    return start
+
+
+@ON_LINUX
+def test_a_rank_whose_launcher_is_gone_is_lost(orphan, ranks):
+    launcher, shim = orphan()
+    ranks.started(3, shim)
+    assert ranks.lost() == []
+    kill_and_reap(launcher)
+    assert is_running(shim)
+    assert [ranks.lost(), ranks.lost()] == [[3], []]
+    # it is still to be ended
+    assert ranks.pid(3) == shim
+
+
+@ON_LINUX
+def test_a_launcher_that_was_gone_when_its_rank_was_reported(orphan, ranks):
+    launcher, shim = orphan()
+    kill_and_reap(launcher)
+    with open(f"/proc/{shim}/stat") as file:
+        parent = file.read().rpartition(")")[2].split()[1]
+    if parent != "1":
+        pytest.skip(f"process {parent} takes orphans here, not the first")
+    ranks.started(0, shim)
+    assert [ranks.lost(), ranks.lost()] == [[0], []]
+
+
+@ON_LINUX
+def test_it_looks_often_until_it_has_seen_the_command(shim, ranks):
+    usual = ranks.next_look()
+    child = shim()
+    ranks.started(0, child.pid)
+    assert ranks.next_look() < usual
+    ranks.lost()
+    assert ranks.next_look() == usual
+    ranks.started(1, shim(rank=1).pid)
+    assert ranks.next_look() < usual
+    ranks.ended(1)
+    assert ranks.next_look() == usual

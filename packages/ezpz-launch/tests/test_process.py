@@ -68,7 +68,10 @@ def test_its_streams_are_apart_and_it_reads_nothing(launcher):
 
 def test_its_environment_is_the_one_that_is_given(launcher):
     one = launcher("env", env={"PATH": os.environ["PATH"], "A": "b c"})
-    assert sorted(all_of(one.stdout).decode().splitlines()) == ["A=b c", f"PATH={os.environ['PATH']}"]
+    assert sorted(all_of(one.stdout).decode().splitlines()) == [
+        "A=b c",
+        f"PATH={os.environ['PATH']}",
+    ]
 
 
 @pytest.mark.parametrize(

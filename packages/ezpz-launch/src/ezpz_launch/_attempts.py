@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -21,6 +20,7 @@ from ezpz_launch._running.launch import NEVER, Launch
 from ezpz_launch._running.outcome import Outcome
 from ezpz_launch._running.run import SETTLE, run
 from ezpz_launch._running.signals import Heard, pause, signals
+from ezpz_launch._say import say
 from ezpz_topo import Topology, same_host
 
 TYPE_CHECKING = False
@@ -102,9 +102,9 @@ class _Attempts:
             )
         )
         if decision.retry and time.time() + decision.pause >= self._signal_at:
-            _say("no retry: the job's end is near (--signal-before)")
+            say("no retry: the job's end is near (--signal-before)")
             return None
-        _say(decision.why if decision.retry else f"no retry: {decision.why}")
+        say(decision.why if decision.retry else f"no retry: {decision.why}")
         return pause(decision.pause, self._heard) if decision.retry else None
 
     def _attempt(self) -> Outcome:
@@ -116,9 +116,9 @@ class _Attempts:
             port = self._planned.environment["MASTER_PORT"]
             taken = f"port {port} is taken on {self._planned.placement.hosts[0]}"
             if _is_users_port(self._planned):
-                _say(f"{taken}; expected a free one; leave --env MASTER_PORT out, or name another")
+                say(f"{taken}; expected a free one; leave --env MASTER_PORT out, or name another")
                 return outcome
-            _say(f"{taken}; trying another")
+            say(f"{taken}; trying another")
             self._planned = _with_new_port(self._planned)
         return outcome
 
@@ -226,7 +226,7 @@ def _signal_at(planned: LaunchPlan, topology: Topology, env: Mapping[str, str]) 
     end, _ = job_end(topology.allocation, env, now=now)
     wait, note = when_to_signal(end, before, now, limit=time_limit(env))
     if note:
-        _say(note)
+        say(note)
     return now + wait
 
 
@@ -264,8 +264,4 @@ def _say_last_words(folder: str, rank: int) -> None:
     lines = _tail(folder, rank).decode(errors="replace").splitlines()[-_LINES:]
     if lines:
         path = os.path.join(folder, f"rank-{rank}.err")
-        _say("\n".join([f"the end of {path}:", *(f"  {line}" for line in lines)]))
-
-
-def _say(message: str) -> None:
-    print(f"ezpz-launch: {message}", file=sys.stderr, flush=True)
+        say("\n".join([f"the end of {path}:", *(f"  {line}" for line in lines)]))

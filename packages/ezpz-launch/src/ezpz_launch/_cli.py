@@ -21,6 +21,7 @@ from ._planning.nested import outside_of_launch, refuse_nested
 from ._planning.plan import LaunchPlan, complete, plan
 from ._planning.port import free_port
 from ._request import Request
+from ._say import say
 from ._version import __version__
 
 HOSTFILE = "HOSTFILE"
@@ -32,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _main(sys.argv[1:] if argv is None else argv, os.environ)
     except (LaunchError, TopoError) as error:
-        print(f"ezpz-launch: {error}", file=sys.stderr)
+        say(str(error))
         return getattr(error, "exit_status", UsageError.exit_status)
     except KeyboardInterrupt:
         return 130
@@ -66,12 +67,16 @@ def _main(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
 
 def _print(text: str) -> int:
+    if sys.stdout is None:
+        return 0  # closed: nobody wants it
     encoding = sys.stdout.encoding or "utf-8"
     try:
         print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
     except BrokenPipeError:
         # `ezpz-launch --help | head -1` is no failure, nor is the interpreter's own flush.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        raise LaunchError(f"cannot write to standard output: {error.strerror}") from error
     return 0
 
 

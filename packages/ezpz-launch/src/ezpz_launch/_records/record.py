@@ -14,12 +14,12 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ezpz_launch._errors import LaunchError
+from ezpz_launch._say import say
 from ezpz_launch._version import __version__
 
 from .keeper import new_id
@@ -230,8 +230,7 @@ class Recorder:
     def _warn(self, why: str) -> None:
         self.folder = ""
         self.warning = f"no job record: {why}"
-        with contextlib.suppress(OSError):
-            print(f"ezpz-launch: {self.warning}", file=sys.stderr, flush=True)
+        say(self.warning)
 
 
 def to_json(record: Record) -> str:

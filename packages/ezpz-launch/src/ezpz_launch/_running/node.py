@@ -86,7 +86,8 @@ class NodeRanks:
                 # Nobody starts a shim but a launcher, which is never the first process.
                 parent = _parent(pid)
                 is_lost = parent == 1 or (bool(parent) and parent != self._parents[pid])
-                if rank not in self._commands:
+                if not self._commands.get(rank) or not is_running(self._commands[rank][0]):
+                    # None yet, or something that the shim ran before it.
                     self._remember_the_command(rank, pid)
             else:
                 # Where the command has ended as well, its end is on the way to us.
