@@ -48,6 +48,18 @@ def test_sigterm_to_ranks_whose_output_is_labelled(launch: Start) -> None:
     started.leaves_nothing()
 
 
+def test_sigterm_to_ranks_below_a_shell_script(launch: Start) -> None:
+    """A shell that only waits for the training must not die of what is meant for that."""
+    script = 'export X=1; "$@"; exit $?'
+    started = launch([], ["bash", "-c", script, "bash", *rank_program("checkpoints", "1")])
+    started.ranks()
+    started.process.send_signal(signal.SIGTERM)
+    assert started.ends(within=3) == 143
+    assert started.done() == [0, 1, 2]
+    all_hear(started, "SIGTERM")
+    started.leaves_nothing()
+
+
 ENDING = {
     "sigint": (signal.SIGINT, 130),
     "sighup": (signal.SIGHUP, 129),

@@ -16,7 +16,7 @@ import ezpz_launch._running.node
 from ezpz_launch._running.agents import Agents
 from ezpz_launch._running.control import Control
 
-ID = "agents-test.0"
+ID = f"agents-test.{os.getpid()}"  # a session beside this one must not meet ours
 
 
 class Side:

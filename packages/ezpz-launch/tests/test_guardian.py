@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from ezpz_launch._running.node import is_running
+from ezpz_launch._running.proc import is_running
 
 GUARDED = """
 import os, subprocess, sys, time

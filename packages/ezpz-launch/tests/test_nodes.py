@@ -11,10 +11,10 @@ import pytest
 import ezpz_launch._running.agents
 import ezpz_launch._running.node
 from ezpz_launch._running.control import Control
-from ezpz_launch._running.node import is_running
 from ezpz_launch._running.nodes import OtherHosts, ThisHost
+from ezpz_launch._running.proc import is_running
 
-ID = "nodes-test.0"
+ID = f"nodes-test.{os.getpid()}"  # a session beside this one must not meet ours
 COUNTS = (
     "import signal, time\n"
     "signal.signal(signal.SIGUSR1, lambda *_: print('heard', flush=True))\n"
@@ -263,9 +263,9 @@ launcher = subprocess.Popen(["sleep", "60"], start_new_session=True, stdout=subp
 rank = subprocess.Popen(["sleep", "60"], start_new_session=True, stdout=subprocess.DEVNULL)
 print(launcher.pid, rank.pid, flush=True)
 if sys.argv[1] == "here":
-    nodes = ThisHost("nodes-test.1", print)
+    nodes = ThisHost(sys.argv[3], print)
 else:
-    nodes = OtherHosts([os.uname().nodename], 2, "nodes-test.1", select.poll(), print)
+    nodes = OtherHosts([os.uname().nodename], 2, sys.argv[3], select.poll(), print)
 nodes.watch(launcher.pid, sys.argv[2])
 nodes.start(0, rank.pid)
 print("watched", flush=True)
@@ -282,7 +282,9 @@ def watched(process, scratch):
     known = []
 
     def start(where):
-        parent = process(sys.executable, "-c", WATCHED, where, scratch, stdin=-1, stdout=-1)
+        parent = process(
+            sys.executable, "-c", WATCHED, where, scratch, f"{ID}1", stdin=-1, stdout=-1
+        )
         known.extend(map(int, parent.stdout.readline().split()))
         assert parent.stdout.readline() == b"watched\n"
         return parent, *known

@@ -15,7 +15,7 @@ import json, os, sys, time
 from ezpz_launch._running.output import Output
 from ezpz_launch._running.reports import Reports
 woken = []
-output = Output(Reports("ID"), lambda: woken.append(1))
+output = Output((Reports("ID"), Reports("ID")), lambda: woken.append(1))
 output.copy(3, 4)
 output.drain(float(sys.argv[1]), lambda: False)
 seen = [output.take_reports(), output.nobody_reads, len(output.tail), bool(woken)]
@@ -59,12 +59,12 @@ def test_every_byte(tmp_path):
     assert seen == [[], False, 8192, True]
 
 
-def test_reports_are_taken_out_of_standard_error_alone():
+def test_reports_are_taken_out_of_both_streams():
+    # some launchers can be told to merge them
     text = r"printf 'a\036ezpz ID end 3 7|end 3 7\037\nb'"
     out, err, (reports, *_) = copied(text, text)
-    assert out == b"a\x1eezpz ID end 3 7|end 3 7\x1f\nb"
-    assert err == b"ab"
-    assert reports == [["end", 3, 7]]
+    assert (out, err) == (b"ab", b"ab")
+    assert reports == [["end", 3, 7]] * 2
 
 
 def test_what_looked_like_a_report_at_the_end():

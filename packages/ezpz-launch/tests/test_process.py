@@ -3,11 +3,12 @@
 import contextlib
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
 from ezpz_launch import LaunchError
-from ezpz_launch._running.node import is_running
+from ezpz_launch._running.proc import is_running
 from ezpz_launch._running.process import LauncherProcess
 
 
@@ -120,6 +121,8 @@ def test_what_cannot_be_started_leaves_nothing_open(words, why):
 def test_its_end_is_asked_for_first(launcher, until):
     one = launcher("sh", "-c", "trap 'exit 5' TERM; sleep 60 & echo $!; wait")
     child = int(line(one.stdout))
+    # before it has become its program it may hear nothing
+    until(lambda: Path(f"/proc/{child}/comm").read_text() == "sleep\n")
     one.end()
     until(lambda: one.poll() is not None)
     assert one.poll() == 5

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ezpz_launch._planning.launchers.spawn import SPAWN
-from ezpz_launch._running.node import is_running
+from ezpz_launch._running.proc import is_running
 
 SPAWNER = [sys.executable, "-I", "-S", SPAWN]
 

@@ -70,9 +70,10 @@ class _Attempts:
 
     def _until_the_last(self) -> int:
         while True:
+            self._sizes = _sizes(self._request.log_dir)
             outcome = self._attempt()
             if outcome.failure and self._request.log_dir and not self._request.tee:
-                _say_last_words(self._request.log_dir, outcome.failure[0])
+                _say_last_words(self._request.log_dir, outcome.failure[0], self._sizes)
             status = outcome.exit_status
             told = self._wait_for_another(outcome)
             if told is None:
@@ -93,11 +94,12 @@ class _Attempts:
         from ezpz_launch._records.progress import read_progress  # noqa: PLC0415  # as all of this: only for --retries
         from ezpz_launch._records.retry import Attempt, ends_with_import_error  # noqa: PLC0415
 
+        words = _last_words(outcome, self._request, self._sizes)
         decision = self._retries.decide(
             Attempt(
                 exit_status=outcome.exit_status,
                 told=outcome.told is not None,
-                import_error=ends_with_import_error(_last_words(outcome, self._request)),
+                import_error=ends_with_import_error(words),
                 progress=read_progress(self._progress_file),
             )
         )
@@ -133,7 +135,7 @@ class _Attempts:
                 hosts=ready.placement.hosts,
                 ppn=ready.placement.ppn,
                 on_this_host=ready.on_this_host,
-                environment={**self._env, **ready.environment},
+                environment=self._environment(ready),
                 control=control,
                 grace=request.grace,
                 idle_timeout=request.idle_timeout,
@@ -141,6 +143,10 @@ class _Attempts:
                 scratch="" if ready.hostfile == self._planned.hostfile else ready.hostfile,
             )
             return run(launch, self._heard, lambda: self._keeper.start(ready, argv))
+
+    def _environment(self, ready: LaunchPlan) -> dict[str, str]:
+        kept = {name: value for name, value in self._env.items() if name not in ready.removed}
+        return {**kept, **ready.environment}
 
     def _control(self) -> Control:
         planned, request, job = self._planned, self._request, self._topology.allocation
@@ -242,26 +248,36 @@ def _make_log_dir(folder: str) -> None:
             ) from error
 
 
-def _last_words(outcome: Outcome, request: Request) -> bytes:
+def _sizes(folder: str) -> dict[str, int]:
+    """Return how long the files of a folder are: what is there is of another launch, or attempt."""
+    if not folder:
+        return {}
+    with os.scandir(folder) as entries:
+        return {entry.name: entry.stat().st_size for entry in entries}
+
+
+def _last_words(outcome: Outcome, request: Request, before: Mapping[str, int]) -> bytes:
     """Return the end of what the rank that failed first wrote to standard error."""
     if outcome.failure and request.log_dir:
-        return _tail(request.log_dir, outcome.failure[0])
+        return _tail(request.log_dir, outcome.failure[0], before)
     if request.prefix:
         return b"\n".join(line.partition(b"] ")[2] for line in outcome.tail.splitlines())
     return outcome.tail
 
 
-def _tail(folder: str, rank: int) -> bytes:
+def _tail(folder: str, rank: int, before: Mapping[str, int]) -> bytes:
+    name = f"rank-{rank}.err"
     try:
-        with open(os.path.join(folder, f"rank-{rank}.err"), "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
+        with open(os.path.join(folder, name), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            file.seek(max(before.get(name, 0), size - _TAIL))
             return file.read()
     except OSError:
         return b""  # on a disk of another host
 
 
-def _say_last_words(folder: str, rank: int) -> None:
-    lines = _tail(folder, rank).decode(errors="replace").splitlines()[-_LINES:]
+def _say_last_words(folder: str, rank: int, before: Mapping[str, int]) -> None:
+    lines = _tail(folder, rank, before).decode(errors="replace").splitlines()[-_LINES:]
     if lines:
         path = os.path.join(folder, f"rank-{rank}.err")
         say("\n".join([f"the end of {path}:", *(f"  {line}" for line in lines)]))

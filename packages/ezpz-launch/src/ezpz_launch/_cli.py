@@ -55,11 +55,13 @@ def _main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     if request.dry_run and request.machine:
         return _print(_explained(_imagined(request, env), request))
     topology = detect({**env, "EZPZ_MACHINE": request.machine} if request.machine else env)
-    if request.nested:
-        env = outside_of_launch(env)
-    else:
+    if not request.nested:
         refuse_nested(topology)
-    require_command(request.command[0], env)
+    if topology.rank.launcher != "none":
+        # Also of a world of one: an inner MPI would join it.
+        env = outside_of_launch(env)
+    asked = dict(pair.split("=", 1) for pair in request.env)
+    require_command(request.command[0], {**env, **asked})
     planned = _planned(topology, request, env)
     if request.dry_run:
         return _print(_explained(planned, request))

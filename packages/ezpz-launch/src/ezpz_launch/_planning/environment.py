@@ -17,6 +17,12 @@ _OF_A_LAUNCHER = ("CCL_PROCESS_LAUNCHER", "CCL_ATL_TRANSPORT", "CCL_KVS_MODE", "
 oneCCL's own choice without them (Hydra, OFI) is right under others: it is what they expect.
 """
 
+_OF_A_HOST = ("HOSTNAME", "PWD", "OLDPWD", "SHLVL", "_", "DISPLAY", "TMPDIR", "XDG_RUNTIME_DIR")
+_OF_A_LOGIN = ("HOME", "USER", "LOGNAME", "SHELL", "MAIL", "TERM")
+_OF_OTHERS = ("SSH_", "OMPI_", "PMIX_", "PRTE_", "PMI_", "SLURM_", "PBS_", "EZPZ_CONTROL")
+
+_OF_SRUN = ("SLURM_HOSTFILE", "SLURM_STDOUTMODE", "SLURM_STDERRMODE", "SLURM_LABELIO")
+
 
 def users_own(env: Mapping[str, str]) -> set[str]:
     """Return the variables that are the user's own choice: PBS's for each job are not.
@@ -116,20 +122,35 @@ def _machines(
 
 
 def exported_names(
-    topology: Topology,
-    chosen: Chosen,
-    environment: Mapping[str, str],
-    user_env: Mapping[str, str],
+    topology: Topology, environment: Mapping[str, str], user_env: Mapping[str, str]
 ) -> tuple[str, ...]:
     """Return the variables to name to a launcher that exports none by itself.
 
-    Beside what is added: what programs are found by, and what the user set in place of it.
+    All of the user's, as other launchers bring them, less what is a host's, a login's or another
+    launcher's own; and what is added. Open MPI complains of a name that is not set.
     """
-    names = ["PATH"]
-    # Open MPI complains of a name that is not set.
-    wanted = ("LD_LIBRARY_PATH", "OMP_NUM_THREADS", *topology.machine.environment)
-    names += [name for name in (*wanted, *chosen.environment) if name in user_env]
-    return tuple(dict.fromkeys([*names, *environment]))
+    left_out = {*_OF_A_HOST, *_OF_A_LOGIN} - topology.machine.environment.keys()
+    own = [
+        name
+        for name in sorted(user_env)
+        if name.isidentifier() and name not in left_out and not name.startswith(_OF_OTHERS)
+    ]
+    return tuple(dict.fromkeys(["PATH", *own, *environment]))
+
+
+def misleading(launcher: Launcher, user_env: Mapping[str, str], *, in_step: bool) -> list[str]:
+    """Return the user's variables that this launcher must not see.
+
+    srun takes its output, its hosts and its binding from them, whatever the plan is: ranks would
+    write into files of its own, or lie on other hosts than MASTER_ADDR says.
+    """
+    if launcher.kind != "srun":
+        return []
+    names = [name for name in _OF_SRUN if name in user_env]
+    if in_step:
+        # Of the step that we are in: its ranks' cores are not ours.
+        names += [name for name in user_env if name.startswith("SLURM_CPU_BIND")]
+    return names
 
 
 def _threads(arrangement: Arrangement, bound: int) -> tuple[int, str]:

@@ -110,7 +110,8 @@ def _ranks(ranks: Sequence[int]) -> str:
 def _command(plan: LaunchPlan, argv: Sequence[str]) -> list[str]:
     """Return the command with one group of arguments a line, each but the last continued."""
     added = [f"{name}={value}" for name, value in plan.environment.items()]
-    groups = [["env"], *([pair] for pair in added), [argv[0]]]
+    removed = [["-u", name] for name in plan.removed]
+    groups = [["env"], *removed, *([pair] for pair in added), [argv[0]]]
     start = argv.index("sh", 1)
     for word in argv[1:start]:
         # A flag begins a group, and what follows it belongs to it.

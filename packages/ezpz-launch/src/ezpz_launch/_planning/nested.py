@@ -26,7 +26,7 @@ def refuse_nested(topology: Topology) -> None:
         raise UsageError(
             f"this process is rank {rank.rank} of {rank.world_size} already "
             f"({rank.sources['rank']}); expected to be started outside of a launch; --nested lets "
-            "every rank launch on its own host"
+            f"every rank launch on its own host; unset {rank.sources['rank']} if it is left over"
         )
 
 

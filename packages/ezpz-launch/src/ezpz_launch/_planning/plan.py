@@ -11,7 +11,7 @@ from ezpz_topo import Machine, Topology, fold_nodelist
 
 from .arrange import Arrangement, arrange
 from .binding import bind, with_cpus_of_the_job
-from .environment import exported_names, ranks_environment
+from .environment import exported_names, misleading, ranks_environment
 from .identify import Launcher
 from .machine_options import choose_options
 from .place import Placement
@@ -45,6 +45,7 @@ class LaunchPlan:
         launcher_args: The user's words for the launcher.
         environment: What is added to the ranks' environment.
         exported: Variables to name to a launcher that exports none by itself.
+        removed: The user's variables that would lead the launcher astray.
         as_root: Whether we are root.
         control: Whether EZPZ_CONTROL will be in the launcher's environment, for the ranks.
         sources: For each decision, by name, why it is so.
@@ -70,6 +71,7 @@ class LaunchPlan:
     launcher_args: tuple[str, ...]
     environment: Mapping[str, str]
     exported: tuple[str, ...]
+    removed: tuple[str, ...] = ()
     as_root: bool = False
     control: bool = False
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -201,7 +203,8 @@ def complete(
         depth=binding.depth,
         launcher_args=request.launcher_args,
         environment=environment,
-        exported=exported_names(topology, chosen, environment, user_env),
+        exported=exported_names(topology, environment, user_env),
+        removed=tuple(misleading(launcher, user_env, in_step="SLURM_STEP_ID" in user_env)),
         as_root=as_root,
         sources=sources,
         notes=(*launcher.notes, *chosen.notes, *notes),

@@ -241,7 +241,7 @@ def to_json(record: Record) -> str:
 
     values = {name: getattr(record, name) for name in Record._fields}
     values["command"] = redact_words(record.command)
-    values["argv"] = redact_words(record.argv)
+    values["argv"] = _redacted(record.argv)
     values["environment"] = redact_environment(record.environment)
     if record.first_failure:
         values["first_failure"] = {
@@ -249,6 +249,15 @@ def to_json(record: Record) -> str:
             for name, value in record.first_failure.items()
         }
     return json.dumps(_readable(values), indent=1, ensure_ascii=False) + "\n"
+
+
+def _redacted(argv: Sequence[str]) -> list[str]:
+    """Return a command line without its secrets, where words may carry the shim's escape, too."""
+    from .secrets import redact_words  # noqa: PLC0415
+
+    escaped = argv.index("--escaped") + 1 if "--escaped" in argv else len(argv)
+    words = redact_words([word.removeprefix("+") for word in argv[escaped:]])
+    return [*redact_words(argv[:escaped]), *(f"+{word}" for word in words)]
 
 
 def _readable(value: object) -> object:

@@ -7,9 +7,13 @@ import os
 import resource
 import select
 import socket
+import time
 from collections.abc import Callable, Iterable
 
 from .node import PROTOCOL_LINE, keep_alive
+
+_HELLO = 10.0
+"""Seconds in which an agent says who it is."""
 
 
 class Agents:
@@ -38,6 +42,7 @@ class Agents:
         self._nodes: dict[int, int] = {}
         self._by_node: dict[int, socket.socket] = {}
         self._received: dict[int, bytes] = {}
+        self._since: dict[int, float] = {}
         self._is_full = False
         self.secrets = (os.urandom(16).hex(), os.urandom(16).hex())
         poll.register(self._server, select.POLLIN)
@@ -64,15 +69,10 @@ class Agents:
     def handle(self, fd: int) -> bool:
         """Serve a socket that is ready; return whether it is one of these."""
         if fd == self._server.fileno():
-            connection = self._accept()
-            if connection is None:
-                return True
-            keep_alive(connection)
-            # An agent that reads no more must not hold us up for ever.
-            connection.settimeout(10)
-            self._connections[connection.fileno()] = connection
-            self._received[connection.fileno()] = b""
-            self._poll.register(connection, select.POLLIN)
+            # Of 10,000 nodes many come at once.
+            while (connection := self._accept()) is not None:
+                self._take(connection)
+            self._drop_strangers()
             return True
         if fd not in self._connections:
             return False
@@ -97,11 +97,28 @@ class Agents:
             self._poll.unregister(self._server)
         self._server.close()
 
+    def _take(self, connection: socket.socket) -> None:
+        keep_alive(connection)
+        # An agent that reads no more must not hold us up for ever.
+        connection.settimeout(10)
+        fd = connection.fileno()
+        self._connections[fd] = connection
+        self._received[fd] = b""
+        self._since[fd] = time.monotonic()
+        self._poll.register(connection, select.POLLIN)
+
+    def _drop_strangers(self) -> None:
+        """Drop who has come and does not say hello."""
+        late = time.monotonic() - _HELLO
+        strangers = self._connections.keys() - self._nodes.keys()
+        for fd in [fd for fd in strangers if self._since[fd] < late]:
+            self._drop(fd)
+
     def _accept(self) -> socket.socket | None:
         try:
             return self._server.accept()[0]
-        except ConnectionError:
-            return None  # it is gone again
+        except (BlockingIOError, ConnectionError):
+            return None  # that was the last one, or it is gone again
         except OSError as error:
             if error.errno != errno.EMFILE:
                 raise
@@ -155,6 +172,7 @@ class Agents:
         if connection is None:
             return
         self._received.pop(fd, None)
+        self._since.pop(fd, None)
         node = self._nodes.pop(fd, None)
         if node is not None and self._by_node.get(node) is connection:
             del self._by_node[node]
@@ -169,6 +187,7 @@ def _listen(address: tuple[socket.AddressFamily, str]) -> socket.socket:
         server.bind((host, 0))
         # All agents may come at once.
         server.listen(socket.SOMAXCONN)
+        server.setblocking(False)
     except BaseException:
         server.close()
         raise

@@ -59,7 +59,7 @@ class Control(NamedTuple):
             UsageError: A path holds a line break.
         """
         # Into files alone, sh's own redirection is enough.
-        pumped = self.tee or (self.prefix and not self.files)
+        pumped = self.tee or ((self.prefix or self.only_ranks is not None) and not self.files)
         fields = [
             self.launch_id,
             f"{self.hold:.0f}",

@@ -7,7 +7,8 @@ import signal
 import time
 from contextlib import suppress
 
-from .node import NodeRanks, is_running, obey
+from .node import NodeRanks, obey
+from .proc import is_running
 from .signals import signal_group
 
 _TERMINATED = 1.0

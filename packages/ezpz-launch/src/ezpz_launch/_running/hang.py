@@ -9,13 +9,12 @@ from collections.abc import Callable, Sequence
 
 from .launch import NEVER, Launch
 from .nodes import Nodes
+from .outcome import name_ranks
 from .output import Output
+from .status import Status
 
 _PATIENCE = 15.0
 """Seconds that the nodes have to tell where their ranks are."""
-
-_NAMED = 16
-"""So many ranks are named."""
 
 
 class Hang:
@@ -43,29 +42,31 @@ class Hang:
         idle = self._launch.idle_timeout
         return self._output.last + idle if idle and not self.declared else NEVER
 
-    def is_one(self, now: float, running: Sequence[int]) -> bool:
+    def is_one(self, now: float, status: Status) -> bool:
         """Whether no rank has written anything for too long."""
         idle, files = self._launch.idle_timeout, self._launch.control.files
-        if not idle or not running:
+        if not idle or status.all_ended:
             return False
-        if now - self._output.last >= idle and files:
+        if now - self._output.last >= idle and files and status.has_running:
             # Of what goes to files we see nothing but their times.
-            age = time.time() - _newest(files, running)
+            age = time.time() - _newest(files, status.running)
             self._output.last = max(self._output.last, now - max(age, 0.0))
         return now - self._output.last >= idle
 
-    def declare(self, now: float, running: Sequence[int], nodes: Nodes) -> None:
+    def declare(self, now: float, status: Status, nodes: Nodes) -> None:
         """Name the ranks that have not ended, and ask them where they are."""
         self.declared = True
+        running, unstarted = status.running, status.unstarted
         self._unanswered = len({rank // self._launch.ppn for rank in running})
         self._until = now + _PATIENCE
-        ranks = ", ".join(f"{rank} on {self._launch.host_of(rank)}" for rank in running[:_NAMED])
-        more = f" and {len(running) - _NAMED} more" if len(running) > _NAMED else ""
-        self._output.say(
-            f"no output for {self._launch.idle_timeout:g} s; ranks that had not ended: "
-            f"{ranks}{more}; where they are:"
-        )
-        nodes.stacks(running)
+        silence = f"no output for {self._launch.idle_timeout:g} s"
+        if unstarted:
+            named = name_ranks(self._launch, unstarted)
+            self._output.say(f"{silence}; ranks that never started: {named}")
+        if running:
+            named = name_ranks(self._launch, running)
+            self._output.say(f"{silence}; ranks that had not ended: {named}; where they are:")
+            nodes.stacks(running)
 
     def answer(self, text: bytes) -> None:
         """Take what one node says of its ranks; called from other threads, too."""

@@ -16,6 +16,13 @@ import sys
 import time
 
 TYPE_CHECKING = False
+if TYPE_CHECKING or __package__:
+    from . import proc
+else:
+    # As a program it knows no package, only its neighbours.
+    sys.path.append(os.path.dirname(os.path.abspath(__file__)))
+    import proc
+
 if TYPE_CHECKING:
     import socket
     from collections.abc import Iterator
@@ -43,7 +50,8 @@ class NodeRanks:
     """
 
     def __init__(self, launch_id: str) -> None:
-        self._mark = b"EZPZ_LAUNCH_ID=" + launch_id.encode()
+        self._launch_id = launch_id.encode()
+        self._mark = b"EZPZ_LAUNCH_ID=" + self._launch_id
         self._pids: dict[int, int] = {}
         self._leaders: set[int] = set()
         self._groups: dict[int, int] = {}
@@ -58,12 +66,12 @@ class NodeRanks:
         """Take note of a rank's shim."""
         self._pids[rank] = pid
         self._leaders.add(pid)
-        self._born[pid] = _birth(pid)
+        self._born[pid] = proc.birth(pid)
         try:
             self._groups[pid] = os.getpgid(pid)
         except ProcessLookupError:
             self._groups[pid] = 0
-        self._parents[pid] = _parent(pid)
+        self._parents[pid] = proc.parent(pid)
         if self._ending:
             # It comes late: all were told to end.
             _kill(self._target(pid), self._ending)
@@ -82,11 +90,10 @@ class NodeRanks:
         for rank, pid in self._pids.items():
             if rank in self._lost:
                 continue
-            if is_running(pid):
-                # Nobody starts a shim but a launcher, which is never the first process.
-                parent = _parent(pid)
-                is_lost = parent == 1 or (bool(parent) and parent != self._parents[pid])
-                if not self._commands.get(rank) or not is_running(self._commands[rank][0]):
+            if proc.is_running(pid):
+                parent = proc.parent(pid)
+                is_lost = bool(parent) and parent != self._parents[pid]
+                if not self._commands.get(rank) or not proc.is_running(self._commands[rank][0]):
                     # None yet, or something that the shim ran before it.
                     self._remember_the_command(rank, pid)
             else:
@@ -101,9 +108,9 @@ class NodeRanks:
         """Whether a rank's command has outlived its shim."""
         command, born = self._commands.get(rank, (0, ""))
         if command:
-            return is_running(command) and _birth(command) == born
+            return proc.is_running(command) and proc.birth(command) == born
         # The shim died before we had seen its command. Twice: it may just be ending.
-        orphans = _marked(self._mark, b"EZPZ_RANK=%d" % rank)
+        orphans = proc.marked(self._mark, b"EZPZ_RANK=%d" % rank)
         is_suspect, self._suspects = rank in self._suspects, self._suspects | {rank}
         return is_suspect and bool(orphans)
 
@@ -112,8 +119,8 @@ class NodeRanks:
         return _LOOK if self._commands.keys() >= self._pids.keys() else _FIRST_LOOK
 
     def _remember_the_command(self, rank: int, pid: int) -> None:
-        for child in _children(pid):
-            self._commands[rank] = (child, _birth(child))
+        for child in proc.children(pid):
+            self._commands[rank] = (child, proc.birth(child))
             return
 
     def pid(self, rank: int) -> int | None:
@@ -127,8 +134,25 @@ class NodeRanks:
         """
         if number not in (signal.SIGUSR1, signal.SIGUSR2):
             self._ending = number
-        for target in {self._target(pid) for pid in self._pids.values() if self._is_same(pid)}:
-            _kill(target, number)
+        shims = [pid for pid in self._pids.values() if self._is_same(pid)]
+        meant = {} if number == signal.SIGKILL else self._meant(shims, number)
+        for target in {self._target(pid) for pid in shims if pid not in meant}:
+            # A group of several ranks (srun's) holds those that are told by themselves.
+            if target > 0 or not meant:
+                _kill(target, number)
+        for pid in shims:
+            for each in meant.get(pid, proc.descendants(pid) if meant else ()):
+                _kill(each, number)
+
+    def _meant(self, shims: list[int], number: int) -> dict[int, list[int]]:
+        """Return, for each rank that has a handler for a signal, the processes that have it.
+
+        A shell that waits for the training would die of the signal, and so would a data loader's
+        worker: those with a handler are told, and decide about the others. Where there is none, all
+        of the rank is to end.
+        """
+        found = {pid: proc.catchers(pid, number) for pid in shims}
+        return {pid: catchers for pid, catchers in found.items() if catchers}
 
     def release(self, pid: int) -> None:
         """Let the shim of a rank that failed go."""
@@ -139,7 +163,7 @@ class NodeRanks:
         """SIGKILL every process of the launch on this node."""
         self.signal(signal.SIGKILL)
         # What left its process group is found by its environment, where /proc shows it.
-        for pid in _marked(self._mark):
+        for pid in (*proc.marked(self._mark), *proc.inside(self._launch_id)):
             _kill(pid, signal.SIGKILL)
 
     def _target(self, pid: int) -> int:
@@ -150,7 +174,7 @@ class NodeRanks:
 
     def _is_same(self, pid: int) -> bool:
         """Whether it is still the process that was reported, and not another of its number."""
-        born = _birth(pid)
+        born = proc.birth(pid)
         # Where it is gone its group may still be there, and then nobody else has the number.
         return not born or born == self._born.get(pid, born)
 
@@ -161,69 +185,6 @@ def _kill(target: int, number: int) -> None:
     except (ProcessLookupError, PermissionError):
         # Gone, or no longer ours: a rank may have changed its user.
         return
-
-
-def is_running(pid: int) -> bool:
-    """Whether a process is there, and not only waited for."""
-    fields = _stat(pid)
-    if fields:
-        return fields[0] not in "ZX"
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return not os.path.exists("/proc/self/stat")
-
-
-def _parent(pid: int) -> int:
-    """Return the process that a process is a child of now; 0 where /proc does not tell."""
-    fields = _stat(pid)
-    return int(fields[1]) if fields else 0
-
-
-def _children(pid: int) -> list[int]:
-    """Return the children of a process; none where the kernel does not list them."""
-    try:
-        with open(f"/proc/{pid}/task/{pid}/children", encoding="ascii") as file:
-            return [int(word) for word in file.read().split()]
-    except (OSError, ValueError):
-        return []
-
-
-def _birth(pid: int) -> str:
-    """Return when a process started, in ticks; empty where it is gone, or /proc is absent."""
-    fields = _stat(pid)
-    return fields[19] if fields else ""
-
-
-def _stat(pid: int) -> list[str]:
-    """Return the fields of proc(5)'s stat from the state on; none where there are none."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            # The name may hold anything, so count from its end.
-            return file.read().rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
-def _marked(*marks: bytes) -> list[int]:
-    """Return the processes that were started with these variables; none where /proc is absent."""
-    found = []
-    try:
-        names = os.listdir("/proc")
-    except FileNotFoundError:
-        return []
-    for name in names:
-        if name.isdecimal() and int(name) != os.getpid():
-            try:
-                with open(f"/proc/{name}/environ", "rb") as file:
-                    if set(marks) <= set(file.read().split(b"\0")):
-                        found.append(int(name))
-            except OSError:
-                continue  # gone, or another user's
-    return found
 
 
 def main() -> int:
@@ -325,20 +286,21 @@ def stacks(ranks: NodeRanks, which: list[int]) -> bytes:
 
 
 def _stacks_module() -> ModuleType:
-    if not __package__:
-        # As a program it knows no package, only its neighbour.
-        sys.path.append(os.path.dirname(os.path.abspath(__file__)))
     return __import__(f"{__package__}.stacks" if __package__ else "stacks", fromlist=["dump"])
 
 
 def _connect(addresses: list[str]) -> socket.socket | None:
     import socket  # noqa: PLC0415  # ezpz-launch itself loads this module, and needs none
 
-    for address in addresses:
+    # Of thousands that come at once some find no room.
+    for attempt, address in enumerate(addresses * 3):
         host, _, port = address.rpartition(":")
         try:
             connection = socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT)
+        except ConnectionRefusedError:
+            continue  # the launch is over
         except OSError:
+            time.sleep(attempt + int.from_bytes(os.urandom(1), "little") / 256)
             continue
         connection.settimeout(None)
         keep_alive(connection)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from .launch import Launch
@@ -14,6 +14,9 @@ USAGE = 2
 
 HANG = 124
 """Exit status of a launch whose ranks hung: that of timeout(1)."""
+
+_NAMED = 16
+"""So many ranks are named."""
 
 REQUEUE = 75
 """Exit status by which a script says: check-pointed, start me again (EX_TEMPFAIL)."""
@@ -44,6 +47,12 @@ def how(status: int) -> str:
     return f"exited with status {status}"
 
 
+def name_ranks(launch: Launch, ranks: Sequence[int]) -> str:
+    """Name ranks with their hosts, the first of many."""
+    named = ", ".join(f"{rank} on {launch.host_of(rank)}" for rank in ranks[:_NAMED])
+    return named + (f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else "")
+
+
 def describe(launch: Launch, rank: int, status: int) -> str:
     """Say which rank failed first, where, and how."""
     return f"rank {rank} on {launch.host_of(rank)} {how(status)}, first of all ranks"
@@ -71,8 +80,10 @@ def exit_status_of(
     failure = status.first_failure
     if told is not None:
         say(f"ended by {told.name}")
-        requeue = failure is not None and failure[1] == REQUEUE
-        return REQUEUE if requeue else 128 + told
+        # Who check-pointed says so; the others died of the same signal, or had nothing to save.
+        meant = {0, REQUEUE, 128 + told, 128 + signal.SIGTERM}
+        statuses = set(status.ended.values())
+        return REQUEUE if REQUEUE in statuses and statuses <= meant else 128 + told
     if hang:
         return HANG
     if failure is not None:
@@ -90,9 +101,8 @@ def _without_a_failure(launch: Launch, status: Status, own: int, say: Callable[[
             say(f"every rank ended with 0; the launcher with {own}, which is not passed on")
         return 0
     silent = [rank for rank in range(launch.nproc) if rank not in status.ended]
-    lost = ", ".join(f"{rank} on {launch.host_of(rank)}" for rank in silent[:8])
-    more = f" and {len(silent) - 8} more" if len(silent) > 8 else ""
+    lost = name_ranks(launch, silent)
     started = "" if status.pids else "; none had started"
-    say(f"the launcher {how(own)}; ranks that did not report their end: {lost}{more}{started}")
+    say(f"the launcher {how(own)}; ranks that did not report their end: {lost}{started}")
     # Without a word from its ranks even a 0 is no success.
     return own or 1

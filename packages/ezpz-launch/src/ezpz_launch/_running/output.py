@@ -32,7 +32,7 @@ class Output:
     """Copies two pipes to our standard output and error, and says what we have to say.
 
     Args:
-        reports: What takes the ranks' reports out of the second.
+        reports: What takes the ranks' reports out of each.
         wake: Called, from another thread, when there is something to look at.
 
     Attributes:
@@ -41,11 +41,11 @@ class Output:
         tail: The last bytes of standard error.
     """
 
-    def __init__(self, reports: Reports, wake: Callable[[], None]) -> None:
+    def __init__(self, reports: tuple[Reports, Reports], wake: Callable[[], None]) -> None:
         self.last = time.monotonic()
         self.nobody_reads = False
         self.tail = b""
-        self._reports = reports
+        self._reports = {1: reports[0], 2: reports[1]}
         # Appended to by one thread, and taken from by another: deque's own are atomic.
         self._found: deque[Report] = deque()
         self._wake = wake
@@ -121,18 +121,18 @@ class Output:
             if not chunk:
                 break
             self.last = time.monotonic()
-            if target == 2:
-                chunk = self._sift(chunk)
+            chunk = self._sift(target, chunk)
             self._write(target, chunk)
             self.last = time.monotonic()
-        if target == 2:
-            self._write(target, self._reports.rest())
+        self._write(target, self._reports[target].rest())
         os.close(source)
         self._wake()
 
-    def _sift(self, chunk: bytes) -> bytes:
-        chunk, found = self._reports.feed(chunk)
-        self.tail = (self.tail + chunk)[-_TAIL:]
+    def _sift(self, target: int, chunk: bytes) -> bytes:
+        # On standard output, too: some launchers can be told to merge the two.
+        chunk, found = self._reports[target].feed(chunk)
+        if target == 2:
+            self.tail = (self.tail + chunk)[-_TAIL:]
         if found:
             self._found.extend(found)
             self._wake()

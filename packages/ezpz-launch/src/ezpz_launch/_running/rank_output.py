@@ -3,7 +3,7 @@
 usage: python -I -S rank_output.py RANK HOST [--prefix] [--files DIR] [--hide] -- COMMAND [ARG...]
   --prefix     begin each line on the terminal with [RANK@HOST]
   --files DIR  write the exact bytes to DIR/rank-RANK.out and DIR/rank-RANK.err as well
-  --hide       show nothing on the terminal
+  --hide       show nothing on the terminal, but the end of stderr if the command fails
 exit status: the command's own, 128 + signal; 127 or 126 when it is not there or cannot be
              executed; 2 when the files cannot be opened
 
@@ -34,6 +34,9 @@ _HELD = 0.2
 
 _AFTER = 0.5
 """Seconds for what still writes when the command has ended (a child that it left)."""
+
+_TAIL = 1 << 13
+"""Bytes of a hidden rank's standard error that are shown if it fails."""
 
 _PIECE = 1 << 16
 """Bytes read at once, and of a line that are held at most."""
@@ -86,6 +89,9 @@ class _Sink:
 class _Stream:
     """The command's stdout or stderr, on its way to the terminal and a file.
 
+    Attributes:
+        tail: The last bytes of what is not shown.
+
     Args:
         source: Our end of the command's pipe.
         terminal: Where lines are shown; None where they are not.
@@ -100,6 +106,7 @@ class _Stream:
         self._terminal = terminal
         self._file = file
         self._prefix = prefix
+        self.tail = b""
         self._held = b""
         self._since = 0.0
         self._inside = False
@@ -115,6 +122,7 @@ class _Stream:
         if self._file:
             self._file.write(data)
         if self._terminal is None:
+            self.tail = (self.tail + data)[-_TAIL:]
             return
         if not self._held:
             self._since = now
@@ -208,7 +216,12 @@ def main(words: list[str]) -> int:
         os.set_blocking(end, False)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     child = _start(command, ends, f"rank {rank} on {host}")
-    return _pump(child, streams, wake)
+    status = _pump(child, streams, wake)
+    if hidden and status and streams[1].tail:
+        # Why a rank failed is never hidden.
+        tail = streams[1].tail
+        _Sink(2, "the terminal's stderr").write(tail if tail.endswith(b"\n") else tail + b"\n")
+    return status
 
 
 def _options(words: list[str]) -> tuple[bool, str, bool]:

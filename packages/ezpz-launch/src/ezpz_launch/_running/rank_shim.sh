@@ -16,7 +16,7 @@
 #                      WHERE host:port ... of ezpz-launch, and its secrets (two lines), for the agent
 #                      FILES a folder for the output of each rank
 #                      SHOWN ranks whose output is shown: 0,4-7; "all"
-#                      PUMP  program that labels or doubles the output
+#                      PUMP  program that labels, doubles or hides the output
 #                      PREFIX --prefix, for it
 #                      PORT  a port that must be free on rank 0's host
 #                      DEVICES their type (cuda, xpu), how many a node has, and whether each
@@ -28,6 +28,8 @@
 # It does not exec the command: mpiexec ORs the ranks' exit statuses (1 and 6 give 7) and
 # waits for the others, so only this process can tell which rank failed first, and how.
 
+# bash takes an exported SHELLOPTS: with errexit no failure would be reported.
+set +eux
 ezpz_family=$1 ezpz_nproc=$2 ezpz_ppn=$3
 for ezpz_name in "$4" "$5" "$6"; do
   [ "$ezpz_name" != - ] || continue
@@ -148,6 +150,8 @@ ezpz_pick_device() {
 
 EZPZ_LOCAL_DEVICE=$LOCAL_RANK
 if [ "$ezpz_id" != - ]; then
+  # By it a launch finds what launches inside its ranks have started.
+  [ -z "${EZPZ_LAUNCH_ID-}" ] || export EZPZ_INSIDE="${EZPZ_INSIDE:+$EZPZ_INSIDE:}$EZPZ_LAUNCH_ID"
   EZPZ_LAUNCH_ID=$ezpz_id
   export EZPZ_LAUNCH_ID
 fi
@@ -181,19 +185,17 @@ ezpz_close() { [ "$ezpz_fd" = 0 ] || eval "exec $ezpz_fd>&-"; }
 
 # exec in a subshell: the program of that name, never this shell's own echo or test.
 ezpz_run() {
-  if [ "$ezpz_pump" != - ]; then
+  if [ "$ezpz_pump" = - ] && [ "$ezpz_files" != - ]; then
+    (ezpz_close && exec "$@") >>"$ezpz_files/rank-$RANK.out" 2>>"$ezpz_files/rank-$RANK.err"
+  elif [ "$ezpz_pump" = - ] || { [ "$ezpz_files$ezpz_prefix" = -- ] && ezpz_is_shown; }; then
+    (ezpz_back && exec "$@")
+  else
     set -- -- "$@"
     [ "$ezpz_files" = - ] || set -- --files "$ezpz_files" "$@"
     [ "$ezpz_prefix" = - ] || set -- --prefix "$@"
     ezpz_is_shown || set -- --hide "$@"
     set -- "$ezpz_pump" "$RANK" "${SLURMD_NODENAME:-$(uname -n)}" "$@"
     (ezpz_back && exec "$ezpz_python" -I -S "$@")
-  elif [ "$ezpz_files" != - ]; then
-    (ezpz_close && exec "$@") >>"$ezpz_files/rank-$RANK.out" 2>>"$ezpz_files/rank-$RANK.err"
-  elif ezpz_is_shown; then
-    (ezpz_back && exec "$@")
-  else
-    (ezpz_close && exec "$@") >/dev/null 2>&1
   fi
 }
 
@@ -213,9 +215,6 @@ if [ "$ezpz_id" != - ] && [ "$RANK" = 0 ] && [ "$ezpz_port" != - ] && ezpz_is_ta
   ezpz_report "taken 0 $ezpz_port"
 fi
 
-# On this node the folder may be missing, if it is no shared one.
-[ "$ezpz_files" = - ] || mkdir -p "$ezpz_files" || exit 2
-
 # Launchers signal a rank's whole process group: the command gets the signal too, and
 # acts on it; we stay to see how it ends. A trap (unlike an ignored signal) is not inherited.
 ezpz_told=''
@@ -227,6 +226,8 @@ trap : USR1 USR2
 ezpz_report "start $RANK $$"
 # Told to end before there was anything to end.
 ezpz_status=$ezpz_told
+# On this node the folder may be missing, if it is no shared one.
+[ "$ezpz_files" = - ] || mkdir -p "$ezpz_files" || ezpz_status=${ezpz_status:-2}
 if [ -z "$ezpz_status" ]; then
   ezpz_away
   ezpz_run "$@"

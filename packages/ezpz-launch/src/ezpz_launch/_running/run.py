@@ -14,7 +14,7 @@ from .control import VARIABLE
 from .hang import Hang
 from .launch import NEVER, Launch
 from .nodes import Nodes, OtherHosts, ThisHost
-from .outcome import USAGE, Outcome, describe, exit_status_of
+from .outcome import USAGE, Outcome, describe, exit_status_of, name_ranks
 from .output import Output
 from .process import LauncherProcess
 from .reports import Reports
@@ -38,6 +38,15 @@ _REACHED = 2.0
 
 _LINGER = 10.0
 """Seconds that a launcher has to end after ranks that all ended well."""
+
+_ABSENT = 60.0
+"""Seconds after which ranks that have not started are named."""
+
+_RELEASE = 0.2
+"""Seconds between two words to ranks that failed, to go."""
+
+_STOPPED = 1.0
+"""Seconds that the loop may oversleep, on a machine that is busy."""
 
 _AWAKE = 0.5
 """Seconds after which the loop looks around, though nothing woke it."""
@@ -82,7 +91,8 @@ class _Run:
         self._ending = self._killed = self._said = self._announced = False
         # When what is due, in time.monotonic's seconds.
         self._terminate_at = self._kill_at = self._end_launcher_at = NEVER
-        self._look_at = 0.0
+        self._look_at = self._release_at = 0.0
+        self._absent_at = time.monotonic() + _ABSENT
         self._forward_at = NEVER
         self._signal_at = launch.signal_at
         self._forwarded = signal.SIGTERM
@@ -99,7 +109,7 @@ class _Run:
             os.set_blocking(end, False)
         self._poll.register(read, select.POLLIN)
         self._wakes.add(read)
-        self.output = Output(Reports(launch_id), self._wake)
+        self.output = Output((Reports(launch_id), Reports(launch_id)), self._wake)
         self.hang = Hang(self.launch, self.output, self._wake)
         self.nodes: Nodes = self._nodes(launch_id)
         try:
@@ -159,14 +169,23 @@ class _Run:
                 self.nodes.handle(fd)
         self._take_reports()
         self._hear()
+        stopped = time.monotonic() - now - patience
+        if stopped > _STOPPED:
+            self._forgive(stopped)
         now = time.monotonic()
         self._look_for_the_lost(now)
         self._look_for_an_end(now)
         self._do_what_is_due(now)
 
+    def _forgive(self, seconds: float) -> None:
+        """Count the time for nothing in which we were stopped (Ctrl-Z, a suspended job)."""
+        self.output.last += seconds
+        self._terminate_at += seconds
+        self._kill_at += seconds
+
     def _next(self, now: float) -> float:
         return min(
-            self._look_at if self.status.running else NEVER,
+            self._look_at if self.status.has_running else NEVER,
             self._terminate_at,
             self._kill_at,
             self._end_launcher_at,
@@ -238,13 +257,13 @@ class _Run:
                 self._end_within(0.0)
             elif status.first_failure:
                 self._terminate_in(now, SETTLE)
-            elif self.hang.is_one(now, status.running):
+            elif self.hang.is_one(now, status):
                 self._ending = True
-                self.hang.declare(now, status.running, self.nodes)
+                self.hang.declare(now, status, self.nodes)
         if status.all_ended and not self._ending and self._end_launcher_at == NEVER:
             self._end_launcher_at = now + _LINGER
         if self._ending and not self._killed:
-            if status.running:
+            if status.has_running:
                 self._end_launcher_at = NEVER
             elif self._end_launcher_at == NEVER:
                 patience = _LAUNCHER_ENDS if status.all_ended else SETTLE
@@ -261,7 +280,7 @@ class _Run:
             self._terminate_in(now, SETTLE)
         if now >= self._terminate_at:
             self._terminate_at = NEVER
-            if self.status.running:
+            if self.status.has_running:
                 self._announced = True
                 self._say_who_failed("; ending the other ranks")
                 self._signal(signal.SIGTERM)
@@ -273,11 +292,24 @@ class _Run:
             self._killed = True
             self.nodes.kill()
             self._end_launcher_at = min(self._end_launcher_at, now + _KILLED)
+        if now >= self._absent_at:
+            self._absent_at = NEVER
+            self._say_who_is_absent()
         self._end_launcher(now)
+
+    def _say_who_is_absent(self) -> None:
+        absent = self.status.unstarted
+        if absent and not self._ending:
+            self.output.say(
+                f"after {_ABSENT:g} s {len(absent)} of {self.launch.nproc} ranks have not started: "
+                f"{name_ranks(self.launch, absent)}"
+            )
 
     def _end_launcher(self, now: float) -> None:
         """Let the launcher end by itself, then end it."""
-        if self._ending and not self.status.running:
+        if self._ending and not self.status.has_running and now >= self._release_at:
+            # Again and again, but not at every step: the first word may have come too early.
+            self._release_at = now + _RELEASE
             for rank in self.status.held:
                 self.nodes.release(rank, self.status.pids.get(rank, 0))
         if now >= self._end_launcher_at:

@@ -12,12 +12,16 @@ class Status:
         nproc: Number of ranks.
         pids: Rank to process id of its shim, for ranks that have started.
         ended: Rank to exit status, in the order in which they ended.
+        first_failure: Rank and exit status of the rank that failed first, if one did.
     """
 
     def __init__(self, nproc: int) -> None:
         self.nproc = nproc
         self.pids: dict[int, int] = {}
         self.ended: dict[int, int] = {}
+        self.first_failure: tuple[int, int] | None = None
+        # Kept, not computed: the run loop asks many times, of up to 120,960 ranks.
+        self._running: dict[int, None] = {}
 
     def take(self, report: Report) -> bool:
         """Take a report in; return whether it is new (each comes twice)."""
@@ -26,22 +30,33 @@ class Status:
         if rank in table or rank >= self.nproc:
             return False
         table[rank] = value
+        if what != "start":
+            self._running.pop(rank, None)
+            if value and self.first_failure is None:
+                self.first_failure = (rank, value)
+        elif rank not in self.ended:
+            self._running[rank] = None
         return True
 
     @property
-    def first_failure(self) -> tuple[int, int] | None:
-        """Rank and exit status of the rank that failed first, if one did."""
-        return next(((rank, status) for rank, status in self.ended.items() if status), None)
+    def has_running(self) -> bool:
+        """Whether a rank has started and not ended."""
+        return bool(self._running)
 
     @property
     def running(self) -> list[int]:
         """Ranks that have started and not ended."""
-        return [rank for rank in sorted(self.pids) if rank not in self.ended]
+        return sorted(self._running)
 
     @property
     def held(self) -> list[int]:
         """Ranks that failed, and whose shims wait to be released."""
         return [rank for rank, status in self.ended.items() if status]
+
+    @property
+    def unstarted(self) -> list[int]:
+        """Ranks that have neither started nor ended."""
+        return [r for r in range(self.nproc) if r not in self.pids and r not in self.ended]
 
     @property
     def all_ended(self) -> bool:
