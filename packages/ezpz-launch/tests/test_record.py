@@ -283,7 +283,8 @@ def test_a_home_that_is_no_path_is_never_the_working_directory(tmp_path, monkeyp
 def test_the_folder_is_the_users_state_folder(tmp_path, monkeypatch):
     from platformdirs import user_state_path
 
-    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    for name in ("XDG_STATE_HOME", "EZPZ_STATE_DIR"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     for name, value in (("HOME", str(tmp_path)), ("XDG_STATE_HOME", str(tmp_path / "xdg"))):
         monkeypatch.setenv(name, value)

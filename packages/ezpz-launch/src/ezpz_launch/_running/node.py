@@ -47,9 +47,10 @@ class NodeRanks:
 
     Args:
         launch_id: What every process of the launch has in its environment.
+        launcher: The process that starts the shims of this node; 0 where that is not known.
     """
 
-    def __init__(self, launch_id: str) -> None:
+    def __init__(self, launch_id: str, launcher: int = 0) -> None:
         self._launch_id = launch_id.encode()
         self._mark = b"EZPZ_LAUNCH_ID=" + self._launch_id
         self._pids: dict[int, int] = {}
@@ -57,6 +58,7 @@ class NodeRanks:
         self._groups: dict[int, int] = {}
         self._born: dict[int, str] = {}
         self._ending = 0
+        self._launcher = launcher
         self._parents: dict[int, int] = {}
         self._commands: dict[int, tuple[int, str]] = {}
         self._lost: set[int] = set()
@@ -93,6 +95,9 @@ class NodeRanks:
             if proc.is_running(pid):
                 parent = proc.parent(pid)
                 is_lost = bool(parent) and parent != self._parents[pid]
+                if self._launcher and parent != self._launcher:
+                    # It died before we had heard of this rank.
+                    is_lost = is_lost or not proc.is_running(self._launcher)
                 if not self._commands.get(rank) or not proc.is_running(self._commands[rank][0]):
                     # None yet, or something that the shim ran before it.
                     self._remember_the_command(rank, pid)
@@ -189,6 +194,8 @@ def _kill(target: int, number: int) -> None:
 
 def main() -> int:
     """Serve ezpz-launch on this node until it says farewell."""
+    # What started the shim that started us, and this node's other shims.
+    launcher = proc.parent(os.getppid())
     if os.fork():
         # No child of the shim: it is none of the rank's processes.
         return 0
@@ -205,7 +212,7 @@ def main() -> int:
     if connection is None:
         # The launch is over, or its host cannot be reached; ezpz-launch says so if it matters.
         return 0
-    ranks = NodeRanks(launch_id)
+    ranks = NodeRanks(launch_id, launcher)
     try:
         connection.sendall(f"hello {token} {sys.argv[1]}\n".encode())
         lines = _lines(connection, ranks)
