@@ -61,6 +61,7 @@ class NodeRanks:
         self._launcher = launcher
         self._parents: dict[int, int] = {}
         self._commands: dict[int, tuple[int, str]] = {}
+        self._late: list[int] = []
         self._lost: set[int] = set()
         self._suspects: set[int] = set()
 
@@ -77,6 +78,7 @@ class NodeRanks:
         if self._ending:
             # It comes late: all were told to end.
             _kill(self._target(pid), self._ending)
+            self._late.append(pid)
 
     def ended(self, rank: int) -> None:
         """Take note of the end of a rank's command; its shim may still wait."""
@@ -88,6 +90,11 @@ class NodeRanks:
         Their shim was killed while the command goes on, or the launcher's process that started the
         shim, and brings its reports, is gone. Launchers see neither by themselves (Hydra, srun).
         """
+        # A shell that is just starting its command may swallow a signal: they have it again.
+        while self._late:
+            pid = self._late.pop()
+            if pid in self._pids.values() and self._is_same(pid):
+                _kill(self._target(pid), self._ending)
         found = []
         for rank, pid in self._pids.items():
             if rank in self._lost:
