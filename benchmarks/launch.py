@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 import fire
+from startup import seconds
 
 from ezpz_launch import Request, plan
 from ezpz_launch._planning.identify import Launcher
@@ -43,13 +44,6 @@ def ready_after(words: list[str], env: dict[str, str]) -> float:
             [*words, sys.executable, "-c", READY, folder], env=env, check=True, capture_output=True
         )
         return max(float(path.read_text()) for path in Path(folder).iterdir()) - began
-
-
-def whole(words: list[str], env: dict[str, str]) -> float:
-    """Return the seconds that one command takes."""
-    began = time.perf_counter()
-    subprocess.run(words, env=env, check=True, stdin=subprocess.DEVNULL, capture_output=True)
-    return time.perf_counter() - began
 
 
 def planning_ms(machine: str, kind: str, runs: int) -> float:
@@ -93,7 +87,7 @@ def main(runs: int = 9, json: str = "") -> None:
             port = str(20000 + (os.getpid() * 7 + turn * 4 + len(ready[name])) % 10000)
             ready[name].append(ready_after(words, {**env, "MASTER_PORT": port}))
             if name in true:
-                true[name].append(whole([*words, "true"], env))
+                true[name].append(seconds([*words, "true"], env))
     ready_s = {name: statistics.median(times[1:]) for name, times in ready.items()}
     true_ms = {name: statistics.median(times[1:]) * 1000 for name, times in true.items()}
     figures: dict[str, float] = {

@@ -328,6 +328,16 @@ def test_a_rank_whose_launcher_is_gone_is_lost(orphan, ranks):
 
 
 @ON_LINUX
+def test_a_launcher_that_was_gone_when_its_rank_was_reported(orphan):
+    """The agent knows the launcher's process from its own start."""
+    launcher, shim = orphan()
+    kill_and_reap(launcher)
+    ranks = NodeRanks(ID, launcher.pid)
+    ranks.started(0, shim)
+    assert [ranks.lost(), ranks.lost()] == [[0], []]
+
+
+@ON_LINUX
 def test_it_looks_often_until_it_has_seen_the_command(shim, ranks):
     usual = ranks.next_look()
     child = shim()

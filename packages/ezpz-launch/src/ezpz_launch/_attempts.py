@@ -91,7 +91,7 @@ class _Attempts:
         """
         if not self._retries or not outcome.exit_status:
             return None
-        from ezpz_launch._records.progress import read_progress  # noqa: PLC0415  # as all of this: only for --retries
+        from ezpz_launch._records.progress import read_progress  # noqa: PLC0415
         from ezpz_launch._records.retry import Attempt, ends_with_import_error  # noqa: PLC0415
 
         words = _last_words(outcome, self._request, self._sizes)
@@ -226,7 +226,7 @@ def _signal_at(planned: LaunchPlan, topology: Topology, env: Mapping[str, str]) 
     before = planned.request.signal_before
     if not before:
         return NEVER
-    from ezpz_launch._records.walltime import job_end, time_limit, when_to_signal  # noqa: PLC0415  # only if asked
+    from ezpz_launch._records.walltime import job_end, time_limit, when_to_signal  # noqa: PLC0415
 
     now = time.time()
     end, _ = job_end(topology.allocation, env, now=now)

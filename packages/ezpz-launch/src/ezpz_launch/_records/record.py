@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ezpz_launch._errors import LaunchError
+from ezpz_launch._running.proc import birth, is_running
 from ezpz_launch._say import say
 from ezpz_launch._version import __version__
 
@@ -142,14 +143,9 @@ def iso_time(when: float) -> str:
 
 def process_start(pid: int) -> int | None:
     """Return when a process started, in ticks since boot; None if it is gone, or no Linux."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            # The name in brackets may hold anything; the state comes next, the start 19 later.
-            fields = file.read().rpartition(b")")[2].split()
-    except OSError:
-        return None
     # One that has ended but was not waited for does no more than one that is gone.
-    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+    born = birth(pid) if is_running(pid) else ""
+    return int(born) if born else None
 
 
 class Recorder:

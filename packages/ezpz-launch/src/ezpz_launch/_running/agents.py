@@ -188,7 +188,7 @@ def _listen(address: tuple[socket.AddressFamily, str]) -> socket.socket:
         # All agents may come at once.
         server.listen(socket.SOMAXCONN)
         server.setblocking(False)
-    except BaseException:
+    except OSError:
         server.close()
         raise
     return server

@@ -6,10 +6,9 @@ import os
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from .control import Control
+from ezpz_launch._request import GRACE
 
-GRACE = 10.0
-"""Seconds from SIGTERM to SIGKILL."""
+from .control import Control
 
 NEVER = float("inf")
 

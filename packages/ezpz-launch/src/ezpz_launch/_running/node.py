@@ -32,7 +32,7 @@ PROTOCOL_LINE = 4096
 """Longest line of the protocol, in bytes."""
 
 _CONNECT_TIMEOUT = 5.0
-_LOOK = 0.5
+LOOK = 0.5
 """Seconds between two looks for ranks that are lost."""
 
 _FIRST_LOOK = 0.05
@@ -128,7 +128,7 @@ class NodeRanks:
 
     def next_look(self) -> float:
         """Return after how many seconds to look for lost ranks again."""
-        return _LOOK if self._commands.keys() >= self._pids.keys() else _FIRST_LOOK
+        return LOOK if self._commands.keys() >= self._pids.keys() else _FIRST_LOOK
 
     def _remember_the_command(self, rank: int, pid: int) -> None:
         for child in proc.children(pid):

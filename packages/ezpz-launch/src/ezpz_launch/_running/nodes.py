@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from .guardian import Guardian
-from .node import NodeRanks, stacks
+from .node import LOOK, NodeRanks, stacks
 
 if TYPE_CHECKING:
     from .agents import Agents
@@ -64,8 +64,6 @@ class Nodes(Protocol):
     def close(self, *, farewell: bool) -> None:
         """End it; without farewell all that is left is killed."""
 
-
-_LOOK = 0.5
 
 OnStacks = Callable[[bytes], None]
 
@@ -222,7 +220,7 @@ class OtherHosts:
                 self._agents.send(node, f"stacks {' '.join(its)}")
 
     def next_look(self) -> float:
-        return _LOOK
+        return LOOK
 
     def lost(self) -> list[int]:
         lost = list(self._lost)
