@@ -121,6 +121,24 @@ def test_the_exit_status_is_the_script_s(slurm: SlurmSandbox, ezpz: str) -> None
     assert "rank 2 on nid003 exited with status 7, first of all ranks" in output
 
 
+SAVE_AND_REQUEUE = """
+import os, signal, sys, time
+signal.signal(signal.SIGUSR1, lambda *_: (print("saved", os.environ["RANK"]), sys.exit(75)))
+time.sleep(100)
+"""
+
+
+def test_ranks_are_told_before_the_job_ends_and_ask_to_be_requeued(
+    slurm: SlurmSandbox, ezpz: str
+) -> None:
+    # a job of one minute, of which some seconds are left for the ranks to start
+    words = ["--signal-before", "50s", sys.executable, "-c", SAVE_AND_REQUEUE]
+    job = ["salloc", "-Q", "-t", "1", "-N", "2", "-n", "2", ezpz, *words]
+    done = slurm.run(job, expect=75, timeout=90)
+    assert sorted(done.stdout.splitlines()) == ["saved 0", "saved 1"]
+    assert "the job's end is near (--signal-before)" in done.stderr
+
+
 def test_a_batch_script_of_one_node_starts_its_ranks(
     slurm: SlurmSandbox,
     sandbox: ModuleType,
