@@ -292,3 +292,11 @@ def test_a_launch_that_was_told_to_end_is_not_tried_again(background, tmp_path, 
     launch.send_signal(number)
     assert launch.wait(20) == 128 + number
     assert not (tmp_path / "1").exists()
+
+
+def test_old_logs_decide_nothing(spawned, tmp_path):
+    (tmp_path / "rank-0.err").write_text("Traceback (most recent call last):\nImportError: old\n")
+    options = ("-n", "1", "--retries", "1", "--log-dir", str(tmp_path))
+    done = spawned(*options, "sh", "-c", "exit 9")
+    assert "old" not in done.stderr
+    assert "retry 1 of 1" in done.stderr

@@ -1,6 +1,7 @@
 """Who is taken to hang, who is not, and how long answers are waited for."""
 
 import os
+import signal
 import sys
 import time
 
@@ -231,3 +232,13 @@ def test_real_ranks_of_this_host_are_asked(hang, output, process, until):
         assert b"most recent call first" in shim.communicate(timeout=20)[1]
     else:
         assert output.said[1].startswith("stacks\nrank 1:\n")
+
+
+def test_a_launch_that_was_stopped_does_not_hang(background, until, tmp_path):
+    script = f"for i in $(seq 30); do echo $i; touch {tmp_path}/on; sleep 0.2; done"
+    launch = background("-n", "1", "--idle-timeout", "1.5", "sh", "-c", script, stdout=-3)
+    until((tmp_path / "on").exists)
+    launch.send_signal(signal.SIGSTOP)
+    time.sleep(3)  # longer than it may be silent
+    launch.send_signal(signal.SIGCONT)
+    assert launch.wait(20) == 0

@@ -173,3 +173,19 @@ def test_srun_is_told_the_cores_that_the_job_asked_for(machine, env, wanted):
     assert found == wanted
     if env and machine == "generic-slurm" and found:
         assert told.environment["OMP_NUM_THREADS"] == "8"
+
+
+def test_srun_is_kept_from_variables_that_move_its_output_or_hosts():
+    env = {"SLURM_HOSTFILE": "f", "SLURM_STDERRMODE": "e", "SLURM_CPU_BIND": "x", "HOME": "/me"}
+    assert set(planned("srun", env=env).removed) == {"SLURM_HOSTFILE", "SLURM_STDERRMODE"}
+    inside = planned("srun", env={**env, "SLURM_STEP_ID": "0"}).removed
+    assert set(inside) == {"SLURM_HOSTFILE", "SLURM_STDERRMODE", "SLURM_CPU_BIND"}
+    assert planned("openmpi", env=env).removed == ()
+
+
+def test_open_mpi_brings_what_the_user_set():
+    env = {"NCCL_DEBUG": "INFO", "PYTHONPATH": "/p", "HOSTNAME": "a", "SLURM_JOB_ID": "1", "%": "x"}
+    words = own_words(planned("openmpi", env=env))
+    named = {words[at + 1] for at, word in enumerate(words) if word == "-x"}
+    assert {"NCCL_DEBUG", "PYTHONPATH"} <= named
+    assert not {"HOSTNAME", "SLURM_JOB_ID", "%"} & named

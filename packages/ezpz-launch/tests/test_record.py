@@ -391,3 +391,8 @@ def test_importing_it_loads_nothing_heavy():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_secret_in_words_that_carry_the_shims_escape():
+    argv = ("mpiexec", "sh", "shim", "--escaped", "+run", "+:", "+--api-key", "+hunter2")
+    assert "hunter2" not in to_json(RECORD._replace(argv=argv))
