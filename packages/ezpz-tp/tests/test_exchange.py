@@ -1,0 +1,110 @@
+"""All-to-all regions: where every element goes, and its gradient comes back."""
+
+import pytest
+import torch
+
+from ezpz_tp._default import get_state
+from ezpz_tp._errors import DegreeError
+from ezpz_tp._exchange import (
+    all_to_all,
+    all_to_all_hp2sp,
+    all_to_all_sp2hp,
+    head_to_sequence,
+    sequence_to_head,
+)
+from ezpz_tp.testing import counting, run_ranks
+
+RANKS = 4
+
+
+def here():
+    return get_state().index("tensor")
+
+
+def numbered(*shape):
+    return torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+
+
+def ulysses(sequence_dim, head_dim):
+    full = numbered(2, 8, 3, 4) if (sequence_dim, head_dim) == (1, 3) else numbered(8, 2, 4, 3)
+    own_sequence = full.chunk(RANKS, sequence_dim)[here()].clone().requires_grad_()
+    own_heads = full.chunk(RANKS, head_dim)[here()]
+    with counting() as counter:
+        inside = sequence_to_head(own_sequence, sequence_dim, head_dim)
+        back = head_to_sequence(inside * 1, sequence_dim, head_dim)
+        back.backward(own_sequence.detach() * 3)
+    return (
+        torch.equal(inside, own_heads),
+        torch.equal(back, own_sequence),
+        torch.equal(own_sequence.grad, own_sequence.detach() * 3),
+        dict(counter),
+    )
+
+
+@pytest.mark.parametrize(("sequence_dim", "head_dim"), [(0, 2), (1, 3), (-4, -2)])
+def test_sequence_to_head_and_back(sequence_dim, head_dim):
+    for seen in run_ranks(ulysses, RANKS, sequence_dim, head_dim):
+        assert seen == (True, True, True, {"all_to_all": 4})
+
+
+def megatron_shapes():
+    full = numbered(8, 4)  # tokens, hidden
+    tokens = full.chunk(RANKS, 0)[here()].clone().requires_grad_()
+    hidden = all_to_all_sp2hp(tokens.unsqueeze(1))
+    back = all_to_all_hp2sp(hidden)
+    back.sum().backward()
+    right = torch.equal(hidden, full.chunk(RANKS, 1)[here()]) and torch.equal(back, tokens)
+    return right, tokens.grad
+
+
+def test_megatrons_sp2hp_and_hp2sp():
+    for right, grad in run_ranks(megatron_shapes, RANKS):
+        assert right
+        assert grad.eq(1).all()
+
+
+def uneven_rows():
+    rank = here()
+    # Rank 0 sends one row to itself and two to rank 1; rank 1 sends three and none.
+    sent = [[1, 2], [3, 0]][rank]
+    received = [[1, 3], [2, 0]][rank]
+    rows = (torch.arange(3.0) + 10 * rank).unsqueeze(1).requires_grad_()
+    got = all_to_all(rows, received, sent, group=get_state().group("tensor"))
+    got.backward(got.detach())
+    return got.flatten().tolist(), torch.equal(rows.grad, rows.detach())
+
+
+def test_uneven_rows_and_their_gradients():
+    assert run_ranks(uneven_rows, 2) == [([0.0, 10.0, 11.0, 12.0], True), ([1.0, 2.0], True)]
+
+
+def bad(output_sizes, input_sizes, rows):
+    all_to_all(torch.zeros(rows, 1), output_sizes, input_sizes, group=get_state().group("tensor"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((None, None, 3), "2 ranks do not divide 3 rows"),
+        (([1, 1], [1, 1], 3), r"input_split_sizes \[1, 1\] add up to 2; expected the 3 rows"),
+        (([2], [1, 1], 2), "output_split_sizes has 1 entries; expected one for each of 2 ranks"),
+    ],
+)
+def test_split_sizes_that_do_not_fit(arguments, message):
+    with pytest.raises(DegreeError, match=message):
+        run_ranks(bad, 2, *arguments)
+
+
+def three_heads():
+    sequence_to_head(torch.zeros(2, 3), 0, 1)
+
+
+def test_heads_that_do_not_divide():
+    with pytest.raises(DegreeError, match=r"sequence_to_head: dim 1 of \(2, 3\) is 3, which 2"):
+        run_ranks(three_heads, 2)
+
+
+def test_before_initialization_the_input_comes_back():
+    x = torch.ones(4, 4)
+    assert sequence_to_head(x, 0, 1) is x
+    assert head_to_sequence(x, 0, 1) is x

@@ -1,0 +1,214 @@
+"""The fused functions against the whole linear layer, and what they promise about memory."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from ezpz_tp._default import get_state
+from ezpz_tp._fused import column_linear, row_linear
+from ezpz_tp.testing import counting, run_ranks
+
+SEQUENCE, BATCH, IN, OUT = 4, 3, 8, 12
+
+
+def numbers(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def whole(inputs, weight, bias, grad):
+    tensors = [inputs, weight] + ([] if bias is None else [bias])
+    tensors = [tensor.clone().requires_grad_() for tensor in tensors]
+    output = F.linear(tensors[0], tensors[1], None if bias is None else tensors[2])
+    return output.detach(), torch.autograd.grad(output, tensors, grad)
+
+
+def group():
+    return get_state().group("tensor")
+
+
+def own(full, dim):
+    return full.chunk(group().size(), dim)[group().rank()].clone()
+
+
+def close(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+
+
+def layer_shapes(flat):
+    return ((SEQUENCE,) if flat else (SEQUENCE, BATCH)), (OUT, IN)
+
+
+def column(with_bias, sequence_parallel, flat):
+    leading, shape = layer_shapes(flat)
+    inputs, weight, grad = numbers(*leading, IN), numbers(*shape, seed=1), numbers(*leading, OUT)
+    bias = numbers(OUT, seed=2) if with_bias else None
+    output, grads = whole(inputs, weight, bias, grad)
+
+    here = own(inputs, 0) if sequence_parallel else inputs.clone()
+    tensors = [here, own(weight, 0)] + ([own(bias, 0)] if with_bias else [])
+    tensors = [tensor.requires_grad_() for tensor in tensors]
+    bias_here = tensors[2] if with_bias else None
+    with counting() as forward:
+        got = column_linear(tensors[0], tensors[1], bias_here, group(), sequence_parallel)
+    grad_here = own(grad, -1)
+    before = grad_here.clone()
+    with counting() as backward:
+        got.backward(grad_here)
+    close(got, own(output, -1))
+    close(tensors[0].grad, own(grads[0], 0) if sequence_parallel else grads[0])
+    for tensor, gradient in zip(tensors[1:], grads[1:], strict=True):
+        close(tensor.grad, own(gradient, 0))
+    assert torch.equal(grad_here, before)
+    return dict(forward), dict(backward)
+
+
+def row(with_bias, sequence_parallel, flat):
+    leading, shape = layer_shapes(flat)
+    inputs, weight, grad = numbers(*leading, IN), numbers(*shape, seed=1), numbers(*leading, OUT)
+    bias = numbers(OUT, seed=2) if with_bias else None
+    output, grads = whole(inputs, weight, bias, grad)
+
+    tensors = [own(inputs, -1), own(weight, 1)] + ([bias.clone()] if with_bias else [])
+    tensors = [tensor.requires_grad_() for tensor in tensors]
+    bias_here = tensors[2] if with_bias else None
+    with counting() as forward:
+        got = row_linear(tensors[0], tensors[1], bias_here, group(), sequence_parallel)
+    grad_here = own(grad, 0) if sequence_parallel else grad
+    before = grad_here.clone()
+    with counting() as backward:
+        got.backward(grad_here)
+    close(got, own(output, 0) if sequence_parallel else output)
+    close(tensors[0].grad, own(grads[0], -1))
+    close(tensors[1].grad, own(grads[1], 1))
+    assert torch.equal(grad_here, before)
+    if with_bias:  # under sequence parallelism of this rank's part only (trap 6)
+        part = own(grad, 0) if sequence_parallel else grad
+        close(tensors[2].grad, part.reshape(-1, OUT).sum(0))
+    return dict(forward), dict(backward)
+
+
+COUNTS = {
+    (column, False): ({}, {"all_reduce": 1}),
+    # Trap 7: the input is gathered again, so that only its shard is kept.
+    (column, True): ({"all_gather": 1}, {"all_gather": 1, "reduce_scatter": 1}),
+    (row, False): ({"all_reduce": 1}, {}),
+    (row, True): ({"reduce_scatter": 1}, {"all_gather": 1}),
+}
+
+
+@pytest.mark.parametrize("flat", [True, False], ids=["2d", "3d"])
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "sequence"])
+@pytest.mark.parametrize("with_bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("function", [column, row], ids=["column", "row"])
+def test_equal_to_the_whole_layer(function, with_bias, sequence_parallel, flat):
+    wanted = COUNTS[function, sequence_parallel]
+    assert run_ranks(function, 2, with_bias, sequence_parallel, flat) == [wanted] * 2
+
+
+def strange_memory(function, sequence_parallel):
+    """Transposed inputs and an expanded gradient: contiguity is nobody's duty but ours."""
+    size = IN if function is column_linear else IN // 2
+    inputs = numbers(size, BATCH, SEQUENCE).transpose(0, 2).requires_grad_()
+    weight = numbers(size, OUT, seed=1).t().requires_grad_()
+    function(inputs, weight, None, group(), sequence_parallel).sum().backward()
+    return inputs.grad, weight.grad
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "sequence"])
+def test_column_with_transposed_inputs_and_expanded_gradients(sequence_parallel):
+    for grad_input, grad_weight in run_ranks(strange_memory, 2, column_linear, sequence_parallel):
+        full = numbers(IN, BATCH, SEQUENCE).transpose(0, 2)
+        weight = numbers(IN, OUT, seed=1).t()
+        close(grad_input, 2 * weight.sum(0).expand_as(full))
+        copies = 2 if sequence_parallel else 1  # both ranks' parts of the sequence
+        close(grad_weight, copies * full.sum((0, 1)).expand_as(weight))
+
+
+def test_row_with_transposed_inputs_and_expanded_gradients():
+    for grad_input, grad_weight in run_ranks(strange_memory, 2, row_linear, False):
+        full = numbers(IN // 2, BATCH, SEQUENCE).transpose(0, 2)
+        weight = numbers(IN // 2, OUT, seed=1).t()
+        close(grad_input, weight.sum(0).expand_as(full))
+        close(grad_weight, full.sum((0, 1)).expand_as(weight))
+
+
+def only_what_is_wanted(frozen):
+    inputs, weight = numbers(SEQUENCE, IN), numbers(OUT, IN)
+    (inputs if frozen == "input" else weight).requires_grad_(False)
+    (weight if frozen == "input" else inputs).requires_grad_()
+    output = column_linear(inputs, weight, None, group())
+    with counting() as counter:
+        output.sum().backward()
+    return inputs.grad is None, weight.grad is None, dict(counter)
+
+
+def test_a_frozen_weight_costs_no_product_and_a_frozen_input_no_collective():
+    assert run_ranks(only_what_is_wanted, 2, "input") == [(True, False, {})] * 2
+    assert run_ranks(only_what_is_wanted, 2, "weight") == [(False, True, {"all_reduce": 1})] * 2
+
+
+def summed_by_the_caller():
+    inputs = numbers(SEQUENCE, IN).requires_grad_()
+    weight = own(numbers(OUT, IN), 0)
+    with counting() as counter:
+        column_linear(inputs, weight, None, group(), False, False).sum().backward()
+    return inputs.grad, dict(counter)
+
+
+def test_a_partial_input_gradient_is_left_partial():
+    (first, counted), (second, _) = run_ranks(summed_by_the_caller, 2)
+    assert counted == {}
+    close(first + second, numbers(OUT, IN).sum(0).expand(SEQUENCE, IN))
+
+
+def twice(sequence_parallel):
+    """The second derivative of a column and a row layer, with a bias each."""
+    full = numbers(SEQUENCE, IN)
+    up, down = numbers(OUT, IN, seed=1), numbers(IN, OUT, seed=2)
+    up_bias, down_bias = numbers(OUT, seed=3), numbers(IN, seed=4)
+
+    def loss_of(tensors, layers):
+        hidden = layers[0](tensors[0], tensors[1], tensors[2]).tanh()
+        return (layers[1](hidden, tensors[3], tensors[4]) ** 2).sum()
+
+    def penalty(tensors, layers):
+        tensors = [tensor.clone().requires_grad_() for tensor in tensors]
+        loss = loss_of(tensors, layers)
+        first = torch.autograd.grad(loss, tensors[0], create_graph=True)[0]
+        return torch.autograd.grad((first**2).sum(), tensors)
+
+    wanted = penalty([full, up, up_bias, down, down_bias], [F.linear, F.linear])
+    here = own(full, 0) if sequence_parallel else full
+    tensors = [here, own(up, 0), own(up_bias, 0), own(down, 1), down_bias]
+    layers = [
+        lambda x, weight, bias: column_linear(x, weight, bias, group(), sequence_parallel),
+        lambda x, weight, bias: row_linear(x, weight, bias, group(), sequence_parallel),
+    ]
+    got = penalty(tensors, layers)
+    wanted = [own(wanted[0], 0) if sequence_parallel else wanted[0]] + [
+        own(gradient, dim) for gradient, dim in zip(wanted[1:4], (0, 0, 1), strict=True)
+    ]
+    for actual, expected in zip(got[:4], wanted, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "sequence"])
+def test_second_derivatives(sequence_parallel):
+    run_ranks(twice, 2, sequence_parallel)
+
+
+def under_autocast(dtype):
+    inputs = numbers(SEQUENCE, IN).to(dtype).requires_grad_()
+    weight = own(numbers(OUT, IN), 0).to(dtype).requires_grad_()
+    bias = torch.zeros(OUT // 2, dtype=dtype, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = column_linear(inputs, weight, bias, group())
+    output.sum().backward()
+    return output.dtype, inputs.grad.dtype, weight.grad.dtype, bias.grad.dtype
+
+
+def test_autocast_as_of_a_linear_layer():
+    """Trap 11: lower precision inside, the gradients in the dtype of what they belong to."""
+    fp32 = torch.float32
+    assert run_ranks(under_autocast, 2, fp32) == [(torch.bfloat16, fp32, fp32, fp32)] * 2
+    assert run_ranks(under_autocast, 2, torch.float64) == [(torch.float64,) * 4] * 2
