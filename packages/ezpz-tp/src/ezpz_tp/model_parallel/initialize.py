@@ -1,0 +1,132 @@
+"""fairscale's ``fairscale.nn.model_parallel.initialize``: names over the core.
+
+What fairscale calls model parallel is tensor parallel. Two things differ, on purpose. A size
+that does not fit the world is an error; fairscale cuts it down to the world's. And the ranks
+are ordered as its documentation shows (tensor, context, data, pipeline from the fastest), not
+as its code does with a pipeline (data slowest); pass ``order="tp-cp-pp-dp"`` for that.
+
+Source: facebookresearch/fairscale fairscale/nn/model_parallel/initialize.py, 2025-04-26.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from torch.distributed import ProcessGroup
+
+from ezpz_tp._default import (
+    destroy_tensor_parallel,
+    initialize_tensor_parallel,
+    tensor_parallel_is_initialized,
+)
+from ezpz_tp._getters import (
+    get_context_parallel_group,
+    get_context_parallel_rank,
+    get_context_parallel_ranks,
+    get_context_parallel_world_size,
+    get_data_parallel_group,
+    get_data_parallel_rank,
+    get_data_parallel_ranks,
+    get_data_parallel_world_size,
+    get_pipeline_parallel_group,
+    get_pipeline_parallel_ranks,
+    get_tensor_parallel_group,
+    get_tensor_parallel_rank,
+    get_tensor_parallel_src_rank,
+    get_tensor_parallel_world_size,
+)
+from ezpz_tp._ranks import ORDER
+
+__all__ = [
+    "destroy_model_parallel",
+    "get_context_parallel_group",
+    "get_context_parallel_rank",
+    "get_context_parallel_ranks",
+    "get_context_parallel_world_size",
+    "get_data_parallel_group",
+    "get_data_parallel_rank",
+    "get_data_parallel_ranks",
+    "get_data_parallel_world_size",
+    "get_model_parallel_group",
+    "get_model_parallel_rank",
+    "get_model_parallel_src_rank",
+    "get_model_parallel_world_size",
+    "get_pipeline_parallel_group",
+    "get_pipeline_parallel_ranks",
+    "initialize_model_parallel",
+    "model_parallel_is_initialized",
+]
+
+
+def initialize_model_parallel(
+    model_parallel_size_: int,
+    pipeline_length: int = 1,
+    context_parallel_size: int = 1,
+    *,
+    model_parallel_backend: str | None = None,
+    pipeline_backend: str | None = None,
+    cp_backend: str | None = None,
+    ddp_backend: str | None = None,
+    timeout: timedelta | None = None,
+    order: str = ORDER,
+) -> None:
+    """Make this rank's groups and let every layer, mapping and getter use them.
+
+    Collective: every rank calls this, with the same arguments. Once more with equal arguments
+    does nothing.
+
+    Args:
+        model_parallel_size_: Degree of tensor parallelism.
+        pipeline_length: Degree of pipeline parallelism.
+        context_parallel_size: Degree of context parallelism. The rest is data parallel.
+        model_parallel_backend: Backend of the tensor groups; None is the world's.
+        pipeline_backend: Backend of the pipeline groups.
+        cp_backend: Backend of the context groups.
+        ddp_backend: Backend of the data groups.
+        timeout: Of every group; None is the backend's own.
+        order: The axes from the fastest varying to the slowest (`ezpz_tp.RankLayout`).
+
+    Raises:
+        DegreeError: The degrees do not fit, or groups exist with other arguments.
+    """
+    initialize_tensor_parallel(
+        model_parallel_size_,
+        pipeline_length,
+        context_parallel_size,
+        model_parallel_backend,
+        pipeline_backend,
+        cp_backend,
+        ddp_backend,
+        timeout,
+        order=order,
+    )
+
+
+def model_parallel_is_initialized() -> bool:
+    """Return whether there are groups to use."""
+    return tensor_parallel_is_initialized()
+
+
+def get_model_parallel_group() -> ProcessGroup:
+    """Return this rank's tensor-parallel group."""
+    return get_tensor_parallel_group()
+
+
+def get_model_parallel_rank() -> int:
+    """Return this rank's position in its tensor-parallel group."""
+    return get_tensor_parallel_rank()
+
+
+def get_model_parallel_world_size() -> int:
+    """Return the number of ranks in this rank's tensor-parallel group."""
+    return get_tensor_parallel_world_size()
+
+
+def get_model_parallel_src_rank() -> int:
+    """Return the global rank of the first rank of the tensor-parallel group."""
+    return get_tensor_parallel_src_rank()
+
+
+def destroy_model_parallel() -> None:
+    """Free every group that was made. Collective: every rank calls this."""
+    destroy_tensor_parallel()

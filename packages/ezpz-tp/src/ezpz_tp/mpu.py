@@ -1,0 +1,124 @@
+"""The model-parallel unit that Megatron-style code and DeepSpeed are given: ``mpu=ezpz_tp.mpu``.
+
+It is `ezpz_tp.parallel_state` and the other names that DeepSpeed calls. To DeepSpeed, model
+parallel is everything that splits a model: its pipeline grid answers ``get_model_parallel_*``
+with tensor x pipeline, reduces the gradient norm and detects overflows over that group, and
+takes the world's size over it for the number of replicas
+(deepspeed/runtime/pipe/topology.py, deepspeed/runtime/config.py, 2026-08-22). Megatron's
+``get_model_parallel_group`` is the same. Slice parallel is the tensor axis, pipe parallel the
+pipeline, and sequence parallel (Ulysses) the context axis.
+"""
+
+from __future__ import annotations
+
+from torch.distributed import ProcessGroup
+
+from . import parallel_state
+from ._default import get_state, index_or_alone, ranks_or_alone, size_or_alone
+from .parallel_state import *  # noqa: F403 - all of it, by intention
+
+__all__ = [
+    "get_data_parallel_group_ranks",
+    "get_model_parallel_rank",
+    "get_model_parallel_world_size",
+    "get_pipe_parallel_group",
+    "get_pipe_parallel_rank",
+    "get_pipe_parallel_world_size",
+    "get_pipeline_parallel_world_size",
+    "get_sequence_data_parallel_group",
+    "get_sequence_data_parallel_rank",
+    "get_sequence_data_parallel_world_size",
+    "get_sequence_parallel_group",
+    "get_sequence_parallel_rank",
+    "get_sequence_parallel_src_rank",
+    "get_sequence_parallel_world_size",
+    "get_slice_parallel_group",
+    "get_slice_parallel_rank",
+    "get_slice_parallel_world_size",
+]
+__all__ += parallel_state.__all__
+
+
+def get_model_parallel_rank() -> int:
+    """Return this rank's position in the group over tensor and pipeline."""
+    return index_or_alone("tensor", "pipeline")
+
+
+def get_model_parallel_world_size() -> int:
+    """Return the number of ranks in the group over tensor and pipeline."""
+    return size_or_alone("tensor", "pipeline")
+
+
+def get_slice_parallel_group() -> ProcessGroup:
+    """Return this rank's tensor-parallel group."""
+    return get_state().group("tensor")
+
+
+def get_slice_parallel_rank() -> int:
+    """Return this rank's position in this rank's tensor-parallel group."""
+    return index_or_alone("tensor")
+
+
+def get_slice_parallel_world_size() -> int:
+    """Return the number of ranks in this rank's tensor-parallel group."""
+    return size_or_alone("tensor")
+
+
+def get_pipe_parallel_group() -> ProcessGroup:
+    """Return this rank's pipeline-parallel group."""
+    return get_state().group("pipeline")
+
+
+def get_pipe_parallel_rank() -> int:
+    """Return this rank's position in this rank's pipeline-parallel group."""
+    return index_or_alone("pipeline")
+
+
+def get_pipe_parallel_world_size() -> int:
+    """Return the number of ranks in this rank's pipeline-parallel group."""
+    return size_or_alone("pipeline")
+
+
+def get_sequence_parallel_group() -> ProcessGroup:
+    """Return this rank's context-parallel group."""
+    return get_state().group("context")
+
+
+def get_sequence_parallel_rank() -> int:
+    """Return this rank's position in this rank's context-parallel group."""
+    return index_or_alone("context")
+
+
+def get_sequence_parallel_world_size() -> int:
+    """Return the number of ranks in this rank's context-parallel group."""
+    return size_or_alone("context")
+
+
+def get_sequence_data_parallel_group() -> ProcessGroup:
+    """Return the group over context and data."""
+    return get_state().group("context", "data")
+
+
+def get_sequence_data_parallel_rank() -> int:
+    """Return this rank's position in the group over context and data."""
+    return index_or_alone("context", "data")
+
+
+def get_sequence_data_parallel_world_size() -> int:
+    """Return the number of ranks in the group over context and data."""
+    return size_or_alone("context", "data")
+
+
+def get_sequence_parallel_src_rank() -> int:
+    """Return the global rank of the first rank of the context-parallel group."""
+    return ranks_or_alone("context")[0]
+
+
+def get_data_parallel_group_ranks() -> list[int]:
+    """Return the global ranks of this rank's data-parallel group."""
+    return list(ranks_or_alone("data"))
+
+
+def get_pipeline_parallel_world_size() -> int:
+    """Return the number of stages of this rank's pipeline."""
+    return size_or_alone("pipeline")

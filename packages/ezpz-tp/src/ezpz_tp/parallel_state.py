@@ -1,0 +1,265 @@
+"""Megatron-LM's ``megatron.core.parallel_state``: its names, arguments and return values.
+
+The groups are those of `ezpz_tp`: each rank makes its own and no other, rank sets that are
+equal share one, and an axis of degree 1 has a group of this rank alone. Errors are
+`ezpz_tp.ParallelError` where Megatron has an AssertionError. Sizes and ranks that are set by
+hand (``set_*``) are returned by the getters here and in `ezpz_tp.mpu`, and change nothing else.
+
+Source: NVIDIA/Megatron-LM megatron/core/parallel_state.py, 2026-08-22.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from . import _default, _expert_parallel, _model_parallel, _overrides, _stages
+from ._errors import NotInitializedError, ParallelError
+from ._expert_parallel import *  # noqa: F403 - names of this module
+from ._groups import EMBEDDING, EmbeddingRanks
+from ._memory import GlobalMemoryBuffer
+from ._model_parallel import *  # noqa: F403
+from ._overrides import *  # noqa: F403
+from ._overrides import forget_overrides, start_virtual_pipeline
+from ._stages import *  # noqa: F403
+from ._state import ParallelState
+
+__all__ = [
+    "GlobalMemoryBuffer",
+    "destroy_global_memory_buffer",
+    "destroy_model_parallel",
+    "get_data_parallel_group_gloo",
+    "get_expert_data_parallel_group_gloo",
+    "get_global_memory_buffer",
+    "initialize_model_parallel",
+]
+__all__ += _model_parallel.__all__
+__all__ += _stages.__all__
+__all__ += _expert_parallel.__all__
+__all__ += _overrides.__all__
+
+# Those that Megatron's getters may ask for, on any ranks: all are made at once, where every
+# rank takes part. Most share a group.
+_GROUPS: tuple[tuple[str, ...], ...] = (
+    ("tensor", "pipeline"),
+    ("context", "data"),
+    ("tensor", "data"),
+    ("tensor", "context"),
+    ("tensor", "context", "data"),
+    ("expert",),
+    ("expert_tensor",),
+    ("expert_data",),
+    ("expert_tensor", "expert"),
+    ("expert_tensor", "expert", "pipeline"),
+)
+
+_buffer: GlobalMemoryBuffer | None = None
+_gloo: ParallelState | None = None
+
+
+def initialize_model_parallel(
+    tensor_model_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
+    virtual_pipeline_model_parallel_size: int | None = None,
+    pipeline_model_parallel_comm_backend: str | None = None,
+    use_sharp: bool = False,
+    context_parallel_size: int = 1,
+    hierarchical_context_parallel_sizes: list[int] | None = None,
+    hybrid_context_parallel: bool = False,
+    expert_model_parallel_size: int = 1,
+    gtp_remat_size: int = 1,
+    expert_gtp_remat_size: int = 1,
+    num_distributed_optimizer_instances: int = 1,
+    expert_tensor_parallel_size: int | None = None,
+    nccl_communicator_config_path: str | None = None,
+    distributed_timeout_minutes: int = 30,
+    order: str = "tp-cp-ep-dp-pp",
+    get_embedding_ranks: Callable[[list[int]], Sequence[int]] | None = None,
+    get_position_embedding_ranks: Callable[[list[int]], Sequence[int]] | None = None,
+    create_gloo_process_groups: bool = True,
+    high_priority_stream_groups: list[str] | None = None,
+    sharp_enabled_group: str | None = None,
+    rank_offset: int = 0,
+    local_world_size: int | None = None,
+) -> None:
+    """Make this rank's groups, all that Megatron's getters may ask for.
+
+    Collective: every rank calls this, with the same arguments. Once more with equal arguments
+    does nothing.
+
+    Args:
+        tensor_model_parallel_size: Degree of tensor parallelism.
+        pipeline_model_parallel_size: Degree of pipeline parallelism.
+        virtual_pipeline_model_parallel_size: Model chunks a pipeline rank holds.
+        pipeline_model_parallel_comm_backend: Backend of the pipeline groups.
+        use_sharp: A hint, not taken: warns.
+        context_parallel_size: Degree of context parallelism.
+        hierarchical_context_parallel_sizes: Not supported.
+        hybrid_context_parallel: Not supported.
+        expert_model_parallel_size: Degree of expert parallelism.
+        gtp_remat_size: Not supported above 1.
+        expert_gtp_remat_size: Not supported above 1.
+        num_distributed_optimizer_instances: Not supported above 1.
+        expert_tensor_parallel_size: Tensor degree inside an expert; None is the model's.
+        nccl_communicator_config_path: A hint, not taken: warns.
+        distributed_timeout_minutes: Of every group.
+        order: The axes from the fastest varying to the slowest (`ezpz_tp.RankLayout`).
+        get_embedding_ranks: From a pipeline's ranks to those with word embeddings; None is
+            the first and the last.
+        get_position_embedding_ranks: The same for position embeddings; None is the first.
+        create_gloo_process_groups: Make gloo groups over the data axes, for tensors on the
+            CPU, unless the world's backend handles these anyway.
+        high_priority_stream_groups: A hint, not taken: warns.
+        sharp_enabled_group: A hint, not taken: warns.
+        rank_offset: Not supported.
+        local_world_size: Not supported, other than the world's.
+
+    Raises:
+        DegreeError: The degrees do not fit, or groups exist with other arguments.
+        ParallelError: An argument is set that is not supported.
+    """
+    global _buffer, _gloo
+    asked = locals()
+    if local_world_size is not None and local_world_size != dist.get_world_size():
+        raise _unsupported("local_world_size", local_world_size)
+    for name, default in _UNSUPPORTED.items():
+        if asked[name] not in (None, default):
+            raise _unsupported(name, asked[name])
+    hints = [name for name in _HINTS if asked[name]]
+    if hints:
+        warnings.warn(
+            f"{', '.join(hints)}: not taken; groups are made with their backend's own settings",
+            stacklevel=2,
+        )
+    if virtual_pipeline_model_parallel_size is not None and pipeline_model_parallel_size < 2:
+        raise ParallelError(
+            f"virtual_pipeline_model_parallel_size={virtual_pipeline_model_parallel_size} with "
+            f"pipeline_model_parallel_size={pipeline_model_parallel_size}; interleaving wants at "
+            "least 2 stages"
+        )
+    timeout = timedelta(minutes=distributed_timeout_minutes)
+    before = _default.current_state()
+    _default.initialize_default(
+        tensor=tensor_model_parallel_size,
+        context=context_parallel_size,
+        pipeline=pipeline_model_parallel_size,
+        expert=expert_model_parallel_size,
+        expert_tensor=expert_tensor_parallel_size,
+        order=order,
+        also=_GROUPS,
+        embedding=_embedding_stages(get_embedding_ranks, get_position_embedding_ranks),
+        backend={"pipeline": pipeline_model_parallel_comm_backend}
+        if pipeline_model_parallel_comm_backend
+        else {},
+        timeout=timeout,
+    )
+    if _default.current_state() is before:
+        return
+    forget_overrides()
+    if virtual_pipeline_model_parallel_size is not None:
+        _overrides.set_virtual_pipeline_model_parallel_world_size(
+            virtual_pipeline_model_parallel_size
+        )
+        start_virtual_pipeline(0)
+    _buffer = GlobalMemoryBuffer()
+    _gloo = _gloo_groups(timeout) if create_gloo_process_groups else None
+
+
+_UNSUPPORTED = {
+    "hierarchical_context_parallel_sizes": None,
+    "hybrid_context_parallel": False,
+    "gtp_remat_size": 1,
+    "expert_gtp_remat_size": 1,
+    "num_distributed_optimizer_instances": 1,
+    "rank_offset": 0,
+}
+_HINTS = (
+    "use_sharp",
+    "sharp_enabled_group",
+    "nccl_communicator_config_path",
+    "high_priority_stream_groups",
+)
+
+
+def _unsupported(name: str, value: object) -> ParallelError:
+    return ParallelError(
+        f"{name}={value!r} is not supported by ezpz_tp; leave it at {_UNSUPPORTED.get(name)!r}"
+    )
+
+
+def _embedding_stages(
+    embedding: EmbeddingRanks | None, position: EmbeddingRanks | None
+) -> Mapping[str, EmbeddingRanks]:
+    return {
+        "embedding": embedding or EMBEDDING["embedding"],
+        "position_embedding": position or EMBEDDING["position_embedding"],
+    }
+
+
+def _gloo_groups(timeout: timedelta) -> ParallelState:
+    """Return a state whose data groups handle tensors on the CPU."""
+    state = _default.get_state()
+    assert state.layout is not None
+    backends = dist.get_backend_config(dist.group.WORLD)
+    if any(word in backends for word in ("gloo", "mpi", "fake")):
+        return state
+    data: list[tuple[str, ...]] = [("data",), ("context", "data"), ("expert_data",)]
+    return ParallelState.of_layout(state.layout, data, {}, backend="gloo", timeout=timeout)
+
+
+def destroy_model_parallel() -> None:
+    """Free every group that was made; forget what was set by hand, and the buffers.
+
+    Collective: every rank calls this. Without groups it does nothing.
+    """
+    global _buffer, _gloo
+    gloo, _gloo, _buffer = _gloo, None, None
+    if gloo is not None and gloo is not _default.current_state():
+        gloo.destroy()
+    forget_overrides()
+    _default.destroy_tensor_parallel()
+
+
+def get_data_parallel_group_gloo(
+    with_context_parallel: bool = False, partial_data_parallel: bool = False
+) -> ProcessGroup:
+    """Return the data-parallel group (or that over context and data) for tensors on the CPU."""
+    if partial_data_parallel and not with_context_parallel:
+        raise ParallelError(
+            "partial_data_parallel=True without with_context_parallel=True; an optimizer "
+            "instance spans context and data"
+        )
+    axes = ("context", "data") if with_context_parallel else ("data",)
+    return _gloo_state().group(*axes)
+
+
+def get_expert_data_parallel_group_gloo(
+    partial_expert_data_parallel: bool = False,  # noqa: ARG001 - one instance: the same group
+) -> ProcessGroup:
+    """Return the group of the ranks that hold copies of this rank's experts, for the CPU."""
+    return _gloo_state().group("expert_data")
+
+
+def _gloo_state() -> ParallelState:
+    if _gloo is None:
+        raise NotInitializedError(
+            "no gloo groups; call initialize_model_parallel(create_gloo_process_groups=True)"
+        )
+    return _gloo
+
+
+def get_global_memory_buffer() -> GlobalMemoryBuffer:
+    """Return the buffers that code of one process shares."""
+    if _buffer is None:
+        raise NotInitializedError("no memory buffer; call initialize_model_parallel first")
+    return _buffer
+
+
+def destroy_global_memory_buffer() -> None:
+    """Forget the buffers."""
+    global _buffer
+    _buffer = None

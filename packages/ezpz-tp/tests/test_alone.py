@@ -1,0 +1,130 @@
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import _functional_collectives as functional
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from ezpz_tp import ParallelError, ParallelState
+from ezpz_tp._alone import Alone
+from ezpz_tp.testing import run_ranks
+
+OUT, LIST = object(), object()
+
+
+def every_collective():
+    rank = dist.get_rank()
+    state = ParallelState.create(tensor=2)
+    group = state.group("data")
+    assert state.size("data") == 1
+    assert (dist.get_rank(group), dist.get_world_size(group)) == (0, 1)
+    assert dist.get_process_group_ranks(group) == [rank]
+    assert dist.get_global_rank(group, 0) == rank
+    assert dist.get_backend(group) == "alone"
+    x = torch.arange(6.0).reshape(3, 2) + rank
+    y = x.clone()
+    for work in (
+        dist.all_reduce(y, group=group, async_op=True),
+        dist.broadcast(y, src=rank, group=group, async_op=True),
+        dist.reduce(y, dst=rank, group=group, async_op=True),
+    ):
+        assert work.wait()
+    assert torch.equal(x, y)
+
+    def same(call, *args, **options):
+        out = torch.full_like(x, -1)
+        call(*(out if arg is OUT else [out] if arg is LIST else arg for arg in args), **options)
+        assert torch.equal(out, x)
+
+    same(dist.all_gather, LIST, x, group=group)
+    same(dist.all_gather_into_tensor, OUT, x, group=group)
+    same(dist.reduce_scatter, OUT, [x], group=group)
+    same(dist.reduce_scatter_tensor, OUT, x, group=group)
+    same(dist.all_to_all, LIST, [x], group=group)
+    same(dist.all_to_all_single, OUT, x, group=group)
+    same(dist.gather, x, LIST, dst=rank, group=group)
+    same(dist.scatter, OUT, [x], src=rank, group=group)
+    with dist._coalescing_manager(group=group):
+        dist.all_reduce(y, group=group)
+    assert torch.equal(x, y)
+    dist.barrier(group=group)
+    objects = [None]
+    dist.all_gather_object(objects, {"rank": rank}, group=group)
+    assert objects == [{"rank": rank}]
+    with pytest.raises(ParallelError, match="there is no peer"):
+        group.send([x], 0, 0)
+    for call in (
+        functional.all_reduce(x, "sum", group),
+        functional.all_gather_tensor(x, 0, group),
+        functional.reduce_scatter_tensor(x, "sum", 0, group),
+        functional.all_to_all_single(x, None, None, group),
+        functional.broadcast(x, 0, group),
+    ):
+        assert torch.equal(functional.wait_tensor(call), x)
+    # A world of two, and still nothing was sent: the other rank's values never came.
+    gone = weakref.ref(group)
+    tables = dist.distributed_c10d._world
+    assert group in tables.pg_map
+    state.destroy()
+    del group
+    gc.collect()
+    assert gone() is None
+    return len(tables.pg_map), len(tables.pg_group_ranks)
+
+
+def test_every_collective_of_one_rank_is_a_copy_and_leaves_nothing_behind():
+    assert run_ranks(every_collective, 2, in_processes=True, initialize=False) == [(1, 1)] * 2
+
+
+def data_parallel():
+    rank = dist.get_rank()
+    state = ParallelState.create(tensor=2)
+    torch.manual_seed(rank)
+    model = nn.Linear(4, 3)
+    wrapped = DistributedDataParallel(model, process_group=state.group("data"))
+    x = torch.randn(5, 4)
+    for _ in range(2):
+        wrapped(x).square().sum().backward()
+    alone = nn.Linear(4, 3)
+    alone.load_state_dict(model.state_dict())
+    for _ in range(2):
+        alone(x).square().sum().backward()
+    assert torch.equal(model.weight.grad, alone.weight.grad)
+    state.destroy()
+
+
+def sharded():
+    state = ParallelState.create(tensor=2)
+    mesh = DeviceMesh.from_group(state.group("data"), "cpu", mesh_dim_names=("dp",))
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    alone = nn.Linear(4, 3)
+    alone.load_state_dict(model.state_dict())
+    fully_shard(model, mesh=mesh)
+    x = torch.randn(5, 4)
+    for module in (model, alone):
+        module(x).square().sum().backward()
+    assert torch.equal(model.weight.grad.full_tensor(), alone.weight.grad)
+    state.destroy()
+
+
+def test_fully_sharded_over_an_axis_of_degree_one():
+    run_ranks(sharded, 2, in_processes=True, initialize=False)
+
+
+def test_data_parallel_over_an_axis_of_degree_one():
+    run_ranks(data_parallel, 2, in_processes=True, initialize=False)
+
+
+def test_without_torch_distributed():
+    group = Alone(0)
+    assert (group.rank(), group.size()) == (0, 1)
+    x = torch.ones(2)
+    group.allreduce([x]).wait()
+    assert torch.equal(x, torch.ones(2))
+    group.forget()

@@ -1,0 +1,244 @@
+import gc
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from ezpz_tp import DegreeError, NotInitializedError, ParallelError, parallel_state
+from ezpz_tp.testing import run_ranks
+
+mpu = parallel_state
+
+
+def the_ranks(group):
+    return dist.get_process_group_ranks(group)
+
+
+def every_getter():
+    rank = dist.get_rank()
+    mpu.initialize_model_parallel(2, 2, expert_model_parallel_size=2, expert_tensor_parallel_size=1)
+    assert mpu.is_initialized()
+    assert mpu.model_parallel_is_initialized()
+    t, p = rank % 2, rank // 2
+    assert the_ranks(mpu.get_tensor_model_parallel_group()) == [2 * p, 2 * p + 1]
+    assert the_ranks(mpu.get_pipeline_model_parallel_group()) == [t, t + 2]
+    assert the_ranks(mpu.get_model_parallel_group()) == [0, 1, 2, 3]
+    assert the_ranks(mpu.get_data_parallel_group()) == [rank]
+    assert the_ranks(mpu.get_data_parallel_group(with_context_parallel=True)) == [rank]
+    assert mpu.get_data_parallel_group_gloo() is mpu.get_data_parallel_group()
+    assert the_ranks(mpu.get_context_parallel_group()) == [rank]
+    assert mpu.get_context_parallel_global_ranks() == [rank]
+    assert the_ranks(mpu.get_tensor_and_data_parallel_group()) == [2 * p, 2 * p + 1]
+    assert the_ranks(mpu.get_tensor_and_data_parallel_group(True, True)) == [2 * p, 2 * p + 1]
+    assert the_ranks(mpu.get_tensor_and_context_parallel_group()) == [2 * p, 2 * p + 1]
+    assert the_ranks(mpu.get_amax_reduction_group()) == [2 * p, 2 * p + 1]
+    assert the_ranks(mpu.get_expert_model_parallel_group()) == [2 * p, 2 * p + 1]
+    assert the_ranks(mpu.get_expert_tensor_parallel_group()) == [rank]
+    assert the_ranks(mpu.get_expert_data_parallel_group()) == [rank]
+    assert the_ranks(mpu.get_expert_data_parallel_group_gloo()) == [rank]
+    assert the_ranks(mpu.get_expert_tensor_and_model_parallel_group()) == [2 * p, 2 * p + 1]
+    assert the_ranks(mpu.get_expert_tensor_model_pipeline_parallel_group()) == [0, 1, 2, 3]
+    assert the_ranks(mpu.get_intra_distributed_optimizer_instance_group()) == [0, 1, 2, 3]
+    assert the_ranks(mpu.get_embedding_group()) == [t, t + 2]
+    assert mpu.is_rank_in_embedding_group()
+    assert mpu.is_rank_in_position_embedding_group() == (p == 0)
+    if p == 0:
+        assert the_ranks(mpu.get_position_embedding_group()) == [rank]
+    else:
+        assert mpu.get_position_embedding_group(check_initialized=False) is None
+        with pytest.raises(ParallelError, match="has no position_embedding group"):
+            mpu.get_position_embedding_group()
+    sizes = {
+        "tensor_model": (2, t),
+        "pipeline_model": (2, p),
+        "data": (1, 0),
+        "context": (1, 0),
+        "expert_model": (2, t),
+        "expert_tensor": (1, 0),
+        "expert_data": (1, 0),
+        "tensor_and_context": (2, t),
+        "expert_tensor_and_model": (2, t),
+    }
+    for name, (size, index) in sizes.items():
+        assert getattr(mpu, f"get_{name}_parallel_world_size")() == size, name
+        assert getattr(mpu, f"get_{name}_parallel_rank")() == index, name
+    assert mpu.get_tensor_model_parallel_src_rank() == 2 * p
+    assert mpu.get_model_parallel_src_rank() == 0
+    assert mpu.get_data_parallel_src_rank() == rank
+    assert mpu.get_expert_model_parallel_src_rank() == 2 * p
+    assert mpu.get_pipeline_model_parallel_first_rank() == t
+    assert mpu.get_pipeline_model_parallel_last_rank() == t + 2
+    assert mpu.get_pipeline_model_parallel_next_rank() == (rank + 2) % 4
+    assert mpu.get_pipeline_model_parallel_prev_rank() == (rank + 2) % 4
+    assert mpu.is_pipeline_first_stage() == (p == 0)
+    assert mpu.is_pipeline_last_stage() == (p == 1)
+    assert mpu.get_all_ranks() == f"{t}_0_0_0_{p}_{t}"
+    with pytest.raises(DegreeError, match="tensor was 2, now 4"):
+        mpu.initialize_model_parallel(4)
+    with pytest.raises(ParallelError, match="without with_context_parallel=True"):
+        mpu.get_data_parallel_group(partial_data_parallel=True)
+    mpu.destroy_model_parallel()
+    assert not mpu.is_initialized()
+    gc.collect()
+    assert len(dist.distributed_c10d._world.pg_map) == 1
+
+
+def test_every_getter():
+    run_ranks(every_getter, 4, in_processes=True, initialize=False)
+
+
+def chunks_and_overrides():
+    rank = dist.get_rank()
+    mpu.initialize_model_parallel(1, 2, virtual_pipeline_model_parallel_size=3)
+    assert mpu.get_virtual_pipeline_model_parallel_world_size() == 3
+    assert mpu.get_virtual_pipeline_model_parallel_rank() == 0
+    for chunk in range(3):
+        first = mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk)
+        last = mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk)
+        assert first == (rank == 0 and chunk == 0)
+        assert last == (rank == 1 and chunk == 2)
+        assert mpu.is_rank_in_embedding_group(False, chunk) == (first or last)
+    with pytest.raises(ParallelError, match="holds 3 model chunks; pass vp_stage"):
+        mpu.is_pipeline_first_stage(ignore_virtual=False)
+    with pytest.warns(DeprecationWarning, match="pass vp_stage"):
+        mpu.set_virtual_pipeline_model_parallel_rank(2)
+    assert mpu.get_virtual_pipeline_model_parallel_rank() == 2
+
+    mpu.set_tensor_model_parallel_world_size(8)
+    mpu.set_tensor_model_parallel_rank(5)
+    mpu.set_pipeline_model_parallel_world_size(4)
+    mpu.set_pipeline_model_parallel_rank(3)
+    mpu.set_data_parallel_rank(7)
+    mpu.set_expert_model_parallel_world_size(2)
+    mpu.set_expert_model_parallel_rank(1)
+    mpu.set_expert_tensor_parallel_world_size(2)
+    mpu.set_expert_tensor_parallel_rank(1)
+    assert mpu.get_tensor_model_parallel_world_size() == 8
+    assert mpu.get_tensor_model_parallel_rank() == 5
+    assert mpu.is_pipeline_last_stage()
+    assert mpu.get_data_parallel_rank() == 7
+    assert mpu.get_expert_model_parallel_world_size() == 2
+    assert mpu.get_expert_model_parallel_rank() == 1
+    assert mpu.get_expert_tensor_parallel_world_size() == 2
+    assert mpu.get_expert_tensor_parallel_rank() == 1
+    assert mpu.get_tensor_model_parallel_group().size() == 1  # groups are what they are
+    mpu.set_tensor_model_parallel_world_size(None)
+    assert mpu.get_tensor_model_parallel_world_size() == 1
+    mpu.destroy_model_parallel()
+    mpu.initialize_model_parallel(1, 2)
+    assert mpu.get_pipeline_model_parallel_rank() == rank
+    assert mpu.get_virtual_pipeline_model_parallel_world_size() is None
+    mpu.destroy_model_parallel()
+
+
+def test_model_chunks_and_what_is_set_by_hand():
+    run_ranks(chunks_and_overrides, 2, in_processes=True, initialize=False)
+
+
+def own_embeddings():
+    rank = dist.get_rank()
+    mpu.initialize_model_parallel(
+        1,
+        4,
+        get_embedding_ranks=lambda ranks: [ranks[0], ranks[1], ranks[3]],
+        get_position_embedding_ranks=lambda ranks: ranks[:2],
+    )
+    assert mpu.is_rank_in_embedding_group() == (rank != 2)
+    if rank != 2:
+        assert the_ranks(mpu.get_embedding_group()) == [0, 1, 3]
+    if rank < 2:
+        total = torch.ones(1)
+        dist.all_reduce(total, group=mpu.get_position_embedding_group())
+        assert total.item() == 2
+    mpu.destroy_model_parallel()
+    with pytest.raises(ParallelError, match=r"embedding ranks are \(9,\); expected some of"):
+        mpu.initialize_model_parallel(1, 4, get_embedding_ranks=lambda ranks: [9])
+    assert not mpu.is_initialized()
+
+
+def test_stages_with_embeddings_of_ones_own():
+    run_ranks(own_embeddings, 4, in_processes=True, initialize=False)
+
+
+@pytest.fixture
+def a_machine():
+    dist.init_process_group("fake", rank=0, world_size=64, store=FakeStore())
+    yield
+    mpu.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def test_groups_of_a_large_job_are_few(a_machine):
+    mpu.initialize_model_parallel(4, 2, context_parallel_size=2, expert_model_parallel_size=4)
+    assert len(dist.distributed_c10d._world.pg_names) - 1 == 13
+    assert mpu.get_model_parallel_group().size() == 8
+    assert mpu.get_data_parallel_world_size(with_context_parallel=True) == 8
+    assert mpu.get_expert_data_parallel_world_size() == 2
+    assert mpu.get_expert_tensor_model_pipeline_parallel_group().size() == 32
+    assert the_ranks(mpu.get_tensor_and_context_parallel_group()) == list(range(8))
+
+
+def test_what_is_not_supported_is_refused_and_hints_are_said_to_be_lost(a_machine):
+    for name, value in {
+        "hierarchical_context_parallel_sizes": [2, 2],
+        "hybrid_context_parallel": True,
+        "gtp_remat_size": 2,
+        "expert_gtp_remat_size": 2,
+        "num_distributed_optimizer_instances": 2,
+        "rank_offset": 8,
+        "local_world_size": 8,
+    }.items():
+        with pytest.raises(ParallelError, match=f"{name}=.* is not supported"):
+            mpu.initialize_model_parallel(2, **{name: value})
+    with pytest.raises(ParallelError, match="interleaving wants at least 2 stages"):
+        mpu.initialize_model_parallel(virtual_pipeline_model_parallel_size=2)
+    assert not mpu.is_initialized()
+    with pytest.warns(UserWarning, match="use_sharp, nccl_communicator_config_path: not taken"):
+        mpu.initialize_model_parallel(2, use_sharp=True, nccl_communicator_config_path="x.yaml")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mpu.initialize_model_parallel(2, local_world_size=64)
+        mpu.initialize_model_parallel(2)
+
+
+def test_no_gloo_groups_when_not_wanted(a_machine):
+    mpu.initialize_model_parallel(2, create_gloo_process_groups=False)
+    with pytest.raises(NotInitializedError, match="create_gloo_process_groups=True"):
+        mpu.get_data_parallel_group_gloo()
+
+
+def test_the_memory_buffer(a_machine):
+    with pytest.raises(NotInitializedError, match="no memory buffer"):
+        mpu.get_global_memory_buffer()
+    mpu.initialize_model_parallel(2)
+    buffer = mpu.get_global_memory_buffer()
+    first = buffer.get_tensor((2, 3), torch.float32, "mpu", device="cpu")
+    second = buffer.get_tensor([4], torch.float32, "mpu", device="cpu")
+    assert first.shape == (2, 3)
+    assert second.data_ptr() == first.data_ptr()
+    assert buffer.get_tensor((3, 3), torch.float32, "mpu", device="cpu").numel() == 9
+    assert buffer.get_tensor((2,), torch.int64, "mpu", device="cpu").dtype == torch.int64
+    mpu.destroy_global_memory_buffer()
+    with pytest.raises(NotInitializedError):
+        mpu.get_global_memory_buffer()
+
+
+def test_before_initialization():
+    assert not mpu.is_initialized()
+    assert mpu.get_tensor_model_parallel_world_size() == 1
+    assert mpu.get_pipeline_model_parallel_rank() == 0
+    assert mpu.get_tensor_model_parallel_group(check_initialized=False) is None
+    assert mpu.get_context_parallel_global_ranks(check_initialized=False) is None
+    assert not mpu.is_rank_in_embedding_group()
+    with pytest.raises(NotInitializedError):
+        mpu.get_tensor_model_parallel_group()
+    mpu.destroy_model_parallel()
+
+
+def test_all_is_what_is_there():
+    for name in mpu.__all__:
+        assert callable(getattr(mpu, name)), name
+        assert getattr(mpu, name).__doc__, name
+    assert len(set(mpu.__all__)) == len(mpu.__all__)
