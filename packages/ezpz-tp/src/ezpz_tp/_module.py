@@ -74,6 +74,11 @@ class ParallelModule(nn.Module):
                 f"{name}: the last dim of the input {tuple(input_.shape)} should be {size} on "
                 f"each of the {self.tp_size} tensor-parallel ranks"
             ) from error
+        if getattr(self, "sequence_parallel", False) and input_.shape[0] % self.tp_size:
+            raise DegreeError(
+                f"{name}: dim 0 of the input {tuple(input_.shape)}, the sequence, is not divisible "
+                f"by the tensor-parallel degree {self.tp_size}; pad it to a multiple"
+            ) from error
         if input_.dtype != weight.dtype:
             raise ParallelError(
                 f"{name}: the input is {input_.dtype} and the weight {weight.dtype}; cast one of "
@@ -92,7 +97,7 @@ class ParallelModule(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         before = dict(self._parameters)
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         _carry_over(before, self._parameters)
         return self
 

@@ -1,0 +1,117 @@
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from ezpz_tp._attributes import (
+    copy_tensor_model_parallel_attributes,
+    mark_sequence_parallel,
+    param_is_not_tensor_parallel_duplicate,
+    set_defaults_if_not_set_tensor_model_parallel_attributes,
+    set_tensor_model_parallel_attributes,
+)
+from ezpz_tp._default import get_state
+from ezpz_tp._embedding import ParallelEmbedding, VocabParallelEmbedding
+from ezpz_tp._errors import ParallelError
+from ezpz_tp._layers import ColumnParallelLinear, RowParallelLinear
+from ezpz_tp.testing import run_ranks
+
+
+def said(tensor):
+    return tensor.tensor_model_parallel, tensor.partition_dim, tensor.partition_stride
+
+
+def test_what_is_set_is_set_once():
+    param = nn.Parameter(torch.zeros(3, 2))
+    set_tensor_model_parallel_attributes(param, True, 1, 2)
+    set_tensor_model_parallel_attributes(param, True, 1, 2)
+    assert said(param) == (True, 1, 2)
+    with pytest.raises(ParallelError, match=r"partition_dim .*\(3, 2\) is already 1, and 0 is"):
+        set_tensor_model_parallel_attributes(param, True, 0, 2)
+    assert said(param) == (True, 1, 2)
+
+
+def test_defaults_fill_what_is_not_set():
+    param = nn.Parameter(torch.zeros(1))
+    param.partition_dim = 0
+    set_defaults_if_not_set_tensor_model_parallel_attributes(param)
+    assert said(param) == (False, 0, 1)
+
+
+def test_a_copy_says_what_its_source_says_and_keeps_the_rest():
+    source, copied = torch.zeros(1), torch.zeros(1)
+    set_tensor_model_parallel_attributes(source, True, 0, 1)
+    source.allreduce = False
+    mark_sequence_parallel(source)
+    copied.shared = True
+    copy_tensor_model_parallel_attributes(copied, source)
+    assert said(copied) == (True, 0, 1)
+    assert (copied.allreduce, copied.sequence_parallel, copied.shared) == (False, True, True)
+
+
+def counted():
+    state = get_state()
+    tensor, data = state.group("tensor"), state.group("data")
+    whole, part, expert = torch.zeros(1), torch.zeros(1), torch.zeros(1)
+    part.tensor_model_parallel = True
+    expert.allreduce = False
+    return [
+        param_is_not_tensor_parallel_duplicate(whole),
+        param_is_not_tensor_parallel_duplicate(part),
+        param_is_not_tensor_parallel_duplicate(whole, data),
+        param_is_not_tensor_parallel_duplicate(expert, tensor, data),
+        param_is_not_tensor_parallel_duplicate(whole, tensor, data),
+    ]
+
+
+def test_replicated_parameters_count_on_the_first_rank():
+    # Ranks are (data, tensor): tensor varies fastest.
+    assert run_ranks(counted, 4, tensor=2, data=2) == [
+        [True, True, True, True, True],
+        [False, True, True, True, False],
+        [True, True, False, False, True],
+        [False, True, False, False, False],
+    ]
+    assert param_is_not_tensor_parallel_duplicate(torch.zeros(1))
+
+
+def layers(device=None):
+    return nn.ModuleDict(
+        {
+            "column": ColumnParallelLinear(4, 8, stride=2, seed=1, device=device),
+            "row": RowParallelLinear(8, 4, sequence_parallel=True, seed=2, device=device),
+            "rows": VocabParallelEmbedding(9, 4, seed=3, device=device),
+            "columns": ParallelEmbedding(9, 4, seed=4, device=device),
+        }
+    )
+
+
+def attributes_of(module):
+    return {name: dict(vars(param)) for name, param in module.named_parameters()}
+
+
+def survive():
+    module = layers()
+    assert said(module["column"].weight) == said(module["column"].bias) == (True, 0, 2)
+    assert said(module["row"].weight) == (True, 1, 1)
+    assert module["row"].bias.sequence_parallel
+    assert said(module["rows"].weight) == (True, 0, 1)
+    assert said(module["columns"].weight) == (True, 1, 1)
+    before = attributes_of(module)
+    assert attributes_of(copy.deepcopy(module)) == before
+    assert attributes_of(module.double().to(torch.bfloat16)) == before
+    on_meta = layers("meta")
+    assert attributes_of(on_meta) == before
+    assert attributes_of(on_meta.to_empty(device="cpu")) == before
+
+
+def test_attributes_of_layers_survive_copies_and_moves():
+    run_ranks(survive, 2)
+
+
+def test_attributes_of_a_whole_layer_and_pickling():
+    layer = VocabParallelEmbedding(9, 4, seed=3)
+    assert said(layer.weight) == (False, 0, 1)
+    assert said(pickle.loads(pickle.dumps(layer)).weight) == (False, 0, 1)

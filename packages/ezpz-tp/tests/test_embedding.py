@@ -1,0 +1,325 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from ezpz_tp._default import get_state
+from ezpz_tp._embedding import ParallelEmbedding, VocabParallelEmbedding
+from ezpz_tp._errors import DegreeError, NotInitializedError, ParallelError
+from ezpz_tp.testing import counting, run_ranks
+
+WIDTH = 12
+
+
+def integers(*shape, seed, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-3, 4, shape, generator=generator).to(dtype)
+
+
+def some_ids(vocabulary):
+    ids = torch.randint(vocabulary, (6, 4), generator=torch.Generator().manual_seed(0))
+    ids[0, 0] = ids[1, 1] = 3
+    return ids
+
+
+def own_part(layer, full):
+    """What a rank holds of a table, or of its gradient."""
+    state = get_state()
+    index, degree = state.index("tensor"), state.size("tensor")
+    if isinstance(layer, ParallelEmbedding):
+        return full.chunk(degree, 1)[index]
+    rows = layer.num_embeddings_per_partition
+    padding = full.new_zeros(rows * degree - full.shape[0], full.shape[1])
+    return torch.cat([full, padding])[index * rows : (index + 1) * rows]
+
+
+def dense(tensor):
+    return tensor.to_dense() if tensor.is_sparse else tensor
+
+
+def as_nn(kind, vocabulary, options, dtype, sequence_parallel):
+    state = get_state()
+    more = {"sequence_parallel": True} if sequence_parallel else {}
+    layer = kind(vocabulary, WIDTH, **options, **more, dtype=dtype, seed=1)
+    full = integers(vocabulary, WIDTH, seed=1, dtype=dtype)
+    expected = nn.Embedding(vocabulary, WIDTH, **options, _weight=full.clone())
+    with torch.no_grad():
+        layer.weight.copy_(own_part(layer, full))
+    ids = some_ids(vocabulary)
+    untouched = ids.clone()
+    gradient = integers(*ids.shape, WIDTH, seed=2, dtype=dtype)
+    output, whole = layer(ids), expected(ids)
+    own = whole, gradient
+    if sequence_parallel:
+        own = [each.chunk(state.size("tensor"))[state.index("tensor")] for each in own]
+    output.backward(own[1])
+    whole.backward(gradient)
+    assert torch.equal(ids, untouched)
+    assert layer.weight.grad.is_sparse == expected.weight.grad.is_sparse
+    pairs = [
+        (output, own[0]),
+        (dense(layer.weight.grad), own_part(layer, dense(expected.weight.grad))),
+        (layer.weight, own_part(layer, expected.weight)),
+    ]
+    if kind is ParallelEmbedding and "max_norm" in options:
+        # Columns are summed in another order.
+        for found, right in pairs:
+            torch.testing.assert_close(found, right, rtol=1e-14, atol=0)
+    else:
+        assert all(torch.equal(*pair) for pair in pairs)
+
+
+OPTIONS = {
+    "plain": {},
+    "padding_idx": {"padding_idx": 3},
+    "padding_idx from the end": {"padding_idx": -1},
+    "max_norm": {"max_norm": 4.0, "padding_idx": 3},
+    "max_norm of 1-norm": {"max_norm": 9.0, "norm_type": 1.0},
+    "max_norm of 3-norm": {"max_norm": 4.0, "norm_type": 3.0},
+    "max_norm of inf-norm": {"max_norm": 2.0, "norm_type": float("inf")},
+    "scale_grad_by_freq": {"scale_grad_by_freq": True, "padding_idx": 3},
+    "sparse": {"sparse": True, "padding_idx": 3},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+@pytest.mark.parametrize("kind", [VocabParallelEmbedding, ParallelEmbedding])
+def test_trap_5_all_options_do_what_they_do_in_nn_embedding(kind, options):
+    for vocabulary, degree in ((16, 2), (13, 4), (5, 4), (13, 1)):
+        run_ranks(as_nn, degree, kind, vocabulary, options, torch.float64, False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocabulary", [16, 13])
+def test_bitwise_equal_in_other_dtypes_and_degrees(vocabulary, dtype):
+    for degree in (2, 3, 8):
+        run_ranks(as_nn, degree, VocabParallelEmbedding, vocabulary, {}, dtype, False)
+
+
+@pytest.mark.parametrize("options", [{}, OPTIONS["scale_grad_by_freq"], OPTIONS["sparse"]])
+def test_sequence_parallel(options):
+    for degree in (1, 2, 3):
+        run_ranks(as_nn, degree, VocabParallelEmbedding, 13, options, torch.float64, True)
+
+
+def collectives():
+    rows = VocabParallelEmbedding(13, WIDTH, seed=1)
+    columns = ParallelEmbedding(13, WIDTH, seed=1)
+    sequence = VocabParallelEmbedding(13, WIDTH, seed=1, sequence_parallel=True)
+    counts = []
+    for layer in (rows, columns, sequence):
+        with counting() as counter:
+            output = layer(some_ids(13))
+        with counting() as backward:
+            output.sum().backward()
+        counts.append((dict(counter), dict(backward)))
+    columns.gather_output = False
+    with counting() as counter:
+        assert columns(some_ids(13)).shape == (6, 4, WIDTH // 2)
+    assert not counter
+    return counts
+
+
+def test_numbers_of_collectives():
+    for counts in run_ranks(collectives, 2):
+        assert counts[0] == ({"all_reduce": 1}, {})
+        assert counts[1] == ({"all_gather": 1}, {})
+        assert counts[2] == ({"reduce_scatter": 1}, {"all_gather": 1})
+
+
+def test_trap_13_alone_it_is_nn_embedding():
+    for kind in (VocabParallelEmbedding, ParallelEmbedding):
+        layer = kind(13, WIDTH, padding_idx=3, seed=1)
+        expected = nn.Embedding(13, WIDTH, padding_idx=3, _weight=layer.weight.detach().clone())
+        ids = some_ids(13)
+        output = layer(ids)
+        assert output.grad_fn.name() == "EmbeddingBackward0"
+        assert torch.equal(output, expected(ids))
+        assert not layer.weight[3].any()
+        assert layer.tp_group is None
+
+
+def bad_ids(kind, vocabulary):
+    layer = kind(vocabulary, WIDTH, max_norm=1.0, seed=1)
+    plain = kind(vocabulary, WIDTH, seed=1)
+    rows = 16
+    for bad in (vocabulary, rows - 1, rows, 1000, -1, -vocabulary):
+        ids = some_ids(vocabulary)
+        ids[2, 2] = bad
+        for each in (layer, plain):
+            with pytest.raises(
+                IndexError,
+                match=rf"{kind.__name__}\({vocabulary}, 12.*tp=\d/\d\): id {bad} is not in the "
+                rf"vocabulary; expected 0 to {vocabulary - 1}$",
+            ):
+                each(ids)
+    assert layer(some_ids(vocabulary).int()).shape == (6, 4, WIDTH)
+    assert layer(torch.empty(0, 4, dtype=torch.int64)).shape == (0, 4, WIDTH)
+
+
+@pytest.mark.parametrize("kind", [VocabParallelEmbedding, ParallelEmbedding])
+def test_trap_5_ids_outside_the_vocabulary_are_an_error_on_every_rank(kind):
+    run_ranks(bad_ids, 4, kind, 13)
+    run_ranks(bad_ids, 1, kind, 13)
+
+
+def padding_of_the_vocabulary():
+    layer = VocabParallelEmbedding(5, WIDTH, seed=1)
+    start, end = layer.vocab_start_index, layer.vocab_end_index
+    assert layer.weight.shape == (2, WIDTH)
+    assert layer.weight[: end - start].all()
+    assert not layer.weight[end - start :].any()
+    layer(torch.arange(5)).sum().backward()
+    assert layer.weight.grad[: end - start].all()
+    assert not layer.weight.grad[end - start :].any()
+    return start, end
+
+
+def test_trap_5_an_uneven_vocabulary_is_padded_with_rows_that_stay_zero():
+    assert run_ranks(padding_of_the_vocabulary, 4) == [(0, 2), (2, 4), (4, 5), (5, 5)]
+
+
+def gradients():
+    """A gradient that autograd shares, and one with a stride of 0."""
+    layer = VocabParallelEmbedding(13, WIDTH, seed=1)
+    other = torch.zeros(6, 4, WIDTH, requires_grad=True)
+    gradient = torch.ones(6, 4, WIDTH)
+    (layer(some_ids(13)) + other * 1).backward(gradient)
+    assert torch.equal(other.grad, gradient)
+    assert gradient.unique().tolist() == [1]
+    first = layer.weight.grad.clone()
+    layer(some_ids(13)).sum().backward()
+    assert torch.equal(layer.weight.grad, 2 * first)
+    # Nor does a foreign row that is not a number come into the sum.
+    with torch.no_grad():
+        layer.weight[[0, -1]] = float("nan")
+    assert layer(torch.tensor([1, 2, 5, 6, 9, 10])).isfinite().all()
+
+
+def test_gradients_are_not_changed_and_foreign_rows_not_used():
+    run_ranks(gradients, 4)
+
+
+def second_derivative(sequence_parallel):
+    state = get_state()
+    index, degree = state.index("tensor"), state.size("tensor")
+    layer = VocabParallelEmbedding(
+        13, WIDTH, seed=1, dtype=torch.float64, sequence_parallel=sequence_parallel
+    )
+    full = VocabParallelEmbedding(
+        13, WIDTH, seed=1, dtype=torch.float64, tp_group=state.group("data")
+    )
+    ids = some_ids(13)
+    scale = torch.ones(ids.shape, dtype=torch.float64, requires_grad=True)
+    own_scale = torch.ones(ids.shape, dtype=torch.float64, requires_grad=True)
+    part = own_scale.chunk(degree)[index] if sequence_parallel else own_scale
+
+    (whole,) = torch.autograd.grad(
+        (full(ids).pow(3) * scale.unsqueeze(-1)).sum(), full.weight, create_graph=True
+    )
+    (own,) = torch.autograd.grad(
+        (layer(ids).pow(3) * part.unsqueeze(-1)).sum(), layer.weight, create_graph=True
+    )
+    torch.testing.assert_close(own, own_part(layer, whole))
+    (expected,) = torch.autograd.grad(whole.pow(2).sum(), scale)
+    (found,) = torch.autograd.grad(own.pow(2).sum(), own_scale)
+    return expected, found
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_second_derivatives(sequence_parallel):
+    results = run_ranks(second_derivative, 2, sequence_parallel)
+    total = sum(found for _, found in results)
+    if not sequence_parallel:
+        # Each rank's own loss has the whole gradient.
+        total = results[0][1]
+    torch.testing.assert_close(total, results[0][0])
+
+
+def compiled():
+    torch._dynamo.reset()
+    layers = [
+        VocabParallelEmbedding(13, WIDTH, padding_idx=3, seed=1),
+        VocabParallelEmbedding(13, WIDTH, padding_idx=3, seed=2, sequence_parallel=True),
+        ParallelEmbedding(13, WIDTH, padding_idx=3, seed=3),
+    ]
+
+    def together(ids):
+        return sum(layer(ids).square().sum() for layer in layers)
+
+    ids, results = some_ids(13), []
+    for function in (together, torch.compile(together, fullgraph=True, backend="aot_eager")):
+        loss = function(ids)
+        loss.backward()
+        results.append([loss, *(layer.weight.grad for layer in layers)])
+        for layer in layers:
+            layer.weight.grad = None
+    for eager, traced in zip(*results, strict=True):
+        torch.testing.assert_close(traced, eager)
+
+
+def test_torch_compile_traces_them_whole():
+    compiled()
+    run_ranks(compiled, 2, in_processes=True)
+
+
+def under_autocast():
+    layer = VocabParallelEmbedding(13, WIDTH, seed=1)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = layer(some_ids(13))
+    assert output.dtype == torch.float32
+    half = VocabParallelEmbedding(13, WIDTH, seed=1, dtype=torch.bfloat16)
+    assert torch.equal(half.weight, layer.weight.to(torch.bfloat16))
+    assert half(some_ids(13)).dtype == torch.bfloat16
+
+
+def test_trap_11_dtypes():
+    run_ranks(under_autocast, 2)
+
+
+def others():
+    state = get_state()
+    layer = VocabParallelEmbedding(13, WIDTH, seed=1, tp_group=state.group("data"))
+    assert layer.tp_rank == state.index("data")
+    master = ParallelEmbedding(13, WIDTH, seed=1, keep_master_weight_for_test=True)
+    assert torch.equal(master.master_weight, master.get_master_weight())
+    assert torch.equal(own_part(master, master.master_weight), master.weight)
+    copied = copy.deepcopy(layer)
+    assert torch.equal(copied(some_ids(13)), layer(some_ids(13)))
+    turned = torch.arange(12).view(3, 4).t()
+    straight = VocabParallelEmbedding(13, WIDTH, seed=1)
+    assert torch.equal(straight(turned), straight(turned.contiguous()))
+    if state.index("tensor") == 0:
+        return str(layer)
+    return str(ParallelEmbedding(13, WIDTH, padding_idx=-1, max_norm=1.0, seed=1))
+
+
+def test_groups_copies_and_names():
+    assert run_ranks(others, 4, tensor=2)[2:] == [
+        "VocabParallelEmbedding(13, 12, tp=1/2)",
+        "ParallelEmbedding(13, 12, padding_idx=12, max_norm=1.0, tp=1/2)",
+    ]
+
+
+def mistakes(early):
+    with pytest.raises(NotInitializedError, match=r"VocabParallelEmbedding\(13, 12, tp=0/1\) was"):
+        early(some_ids(13))
+    with pytest.raises(DegreeError, match="ParallelEmbedding: embedding_dim=13 is not divisible"):
+        ParallelEmbedding(13, 13)
+    sequence = VocabParallelEmbedding(13, WIDTH, seed=1, sequence_parallel=True)
+    with pytest.raises(DegreeError, match="dim 0 of the ids=3 is not divisible by the tensor-par"):
+        sequence(torch.zeros(3, 2, dtype=torch.int64))
+    with pytest.raises(RuntimeError, match="to have one of the following scalar types: Long, Int"):
+        VocabParallelEmbedding(13, WIDTH, seed=1)(torch.zeros(2))
+
+
+def test_mistakes_are_errors_on_every_rank():
+    early = VocabParallelEmbedding(13, WIDTH, seed=1)
+    run_ranks(mistakes, 2, early)
+    with pytest.raises(DegreeError, match=r"padding_idx=13 is not an id .* expected 0 to 12"):
+        VocabParallelEmbedding(13, WIDTH, padding_idx=13)
+    with pytest.raises(DegreeError, match="ParallelEmbedding: num_embeddings=0; expected at l"):
+        ParallelEmbedding(0, WIDTH)
+    with pytest.raises(ParallelError, match="the ids are on meta and the weight on cpu; move"):
+        early(torch.zeros(2, dtype=torch.int64, device="meta"))

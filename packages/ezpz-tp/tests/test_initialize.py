@@ -1,0 +1,354 @@
+import functools
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn import init
+
+from ezpz_tp import _boxes, _initialize
+from ezpz_tp._default import get_state, tensor_group
+from ezpz_tp._embedding import ParallelEmbedding, VocabParallelEmbedding
+from ezpz_tp._errors import DegreeError
+from ezpz_tp._initialize import agree_on_seed, initialize_shard
+from ezpz_tp._layers import ColumnParallelLinear, RowParallelLinear
+from ezpz_tp.testing import run_ranks
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """As many tiles in a small weight as there are in a large one."""
+    monkeypatch.setattr(_boxes, "TILE", 1 << 9)
+    monkeypatch.setattr(_boxes, "_NARROWEST", 8)
+
+
+def shards(  # noqa: PLR0917
+    shape, dim, degree, method, seed=1, stride=1, dtype=torch.float32
+):
+    """What each rank gets, and what that makes together."""
+    held = list(shape)
+    held[dim] = -(-shape[dim] // degree)
+    parts = [torch.full(held, float("nan"), dtype=dtype) for _ in range(degree)]
+    for index, part in enumerate(parts):
+        initialize_shard(part, shape, dim, index, degree, method, seed=seed, stride=stride)
+    pieces = [part.chunk(stride, dim) for part in parts]
+    joined = torch.cat([piece[number] for number in range(stride) for piece in pieces], dim)
+    return parts, joined.narrow(dim, 0, shape[dim])
+
+
+def whole(shape, dim, method, seed=1, dtype=torch.float32):
+    return shards(shape, dim, 1, method, seed, dtype=dtype)[1]
+
+
+def by_hand(weight):
+    weight.data.normal_().mul_(0.3).add_(2 * torch.rand_like(weight)).clamp_(-1, 1)
+    return torch.where(weight > 0, weight, -weight).neg()
+
+
+METHODS = {
+    "xavier_normal": init.xavier_normal_,
+    "xavier_uniform": init.xavier_uniform_,
+    "kaiming_normal": init.kaiming_normal_,
+    "kaiming_uniform": functools.partial(init.kaiming_uniform_, a=5**0.5),
+    "normal": functools.partial(init.normal_, std=0.02),
+    "trunc_normal": functools.partial(init.trunc_normal_, std=0.02),
+    "ones": init.ones_,
+    "constant": functools.partial(init.constant_, val=3.0),
+    "by hand": by_hand,
+}
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
+@pytest.mark.parametrize("dim", [0, 1])
+def test_trap_3_the_full_weight_is_the_same_at_every_degree(method, dim, monkeypatch):
+    # None of these needs the full weight on any rank.
+    monkeypatch.setattr(_initialize, "_whole", None)
+    shape = (48, 72)
+    expected = whole(shape, dim, method)
+    for degree in (2, 3, 5, 8):
+        assert torch.equal(shards(shape, dim, degree, method)[1], expected)
+    # A fifth of 48 or 72 is rounded up: the last rank's rows past the end are zero.
+    last = shards(shape, dim, 5, method)[0][-1]
+    real = shape[dim] - 4 * last.shape[dim]
+    assert not last.narrow(dim, real, last.shape[dim] - real).any()
+    for stride in (2, 3):
+        assert torch.equal(shards(shape, dim, 4, method, stride=stride)[1], expected)
+
+
+def test_trap_3_also_where_a_tile_draws_again_until_all_are_in_bounds():
+    method = functools.partial(init.trunc_normal_, a=1.0, b=3.0)
+    expected = whole((9, 24), 0, method)
+    assert expected.min() >= 1
+    assert expected.max() <= 3
+    assert torch.equal(shards((9, 24), 0, 4, method)[1], expected)
+
+
+def test_more_ranks_than_rows():
+    parts, together = shards((5, 3), 0, 4, init.normal_)
+    assert [part.shape[0] for part in parts] == [2] * 4
+    assert torch.equal(together, whole((5, 3), 0, init.normal_))
+    assert parts[2][0].all()
+    assert not parts[2][1].any()
+    assert not parts[3].any()
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_shapes_of_other_ranks():
+    for shape in ((96,), (6, 20, 12)):
+        for dim in range(len(shape)):
+            expected = whole(shape, dim, init.normal_)
+            assert torch.equal(shards(shape, dim, 2, init.normal_)[1], expected)
+    replicated = torch.empty(6, 20)
+    initialize_shard(replicated, (6, 20), None, 1, 2, init.normal_, seed=1)
+    assert torch.equal(replicated, whole((6, 20), 0, init.normal_))
+
+
+def test_fans_are_those_of_the_full_weight():
+    # 2^18 elements are four tiles along dim 0: a rank draws but one.
+    part = torch.empty(128, 2048)
+    initialize_shard(part, (512, 2048), 0, 1, 4, init.xavier_normal_, seed=1)
+    assert part.std().item() == pytest.approx((2 / (512 + 2048)) ** 0.5, rel=0.01)
+    assert abs(part.mean().item()) < 1e-4
+    initialize_shard(part, (512, 2048), 0, 1, 4, init.kaiming_uniform_, seed=1)
+    assert part.abs().max().item() == pytest.approx((6 / 2048) ** 0.5, rel=1e-3)
+
+
+def test_kaiming_uniform_is_torchs():
+    for options in ({}, {"a": 3, "mode": "fan_out"}, {"nonlinearity": "relu"}):
+        expected, tile = torch.empty(6, 40), torch.empty(6, 40)
+        generator = torch.Generator()
+        state = generator.get_state()
+        init.kaiming_uniform_(expected, generator=generator, **options)
+        stand_in = _initialize.Tile.of(tile, (6, 40), generator.set_state(state))
+        init.kaiming_uniform_(stand_in, **options)
+        torch.testing.assert_close(tile, expected)
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_no_tile_repeats_another():
+    weights = [whole((64, 8), 0, init.normal_, seed) for seed in range(20)]
+    tiles = torch.cat([weight.view(-1, 16) for weight in weights])
+    assert tiles.unique(dim=0).shape == tiles.shape
+    # 2^32 seeds are all that torch's CPU generator tells apart.
+    seeds = {
+        _initialize._mixed(seed, tile) & 0xFFFFFFFF for seed in range(40) for tile in range(40)
+    }
+    assert len(seeds) == 1600
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_trap_3_no_rank_makes_more_than_a_tile_at_once():
+    made = []
+
+    def method(weight):
+        made.append(tuple(weight.part.shape))
+        assert tuple(weight.shape) == (512, 512)
+        weight.normal_()
+
+    for dim in (0, 1):
+        made.clear()
+        part = torch.empty((64, 512) if dim == 0 else (512, 64))
+        initialize_shard(part, (512, 512), dim, 3, 8, method, seed=1)
+        assert max(rows * columns for rows, columns in made) <= 1 << 9
+        assert sum(rows * columns for rows, columns in made) == part.numel()
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_trap_11_half_precision_is_drawn_in_fp32_and_rounded(dtype):
+    expected = whole((48, 72), 1, init.trunc_normal_)
+    _, together = shards((48, 72), 1, 4, init.trunc_normal_, dtype=dtype)
+    assert torch.equal(together, expected.to(dtype))
+    wide = whole((48, 72), 1, init.normal_, dtype=torch.float64)
+    assert not torch.equal(wide, wide.float().double())
+
+
+def test_an_init_method_with_a_generator_advances_it_as_much_on_every_rank():
+    states = []
+    for index in range(4):
+        generator = torch.Generator()
+        initialize_shard(
+            torch.empty(2, 3),
+            (5, 3),
+            0,
+            index,
+            4,
+            functools.partial(init.normal_, generator=generator.manual_seed(3)),
+            seed=1,
+        )
+        states.append(generator.get_state())
+    assert all(torch.equal(state, states[0]) for state in states)
+
+
+def from_data(weight):
+    weight.copy_(torch.arange(weight.numel()).view(weight.shape))
+
+
+def one_row(weight):
+    weight.normal_()[3].zero_()
+
+
+def normalized(weight):
+    weight.normal_().div_(weight.norm())
+
+
+def own_generator(weight):
+    weight.normal_(generator=torch.Generator().manual_seed(5))
+
+
+WHOLE = {
+    "orthogonal": init.orthogonal_,
+    "eye": init.eye_,
+    "sparse": functools.partial(init.sparse_, sparsity=0.5),
+    "from data": from_data,
+    "one row": one_row,
+    "normalized": normalized,
+    "own generator": own_generator,
+    "a list": lambda weight: torch._foreach_zero_([weight]),
+    "a transpose": lambda weight: weight.T.normal_(),
+    "a number of its own": lambda weight: weight.normal_().mul_(torch.rand(())),
+    "drawn with numbers of its own": lambda weight: weight.copy_(torch.randn(weight.shape)),
+}
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("method", WHOLE.values(), ids=WHOLE.keys())
+def test_what_a_tile_cannot_do_is_done_to_the_whole_weight(method):
+    before = torch.get_rng_state()
+    expected = torch.empty(48, 72)
+    with torch.random.fork_rng():
+        torch.manual_seed(_initialize._mixed(1, 0))
+        method(expected)
+    for dim, degree in ((0, 1), (0, 4), (1, 3), (0, 5)):
+        assert torch.equal(shards((48, 72), dim, degree, method)[1], expected)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_large_whole_weight_is_warned_of(monkeypatch):
+    monkeypatch.setattr(_initialize, "_LARGE", 1 << 20)
+    part = torch.empty(256, 1024)
+    with pytest.warns(UserWarning, match=r"\(512, 1024\) needs all of it, 2 MiB, .* calls norm;"):
+        initialize_shard(part, (512, 1024), 0, 0, 2, normalized, seed=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        initialize_shard(part[:128], (256, 1024), 0, 0, 2, init.normal_, seed=1)
+
+
+def test_errors_of_the_init_method_are_its_own():
+    with pytest.raises(ValueError, match="Fan in and fan out can not be computed"):
+        initialize_shard(torch.empty(2), (4,), 0, 0, 2, init.xavier_normal_, seed=1)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ((3, 4), (8, 4), 0, (0, 2), 1, r"shape \(3, 4\), split along dim 0 over 2 ranks"),
+        ((4, 5), (8, 4), 0, (0, 2), 1, r"does not fit a full weight of shape \(8, 4\)"),
+        ((5, 4), (9, 4), 0, (0, 2), 5, r"in 5 stretches"),
+        ((4, 4), (8, 4), 0, (2, 2), 1, r"rank 2 of 2 in a group; expected 0 to 1"),
+        ((4, 4), (8, 4), None, (0, 2), 1, r"should have its full shape, \(8, 4\)"),
+    ],
+)
+def test_shapes_that_do_not_fit(case):
+    held, full, dim, place, stride, message = case
+    with pytest.raises(DegreeError, match=message):
+        initialize_shard(torch.empty(held), full, dim, *place, init.normal_, seed=1, stride=stride)
+
+
+def test_nothing_is_done_on_meta():
+    def never(weight):
+        raise AssertionError
+
+    initialize_shard(torch.empty(2, 4, device="meta"), (4, 4), 0, 0, 2, never, seed=1)
+
+
+def layers(seed=None, device=None):
+    torch.manual_seed(7)
+    return nn.ModuleList(
+        [
+            VocabParallelEmbedding(21, 12, padding_idx=20, seed=seed, device=device),
+            ColumnParallelLinear(12, 24, stride=2, seed=seed, device=device),
+            RowParallelLinear(24, 12, seed=seed, device=device),
+            ParallelEmbedding(21, 12, padding_idx=2, seed=seed, device=device),
+        ]
+    )
+
+
+def full_weights(seed=None, device=None):
+    made = layers(seed, device)
+    if device is not None:
+        made.to_empty(device="cpu")
+        torch.manual_seed(7)
+        for layer in made:
+            layer.reset_parameters()
+    return [layer.get_master_weight() for layer in made]
+
+
+def all_ways():
+    # Ranks that do not agree on a seed: the first one's counts.
+    state = get_state()
+    agreed = full_weights()
+    torch.manual_seed(100 + state.index("tensor"))
+    drawn = agree_on_seed(None, tensor_group(), "meta"), agree_on_seed(5, tensor_group())
+    return agreed, full_weights(device="meta"), full_weights(seed=3), drawn
+
+
+def test_trap_3_layers_have_the_same_weights_at_every_degree_and_by_way_of_meta():
+    expected, given = full_weights(), full_weights(seed=3)
+    assert not expected[0][20].any()
+    assert not expected[3][2].any()
+    torch.manual_seed(100)
+    seed = agree_on_seed(None, None)
+    for agreed, by_meta, seeded, drawn in run_ranks(all_ways, 2, in_processes=True):
+        assert drawn == (seed, 5)
+        for found in zip(expected, agreed, by_meta, given, seeded, strict=True):
+            assert torch.equal(found[0], found[1])
+            assert torch.equal(found[0], found[2])
+            assert torch.equal(found[3], found[4])
+
+
+def seeded():
+    return [layer.get_master_weight() for layer in with_seed()]
+
+
+def with_seed():
+    return [
+        VocabParallelEmbedding(21, 24, padding_idx=20, seed=1),
+        ColumnParallelLinear(12, 24, stride=2, seed=2, init_method=init.orthogonal_),
+        RowParallelLinear(24, 12, seed=3),
+        ParallelEmbedding(21, 24, padding_idx=2, seed=4),
+    ]
+
+
+@pytest.mark.parametrize("degree", [3, 4])
+def test_trap_3_on_ranks_that_share_torchs_generators(degree):
+    expected = [layer.get_master_weight() for layer in with_seed()]
+    for found in run_ranks(seeded, degree):
+        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+def sharded_further():
+    state = get_state()
+    mesh = state.to_mesh("cpu")["dp"]
+    made = layers(seed=3, device="meta")
+    for layer in made:
+        fully_shard(layer, mesh=mesh)
+    made.to_empty(device="cpu")
+    for layer in made:
+        layer.reset_parameters()
+    return [layer.weight.full_tensor() for layer in made]
+
+
+def test_parameters_of_fsdp_are_initialized_where_they_are():
+    expected = full_weights(seed=3)
+    for rank, found in enumerate(run_ranks(sharded_further, 4, tensor=2, in_processes=True)):
+        rows, up, down, columns = found
+        index = rank % 2
+        assert torch.equal(rows[: 11 - index], expected[0][11 * index :][:11])
+        assert not rows[11 - index :].any()
+        pieces = expected[1].chunk(4)
+        assert torch.equal(up, torch.cat([pieces[index], pieces[2 + index]]))
+        assert torch.equal(down, expected[2].chunk(2, 1)[index])
+        assert torch.equal(columns, expected[3].chunk(2, 1)[index])
