@@ -1,0 +1,149 @@
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from ezpz_tp._checkpoint import checkpoint, checkpoint_activations
+from ezpz_tp._errors import DegreeError
+from ezpz_tp._layers import ColumnParallelLinear, RowParallelLinear
+from ezpz_tp._random import MODEL_PARALLEL_RNG, RngTracker, get_rng_tracker, seed_model_parallel
+from ezpz_tp.testing import counting, run_ranks
+
+
+def test_alone_it_is_torchs():
+    weight = torch.randn(3, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    runs = []
+
+    def function(x, scale, *, weight=weight):
+        runs.append(1)
+        return (x * weight).sin() * scale, "and anything else"
+
+    plain = torch.autograd.grad(function(x, 2.0)[0].sum(), (x, weight))
+    for distribute in (False, True):
+        runs.clear()
+        y, word = checkpoint(function, distribute, x, 2.0)
+        assert word == "and anything else"
+        assert len(runs) == 1
+        for found, expected in zip(torch.autograd.grad(y.sum(), (x, weight)), plain, strict=True):
+            assert torch.equal(found, expected)
+        assert len(runs) == 2
+
+
+def test_without_grad_nothing_is_kept():
+    with torch.no_grad():
+        assert checkpoint_activations(torch.sin, torch.zeros(2)).tolist() == [0, 0]
+
+
+def test_a_tracker_of_ones_own():
+    tracker = RngTracker("cpu")
+    tracker.add(MODEL_PARALLEL_RNG, 1)
+
+    def function(x):
+        with tracker.fork():
+            return nn.functional.dropout(x, 0.5).exp()
+
+    x = torch.zeros(64, dtype=torch.float64, requires_grad=True)
+    y = checkpoint_activations(function, x, tracker=tracker)
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    tracker.reset()
+    tracker.add(MODEL_PARALLEL_RNG, 1)
+    with tracker.fork():
+        mask = nn.functional.dropout(torch.ones(64, dtype=torch.float64), 0.5)
+    assert torch.equal(grad, mask)
+
+
+class Block(nn.Module):
+    """Dropout in the tensor-parallel region and outside of it."""
+
+    def __init__(self):
+        super().__init__()
+        settings = {"dtype": torch.float64, "seed": 1}
+        self.up = ColumnParallelLinear(8, 16, gather_output=False, **settings)
+        self.down = RowParallelLinear(16, 8, input_is_parallel=True, **settings)
+
+    def forward(self, x):
+        x = self.up(x).sin()
+        with get_rng_tracker().fork():
+            x = nn.functional.dropout(x, 0.5)
+        return nn.functional.dropout(self.down(x), 0.5).sin()
+
+
+def train(distribute):
+    """Two blocks; ``distribute`` None: without check-pointing."""
+    seed_model_parallel(5)
+    first, second = Block(), Block()
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(4, 8, dtype=torch.float64, generator=generator, requires_grad=True)
+    y = x
+    with counting() as counter:
+        for block in (first, second):
+            y = block(y) if distribute is None else checkpoint(block, distribute, y)
+        y.sum().backward()
+    parameters = [*first.parameters(), *second.parameters()]
+    with get_rng_tracker().fork():
+        after = torch.rand(3)
+    return [y.detach(), x.grad, *(one.grad for one in parameters), torch.rand(3), after], counter
+
+
+def same_with_and_without():
+    plain, plain_counts = train(None)
+    for distribute in (False, True):
+        recomputed, counts = train(distribute)
+        for found, expected in zip(recomputed, plain, strict=True):
+            assert torch.equal(found, expected)
+        # One for the input of each block.
+        assert counts["all_gather"] == plain_counts["all_gather"] + 2 * distribute
+
+
+def test_dropout_in_tensor_parallel_regions_repeats_itself():
+    run_ranks(same_with_and_without, 2, in_processes=True)
+
+
+def share_out(shape):
+    x = torch.arange(float(torch.Size(shape).numel()), dtype=torch.float64).view(shape)
+    x.requires_grad_()
+    whole = x * 1
+    storage = weakref.ref(whole)
+    function = lambda h, factor: (h.sin() * factor).cos()  # noqa: E731
+    with counting() as counter:
+        y = checkpoint_activations(function, whole, 2.0, distribute_saved_activations=True)
+        assert not counter
+        del whole
+        gc.collect()
+        assert storage() is None
+        (grad,) = torch.autograd.grad(y.sum(), x)
+    assert counter == {"all_gather": 1}
+    (expected,) = torch.autograd.grad(function(x, 2.0).sum(), x)
+    assert torch.equal(grad, expected)
+
+
+def test_the_first_argument_is_shared_out_and_freed():
+    run_ranks(share_out, 3, (4, 6))
+
+
+def refuse():
+    with pytest.raises(DegreeError, match=r"\(3, 5\) has 15 elements"):
+        checkpoint(torch.sin, True, torch.randn(3, 5, requires_grad=True))
+    with pytest.raises(TypeError, match="the first argument is int"):
+        checkpoint(torch.sin, True, 3)
+    with pytest.raises(TypeError, match="the first argument is nothing"):
+        checkpoint(torch.rand, True)
+
+
+def test_what_cannot_be_shared_out():
+    run_ranks(refuse, 2)
+
+
+def test_under_compilation():
+    x = torch.randn(4, dtype=torch.float64, requires_grad=True)
+
+    def step(x):
+        return checkpoint_activations(lambda x: x.sin().cos(), x)
+
+    (expected,) = torch.autograd.grad(step(x).sum(), x)
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    (found,) = torch.autograd.grad(compiled(x).sum(), x)
+    assert torch.equal(found, expected)

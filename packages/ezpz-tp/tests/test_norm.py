@@ -1,0 +1,340 @@
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from ezpz_tp._attributes import keep_attributes, set_tensor_model_parallel_attributes
+from ezpz_tp._default import get_state
+from ezpz_tp._errors import NotInitializedError, ParallelError
+from ezpz_tp._layers import ColumnParallelLinear, RowParallelLinear
+from ezpz_tp._norm import clip_grad_norm_, get_grad_norm
+from ezpz_tp._state import ParallelState
+from ezpz_tp.testing import counting, run_ranks
+
+ORDERS = (2.0, 1.0, 3.5, math.inf)
+SHAPES = {"norm": (6,), "up": (12, 6), "down": (6, 12), "bias": (12,)}
+SPLIT = {"up": 0, "down": 1, "bias": 0}
+
+
+def full_grads(stage, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(40 + stage)
+    return {
+        name: torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype)
+        for name, shape in SHAPES.items()
+    }
+
+
+def unsharded(stages, dtype=torch.float64):
+    found = []
+    for stage in range(stages):
+        for grad in full_grads(stage, dtype).values():
+            found.append(nn.Parameter(torch.zeros_like(grad)))
+            found[-1].grad = grad
+    return found
+
+
+class Stage(nn.Module):
+    """This rank's part of a pipeline stage, with and without gradients."""
+
+    def __init__(self, tensor_rank, degree, stage, dtype=torch.float64):
+        super().__init__()
+        self.grads = {}
+        for name, grad in full_grads(stage, dtype).items():
+            dim = SPLIT.get(name)
+            part = grad if dim is None else grad.chunk(degree, dim)[tensor_rank]
+            one = nn.Parameter(torch.zeros_like(part))
+            if dim is not None:
+                set_tensor_model_parallel_attributes(one, True, dim, 1)
+            one.grad = part.clone()
+            self.register_parameter(name, one)
+
+
+def of_this_rank(dtype=torch.float64):
+    state = get_state()
+    return Stage(state.index("tensor"), state.size("tensor"), state.index("pipeline"), dtype)
+
+
+def same_as_unsharded(expected, collectives):
+    for order, (norm, clipped) in expected.items():
+        stage = of_this_rank()
+        with counting() as counter:
+            assert get_grad_norm(stage, order).dtype == torch.float64
+        assert counter == collectives
+        with counting() as counter:
+            found = clip_grad_norm_(stage.parameters(), 0.5, order)
+        assert counter == collectives
+        torch.testing.assert_close(found, norm, rtol=1e-12, atol=0)
+        again = of_this_rank()
+        assert torch.equal(found, clip_grad_norm_(again, 0.5, order, foreach=False))
+        state = get_state()
+        for one, other in zip(stage.parameters(), again.parameters(), strict=True):
+            assert torch.equal(one.grad, other.grad)
+        whole = clipped[state.index("pipeline")]
+        for name, one in stage.named_parameters():
+            dim = SPLIT.get(name)
+            part = whole[name]
+            if dim is not None:
+                part = part.chunk(state.size("tensor"), dim)[state.index("tensor")]
+            torch.testing.assert_close(one.grad, part, rtol=1e-12, atol=1e-15)
+    return found
+
+
+def expectations(stages):
+    found = {}
+    for order in ORDERS:
+        parameters = unsharded(stages)
+        norm = nn.utils.clip_grad_norm_(parameters, 0.5, order)
+        grads = iter(one.grad for one in parameters)
+        found[order] = norm, [{name: next(grads) for name in SHAPES} for _ in range(stages)]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world", "degrees", "collectives"),
+    [
+        (1, {}, {}),
+        (2, {"tensor": 2}, {"all_reduce": 1}),
+        (3, {"tensor": 3}, {"all_reduce": 1}),
+        (2, {"pipeline": 2}, {"all_reduce": 1}),
+        (4, {"tensor": 2, "pipeline": 2}, {"all_reduce": 2}),
+        (4, {"tensor": 2, "data": 2}, {"all_reduce": 1}),
+    ],
+    ids=str,
+)
+def test_norm_and_clipping_equal_the_unsharded(world, degrees, collectives):
+    """Trap 9: replicated parameters count once."""
+    expected = expectations(degrees.get("pipeline", 1))
+    norms = run_ranks(same_as_unsharded, world, expected, collectives, **degrees)
+    assert all(torch.equal(norm, norms[0]) for norm in norms)
+
+
+def test_alone_it_is_torchs_bit_for_bit():
+    for dtype in (torch.float32, torch.float64):
+        ours, theirs = unsharded(1, dtype), unsharded(1, dtype)
+        norm = nn.utils.clip_grad_norm_(theirs, 1.0)
+        assert torch.equal(clip_grad_norm_(ours, 1.0), norm)
+        for one, other in zip(ours, theirs, strict=True):
+            assert torch.equal(one.grad, other.grad)
+
+
+def test_a_small_gradient_is_left_alone():
+    ours = unsharded(1)
+    kept = [one.grad.clone() for one in ours]
+    clip_grad_norm_(ours, 1e6)
+    assert all(torch.equal(one.grad, grad) for one, grad in zip(ours, kept, strict=True))
+
+
+def narrow(expected):
+    stage = of_this_rank(torch.bfloat16)
+    total = clip_grad_norm_(stage, 1.0)
+    assert total.dtype == torch.float32
+    torch.testing.assert_close(total, expected, rtol=1e-6, atol=0)
+    assert stage.up.grad.dtype == torch.bfloat16
+
+
+def test_bf16_gradients_have_an_fp32_norm():
+    grads = [one.grad.double() for one in unsharded(1, torch.bfloat16)]
+    run_ranks(narrow, 2, nn.utils.get_total_norm(grads).float())
+
+
+def one_product_group():
+    own = ParallelState.create(2, pipeline=2, also=[("tensor", "pipeline")])
+    assert own.size("data") == 1
+    with counting() as counter:
+        total = get_grad_norm(of_this_rank(), state=own)
+    assert counter == {"all_reduce": 1}
+    torch.testing.assert_close(
+        total, nn.utils.get_total_norm([one.grad for one in unsharded(2)]), rtol=1e-12, atol=0
+    )
+    own.destroy()
+    with pytest.raises(NotInitializedError, match="destroyed"):
+        get_grad_norm(of_this_rank(), state=own)
+
+
+def test_the_product_group_saves_a_collective():
+    run_ranks(one_product_group, 4, tensor=2, pipeline=2, in_processes=True)
+
+
+def tied_copy():
+    stage = of_this_rank()
+    if get_state().index("pipeline") == 1:
+        stage.up.shared = True
+    return get_grad_norm(stage)
+
+
+def test_a_tied_copy_is_not_counted():
+    last = full_grads(1)
+    del last["up"]
+    expected = nn.utils.get_total_norm([*full_grads(0).values(), *last.values()])
+    for found in run_ranks(tied_copy, 4, tensor=2, pipeline=2):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+
+
+def with_fsdp(expected):
+    state = get_state()
+    stage = of_this_rank()
+    grads = {name: one.grad for name, one in stage.named_parameters()}
+    with keep_attributes(stage):
+        fully_shard(stage, mesh=state.to_mesh("cpu")["dp"])
+    for name, one in stage.named_parameters():
+        # The shard that the reduction of backward leaves on this rank.
+        one.grad = torch.zeros_like(one)
+        # 5 rows, say, are 3 and 2.
+        part = grads[name].chunk(state.size("data"))
+        index = state.index("data")
+        local = one.grad.to_local()
+        if index < len(part):
+            local.copy_(part[index])
+    for order, (norm, _) in expected.items():
+        with counting() as counter:
+            found = get_grad_norm(stage, order)
+        assert counter == {"all_reduce": 2}
+        torch.testing.assert_close(found, norm, rtol=1e-12, atol=0)
+    total = clip_grad_norm_(stage, 0.5)
+    for name, one in stage.named_parameters():
+        torch.testing.assert_close(
+            one.grad.full_tensor(), grads[name] * (0.5 / (total + 1e-6)), rtol=1e-12, atol=1e-15
+        )
+    everywhere = [torch.zeros_like(found) for _ in range(4)]
+    dist.all_gather(everywhere, found)
+    assert all(torch.equal(one, found) for one in everywhere)
+    with pytest.raises(ParallelError, match=r"of 4 parameters none .*keep_attributes"):
+        get_grad_norm([forgetful(one) for one in stage.parameters()])
+
+
+def forgetful(parameter):
+    return nn.Parameter(parameter.detach())
+
+
+def test_shards_of_fsdp():
+    run_ranks(with_fsdp, 4, expectations(1), tensor=2, data=2, in_processes=True)
+
+
+class Model(nn.Module):
+    """The same weights at every degree."""
+
+    def __init__(self):
+        super().__init__()
+        settings = {"dtype": torch.float64, "seed": 3}
+        self.norm = nn.LayerNorm(6, dtype=torch.float64)
+        self.up = ColumnParallelLinear(6, 10, gather_output=False, **settings)
+        self.down = RowParallelLinear(10, 6, input_is_parallel=True, **settings)
+
+    def forward(self, x):
+        return self.down(self.up(self.norm(x)).sin())
+
+
+def trained_norm(mesh_name=None):
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(4, 6, dtype=torch.float64, generator=generator)
+    model = Model()
+    if mesh_name is not None:
+        state = get_state()
+        with keep_attributes(model):
+            fully_shard(model, mesh=state.to_mesh("cpu")[mesh_name])
+        x = x.chunk(state.size("data"))[state.index("data")]
+    model(x).square().mean().backward()
+    return clip_grad_norm_(model, 1e-3), get_grad_norm(model)
+
+
+def test_a_model_under_fsdp_has_the_norm_of_one_process():
+    before, after = trained_norm()
+    for found in run_ranks(trained_norm, 4, "dp", tensor=2, data=2, in_processes=True):
+        torch.testing.assert_close(found, (before, after), rtol=1e-12, atol=0)
+
+
+def some_have_nothing(expected):
+    """Rank 1 has no replicated gradient to count and, of the split ones, none at all."""
+    state = get_state()
+    stage = of_this_rank()
+    if state.index("tensor") == 1:
+        for one in stage.parameters():
+            one.grad = None
+    for order, norm in expected.items():
+        torch.testing.assert_close(get_grad_norm(stage, order), norm, rtol=1e-12, atol=0)
+    nothing = [nn.Parameter(torch.zeros(2, dtype=torch.float64))]
+    assert clip_grad_norm_(nothing, 1.0).item() == 0
+
+
+def test_ranks_without_gradients():
+    grads = full_grads(0)
+    for name, dim in SPLIT.items():
+        grads[name] = grads[name].chunk(2, dim)[0]
+    expected = {order: nn.utils.get_total_norm(grads.values(), order) for order in ORDERS}
+    run_ranks(some_have_nothing, 2, expected)
+
+
+def nonfinite(value, order, names):
+    """What is not finite on one rank is so on all, as for the unsharded."""
+    stage = of_this_rank()
+    if get_state().index("tensor") == 1:
+        for name in names:
+            stage.get_parameter(name).grad.view(-1)[0] = value
+    with pytest.raises(RuntimeError, match=f"of order {order} is {value}"):
+        clip_grad_norm_(stage, 1.0, order, error_if_nonfinite=True)
+    assert stage.norm.grad.isfinite().all()
+    total = clip_grad_norm_(stage, 1.0, order)
+    return total, stage.norm.grad
+
+
+@pytest.mark.parametrize("order", [2.0, math.inf])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_infinite_and_nan(value, order):
+    theirs = unsharded(1)
+    theirs[1].grad[-6, 0] = value
+    expected = nn.utils.clip_grad_norm_(theirs, 1.0, order)
+    for total, norm in run_ranks(nonfinite, 2, value, order, ["up"]):
+        torch.testing.assert_close(total, expected, equal_nan=True)
+        torch.testing.assert_close(norm, theirs[0].grad, equal_nan=True)
+
+
+def experts():
+    """Two experts over the data ranks, each split over the tensor ranks, beside what is dense."""
+    own = ParallelState.create(2, expert=2)
+    expert, half = own.index("expert"), own.index("expert_tensor")
+
+    def parameter(grad, **attributes):
+        one = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+        one.grad = torch.full((2,), float(grad), dtype=torch.float64)
+        for name, value in attributes.items():
+            setattr(one, name, value)
+        return one
+
+    parameters = [
+        parameter(1),
+        parameter(2 + own.index("tensor"), tensor_model_parallel=True),
+        parameter(4 + expert, allreduce=False),
+        parameter(6 + 2 * expert + half, allreduce=False, tensor_model_parallel=True),
+    ]
+    with counting() as counter:
+        total = get_grad_norm(parameters, state=own)
+    assert counter == {"all_reduce": 3}
+    everything = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    expected = math.sqrt(2 * sum(value**2 for value in everything))
+    assert total.item() == pytest.approx(expected, rel=1e-12)
+    own.destroy()
+
+
+def test_experts_parameters_are_summed_over_the_expert_groups():
+    run_ranks(experts, 4, tensor=2, data=2, in_processes=True)
+
+
+def test_main_grad_goes_first():
+    one = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    one.main_grad = torch.full((2,), 3.0)
+    assert clip_grad_norm_(one, 1.0).item() == pytest.approx(math.sqrt(18))
+    assert one.main_grad.norm().item() == pytest.approx(1)
+    assert one.grad is None
+
+
+@pytest.mark.parametrize("order", [0, -1, math.nan])
+def test_norms_that_are_none(order):
+    with pytest.raises(ValueError, match=r"norm_type .*; expected a number above 0"):
+        get_grad_norm([], order)
+
+
+def test_no_parameters():
+    assert get_grad_norm([]).item() == 0
