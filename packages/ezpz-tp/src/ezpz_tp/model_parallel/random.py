@@ -1,0 +1,38 @@
+"""fairscale's random streams and check-pointing: its names over `ezpz_tp`'s.
+
+Source: facebookresearch/fairscale fairscale/nn/model_parallel/random.py, 2025-04-26.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from ezpz_tp._checkpoint import checkpoint_activations
+from ezpz_tp._random import RngTracker, get_rng_tracker, seed_model_parallel
+
+__all__ = [
+    "CudaRNGStatesTracker",
+    "checkpoint",
+    "get_cuda_rng_tracker",
+    "model_parallel_cuda_manual_seed",
+]
+
+Result = TypeVar("Result")
+
+CudaRNGStatesTracker = RngTracker
+
+
+def get_cuda_rng_tracker() -> RngTracker:
+    """See `ezpz_tp.get_rng_tracker`; it also tracks the CPU and other accelerators."""
+    return get_rng_tracker()
+
+
+def model_parallel_cuda_manual_seed(seed: int) -> None:
+    """See `ezpz_tp.seed_model_parallel`, which seeds the CPU too."""
+    seed_model_parallel(seed)
+
+
+def checkpoint(function: Callable[..., Result], *args: Any) -> Result:
+    """See `ezpz_tp.checkpoint_activations`."""
+    return checkpoint_activations(function, *args)

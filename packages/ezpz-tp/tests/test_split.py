@@ -1,0 +1,98 @@
+from itertools import pairwise
+
+import pytest
+import torch
+
+from ezpz_tp._errors import DegreeError
+from ezpz_tp._split import (
+    VocabUtility,
+    divide_and_check_no_remainder,
+    ensure_divisibility,
+    gather_split_1d_tensor,
+    split_tensor_along_last_dim,
+    split_tensor_into_1d_equal_chunks,
+    vocabulary_range,
+)
+from ezpz_tp.testing import counting, run_ranks
+
+
+def test_the_last_dim_is_split_into_views():
+    whole = torch.arange(24.0).view(2, 12)
+    parts = split_tensor_along_last_dim(whole, 3)
+    assert [part.shape for part in parts] == [(2, 4)] * 3
+    assert torch.equal(torch.cat(parts, -1), whole)
+    assert all(part.untyped_storage().data_ptr() == whole.data_ptr() for part in parts)
+
+
+def test_contiguous_parts_have_memory_of_their_own():
+    whole = torch.arange(24.0).view(2, 12)
+    for part in split_tensor_along_last_dim(whole, 3, contiguous_split_chunks=True):
+        assert part.is_contiguous()
+        part.zero_()
+    assert whole.count_nonzero() == 23
+
+
+@pytest.mark.parametrize("shape", [(2, 10), ()])
+def test_a_last_dim_that_does_not_split_is_told(shape):
+    with pytest.raises(DegreeError, match=r"\(.*\) does not split into 3 equal parts"):
+        split_tensor_along_last_dim(torch.zeros(shape), 3)
+
+
+def test_division_without_remainder():
+    ensure_divisibility(12, 4)
+    assert divide_and_check_no_remainder(12, 4) == 3
+    with pytest.raises(DegreeError, match="13 is not divisible by 4"):
+        divide_and_check_no_remainder(13, 4)
+
+
+def cut_and_join(whole, new_buffer):
+    part = split_tensor_into_1d_equal_chunks(whole, new_buffer)
+    shares = part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+    with counting() as counter:
+        joined = gather_split_1d_tensor(part)
+    assert dict(counter) == {"all_gather": 1}
+    return part, joined, shares
+
+
+@pytest.mark.parametrize("new_buffer", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_chunks_of_all_ranks_join_to_the_whole(new_buffer, transposed):
+    whole = torch.arange(24.0).view(4, 6)
+    whole = whole.t() if transposed else whole
+    for rank, (part, joined, shares) in enumerate(run_ranks(cut_and_join, 3, whole, new_buffer)):
+        assert torch.equal(part, whole.reshape(-1)[rank * 8 : rank * 8 + 8])
+        assert torch.equal(joined, whole.reshape(-1))
+        assert shares is not (new_buffer or transposed)
+
+
+def cut_unevenly():
+    with pytest.raises(DegreeError, match="10 elements, which 3 tensor-parallel ranks"):
+        split_tensor_into_1d_equal_chunks(torch.zeros(2, 5))
+
+
+def test_elements_are_never_left_out():
+    run_ranks(cut_unevenly, 3)
+
+
+def test_alone_a_chunk_is_the_whole():
+    whole = torch.arange(6.0).view(2, 3)
+    part = split_tensor_into_1d_equal_chunks(whole)
+    assert torch.equal(gather_split_1d_tensor(part), whole.view(-1))
+    assert split_tensor_into_1d_equal_chunks(whole, new_buffer=True).data_ptr() != whole.data_ptr()
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 8, 10, 50257])
+@pytest.mark.parametrize("degree", [1, 2, 3, 4, 8])
+def test_every_id_is_in_one_range(size, degree):
+    ranges = [vocabulary_range(size, rank, degree) for rank in range(degree)]
+    assert ranges[0][0] == 0
+    assert ranges[-1][1] == size
+    assert all(before[1] == after[0] for before, after in pairwise(ranges))
+    rows = -(-size // degree)
+    assert all(last - first in {rows, max(0, size - first)} for first, last in ranges)
+
+
+def test_vocab_utility():
+    assert VocabUtility.vocab_range_from_global_vocab_size(12, 1, 3) == (4, 8)
+    assert VocabUtility.vocab_range_from_global_vocab_size(10, 2, 3) == (8, 10)
+    assert VocabUtility.vocab_range_from_per_partition_vocab_size(4, 2, 3) == (8, 12)

@@ -1,0 +1,499 @@
+import copy
+import types
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn import functional
+from torch.nn.init import normal_, ones_
+
+import ezpz_tp
+from ezpz_tp import parallel_state, tensor_parallel
+from ezpz_tp._errors import DegreeError, ParallelError
+from ezpz_tp.model_parallel_config import ModelParallelConfig
+from ezpz_tp.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
+from ezpz_tp.testing import counting, run_ranks
+
+CODE = Path(__file__).parent / "megatron_code.py"
+
+
+def settings(**more):
+    return ModelParallelConfig(params_dtype=torch.float64, use_cpu_initialization=True, **more)
+
+
+def column(inputs=8, outputs=12, config=None, **more):
+    return ColumnParallelLinear(
+        inputs, outputs, config=config or settings(), init_method=normal_, **more
+    )
+
+
+def row(inputs=12, outputs=8, config=None, **more):
+    more = {"bias": True, "input_is_parallel": True, "skip_bias_add": False, **more}
+    return RowParallelLinear(
+        inputs, outputs, config=config or settings(), init_method=normal_, **more
+    )
+
+
+def numbers(*shape, seed=1):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+# Code written for Megatron-LM, with another import.
+
+
+def train_megatron_code(sequence_parallel):
+    source = CODE.read_text(encoding="utf-8").replace("megatron.core", "ezpz_tp")
+    code = types.ModuleType("code_for_megatron")
+    exec(compile(source, CODE, "exec"), vars(code))
+    model, loss, draw = code.train(sequence_parallel)
+    ezpz_tp.finalize_grads(model)
+    whole = {
+        "embedding": ezpz_tp._collectives.all_gather(model.embedding.weight.detach(), 0, group()),
+        "up": model.up.get_master_weight(),
+        "down": model.down.get_master_weight(),
+    }
+    grads = {
+        "up": ezpz_tp._collectives.all_gather(model.up.weight.grad, 0, group()),
+        "embedding": ezpz_tp._collectives.all_gather(model.embedding.weight.grad, 0, group()),
+        "norm": model.norm.weight.grad,
+        "down bias": model.down.bias.grad,
+    }
+    parallel_state.destroy_model_parallel()
+    return whole, grads, loss.detach(), draw
+
+
+def group():
+    return parallel_state.get_tensor_model_parallel_group()
+
+
+def unsharded(weights):
+    """The model of megatron_code.py on one rank, in torch alone."""
+    leaves = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
+    scale = torch.ones(16, dtype=torch.float64, requires_grad=True)
+    bias = torch.zeros(16, dtype=torch.float64, requires_grad=True)
+    text = torch.arange(34).view(2, 17) * 7 % 32
+    hidden = functional.embedding(text[:, :-1], leaves["embedding"])
+    inner = functional.linear(functional.layer_norm(hidden, (16,), scale), leaves["up"])
+    hidden = hidden + functional.linear(functional.gelu(inner), leaves["down"]) + bias
+    logits = functional.linear(hidden, leaves["embedding"])
+    loss = functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten(), reduction="none")
+    loss.mean().backward()
+    grads = {"up": leaves["up"].grad, "embedding": leaves["embedding"].grad}
+    return loss.view(2, 16).detach(), {**grads, "norm": scale.grad, "down bias": bias.grad}
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_code_for_megatron_runs_and_is_right(sequence_parallel):
+    ranks = run_ranks(
+        train_megatron_code, 2, sequence_parallel, in_processes=True, initialize=False
+    )
+    loss, grads = unsharded(ranks[0][0])
+    for _, found, found_loss, _ in ranks:
+        torch.testing.assert_close(found_loss, loss, rtol=1e-12, atol=1e-12)
+        for name, grad in grads.items():
+            torch.testing.assert_close(found[name], grad, rtol=1e-12, atol=1e-12, msg=name)
+    assert ranks[0][3] != ranks[1][3]
+
+
+# What differs from ezpz_tp's own layers.
+
+
+def test_a_pair_is_returned():
+    linear, plain = column(), row()
+    output, bias = linear(numbers(3, 8))
+    assert output.shape == (3, 12)
+    assert bias is None
+    assert plain(output)[1] is None
+
+
+@pytest.mark.parametrize("make", [column, row])
+def test_a_skipped_bias_is_handed_over(make):
+    late = make(skip_bias_add=True)
+    with torch.no_grad():
+        late.bias.fill_(5)
+    input_ = numbers(3, late.input_size)
+    output, bias = late(input_)
+    assert bias is late.bias
+    torch.testing.assert_close(output, functional.linear(input_, late.weight))
+
+
+def gather_or_not():
+    gathers, leaves = column(gather_output=True), column()
+    input_ = numbers(3, 8)
+    return (
+        gathers(input_)[0].shape[-1],
+        gathers(input_, runtime_gather_output=False)[0].shape[-1],
+        leaves(input_)[0].shape[-1],
+        leaves(input_, None, True)[0].shape[-1],
+    )
+
+
+def test_gathering_is_chosen_at_construction_or_call():
+    assert run_ranks(gather_or_not, 2) == [(12, 6, 6, 12)] * 2
+
+
+def tie():
+    embedding = VocabParallelEmbedding(12, 8, init_method=normal_, config=settings())
+    output = column(skip_weight_param_allocation=True, bias=True)
+    assert output.weight is None
+    assert output.bias.shape == (6,)
+    assert output.bias.device.type == "cpu"
+    assert output.bias.tensor_model_parallel
+    assert set(output.state_dict()) == {"bias", "_extra_state"}
+    output(numbers(3, 8), embedding.weight)[0].sum().backward()
+    assert embedding.weight.grad.count_nonzero()
+    with pytest.raises(ParallelError, match="no weight of its own"):
+        output(numbers(3, 8))
+    with pytest.raises(DegreeError, match=r"\(5, 8\); expected \(6, 8\) at degree 2"):
+        output(numbers(3, 8), numbers(5, 8))
+    return embedding(torch.arange(12).view(3, 4)).shape
+
+
+def test_an_output_layer_can_borrow_its_weight():
+    assert run_ranks(tie, 2) == [(3, 4, 8)] * 2
+
+
+def embed_by_sequence():
+    config = settings(tensor_model_parallel_size=2, sequence_parallel=True)
+    arguments = {"init_method": normal_, "config": config}
+    ids = torch.arange(12).view(3, 4)
+    cut = VocabParallelEmbedding(12, 8, reduce_scatter_embeddings=True, **arguments)
+    whole = VocabParallelEmbedding(12, 8, **arguments)
+    whole.load_state_dict(cut.state_dict())
+    rank = ezpz_tp.get_tensor_parallel_rank()
+    expected = whole(ids).transpose(0, 1).chunk(2)[rank]
+    assert torch.equal(cut(ids), expected)
+    return cut(ids).shape
+
+
+def test_embeddings_of_a_part_of_the_sequence():
+    assert run_ranks(embed_by_sequence, 2) == [(2, 3, 8)] * 2
+
+
+def test_alone_the_sequence_comes_first_too():
+    cut = VocabParallelEmbedding(
+        12, 8, reduce_scatter_embeddings=True, init_method=normal_, config=settings()
+    )
+    ids = torch.arange(12).view(3, 4)
+    assert torch.equal(cut(ids), functional.embedding(ids.t(), cut.weight))
+
+
+def leave_the_gradient():
+    input_ = numbers(3, 8).requires_grad_()
+    linear = column(disable_grad_reduce=True)
+    with counting() as counter:
+        linear(input_)[0].sum().backward()
+    assert not counter
+    expected = torch.ones(3, 6, dtype=torch.float64) @ linear.weight
+    torch.testing.assert_close(input_.grad, expected.detach())
+
+
+def test_the_inputs_gradient_can_stay_partial():
+    run_ranks(leave_the_gradient, 2)
+
+
+# Configurations.
+
+
+def test_any_object_is_a_configuration():
+    linear = ColumnParallelLinear(
+        4, 6, config=SimpleNamespace(use_cpu_initialization=True), init_method=ones_
+    )
+    assert linear.weight.dtype == torch.float32
+    assert torch.equal(linear.weight, torch.ones(6, 4))
+
+
+def test_the_dtype_is_the_configurations():
+    config = ModelParallelConfig(params_dtype=torch.bfloat16, use_cpu_initialization=True)
+    for layer in (
+        column(config=config),
+        row(config=config),
+        VocabParallelEmbedding(8, 4, init_method=normal_, config=config),
+    ):
+        assert {parameter.dtype for parameter in layer.parameters()} == {torch.bfloat16}
+
+
+def test_initialization_can_be_left_out():
+    def never(weight):
+        raise AssertionError("called")
+
+    config = settings(perform_initialization=False)
+    ColumnParallelLinear(8, 12, config=config, init_method=never)
+    RowParallelLinear(
+        12, 8, config=config, init_method=never, bias=True, input_is_parallel=True,
+        skip_bias_add=False,
+    )  # fmt: skip
+    VocabParallelEmbedding(8, 4, init_method=never, config=config)
+
+
+def test_layers_on_meta():
+    with torch.device("meta"):
+        layers = column(), row(), column(skip_weight_param_allocation=True)
+    assert {p.device.type for layer in layers for p in layer.parameters()} == {"meta"}
+
+
+def test_sequence_parallel_alone_is_off_and_said():
+    config = settings(sequence_parallel=True)
+    with pytest.warns(UserWarning, match=r"ColumnParallelLinear: .*degree is 1"):
+        linear = column(config=config)
+    assert not linear.sequence_parallel
+    assert linear(numbers(3, 8))[0].shape == (3, 12)
+
+
+def disagree():
+    with pytest.raises(DegreeError, match=r"tensor_model_parallel_size=4, but .* size 2"):
+        column(config=settings(tensor_model_parallel_size=4))
+    column(config=settings(tensor_model_parallel_size=2))
+
+
+def test_another_degree_than_the_groups_is_an_error():
+    run_ranks(disagree, 2)
+    with pytest.raises(DegreeError, match=r"tensor_model_parallel_size=2, but .* size 1"):
+        row(config=settings(tensor_model_parallel_size=2))
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("embedding_activation_buffer", []),
+        ("grad_output_buffer", []),
+        ("output_dtype", torch.float32),
+        ("pg_collection", SimpleNamespace(gtp_remat=SimpleNamespace(size=lambda: 2))),
+    ],
+)
+def test_what_is_not_supported_is_an_error(argument, value):
+    with pytest.raises(NotImplementedError, match=r"ColumnParallelLinear: .* is not supported"):
+        column(**{argument: value})
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("gradient_accumulation_fusion", True),
+        ("defer_embedding_wgrad_compute", True),
+        ("cpu_offloading", True),
+        ("gtp_weight_remat_size", 2),
+    ],
+)
+@pytest.mark.parametrize("make", [column, row])
+def test_a_setting_that_is_not_supported_is_an_error(make, setting, value):
+    with pytest.raises(NotImplementedError, match=rf"config\.{setting}={value}"):
+        make(config=SimpleNamespace(**{setting: value}))
+
+
+def test_a_row_layer_whose_arguments_contradict():
+    with pytest.raises(ParallelError, match="needs input_is_parallel=True"):
+        row(config=settings(sequence_parallel=True), input_is_parallel=False)
+
+
+# Check-points.
+
+
+def test_check_points_of_plain_layers_and_of_megatrons():
+    linear = column()
+    plain = torch.nn.Linear(8, 12, dtype=torch.float64)
+    for layer in (linear, copy.deepcopy(linear)):
+        layer.load_state_dict(plain.state_dict())
+        assert torch.equal(layer.weight, plain.weight)
+    assert linear.state_dict()["_extra_state"] is None
+    model = torch.nn.Sequential(linear, row())
+    model.load_state_dict({**model.state_dict(), "0._extra_state": b"Transformer Engine's"})
+    with pytest.raises(NotImplementedError, match=r"save state_dict\(\)"):
+        linear.sharded_state_dict()
+
+
+# Experts.
+
+
+def make_experts():
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=2, expert_model_parallel_size=2, expert_tensor_parallel_size=1
+    )
+    config = settings(
+        tensor_model_parallel_size=2, expert_model_parallel_size=2, expert_tensor_parallel_size=1
+    )
+    torch.manual_seed(7)
+    up = column(config=config, is_expert=True, skip_bias_add=True)
+    down = row(config=config, is_expert=True, skip_bias_add=True)
+    with pytest.raises(ParallelError, match="needs skip_bias_add=True"):
+        row(config=config, is_expert=True)
+    input_ = numbers(3, 8).requires_grad_()
+    with counting() as counter:
+        output, _ = down(up(input_)[0])
+        output.sum().backward()
+    assert not counter
+    assert not up.weight.allreduce
+    torch.testing.assert_close(output, input_ @ up.weight.t() @ down.weight.t())
+    weight = up.weight.detach()
+    index = parallel_state.get_expert_model_parallel_rank()
+    parallel_state.destroy_model_parallel()
+    return index, weight
+
+
+def test_layers_of_experts_leave_communication_and_differ():
+    ranks = run_ranks(make_experts, 4, in_processes=True, initialize=False)
+    by_expert = {}
+    for index, weight in ranks:
+        assert weight.shape == (12, 8)
+        assert torch.equal(by_expert.setdefault(index, weight), weight)
+    assert len(by_expert) == 2
+    assert not torch.equal(by_expert[0], by_expert[1])
+
+
+def test_another_degree_of_experts_than_the_groups_is_an_error():
+    with pytest.raises(DegreeError, match=r"expert_model_parallel_size=2, but .* has size 1"):
+        column(config=settings(expert_model_parallel_size=2), is_expert=True)
+
+
+def test_experts_share_the_tensor_group_unless_told_otherwise():
+    assert run_ranks(lambda: column(is_expert=True).tp_size, 2) == [2, 2]
+
+
+# Functions.
+
+
+def multiply(frozen, allreduce, sequence):
+    rank = ezpz_tp.get_tensor_parallel_rank()
+    weight = numbers(12, 8, seed=2).chunk(2)[rank].clone().requires_grad_(not frozen)
+    input_ = numbers(4, 3, 8)
+    part = (input_.chunk(2)[rank] if sequence else input_).clone().requires_grad_()
+    arguments = (part, weight, None, False, allreduce, sequence)
+    if frozen:
+        output = tensor_parallel.linear_with_frozen_weight(*arguments, None)
+    else:
+        output = tensor_parallel.linear_with_grad_accumulation_and_async_allreduce(*arguments)
+    output.backward(torch.ones_like(output))
+    torch.testing.assert_close(output, input_ @ weight.t())
+    return part.grad, weight.grad
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(("allreduce", "sequence"), [(True, False), (False, True), (False, False)])
+def test_the_linear_functions(frozen, allreduce, sequence):
+    ranks = run_ranks(multiply, 2, frozen, allreduce, sequence)
+    whole = torch.ones(4, 3, 12, dtype=torch.float64) @ numbers(12, 8, seed=2)
+    for rank, (grad, weight_grad) in enumerate(ranks):
+        if sequence:
+            torch.testing.assert_close(grad, whole.chunk(2)[rank])
+        elif allreduce:
+            torch.testing.assert_close(grad, whole)
+        assert (weight_grad is None) is frozen
+    if not (sequence or allreduce):
+        torch.testing.assert_close(ranks[0][0] + ranks[1][0], whole)
+
+
+def test_a_linear_function_with_two_reductions_is_an_error():
+    with pytest.raises(ParallelError, match="allreduce_dgrad and sequence_parallel are both set"):
+        tensor_parallel.linear_with_grad_accumulation_and_async_allreduce(
+            numbers(2, 8), numbers(4, 8), None, False, True, True
+        )
+
+
+def gather_unevenly(sizes, partial):
+    rank = ezpz_tp.get_tensor_parallel_rank()
+    own = numbers(sum(sizes), 4).split(sizes)[rank].clone().requires_grad_()
+    joined = tensor_parallel.gather_from_sequence_parallel_region(
+        own, partial, output_split_sizes=sizes
+    )
+    joined.backward(numbers(sum(sizes), 4, seed=2))
+    return joined.detach(), own.grad
+
+
+@pytest.mark.parametrize("sizes", [[3, 1, 2], [0, 4, 1]])
+@pytest.mark.parametrize("partial", [True, False])
+def test_uneven_parts_are_gathered(sizes, partial):
+    for rank, (joined, grad) in enumerate(run_ranks(gather_unevenly, 3, sizes, partial)):
+        assert torch.equal(joined, numbers(sum(sizes), 4))
+        expected = numbers(sum(sizes), 4, seed=2).split(sizes)[rank] * (3 if partial else 1)
+        torch.testing.assert_close(grad, expected)
+
+
+def scatter_unevenly(sizes):
+    whole = numbers(sum(sizes), 4).requires_grad_()
+    own = tensor_parallel.reduce_scatter_to_sequence_parallel_region(whole, input_split_sizes=sizes)
+    rank = ezpz_tp.get_tensor_parallel_rank()
+    own.backward(numbers(sum(sizes), 4, seed=2).split(sizes)[rank])
+    return own.detach(), whole.grad
+
+
+@pytest.mark.parametrize("sizes", [[3, 1, 2], [0, 4, 1]])
+def test_uneven_parts_of_a_sum(sizes):
+    for rank, (own, grad) in enumerate(run_ranks(scatter_unevenly, 3, sizes)):
+        torch.testing.assert_close(own, 3 * numbers(sum(sizes), 4).split(sizes)[rank])
+        torch.testing.assert_close(grad, numbers(sum(sizes), 4, seed=2))
+
+
+def mistake_sizes():
+    gather = tensor_parallel.gather_from_sequence_parallel_region
+    scatter = tensor_parallel.reduce_scatter_to_sequence_parallel_region
+    with pytest.raises(DegreeError, match=r"3 split sizes .*each of 2 ranks"):
+        gather(numbers(4, 2), output_split_sizes=[4, 4, 4])
+    with pytest.raises(DegreeError, match=r"3 rows, but its input .* has 4"):
+        gather(numbers(4, 2), output_split_sizes=[3, 3])
+    with pytest.raises(DegreeError, match="add up to 6, but the input"):
+        scatter(numbers(4, 2), input_split_sizes=[3, 3])
+    with pytest.raises(NotImplementedError, match="use_global_buffer"):
+        gather(numbers(4, 2), use_global_buffer=True)
+
+
+def test_split_sizes_that_do_not_fit():
+    run_ranks(mistake_sizes, 2)
+
+
+def exchange():
+    group = ezpz_tp.get_tensor_parallel_group()
+    tokens = numbers(4, 6)
+    heads = tensor_parallel.all_to_all_sp2hp(tokens)
+    assert heads.shape == (8, 3)
+    assert torch.equal(tensor_parallel.all_to_all_hp2sp(heads), tokens)
+    rank = ezpz_tp.get_tensor_parallel_rank()
+    uneven = tensor_parallel.all_to_all(group, tokens, [1 + 2 * rank] * 2, [1, 3])
+    assert torch.equal(uneven, torch.cat([tokens.split([1, 3])[rank]] * 2))
+    with pytest.raises(ParallelError, match="group is None"):
+        tensor_parallel.all_to_all(None, tokens)
+
+
+def test_all_to_all():
+    run_ranks(exchange, 2)
+
+
+# Random streams.
+
+
+def test_the_tracker_by_megatrons_names():
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    try:
+        tensor_parallel.model_parallel_cuda_manual_seed(
+            5, tp_rank=1, ep_rank=0, etp_rank=0, force_reset_rng=True
+        )
+        assert {
+            tensor_parallel.get_expert_parallel_rng_tracker_name(),
+            tensor_parallel.get_data_parallel_rng_tracker_name(),
+            "model-parallel-rng",
+        } <= set(tracker.get_states())
+        with tracker.fork():
+            drawn = torch.rand(3)
+        assert torch.equal(drawn, torch.rand(3, generator=torch.Generator().manual_seed(2724)))
+    finally:
+        tracker.reset()
+
+
+def test_streams_that_are_not_supported():
+    for refused in (
+        lambda: tensor_parallel.get_cuda_rng_tracker(use_te_rng_tracker=True),
+        lambda: tensor_parallel.CudaRNGStatesTracker(use_cudagraphable_rng=True),
+        lambda: tensor_parallel.model_parallel_cuda_manual_seed(1, gtp_remat_world_size=2),
+        lambda: tensor_parallel.convert_cuda_rng_state(torch.get_rng_state(), to_graphable=True),
+    ):
+        with pytest.raises(NotImplementedError, match="not supported"):
+            refused()
+    assert not tensor_parallel.is_graph_safe_cuda_rng_tracker(
+        tensor_parallel.get_cuda_rng_tracker()
+    )
+    generator = torch.Generator()
+    assert torch.equal(tensor_parallel.convert_cuda_rng_state(generator), generator.get_state())
