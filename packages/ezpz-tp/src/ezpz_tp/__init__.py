@@ -1,13 +1,200 @@
 """Tensor, context, data and pipeline parallelism for plain PyTorch.
 
-This first version holds the arithmetic that says which ranks belong together:
+Every rank makes the groups it belongs to, builds layers that hold its part of each weight, and
+runs the code that it ran alone:
 
->>> from ezpz_tp import RankLayout
->>> RankLayout(world_size=8, tensor=2, pipeline=2).group_of("pipeline", rank=0)
-(0, 4)
+    import torch.distributed as dist
+    import ezpz_tp as tp
+
+    dist.init_process_group()
+    tp.initialize_tensor_parallel(tensor_parallel_size=2)
+    up = tp.ColumnParallelLinear(1024, 4096, gather_output=False)
+    down = tp.RowParallelLinear(4096, 1024, input_is_parallel=True)
+
+The names here are ezpz's; `ezpz_tp.parallel_state`, `ezpz_tp.mpu` and `ezpz_tp.tensor_parallel`
+hold Megatron-LM's, `ezpz_tp.model_parallel` fairscale's, and `ezpz_tp.testing` what tests a
+user's own layers. One implementation lies beneath them all.
 """
 
-from ._ranks import AXES, RankLayout
+from ._attributes import (
+    copy_tensor_model_parallel_attributes,
+    keep_attributes,
+    mark_sequence_parallel,
+    param_is_not_tensor_parallel_duplicate,
+    set_defaults_if_not_set_tensor_model_parallel_attributes,
+    set_tensor_model_parallel_attributes,
+)
+from ._broadcast import broadcast_data
+from ._checkpoint import checkpoint, checkpoint_activations
+from ._cross_entropy import vocab_parallel_cross_entropy
+from ._default import (
+    current_state,
+    destroy_model_parallel,
+    destroy_tensor_parallel,
+    get_state,
+    initialize_model_parallel,
+    initialize_tensor_parallel,
+    tensor_parallel_is_initialized,
+    use_state,
+)
+from ._embedding import ParallelEmbedding, VocabParallelEmbedding
+from ._errors import DegreeError, NotInitializedError, ParallelError
+from ._exchange import (
+    all_to_all,
+    all_to_all_hp2sp,
+    all_to_all_sp2hp,
+    head_to_sequence,
+    sequence_to_head,
+)
+from ._getters import (
+    get_context_parallel_group,
+    get_context_parallel_rank,
+    get_context_parallel_ranks,
+    get_context_parallel_src_rank,
+    get_context_parallel_world_size,
+    get_data_parallel_group,
+    get_data_parallel_rank,
+    get_data_parallel_ranks,
+    get_data_parallel_src_rank,
+    get_data_parallel_world_size,
+    get_expert_parallel_group,
+    get_expert_parallel_rank,
+    get_expert_parallel_ranks,
+    get_expert_parallel_src_rank,
+    get_expert_parallel_world_size,
+    get_pipeline_parallel_first_rank,
+    get_pipeline_parallel_group,
+    get_pipeline_parallel_last_rank,
+    get_pipeline_parallel_next_rank,
+    get_pipeline_parallel_prev_rank,
+    get_pipeline_parallel_rank,
+    get_pipeline_parallel_ranks,
+    get_pipeline_parallel_src_rank,
+    get_pipeline_parallel_world_size,
+    get_tensor_parallel_group,
+    get_tensor_parallel_rank,
+    get_tensor_parallel_ranks,
+    get_tensor_parallel_src_rank,
+    get_tensor_parallel_world_size,
+    is_pipeline_first_stage,
+    is_pipeline_last_stage,
+)
+from ._grads import finalize_grads
+from ._initialize import initialize_shard
+from ._layers import ColumnParallelLinear, RowParallelLinear
+from ._mappings import (
+    all_gather_last_dim_from_tensor_parallel_region,
+    copy_to_tensor_parallel_region,
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_parallel_region,
+    reduce_from_tensor_parallel_region,
+    reduce_scatter_last_dim_to_tensor_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+    scatter_to_tensor_parallel_region,
+)
+from ._norm import clip_grad_norm_, get_grad_norm
+from ._random import RngTracker, get_rng_tracker, rng_contexts, seed_model_parallel
+from ._ranks import AXES, EXPERT_AXES, RankLayout
+from ._split import (
+    VocabUtility,
+    divide_and_check_no_remainder,
+    ensure_divisibility,
+    gather_split_1d_tensor,
+    split_tensor_along_last_dim,
+    split_tensor_into_1d_equal_chunks,
+)
+from ._state import ParallelState
 from ._version import __version__
 
-__all__ = ["AXES", "RankLayout", "__version__"]
+__all__ = [
+    "AXES",
+    "EXPERT_AXES",
+    "ColumnParallelLinear",
+    "DegreeError",
+    "NotInitializedError",
+    "ParallelEmbedding",
+    "ParallelError",
+    "ParallelState",
+    "RankLayout",
+    "RngTracker",
+    "RowParallelLinear",
+    "VocabParallelEmbedding",
+    "VocabUtility",
+    "__version__",
+    "all_gather_last_dim_from_tensor_parallel_region",
+    "all_to_all",
+    "all_to_all_hp2sp",
+    "all_to_all_sp2hp",
+    "broadcast_data",
+    "checkpoint",
+    "checkpoint_activations",
+    "clip_grad_norm_",
+    "copy_tensor_model_parallel_attributes",
+    "copy_to_tensor_parallel_region",
+    "current_state",
+    "destroy_model_parallel",
+    "destroy_tensor_parallel",
+    "divide_and_check_no_remainder",
+    "ensure_divisibility",
+    "finalize_grads",
+    "gather_from_sequence_parallel_region",
+    "gather_from_tensor_parallel_region",
+    "gather_split_1d_tensor",
+    "get_context_parallel_group",
+    "get_context_parallel_rank",
+    "get_context_parallel_ranks",
+    "get_context_parallel_src_rank",
+    "get_context_parallel_world_size",
+    "get_data_parallel_group",
+    "get_data_parallel_rank",
+    "get_data_parallel_ranks",
+    "get_data_parallel_src_rank",
+    "get_data_parallel_world_size",
+    "get_expert_parallel_group",
+    "get_expert_parallel_rank",
+    "get_expert_parallel_ranks",
+    "get_expert_parallel_src_rank",
+    "get_expert_parallel_world_size",
+    "get_grad_norm",
+    "get_pipeline_parallel_first_rank",
+    "get_pipeline_parallel_group",
+    "get_pipeline_parallel_last_rank",
+    "get_pipeline_parallel_next_rank",
+    "get_pipeline_parallel_prev_rank",
+    "get_pipeline_parallel_rank",
+    "get_pipeline_parallel_ranks",
+    "get_pipeline_parallel_src_rank",
+    "get_pipeline_parallel_world_size",
+    "get_rng_tracker",
+    "get_state",
+    "get_tensor_parallel_group",
+    "get_tensor_parallel_rank",
+    "get_tensor_parallel_ranks",
+    "get_tensor_parallel_src_rank",
+    "get_tensor_parallel_world_size",
+    "head_to_sequence",
+    "initialize_model_parallel",
+    "initialize_shard",
+    "initialize_tensor_parallel",
+    "is_pipeline_first_stage",
+    "is_pipeline_last_stage",
+    "keep_attributes",
+    "mark_sequence_parallel",
+    "param_is_not_tensor_parallel_duplicate",
+    "reduce_from_tensor_parallel_region",
+    "reduce_scatter_last_dim_to_tensor_parallel_region",
+    "reduce_scatter_to_sequence_parallel_region",
+    "rng_contexts",
+    "scatter_to_sequence_parallel_region",
+    "scatter_to_tensor_parallel_region",
+    "seed_model_parallel",
+    "sequence_to_head",
+    "set_defaults_if_not_set_tensor_model_parallel_attributes",
+    "set_tensor_model_parallel_attributes",
+    "split_tensor_along_last_dim",
+    "split_tensor_into_1d_equal_chunks",
+    "tensor_parallel_is_initialized",
+    "use_state",
+    "vocab_parallel_cross_entropy",
+]

@@ -13,6 +13,7 @@ that the collective is queued before the product.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,20 +23,22 @@ from torch.nn import functional as F
 
 from ._collectives import (
     all_gather,
-    all_reduce_,
     reduce_scatter,
     start_all_gather,
     start_all_reduce_,
     start_reduce_scatter,
+    sum_,
 )
 from ._mappings import (
-    applied,
     copy_to_tensor_parallel_region,
     gather_from_sequence_parallel_region,
     reduce_from_tensor_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
 
+# Each of these calls costs as much as a few percent of a small layer, so:
+# Whether a transform of torch.func is at work, for which the region functions have an error.
+_transforms_active = torch._C._are_functorch_transforms_active  # noqa: SLF001 - apply asks it too
 # Whether autocast is on for any device: a seventh of the price of asking for the tensor's device.
 _autocast_enabled = torch._C._is_any_autocast_enabled  # noqa: SLF001 - as torch.nn.RNN asks
 
@@ -67,9 +70,9 @@ def column_linear(
     """
     if _autocast_enabled():
         input_, weight, bias = _autocast(input_, weight, bias)
-    if not torch.compiler.is_compiling():
+    if not (torch.compiler.is_compiling() or _transforms_active()):
         mode = 2 if sequence_parallel else 1 if reduce_input_gradient else 0
-        return applied(_Column, input_, weight, bias, group, mode)
+        return _column(input_, weight, bias, group, mode)
     if sequence_parallel:
         input_ = gather_from_sequence_parallel_region(input_, tp_group=group)
     elif reduce_input_gradient:
@@ -98,8 +101,8 @@ def row_linear(
     """
     if _autocast_enabled():
         input_, weight, bias = _autocast(input_, weight, bias)
-    if not torch.compiler.is_compiling():
-        return applied(_Row, input_, weight, bias, group, sequence_parallel)
+    if not (torch.compiler.is_compiling() or _transforms_active()):
+        return _row(input_, weight, bias, group, sequence_parallel)
     region = (
         reduce_scatter_to_sequence_parallel_region
         if sequence_parallel
@@ -172,7 +175,7 @@ class _Row(torch.autograd.Function):
         if sequence_parallel:
             output = reduce_scatter(output, 0, group)
         else:
-            all_reduce_(output, group)
+            sum_(output, group)
         return output if bias is None else output.add_(bias)
 
     @staticmethod
@@ -187,6 +190,11 @@ class _Row(torch.autograd.Function):
         grad_input = grad.matmul(weight) if wants_input else None
         grad_weight = _weight_gradient(grad, input_) if wants_weight else None
         return grad_input, grad_weight, grad_bias, None, None
+
+
+# What `Function.apply` calls once it has seen that no transform is active, as is seen above.
+_column: Callable[..., Tensor] = super(torch.autograd.Function, _Column).apply
+_row: Callable[..., Tensor] = super(torch.autograd.Function, _Row).apply
 
 
 def _weight_gradient(grad: Tensor, input_: Tensor) -> Tensor:

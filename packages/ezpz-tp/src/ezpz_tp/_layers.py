@@ -70,6 +70,14 @@ class _ParallelLinear(ParallelModule):
         self.shard_size(what if stride == 1 else f"{what} / stride {stride}", size // stride)
         return size // self.tp_size
 
+    def own_parameters(self) -> tuple[nn.Parameter, nn.Parameter | None]:
+        """Return weight and bias without `Module.__getattr__`, which takes longer than a small sum."""
+        parameters = self._parameters
+        try:
+            return parameters["weight"], parameters["bias"]  # type: ignore[return-value]
+        except KeyError:  # parametrized: no longer a parameter, but an attribute
+            return self.weight, self.bias
+
     def reset_parameters(self) -> None:
         """Fill the weight with this rank's part of the full one, which no rank holds; zero bias.
 
@@ -207,7 +215,7 @@ class ColumnParallelLinear(_ParallelLinear):
         Returns:
             ``[..., out_features]``, or ``[..., out_features / tp]`` if it is not gathered.
         """
-        weight, bias = self.weight, self.bias
+        weight, bias = self.own_parameters()
         output = self.multiply(input_, weight, None if self.skip_bias_add else bias)
         if self.gather_output:
             output = self.gather(output)
@@ -320,7 +328,8 @@ class RowParallelLinear(_ParallelLinear):
             ``[..., out_features]``, the same on all ranks; under sequence parallelism
             ``[s / tp, ..., out_features]``.
         """
-        weight, bias, group = self.weight, self.bias, self.tp_group
+        group = self.tp_group
+        weight, bias = self.own_parameters()
         added = None if self.skip_bias_add else bias
         try:
             if input_.is_meta is not weight.is_meta:  # torch multiplies them, into garbage

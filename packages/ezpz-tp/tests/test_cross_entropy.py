@@ -1,0 +1,350 @@
+"""Sharded logits against `torch.nn.functional.cross_entropy` of the full ones."""
+
+import pytest
+import torch
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from ezpz_tp._cross_entropy import vocab_parallel_cross_entropy
+from ezpz_tp._default import get_state
+from ezpz_tp._errors import DegreeError, ParallelError
+from ezpz_tp._mappings import copy_to_tensor_parallel_region
+from ezpz_tp.testing import counting, run_ranks
+
+IGNORED = -100
+TOKENS = (5, 2)
+EVERYTHING = {"label_smoothing": 0.1, "z_loss": 0.1, "chunk_size": 3}
+
+
+def drawn(columns, vocab_size, dtype=torch.float64, seed=0, scale=1.0):
+    """Logits, targets with two ignored, and a gradient."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(*TOKENS, columns, dtype=torch.float64, generator=generator) * scale
+    target = torch.randint(0, vocab_size, TOKENS, generator=generator)
+    target[1, 1] = target[3, 0] = IGNORED
+    grad = torch.randn(TOKENS, dtype=torch.float64, generator=generator)
+    return logits.to(dtype), target, grad
+
+
+def unsharded(logits, target, grad, vocab_size, *, label_smoothing=0.0, z_loss=0.0):
+    """Loss and gradient of the full logits in float64."""
+    full = logits.double().clone().requires_grad_()
+    valid = full[..., :vocab_size]
+    loss = functional.cross_entropy(
+        valid.reshape(-1, vocab_size),
+        target.reshape(-1),
+        reduction="none",
+        label_smoothing=label_smoothing,
+    ).view(target.shape)
+    loss = loss + z_loss * valid.logsumexp(-1).square() * (target != IGNORED)
+    loss.backward(grad)
+    return loss.detach(), full.grad
+
+
+def sharded(logits, target, grad, options):
+    """This rank's loss and gradient, and what it communicated."""
+    state = get_state()
+    shard = logits.chunk(state.size("tensor"), -1)[state.index("tensor")].clone().requires_grad_()
+    before = shard.detach().clone()
+    with counting() as forward:
+        loss = vocab_parallel_cross_entropy(shard, target, **options)
+    given = grad.to(loss.dtype)
+    kept = given.clone()
+    with counting() as backward:
+        loss.backward(given)
+    assert torch.equal(shard.detach().nan_to_num(), before.nan_to_num()), "logits changed"
+    assert torch.equal(given, kept), "gradient changed"
+    return loss.detach(), shard.grad, dict(forward), dict(backward)
+
+
+def compare(degree, data, vocab_size, tolerance, **options):
+    logits, target, grad = data
+    wanted = {k: v for k, v in options.items() if k in {"label_smoothing", "z_loss"}}
+    loss, full_grad = unsharded(logits, target, grad, vocab_size, **wanted)
+    if vocab_size != logits.shape[-1]:
+        options["vocab_size"] = vocab_size
+    ranks = run_ranks(sharded, degree, logits, target, grad, options)
+    for own, own_grad, forward, backward in ranks:
+        assert own.dtype == (torch.float64 if logits.dtype == torch.float64 else torch.float32)
+        assert own_grad.dtype == logits.dtype
+        assert torch.equal(own, ranks[0][0]), "ranks disagree"
+        assert forward == ({"all_gather": 1} if degree > 1 else {})
+        assert backward == {}
+    torch.testing.assert_close(ranks[0][0].double(), loss, **tolerance["loss"])
+    got = torch.cat([rank[1] for rank in ranks], -1).double()
+    torch.testing.assert_close(got, full_grad, **tolerance["grad"])
+    assert not got[..., vocab_size:].any(), "padding has a gradient"
+    assert not got[1, 1].any(), "an ignored token has a gradient"
+
+
+def within(loss, grad):
+    return {"loss": {"rtol": loss, "atol": loss}, "grad": {"rtol": grad, "atol": grad}}
+
+
+@pytest.mark.parametrize("degree", [1, 2, 3, 8])
+@pytest.mark.parametrize("vocab_size", [24, 23, 13], ids="V{}".format)
+def test_loss_and_gradient_in_double_precision(degree, vocab_size):
+    data = drawn(24, vocab_size)
+    for options in ({}, {"label_smoothing": 0.1}, {"z_loss": 1e-2}, EVERYTHING):
+        compare(degree, data, vocab_size, within(1e-12, 1e-12), **options)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "grad"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-8), (torch.float16, 2**-10)]
+)
+def test_lower_precision_computes_in_float32(dtype, grad):
+    data = drawn(24, 23, dtype)
+    tolerance = within(1e-6, grad)
+    for chunk_size in (None, 1, 3, 100):
+        compare(
+            2, data, 23, tolerance, label_smoothing=0.1, z_loss=1e-3, chunk_size=chunk_size
+        )  # fmt: skip
+
+
+def test_large_logits_lose_nothing():
+    """The target's logit less the maximum is exact; less the logsumexp it is not."""
+    logits, target, grad = drawn(24, 24, torch.float32)
+    compare(2, (logits + 1000, target, grad), 24, within(1e-6, 1e-6))
+    compare(2, (logits * 1e30, target, grad), 24, within(1e-6, 1e-6))
+
+
+def test_masked_columns_take_no_part():
+    """As the layers leave the padding of an uneven vocabulary; here a whole shard of it."""
+    logits, target, grad = drawn(24, 5, torch.float32)
+    logits[..., 5:] = -torch.inf
+    compare(4, (logits, target, grad), 24, within(1e-6, 1e-6))
+    compare(4, (logits, target, grad), 5, within(1e-6, 1e-6), label_smoothing=0.1)
+
+
+def test_nan_reaches_every_rank():
+    logits, target, grad = drawn(24, 24, torch.float32)
+    logits[0, 0, 20] = torch.nan
+    for loss, *_ in run_ranks(sharded, 2, logits, target, grad, {}):
+        assert loss[0, 0].isnan()
+        assert loss[0, 1].isfinite()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_alone_it_is_torchs_bit_for_bit(dtype, smoothing):
+    logits, target, grad = drawn(24, 24, dtype)
+    ((loss, own_grad, *_),) = run_ranks(
+        sharded, 1, logits, target, grad, {"label_smoothing": smoothing}
+    )
+    full = logits.requires_grad_()
+    expected = functional.cross_entropy(
+        full.view(-1, 24), target.view(-1), reduction="none", label_smoothing=smoothing
+    )
+    expected.backward(grad.to(dtype).view(-1))
+    assert torch.equal(loss, expected.detach().view(TOKENS))
+    assert torch.equal(own_grad, full.grad)
+
+
+def test_shapes():
+    """One token, none, many dims, and memory in another order."""
+    generator = torch.Generator().manual_seed(0)
+    for shape in ((), (0,), (3,), (2, 1, 3, 2)):
+        logits = torch.randn(*shape, 6, generator=generator)
+        target = torch.randint(0, 6, shape, generator=generator)
+        ranks = run_ranks(sharded, 2, logits, target, torch.ones(shape), {})
+        assert ranks[0][0].shape == target.shape
+        assert ranks[0][1].shape == (*shape, 3)
+    logits = torch.randn(6, 4, 3, generator=generator)
+    target = torch.randint(0, 6, (3, 4), generator=generator)
+    ranks = run_ranks(transposed, 2, logits, target)
+    wanted = functional.cross_entropy(logits.permute(2, 1, 0).reshape(-1, 6), target.view(-1))
+    torch.testing.assert_close(ranks[0].mean(), wanted)
+
+
+def transposed(logits, target):
+    state = get_state()
+    shard = logits.chunk(2, 0)[state.index("tensor")].clone().requires_grad_()
+    loss = vocab_parallel_cross_entropy(shard.permute(2, 1, 0), target)
+    # one number for all: an expanded gradient
+    loss.sum().backward()
+    return loss.detach()
+
+
+def test_another_ignore_index_that_is_in_the_vocabulary():
+    logits, target, grad = drawn(24, 24)
+    target[0, 0] = 3
+    replaced = target.masked_fill(target == 3, IGNORED)
+    loss, full_grad = unsharded(logits, replaced, grad, 24)
+    target[target == IGNORED] = 3
+    ranks = run_ranks(sharded, 2, logits, target, grad, {"ignore_index": 3})
+    torch.testing.assert_close(ranks[0][0], loss, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        torch.cat([rank[1] for rank in ranks], -1), full_grad, rtol=1e-12, atol=1e-12
+    )
+
+
+def test_trap_10_smoothing_is_over_the_whole_vocabulary():
+    """A shard's mean, as Megatron-LM takes it, differs from rank to rank."""
+    logits, target, grad = drawn(24, 24, scale=3.0)
+    logits[..., :12] += 2
+    compare(2, (logits, target, grad), 24, within(1e-12, 1e-12), label_smoothing=0.3)
+
+
+def checked_gradients(logits, target):
+    """Every rank checks the gradient of the full logits, so that all do the same calls."""
+
+    def loss(full):
+        own = copy_to_tensor_parallel_region(full).chunk(2, -1)[get_state().index("tensor")]
+        return vocab_parallel_cross_entropy(own, target, label_smoothing=0.1, z_loss=0.1)
+
+    return torch.autograd.gradcheck(loss, (logits.clone().requires_grad_(),))
+
+
+def test_gradcheck():
+    logits, target, _ = drawn(6, 6)
+    assert all(run_ranks(checked_gradients, 2, logits, target))
+
+
+def twice(logits, target):
+    shard = logits.chunk(2, -1)[get_state().index("tensor")].clone().requires_grad_()
+    loss = vocab_parallel_cross_entropy(shard, target).sum()
+    loss.backward(retain_graph=True)
+    once = shard.grad.clone()
+    loss.backward()
+    assert torch.equal(shard.grad, 2 * once)
+    with pytest.raises(ParallelError, match="no second derivative"):
+        torch.autograd.grad(
+            vocab_parallel_cross_entropy(shard, target).sum(), shard, create_graph=True
+        )
+
+
+def test_backward_twice_and_no_second_derivative():
+    logits, target, _ = drawn(8, 8)
+    run_ranks(twice, 2, logits, target)
+
+
+def compiled(logits, target, grad, options):
+    shard = logits.chunk(2, -1)[get_state().index("tensor")].clone().requires_grad_()
+
+    def run(function):
+        shard.grad = None
+        loss = function(shard * 2, target, **options)
+        loss.backward(grad)
+        return loss.detach(), shard.grad
+
+    eager = run(vocab_parallel_cross_entropy)
+    traced = torch.compile(vocab_parallel_cross_entropy, fullgraph=True, backend="aot_eager")
+    for got, wanted in zip(run(traced), eager, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-14, atol=1e-14)
+    with counting() as counter:
+        recomputed = run(
+            lambda *args, **more: checkpoint(
+                vocab_parallel_cross_entropy, *args, use_reentrant=False, **more
+            )
+        )
+    assert counter == {"all_gather": 2}
+    for got, wanted in zip(recomputed, eager, strict=True):
+        assert torch.equal(got, wanted)
+
+
+def test_compiled_whole_and_recomputed():
+    logits, target, grad = drawn(24, 19)
+    options = {**EVERYTHING, "vocab_size": 19}
+    run_ranks(compiled, 2, logits, target, grad, options, in_processes=True)
+
+
+def under_autocast(logits, target):
+    shard = logits.chunk(2, -1)[get_state().index("tensor")].clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = vocab_parallel_cross_entropy(shard, target)
+    loss.sum().backward()
+    outside = vocab_parallel_cross_entropy(shard, target)
+    assert loss.dtype == torch.float32
+    assert torch.equal(loss, outside)
+    assert shard.grad.dtype == logits.dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_changes_nothing(dtype):
+    logits, target, _ = drawn(24, 24, dtype)
+    run_ranks(under_autocast, 2, logits, target)
+
+
+def saved_bytes(logits, target):
+    shard = logits.chunk(2, -1)[get_state().index("tensor")].clone().requires_grad_()
+    saved = []
+
+    def note(tensor):
+        if tensor.data_ptr() != shard.data_ptr():
+            saved.append(tensor.numel() * tensor.element_size())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        vocab_parallel_cross_entropy(shard, target)
+    return sum(saved)
+
+
+def test_little_is_saved_besides_the_logits():
+    logits, target, _ = drawn(2000, 2000, torch.bfloat16)
+    for size in run_ranks(saved_bytes, 2, logits, target):
+        assert size <= 32 * target.numel()
+
+
+class LargestInFloat32(TorchDispatchMode):
+    """Notes the size of the largest float32 tensor that an operation returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.dtype == torch.float32:
+            self.elements = max(self.elements, result.numel())
+        return result
+
+
+def largest(logits, target, options):
+    shard = logits.chunk(2, -1)[get_state().index("tensor")].clone().requires_grad_()
+    with LargestInFloat32() as watch:
+        vocab_parallel_cross_entropy(shard, target, **options).sum().backward()
+    return watch.elements
+
+
+def test_chunks_bound_the_float32_working_memory():
+    logits, target, _ = drawn(2000, 1990, torch.bfloat16)
+    options = {"label_smoothing": 0.1, "z_loss": 0.1, "vocab_size": 1990}
+    assert max(run_ranks(largest, 2, logits, target, options)) == 10 * 1000
+    assert max(run_ranks(largest, 2, logits, target, {**options, "chunk_size": 2})) == 2 * 1000
+
+
+LOGITS, TARGET = torch.zeros(3, 4), torch.zeros(3, dtype=torch.int64)
+WRONG = {
+    "shape": ((LOGITS, TARGET[:2]), {}, ValueError, r"logits \(3, 4\) and target \(2,\)"),
+    "dtype": ((LOGITS, TARGET.int()), {}, ValueError, "target is torch.int32"),
+    "logits": ((LOGITS.long(), TARGET), {}, ValueError, "logits are torch.int64"),
+    "device": ((LOGITS, TARGET.to("meta")), {}, ValueError, "target on meta"),
+    "high": ((LOGITS, TARGET + 8), {}, IndexError, r"target 8 at \[0\]; expected 0 to 7"),
+    "low": ((LOGITS, TARGET - 1), {}, IndexError, "target -1"),
+    "padding": ((LOGITS, TARGET + 6), {"vocab_size": 6}, IndexError, "expected 0 to 5"),
+    "ignore": ((LOGITS, TARGET - 100), {"ignore_index": -1}, IndexError, "ignore_index=-1"),
+    "vocab": ((LOGITS, TARGET), {"vocab_size": 9}, DegreeError, "vocab_size=9; expected 1 to 8"),
+    "smooth": ((LOGITS, TARGET), {"label_smoothing": 1.5}, ValueError, "label_smoothing=1.5"),
+    "chunk": ((LOGITS, TARGET), {"chunk_size": 0}, ValueError, "chunk_size=0"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_bad_input(case):
+    args, options, error, message = WRONG[case]
+    with pytest.raises(error, match=message):
+        run_ranks(lambda: vocab_parallel_cross_entropy(*args, **options), 2)
+
+
+def test_a_bad_target_where_nobody_can_look_first():
+    """As on a device: the index itself is refused, on every rank."""
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        run_ranks(unchecked, 2)
+
+
+def unchecked():
+    target = torch.tensor([9, 0, 0]).as_subclass(Uninspected)
+    vocab_parallel_cross_entropy(LOGITS, target)
+
+
+class Uninspected(torch.Tensor):
+    """A target that is not looked at, as one on a device."""
