@@ -63,7 +63,7 @@ def all_reduce_(tensor: Tensor, group: ProcessGroup, op: dist.ReduceOp.RedOpType
 
 
 def sum_(tensor: Tensor, group: ProcessGroup) -> None:
-    """Sum a contiguous tensor that the caller owns, in place; not under torch.compile. Collective."""
+    """Sum a contiguous tensor that the caller owns, in place. Not under torch.compile."""
     _wait(group.allreduce([tensor], _BLOCKING))
 
 

@@ -71,7 +71,7 @@ class _ParallelLinear(ParallelModule):
         return size // self.tp_size
 
     def own_parameters(self) -> tuple[nn.Parameter, nn.Parameter | None]:
-        """Return weight and bias without `Module.__getattr__`, which takes longer than a small sum."""
+        """Return weight and bias without the search of `Module.__getattr__`."""
         parameters = self._parameters
         try:
             return parameters["weight"], parameters["bias"]  # type: ignore[return-value]
