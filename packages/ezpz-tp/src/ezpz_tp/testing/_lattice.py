@@ -1,0 +1,271 @@
+"""Compare a parallel module with an ordinary one: the same numbers, to the last bit.
+
+Sums of floating point numbers depend on their order, and parallel code changes the order. Sums of
+small integers do not, as long as they stay below 2 to the number of digits (256 in bfloat16): so
+with integers for weights, inputs and incoming gradients, a correct parallel module gives exactly
+what the ordinary one gives, and any difference at all is a mistake.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ezpz_tp._default import get_state
+from ezpz_tp._grads import finalize_grads
+
+from ._counter import counting
+from ._ranks import run_ranks
+from ._shard import Part, compare, part_of, same_on_all
+
+_DIGITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24, torch.float64: 53}
+
+
+def assert_matches_unsharded(
+    build_parallel: Callable[[], nn.Module],
+    build_unsharded: Callable[[], nn.Module],
+    *inputs: Any,
+    tensor: int | Iterable[int] = 2,
+    names: Mapping[str, str] | None = None,
+    split_inputs: int | None = None,
+    split_outputs: int | None = None,
+    density: float = 0.25,
+    tolerance: float | None = None,
+    seed: int = 0,
+    in_processes: bool = False,
+    timeout: float = 60.0,
+) -> Counter[str]:
+    """Assert that a tensor-parallel module computes what an ordinary one does, at some degrees.
+
+    Both are given the same weights (each rank its part), inputs and incoming gradients, all small
+    integers. Then all of these must be equal, and bitwise the same on all ranks where they are
+    replicated: every output, every input's gradient, and every parameter's gradient after
+    `finalize_grads`.
+
+    Args:
+        build_parallel: Makes the parallel module; called on every rank. Its parameters say by the
+            attributes ``tensor_model_parallel``, ``partition_dim`` and ``partition_stride`` how
+            they are split; an uneven dim is taken to be padded at its end.
+        build_unsharded: Makes the ordinary module; called once.
+        *inputs: Examples of what both are called with. The values of floating point tensors are
+            replaced; everything else, such as token ids, is passed as it is.
+        tensor: The degree of tensor parallelism, or several to go through.
+        names: The ordinary parameter's name for a parallel parameter's name, where they differ.
+        split_inputs: The dim along which each rank is given a part of the tensors in ``inputs``
+            (0 for sequence parallel). None: all of them on every rank.
+        split_outputs: The dim along which each rank returns a part of the output.
+        density: The share of weights that are not zero. Lower it when values become too large.
+        tolerance: Random numbers instead of integers, and the largest difference allowed, relative
+            to the largest value of each tensor or to 1.
+        seed: Of the numbers.
+        in_processes: See `run_ranks`.
+        timeout: See `run_ranks`; of each degree.
+
+    Returns:
+        How many collectives a rank started in forward and backward, by name, at the last degree.
+
+    Raises:
+        AssertionError: Something differs; says what, on which rank, where and by how much.
+        ValueError: A value is too large for its dtype to hold every integer up to it.
+    """
+    whole = _Whole(build_unsharded(), inputs, seed, density, integers=tolerance is None)
+    counts: Counter[str] = Counter()
+    for degree in [tensor] if isinstance(tensor, int) else tensor:
+        task = _Task(
+            build_parallel,
+            whole.parameters,
+            whole.inputs,
+            whole.incoming,
+            dict(names or {}),
+            split_inputs,
+            split_outputs,
+        )
+        ranks = run_ranks(_on_rank, degree, task, in_processes=in_processes, timeout=timeout)
+        for rank, (parts, _) in enumerate(ranks):
+            if missing := whole.values.keys() - parts.keys():
+                raise AssertionError(
+                    f"tensor degree {degree}, rank {rank} has no {', '.join(sorted(missing))}; "
+                    "expected what the unsharded module has (names= maps parameters)"
+                )
+        for name in ranks[0][0]:
+            parts_of_name = [parts[name] for parts, _ in ranks]
+            for part in parts_of_name:
+                compare(name, part, whole.values.get(name), degree, tolerance)
+            same_on_all(name, parts_of_name, degree)
+        counts = ranks[0][1]
+        for rank, (_, others) in enumerate(ranks):
+            if others != counts:
+                raise AssertionError(
+                    f"tensor degree {degree}: rank 0 started the collectives {dict(counts)}, but "
+                    f"rank {rank} {dict(others)}; expected the same on every rank"
+                )
+    return counts
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What a rank needs to know; picklable if ``build`` is."""
+
+    build: Callable[[], nn.Module]
+    parameters: dict[str, Tensor]
+    inputs: tuple[Any, ...]
+    incoming: list[Tensor]
+    names: dict[str, str]
+    split_inputs: int | None
+    split_outputs: int | None
+
+
+class _Whole:
+    """The ordinary module's parameters, and what it computes."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        inputs: tuple[Any, ...],
+        seed: int,
+        density: float,
+        *,
+        integers: bool,
+    ) -> None:
+        self._seed, self._integers = seed, integers
+        with torch.no_grad():
+            for name, parameter in module.named_parameters():
+                parameter.copy_(self._numbers(name, parameter, density))
+        self.parameters = {name: p.detach().clone() for name, p in module.named_parameters()}
+        self.inputs = tuple(
+            self._numbers(f"input {n}", value, 0.5) if _is_float(value) else value
+            for n, value in enumerate(inputs)
+        )
+        outputs, given = _forward(module, self.inputs)
+        self.incoming = [
+            self._numbers(f"incoming {n}", output, 0.5) for n, output in enumerate(outputs)
+        ]
+        _backward(outputs, self.incoming)
+        self.values = {f"output {n}": output.detach() for n, output in enumerate(outputs)}
+        self.values |= _input_gradients(given)
+        self.values |= {
+            f"gradient of {name}": gradient
+            for name, parameter in module.named_parameters()
+            if (gradient := _gradient(parameter)) is not None
+        }
+        if integers:
+            self._assert_exact()
+
+    def _numbers(self, name: str, like: Tensor, density: float) -> Tensor:
+        generator = torch.Generator().manual_seed(self._seed + zlib.crc32(name.encode()))
+        numbers = torch.empty(like.shape, dtype=torch.float64)
+        if self._integers:
+            numbers.random_(-1, 2, generator=generator)
+            # A third of them is 0 already.
+            numbers *= torch.rand(like.shape, generator=generator) < density * 1.5
+        else:
+            numbers.normal_(generator=generator)
+        return numbers.to(like)
+
+    def _assert_exact(self) -> None:
+        for name, value in self.values.items():
+            largest, exact = value.abs().max().item(), 2 ** _DIGITS.get(value.dtype, 53)
+            if value.isfinite().all() and largest > exact:
+                raise ValueError(
+                    f"{name} of the unsharded module reaches {largest:g}, but {value.dtype} holds "
+                    f"every integer only up to {exact}; use smaller examples or a lower density="
+                )
+
+
+def _on_rank(task: _Task) -> tuple[dict[str, Part], Counter[str]]:
+    state = get_state()
+    index, degree = state.index("tensor"), state.size("tensor")
+    module = task.build()
+    owners = {name: task.names.get(name, name) for name, _ in module.named_parameters()}
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            full = task.parameters.get(owners[name])
+            if full is None:
+                raise AssertionError(
+                    f"the parallel module has a parameter {name}, the unsharded one no "
+                    f"{owners[name]}, only {', '.join(task.parameters)}; map it by names="
+                )
+            dim, stride = _partition(parameter)
+            mine, _ = part_of(full, dim, stride, index, degree)
+            if mine.shape != parameter.shape:
+                raise AssertionError(
+                    f"rank {index}: {name} has shape {tuple(parameter.shape)}, but the part of "
+                    f"{owners[name]} {tuple(full.shape)} for one rank of {degree} is "
+                    f"{tuple(mine.shape)} (dim {dim}, stride {stride})"
+                )
+            parameter.copy_(mine)
+    inputs = tuple(
+        part_of(value, task.split_inputs, 1, index, degree)[0] if _is_tensor(value) else value
+        for value in task.inputs
+    )
+    with counting() as counts:
+        outputs, given = _forward(module, inputs)
+        incoming = [part_of(g, task.split_outputs, 1, index, degree)[0] for g in task.incoming]
+        _backward(outputs, incoming)
+    finalize_grads(module)
+
+    def part(value: Tensor, dim: int | None, stride: int = 1) -> Part:
+        return Part(value, dim, stride, index)
+
+    parts = {
+        f"output {n}": part(value.detach(), task.split_outputs) for n, value in enumerate(outputs)
+    }
+    for name, value in _input_gradients(given).items():
+        parts[name] = part(value, task.split_inputs)
+    for name, parameter in module.named_parameters():
+        gradient = _gradient(parameter)
+        if gradient is not None:
+            parts[f"gradient of {owners[name]}"] = part(gradient, *_partition(parameter))
+    return parts, counts
+
+
+def _forward(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[list[Tensor], dict[int, Tensor]]:
+    """Return the output's tensors, and the inputs that want a gradient by position."""
+    given = {
+        n: value.detach().clone().requires_grad_()
+        for n, value in enumerate(inputs)
+        if _is_float(value)
+    }
+    output = module(*(given.get(n, value) for n, value in enumerate(inputs)))
+    return [leaf for leaf in tree_leaves(output) if _is_output(leaf)], given
+
+
+def _backward(outputs: list[Tensor], incoming: list[Tensor]) -> None:
+    pairs = [(o, g) for o, g in zip(outputs, incoming, strict=True) if o.requires_grad]
+    if pairs:
+        torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+
+
+def _input_gradients(given: dict[int, Tensor]) -> dict[str, Tensor]:
+    return {f"gradient of input {n}": t.grad for n, t in given.items() if t.grad is not None}
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor | None:
+    main: Tensor | None = getattr(parameter, "main_grad", None)  # Megatron's
+    return parameter.grad if main is None else main
+
+
+def _partition(parameter: nn.Parameter) -> tuple[int | None, int]:
+    if not getattr(parameter, "tensor_model_parallel", False):
+        return None, 1
+    return getattr(parameter, "partition_dim", 0), getattr(parameter, "partition_stride", 1)
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+def _is_float(value: object) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _is_output(leaf: object) -> bool:
+    # A bias that is handed on (skip_bias_add) is a parameter, whose part of it is compared as such.
+    return isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)

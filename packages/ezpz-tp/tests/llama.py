@@ -1,0 +1,198 @@
+"""A small Llama-style transformer, with this package's layers or with torch's own.
+
+Activations are ``[sequence, batch, hidden]``. Both kinds have the same parameter names.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
+
+import ezpz_tp
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes, and how it is made parallel."""
+
+    vocabulary: int = 256
+    hidden: int = 32
+    heads: int = 4
+    inner: int = 64
+    layers: int = 2
+    sequence: int = 48
+    parallel: bool = True
+    sequence_parallel: bool = False
+    dropout: float = 0.0
+
+    @property
+    def head_dim(self):
+        return self.hidden // self.heads
+
+
+def column(config, outputs, seed, *, pad_output=False):
+    if not config.parallel:
+        return nn.Linear(config.hidden, outputs, bias=False)
+    return ezpz_tp.ColumnParallelLinear(
+        config.hidden,
+        outputs,
+        bias=False,
+        gather_output=False,
+        pad_output=pad_output,
+        sequence_parallel=config.sequence_parallel,
+        seed=seed,
+    )
+
+
+def row(config, inputs, seed):
+    if not config.parallel:
+        return nn.Linear(inputs, config.hidden, bias=False)
+    return ezpz_tp.RowParallelLinear(
+        inputs,
+        config.hidden,
+        bias=False,
+        input_is_parallel=True,
+        sequence_parallel=config.sequence_parallel,
+        seed=seed,
+    )
+
+
+def norm(config):
+    made = nn.RMSNorm(config.hidden, eps=1e-5)
+    if config.sequence_parallel:
+        ezpz_tp.mark_sequence_parallel(made.weight)
+    return made
+
+
+def rotate(values, *, base=10000.0):
+    """Rotary position embedding of ``[batch, heads, sequence, head_dim]``."""
+    half = values.shape[-1] // 2
+    numbers = {"device": values.device, "dtype": torch.float64}
+    frequencies = base ** (-torch.arange(half, **numbers) / half)
+    angles = torch.arange(values.shape[-2], **numbers)[:, None] * frequencies
+    cos, sin = angles.cos().to(values.dtype), angles.sin().to(values.dtype)
+    first, second = values[..., :half], values[..., half:]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+class Attention(nn.Module):
+    def __init__(self, config, seed):
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.query = column(config, config.hidden, seed)
+        self.key = column(config, config.hidden, seed + 1)
+        self.value = column(config, config.hidden, seed + 2)
+        self.out = row(config, config.hidden, seed + 3)
+
+    def forward(self, hidden):
+        q, k, v = (
+            # [s, b, heads * d] -> [b, heads, s, d]
+            part(hidden).unflatten(-1, (-1, self.head_dim)).permute(1, 2, 0, 3)
+            for part in (self.query, self.key, self.value)
+        )
+        mixed = scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
+        return self.out(mixed.permute(2, 0, 1, 3).flatten(-2))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, config, seed):
+        super().__init__()
+        self.gate = column(config, config.inner, seed)
+        self.up = column(config, config.inner, seed + 1)
+        self.down = row(config, config.inner, seed + 2)
+        self.dropout = config.dropout
+
+    def forward(self, hidden):
+        inner = silu(self.gate(hidden)) * self.up(hidden)
+        if self.dropout:
+            # Each rank drops other features.
+            with ezpz_tp.get_rng_tracker().fork():
+                inner = nn.functional.dropout(inner, self.dropout)
+        return self.down(inner)
+
+
+class Block(nn.Module):
+    def __init__(self, config, seed):
+        super().__init__()
+        self.attention_norm, self.attention = norm(config), Attention(config, seed)
+        self.feed_forward_norm, self.feed_forward = norm(config), FeedForward(config, seed + 10)
+
+    def forward(self, hidden):
+        hidden = hidden + self.attention(self.attention_norm(hidden))
+        return hidden + self.feed_forward(self.feed_forward_norm(hidden))
+
+
+class Llama(nn.Module):
+    """Tokens ``[batch, sequence]`` to logits ``[batch, sequence, vocabulary or this rank's part]``.
+
+    A pipeline's stage has some of the layers, and the embedding or head only if it is the first
+    or last.
+    """
+
+    def __init__(self, config, *, first=True, last=True, layers=None):
+        super().__init__()
+        self.config = config
+        self.embedding = self.head = self.norm = None
+        if first:
+            self.embedding = (
+                ezpz_tp.VocabParallelEmbedding(
+                    config.vocabulary,
+                    config.hidden,
+                    sequence_parallel=config.sequence_parallel,
+                    seed=1,
+                )
+                if config.parallel
+                else nn.Embedding(config.vocabulary, config.hidden)
+            )
+        # Named by their number in the whole model.
+        numbers = range(config.layers) if layers is None else layers
+        self.layers = nn.ModuleDict({str(n): Block(config, 100 * (n + 1)) for n in numbers})
+        if last:
+            self.norm = norm(config)
+            self.head = column(config, config.vocabulary, 2, pad_output=True)
+
+    def forward(self, hidden):
+        if self.embedding is not None:
+            hidden = self.embedding(hidden.t())
+        for layer in self.layers.values():
+            hidden = layer(hidden)
+        if self.head is not None:
+            return self.head(self.norm(hidden)).transpose(0, 1)
+        return hidden
+
+
+def unsharded(config):
+    """The same model from torch's own layers, with the weights that the parallel one starts from.
+
+    Call it where there are no groups.
+    """
+    config = replace(config, sequence_parallel=False)
+    model = Llama(replace(config, parallel=False))
+    model.load_state_dict(Llama(config).state_dict())
+    return model
+
+
+def loss_of(logits, labels):
+    """Mean loss, of full logits."""
+    return cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def parallel_loss_of(logits, labels):
+    """Mean loss, of this rank's part of the logits."""
+    return ezpz_tp.vocab_parallel_cross_entropy(logits, labels).mean()
+
+
+def text_batch(step, *, batch=4, length=48):
+    """Bytes of a text and the byte after each: two ``[batch, length]``, the same on every rank."""
+    text = Path(__file__).with_name("text.txt").read_bytes()
+    generator = torch.Generator().manual_seed(step)
+    starts = torch.randint(len(text) - length - 1, (batch,), generator=generator).tolist()
+    tokens = torch.tensor([list(text[start : start + length + 1]) for start in starts])
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def optimizer_of(parameters):
+    """What every variant is trained with."""
+    return torch.optim.AdamW(parameters, lr=3e-3, eps=1e-6, foreach=True)

@@ -1,0 +1,278 @@
+"""The standard of correctness: bitwise what an unsharded model computes, on a lattice of integers.
+
+The sizes are divisible by 24, so that degrees 3 and 8 divide them.
+"""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import ezpz_tp
+from ezpz_tp.testing import assert_matches_unsharded
+
+DEGREES = (1, 2, 3, 4, 8)
+HIDDEN, VOCABULARY, TOKENS, BATCH = 24, 48, 24, 2
+dtypes = pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:]
+)
+sequence = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "sequence"])
+biased = pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+vocabularies = pytest.mark.parametrize("vocabulary", [VOCABULARY, 43], ids=["even", "uneven"])
+
+
+def parallel_mlp(dtype, bias, sequence_parallel=False, **options):
+    both = {"bias": bias, "sequence_parallel": sequence_parallel, "dtype": dtype, **options}
+    return nn.Sequential(
+        ezpz_tp.ColumnParallelLinear(HIDDEN, 4 * HIDDEN, gather_output=False, **both),
+        nn.ReLU(),
+        ezpz_tp.RowParallelLinear(4 * HIDDEN, HIDDEN, input_is_parallel=True, **both),
+    )
+
+
+def mlp(dtype, bias):
+    return nn.Sequential(
+        nn.Linear(HIDDEN, 4 * HIDDEN, bias=bias, dtype=dtype),
+        nn.ReLU(),
+        nn.Linear(4 * HIDDEN, HIDDEN, bias=bias, dtype=dtype),
+    )
+
+
+@dtypes
+@sequence
+@biased
+def test_mlp(dtype, sequence_parallel, bias):
+    assert_matches_unsharded(
+        partial(parallel_mlp, dtype, bias, sequence_parallel),
+        partial(mlp, dtype, bias),
+        torch.empty(TOKENS, BATCH, HIDDEN, dtype=dtype),
+        tensor=DEGREES,
+        split_inputs=0 if sequence_parallel else None,
+        split_outputs=0 if sequence_parallel else None,
+        density=0.12,
+    )
+
+
+@dtypes
+@biased
+def test_layers_that_gather_and_scatter(dtype, bias):
+    def parallel():
+        return nn.Sequential(
+            ezpz_tp.ColumnParallelLinear(HIDDEN, 2 * HIDDEN, bias=bias, dtype=dtype),
+            nn.ReLU(),
+            ezpz_tp.RowParallelLinear(2 * HIDDEN, HIDDEN, bias=bias, dtype=dtype),
+        )
+
+    def unsharded():
+        return nn.Sequential(
+            nn.Linear(HIDDEN, 2 * HIDDEN, bias=bias, dtype=dtype),
+            nn.ReLU(),
+            nn.Linear(2 * HIDDEN, HIDDEN, bias=bias, dtype=dtype),
+        )
+
+    example = torch.empty(TOKENS, HIDDEN, dtype=dtype)
+    assert_matches_unsharded(parallel, unsharded, example, tensor=DEGREES)
+
+
+class ParallelModel(nn.Module):
+    """Tokens to the logits of this rank's part of the vocabulary."""
+
+    def __init__(self, vocabulary, dtype, bias, sequence_parallel):
+        super().__init__()
+        self.embedding = ezpz_tp.VocabParallelEmbedding(
+            vocabulary, HIDDEN, sequence_parallel=sequence_parallel, dtype=dtype
+        )
+        self.mlp = parallel_mlp(dtype, bias, sequence_parallel)
+        self.head = ezpz_tp.ColumnParallelLinear(
+            HIDDEN,
+            vocabulary,
+            bias,
+            gather_output=False,
+            pad_output=True,
+            sequence_parallel=sequence_parallel,
+            dtype=dtype,
+        )
+
+    def forward(self, tokens):
+        hidden = self.embedding(tokens)
+        return self.head(hidden + self.mlp(hidden))
+
+
+class Model(nn.Module):
+    def __init__(self, vocabulary, dtype, bias):
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, HIDDEN, dtype=dtype)
+        self.mlp = mlp(dtype, bias)
+        self.head = nn.Linear(HIDDEN, vocabulary, bias, dtype=dtype)
+
+    def forward(self, tokens):
+        hidden = self.embedding(tokens)
+        return self.head(hidden + self.mlp(hidden))
+
+
+def tokens(vocabulary):
+    return torch.arange(TOKENS * BATCH).reshape(TOKENS, BATCH) * 7 % vocabulary
+
+
+@dtypes
+@sequence
+@biased
+@vocabularies
+def test_embedding_to_logits(dtype, sequence_parallel, bias, vocabulary):
+    assert_matches_unsharded(
+        partial(ParallelModel, vocabulary, dtype, bias, sequence_parallel),
+        partial(Model, vocabulary, dtype, bias),
+        tokens(vocabulary),
+        tensor=DEGREES,
+        split_outputs=-1,
+        density=0.08,
+    )
+
+
+@dtypes
+@pytest.mark.parametrize("gather_output", [False, True])
+def test_parallel_embedding(dtype, gather_output):
+    assert_matches_unsharded(
+        partial(
+            ezpz_tp.ParallelEmbedding,
+            VOCABULARY,
+            HIDDEN,
+            padding_idx=3,
+            gather_output=gather_output,
+            dtype=dtype,
+        ),
+        partial(nn.Embedding, VOCABULARY, HIDDEN, padding_idx=3, dtype=dtype),
+        tokens(VOCABULARY),
+        tensor=DEGREES,
+        split_outputs=None if gather_output else -1,
+    )
+
+
+class ParallelLoss(ParallelModel):
+    def __init__(self, vocabulary, dtype, bias, sequence_parallel, flat=False):
+        super().__init__(vocabulary, dtype, bias, sequence_parallel)
+        self.flat = flat
+
+    def forward(self, tokens, labels):
+        logits = super().forward(tokens)
+        # With equal logits every probability is the same power of two: nothing is rounded.
+        logits = logits * 0 if self.flat else logits
+        return ezpz_tp.vocab_parallel_cross_entropy(logits, labels)
+
+
+class Loss(Model):
+    def __init__(self, vocabulary, dtype, bias, flat=False):
+        super().__init__(vocabulary, dtype, bias)
+        self.flat = flat
+
+    def forward(self, tokens, labels):
+        logits = super().forward(tokens)
+        logits = logits * 0 if self.flat else logits
+        return cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(
+            labels
+        )
+
+
+@sequence
+@biased
+@vocabularies
+def test_random_numbers_in_double_precision(sequence_parallel, bias, vocabulary):
+    assert_matches_unsharded(
+        partial(ParallelLoss, vocabulary, torch.float64, bias, sequence_parallel),
+        partial(Loss, vocabulary, torch.float64, bias),
+        tokens(vocabulary),
+        tokens(vocabulary).flip(0),
+        tensor=DEGREES,
+        tolerance=1e-12,
+    )
+
+
+class EqualLogits(nn.Module):
+    """The loss of a head whose weights are all zero."""
+
+    def __init__(self, vocabulary, dtype, parallel):
+        super().__init__()
+        self.parallel = parallel
+        kind = partial(ezpz_tp.ColumnParallelLinear, gather_output=False) if parallel else nn.Linear
+        self.head = kind(HIDDEN, vocabulary, bias=False, dtype=dtype)
+
+    def forward(self, hidden, labels):
+        logits = self.head(hidden) * 0
+        if self.parallel:
+            return ezpz_tp.vocab_parallel_cross_entropy(logits, labels)
+        return cross_entropy(logits, labels, reduction="none")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_cross_entropy_of_equal_logits(dtype):
+    labels = torch.arange(TOKENS)
+    assert_matches_unsharded(
+        partial(EqualLogits, 64, dtype, parallel=True),
+        partial(EqualLogits, 64, dtype, parallel=False),
+        torch.empty(TOKENS, HIDDEN, dtype=dtype),
+        labels,
+        tensor=(1, 2, 4, 8),
+    )
+
+
+@sequence
+@pytest.mark.parametrize("degree", [1, 2])
+def test_exactly_these_collectives_are_started(sequence_parallel, degree):
+    split = 0 if sequence_parallel else None
+    of_mlp = assert_matches_unsharded(
+        partial(parallel_mlp, torch.float64, True, sequence_parallel),
+        partial(mlp, torch.float64, True),
+        torch.empty(TOKENS, HIDDEN, dtype=torch.float64),
+        tensor=degree,
+        split_inputs=split,
+        split_outputs=split,
+    )
+    of_model = assert_matches_unsharded(
+        partial(ParallelLoss, VOCABULARY, torch.float64, True, sequence_parallel),
+        partial(Loss, VOCABULARY, torch.float64, True),
+        tokens(VOCABULARY),
+        tokens(VOCABULARY),
+        tensor=degree,
+        tolerance=1e-12,
+    )
+    if degree == 1:
+        assert of_mlp == of_model == {}
+    elif sequence_parallel:
+        # Forward: gather, scatter. Backward: gather for the row layer, scatter, and gather the
+        # column layer's input again, for its weight.
+        assert of_mlp == {"all_gather": 3, "reduce_scatter": 2}
+        # And the embedding: scatter, gather. The head: gather, and scatter and gather. The loss:
+        # gather.
+        assert of_model == {"all_gather": 3 + 1 + 2 + 1, "reduce_scatter": 2 + 1 + 1}
+    else:
+        # The row layer forward, the column layer backward.
+        assert of_mlp == {"all_reduce": 2}
+        # And the embedding forward, the head backward, the loss forward.
+        assert of_model == {"all_reduce": 2 + 2, "all_gather": 1}
+
+
+@pytest.mark.parametrize("gather_output", [False, True])
+def test_collectives_of_layers_that_gather(gather_output):
+    counts = assert_matches_unsharded(
+        partial(ezpz_tp.ParallelEmbedding, VOCABULARY, HIDDEN, gather_output=gather_output),
+        partial(nn.Embedding, VOCABULARY, HIDDEN),
+        tokens(VOCABULARY),
+        split_outputs=None if gather_output else -1,
+    )
+    assert counts == ({"all_gather": 1} if gather_output else {})
+
+
+@sequence
+def test_real_processes(sequence_parallel):
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        assert_matches_unsharded(
+            partial(ParallelModel, 43, dtype, True, sequence_parallel),
+            partial(Model, 43, dtype, True),
+            tokens(43),
+            tensor=(2, 3, 8),
+            split_outputs=-1,
+            density=0.08,
+            in_processes=True,
+        )

@@ -1,0 +1,339 @@
+import os
+import threading
+import time
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ezpz_tp
+from ezpz_tp.testing import RankError, assert_matches_unsharded, counting, run_ranks
+from ezpz_tp.testing._shard import Part, part_of, same_on_all
+
+BOTH = pytest.mark.parametrize("in_processes", [False, True], ids=["threads", "processes"])
+
+
+def tensor_rank():
+    return ezpz_tp.get_tensor_parallel_rank()
+
+
+def sum_of_ranks(scale):
+    value = torch.tensor(float(tensor_rank()))
+    dist.all_reduce(value, group=ezpz_tp.get_tensor_parallel_group())
+    return value * scale
+
+
+@BOTH
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_results_come_by_rank(in_processes, world_size):
+    assert run_ranks(tensor_rank, world_size, in_processes=in_processes) == list(range(world_size))
+
+
+@BOTH
+@pytest.mark.parametrize("world_size", [2, 8])
+def test_ranks_communicate(in_processes, world_size):
+    results = run_ranks(sum_of_ranks, world_size, 2, in_processes=in_processes)
+    assert results == [2 * sum(range(world_size))] * world_size
+
+
+def positions():
+    state = ezpz_tp.get_state()
+    return state.rank, [state.index(axis) for axis in ezpz_tp.AXES], state.ranks("data")
+
+
+def group_of_two_axes():
+    value = torch.ones(())
+    dist.all_reduce(value, group=ezpz_tp.get_state().group("tensor", "pipeline"))
+    return int(value)
+
+
+@BOTH
+def test_degrees_are_laid_out_as_everywhere(in_processes):
+    found = run_ranks(positions, 8, data=2, pipeline=2, in_processes=in_processes)
+    layout = ezpz_tp.RankLayout(8, tensor=2, pipeline=2)
+    for rank in range(8):
+        indexes = [layout.index(axis, rank) for axis in ezpz_tp.AXES]
+        assert found[rank] == (rank, indexes, layout.group_of("data", rank))
+
+
+@BOTH
+def test_groups_of_several_axes_can_be_asked_for(in_processes):
+    also = [("tensor", "pipeline")]
+    results = run_ranks(
+        group_of_two_axes, 4, tensor=2, pipeline=2, also=also, in_processes=in_processes
+    )
+    assert results == [4] * 4
+
+
+def test_degrees_that_do_not_fit_show_the_numbers():
+    with pytest.raises(ezpz_tp.DegreeError, match=r"tensor 2 x context 1 x data 3 .* world_size=4"):
+        run_ranks(tensor_rank, 4, tensor=2, data=3)
+    with pytest.raises(ValueError, match="does not divide"):
+        run_ranks(tensor_rank, 4, tensor=3)
+
+
+class OddError(Exception):
+    def __init__(self, one, two):
+        super().__init__(f"{one}{two}")
+
+
+def fail_on(rank, kind):
+    if tensor_rank() == rank:
+        if kind == "odd":
+            raise OddError("a", "b")
+        if kind == "exit":
+            os._exit(7)
+        raise LookupError("of this rank only")
+    sum_of_ranks(1)
+
+
+@BOTH
+def test_the_first_failure_is_raised_at_once_with_its_rank(in_processes):
+    before = time.monotonic()
+    with pytest.raises(LookupError, match="of this rank only") as info:
+        run_ranks(fail_on, 3, 1, "plain", in_processes=in_processes, timeout=30)
+    assert time.monotonic() - before < 20
+    assert "raised by rank 1 of 3" in "".join(info.value.__notes__)
+    assert run_ranks(sum_of_ranks, 3, 1, in_processes=in_processes) == [3, 3, 3]
+
+
+def test_a_process_that_ends_is_an_error_and_replaced():
+    with pytest.raises(RankError, match="rank 1 ended with status 7"):
+        run_ranks(fail_on, 2, 1, "exit", in_processes=True)
+    assert run_ranks(sum_of_ranks, 2, 1, in_processes=True) == [1, 1]
+
+
+def test_an_error_that_does_not_pickle_is_told_in_words():
+    with pytest.raises(RankError, match="OddError: ab") as info:
+        run_ranks(fail_on, 2, 0, "odd", in_processes=True)
+    assert "fail_on" in "".join(info.value.__notes__)
+
+
+def one_waits():
+    if tensor_rank() == 0:
+        sum_of_ranks(1)
+
+
+def rank_0_sleeps():
+    if tensor_rank() == 0:
+        time.sleep(3)
+
+
+@pytest.mark.parametrize(("in_processes", "timeout"), [(False, 0.5), (True, 2)])
+@pytest.mark.parametrize("function", [rank_0_sleeps, one_waits])
+def test_a_hang_is_a_timeout_that_says_who_and_where(function, in_processes, timeout):
+    told = rf"(?s)of 2 ranks, 0 did not finish within {timeout} s.*in {function.__name__}"
+    with pytest.raises(TimeoutError, match=told):
+        run_ranks(function, 2, in_processes=in_processes, timeout=timeout)
+    assert run_ranks(sum_of_ranks, 2, 1, in_processes=in_processes) == [1, 1]
+
+
+def test_what_does_not_pickle_is_named():
+    with pytest.raises(TypeError, match=r"lambda.*top level of a module"):
+        run_ranks(lambda: 1, 2, in_processes=True)
+    with pytest.raises(TypeError, match="returned lock"):
+        run_ranks(threading.Lock, 2, in_processes=True)
+    assert run_ranks(partial(sum_of_ranks, scale=3), 2, in_processes=True) == [3, 3]
+
+
+def bare():
+    return ezpz_tp.tensor_parallel_is_initialized(), dist.is_initialized()
+
+
+@BOTH
+def test_initialization_can_be_left_to_the_function(in_processes):
+    assert (
+        run_ranks(bare, 2, in_processes=in_processes, initialize=False)
+        == [(False, in_processes)] * 2
+    )
+
+
+def test_threads_leave_nothing_behind():
+    before, threads = torch.get_num_threads(), threading.active_count()
+    run_ranks(sum_of_ranks, 2, 1)
+    assert not ezpz_tp.tensor_parallel_is_initialized()
+    assert torch.get_num_threads() == before
+    assert threading.active_count() == threads
+
+
+def test_operations_are_made_before_threads_meet_at_them():
+    # Made by two threads at once, one of them is freed while torch's C++ side still uses it.
+    run_ranks(sum_of_ranks, 2, 1)
+    for operation in (torch.ops.c10d.allreduce_, torch.ops.aten.index_add, torch.ops.aten.mul):
+        assert {"default", "out"} & vars(operation).keys()
+
+
+class Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value, group):
+        ctx.group = group
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.clone()
+        dist.all_reduce(gradient, group=ctx.group, async_op=True).wait()
+        return gradient, None
+
+
+def every_collective():
+    group = ezpz_tp.get_tensor_parallel_group()
+    size = group.size()
+    one, all_ = torch.ones(2), torch.ones(2 * size)
+    with counting() as counter:
+        dist.all_reduce(one.clone(), group=group)
+        group.allreduce([one.clone()]).wait()
+        Summed.apply(torch.ones(2, requires_grad=True), group).sum().backward()
+        group._allgather_base(all_.clone(), one).wait()
+        dist.all_gather([one.clone() for _ in range(size)], one, group=group)
+        group._reduce_scatter_base(one.clone(), all_).wait()
+        dist.all_to_all_single(torch.empty(size), torch.ones(size), group=group)
+        dist.broadcast(one, group=group, group_src=0)
+        dist.barrier(group=group)
+    dist.all_reduce(one, group=group)
+    return dict(counter)
+
+
+@BOTH
+def test_every_collective_is_counted_once(in_processes):
+    assert (
+        run_ranks(every_collective, 2, in_processes=in_processes)
+        == [
+            {
+                "all_reduce": 3,
+                "all_gather": 2,
+                "reduce_scatter": 1,
+                "all_to_all": 1,
+                "broadcast": 1,
+                "barrier": 1,
+            }
+        ]
+        * 2
+    )
+
+
+def functional():
+    from torch.distributed import _functional_collectives as funcol
+
+    group = ezpz_tp.get_tensor_parallel_group()
+    with counting() as counter:
+        funcol.all_reduce(torch.ones(2), "sum", group).sum().item()
+        funcol.all_gather_tensor(torch.ones(2), 0, group).sum().item()
+    return dict(counter)
+
+
+def test_functional_collectives_are_counted_once():
+    assert run_ranks(functional, 2, in_processes=True) == [{"all_reduce": 1, "all_gather": 1}] * 2
+
+
+WIDTH = 8
+
+
+class Mlp(torch.nn.Module):
+    """Column, relu, row, written out; ``mistake`` says what is done wrong."""
+
+    def __init__(self, mistake=None):
+        super().__init__()
+        self.mistake = mistake
+        size = ezpz_tp.get_tensor_parallel_world_size()
+        self.up = torch.nn.Parameter(torch.zeros(2 * WIDTH // size, WIDTH))
+        self.down = torch.nn.Parameter(torch.zeros(WIDTH, 2 * WIDTH // size))
+        self.bias = torch.nn.Parameter(torch.zeros(WIDTH))
+        ezpz_tp.set_tensor_model_parallel_attributes(self.up, True, 0, 1)
+        dim = 0 if mistake == "dim" else 1
+        ezpz_tp.set_tensor_model_parallel_attributes(self.down, True, dim, 1)
+        if mistake == "tag":
+            ezpz_tp.mark_sequence_parallel(self.bias)
+        if mistake == "extra":
+            self.extra = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, value):
+        if self.mistake != "copy":
+            value = ezpz_tp.copy_to_tensor_parallel_region(value)
+        value = (value @ self.up.t()).relu() @ self.down.t()
+        if self.mistake == "bias":
+            value = value + self.bias
+        if self.mistake != "reduce":
+            value = ezpz_tp.reduce_from_tensor_parallel_region(value)
+        return value if self.mistake == "bias" else value + self.bias
+
+
+class Whole(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = torch.nn.Parameter(torch.zeros(2 * WIDTH, WIDTH))
+        self.down = torch.nn.Parameter(torch.zeros(WIDTH, 2 * WIDTH))
+        self.bias = torch.nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, value):
+        return (value @ self.up.t()).relu() @ self.down.t() + self.bias
+
+
+def matches(mistake=None, **options):
+    return assert_matches_unsharded(
+        partial(Mlp, mistake), Whole, torch.empty(5, WIDTH), density=0.5, **options
+    )
+
+
+@BOTH
+def test_a_right_module_matches_and_its_collectives_are_returned(in_processes):
+    assert matches(tensor=(1, 4, 2), in_processes=in_processes) == {"all_reduce": 2}
+    matches(tolerance=1e-5, in_processes=in_processes)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "told"),
+    [
+        ("copy", r"tensor degree 2, rank 0: gradient of input 0 differs in .* first at \[\d, \d\]"),
+        ("reduce", "rank 0: output 0 differs in .* unsharded"),
+        ("bias", "rank 0: output 0 differs"),
+        ("tag", "gradient of bias differs"),
+        ("dim", r"down has shape \(8, 8\), but the part of down \(8, 16\) .* is \(4, 16\) \(dim 0"),
+        ("extra", "has a parameter extra, the unsharded one no extra, only up, down, bias; map it"),
+    ],
+)
+def test_a_mistake_is_found_and_told(mistake, told):
+    with pytest.raises(AssertionError, match=told):
+        matches(mistake)
+    if mistake in {"copy", "reduce"}:
+        with pytest.raises(AssertionError, match="differs"):
+            matches(mistake, tolerance=1e-5)
+
+
+def test_replicated_tensors_have_the_same_bits():
+    parts = [
+        Part(torch.tensor([1.0, zero]), None, 1, rank) for rank, zero in enumerate((0.0, -0.0))
+    ]
+    same_on_all("x", parts[:1] * 2, 2)
+    with pytest.raises(AssertionError, match=r"rank 1 has -0.0 where rank 0 has 0.0 \(value 1\)"):
+        same_on_all("x", parts, 2)
+
+
+class Loud(torch.nn.Module):
+    def forward(self, value):
+        return value * 300
+
+
+def test_numbers_too_large_to_be_exact_are_an_error():
+    with pytest.raises(ValueError, match=r"reaches 300, but .*bfloat16 holds .* up to 256; use"):
+        assert_matches_unsharded(Loud, Loud, torch.ones(9, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize(("stride", "size"), [(1, 12), (1, 10), (2, 12), (1, 3)])
+def test_parts_make_the_whole(stride, size):
+    whole = torch.arange(1.0, size + 1).expand(2, size)
+    parts = [part_of(whole, -1, stride, index, 4) for index in range(4)]
+    assert {part.shape for part, _ in parts} == {(2, stride * -(-size // stride // 4))}
+    assert sum(real for _, real in parts) == size
+    found = torch.cat([part for part, _ in parts], -1)
+    assert sorted(found[0][found[0] > 0].tolist()) == whole[0].tolist()
+    assert torch.equal(part_of(whole, None, 1, 3, 4)[0], whole)
+
+
+def test_all_is_what_is_there_and_has_docstrings():
+    from ezpz_tp import testing
+
+    public = {n for n, v in vars(testing).items() if n[0] != "_" and callable(v)}
+    assert set(testing.__all__) == public
+    assert all(vars(testing)[name].__doc__ for name in public)
