@@ -5,17 +5,17 @@ import pytest
 import torch
 from torch import nn
 
-from ezpz_tp._attributes import (
+from ezpz_tp._errors import ParallelError
+from ezpz_tp._groups.default import get_state
+from ezpz_tp._layers.attributes import (
     copy_tensor_model_parallel_attributes,
     mark_sequence_parallel,
     param_is_not_tensor_parallel_duplicate,
     set_defaults_if_not_set_tensor_model_parallel_attributes,
     set_tensor_model_parallel_attributes,
 )
-from ezpz_tp._default import get_state
-from ezpz_tp._embedding import ParallelEmbedding, VocabParallelEmbedding
-from ezpz_tp._errors import ParallelError
-from ezpz_tp._layers import ColumnParallelLinear, RowParallelLinear
+from ezpz_tp._layers.embedding import ParallelEmbedding, VocabParallelEmbedding
+from ezpz_tp._layers.linear import ColumnParallelLinear, RowParallelLinear
 from ezpz_tp.testing import run_ranks
 
 

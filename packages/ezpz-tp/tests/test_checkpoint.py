@@ -5,10 +5,15 @@ import pytest
 import torch
 from torch import nn
 
-from ezpz_tp._checkpoint import checkpoint, checkpoint_activations
 from ezpz_tp._errors import DegreeError
-from ezpz_tp._layers import ColumnParallelLinear, RowParallelLinear
-from ezpz_tp._random import MODEL_PARALLEL_RNG, RngTracker, get_rng_tracker, seed_model_parallel
+from ezpz_tp._layers.linear import ColumnParallelLinear, RowParallelLinear
+from ezpz_tp._training.checkpoint import checkpoint, checkpoint_activations
+from ezpz_tp._training.random import (
+    MODEL_PARALLEL_RNG,
+    RngTracker,
+    get_rng_tracker,
+    seed_model_parallel,
+)
 from ezpz_tp.testing import counting, run_ranks
 
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from ezpz_tp._default import get_state
 from ezpz_tp._errors import DegreeError
-from ezpz_tp._exchange import (
+from ezpz_tp._groups.default import get_state
+from ezpz_tp._regions.exchange import (
     all_to_all,
     all_to_all_hp2sp,
     all_to_all_sp2hp,

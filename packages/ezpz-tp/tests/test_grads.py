@@ -3,16 +3,16 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from ezpz_tp._attributes import keep_attributes, mark_sequence_parallel
-from ezpz_tp._default import get_state, use_state
 from ezpz_tp._errors import ParallelError
-from ezpz_tp._grads import finalize_grads
-from ezpz_tp._layers import ColumnParallelLinear, RowParallelLinear
-from ezpz_tp._mappings import (
+from ezpz_tp._groups.default import get_state, use_state
+from ezpz_tp._groups.state import ParallelState
+from ezpz_tp._layers.attributes import keep_attributes, mark_sequence_parallel
+from ezpz_tp._layers.linear import ColumnParallelLinear, RowParallelLinear
+from ezpz_tp._regions.mappings import (
     gather_from_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
 )
-from ezpz_tp._state import ParallelState
+from ezpz_tp._training.grads import finalize_grads
 from ezpz_tp.testing import counting, run_ranks
 
 

@@ -11,6 +11,7 @@ from torch.nn.init import normal_, ones_
 import ezpz_tp
 from ezpz_tp import parallel_state, tensor_parallel
 from ezpz_tp._errors import DegreeError, ParallelError
+from ezpz_tp._regions.collectives import all_gather
 from ezpz_tp.model_parallel_config import ModelParallelConfig
 from ezpz_tp.tensor_parallel import (
     ColumnParallelLinear,
@@ -53,13 +54,13 @@ def train_megatron_code(sequence_parallel):
     model, loss, draw = code.train(sequence_parallel)
     ezpz_tp.finalize_grads(model)
     whole = {
-        "embedding": ezpz_tp._collectives.all_gather(model.embedding.weight.detach(), 0, group()),
+        "embedding": all_gather(model.embedding.weight.detach(), 0, group()),
         "up": model.up.get_master_weight(),
         "down": model.down.get_master_weight(),
     }
     grads = {
-        "up": ezpz_tp._collectives.all_gather(model.up.weight.grad, 0, group()),
-        "embedding": ezpz_tp._collectives.all_gather(model.embedding.weight.grad, 0, group()),
+        "up": all_gather(model.up.weight.grad, 0, group()),
+        "embedding": all_gather(model.embedding.weight.grad, 0, group()),
         "norm": model.norm.weight.grad,
         "down bias": model.down.bias.grad,
     }

@@ -16,18 +16,8 @@ hold Megatron-LM's, `ezpz_tp.model_parallel` fairscale's, and `ezpz_tp.testing` 
 user's own layers. One implementation lies beneath them all.
 """
 
-from ._attributes import (
-    copy_tensor_model_parallel_attributes,
-    keep_attributes,
-    mark_sequence_parallel,
-    param_is_not_tensor_parallel_duplicate,
-    set_defaults_if_not_set_tensor_model_parallel_attributes,
-    set_tensor_model_parallel_attributes,
-)
-from ._broadcast import broadcast_data
-from ._checkpoint import checkpoint, checkpoint_activations
-from ._cross_entropy import vocab_parallel_cross_entropy
-from ._default import (
+from ._errors import DegreeError, NotInitializedError, ParallelError
+from ._groups.default import (
     current_state,
     destroy_model_parallel,
     destroy_tensor_parallel,
@@ -37,16 +27,7 @@ from ._default import (
     tensor_parallel_is_initialized,
     use_state,
 )
-from ._embedding import ParallelEmbedding, VocabParallelEmbedding
-from ._errors import DegreeError, NotInitializedError, ParallelError
-from ._exchange import (
-    all_to_all,
-    all_to_all_hp2sp,
-    all_to_all_sp2hp,
-    head_to_sequence,
-    sequence_to_head,
-)
-from ._getters import (
+from ._groups.getters import (
     get_context_parallel_group,
     get_context_parallel_rank,
     get_context_parallel_ranks,
@@ -79,10 +60,27 @@ from ._getters import (
     is_pipeline_first_stage,
     is_pipeline_last_stage,
 )
-from ._grads import finalize_grads
-from ._initialize import initialize_shard
-from ._layers import ColumnParallelLinear, RowParallelLinear
-from ._mappings import (
+from ._groups.ranks import AXES, EXPERT_AXES, RankLayout
+from ._groups.state import ParallelState
+from ._layers.attributes import (
+    copy_tensor_model_parallel_attributes,
+    keep_attributes,
+    mark_sequence_parallel,
+    param_is_not_tensor_parallel_duplicate,
+    set_defaults_if_not_set_tensor_model_parallel_attributes,
+    set_tensor_model_parallel_attributes,
+)
+from ._layers.embedding import ParallelEmbedding, VocabParallelEmbedding
+from ._layers.initialize import initialize_shard
+from ._layers.linear import ColumnParallelLinear, RowParallelLinear
+from ._regions.exchange import (
+    all_to_all,
+    all_to_all_hp2sp,
+    all_to_all_sp2hp,
+    head_to_sequence,
+    sequence_to_head,
+)
+from ._regions.mappings import (
     all_gather_last_dim_from_tensor_parallel_region,
     copy_to_tensor_parallel_region,
     gather_from_sequence_parallel_region,
@@ -93,10 +91,7 @@ from ._mappings import (
     scatter_to_sequence_parallel_region,
     scatter_to_tensor_parallel_region,
 )
-from ._norm import clip_grad_norm_, get_grad_norm
-from ._random import RngTracker, get_rng_tracker, rng_contexts, seed_model_parallel
-from ._ranks import AXES, EXPERT_AXES, RankLayout
-from ._split import (
+from ._regions.split import (
     VocabUtility,
     divide_and_check_no_remainder,
     ensure_divisibility,
@@ -104,7 +99,12 @@ from ._split import (
     split_tensor_along_last_dim,
     split_tensor_into_1d_equal_chunks,
 )
-from ._state import ParallelState
+from ._training.broadcast import broadcast_data
+from ._training.checkpoint import checkpoint, checkpoint_activations
+from ._training.cross_entropy import vocab_parallel_cross_entropy
+from ._training.grads import finalize_grads
+from ._training.norm import clip_grad_norm_, get_grad_norm
+from ._training.random import RngTracker, get_rng_tracker, rng_contexts, seed_model_parallel
 from ._version import __version__
 
 __all__ = [

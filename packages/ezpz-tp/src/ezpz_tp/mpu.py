@@ -14,7 +14,7 @@ from __future__ import annotations
 from torch.distributed import ProcessGroup
 
 from . import parallel_state
-from ._default import get_state, index_or_alone, ranks_or_alone, size_or_alone
+from ._groups.default import get_state, index_or_alone, ranks_or_alone, size_or_alone
 from .parallel_state import *  # noqa: F403 - all of it, by intention
 
 __all__ = [

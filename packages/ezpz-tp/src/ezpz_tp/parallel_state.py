@@ -17,16 +17,20 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from . import _default, _expert_parallel, _model_parallel, _overrides, _stages
 from ._errors import NotInitializedError, ParallelError
-from ._expert_parallel import *  # noqa: F403 - names of this module
-from ._groups import EMBEDDING, EmbeddingRanks
-from ._memory import GlobalMemoryBuffer
-from ._model_parallel import *  # noqa: F403
-from ._overrides import *  # noqa: F403
-from ._overrides import forget_overrides, start_virtual_pipeline
-from ._stages import *  # noqa: F403
-from ._state import ParallelState
+from ._groups import default as _default
+from ._groups.maker import EMBEDDING, EmbeddingRanks
+from ._groups.state import ParallelState
+from ._megatron import experts as _expert_parallel
+from ._megatron import groups as _model_parallel
+from ._megatron import overrides as _overrides
+from ._megatron import stages as _stages
+from ._megatron.experts import *  # noqa: F403 - names of this module
+from ._megatron.groups import *  # noqa: F403
+from ._megatron.memory import GlobalMemoryBuffer
+from ._megatron.overrides import *  # noqa: F403
+from ._megatron.overrides import forget_overrides, start_virtual_pipeline
+from ._megatron.stages import *  # noqa: F403
 
 __all__ = [
     "GlobalMemoryBuffer",

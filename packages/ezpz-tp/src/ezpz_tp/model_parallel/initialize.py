@@ -14,12 +14,12 @@ from datetime import timedelta
 
 from torch.distributed import ProcessGroup
 
-from ezpz_tp._default import (
+from ezpz_tp._groups.default import (
     destroy_tensor_parallel,
     initialize_tensor_parallel,
     tensor_parallel_is_initialized,
 )
-from ezpz_tp._getters import (
+from ezpz_tp._groups.getters import (
     get_context_parallel_group,
     get_context_parallel_rank,
     get_context_parallel_ranks,
@@ -35,7 +35,7 @@ from ezpz_tp._getters import (
     get_tensor_parallel_src_rank,
     get_tensor_parallel_world_size,
 )
-from ezpz_tp._ranks import ORDER
+from ezpz_tp._groups.ranks import ORDER
 
 __all__ = [
     "destroy_model_parallel",

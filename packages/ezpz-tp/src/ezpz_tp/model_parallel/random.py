@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ezpz_tp._checkpoint import checkpoint_activations
-from ezpz_tp._random import RngTracker, get_rng_tracker, seed_model_parallel
+from ezpz_tp._training.checkpoint import checkpoint_activations
+from ezpz_tp._training.random import RngTracker, get_rng_tracker, seed_model_parallel
 
 __all__ = [
     "CudaRNGStatesTracker",

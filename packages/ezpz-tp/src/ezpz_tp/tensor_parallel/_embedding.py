@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ezpz_tp import _embedding
+from ezpz_tp._layers import embedding as _embedding
 
 from ._settings import read_settings
 from ._state_dict import ShardedStateDict

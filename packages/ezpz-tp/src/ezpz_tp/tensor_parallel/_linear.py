@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ezpz_tp._default import tensor_group
 from ezpz_tp._errors import ParallelError
-from ezpz_tp._fused import column_linear
+from ezpz_tp._groups.default import tensor_group
+from ezpz_tp._layers.fused import column_linear
 
 from ._settings import refuse
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch.distributed import ProcessGroup
 
-from ezpz_tp._broadcast import _backend_device
-from ezpz_tp._default import current_state, tensor_group
 from ezpz_tp._errors import DegreeError
-from ezpz_tp._initialize import agree_on_seed
-from ezpz_tp._state import ParallelState
+from ezpz_tp._groups.default import current_state, tensor_group
+from ezpz_tp._groups.state import ParallelState
+from ezpz_tp._layers.initialize import agree_on_seed
+from ezpz_tp._training.broadcast import _backend_device
 from ezpz_tp.model_parallel_config import setting
 
 _UNSUPPORTED = ("defer_embedding_wgrad_compute", "gradient_accumulation_fusion", "cpu_offloading")

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ezpz_tp import _layers
-from ezpz_tp._attributes import (
+from ezpz_tp._errors import DegreeError, ParallelError
+from ezpz_tp._layers import linear as _layers
+from ezpz_tp._layers.attributes import (
     copy_tensor_model_parallel_attributes,
     param_is_not_tensor_parallel_duplicate,
     set_defaults_if_not_set_tensor_model_parallel_attributes,
     set_tensor_model_parallel_attributes,
 )
-from ezpz_tp._errors import DegreeError, ParallelError
-from ezpz_tp._mappings import scatter_to_tensor_parallel_region
+from ezpz_tp._regions.mappings import scatter_to_tensor_parallel_region
 
 from ._embedding import VocabParallelEmbedding
 from ._linear import linear_with_frozen_weight, linear_with_grad_accumulation_and_async_allreduce

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ezpz_tp import _exchange, _mappings
-from ezpz_tp._default import tensor_group
 from ezpz_tp._errors import DegreeError, ParallelError
+from ezpz_tp._groups.default import tensor_group
+from ezpz_tp._regions import exchange as _exchange
+from ezpz_tp._regions import mappings as _mappings
 
 
 def copy_to_tensor_model_parallel_region(

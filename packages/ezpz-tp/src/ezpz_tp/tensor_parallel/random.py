@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ezpz_tp._checkpoint import checkpoint
-from ezpz_tp._random import (
+from ezpz_tp._training.checkpoint import checkpoint
+from ezpz_tp._training.random import (
     DATA_PARALLEL_RNG,
     EXPERT_PARALLEL_RNG,
     RngTracker,

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ezpz_tp._default import get_state
-from ezpz_tp._grads import finalize_grads
+from ezpz_tp._groups.default import get_state
+from ezpz_tp._training.grads import finalize_grads
 
 from ._counter import counting
 from ._ranks import run_ranks

@@ -18,7 +18,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ezpz_tp._ranks import RankLayout
+from ezpz_tp._groups.ranks import RankLayout
 
 from ._failure import RankError, not_in_time, with_rank
 from ._worker import Job, Report, serve

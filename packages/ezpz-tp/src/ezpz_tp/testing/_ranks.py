@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from ezpz_tp._errors import DegreeError
-from ezpz_tp._ranks import RankLayout
+from ezpz_tp._groups.ranks import RankLayout
 
 from ._processes import run_in_processes
 from ._threads import run_in_threads

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
-from ezpz_tp._default import use_state
-from ezpz_tp._ranks import AXES, RankLayout
-from ezpz_tp._state import ParallelState
+from ezpz_tp._groups.default import use_state
+from ezpz_tp._groups.ranks import AXES, RankLayout
+from ezpz_tp._groups.state import ParallelState
 
 from ._failure import MARGIN, not_in_time, release_frames, with_rank
 from ._operations import make_operations

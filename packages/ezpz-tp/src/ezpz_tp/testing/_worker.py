@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from ezpz_tp import _default
-from ezpz_tp._ranks import RankLayout
+from ezpz_tp._groups import default as _default
+from ezpz_tp._groups.ranks import RankLayout
 
 from ._failure import MARGIN, RankError
 

@@ -1,0 +1,351 @@
+"""Linear layers of which each rank holds a part.
+
+A column-parallel layer followed by a row-parallel one needs one all-reduce forward and one
+backward (Shoeybi et al., arXiv:1909.08053, section 3):
+
+>>> up = ColumnParallelLinear(64, 256, gather_output=False)
+>>> down = RowParallelLinear(256, 64, input_is_parallel=True)
+>>> down(up(torch.zeros(8, 64)).relu()).shape
+torch.Size([8, 64])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn import functional as F
+from torch.nn.init import xavier_normal_
+
+from ezpz_tp._errors import DegreeError
+from ezpz_tp._regions.collectives import all_gather
+from ezpz_tp._regions.mappings import (
+    gather_from_tensor_parallel_region,
+    scatter_to_tensor_parallel_region,
+)
+
+from .attributes import mark_sequence_parallel, set_tensor_model_parallel_attributes
+from .fused import column_linear, row_linear
+from .initialize import agree_on_seed, initialize_shard
+from .module import ParallelModule, empty_parameter
+
+InitMethod = Callable[[Tensor], object]
+Output = Tensor | tuple[Tensor, nn.Parameter | None]
+
+
+class _ParallelLinear(ParallelModule):
+    """One weight, split along ``partition_dim``, and what both layers do with it."""
+
+    partition_dim: int
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    master_weight: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        init_method: InitMethod,
+        stride: int,
+        sequence_parallel: bool,
+        skip_bias_add: bool,
+        tp_group: ProcessGroup | None,
+        seed: int | None,
+    ) -> None:
+        super().__init__(tp_group)
+        for what, size in (("in_features", in_features), ("out_features", out_features)):
+            if size < 1:
+                raise DegreeError(f"{type(self).__name__}: {what}={size}; expected at least 1")
+        self.in_features, self.out_features = in_features, out_features
+        self.init_method, self.stride, self.seed = init_method, stride, seed
+        # With one rank there is no sequence to share.
+        self.sequence_parallel = sequence_parallel and self.tp_group is not None
+        self.skip_bias_add = skip_bias_add
+        self.master_weight = None
+
+    def stacked_shard_size(self, what: str, size: int, stride: int) -> int:
+        """Return ``size`` over the degree, where ``stride`` equal matrices are split each."""
+        if stride < 1 or size % stride:
+            raise DegreeError(
+                f"{type(self).__name__}: stride={stride} does not divide {what}={size}"
+            )
+        self.shard_size(what if stride == 1 else f"{what} / stride {stride}", size // stride)
+        return size // self.tp_size
+
+    def own_parameters(self) -> tuple[nn.Parameter, nn.Parameter | None]:
+        """Return weight and bias without the search of `Module.__getattr__`."""
+        parameters = self._parameters
+        try:
+            return parameters["weight"], parameters["bias"]  # type: ignore[return-value]
+        except KeyError:  # parametrized: no longer a parameter, but an attribute
+            return self.weight, self.bias
+
+    def reset_parameters(self) -> None:
+        """Fill the weight with this rank's part of the full one, which no rank holds; zero bias.
+
+        The full weight is the same for every degree. It is drawn from ``seed``, or else from
+        torch's default generator on the group's first rank. Collective over the tensor-parallel
+        group, unless ``seed`` was given or the layer is on the meta device.
+        """
+        if self.weight.device.type == "meta":
+            return
+        seed = agree_on_seed(self.seed, self.tp_group, self.weight.device)
+        with torch.no_grad():
+            initialize_shard(
+                self.weight,
+                (self.out_features, self.in_features),
+                self.partition_dim,
+                self.tp_rank,
+                self.tp_size,
+                self.init_method,
+                seed=seed,
+                stride=self.stride,
+            )
+            if self.bias is not None:
+                self.bias.zero_()
+
+    def get_master_weight(self) -> Tensor:
+        """Return the full weight ``[out_features, in_features]``. Collective."""
+        if self.tp_group is None:
+            return self.weight.detach().clone()
+        dim = self.partition_dim
+        full = all_gather(self.weight.detach(), dim, self.tp_group)
+        if self.stride > 1:
+            # A rank's part is `stride` pieces, of which the full weight takes turns.
+            pieces = full.unflatten(dim, (self.tp_size, self.stride, -1))
+            full = pieces.transpose(dim, dim + 1).flatten(dim, dim + 2)
+        return full.narrow(0, 0, self.out_features)
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, tp={self.tp_rank}/{self.tp_size}"
+            + (", sequence_parallel=True" if self.sequence_parallel else "")
+        )
+
+
+class ColumnParallelLinear(_ParallelLinear):
+    """``y = x @ weight.T + bias`` with the output features split over the ranks.
+
+    Args:
+        in_features: Size of the last dim of the input.
+        out_features: Size of the last dim of the whole output.
+        bias: Add a bias, which is split as the output is.
+        gather_output: Return all output features on every rank; False returns this rank's,
+            which is what a `RowParallelLinear` wants.
+        init_method: Fills a tensor of the full weight's shape, in place.
+        stride: Number of matrices that are stacked in the weight and split each by itself, such
+            as 2 for a gate and an up projection.
+        keep_master_weight_for_test: Keep the full weight as ``master_weight``.
+        sequence_parallel: The input is this rank's part of dim 0: it is gathered.
+        skip_bias_add: Return ``(output, bias)`` and leave the addition to the caller.
+        pad_output: Allow a degree that does not divide ``out_features``, as for a vocabulary:
+            every rank has ``ceil(out_features / tp)`` outputs, and those beyond are -inf, so
+            that no softmax sees them; the gathered output has none of them.
+        tp_group: Default: the tensor-parallel group.
+        seed: Of the weight; default: drawn from torch's generator.
+
+    Raises:
+        DegreeError: The degree does not divide ``out_features``.
+        NotInitializedError: In forward: tensor parallelism was initialized after the layer.
+
+    Collective: every rank of the group builds the layer and calls it.
+
+    >>> ColumnParallelLinear(64, 256, gather_output=False)
+    ColumnParallelLinear(in_features=64, out_features=256, bias=True, tp=0/1)
+    """
+
+    partition_dim = 0
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        gather_output: bool = True,
+        init_method: InitMethod = xavier_normal_,
+        stride: int = 1,
+        keep_master_weight_for_test: bool = False,
+        *,
+        sequence_parallel: bool = False,
+        skip_bias_add: bool = False,
+        pad_output: bool = False,
+        tp_group: ProcessGroup | None = None,
+        seed: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            in_features,
+            out_features,
+            init_method,
+            stride,
+            sequence_parallel,
+            skip_bias_add,
+            tp_group,
+            seed,
+        )
+        self.gather_output = gather_output
+        # Summing the gradients of several layers at once is for the caller who clears this.
+        self.reduce_input_gradient = True
+        if pad_output:
+            rows = -(-out_features // self.tp_size)
+            if stride > 1 and rows * self.tp_size != out_features:
+                raise DegreeError(
+                    f"ColumnParallelLinear: out_features={out_features} needs padding for degree "
+                    f"{self.tp_size}, which is not defined for stride={stride}"
+                )
+        else:
+            rows = self.stacked_shard_size("out_features", out_features, stride)
+        # How many of this rank's outputs are real; the rest is padding.
+        self.own_features = max(0, min(rows, out_features - self.tp_rank * rows))
+        self.padded = self.own_features != rows
+        self.weight = empty_parameter(rows, in_features, device=device, dtype=dtype)
+        set_tensor_model_parallel_attributes(self.weight, self.tp_size > 1, 0, stride)
+        if bias:
+            self.bias = empty_parameter(rows, device=device, dtype=dtype)
+            set_tensor_model_parallel_attributes(self.bias, self.tp_size > 1, 0, stride)
+        else:
+            self.register_parameter("bias", None)
+        self.reset_parameters()
+        if keep_master_weight_for_test:
+            self.master_weight = self.get_master_weight()
+
+    def forward(self, input_: Tensor) -> Output:
+        """Apply the layer to ``[..., in_features]``.
+
+        Returns:
+            ``[..., out_features]``, or ``[..., out_features / tp]`` if it is not gathered.
+        """
+        weight, bias = self.own_parameters()
+        output = self.multiply(input_, weight, None if self.skip_bias_add else bias)
+        if self.gather_output:
+            output = self.gather(output)
+        return (output, bias) if self.skip_bias_add else output
+
+    def multiply(self, input_: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return this rank's output features for a weight of this layer's shape."""
+        group = self.tp_group
+        try:
+            if input_.is_meta is not weight.is_meta:  # torch multiplies them, into garbage
+                raise RuntimeError("one of input and weight has no data")
+            if group is None:
+                if self._built_early:
+                    self.check_not_early()
+                return F.linear(input_, weight, bias)
+            output = column_linear(
+                input_, weight, bias, group, self.sequence_parallel, self.reduce_input_gradient
+            )
+        except RuntimeError as error:
+            self.explain(error, input_, weight, self.in_features)
+        if self.padded:
+            padding = torch.arange(weight.shape[0], device=output.device) >= self.own_features
+            output = output.masked_fill(padding, float("-inf"))
+        return output
+
+    def gather(self, output: Tensor) -> Tensor:
+        """Return all output features, given this rank's. Collective."""
+        if self.tp_group is None:
+            return output
+        gathered = gather_from_tensor_parallel_region(output, self.tp_group)
+        if gathered.shape[-1] != self.out_features:
+            gathered = gathered[..., : self.out_features]
+        return gathered
+
+
+class RowParallelLinear(_ParallelLinear):
+    """``y = x @ weight.T + bias`` with the input features split over the ranks.
+
+    The ranks' partial products are summed; the bias is on every rank and added once, after.
+
+    Args:
+        in_features: Size of the last dim of the whole input.
+        out_features: Size of the last dim of the output.
+        bias: Add a bias.
+        input_is_parallel: The input is this rank's features, as a `ColumnParallelLinear` leaves
+            them; False splits a replicated input first.
+        init_method: Fills a tensor of the full weight's shape, in place.
+        stride: As of `ColumnParallelLinear`, along the input features.
+        keep_master_weight_for_test: Keep the full weight as ``master_weight``.
+        sequence_parallel: Return this rank's part of dim 0 of the sum. The gradient of the bias
+            is then of that part: the bias is tagged, and `finalize_grads` sums it.
+        skip_bias_add: Return ``(output, bias)`` and leave the addition to the caller.
+        tp_group: Default: the tensor-parallel group.
+        seed: Of the weight; default: drawn from torch's generator.
+
+    Raises:
+        DegreeError: The degree does not divide ``in_features``.
+        NotInitializedError: In forward: tensor parallelism was initialized after the layer.
+
+    Collective: every rank of the group builds the layer and calls it.
+    """
+
+    partition_dim = 1
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        input_is_parallel: bool = False,
+        init_method: InitMethod = xavier_normal_,
+        stride: int = 1,
+        keep_master_weight_for_test: bool = False,
+        *,
+        sequence_parallel: bool = False,
+        skip_bias_add: bool = False,
+        tp_group: ProcessGroup | None = None,
+        seed: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            in_features,
+            out_features,
+            init_method,
+            stride,
+            sequence_parallel,
+            skip_bias_add,
+            tp_group,
+            seed,
+        )
+        self.input_is_parallel = input_is_parallel
+        columns = self.stacked_shard_size("in_features", in_features, stride)
+        self.weight = empty_parameter(out_features, columns, device=device, dtype=dtype)
+        set_tensor_model_parallel_attributes(self.weight, self.tp_size > 1, 1, stride)
+        if bias:
+            self.bias = empty_parameter(out_features, device=device, dtype=dtype)
+            if self.sequence_parallel:
+                mark_sequence_parallel(self.bias)
+        else:
+            self.register_parameter("bias", None)
+        self.reset_parameters()
+        if keep_master_weight_for_test:
+            self.master_weight = self.get_master_weight()
+
+    def forward(self, input_: Tensor) -> Output:
+        """Apply the layer to ``[..., in_features / tp]``, or to all features if it splits them.
+
+        Returns:
+            ``[..., out_features]``, the same on all ranks; under sequence parallelism
+            ``[s / tp, ..., out_features]``.
+        """
+        group = self.tp_group
+        weight, bias = self.own_parameters()
+        added = None if self.skip_bias_add else bias
+        try:
+            if input_.is_meta is not weight.is_meta:  # torch multiplies them, into garbage
+                raise RuntimeError("one of input and weight has no data")
+            if group is None:
+                if self._built_early:
+                    self.check_not_early()
+                output = F.linear(input_, weight, added)
+            else:
+                if not self.input_is_parallel:
+                    input_ = scatter_to_tensor_parallel_region(input_, group)
+                output = row_linear(input_, weight, added, group, self.sequence_parallel)
+        except RuntimeError as error:
+            self.explain(error, input_, weight, weight.shape[1])
+        return (output, bias) if self.skip_bias_add else output

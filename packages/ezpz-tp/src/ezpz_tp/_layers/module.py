@@ -1,0 +1,123 @@
+"""What the parallel layers have in common: their group, and errors that name them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, Self
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from ezpz_tp._errors import DegreeError, NotInitializedError, ParallelError
+from ezpz_tp._groups.default import current_state, tensor_group
+
+from .attributes import copy_tensor_model_parallel_attributes
+
+
+class ParallelModule(nn.Module):
+    """A layer of which each rank of a tensor-parallel group holds a part.
+
+    Attributes:
+        tp_group: The group, or None where one rank holds the whole layer.
+        tp_size: The degree.
+        tp_rank: This rank's place in the group.
+    """
+
+    def __init__(self, tp_group: ProcessGroup | None) -> None:
+        super().__init__()
+        self.tp_group = tensor_group(tp_group)
+        self.tp_size = 1 if self.tp_group is None else self.tp_group.size()
+        self.tp_rank = 0 if self.tp_group is None else self.tp_group.rank()
+        # Whole because nothing was initialized yet, and not because the degree is one.
+        self._built_early = tp_group is None and current_state() is None
+
+    def shard_size(self, what: str, size: int) -> int:
+        """Return ``size`` over the degree.
+
+        Raises:
+            DegreeError: The degree does not divide it.
+        """
+        if size % self.tp_size:
+            raise DegreeError(
+                f"{type(self).__name__}: {what}={size} is not divisible by the tensor-parallel "
+                f"degree {self.tp_size}; choose a multiple of {self.tp_size}, or another degree"
+            )
+        return size // self.tp_size
+
+    def check_not_early(self) -> None:
+        """Refuse to use a whole layer as a shard, because it was built before initialization.
+
+        Raises:
+            NotInitializedError: A tensor-parallel degree was set after the layer was built.
+        """
+        state = current_state()
+        if state is not None and state.size("tensor") > 1:
+            raise NotInitializedError(
+                f"{type(self).__name__}({self.extra_repr()}) was built before tensor parallelism "
+                f"was initialized, so it is whole, but the degree is now "
+                f"{state.size('tensor')}; call initialize_tensor_parallel() before building layers"
+            )
+
+    def explain(self, error: RuntimeError, input_: Tensor, weight: Tensor, size: int) -> NoReturn:
+        """Raise what a failed forward means for this layer, if its input is the reason."""
+        if isinstance(error, ParallelError):
+            raise error
+        name = f"{type(self).__name__}({self.extra_repr()})"
+        if input_.device != weight.device:
+            raise ParallelError(
+                f"{name}: the input is on {input_.device} and the weight on {weight.device}; "
+                "move one of them"
+            ) from error
+        if input_.dim() == 0 or input_.shape[-1] != size:
+            raise DegreeError(
+                f"{name}: the last dim of the input {tuple(input_.shape)} should be {size} on "
+                f"each of the {self.tp_size} tensor-parallel ranks"
+            ) from error
+        if getattr(self, "sequence_parallel", False) and input_.shape[0] % self.tp_size:
+            raise DegreeError(
+                f"{name}: dim 0 of the input {tuple(input_.shape)}, the sequence, is not divisible "
+                f"by the tensor-parallel degree {self.tp_size}; pad it to a multiple"
+            ) from error
+        if input_.dtype != weight.dtype:
+            raise ParallelError(
+                f"{name}: the input is {input_.dtype} and the weight {weight.dtype}; cast one of "
+                "them, or use torch.autocast"
+            ) from error
+        raise error
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        # The copy is of the same group, which cannot be copied.
+        memo[id(self.tp_group)] = self.tp_group
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        _carry_over(self._parameters, vars(new)["_parameters"])
+        return new
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        before = dict(self._parameters)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        _carry_over(before, self._parameters)
+        return self
+
+
+def empty_parameter(
+    *shape: int, device: torch.device | str | None, dtype: torch.dtype | None
+) -> nn.Parameter:
+    """An uninitialized parameter."""
+    return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+
+
+def _carry_over(
+    before: Mapping[str, nn.Parameter | None], after: Mapping[str, nn.Parameter | None]
+) -> None:
+    """Say of parameters what was said of those that they replace.
+
+    A deep copy's are new, and so are those that ``to_empty`` makes of some on the meta device.
+    """
+    for name, old in before.items():
+        new = after.get(name)
+        if old is not None and new is not None and new is not old:
+            copy_tensor_model_parallel_attributes(new, old)

@@ -1,0 +1,1 @@
+"""Collectives, and the autograd functions where sharded and replicated code meet."""

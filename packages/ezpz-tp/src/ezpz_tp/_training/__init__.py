@@ -1,0 +1,1 @@
+"""What a training step needs around the layers: loss, data, random streams, gradients."""

@@ -1,0 +1,286 @@
+"""The linear layers: shapes, attributes, options, and errors that name the layer."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ezpz_tp._errors import DegreeError, NotInitializedError, ParallelError
+from ezpz_tp._groups.default import get_state, use_state
+from ezpz_tp._layers.linear import ColumnParallelLinear, RowParallelLinear
+from ezpz_tp.testing import counting, run_ranks
+
+
+def group():
+    return get_state().group("tensor")
+
+
+def described():
+    column = ColumnParallelLinear(8, 12, seed=1)
+    row = RowParallelLinear(8, 12, seed=1)
+    return (
+        [
+            (tuple(parameter.shape), parameter.tensor_model_parallel, parameter.partition_dim)
+            for parameter in (column.weight, column.bias, row.weight)
+        ],
+        (tuple(row.bias.shape), getattr(row.bias, "tensor_model_parallel", False)),
+        repr(row),
+    )
+
+
+def test_shapes_and_attributes():
+    for rank, (shapes, row_bias, text) in enumerate(run_ranks(described, 2)):
+        assert shapes == [((6, 8), True, 0), ((6,), True, 0), ((12, 4), True, 1)]
+        assert row_bias == ((12,), False)
+        expected = f"RowParallelLinear(in_features=8, out_features=12, bias=True, tp={rank}/2)"
+        assert text == expected
+
+
+def gathered():
+    inputs = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
+    column, row = ColumnParallelLinear(8, 12, seed=1), RowParallelLinear(12, 8, seed=2)
+    full = [layer.get_master_weight() for layer in (column, row)]
+    with counting() as counter:
+        output = row(column(inputs))
+    expected = F.linear(F.linear(inputs, full[0]), full[1])
+    return torch.allclose(output, expected, atol=1e-6), dict(counter)
+
+
+def test_replicated_inputs_and_outputs():
+    assert run_ranks(gathered, 4) == [(True, {"all_gather": 1, "all_reduce": 1})] * 4
+
+
+def test_the_full_weight_is_the_same_for_every_degree():
+    """Trap 3."""
+    single = [layer.weight for layer in both_layers()]
+    for degree in (2, 3, 4):
+        for weights in run_ranks(master_weights, degree):
+            assert all(map(torch.equal, weights, single))
+
+
+def both_layers(**options):
+    return (
+        ColumnParallelLinear(12, 24, seed=5, **options),
+        RowParallelLinear(24, 12, seed=6, **options),
+    )
+
+
+def master_weights():
+    return [layer.get_master_weight() for layer in both_layers()]
+
+
+def strided():
+    return [layer.get_master_weight() for layer in both_layers(stride=2)], [
+        layer.weight.detach() for layer in both_layers(stride=2)
+    ]
+
+
+def test_stacked_matrices_are_split_each_by_itself():
+    single = [layer.weight.detach() for layer in both_layers()]
+    for rank, (full, shards) in enumerate(run_ranks(strided, 2)):
+        assert all(map(torch.equal, full, single))
+        for dim, (shard, whole) in enumerate(zip(shards, single, strict=True)):
+            pieces = [half.chunk(2, dim)[rank] for half in whole.chunk(2, dim)]
+            assert torch.equal(shard, torch.cat(pieces, dim))
+
+
+def from_the_global_seed():
+    torch.manual_seed(100 + group().rank())  # by mistake another one on every rank
+    return ColumnParallelLinear(4, 8).get_master_weight()
+
+
+def test_a_weight_without_a_seed_is_agreed_on():
+    first, second = run_ranks(from_the_global_seed, 2, in_processes=True)
+    assert torch.equal(first, second)
+    assert not torch.equal(first[:4], first[4:])
+
+
+def skipped():
+    inputs = torch.ones(2, 8)
+    column = ColumnParallelLinear(8, 8, gather_output=False, skip_bias_add=True, seed=1)
+    row = RowParallelLinear(8, 8, input_is_parallel=True, skip_bias_add=True, seed=2)
+    for layer in (column, row):
+        nn.init.ones_(layer.bias)
+    hidden, first = column(inputs)
+    output, second = row(hidden)
+    plain = F.linear(F.linear(inputs, column.get_master_weight()), row.get_master_weight())
+    return first is column.bias, second is row.bias, torch.allclose(output, plain, atol=1e-6)
+
+
+def test_skip_bias_add_leaves_the_bias_to_the_caller():
+    assert run_ranks(skipped, 2) == [(True, True, True)] * 2
+
+
+def padded(gather_output):
+    layer = ColumnParallelLinear(4, 5, pad_output=True, gather_output=gather_output, seed=3)
+    nn.init.constant_(layer.bias, 7.0)
+    output = layer(torch.ones(2, 4))
+    output[output.isfinite()].sum().backward()
+    return output.detach(), layer.weight.shape[0], layer.weight.grad, layer.get_master_weight()
+
+
+def test_an_uneven_output_is_padded_and_masked():
+    whole = ColumnParallelLinear(4, 5, seed=3)
+    for rank, (output, rows, grad, full) in enumerate(run_ranks(padded, 3, False)):
+        assert rows == 2
+        real = 1 if rank == 2 else 2
+        assert output[:, :real].isfinite().all()
+        assert output[:, real:].eq(float("-inf")).all()
+        assert grad[:real].eq(2).all()
+        assert grad[real:].eq(0).all()
+        assert torch.equal(full, whole.weight)
+    nn.init.constant_(whole.bias, 7.0)
+    for output, *_ in run_ranks(padded, 3, True):
+        torch.testing.assert_close(output, whole(torch.ones(2, 4)))
+
+
+def on_meta():
+    layer = RowParallelLinear(8, 4, seed=1, device="meta")
+    with counting() as counter:
+        layer.to_empty(device="cpu").reset_parameters()
+    built = RowParallelLinear(8, 4, seed=1)
+    return torch.equal(layer.weight, built.weight), dict(counter)
+
+
+def test_meta_construction_then_reset_is_construction():
+    assert run_ranks(on_meta, 2) == [(True, {})] * 2
+
+
+def copied():
+    layer = ColumnParallelLinear(4, 4, seed=1)
+    twin = copy.deepcopy(layer)
+    with torch.no_grad():
+        twin.weight.add_(1)
+    same_group = twin.tp_group is layer.tp_group
+    tagged = twin.weight.tensor_model_parallel and twin.weight.partition_dim == 0
+    return same_group, tagged, torch.equal(layer.weight, twin.weight)
+
+
+def test_a_deep_copy_shares_the_group_and_not_the_weight():
+    assert run_ranks(copied, 2) == [(True, True, False)] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("layer_class", [ColumnParallelLinear, RowParallelLinear])
+def test_before_initialization_bitwise_equal_to_linear(layer_class, dtype):
+    """Trap 13."""
+    layer = layer_class(16, 24, dtype=dtype, seed=1)
+    linear = nn.Linear(16, 24, dtype=dtype)
+    linear.load_state_dict(layer.state_dict())
+    inputs = torch.randn(3, 16, dtype=dtype)
+    pairs = []
+    for module in (layer, linear):
+        own = inputs.clone().requires_grad_()
+        output = module(own)
+        output.square().sum().backward()
+        pairs.append((output, own.grad, module.weight.grad, module.bias.grad))
+    assert all(map(torch.equal, *pairs))
+
+
+def degree_one():
+    layer = ColumnParallelLinear(4, 4, seed=1)
+    with counting() as counter:
+        layer(torch.ones(2, 4)).sum().backward()
+    return layer.tp_group is None, dict(counter)
+
+
+def test_at_degree_one_no_collectives():
+    assert run_ranks(degree_one, 2, tensor=1) == [(True, {})] * 2
+
+
+def explicit():
+    state = get_state()
+    inputs = torch.ones(1, 4)
+    layer = ColumnParallelLinear(4, 4, seed=1, tp_group=state.group("data"))
+    return layer.tp_size, layer(inputs).shape
+
+
+def test_an_explicit_group():
+    assert run_ranks(explicit, 4, tensor=2) == [(2, (1, 4))] * 4
+
+
+# Bad input: one clear error, on every rank, before any collective.
+
+
+def built_too_early(layers):
+    layers[0](torch.ones(1, 8))
+
+
+def test_a_layer_from_before_initialization_is_refused():
+    column, row = ColumnParallelLinear(8, 8), RowParallelLinear(8, 8)
+    for layer in (column, row):
+        with pytest.raises(NotInitializedError, match=rf"{type(layer).__name__}\(in_features=8.*2"):
+            run_ranks(built_too_early, 2, [layer])
+
+
+def indivisible(layer_class, options):
+    layer_class(6, 6, **options)
+
+
+@pytest.mark.parametrize(
+    ("layer_class", "options", "message"),
+    [
+        (ColumnParallelLinear, {}, "ColumnParallelLinear: out_features=6 is not divisible.* 4"),
+        (RowParallelLinear, {}, "RowParallelLinear: in_features=6 is not divisible.* degree 4"),
+        (ColumnParallelLinear, {"stride": 4}, "stride=4 does not divide out_features=6"),
+        (ColumnParallelLinear, {"pad_output": True, "stride": 2}, "padding for degree 4"),
+    ],
+)
+def test_sizes_that_do_not_divide(layer_class, options, message):
+    with pytest.raises(DegreeError, match=message):
+        run_ranks(indivisible, 4, layer_class, options)
+
+
+def test_sizes_below_one():
+    with pytest.raises(DegreeError, match="ColumnParallelLinear: out_features=0"):
+        ColumnParallelLinear(4, 0)
+
+
+def wrong_input(layer_class, shape, dtype, device):
+    layer = layer_class(
+        8, 8, seed=1, **({"input_is_parallel": True} if layer_class is RowParallelLinear else {})
+    )
+    layer(torch.ones(shape, dtype=dtype, device=device))
+
+
+@pytest.mark.parametrize(
+    ("layer_class", "shape", "dtype", "device", "message"),
+    [
+        (
+            ColumnParallelLinear,
+            (2, 4),
+            torch.float32,
+            "cpu",
+            r"\(2, 4\) should be 8 on each of the 2",
+        ),
+        (RowParallelLinear, (2, 8), torch.float32, "cpu", r"\(2, 8\) should be 4 on each of the 2"),
+        (
+            ColumnParallelLinear,
+            (2, 8),
+            torch.float64,
+            "cpu",
+            "torch.float64 and the weight torch.float32",
+        ),
+        (
+            RowParallelLinear,
+            (2, 4),
+            torch.float32,
+            "meta",
+            "input is on meta and the weight on cpu",
+        ),
+    ],
+)
+def test_an_input_that_does_not_fit_names_the_layer(layer_class, shape, dtype, device, message):
+    with pytest.raises(ParallelError, match=rf"{layer_class.__name__}\(.*{message}"):
+        run_ranks(wrong_input, 2, layer_class, shape, dtype, device)
+
+
+def test_a_state_does_not_outlive_its_block():
+    def inside():
+        with use_state(get_state()):
+            return ColumnParallelLinear(4, 4, seed=1).tp_size
+
+    assert run_ranks(inside, 2) == [2, 2]
+    assert ColumnParallelLinear(4, 4).tp_size == 1
