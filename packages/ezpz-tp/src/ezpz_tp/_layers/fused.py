@@ -133,7 +133,7 @@ class _Column(torch.autograd.Function):
         input_, weight = ctx.saved_tensors
         if torch.is_grad_enabled():
             return _column_gradients(ctx, grad, input_, weight)
-        wants_input, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        wants_input, wants_weight, wants_bias, _, _ = ctx.needs_input_grad
         group, mode = ctx.group, ctx.mode
         grad_input: Tensor | None = None
         grad_weight: Tensor | None = None
@@ -183,7 +183,7 @@ class _Row(torch.autograd.Function):
         input_, weight = ctx.saved_tensors
         if torch.is_grad_enabled():
             return _row_gradients(ctx, grad, input_, weight)
-        wants_input, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        wants_input, wants_weight, wants_bias, _, _ = ctx.needs_input_grad
         grad_bias = _bias_gradient(grad) if wants_bias else None
         if ctx.sequence_parallel and (wants_input or wants_weight):
             grad = all_gather(grad, 0, ctx.group)
