@@ -24,9 +24,7 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(_boxes, "_NARROWEST", 8)
 
 
-def shards(
-    shape, dim, degree, method, seed=1, stride=1, dtype=torch.float32
-):
+def shards(shape, dim, degree, method, seed=1, stride=1, dtype=torch.float32):
     """What each rank gets, and what that makes together."""
     held = list(shape)
     held[dim] = -(-shape[dim] // degree)
