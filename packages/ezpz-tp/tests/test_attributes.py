@@ -8,7 +8,9 @@ from torch import nn
 from ezpz_tp._errors import ParallelError
 from ezpz_tp._groups.default import get_state
 from ezpz_tp._layers.attributes import (
+    copy_attributes,
     copy_tensor_model_parallel_attributes,
+    keep_attributes,
     mark_sequence_parallel,
     param_is_not_tensor_parallel_duplicate,
     set_defaults_if_not_set_tensor_model_parallel_attributes,
@@ -115,3 +117,43 @@ def test_attributes_of_a_whole_layer_and_pickling():
     layer = VocabParallelEmbedding(9, 4, seed=3)
     assert said(layer.weight) == (False, 0, 1)
     assert said(pickle.loads(pickle.dumps(layer)).weight) == (False, 0, 1)
+
+
+def assigned():
+    """Meta construction, then the check-point's own tensors as parameters."""
+    whole = nn.Sequential(ColumnParallelLinear(4, 8, seed=1), nn.LayerNorm(8))
+    mark_sequence_parallel(whole[1].weight)
+    states = {name: value.clone() for name, value in whole.state_dict().items()}
+    model = nn.Sequential(ColumnParallelLinear(4, 8, device="meta"), nn.LayerNorm(8, device="meta"))
+    mark_sequence_parallel(model[1].weight)
+    with keep_attributes(model):
+        model.load_state_dict(states, assign=True)
+    layer = ColumnParallelLinear(4, 8, device="meta")
+    layer.load_state_dict({"weight": states["0.weight"], "bias": states["0.bias"]}, assign=True)
+    return said(model[0].weight), model[1].weight.sequence_parallel, said(layer.bias)
+
+
+def test_assigned_parameters_are_said_what_those_before_were():
+    assert run_ranks(assigned, 2) == [((True, 0, 1), True, (True, 0, 1))] * 2
+
+
+def test_of_a_copied_module_it_can_be_said_again():
+    norm = nn.LayerNorm(4)
+    mark_sequence_parallel(norm.weight)
+    twin = copy.deepcopy(norm)
+    assert not hasattr(twin.weight, "sequence_parallel")
+    copy_attributes(norm, twin)
+    assert twin.weight.sequence_parallel
+    assert not hasattr(twin.bias, "sequence_parallel")
+
+
+def parametrized():
+    layer = ColumnParallelLinear(4, 8, seed=1)
+    nn.utils.parametrize.register_parametrization(layer, "weight", nn.Identity())
+    before = layer(torch.ones(1, 4))
+    original = copy.deepcopy(layer).parametrizations.weight.original
+    return said(original), torch.equal(before, ColumnParallelLinear(4, 8, seed=1)(torch.ones(1, 4)))
+
+
+def test_a_parametrized_layer_works_and_is_copied_with_its_attributes():
+    assert run_ranks(parametrized, 2) == [((True, 0, 1), True)] * 2

@@ -212,3 +212,51 @@ def test_autocast_as_of_a_linear_layer():
     fp32 = torch.float32
     assert run_ranks(under_autocast, 2, fp32) == [(torch.bfloat16, fp32, fp32, fp32)] * 2
     assert run_ranks(under_autocast, 2, torch.float64) == [(torch.float64,) * 4] * 2
+
+
+def saved_for_backward(weight_wants, input_wants):
+    inputs = numbers(SEQUENCE, IN).requires_grad_(input_wants)
+    weight = own(numbers(OUT, IN), 0).requires_grad_(weight_wants)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
+        column_linear(inputs, weight, None, group())
+    return kept
+
+
+def test_only_what_backward_needs_is_kept():
+    """Of a frozen layer (LoRA) the input is not: it is the larger one."""
+    input_shape, weight_shape = (SEQUENCE, IN), (OUT // 2, IN)
+    assert run_ranks(saved_for_backward, 2, False, True) == [[weight_shape]] * 2
+    assert run_ranks(saved_for_backward, 2, True, False) == [[input_shape]] * 2
+    assert run_ranks(saved_for_backward, 2, True, True) == [[input_shape, weight_shape]] * 2
+
+
+def without_gradients(sequence_parallel):
+    inputs, weight, bias = numbers(SEQUENCE, IN), numbers(OUT, IN, seed=1), numbers(OUT, seed=2)
+    whole_output = F.linear(inputs, weight, bias)
+    here = own(inputs, 0) if sequence_parallel else inputs
+    with torch.no_grad(), counting() as counter:
+        first = column_linear(here, own(weight, 0), own(bias, 0), group(), sequence_parallel)
+        second = row_linear(own(inputs, -1), own(weight, 1), bias, group(), sequence_parallel)
+    close(first, own(whole_output, -1))
+    close(second, own(whole_output, 0) if sequence_parallel else whole_output)
+    return sum(counter.values())
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "sequence"])
+def test_without_gradients(sequence_parallel):
+    wanted = 2 if sequence_parallel else 1
+    assert run_ranks(without_gradients, 2, sequence_parallel) == [wanted] * 2
+
+
+def cached_cast():
+    weight = torch.ones(4, 4, requires_grad=True)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        before = column_linear(torch.ones(1, 4), weight, None, group())
+        weight.zero_()  # autocast has kept what it cast
+        after = column_linear(torch.ones(1, 4), weight, None, group())
+    return before.dtype, torch.equal(before, after)
+
+
+def test_without_gradients_autocast_casts_a_weight_once():
+    assert run_ranks(cached_cast, 2) == [(torch.bfloat16, True)] * 2

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from ezpz_tp._errors import ParallelError
+from ezpz_tp._errors import NotInitializedError, ParallelError
 from ezpz_tp._groups.default import get_state, use_state
 from ezpz_tp._groups.state import ParallelState
 from ezpz_tp._layers.attributes import keep_attributes, mark_sequence_parallel
@@ -13,6 +13,7 @@ from ezpz_tp._regions.mappings import (
     scatter_to_sequence_parallel_region,
 )
 from ezpz_tp._training.grads import finalize_grads
+from ezpz_tp._training.norm import clip_grad_norm_, get_grad_norm
 from ezpz_tp.testing import counting, run_ranks
 
 
@@ -212,3 +213,39 @@ def test_attributes_survive_to_empty():
         module.to_empty(device="cpu")
     assert module.bias.sequence_parallel
     assert not hasattr(module.weight, "sequence_parallel")
+
+
+def marked_but_no_groups():
+    """Layers may have been given a group that nothing here knows of."""
+    for attribute in ("tensor_model_parallel", "sequence_parallel"):
+        marked = parameter(3, grad=1, **{attribute: True})
+        for function in (finalize_grads, lambda found: clip_grad_norm_(found, 1.0)):
+            with pytest.raises(NotInitializedError, match=r"from_groups\(tensor=group\)"):
+                function([marked])
+    finalize_grads([parameter(3, grad=1)])
+
+
+def test_sharded_parameters_without_groups_are_refused():
+    run_ranks(marked_but_no_groups, 2, in_processes=True, initialize=False)
+
+
+def test_a_process_alone_needs_no_groups():
+    marked = parameter(3, grad=1, sequence_parallel=True)
+    finalize_grads([marked])
+    assert marked.grad.tolist() == [1.0] * 3
+
+
+def with_a_group_of_its_own():
+    group = get_state().group("data")
+    layers = [ColumnParallelLinear(4, 4, seed=1, tp_group=group)]
+    layers[0](torch.ones(1, 4)).sum().backward()
+    state = ParallelState.from_groups(tensor=group)
+    norms = [get_grad_norm(layers[0], state=state).item()]
+    whole = nn.Linear(4, 4)
+    whole(torch.ones(1, 4)).sum().backward()
+    return norms[0], get_grad_norm(whole).item()
+
+
+def test_groups_of_ones_own():
+    for norm, expected in run_ranks(with_a_group_of_its_own, 2, tensor=1):
+        assert norm == pytest.approx(expected)

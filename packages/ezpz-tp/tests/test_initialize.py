@@ -205,6 +205,7 @@ WHOLE = {
     "one row": one_row,
     "normalized": normalized,
     "own generator": own_generator,
+    "random slopes": lambda weight: torch.rrelu_(weight.normal_(), training=True),
     "a list": lambda weight: torch._foreach_zero_([weight]),
     "a transpose": lambda weight: weight.T.normal_(),
     "a number of its own": lambda weight: weight.normal_().mul_(torch.rand(())),

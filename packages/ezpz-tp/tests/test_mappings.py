@@ -270,3 +270,47 @@ def alone():
 def test_at_degree_one_every_region_is_the_identity():
     """Trap 13."""
     assert run_ranks(alone, 2, tensor=1) == [(True, {})] * 2
+
+
+def compiled_for_one_group_and_called_with_another(name):
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    groups = [
+        [dist.new_group([each]) for each in range(4)][rank],
+        [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2],
+        [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2],
+        dist.group.WORLD,
+    ]
+    region = getattr(regions, name)
+
+    def body(x, group):
+        return region(x, tp_group=group)
+
+    compiled = torch.compile(body, fullgraph=True, backend="aot_eager")
+    x = torch.arange(64.0).view(8, 8) * (rank + 1)
+    return [torch.equal(compiled(x, each), body(x, each)) for each in groups]
+
+
+@pytest.mark.parametrize(
+    "name", ["reduce_from_tensor_parallel_region", "scatter_to_tensor_parallel_region"]
+)
+def test_a_compiled_region_is_traced_anew_for_another_group(name):
+    """Of a group torch.compile guards the type alone: size and rank of the first would stay."""
+    seen = run_ranks(
+        compiled_for_one_group_and_called_with_another, 4, name, in_processes=True, initialize=False
+    )
+    assert seen == [[True] * 4] * 4
+
+
+def of_no_dims(name):
+    getattr(regions, name)(torch.tensor(1.0))
+
+
+SHARING = [name for name in dir(regions) if name.endswith("_region") and "er_" in name]
+
+
+@pytest.mark.parametrize("name", SHARING)
+def test_a_scalar_has_no_dim_to_share(name):
+    with pytest.raises(DegreeError, match=f"{name}: the input is 0-dim"):
+        run_ranks(of_no_dims, 2, name)

@@ -264,7 +264,7 @@ def test_seeding_alone():
     seed_model_parallel(12, tensor_rank=3, expert_rank=2, expert_tensor_rank=1)
     assert torch.equal(first_of(MODEL_PARALLEL_RNG), seeded(12 + 2718 + 3, 4))
     assert torch.equal(first_of(EXPERT_PARALLEL_RNG), seeded(12 + 1024 + 201, 4))
-    with pytest.raises(ValueError, match="seed -1; expected at least 0"):
+    with pytest.raises(ValueError, match="seed -1; expected 0 to"):
         seed_model_parallel(-1)
 
 
@@ -316,3 +316,23 @@ def seed_without_groups():
 
 def test_seeding_needs_to_know_the_rank():
     run_ranks(seed_without_groups, 2, in_processes=True, initialize=False)
+
+
+def test_states_within_a_fork_are_those_of_now(device):
+    tracker = RngTracker(device=device)
+    tracker.add("a", 1)
+    with tracker.fork("a"):
+        torch.rand(3, device=device)
+        states = tracker.get_states()
+        expected = torch.rand(3, device=device)
+    tracker.set_states(states)
+    with tracker.fork("a"):
+        assert torch.equal(torch.rand(3, device=device), expected)
+
+
+def test_a_seed_without_room_for_the_ranks_own_changes_nothing():
+    tracker = RngTracker(device="cpu")
+    tracker.add("a", 1)
+    with pytest.raises(ValueError, match=r"seed 18446744073709551615; expected 0 to 2\*\*62 - 1"):
+        seed_model_parallel(2**64 - 1, tracker=tracker)
+    assert set(tracker.get_states()) == {"a"}

@@ -63,6 +63,7 @@ from ._groups.getters import (
 from ._groups.ranks import AXES, EXPERT_AXES, RankLayout
 from ._groups.state import ParallelState
 from ._layers.attributes import (
+    copy_attributes,
     copy_tensor_model_parallel_attributes,
     keep_attributes,
     mark_sequence_parallel,
@@ -130,6 +131,7 @@ __all__ = [
     "checkpoint",
     "checkpoint_activations",
     "clip_grad_norm_",
+    "copy_attributes",
     "copy_tensor_model_parallel_attributes",
     "copy_to_tensor_parallel_region",
     "current_state",

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 
+import torch
 from torch.distributed import ProcessGroup
 
 from ezpz_tp._errors import DegreeError, NotInitializedError
@@ -210,12 +211,15 @@ def context_group(cp_group: ProcessGroup | None = None) -> ProcessGroup | None:
 
 
 def _several(axis: str, given: ProcessGroup | None) -> ProcessGroup | None:
+    # Of a group, torch.compile guards the type alone: what it learnt of one group's rank and size
+    # it takes for another's. A comparison with a string is guarded, so each group, and each state,
+    # is traced anew.
     if given is not None:
         group = member(given, axis)
-        return group if group is not None and group.size() > 1 else None
+        if group is None or (torch.compiler.is_compiling() and group.group_name == ""):
+            return None
+        return group if group.size() > 1 else None
     state = current_state()
-    # Of a group, torch.compile guards the type alone: what it learnt of one group's rank and size
-    # it takes for another's. A comparison with a string is guarded, so each state is traced anew.
     if state is None or state.key == "":
         return None
     return state.several[axis]

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -80,6 +81,7 @@ def mark_sequence_parallel(param: Tensor) -> None:
 
     Its gradient is then partial on each tensor-parallel rank, and `finalize_grads` sums it.
     For the norms of a sequence-parallel block, and whatever else stands between its regions.
+    What replaces a parameter forgets its attributes: see `keep_attributes`, `copy_attributes`.
     """
     param.sequence_parallel = True  # type: ignore[attr-defined]
 
@@ -111,13 +113,29 @@ def param_is_not_tensor_parallel_duplicate(
 def keep_attributes(module: nn.Module) -> Iterator[None]:
     """Say of a module's parameters after the block what was said of them before it.
 
-    For what makes new parameters, which have no attributes: ``fully_shard`` of FSDP2, and
-    ``to_empty`` of a module on the meta device. Parameters are known again by their names.
+    For what makes new parameters, which have no attributes: ``fully_shard`` of FSDP2, ``to_empty``
+    of a module on the meta device, ``load_state_dict(..., assign=True)``. Parameters are known
+    again by their names. (The layers of this package keep those of their own in the last two.)
     """
-    said = {
-        name: dict(vars(param)) for name, param in module.named_parameters(remove_duplicate=False)
-    }
+    said = _said(module)
     yield
+    _say(module, said)
+
+
+def copy_attributes(source: nn.Module, destination: nn.Module) -> None:
+    """Say of one module's parameters what is said of those of the same name in another.
+
+    For what copies a module: ``copy.deepcopy`` makes parameters without attributes.
+    """
+    _say(destination, _said(source))
+
+
+def _said(module: nn.Module) -> dict[str, dict[str, Any]]:
+    named = module.named_parameters(remove_duplicate=False)
+    return {name: dict(vars(param)) for name, param in named}
+
+
+def _say(module: nn.Module, said: dict[str, dict[str, Any]]) -> None:
     for name, param in module.named_parameters(remove_duplicate=False):
         for attribute, value in said.get(name, {}).items():
             if not hasattr(param, attribute):

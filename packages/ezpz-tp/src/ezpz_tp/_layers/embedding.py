@@ -100,7 +100,7 @@ class VocabParallelEmbedding(EmbeddingTable):
             if self.tp_group is None:
                 return self.look_up_whole(input_)
             if self.sequence_parallel:
-                self.shard_size("dim 0 of the ids", input_.shape[0])
+                self.shard_size("dim 0 of the ids", input_.shape[0] if input_.dim() else 1)
             return self._look_up(input_, self.tp_group)
         except IndexError as error:
             raise self.outside(input_) from error

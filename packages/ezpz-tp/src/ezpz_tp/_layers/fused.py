@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from ezpz_tp._regions.collectives import (
     all_gather,
+    all_reduce_,
     reduce_scatter,
     start_all_gather,
     start_all_reduce_,
@@ -68,6 +69,9 @@ def column_linear(
     Returns:
         ``[..., out/tp]``.
     """
+    if not torch.is_grad_enabled():
+        # Autocast itself casts, and keeps the weight that it has cast.
+        return F.linear(all_gather(input_, 0, group) if sequence_parallel else input_, weight, bias)
     if _autocast_enabled():
         input_, weight, bias = _autocast(input_, weight, bias)
     if not (torch.compiler.is_compiling() or _transforms_active()):
@@ -99,6 +103,12 @@ def row_linear(
     Returns:
         ``[..., out]``, the same on all ranks; ``[s/tp, ..., out]`` under sequence parallelism.
     """
+    if not torch.is_grad_enabled():
+        output = F.linear(input_, weight)
+        output = (
+            reduce_scatter(output, 0, group) if sequence_parallel else all_reduce_(output, group)
+        )
+        return output if bias is None else output.add_(bias)
     if _autocast_enabled():
         input_, weight, bias = _autocast(input_, weight, bias)
     if not (torch.compiler.is_compiling() or _transforms_active()):
@@ -124,7 +134,7 @@ class _Column(torch.autograd.Function):
         group: ProcessGroup,
         mode: int,
     ) -> Tensor:
-        ctx.save_for_backward(input_, weight)
+        _save(ctx, input_, weight)
         ctx.group, ctx.mode = group, mode
         return F.linear(all_gather(input_, 0, group) if mode == 2 else input_, weight, bias)
 
@@ -169,7 +179,7 @@ class _Row(torch.autograd.Function):
         group: ProcessGroup,
         sequence_parallel: bool,
     ) -> Tensor:
-        ctx.save_for_backward(input_, weight)
+        _save(ctx, input_, weight)
         ctx.group, ctx.sequence_parallel = group, sequence_parallel
         output = F.linear(input_, weight)
         if sequence_parallel:
@@ -197,6 +207,13 @@ _column: Callable[..., Tensor] = super(torch.autograd.Function, _Column).apply
 _row: Callable[..., Tensor] = super(torch.autograd.Function, _Row).apply
 
 
+def _save(ctx: Any, input_: Tensor, weight: Tensor) -> None:
+    # Of a frozen layer the input is not kept, of the first one the weight is not.
+    ctx.save_for_backward(
+        input_ if weight.requires_grad else None, weight if input_.requires_grad else None
+    )
+
+
 def _weight_gradient(grad: Tensor, input_: Tensor) -> Tensor:
     if grad.dim() != 2:
         grad, input_ = grad.reshape(-1, grad.shape[-1]), input_.reshape(-1, input_.shape[-1])
@@ -209,26 +226,39 @@ def _bias_gradient(grad: Tensor) -> Tensor:
 
 # With create_graph=True the gradients are themselves differentiated: the same products, of
 # functions that autograd records.
-def _column_gradients(ctx: Any, grad: Tensor, input_: Tensor, weight: Tensor) -> _Gradients:
+def _column_gradients(
+    ctx: Any, grad: Tensor, input_: Tensor | None, weight: Tensor | None
+) -> _Gradients:
     group, mode = ctx.group, ctx.mode
+    grad_input: Tensor | None = None
+    grad_weight: Tensor | None = None
+    if weight is not None:
+        grad_input = grad.matmul(weight)
+        if mode == 1:
+            grad_input = reduce_from_tensor_parallel_region(grad_input, group)
+        elif mode == 2:
+            grad_input = reduce_scatter_to_sequence_parallel_region(grad_input, tp_group=group)
+    if input_ is not None:
+        if mode == 1:
+            input_ = copy_to_tensor_parallel_region(input_, group)
+        elif mode == 2:
+            input_ = gather_from_sequence_parallel_region(input_, tp_group=group)
+        grad_weight = _weight_gradient(grad, input_)
     grad_bias = _bias_gradient(grad) if ctx.needs_input_grad[2] else None
-    grad_input = grad.matmul(weight)
-    if mode == 1:
-        grad_input = reduce_from_tensor_parallel_region(grad_input, group)
-        input_ = copy_to_tensor_parallel_region(input_, group)
-    elif mode == 2:
-        grad_input = reduce_scatter_to_sequence_parallel_region(grad_input, tp_group=group)
-        input_ = gather_from_sequence_parallel_region(input_, tp_group=group)
-    return grad_input, _weight_gradient(grad, input_), grad_bias, None, None
+    return grad_input, grad_weight, grad_bias, None, None
 
 
-def _row_gradients(ctx: Any, grad: Tensor, input_: Tensor, weight: Tensor) -> _Gradients:
+def _row_gradients(
+    ctx: Any, grad: Tensor, input_: Tensor | None, weight: Tensor | None
+) -> _Gradients:
     grad_bias = _bias_gradient(grad) if ctx.needs_input_grad[2] else None
     if ctx.sequence_parallel:
         grad = gather_from_sequence_parallel_region(grad, tp_group=ctx.group)
     else:
         grad = copy_to_tensor_parallel_region(grad, ctx.group)
-    return grad.matmul(weight), _weight_gradient(grad, input_), grad_bias, None, None
+    grad_input = None if weight is None else grad.matmul(weight)
+    grad_weight = None if input_ is None else _weight_gradient(grad, input_)
+    return grad_input, grad_weight, grad_bias, None, None
 
 
 def _autocast(

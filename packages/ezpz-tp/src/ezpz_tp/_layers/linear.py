@@ -143,7 +143,8 @@ class ColumnParallelLinear(_ParallelLinear):
         skip_bias_add: Return ``(output, bias)`` and leave the addition to the caller.
         pad_output: Allow a degree that does not divide ``out_features``, as for a vocabulary:
             every rank has ``ceil(out_features / tp)`` outputs, and those beyond are -inf, so
-            that no softmax sees them; the gathered output has none of them.
+            that no softmax sees them (label smoothing does: give the cross entropy its
+            ``vocab_size``); the gathered output has none of them.
         tp_group: Default: the tensor-parallel group.
         seed: Of the weight; default: drawn from torch's generator.
 
@@ -283,6 +284,7 @@ class RowParallelLinear(_ParallelLinear):
     """
 
     partition_dim = 1
+    scatters_sequence = True
 
     def __init__(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NoReturn, Self
 
 import torch
@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from ezpz_tp._errors import DegreeError, NotInitializedError, ParallelError
 from ezpz_tp._groups.default import current_state, tensor_group
 
-from .attributes import copy_tensor_model_parallel_attributes
+from .attributes import copy_attributes, keep_attributes
 
 
 class ParallelModule(nn.Module):
@@ -24,6 +24,8 @@ class ParallelModule(nn.Module):
         tp_size: The degree.
         tp_rank: This rank's place in the group.
     """
+
+    scatters_sequence = False  # whether the output is a part of the sequence of the input
 
     def __init__(self, tp_group: ProcessGroup | None) -> None:
         super().__init__()
@@ -75,7 +77,8 @@ class ParallelModule(nn.Module):
                 f"{name}: the last dim of the input {tuple(input_.shape)} should be {size} on "
                 f"each of the {self.tp_size} tensor-parallel ranks"
             ) from error
-        if getattr(self, "sequence_parallel", False) and input_.shape[0] % self.tp_size:
+        shares = self.scatters_sequence and getattr(self, "sequence_parallel", False)
+        if shares and input_.shape[0] % self.tp_size:
             raise DegreeError(
                 f"{name}: dim 0 of the input {tuple(input_.shape)}, the sequence, is not divisible "
                 f"by the tensor-parallel degree {self.tp_size}; pad it to a multiple"
@@ -93,14 +96,18 @@ class ParallelModule(nn.Module):
         new = type(self).__new__(type(self))
         memo[id(self)] = new
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        _carry_over(self._parameters, vars(new)["_parameters"])
+        copy_attributes(self, new)
         return new
 
+    # What follows may put new parameters, of which nothing is said, in the place of those here.
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        before = dict(self._parameters)
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        _carry_over(before, self._parameters)
+        with keep_attributes(self):
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
+
+    def _load_from_state_dict(self, *arguments: Any, **options: Any) -> None:
+        with keep_attributes(self):
+            super()._load_from_state_dict(*arguments, **options)
 
 
 def empty_parameter(
@@ -108,16 +115,3 @@ def empty_parameter(
 ) -> nn.Parameter:
     """An uninitialized parameter."""
     return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-
-
-def _carry_over(
-    before: Mapping[str, nn.Parameter | None], after: Mapping[str, nn.Parameter | None]
-) -> None:
-    """Say of parameters what was said of those that they replace.
-
-    A deep copy's are new, and so are those that ``to_empty`` makes of some on the meta device.
-    """
-    for name, old in before.items():
-        new = after.get(name)
-        if old is not None and new is not None and new is not old:
-            copy_tensor_model_parallel_attributes(new, old)

@@ -174,8 +174,9 @@ def _kaiming_uniform(
 
 @functools.cache
 def _is_pointwise(name: str) -> bool:
-    """Whether torch tags an operation so, in place or not."""
+    """Whether torch tags an operation so, in place or not, and it draws nothing (rrelu does)."""
     packet = getattr(torch.ops.aten, name, None)
-    return isinstance(packet, torch._ops.OpOverloadPacket) and any(  # noqa: SLF001 - its only name
-        torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads()
-    )
+    if not isinstance(packet, torch._ops.OpOverloadPacket):  # noqa: SLF001 - its only name
+        return False
+    tags = {tag for overload in packet.overloads() for tag in getattr(packet, overload).tags}
+    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags

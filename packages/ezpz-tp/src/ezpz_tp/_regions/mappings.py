@@ -172,7 +172,10 @@ def gather_from_tensor_parallel_region(
     The gradient of the result must be the same on all ranks: each keeps its part of it.
     """
     group = tensor_group(tp_group)
-    return input_ if group is None else applied(_Gather, input_, -1, False, group)
+    if group is None:
+        return input_
+    _check_has_dims(input_, "gather_from_tensor_parallel_region")
+    return applied(_Gather, input_, -1, False, group)
 
 
 def scatter_to_sequence_parallel_region(
@@ -209,6 +212,7 @@ def gather_from_sequence_parallel_region(
     group = tensor_group(tp_group)
     if group is None:
         return input_
+    _check_has_dims(input_, "gather_from_sequence_parallel_region")
     return applied(_Gather, input_, dim, tensor_parallel_output_grad, group)
 
 
@@ -232,7 +236,10 @@ def all_gather_last_dim_from_tensor_parallel_region(
 ) -> Tensor:
     """Join the ranks' parts ``[..., h/tp]`` where sharded code follows: gradients are summed."""
     group = tensor_group(tp_group)
-    return input_ if group is None else applied(_Gather, input_, -1, True, group)
+    if group is None:
+        return input_
+    _check_has_dims(input_, "all_gather_last_dim_from_tensor_parallel_region")
+    return applied(_Gather, input_, -1, True, group)
 
 
 def reduce_scatter_last_dim_to_tensor_parallel_region(
@@ -251,8 +258,14 @@ def reduce_scatter_last_dim_to_tensor_parallel_region(
 
 
 def _check_divides(input_: Tensor, dim: int, group: ProcessGroup, region: str) -> None:
+    _check_has_dims(input_, region)
     if input_.shape[dim] % group.size():
         raise DegreeError(
             f"{region}: dim {dim} of {tuple(input_.shape)} is {input_.shape[dim]}, which "
             f"{group.size()} ranks do not divide; pad it to a multiple"
         )
+
+
+def _check_has_dims(input_: Tensor, region: str) -> None:
+    if not input_.dim():
+        raise DegreeError(f"{region}: the input is 0-dim; expected at least one dim to share")

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed import ProcessGroup
 
-from ezpz_tp._errors import ParallelError
+from ezpz_tp._errors import NotInitializedError, ParallelError
 from ezpz_tp._groups.default import current_state
+from ezpz_tp._groups.maker import live_world
 from ezpz_tp._groups.state import ParallelState
 from ezpz_tp._regions.collectives import all_reduce_
 
@@ -53,9 +54,11 @@ def finalize_grads(
     Raises:
         ParallelError: A tied embedding on a pipeline's stage without an embedding group; or
             FSDP2 has dropped the attributes by which parameters are known.
+        NotInitializedError: Parameters are sharded, and there is neither ``state`` nor default.
     """
     parameters = [one for one in parameters_of(model_or_parameters) if one.requires_grad]
     state = state or current_state()
+    check_state(state, parameters)
     if state is not None and state.size("tensor") > 1:
         check_attributes(parameters, state.size("tensor"))
         partial = [one for one in parameters if getattr(one, "sequence_parallel", False)]
@@ -91,6 +94,24 @@ def local_part(tensor: Tensor) -> Tensor:
     # Asked like this because importing DTensor takes longer than all of this package.
     to_local = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()
+
+
+def check_state(state: ParallelState | None, parameters: list[Tensor]) -> None:
+    """Refuse to take layers that were given their group for layers of a rank alone."""
+    world = live_world() if state is None else None
+    if (
+        world is not None
+        and world.size() > 1
+        and any(
+            getattr(one, "tensor_model_parallel", False) or getattr(one, "sequence_parallel", False)
+            for one in parameters
+        )
+    ):
+        raise NotInitializedError(
+            "parameters say tensor_model_parallel or sequence_parallel, but there are no parallel "
+            "groups to sum over; give those of the layers, as in "
+            "state=ParallelState.from_groups(tensor=group) or ParallelState.from_mesh(mesh)"
+        )
 
 
 def check_attributes(parameters: list[Tensor], degree: int) -> None:

@@ -19,6 +19,7 @@ from ezpz_tp._regions.collectives import all_reduce_
 from .grads import (
     Parameters,
     check_attributes,
+    check_state,
     gradient,
     is_shared,
     local_part,
@@ -116,6 +117,7 @@ def get_grad_norm(
     Raises:
         RuntimeError: The norm is infinite or not a number, and ``error_if_nonfinite``.
         ParallelError: FSDP2 has dropped the attributes that say what is sharded.
+        NotInitializedError: Parameters are sharded, and there is neither ``state`` nor default.
         ValueError: ``norm_type`` is not above 0.
     """
     order = float(norm_type)
@@ -123,6 +125,7 @@ def get_grad_norm(
         raise ValueError(f"norm_type {norm_type}; expected a number above 0, or inf")
     parameters = parameters_of(parameters)
     state = state or current_state()
+    check_state(state, parameters)
     if state is not None and state.size("tensor") > 1:
         check_attributes(parameters, state.size("tensor"))
     wide = any(one.dtype == torch.float64 for one in parameters)

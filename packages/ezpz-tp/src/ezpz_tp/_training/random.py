@@ -33,6 +33,7 @@ EXPERT_PARALLEL_RNG = "expert-parallel-rng"
 
 _TENSOR_OFFSET = 2718
 _EXPERT_OFFSET = 1024
+_SEEDS = 2**62
 _CLEAR_OF_TENSOR_OFFSETS = 1 << 20
 
 
@@ -130,7 +131,11 @@ class RngTracker:
             ``name@cpu``; else the CPU's by name.
         """
         found = {}
-        for name, states in self._streams.items():
+        for name, kept in self._streams.items():
+            # The stream in use is where the default generators are, not where it was taken up.
+            states = kept
+            if name == self._current:
+                states = kept | default_states(self._device)
             accelerators = [state for kind, state in states.items() if kind != "cpu"]
             if accelerators:
                 found[name] = accelerators[0]
@@ -276,10 +281,10 @@ def seed_model_parallel(
 
     Raises:
         NotInitializedError: There are several ranks, no state, and no ranks were given.
-        ValueError: The seed is negative.
+        ValueError: The seed is negative, or leaves no room for the ranks' own.
     """
-    if seed < 0:
-        raise ValueError(f"seed_model_parallel: seed {seed}; expected at least 0")
+    if not 0 <= seed < _SEEDS:
+        raise ValueError(f"seed_model_parallel: seed {seed}; expected 0 to 2**62 - 1")
     place = index_or_alone if state is None else state.index
     if tensor_rank is None:
         tensor_rank = place("tensor")
