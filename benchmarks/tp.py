@@ -108,52 +108,79 @@ def fake_groups(sizes: list[int], rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
-def gloo_groups(rounds: int) -> dict[str, dict[str, float]]:
+def gloo_groups(rounds: int) -> dict[str, dict[str, Any]]:
     """Make the groups of 8 real ranks, in turn with all groups, for two layouts."""
-    found = {}
+    found: dict[str, dict[str, Any]] = {}
     for name, pipeline in (("TP 2 x DP 4", 1), ("TP 2 x PP 2 x DP 2", 2)):
         job: dict[str, Any] = {"world": "gloo", "degree": 8, "rounds": rounds}
         job["degrees"] = {"tensor": 2, "context": 1, "pipeline": pipeline}
         taken = ranks("tp_groups.py", job)
-        pairs = zip(taken["ezpz"], taken["all"], strict=True)
+        pairs = [a / b for a, b in zip(taken["ezpz"], taken["all"], strict=True)]
         medians = {f"{way}, ms": round(statistics.median(taken[way]), 2) for way in taken}
-        ratio = round(statistics.median(a / b for a, b in pairs), 3)
-        found[name] = medians | {"ratio": ratio}
+        low, ratio, high = (round(value, 3) for value in statistics.quantiles(pairs))
+        found[name] = medians | {"ratio": ratio, "quartiles": (low, high)}
     return found
 
 
 def promises(
     rows: list[dict[str, Any]],
     groups: list[dict[str, Any]],
-    real: dict[str, dict[str, float]],
-) -> list[tuple[str, float, str]]:
-    """What was wanted, of what was measured: its name, the figure, and the limit."""
-    found: list[tuple[str, float, str]] = []
+    real: dict[str, dict[str, Any]],
+) -> list[dict[str, Any]]:
+    """What was wanted, of what was measured: its name, the figure, its quartiles, the limit."""
+    found: list[dict[str, Any]] = []
+
+    def want(name: str, figure: float, limit: str, quartiles: Any = None) -> None:
+        found.append({"name": name, "figure": figure, "limit": limit, "quartiles": quartiles})
+
     for row in rows:
-        ratio, name = row["ratios"], f"{row['world']} MLP H {row['hidden']}: "
         if row["block"] != "mlp" or row["degree"] != 2:
             continue
-        if (row["world"], row["hidden"]) == ("fake", 64):
-            found.append((name + "over unsharded", ratio["ezpz/unsharded"], "<= 1.20"))
-            found.append((name + "over plain", ratio["ezpz/plain"], "<= 0.95"))
-            found.append((name + "DTensor over ezpz", ratio["dtensor/ezpz"], ">= 6"))
-        if (row["world"], row["hidden"]) == ("fake", 1024):
-            found.append((name + "over the shard's arithmetic", ratio["ezpz/shard"], "<= 1.05"))
-        if row["world"] == "gloo":
-            found.append((name + "over plain", ratio["ezpz/plain"], "<= 1.00"))
+        kinds = [
+            ("gloo", row["hidden"], "over plain", "ezpz/plain", "<= 1.00"),
+            ("fake", 64, "over unsharded", "ezpz/unsharded", "<= 1.20"),
+            ("fake", 64, "over plain", "ezpz/plain", "<= 0.95"),
+            ("fake", 64, "DTensor over ezpz", "dtensor/ezpz", ">= 6"),
+            ("fake", 1024, "over the shard's arithmetic", "ezpz/shard", "<= 1.05"),
+        ]
+        for world, hidden, name, ratio, limit in kinds:
+            if (row["world"], row["hidden"]) == (world, hidden):
+                title = f"{world} MLP H {hidden}: {name}"
+                want(title, row["ratios"][ratio], limit, row["quartiles"][ratio])
     for row in groups:
         if (row["ranks"], row["way"]) == (120_960, "ezpz"):
-            found.append(("groups of 120,960 ranks: ms", row["ms"], "<= 5"))
-            found.append(("groups of 120,960 ranks: MiB", row["mib"], "<= 1"))
-            found.append(("groups of 120,960 ranks: calls", row["calls"], "<= 4"))
+            want("groups of 120,960 ranks: ms", row["ms"], "<= 5")
+            want("groups of 120,960 ranks: MiB", row["mib"], "<= 1")
+            want("groups of 120,960 ranks: calls", row["calls"], "<= 4")
     for layout, figures in real.items():
-        found.append((f"groups of 8 gloo ranks, {layout}", figures["ratio"], "<= 0.70"))
+        title = f"groups of 8 gloo ranks, {layout}"
+        want(title, figures["ratio"], "<= 0.70", figures["quartiles"])
     return found
 
 
-def numbers(given: Any) -> list[int]:
+def numbers(name: str, given: Any) -> list[int]:
     """A number or several, as fire gives them."""
-    return [given] if isinstance(given, int) else [int(one) for one in given]
+    several = list(given) if isinstance(given, (list, tuple)) else [given]
+    if not several or any(type(one) is not int or one < 1 for one in several):
+        raise SystemExit(f"--{name}={given}: expected whole numbers above 0, with commas between")
+    return several
+
+
+def chosen_blocks(given: Any, hidden: list[int], degrees: list[int]) -> list[str]:
+    """The names of the blocks, once they can be made in these sizes."""
+    several = list(given) if isinstance(given, (list, tuple)) else [given]
+    if not several or any(one not in ("mlp", "llama") for one in several):
+        raise SystemExit(f"--blocks={given}: expected mlp, llama or mlp,llama")
+    # A Llama block has 8 heads, each of an even width.
+    if "llama" in several and any(one % 16 for one in hidden):
+        raise SystemExit(f"--hidden={hidden}: expected multiples of 16 for the llama block")
+    for degree in degrees:
+        if any(4 * one % degree for one in hidden) or ("llama" in several and 8 % degree):
+            raise SystemExit(
+                f"--degrees={degrees}: {degree} does not divide llama's 8 heads or 4 x {hidden}; "
+                "expected e.g. 2, 4 or 8"
+            )
+    return several
 
 
 def main(
@@ -182,13 +209,16 @@ def main(
         quick: By default hidden 64 and 1024, TP 2; two sizes of groups; about a minute.
         json: A file to write the figures to.
     """
-    hidden = hidden or ((64, 1024) if quick else (64, 256, 1024, 4096))
-    degrees = degrees or ((2,) if quick else (2, 4, 8))
+    if hidden is None:
+        hidden = (64, 1024) if quick else (64, 256, 1024, 4096)
+    if degrees is None:
+        degrees = (2,) if quick else (2, 4, 8)
     seconds = min(seconds, 0.5) if quick else seconds
-    job = {"hidden": numbers(hidden), "seconds": seconds, "bias": bias}
-    job["blocks"] = [blocks] if isinstance(blocks, str) else list(blocks)
+    widths, tensor_degrees = numbers("hidden", hidden), numbers("degrees", degrees)
+    job: dict[str, Any] = {"hidden": widths, "seconds": seconds, "bias": bias}
+    job["blocks"] = chosen_blocks(blocks, widths, tensor_degrees)
     rows: list[dict[str, Any]] = []
-    for world, degree, processes in worlds(numbers(degrees)):
+    for world, degree, processes in worlds(tensor_degrees):
         rows += ranks("tp_blocks.py", job | {"world": world, "degree": degree}, processes)
     show_blocks(rows)
     sizes = [64, 120_960] if quick else list(LAYOUTS)
@@ -203,14 +233,17 @@ def main(
     for layout, figures in real.items():
         said = "; ".join(f"{name} {value}" for name, value in figures.items())
         print(f"8 gloo ranks, {layout}: {said}")
-    print("\nwanted")
+    print("\nwanted" + " " * 44 + "median   limit" + " " * 13 + "quartiles")
     wanted = promises(rows, groups, real)
-    for name, figure, limit in wanted:
+    for line in wanted:
+        figure, limit = line["figure"], line["limit"]
         kept = figure <= float(limit[3:]) if limit[0] == "<" else figure >= float(limit[3:])
-        print(f"  {name:<44}{figure:>10.3f}  {limit:<9}{'' if kept else 'MISSED'}")
+        low, high = line["quartiles"] or (None, None)
+        spread = "" if low is None else f"{low:.3f} to {high:.3f}"
+        missed = "" if kept else "MISSED"
+        print(f"  {line['name']:<44}{figure:>10.3f}   {limit:<9}{missed:<7}{spread}".rstrip())
     if json:
-        promised = [dict(zip(("name", "figure", "limit"), line, strict=True)) for line in wanted]
-        everything = {"blocks": rows, "groups": groups, "gloo groups": real, "wanted": promised}
+        everything = {"blocks": rows, "groups": groups, "gloo groups": real, "wanted": wanted}
         Path(json).write_text(json_module.dumps(everything, indent=2) + "\n", encoding="utf-8")
 
 

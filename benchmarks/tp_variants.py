@@ -87,10 +87,7 @@ BLOCKS = {"mlp": (Mlp, (8,)), "llama": (LlamaBlock, (1, 64))}
 
 
 class Copy(torch.autograd.Function):
-    """Plain Megatron style: identity, and an all-reduce of the gradient.
-
-    The gradient is copied first: autograd may have given the same one to another branch.
-    """
+    """Plain Megatron style: identity, and an all-reduce of the gradient in place."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -101,7 +98,8 @@ class Copy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         """Return the sum of the gradient over the ranks."""
-        grad = grad.clone(memory_format=torch.contiguous_format)
+        # Without a copy: the linear layer behind has just made it, for nobody else.
+        grad = grad.contiguous()
         dist.all_reduce(grad, group=ctx.group)
         return grad, None
 

@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from ezpz_tp._errors import DegreeError
+from ezpz_tp._errors import DegreeError, ParallelError
+from ezpz_tp._groups.getters import get_tensor_parallel_rank
 from ezpz_tp._layers.linear import ColumnParallelLinear, RowParallelLinear
 from ezpz_tp._training.checkpoint import checkpoint, checkpoint_activations
 from ezpz_tp._training.random import (
@@ -140,6 +141,45 @@ def refuse():
 
 def test_what_cannot_be_shared_out():
     run_ranks(refuse, 2)
+
+
+def differs(dtype, change):
+    """Shares out what is not the same on all ranks; True where that is refused in backward."""
+    rank = get_tensor_parallel_rank()
+    weight = torch.ones((), requires_grad=True)
+    x = torch.eye(6, dtype=torch.int64)
+    x = x.roll(rank, 0) if change == "order" else x.index_fill(1, torch.tensor(3), rank)
+    y = checkpoint(lambda h: (h.to(torch.float64) * weight).sum(), True, x.to(dtype))
+    try:
+        y.backward()
+    except ParallelError as error:
+        assert "leave distribute_saved_activations off" in str(error)  # noqa: PT017
+        assert "[6, 6]" in str(error)  # noqa: PT017
+        return True
+    return False
+
+
+@pytest.mark.parametrize("change", ["order", "values"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.uint8, torch.bool]
+)
+def test_what_differs_between_ranks_is_refused(dtype, change):
+    assert run_ranks(differs, 2, dtype, change) == [True, True]
+
+
+def kept(x, value):
+    weight = torch.ones((), requires_grad=True)
+    function = lambda h: (h.mul_(2) * weight).sum()  # noqa: E731
+    checkpoint(function, True, x.clone()).backward()
+    return weight.grad.item() == value
+
+
+def test_any_equal_values_are_shared_out():
+    x = torch.full((2, 4), 3.0)
+    for equal in (x, x.t(), x[:, ::2], x[0], x[:0]):
+        assert run_ranks(kept, 2, equal, 2 * equal.sum().item()) == [True, True]
+    not_numbers = torch.tensor([[float("nan"), -0.0]])
+    assert run_ranks(kept, 2, not_numbers, 0) == [False, False]
 
 
 def test_under_compilation():

@@ -1,4 +1,6 @@
 import os
+import subprocess
+import sys
 import threading
 import time
 from functools import partial
@@ -135,6 +137,26 @@ def test_what_does_not_pickle_is_named():
     with pytest.raises(TypeError, match="returned lock"):
         run_ranks(threading.Lock, 2, in_processes=True)
     assert run_ranks(partial(sum_of_ranks, scale=3), 2, in_processes=True) == [3, 3]
+
+
+@pytest.mark.parametrize("how", ["option", "stdin"])
+def test_a_function_that_no_process_can_import_is_refused(how):
+    code = (
+        "from ezpz_tp.testing import run_ranks\n"
+        "from functools import partial\n"
+        "def job(): pass\n"
+        "for one in (job, partial(job)):\n"
+        "    try:\n"
+        "        run_ranks(one, 2, in_processes=True)\n"
+        "    except TypeError as error:\n"
+        "        print(error)\n"
+    )
+    command = [sys.executable, *(["-c", code] if how == "option" else [])]
+    done = subprocess.run(
+        command, input=code, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.count("put it in a file that can be imported") == 2
+    assert "job" in done.stdout
 
 
 def bare():
@@ -318,6 +340,60 @@ class Loud(torch.nn.Module):
 def test_numbers_too_large_to_be_exact_are_an_error():
     with pytest.raises(ValueError, match=r"reaches 300, but .*bfloat16 holds .* up to 256; use"):
         assert_matches_unsharded(Loud, Loud, torch.ones(9, dtype=torch.bfloat16))
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self, first, second, more):
+        super().__init__()
+        self.first, self.second, self.more = first, second, more
+
+    def forward(self, first, second):
+        return first * self.first + second * self.second + self.more
+
+
+@pytest.mark.parametrize(
+    ("ahead", "more", "told"),
+    [
+        (0, 0, "output 0 of the unsharded module: .* raise density="),
+        (float("nan"), 0, "output 0 of the unsharded module: .* raise density="),
+        (0, 1, "all gradients of the unsharded module: .* raise density="),
+    ],
+)
+def test_a_comparison_of_nothing_is_an_error(ahead, more, told):
+    module = Scaled(ahead, 0, more)
+    with pytest.raises(ValueError, match=told):
+        assert_matches_unsharded(lambda: module, lambda: module, *[torch.ones(9)] * 2)
+
+
+@pytest.mark.parametrize("degrees", [[], ()])
+def test_no_degrees_are_an_error(degrees):
+    with pytest.raises(ValueError, match="names no degree"):
+        assert_matches_unsharded(Loud, Loud, torch.ones(9), tensor=degrees)
+
+
+def test_a_gradient_of_nothing_is_a_warning():
+    module = Scaled(1, 0, 0)
+    with pytest.warns(
+        UserWarning, match="gradient of input 1 of .* no finite value but 0.*density="
+    ):
+        assert_matches_unsharded(lambda: module, lambda: module, *[torch.ones(9)] * 2)
+
+
+class Gelu(torch.nn.Module):
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, value):
+        return torch.nn.functional.gelu(value) * self.factor
+
+
+def test_numbers_that_are_not_integers_are_pointed_at():
+    with pytest.raises(AssertionError, match=r"not integer arithmetic: pass tolerance="):
+        assert_matches_unsharded(lambda: Gelu(1 + 1e-6), lambda: Gelu(1), torch.ones(9))
+    with pytest.raises(AssertionError) as info:
+        matches("reduce")
+    assert "tolerance=" not in str(info.value)
 
 
 @pytest.mark.parametrize(("stride", "size"), [(1, 12), (1, 10), (2, 12), (1, 3)])

@@ -8,6 +8,7 @@ what the ordinary one gives, and any difference at all is a mistake.
 
 from __future__ import annotations
 
+import warnings
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -73,11 +74,16 @@ def assert_matches_unsharded(
 
     Raises:
         AssertionError: Something differs; says what, on which rank, where and by how much.
-        ValueError: A value is too large for its dtype to hold every integer up to it.
+        ValueError: A value is too large for its dtype to hold every integer up to it; or an
+            output, or every gradient, is 0 everywhere, which shows nothing (one gradient that
+            is gives a UserWarning); or ``tensor`` is empty.
     """
+    degrees = [tensor] if isinstance(tensor, int) else list(tensor)
+    if not degrees:
+        raise ValueError(f"tensor={tensor!r} names no degree to compare at; expected e.g. (1, 2)")
     whole = _Whole(build_unsharded(), inputs, seed, density, integers=tolerance is None)
     counts: Counter[str] = Counter()
-    for degree in [tensor] if isinstance(tensor, int) else tensor:
+    for degree in degrees:
         task = _Task(
             build_parallel,
             whole.parameters,
@@ -157,6 +163,7 @@ class _Whole:
         }
         if integers:
             self._assert_exact()
+        self._assert_something()
 
     def _numbers(self, name: str, like: Tensor, density: float) -> Tensor:
         generator = torch.Generator().manual_seed(self._seed + zlib.crc32(name.encode()))
@@ -177,6 +184,22 @@ class _Whole:
                     f"{name} of the unsharded module reaches {largest:g}, but {value.dtype} holds "
                     f"every integer only up to {exact}; use smaller examples or a lower density="
                 )
+
+    def _assert_something(self) -> None:
+        """Refuse what mistakes would not show in."""
+        nothing = [name for name, value in self.values.items() if _is_nothing(value)]
+        gradients = [name for name in self.values if name.startswith("gradient")]
+        outputs = [name for name in nothing if name.startswith("output")]
+        text = " of the unsharded module: no finite value but 0, in which no mistake would show; "
+        remedy = "raise density= or use larger examples"
+        if outputs or (gradients and set(gradients) <= set(nothing)):
+            raise ValueError((", ".join(outputs) or "all gradients") + text + remedy)
+        if nothing:
+            warnings.warn(", ".join(nothing) + text + "unless meant, " + remedy, stacklevel=4)
+
+
+def _is_nothing(value: Tensor) -> bool:
+    return value.is_floating_point() and value.numel() > 0 and not value.nan_to_num(0, 0, 0).any()
 
 
 def _on_rank(task: _Task) -> tuple[dict[str, Part], Counter[str]]:

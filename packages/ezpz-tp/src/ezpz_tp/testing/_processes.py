@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 from ezpz_tp._groups.ranks import RankLayout
@@ -45,6 +46,13 @@ def run_in_processes(
             "use a function at the top level of a module and arguments that pickle, "
             "or threads (in_processes=False)"
         ) from error
+    # What is pickled by its name in the program is looked for there by the other processes.
+    if b"__main__" in payload and not _is_importable(sys.modules["__main__"]):
+        raise TypeError(
+            f"{function!r} or an argument is defined where other processes cannot import it "
+            "(python -c, standard input or a notebook): put it in a file that can be imported, "
+            "or use threads (in_processes=False)"
+        )
     modules = _modules_of(function, *args)
     with _lock:
         workers = _pool.take(layout.world_size)
@@ -111,6 +119,12 @@ def _modules_of(*values: object) -> tuple[tuple[str, str], ...]:
         if name not in {None, "__main__", "builtins"} and file:
             found[str(name)] = str(file)
     return tuple(found.items())
+
+
+def _is_importable(program: ModuleType) -> bool:
+    """Whether multiprocessing can give a new process the module that this one was started with."""
+    file = getattr(program, "__file__", None)
+    return program.__spec__ is not None or (file is not None and Path(file).is_file())
 
 
 class _Worker:

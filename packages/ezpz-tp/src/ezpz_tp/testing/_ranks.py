@@ -60,6 +60,8 @@ def run_ranks(
 
     Raises:
         DegreeError: The degrees do not fit the world size.
+        TypeError: ``in_processes`` and something that other processes cannot be given: it does not
+            pickle, or is defined in ``python -c``, standard input or a notebook.
         TimeoutError: Some rank did not finish in time; says which, and where it stood.
         RankError: A process ended without a word, or what it raised cannot be pickled.
         Exception: What ``function`` raised on the rank that failed first, with its rank as a

@@ -79,7 +79,18 @@ def compare(
         raise AssertionError(
             f"{where} differs in {int(wrong.sum())} of {wrong.numel()} values, first at "
             f"{list(at)}: {found[at].item()!r}, but {expected[at].item()!r} unsharded"
+            + (_NOT_INTEGERS if tolerance is None and not _are_integers(whole) else "")
         )
+
+
+_NOT_INTEGERS = (
+    "; the unsharded values are not all integers, so that the order of sums may show: "
+    "not integer arithmetic: pass tolerance="
+)
+
+
+def _are_integers(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() or bool((tensor == tensor.round()).all())
 
 
 def _form(tensor: Tensor) -> str:
