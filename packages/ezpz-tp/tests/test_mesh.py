@@ -4,7 +4,19 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from ezpz_tp import ParallelError, ParallelState
+from ezpz_tp import (
+    ParallelError,
+    ParallelState,
+    RankLayout,
+    get_grad_norm,
+    get_rng_tracker,
+    parallel_state,
+    seed_model_parallel,
+    set_tensor_model_parallel_attributes,
+    use_state,
+)
+from ezpz_tp.model_parallel_config import ModelParallelConfig
+from ezpz_tp.tensor_parallel import ColumnParallelLinear
 from ezpz_tp.testing import run_ranks
 
 
@@ -54,6 +66,108 @@ def there_and_back():
 
 def test_a_mesh_of_a_state_and_a_state_of_a_mesh():
     run_ranks(there_and_back, 4, in_processes=True, initialize=False)
+
+
+def one_mesh_of_many():
+    for shape, names in (
+        ((2, 1, 2), ("pp", "dp", "tp")),
+        ((2, 2), ("cp", "tp")),
+        ((2, 2), ("tp", "pp")),
+        ((2, 2), ("dp", "cp")),
+    ):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        state = ParallelState.from_mesh(mesh)
+        assert state.to_mesh() is mesh
+        assert state.layout is not None
+        assert state.layout.degree("tensor") == state.size("tensor")
+        for axis in ("tensor", "context", "data", "pipeline"):
+            assert state.ranks(axis) == tuple(dist.get_process_group_ranks(state.group(axis)))
+            assert state.index(axis) == state.group(axis).rank()
+        axes = [axis for axis in ("tensor", "context", "data", "pipeline") if state.size(axis) > 1]
+        assert state.group(*axes) is dist.group.WORLD
+    return str(
+        ParallelState.from_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))).layout
+    )
+
+
+def test_a_mesh_over_the_world_has_a_layout_and_comes_back():
+    assert (
+        run_ranks(one_mesh_of_many, 4, in_processes=True, initialize=False)
+        == [str(RankLayout(4, tensor=2))] * 4
+    )
+
+
+def products():
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "pp", "tp"))
+    part = mesh["pp", "tp"]
+    for one in (mesh, part):
+        state = ParallelState.from_mesh(one)
+        assert (state.layout is None) == (one is part)
+        assert state.to_mesh() is one
+        assert state.group("tensor", "pipeline") is mesh.get_group("pp")
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
+    assert ParallelState.from_mesh(mesh["cp", "tp"]).group("tensor", "context") is dist.group.WORLD
+
+
+def flattened():
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
+    for one in (mesh, mesh["cp", "tp"]):
+        state = ParallelState.from_mesh(one)
+        if one is mesh:
+            words = r"no group spans tensor x context .*from_mesh.*mesh\[\('cp', 'tp'\)\]._flatten"
+            with pytest.raises(ParallelError, match=words):
+                state.group("tensor", "context")
+            flat = mesh["cp", "tp"]._flatten()
+        assert state.group("tensor", "context") is flat.get_group()
+
+
+def test_products_of_a_mesh():
+    run_ranks(products, 4, in_processes=True, initialize=False)
+    run_ranks(flattened, 8, in_processes=True, initialize=False)
+
+
+def of_experts(kind):
+    if kind == "create":
+        state = ParallelState.create(2, context=2)
+    elif kind == "groups":
+        own = ParallelState.create(2, context=2)
+        state = ParallelState.from_groups(tensor=own.group("tensor"), context=own.group("context"))
+    else:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+        state = ParallelState.from_mesh(mesh)
+    with use_state(state):
+        parameter = torch.nn.Parameter(torch.zeros(4))
+        parameter.grad = torch.full((4,), 3.0 + state.index("tensor"))
+        set_tensor_model_parallel_attributes(parameter, True, 0, 1)
+        parameter.allreduce = False
+        seed_model_parallel(1)
+        with get_rng_tracker().fork("expert-parallel-rng"):
+            drawn = torch.rand(1).item()
+        layer = ColumnParallelLinear(
+            4,
+            8,
+            config=ModelParallelConfig(use_cpu_initialization=True),
+            init_method=torch.nn.init.zeros_,
+            is_expert=True,
+        )
+        names = [f"get_expert_{name}_parallel" for name in ("tensor", "model", "data")]
+        return (
+            [getattr(parallel_state, f"{name}_world_size")() for name in names],
+            [getattr(parallel_state, f"{name}_rank")() for name in names],
+            dist.get_process_group_ranks(parallel_state.get_expert_tensor_parallel_group()),
+            get_grad_norm([parameter]).item(),
+            drawn,
+            tuple(layer.weight.shape),
+        )
+
+
+def test_experts_are_laid_out_as_the_model_however_the_state_was_made():
+    made = run_ranks(of_experts, 4, "create", in_processes=True, initialize=False)
+    assert made[0][:2] == ([2, 1, 2], [0, 0, 0])
+    assert made[3][:2] == ([2, 1, 2], [1, 0, 1])
+    assert made[0][3] == 10.0
+    for kind in ("mesh", "groups"):
+        assert run_ranks(of_experts, 4, kind, in_processes=True, initialize=False) == made
 
 
 def alone():

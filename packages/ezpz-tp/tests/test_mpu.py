@@ -42,6 +42,11 @@ def test_what_deepspeed_calls():
     run_ranks(what_deepspeed_calls, 4, in_processes=True, initialize=False)
 
 
+def test_it_is_not_what_deepspeed_takes_for_sequence_parallelism_alone():
+    # deepspeed/utils/groups.py: with this name, its model-parallel size is 1.
+    assert not hasattr(mpu, "initialize_sequence_parallel")
+
+
 def ulysses():
     mpu.initialize_model_parallel(context_parallel_size=2)
     assert mpu.get_sequence_parallel_world_size() == 2

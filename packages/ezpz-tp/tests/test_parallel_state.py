@@ -1,12 +1,21 @@
 import gc
 import warnings
+import weakref
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ezpz_tp import DegreeError, NotInitializedError, ParallelError, parallel_state
+import ezpz_tp
+from ezpz_tp import (
+    DegreeError,
+    NotInitializedError,
+    ParallelError,
+    ParallelState,
+    parallel_state,
+    use_state,
+)
 from ezpz_tp.testing import run_ranks
 
 mpu = parallel_state
@@ -109,6 +118,8 @@ def chunks_and_overrides():
     mpu.set_tensor_model_parallel_world_size(8)
     mpu.set_tensor_model_parallel_rank(5)
     mpu.set_pipeline_model_parallel_world_size(4)
+    with pytest.raises(ParallelError, match=r"no rank has stage 3: .* set to 4 by hand"):
+        mpu.get_pipeline_model_parallel_last_rank()
     mpu.set_pipeline_model_parallel_rank(3)
     mpu.set_data_parallel_rank(7)
     mpu.set_expert_model_parallel_world_size(2)
@@ -135,6 +146,90 @@ def chunks_and_overrides():
 
 def test_model_chunks_and_what_is_set_by_hand():
     run_ranks(chunks_and_overrides, 2, in_processes=True, initialize=False)
+
+
+def asked_again():
+    mpu.initialize_model_parallel(1, 2, virtual_pipeline_model_parallel_size=2)
+    mpu.initialize_model_parallel(1, 2, virtual_pipeline_model_parallel_size=2)
+    with pytest.raises(DegreeError, match=r"virtual_pipeline_\w+ was 2, now 4\. Call destroy"):
+        mpu.initialize_model_parallel(1, 2, virtual_pipeline_model_parallel_size=4)
+    with pytest.raises(DegreeError, match="create_gloo_process_groups was True, now False"):
+        mpu.initialize_model_parallel(1, 2, 2, create_gloo_process_groups=False)
+    assert mpu.get_virtual_pipeline_model_parallel_world_size() == 2
+    mpu.destroy_model_parallel()
+
+    with use_state(ParallelState.create()):
+        mpu.initialize_model_parallel(1, 2, virtual_pipeline_model_parallel_size=2)
+        assert mpu.get_virtual_pipeline_model_parallel_world_size() is None
+    assert mpu.get_virtual_pipeline_model_parallel_world_size() == 2
+    assert mpu.get_virtual_pipeline_model_parallel_rank() == 0
+    mpu.destroy_model_parallel()
+
+
+def test_once_more_with_other_arguments():
+    run_ranks(asked_again, 2, in_processes=True, initialize=False)
+
+
+def nothing_is_left():
+    rank = dist.get_rank()
+    mpu.set_tensor_model_parallel_rank(7)  # as a converter does, before there are groups
+    assert mpu.get_tensor_model_parallel_rank() == 7
+    mpu.initialize_model_parallel(2)
+    assert mpu.get_tensor_model_parallel_rank() == rank
+    for destroy in (ezpz_tp.destroy_model_parallel, ezpz_tp.destroy_tensor_parallel):
+        mpu.set_tensor_model_parallel_rank(5)
+        buffer = mpu.get_global_memory_buffer()
+        destroy()
+        for getter in (
+            mpu.get_tensor_model_parallel_rank,
+            mpu.get_global_memory_buffer,
+            mpu.get_data_parallel_group_gloo,
+        ):
+            with pytest.raises(NotInitializedError):
+                getter()
+        ezpz_tp.initialize_tensor_parallel(2)
+        assert mpu.get_tensor_model_parallel_rank() == rank
+        assert mpu.get_global_memory_buffer() is not buffer
+        assert mpu.get_data_parallel_group_gloo() is mpu.get_data_parallel_group()
+    destroy()
+
+
+def test_whoever_destroys_the_groups_ends_it_all():
+    run_ranks(nothing_is_left, 2, in_processes=True, initialize=False)
+
+
+def gloo_beside_another():
+    # A world whose backend does not take tensors on the CPU, as nccl's.
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    dist.destroy_process_group()
+    register_cpu_blind()
+    dist.init_process_group(
+        "blind", store=dist.PrefixStore("blind", store), rank=rank, world_size=2
+    )
+    mpu.initialize_model_parallel()
+    group = mpu.get_data_parallel_group_gloo()
+    assert dist.get_backend(group) == "gloo"
+    total = torch.ones(1)
+    dist.all_reduce(total, group=group)
+    assert total.item() == 2
+    kept = weakref.ref(group)
+    del group
+    ezpz_tp.destroy_tensor_parallel()
+    gc.collect()
+    assert kept() is None
+    assert len(dist.distributed_c10d._world.pg_map) == 1
+
+
+def register_cpu_blind():
+    def made(store, rank, size, timeout):
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+    if not hasattr(dist.Backend, "BLIND"):
+        dist.Backend.register_backend("blind", made, devices=["cuda"])
+
+
+def test_gloo_groups_end_with_the_others():
+    run_ranks(gloo_beside_another, 2, in_processes=True, initialize=False)
 
 
 def own_embeddings():
@@ -210,7 +305,7 @@ def test_no_gloo_groups_when_not_wanted(a_machine):
 
 
 def test_the_memory_buffer(a_machine):
-    with pytest.raises(NotInitializedError, match="no memory buffer"):
+    with pytest.raises(NotInitializedError, match="no parallel groups"):
         mpu.get_global_memory_buffer()
     mpu.initialize_model_parallel(2)
     buffer = mpu.get_global_memory_buffer()
@@ -221,8 +316,8 @@ def test_the_memory_buffer(a_machine):
     assert buffer.get_tensor((3, 3), torch.float32, "mpu", device="cpu").numel() == 9
     assert buffer.get_tensor((2,), torch.int64, "mpu", device="cpu").dtype == torch.int64
     mpu.destroy_global_memory_buffer()
-    with pytest.raises(NotInitializedError):
-        mpu.get_global_memory_buffer()
+    assert mpu.get_global_memory_buffer() is not buffer
+    assert mpu.get_global_memory_buffer() is mpu.get_global_memory_buffer()
 
 
 def test_before_initialization():

@@ -42,13 +42,22 @@ def test_foreign_groups_without_a_layout():
     assert state.several == {
         "tensor": tensor,
         "data": data,
-        **dict.fromkeys(("context", "pipeline", "expert", "expert_tensor", "expert_data")),
+        "expert_tensor": tensor,  # without expert parallelism an expert is split as the rest
+        "expert_data": data,
+        **dict.fromkeys(("context", "pipeline", "expert")),
     }
+    assert state.group("expert_tensor", "expert", "pipeline") is tensor
+    assert (state.size("expert_tensor"), state.index("expert_tensor")) == (2, 1)
+    assert (state.size("expert_data"), state.index("expert_data")) == (4, 3)
     assert (state.size("tensor", "data"), state.index("data", "tensor")) == (8, 7)
     assert state.ranks("pipeline") == (7,)
     assert state.group("pipeline").size() == 1
-    with pytest.raises(ParallelError, match=r"no group spans tensor x data \(degrees 2 x 4\)"):
+    with pytest.raises(
+        ParallelError, match=r"no group spans tensor x data \(degrees 2 x 4\).*from_groups"
+    ):
         state.group("tensor", "data")
+    with pytest.raises(ValueError, match="those of experts are the model's here"):
+        state.size("tensor", "expert_tensor")
     with pytest.raises(ParallelError, match=r"does not know the tensor group.*layout="):
         state.ranks("tensor")
     with pytest.raises(ParallelError, match="no layout to make a mesh of"):
@@ -58,7 +67,9 @@ def test_foreign_groups_without_a_layout():
     for axes in ((), ("tensor", "tensor")):
         with pytest.raises(ValueError, match="expected one or more, each once"):
             state.group(*axes)
-    assert repr(state) == "<ParallelState rank=7 tensor=1/2, data=3/4>"
+    assert repr(state) == (
+        "<ParallelState rank=7 tensor=1/2, data=3/4, expert_tensor=1/2, expert_data=3/4>"
+    )
     state.destroy()
     state.destroy()
     assert not state.is_live
@@ -79,6 +90,34 @@ def test_foreign_groups_with_a_layout_and_products():
     assert state.group("data", "tensor") is both
     assert state.ranks("data") == (1, 3, 5, 7)
     assert state.ranks("tensor", "data") == tuple(range(8))
+
+
+def test_foreign_groups_of_experts():
+    state = ParallelState.from_groups(
+        tensor=Foreign(1, 4), pipeline=Foreign(1, 2), expert=Foreign(0, 2), expert_tensor=None
+    )
+    assert state.size("expert_tensor") == state.size("expert_data") == 1
+    assert state.index("pipeline", "expert") == 2  # the pipeline is the slowest of both grids
+    state = ParallelState.from_groups(
+        tensor=Foreign(1, 2), context=Foreign(1, 2), data=Foreign(2, 3)
+    )
+    assert (state.size("expert_data"), state.index("expert_data")) == (6, 5)
+    assert state.several["expert_data"] is None
+    assert state.ranks("expert") == (state.rank,)
+    assert (state.size("expert"), state.index("expert")) == (1, 0)
+    assert state.group("expert").size() == 1
+
+
+def test_experts_of_an_order_that_gives_them_no_grid_of_their_own():
+    layout = RankLayout(16, tensor=2, context=2, pipeline=2, order="tp-cp-pp-dp")
+    assert not layout.experts_fit
+    groups = {axis: Foreign(layout.index(axis, 13), 2) for axis in ("tensor", "context", "data")}
+    state = ParallelState.from_groups(
+        **groups, pipeline=Foreign(layout.index("pipeline", 13), 2), layout=layout, rank=13
+    )
+    assert state.group("expert_tensor") is groups["tensor"]
+    assert state.ranks("expert_data") == layout.group_of(("context", "data"), 13)
+    assert state.size("expert_tensor", "expert", "pipeline") == 4
 
 
 def test_groups_that_do_not_fit_the_layout():

@@ -7,6 +7,11 @@ takes the world's size over it for the number of replicas
 (deepspeed/runtime/pipe/topology.py, deepspeed/runtime/config.py, 2026-08-22). Megatron's
 ``get_model_parallel_group`` is the same. Slice parallel is the tensor axis, pipe parallel the
 pipeline, and sequence parallel (Ulysses) the context axis.
+
+There is no ``initialize_sequence_parallel``, on purpose: DeepSpeed takes an mpu that has it for
+one that splits sequences and nothing else, and its model-parallel size for 1
+(deepspeed/utils/groups.py). Its ``UlyssesSPAttentionHF`` makes groups of its own, with its own
+mpu, and is not given this one.
 """
 
 from __future__ import annotations

@@ -17,10 +17,11 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from ._errors import NotInitializedError, ParallelError
+from ._errors import DegreeError, NotInitializedError, ParallelError
 from ._groups import default as _default
 from ._groups.maker import EMBEDDING, EmbeddingRanks
 from ._groups.state import ParallelState
+from ._groups.world import live_world
 from ._megatron import experts as _expert_parallel
 from ._megatron import groups as _model_parallel
 from ._megatron import overrides as _overrides
@@ -29,7 +30,6 @@ from ._megatron.experts import *  # noqa: F403 - names of this module
 from ._megatron.groups import *  # noqa: F403
 from ._megatron.memory import GlobalMemoryBuffer
 from ._megatron.overrides import *  # noqa: F403
-from ._megatron.overrides import forget_overrides, start_virtual_pipeline
 from ._megatron.stages import *  # noqa: F403
 
 __all__ = [
@@ -60,9 +60,6 @@ _GROUPS: tuple[tuple[str, ...], ...] = (
     ("expert_tensor", "expert"),
     ("expert_tensor", "expert", "pipeline"),
 )
-
-_buffer: GlobalMemoryBuffer | None = None
-_gloo: ParallelState | None = None
 
 
 def initialize_model_parallel(
@@ -126,7 +123,6 @@ def initialize_model_parallel(
         DegreeError: The degrees do not fit, or groups exist with other arguments.
         ParallelError: An argument is set that is not supported.
     """
-    global _buffer, _gloo
     asked = locals()
     if local_world_size is not None and local_world_size != dist.get_world_size():
         raise _unsupported("local_world_size", local_world_size)
@@ -146,8 +142,7 @@ def initialize_model_parallel(
             "least 2 stages"
         )
     timeout = timedelta(minutes=distributed_timeout_minutes)
-    before = _default.current_state()
-    _default.initialize_default(
+    state = _default.initialize_default(
         tensor=tensor_model_parallel_size,
         context=context_parallel_size,
         pipeline=pipeline_model_parallel_size,
@@ -161,17 +156,38 @@ def initialize_model_parallel(
         else {},
         timeout=timeout,
     )
-    if _default.current_state() is before:
-        return
-    forget_overrides()
-    if virtual_pipeline_model_parallel_size is not None:
-        _overrides.set_virtual_pipeline_model_parallel_world_size(
-            virtual_pipeline_model_parallel_size
-        )
-        start_virtual_pipeline(0)
-    _buffer = GlobalMemoryBuffer()
-    _gloo = _gloo_groups(timeout) if create_gloo_process_groups else None
+    _set_up(state, virtual_pipeline_model_parallel_size, create_gloo_process_groups, timeout)
 
+
+def _set_up(state: ParallelState, chunks: int | None, gloo: bool, timeout: timedelta) -> None:
+    """Add what `ezpz_tp`'s own groups do not have, once; it all ends with the state."""
+    asked = {"virtual_pipeline_model_parallel_size": chunks, "create_gloo_process_groups": gloo}
+    before = state.notes.get(_ARGUMENTS)
+    if before is not None:
+        if before != asked:
+            raise DegreeError(
+                "parallel groups exist already, with other arguments: "
+                + "; ".join(
+                    f"{name} was {before[name]!r}, now {value!r}"
+                    for name, value in asked.items()
+                    if before[name] != value
+                )
+                + ". Call destroy_model_parallel first"
+            )
+        return
+    if chunks is not None:
+        state.notes["virtual size"] = chunks
+        state.notes["virtual rank"] = 0
+    if gloo and not _handles_cpu():
+        assert state.layout is not None
+        data: list[tuple[str, ...]] = [("data",), ("context", "data"), ("expert_data",)]
+        of_cpu = ParallelState.of_layout(state.layout, data, {}, backend="gloo", timeout=timeout)
+        state.attach(of_cpu)
+        state.notes[_GLOO] = of_cpu
+    state.notes[_ARGUMENTS] = asked
+
+
+_ARGUMENTS, _GLOO, _BUFFER = "megatron arguments", "gloo groups", "memory buffer"
 
 _UNSUPPORTED = {
     "hierarchical_context_parallel_sizes": None,
@@ -204,15 +220,11 @@ def _embedding_stages(
     }
 
 
-def _gloo_groups(timeout: timedelta) -> ParallelState:
-    """Return a state whose data groups handle tensors on the CPU."""
-    state = _default.get_state()
-    assert state.layout is not None
-    backends = dist.get_backend_config(dist.group.WORLD)
-    if any(word in backends for word in ("gloo", "mpi", "fake")):
-        return state
-    data: list[tuple[str, ...]] = [("data",), ("context", "data"), ("expert_data",)]
-    return ParallelState.of_layout(state.layout, data, {}, backend="gloo", timeout=timeout)
+def _handles_cpu() -> bool:
+    """Return whether the world's backend takes tensors on the CPU."""
+    world = live_world()
+    backends = "" if world is None else dist.get_backend_config(world)
+    return any(word in backends for word in ("gloo", "mpi", "fake"))
 
 
 def destroy_model_parallel() -> None:
@@ -220,11 +232,6 @@ def destroy_model_parallel() -> None:
 
     Collective: every rank calls this. Without groups it does nothing.
     """
-    global _buffer, _gloo
-    gloo, _gloo, _buffer = _gloo, None, None
-    if gloo is not None and gloo is not _default.current_state():
-        gloo.destroy()
-    forget_overrides()
     _default.destroy_tensor_parallel()
 
 
@@ -249,21 +256,33 @@ def get_expert_data_parallel_group_gloo(
 
 
 def _gloo_state() -> ParallelState:
-    if _gloo is None:
+    state = _default.get_state()
+    made: ParallelState | None = state.notes.get(_GLOO)
+    if made is not None:
+        return made
+    wanted: bool = state.notes.get(_ARGUMENTS, {}).get("create_gloo_process_groups", True)
+    if not wanted or not _handles_cpu():
         raise NotInitializedError(
-            "no gloo groups; call initialize_model_parallel(create_gloo_process_groups=True)"
+            "no gloo groups; call parallel_state.initialize_model_parallel("
+            "create_gloo_process_groups=True)"
         )
-    return _gloo
+    return state
 
 
 def get_global_memory_buffer() -> GlobalMemoryBuffer:
-    """Return the buffers that code of one process shares."""
-    if _buffer is None:
-        raise NotInitializedError("no memory buffer; call initialize_model_parallel first")
-    return _buffer
+    """Return the buffers that code of one process shares, made when first asked for.
+
+    They end with the groups.
+
+    Raises:
+        NotInitializedError: There are no groups yet.
+    """
+    buffer: GlobalMemoryBuffer = _default.get_state().notes.setdefault(
+        _BUFFER, GlobalMemoryBuffer()
+    )
+    return buffer
 
 
 def destroy_global_memory_buffer() -> None:
     """Forget the buffers."""
-    global _buffer
-    _buffer = None
+    _default.notes().pop(_BUFFER, None)

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
@@ -13,11 +14,13 @@ from torch.distributed import ProcessGroup
 from ezpz_tp._errors import DegreeError, NotInitializedError
 
 from .given import member
-from .maker import EmbeddingRanks, live_world
+from .maker import EmbeddingRanks
 from .ranks import ORDER
 from .state import ParallelState
+from .world import live_world
 
 _default: ParallelState | None = None
+_nobodys: dict[str, Any] = {}
 _arguments: dict[str, object] = {}
 
 
@@ -107,13 +110,13 @@ def initialize_default(
     embedding: bool | Mapping[str, EmbeddingRanks],
     backend: Mapping[str, str],
     timeout: timedelta | None,
-) -> None:
-    """Make the default state, or find that the one there is the same."""
+) -> ParallelState:
+    """Make the default state, or find that the one there is the same; return it."""
     global _default, _arguments
     arguments = dict(locals())
     if _default is not None and _default.is_live:
         if arguments == _arguments:
-            return
+            return _default
         raise DegreeError(
             "parallel groups exist already, with other arguments: "
             + "; ".join(
@@ -137,6 +140,7 @@ def initialize_default(
         timeout=timeout,
     )
     _arguments = arguments
+    return _default
 
 
 def destroy_tensor_parallel() -> None:
@@ -146,6 +150,7 @@ def destroy_tensor_parallel() -> None:
     """
     global _default, _arguments
     state, _default, _arguments = _default, None, {}
+    _nobodys.clear()
     if state is not None:
         state.destroy()
 
@@ -169,14 +174,31 @@ def get_state() -> ParallelState:
     """Return the state in use here.
 
     Raises:
-        NotInitializedError: There is none.
+        NotInitializedError: There is none, or the world that it was made in was destroyed.
     """
-    state = current_state()
+    state = _checked()
     if state is None:
         raise NotInitializedError(
             "no parallel groups; call initialize_tensor_parallel on every rank first, or give "
             "the group (tp_group=...)"
         )
+    return state
+
+
+def notes() -> dict[str, Any]:
+    """Return what others keep for the state in use; it ends with the state.
+
+    Without a state it is kept until groups are made or destroyed.
+    """
+    state = current_state()
+    return _nobodys if state is None else state.notes
+
+
+def _checked() -> ParallelState | None:
+    """Return `current_state`, after a look at its world."""
+    state = current_state()
+    if state is not None:
+        state.check_world()
     return state
 
 
@@ -201,6 +223,7 @@ def tensor_group(tp_group: ProcessGroup | None = None) -> ProcessGroup | None:
 
     Raises:
         ParallelError: ``tp_group`` is not a group that this rank is in.
+        NotInitializedError: The world that the state in use was made in was destroyed.
     """
     return _several("tensor", tp_group)
 
@@ -222,12 +245,15 @@ def _several(axis: str, given: ProcessGroup | None) -> ProcessGroup | None:
     state = current_state()
     if state is None or state.key == "":
         return None
-    return state.several[axis]
+    group = state.several[axis]
+    if group is not None:
+        state.check_world()
+    return group
 
 
 def index_or_alone(*axes: str) -> int:
     """Return this rank's position along axes; 0 before there are groups, if it is alone."""
-    state = current_state()
+    state = _checked()
     if state is None:
         _nobody_else(axes)
         return 0
@@ -236,7 +262,7 @@ def index_or_alone(*axes: str) -> int:
 
 def size_or_alone(*axes: str) -> int:
     """Return the degree of axes; 1 before there are groups, if this rank is alone."""
-    state = current_state()
+    state = _checked()
     if state is None:
         _nobody_else(axes)
         return 1
@@ -245,7 +271,7 @@ def size_or_alone(*axes: str) -> int:
 
 def ranks_or_alone(*axes: str) -> tuple[int, ...]:
     """Return the global ranks along axes; rank 0 before there are groups, if it is alone."""
-    state = current_state()
+    state = _checked()
     if state is None:
         _nobody_else(axes)
         return (0,)

@@ -46,8 +46,10 @@ def check_sizes(groups: Mapping[tuple[str, ...], ProcessGroup | None], layout: R
         DegreeError: Some differ.
     """
     for axes, group in groups.items():
+        if group is None and axes[0] not in AXES:  # not given, rather than of one
+            continue
         size, degree = (1 if group is None else group.size()), layout.degree(axes)
-        if size != degree and (group is not None or axes[0] in AXES):
+        if size != degree:
             raise DegreeError(
                 f"the {' x '.join(axes)} group has {size} ranks; the layout's degree is {degree}"
             )

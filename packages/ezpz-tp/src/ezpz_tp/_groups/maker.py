@@ -11,9 +11,11 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, distributed_c10d
 
-from ezpz_tp._errors import DegreeError, NotInitializedError, ParallelError
+from ezpz_tp._errors import ParallelError
 
+from .agreement import agree
 from .ranks import RankLayout, ordered
+from .world import has_world, initialized_world, live_world
 
 # What follows needs some of its private names, each isolated and said why.
 c10d: Any = distributed_c10d
@@ -35,28 +37,6 @@ _PATIENCE = timedelta(seconds=5)
 _rounds: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
-def live_world() -> ProcessGroup | None:
-    """Return the group of all ranks, or None before torch.distributed has one."""
-    if not dist.is_available() or not dist.is_initialized():
-        return None
-    return dist.group.WORLD
-
-
-def initialized_world(wanted: str) -> ProcessGroup:
-    """Return the group of all ranks.
-
-    Raises:
-        NotInitializedError: There is none; says what was wanted of it.
-    """
-    world = live_world()
-    if world is None:
-        raise NotInitializedError(
-            f"groups for {wanted} were asked for, but torch.distributed has no process group; "
-            "call torch.distributed.init_process_group first"
-        )
-    return world
-
-
 class Maker:
     """Makes the groups of one state, each rank set once, and frees them."""
 
@@ -70,7 +50,7 @@ class Maker:
         stages: tuple[str, ...] = (),
     ) -> None:
         world = initialized_world(str(layout))
-        self._world = weakref.ref(world)
+        self.world = weakref.ref(world)
         self._layout = layout
         self._rank = rank
         self._backend = backend
@@ -79,7 +59,8 @@ class Maker:
         self._known: dict[tuple[str | None, tuple[int, ...]], ProcessGroup] = {}
         self.made: list[ProcessGroup] = []
         self._round = _rounds[world] = _rounds.get(world, 0) + 1
-        self._agree(f"{layout} {wanted=} {stages=} {backend=}")
+        if self._default not in ("fake", "mpi", "undefined") and layout.world_size > 1:
+            agree(f"{layout} {wanted=} {stages=} {backend=}", self._round, world, timeout)
 
     def make(
         self, wanted: Iterable[tuple[str, ...]], stages: Mapping[str, EmbeddingRanks]
@@ -113,13 +94,13 @@ class Maker:
     def known(self, axes: tuple[str, ...]) -> ProcessGroup | None:
         """Return a group with the rank set of these axes, if there is one."""
         if self._layout.degree(axes) == self._layout.world_size:
-            return self._world()
+            return self.world()
         ranks = self._layout.group_of(axes, self._rank)
         return next((group for (_, r), group in self._known.items() if r == ranks), None)
 
     def is_live(self) -> bool:
         """Return whether the world that the groups were made in is still there."""
-        return self._world() is live_world() is not None
+        return has_world(self.world)
 
     def destroy(self, *, together: bool = True) -> None:
         """Free what was made, and nothing else.
@@ -165,7 +146,7 @@ class Maker:
         if degree == 1:
             return None
         if degree == self._layout.world_size and backend is None:
-            world = self._world()
+            world = self.world()
             assert world is not None
             return world
         ranks = self._layout.group_of(axes, self._rank)
@@ -232,21 +213,6 @@ class Maker:
             ) from error
         self.made.append(group)
         return group
-
-    def _agree(self, arguments: str) -> None:
-        """Compare the arguments with the first rank's: ranks that differ would never meet.
-
-        It waits for no one, so the ranks that are right still wait for those that are not.
-        """
-        if self._default in ("fake", "mpi", "undefined") or self._layout.world_size == 1:
-            return
-        store = c10d._get_default_store()  # noqa: SLF001 - there is no public way to it
-        first = store.compare_set(f"ezpz_tp.{self._round}", "", arguments).decode()
-        if first != arguments:
-            raise DegreeError(
-                f"rank {self._rank} was asked for {arguments}, another rank for {first}; give "
-                "every rank the same arguments"
-            )
 
 
 def _named_group(

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 
-from ezpz_tp._errors import ParallelError
+from ezpz_tp._errors import DegreeError, ParallelError
 
-from .ranks import AXES, RankLayout
+from .ranks import AXES, ORDER, RankLayout
 
 if TYPE_CHECKING:
     from .state import ParallelState
@@ -21,10 +21,8 @@ DIMS = {"tensor": "tp", "context": "cp", "data": "dp", "pipeline": "pp"}
 """What an axis is called in a mesh, as torchtitan and Megatron call it."""
 
 
-def groups_of_mesh(
-    mesh: DeviceMesh, names: Mapping[str, str]
-) -> dict[tuple[str, ...], ProcessGroup]:
-    """Return a mesh's groups by axis.
+def dims_of_mesh(mesh: DeviceMesh, names: Mapping[str, str]) -> dict[str, str]:
+    """Return the name of the dim of each axis that a mesh has, in the order of its dims.
 
     Args:
         mesh: Its dims have names.
@@ -56,7 +54,88 @@ def groups_of_mesh(
                 f"from_mesh(mesh, data={dim!r}), or take a part of the mesh, as in "
                 f"mesh[{tuple(d for d in dims if d in axes)!r}]"
             )
-    return {(axes[dim],): mesh.get_group(dim) for dim in dims}
+    return {axes[dim]: dim for dim in dims}
+
+
+class MeshGroups:
+    """The mesh that a state was made from, and the groups that it has or may get later.
+
+    Args:
+        mesh: Its dims have names.
+        dims: The name of the dim of each axis, from `dims_of_mesh`.
+    """
+
+    def __init__(self, mesh: DeviceMesh, dims: Mapping[str, str]) -> None:
+        self.mesh = mesh
+        self._dims = dims
+
+    def by_axis(self) -> dict[tuple[str, ...], ProcessGroup | None]:
+        """Return the groups of the dims, by axis."""
+        return {(axis,): self.mesh.get_group(dim) for axis, dim in self._dims.items()}
+
+    def layout(self) -> RankLayout | None:
+        """Return the layout that numbers the ranks as the mesh does, or None if none can.
+
+        None is also the answer for a part of a mesh: nothing says where the other ranks are.
+        """
+        ranks, axes = self.mesh.mesh, list(self._dims)
+        if ranks.numel() != dist.get_world_size():
+            return None
+        degrees = dict(zip(axes, ranks.shape, strict=True))
+        several = [axis for axis in axes if degrees[axis] > 1]
+        first = ranks.reshape([degrees[axis] for axis in several])
+        strides = {axis: int(first.select(i, 1).min()) for i, axis in enumerate(several)}
+        words = [DIMS[axis] for axis in sorted(several, key=strides.__getitem__)]
+        # An axis of degree 1 may lie anywhere; the experts' data axis takes the context's place.
+        words = [word for word in ("tp", "cp") if word not in words] + words
+        if "dp" not in words:
+            words.insert(words.index("cp") + 1, "dp")
+        words.insert(words.index("dp"), "ep")
+        for order in (ORDER, "-".join(words)):
+            try:
+                layout = RankLayout(
+                    ranks.numel(),
+                    degrees.get("tensor", 1),
+                    degrees.get("context", 1),
+                    degrees.get("pipeline", 1),
+                    order=order,
+                )
+            except DegreeError:
+                continue
+            if torch.equal(_ranks(layout, several), first):
+                return layout
+        return None
+
+    def known(self, axes: tuple[str, ...]) -> ProcessGroup | None:
+        """Return the group that spans these axes: the world's, or that of a flattened dim."""
+        world = dist.group.WORLD
+        dims = tuple(dim for axis, dim in self._dims.items() if axis in axes)
+        ranks = sorted(self.mesh[dims].mesh.flatten().tolist())
+        if world is not None and len(ranks) == world.size():
+            return world
+        for name, flat in _flattened(self.mesh).items():
+            if sorted(flat.mesh.flatten().tolist()) == ranks:
+                return flat.get_group(name)
+        return None
+
+    def advice(self, axes: tuple[str, ...]) -> str:
+        """Say how to get the group that `known` did not find."""
+        dims = tuple(dim for axis, dim in self._dims.items() if axis in axes)
+        return (
+            f"this state is from_mesh's, which makes none: flatten these dims of the mesh, as in "
+            f"mesh[{dims!r}]._flatten(), or use ParallelState.create(also=[{axes!r}])"
+        )
+
+
+def _flattened(mesh: DeviceMesh) -> Mapping[str, DeviceMesh]:
+    """Return what was flattened of a mesh. There is no public way to it."""
+    if hasattr(mesh, "_get_root_mesh"):  # torch 2.8 and later
+        found = getattr(mesh._get_root_mesh(), "_flatten_mapping", None)  # noqa: SLF001
+        if found is not None:
+            return dict(found)
+    resources: Any = getattr(device_mesh, "_mesh_resources", None)
+    table = getattr(resources, "root_to_flatten_mapping", None)
+    return dict(table.get(resources.get_root_mesh(mesh), {})) if table else {}
 
 
 def mesh_of_state(state: ParallelState, device_type: str | None) -> DeviceMesh:

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from ezpz_tp._errors import NotInitializedError, ParallelError
-
-from .alone import Alone
-from .given import check_sizes, member, member_ranks, position
-from .maker import EMBEDDING, EmbeddingRanks, Maker, initialized_world, live_world
-from .mesh import groups_of_mesh, mesh_of_state
-from .positions import Positions
-from .ranks import AXES, EXPERT_AXES, ORDER, RankLayout, ordered
-
-_numbers = itertools.count(1)
+from .found import Groups
+from .given import check_sizes, member, position
+from .maker import EMBEDDING, EmbeddingRanks, Maker
+from .mesh import MeshGroups, dims_of_mesh, mesh_of_state
+from .ranks import AXES, EXPERT_AXES, ORDER, RankLayout
+from .world import has_world, initialized_world, live_world
 
 
-class ParallelState(Positions):
+class ParallelState(Groups):
     """The process groups, positions and sizes of one rank. It does not change once made.
 
     Make one with `create`, `from_groups` or `from_mesh`. An axis is ``tensor``, ``context``,
@@ -43,20 +39,13 @@ class ParallelState(Positions):
         layout: RankLayout | None = None,
         maker: Maker | None = None,
         ranks: Mapping[str, tuple[int, ...]] | None = None,
+        mesh: MeshGroups | None = None,
     ) -> None:
         """Take groups as they are; the class methods are the ways to make one."""
-        super().__init__(groups, layout, rank)
-        self._maker = maker
-        self._alone: Alone | None = None
-        self._groups = {axes: group for axes, group in groups.items() if group is not None}
-        self._ranks = dict(ranks or {})
-        # What layers and mappings ask for at every call: None where there is nothing to do.
-        self.several = {
-            axis: self._groups.get((axis,)) if size > 1 else None
-            for axis, size in self._sizes.items()
-        }
-        self.key = str(next(_numbers))  # no other state of this process has it
-        self._closed = False
+        super().__init__(groups, layout, rank, maker, ranks, mesh)
+        # What others keep for as long as this state lives, and states that end with it.
+        self.notes: dict[str, Any] = {}
+        self._attached: list[ParallelState] = []
 
     @classmethod
     def create(
@@ -197,10 +186,13 @@ class ParallelState(Positions):
                 name other than the default is not a dim of the mesh.
         """
         names = {"tensor": tensor, "context": context, "data": data, "pipeline": pipeline}
-        return cls(groups_of_mesh(mesh, names), rank=dist.get_rank())
+        taken = MeshGroups(mesh, dims_of_mesh(mesh, names))
+        return cls(taken.by_axis(), rank=dist.get_rank(), layout=taken.layout(), mesh=taken)
 
     def to_mesh(self, device_type: str | None = None) -> DeviceMesh:
         """Return a mesh over the same groups: dims pp, dp, cp, tp, those of degree > 1.
+
+        After `from_mesh` it is the mesh that was given, with the names that its dims have.
 
         Args:
             device_type: ``cuda``, ``cpu``, ...; the device of the groups' backend if None.
@@ -208,45 +200,18 @@ class ParallelState(Positions):
         Raises:
             ParallelError: The state has no layout to order the ranks by.
         """
+        if self._mesh is not None and device_type in (None, self._mesh.mesh.device_type):
+            return self._mesh.mesh
         return mesh_of_state(self, device_type)
-
-    def group(self, *axes: str) -> ProcessGroup:
-        """Return this rank's group along an axis, or the group that spans several.
-
-        Raises:
-            ParallelError: The group that spans these axes was not made.
-            NotInitializedError: The state was destroyed.
-        """
-        found = self._groups.get(axes)
-        return self._find(axes) if found is None else found
-
-    def ranks(self, *axes: str) -> tuple[int, ...]:
-        """Return the world's numbers of the ranks in a group, in the group's order."""
-        if len(axes) == 1 and axes[0] in self._ranks:
-            return self._ranks[axes[0]]
-        self._known(axes)
-        if self.layout is not None:
-            return self.layout.group_of(axes, self.rank)
-        if self.size(*axes) == 1:
-            return (self.rank,)
-        return member_ranks(self.group(*axes), " x ".join(axes))
-
-    def has_group(self, *axes: str) -> bool:
-        """Return whether `group` would find one."""
-        try:
-            self.group(*axes)
-        except ParallelError:
-            return False
-        return True
-
-    def has(self, name: str) -> bool:
-        """Return whether this rank is in a group of some stages only (``embedding``)."""
-        return name in self._ranks
 
     @property
     def is_live(self) -> bool:
         """Whether its groups can still be used: neither it nor the world was destroyed."""
-        return not self._closed and (self._maker is None or self._maker.is_live())
+        return not self._closed and has_world(self._world)
+
+    def attach(self, other: ParallelState) -> None:
+        """Let another state be destroyed together with this one."""
+        self._attached.append(other)
 
     @property
     def made(self) -> int:
@@ -259,6 +224,9 @@ class ParallelState(Positions):
         Collective: every rank calls this. A second call does nothing.
         """
         self._closed = True
+        self.notes.clear()
+        while self._attached:
+            self._attached.pop().destroy()
         self._groups.clear()
         self.several = dict.fromkeys(self.several)
         if self._alone is not None:
@@ -270,37 +238,3 @@ class ParallelState(Positions):
     def __repr__(self) -> str:
         sizes = ", ".join(f"{a}={self._indexes[a]}/{n}" for a, n in self._sizes.items() if n > 1)
         return f"<ParallelState rank={self.rank} {sizes or 'alone'}>"
-
-    def _find(self, axes: tuple[str, ...]) -> ProcessGroup:
-        if self._closed:
-            raise NotInitializedError(
-                f"the {' x '.join(axes)} group of a ParallelState that was destroyed"
-            )
-        if len(axes) == 1 and axes[0] in self._ranks:  # a stage's only rank
-            self._groups[axes] = self._one()
-            return self._groups[axes]
-        if len(axes) == 1 and axes[0] in EMBEDDING:
-            raise ParallelError(
-                f"rank {self.rank} has no {axes[0]} group: its stage, {self.index('pipeline')} "
-                f"of {self.size('pipeline')}, is not in one, or create was called without "
-                "embedding=True"
-            )
-        self._known(axes)
-        several = ordered(axis for axis in axes if self._sizes[axis] > 1)
-        found = self._groups.get(several) if several else self._one()
-        if found is None and self._maker is not None:
-            found = self._maker.known(several)
-        if found is None:
-            raise ParallelError(
-                f"no group spans {' x '.join(axes)} (degrees "
-                f"{' x '.join(str(self._sizes[axis]) for axis in axes)}); ask for it when the "
-                f"groups are made: also=[{several!r}]"
-            )
-        self._groups[axes] = found
-        return found
-
-    def _one(self) -> ProcessGroup:
-        """Return the group of this rank alone, made when first asked for."""
-        if self._alone is None:
-            self._alone = Alone(self.rank)
-        return self._alone

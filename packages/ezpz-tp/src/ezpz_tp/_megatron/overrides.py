@@ -2,12 +2,15 @@
 
 Check-point converters do this: they build the model of rank (t, p) in one process. Only the
 getters of `ezpz_tp.parallel_state` and `ezpz_tp.mpu` read these; layers and mappings
-communicate in the groups that there are.
+communicate in the groups that there are. They end with the state that was in use when they
+were set; those set without one, when groups are made or destroyed.
 """
 
 from __future__ import annotations
 
 import warnings
+
+from ezpz_tp._groups.default import notes
 
 __all__ = [
     "get_virtual_pipeline_model_parallel_rank",
@@ -25,72 +28,66 @@ __all__ = [
     "set_virtual_pipeline_model_parallel_world_size",
 ]
 
-_values: dict[str, int | None] = {}
-
 
 def overridden(name: str) -> int | None:
     """Return what was set by hand under this name, or None."""
-    return _values.get(name)
-
-
-def forget_overrides() -> None:
-    """Let every getter say again what the groups say."""
-    _values.clear()
+    value: int | None = notes().get(name)
+    return value
 
 
 def set_tensor_model_parallel_world_size(world_size: int | None) -> None:
     """Let `get_tensor_model_parallel_world_size` return this; None undoes it."""
-    _values["tensor size"] = world_size
+    notes()["tensor size"] = world_size
 
 
 def set_tensor_model_parallel_rank(rank: int | None) -> None:
     """Let `get_tensor_model_parallel_rank` return this; None undoes it."""
-    _values["tensor rank"] = rank
+    notes()["tensor rank"] = rank
 
 
 def set_pipeline_model_parallel_world_size(world_size: int | None) -> None:
     """Let `get_pipeline_model_parallel_world_size` return this; None undoes it."""
-    _values["pipeline size"] = world_size
+    notes()["pipeline size"] = world_size
 
 
 def set_pipeline_model_parallel_rank(rank: int | None) -> None:
     """Let `get_pipeline_model_parallel_rank` return this; None undoes it."""
-    _values["pipeline rank"] = rank
+    notes()["pipeline rank"] = rank
 
 
 def set_data_parallel_rank(rank: int | None) -> None:
     """Let `get_data_parallel_rank` return this; None undoes it."""
-    _values["data rank"] = rank
+    notes()["data rank"] = rank
 
 
 def set_expert_model_parallel_world_size(world_size: int | None) -> None:
     """Let `get_expert_model_parallel_world_size` return this; None undoes it."""
-    _values["expert size"] = world_size
+    notes()["expert size"] = world_size
 
 
 def set_expert_model_parallel_rank(rank: int | None) -> None:
     """Let `get_expert_model_parallel_rank` return this; None undoes it."""
-    _values["expert rank"] = rank
+    notes()["expert rank"] = rank
 
 
 def set_expert_tensor_parallel_world_size(world_size: int | None) -> None:
     """Let `get_expert_tensor_parallel_world_size` return this; None undoes it."""
-    _values["expert_tensor size"] = world_size
+    notes()["expert_tensor size"] = world_size
 
 
 def set_expert_tensor_parallel_rank(rank: int | None) -> None:
     """Let `get_expert_tensor_parallel_rank` return this; None undoes it."""
-    _values["expert_tensor rank"] = rank
+    notes()["expert_tensor rank"] = rank
 
 
 def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> None:
     """Set the number of model chunks a pipeline rank holds; None is no interleaving."""
-    _values["virtual size"] = world_size
+    notes()["virtual size"] = world_size
 
 
 def get_virtual_pipeline_model_parallel_world_size() -> int | None:
     """Return the number of model chunks a pipeline rank holds, or None."""
-    return _values.get("virtual size")
+    return overridden("virtual size")
 
 
 def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
@@ -101,14 +98,9 @@ def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
         DeprecationWarning,
         stacklevel=2,
     )
-    start_virtual_pipeline(rank)
-
-
-def start_virtual_pipeline(rank: int | None) -> None:
-    """Set the model chunk that is meant, without a word."""
-    _values["virtual rank"] = rank
+    notes()["virtual rank"] = rank
 
 
 def get_virtual_pipeline_model_parallel_rank() -> int | None:
     """Return the model chunk that is meant, or None."""
-    return _values.get("virtual rank")
+    return overridden("virtual rank")

@@ -44,8 +44,14 @@ def get_pipeline_model_parallel_prev_rank() -> int:
 
 
 def _stage(index: int) -> int:
-    ranks = ranks_or_alone("pipeline")
-    return ranks[index % size_of("pipeline")]
+    ranks, size = ranks_or_alone("pipeline"), size_of("pipeline")
+    if index % size >= len(ranks):
+        raise ParallelError(
+            f"no rank has stage {index % size}: the pipeline size was set to {size} by hand, and "
+            f"the pipeline has the ranks {list(ranks)}; undo it with "
+            "set_pipeline_model_parallel_world_size(None)"
+        )
+    return ranks[index % size]
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:

@@ -11,8 +11,8 @@ from torch.distributed import ProcessGroup
 
 from ezpz_tp._errors import NotInitializedError, ParallelError
 from ezpz_tp._groups.default import current_state
-from ezpz_tp._groups.maker import live_world
 from ezpz_tp._groups.state import ParallelState
+from ezpz_tp._groups.world import live_world
 from ezpz_tp._regions.collectives import all_reduce_
 
 Parameters = Tensor | nn.Module | Iterable[Tensor | nn.Module]
