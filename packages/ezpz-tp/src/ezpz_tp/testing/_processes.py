@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import inspect
+import io
 import multiprocessing
 import pickle
 import shutil
@@ -39,7 +40,7 @@ def run_in_processes(
 ) -> list[Result]:
     """Call ``function(*args)`` once per rank in processes; see `run_ranks`."""
     try:
-        payload = pickle.dumps((function, args))
+        payload, modules = _pickled((function, args))
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise TypeError(
             f"{function!r} and its arguments go to other processes, but do not pickle: {error}; "
@@ -53,7 +54,6 @@ def run_in_processes(
             "(python -c, standard input or a notebook): put it in a file that can be imported, "
             "or use threads (in_processes=False)"
         )
-    modules = _modules_of(function, *args)
     with _lock:
         workers = _pool.take(layout.world_size)
         place = _pool.place()
@@ -105,20 +105,30 @@ def _unpack(report: Report, world_size: int) -> BaseException:
     return with_rank(error, report.rank, world_size, report.text)
 
 
-def _modules_of(*values: object) -> tuple[tuple[str, str], ...]:
-    """Name and file of the modules that a job's objects come from.
+def _pickled(value: object) -> tuple[bytes, tuple[tuple[str, str], ...]]:
+    """Pickle, and return name and file of the modules that its functions and classes come from.
 
     A test's module has a name that only its test runner can import: ranks load it from its file.
     """
-    found: dict[str, str] = {}
-    for value in values:
-        inner = getattr(value, "func", value)  # functools.partial
-        owner = inner if inspect.isroutine(inner) or inspect.isclass(inner) else type(inner)
+    buffer = io.BytesIO()
+    pickler = _Pickler(buffer)
+    pickler.dump(value)
+    return buffer.getvalue(), tuple(pickler.modules.items())
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, buffer: io.BytesIO) -> None:
+        super().__init__(buffer)
+        self.modules: dict[str, str] = {}
+
+    def reducer_override(self, value: Any) -> Any:
+        """Note where a value comes from; pickle it as usual."""
+        owner = value if inspect.isroutine(value) or inspect.isclass(value) else type(value)
         name = getattr(owner, "__module__", None)
         file = getattr(sys.modules.get(name or ""), "__file__", None)
-        if name not in {None, "__main__", "builtins"} and file:
-            found[str(name)] = str(file)
-    return tuple(found.items())
+        if file and name not in {None, "__main__", "builtins"}:
+            self.modules[str(name)] = str(file)
+        return NotImplemented
 
 
 def _is_importable(program: ModuleType) -> bool:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -163,6 +164,11 @@ def _load(name: str, file: str) -> None:
         spec = None
     if spec is None or spec.origin != file:
         spec = importlib.util.spec_from_file_location(name, file)
+        # Unpickling imports the first package of a name, which may be pytest's invention.
+        parent = name.rpartition(".")[0]
+        while parent:
+            sys.modules.setdefault(parent, ModuleType(parent))
+            parent = parent.rpartition(".")[0]
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
