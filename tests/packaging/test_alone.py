@@ -30,6 +30,8 @@ TEST_NEEDS = {
     "ezpz-dist": ["mpich"],
     "ezpz-obs": ["numpy"],
 }
+# How many of its tests run at once, where they mostly wait for each other.
+AT_ONCE = {"ezpz-topo": 4, "ezpz-launch": 4, "ezpz-tp": 2}
 EXTRAS = {"ezpz-suite": "[examples]"}
 SIBLINGS = {
     "ezpz-topo": set(),
@@ -110,9 +112,9 @@ def test_alone(built: Path, name: str, tmp_path: Path, capsys: pytest.CaptureFix
     # Away from the source tree, so that nothing but the wheel can be imported.
     shutil.copytree(ROOT / "packages" / name / "tests", tmp_path / "tests")
     shutil.copy(ROOT / "pytest.ini", tmp_path)
-    four = ["-n", "4"] if "pytest-xdist" in TEST_NEEDS.get(name, []) else []
+    at_once = ["-n", str(AT_ONCE[name])] if name in AT_ONCE else []
     said = run(
-        [python, "-m", "pytest", "-q", "--timeout=120", "-o", "testpaths=", *four, "tests"],
+        [python, "-m", "pytest", "-q", "--timeout=120", "-o", "testpaths=", *at_once, "tests"],
         cwd=tmp_path,
     )
     assert " passed" in said
