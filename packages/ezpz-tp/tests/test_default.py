@@ -3,7 +3,7 @@ import torch.distributed as dist
 
 import ezpz_tp
 from ezpz_tp import DegreeError, NotInitializedError, ParallelError
-from ezpz_tp._groups.default import context_group, tensor_group
+from ezpz_tp._groups.default import tensor_group
 from ezpz_tp.testing import run_ranks
 
 AXES = ("tensor", "data", "pipeline", "context", "expert")
@@ -15,7 +15,7 @@ def getter(axis, what):
 
 def test_without_a_world_a_rank_is_alone():
     assert not ezpz_tp.tensor_parallel_is_initialized()
-    assert tensor_group() is context_group() is None
+    assert tensor_group() is None
     for axis in AXES:
         assert getter(axis, "world_size")() == 1
         assert getter(axis, "rank")() == 0
@@ -61,7 +61,6 @@ def from_before_to_after():
     assert ezpz_tp.get_data_parallel_ranks() == [rank]
     assert ezpz_tp.get_data_parallel_group().size() == 1
     assert tensor_group() is ezpz_tp.get_tensor_parallel_group()
-    assert context_group() is None
     assert tensor_group(ezpz_tp.get_data_parallel_group()) is None
     others = dist.new_group([(rank + 1) % 4], use_local_synchronization=True)
     assert tensor_group(others) is tensor_group()  # torch's None for a group of others

@@ -225,27 +225,18 @@ def tensor_group(tp_group: ProcessGroup | None = None) -> ProcessGroup | None:
         ParallelError: ``tp_group`` is not a group that this rank is in.
         NotInitializedError: The world that the state in use was made in was destroyed.
     """
-    return _several("tensor", tp_group)
-
-
-def context_group(cp_group: ProcessGroup | None = None) -> ProcessGroup | None:
-    """Return the context group to communicate in, or None, as `tensor_group` does."""
-    return _several("context", cp_group)
-
-
-def _several(axis: str, given: ProcessGroup | None) -> ProcessGroup | None:
     # Of a group, torch.compile guards the type alone: what it learnt of one group's rank and size
     # it takes for another's. A comparison with a string is guarded, so each group, and each state,
     # is traced anew.
-    if given is not None:
-        group = member(given, axis)
+    if tp_group is not None:
+        group = member(tp_group, "tensor")
         if group is None or (torch.compiler.is_compiling() and group.group_name == ""):
             return None
         return group if group.size() > 1 else None
     state = current_state()
     if state is None or state.key == "":
         return None
-    group = state.several[axis]
+    group = state.several["tensor"]
     if group is not None:
         state.check_world()
     return group

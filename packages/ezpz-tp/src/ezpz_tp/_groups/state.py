@@ -110,7 +110,7 @@ class ParallelState(Groups):
         maker = Maker(layout, rank, backend, timeout, wanted, tuple(stages))
         try:
             groups, ranks = maker.make(wanted, stages)
-        except BaseException:
+        except BaseException:  # also at Ctrl-C: no half-made set of groups stays; raised again
             maker.destroy(together=False)
             raise
         return cls(groups, rank=rank, layout=layout, maker=maker, ranks=ranks)

@@ -13,8 +13,9 @@ from torch.nn.init import xavier_normal_
 from ezpz_tp._regions.collectives import SUM, all_reduce_
 from ezpz_tp._regions.mappings import gather_from_tensor_parallel_region
 
+from .initialize import InitMethod
 from .lookup import vocabulary_lookup
-from .table import EmbeddingTable, InitMethod
+from .table import EmbeddingTable
 
 
 class VocabParallelEmbedding(EmbeddingTable):

@@ -28,7 +28,6 @@ from ezpz_tp._regions.collectives import (
     start_all_gather,
     start_all_reduce_,
     start_reduce_scatter,
-    sum_,
 )
 from ezpz_tp._regions.mappings import (
     copy_to_tensor_parallel_region,
@@ -185,7 +184,7 @@ class _Row(torch.autograd.Function):
         if sequence_parallel:
             output = reduce_scatter(output, 0, group)
         else:
-            sum_(output, group)
+            all_reduce_(output, group)
         return output if bias is None else output.add_(bias)
 
     @staticmethod

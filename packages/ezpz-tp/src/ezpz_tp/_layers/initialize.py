@@ -23,6 +23,9 @@ from ezpz_tp._regions.collectives import broadcast_
 from .boxes import Box, common, elements, shifted, slices, stretches, tiles, within
 from .tile import NoOtherNumbers, NotElementwiseError, Tile
 
+InitMethod = Callable[[Tensor], object]
+"""Fills a tensor in place, as the functions of ``torch.nn.init`` do."""
+
 _LARGE = 1 << 28
 """Bytes of a full weight from which making it is worth a warning."""
 
@@ -35,7 +38,7 @@ def initialize_shard(
     partition_dim: int | None,
     index: int,
     degree: int,
-    init_method: Callable[[Tensor], object],
+    init_method: InitMethod,
     *,
     seed: int,
     stride: int = 1,
@@ -158,7 +161,7 @@ def _fill(
     box: Box,
     full_shape: tuple[int, ...],
     dim: int,
-    init_method: Callable[[Tensor], object],
+    init_method: InitMethod,
     *,
     seed: int,
 ) -> None:
@@ -180,7 +183,7 @@ def _draw_first(
     like: Tensor,
     full_shape: tuple[int, ...],
     dim: int,
-    init_method: Callable[[Tensor], object],
+    init_method: InitMethod,
     seed: int,
 ) -> None:
     """Draw one element, where this rank's are all padding.
@@ -196,7 +199,7 @@ def _draw_first(
 def _whole(
     like: Tensor,
     full_shape: tuple[int, ...],
-    init_method: Callable[[Tensor], object],
+    init_method: InitMethod,
     seed: int,
     reason: NotElementwiseError,
 ) -> Tensor:

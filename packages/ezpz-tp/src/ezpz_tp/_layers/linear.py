@@ -11,8 +11,6 @@ torch.Size([8, 64])
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -20,7 +18,6 @@ from torch.nn import functional as F
 from torch.nn.init import xavier_normal_
 
 from ezpz_tp._errors import DegreeError
-from ezpz_tp._regions.collectives import all_gather
 from ezpz_tp._regions.mappings import (
     gather_from_tensor_parallel_region,
     scatter_to_tensor_parallel_region,
@@ -28,105 +25,14 @@ from ezpz_tp._regions.mappings import (
 
 from .attributes import mark_sequence_parallel, set_tensor_model_parallel_attributes
 from .fused import column_linear, row_linear
-from .initialize import agree_on_seed, initialize_shard
-from .module import ParallelModule, empty_parameter
+from .initialize import InitMethod
+from .module import empty_parameter
+from .sharded_linear import ShardedLinear
 
-InitMethod = Callable[[Tensor], object]
 Output = Tensor | tuple[Tensor, nn.Parameter | None]
 
 
-class _ParallelLinear(ParallelModule):
-    """One weight, split along ``partition_dim``, and what both layers do with it."""
-
-    partition_dim: int
-    weight: nn.Parameter
-    bias: nn.Parameter | None
-    master_weight: Tensor | None
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        init_method: InitMethod,
-        stride: int,
-        sequence_parallel: bool,
-        skip_bias_add: bool,
-        tp_group: ProcessGroup | None,
-        seed: int | None,
-    ) -> None:
-        super().__init__(tp_group)
-        for what, size in (("in_features", in_features), ("out_features", out_features)):
-            if size < 1:
-                raise DegreeError(f"{type(self).__name__}: {what}={size}; expected at least 1")
-        self.in_features, self.out_features = in_features, out_features
-        self.init_method, self.stride, self.seed = init_method, stride, seed
-        # With one rank there is no sequence to share.
-        self.sequence_parallel = sequence_parallel and self.tp_group is not None
-        self.skip_bias_add = skip_bias_add
-        self.master_weight = None
-
-    def stacked_shard_size(self, what: str, size: int, stride: int) -> int:
-        """Return ``size`` over the degree, where ``stride`` equal matrices are split each."""
-        if stride < 1 or size % stride:
-            raise DegreeError(
-                f"{type(self).__name__}: stride={stride} does not divide {what}={size}"
-            )
-        self.shard_size(what if stride == 1 else f"{what} / stride {stride}", size // stride)
-        return size // self.tp_size
-
-    def own_parameters(self) -> tuple[nn.Parameter, nn.Parameter | None]:
-        """Return weight and bias without the search of `Module.__getattr__`."""
-        parameters = self._parameters
-        try:
-            return parameters["weight"], parameters["bias"]  # type: ignore[return-value]
-        except KeyError:  # parametrized: no longer a parameter, but an attribute
-            return self.weight, self.bias
-
-    def reset_parameters(self) -> None:
-        """Fill the weight with this rank's part of the full one, which no rank holds; zero bias.
-
-        The full weight is the same for every degree. It is drawn from ``seed``, or else from
-        torch's default generator on the group's first rank. Collective over the tensor-parallel
-        group, unless ``seed`` was given or the layer is on the meta device.
-        """
-        if self.weight.device.type == "meta":
-            return
-        seed = agree_on_seed(self.seed, self.tp_group, self.weight.device)
-        with torch.no_grad():
-            initialize_shard(
-                self.weight,
-                (self.out_features, self.in_features),
-                self.partition_dim,
-                self.tp_rank,
-                self.tp_size,
-                self.init_method,
-                seed=seed,
-                stride=self.stride,
-            )
-            if self.bias is not None:
-                self.bias.zero_()
-
-    def get_master_weight(self) -> Tensor:
-        """Return the full weight ``[out_features, in_features]``. Collective."""
-        if self.tp_group is None:
-            return self.weight.detach().clone()
-        dim = self.partition_dim
-        full = all_gather(self.weight.detach(), dim, self.tp_group)
-        if self.stride > 1:
-            # A rank's part is `stride` pieces, of which the full weight takes turns.
-            pieces = full.unflatten(dim, (self.tp_size, self.stride, -1))
-            full = pieces.transpose(dim, dim + 1).flatten(dim, dim + 2)
-        return full.narrow(0, 0, self.out_features)
-
-    def extra_repr(self) -> str:
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}, tp={self.tp_rank}/{self.tp_size}"
-            + (", sequence_parallel=True" if self.sequence_parallel else "")
-        )
-
-
-class ColumnParallelLinear(_ParallelLinear):
+class ColumnParallelLinear(ShardedLinear):
     """``y = x @ weight.T + bias`` with the output features split over the ranks.
 
     Args:
@@ -256,7 +162,7 @@ class ColumnParallelLinear(_ParallelLinear):
         return gathered
 
 
-class RowParallelLinear(_ParallelLinear):
+class RowParallelLinear(ShardedLinear):
     """``y = x @ weight.T + bias`` with the input features split over the ranks.
 
     The ranks' partial products are summed; the bias is on every rank and added once, after.

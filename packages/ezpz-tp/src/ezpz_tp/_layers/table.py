@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -12,10 +10,8 @@ from ezpz_tp._errors import DegreeError, ParallelError
 from ezpz_tp._regions.collectives import all_gather
 
 from .attributes import set_tensor_model_parallel_attributes
-from .initialize import agree_on_seed, initialize_shard, local_part
+from .initialize import InitMethod, agree_on_seed, initialize_shard, local_part
 from .module import ParallelModule, empty_parameter
-
-InitMethod = Callable[[Tensor], object]
 
 
 class EmbeddingTable(ParallelModule):

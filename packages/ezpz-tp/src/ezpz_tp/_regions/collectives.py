@@ -62,11 +62,6 @@ def all_reduce_(tensor: Tensor, group: ProcessGroup, op: dist.ReduceOp.RedOpType
     return tensor
 
 
-def sum_(tensor: Tensor, group: ProcessGroup) -> None:
-    """Sum a contiguous tensor that the caller owns, in place. Not under torch.compile."""
-    _wait(group.allreduce([tensor], _BLOCKING))
-
-
 def all_reduce(tensor: Tensor, group: ProcessGroup, op: dist.ReduceOp.RedOpType = SUM) -> Tensor:
     """Return the reduction of a tensor over the group. Collective."""
     return all_reduce_(contiguous_copy(tensor), group, op)

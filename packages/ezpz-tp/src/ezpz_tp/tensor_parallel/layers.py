@@ -9,7 +9,6 @@ Source: NVIDIA/Megatron-LM megatron/core/tensor_parallel/layers.py, 2026-08-22.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from ezpz_tp._layers.attributes import (
     set_defaults_if_not_set_tensor_model_parallel_attributes,
     set_tensor_model_parallel_attributes,
 )
+from ezpz_tp._layers.initialize import InitMethod
 from ezpz_tp._regions.mappings import scatter_to_tensor_parallel_region
 
 from ._embedding import VocabParallelEmbedding
@@ -42,8 +42,6 @@ __all__ = [
     "set_defaults_if_not_set_tensor_model_parallel_attributes",
     "set_tensor_model_parallel_attributes",
 ]
-
-InitMethod = Callable[[Tensor], object]
 
 
 class ColumnParallelLinear(ExtraState, _layers.ColumnParallelLinear):
