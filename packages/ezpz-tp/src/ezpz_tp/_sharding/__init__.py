@@ -1,0 +1,1 @@
+"""The arithmetic of sharded products: placements in, placements and collectives out."""

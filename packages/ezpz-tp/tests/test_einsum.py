@@ -1,0 +1,505 @@
+import pytest
+
+from ezpz_tp._errors import DegreeError, ParallelError
+from ezpz_tp._sharding.einsum import einsum_sharding
+
+
+def steps(answer):
+    return [str(s) for s in answer.forward], [str(s) for s in answer.backward]
+
+
+def test_column_layer():
+    answer = einsum_sharding("bsh,hf->bsf", "", "f@tensor")
+    assert answer.output == "f@tensor"
+    assert answer.gradients == ("partial@tensor", "f@tensor")
+    assert steps(answer) == ([], ["all-reduce dx over tensor"])
+    assert answer.regions == ("copy_to_tensor_parallel_region(x)",)
+
+
+def test_row_layer():
+    answer = einsum_sharding("bsf,fh->bsh", "f@tensor", "f@tensor")
+    assert (answer.output, steps(answer)) == ("partial@tensor", ([], []))
+    assert answer.gradients == ("f@tensor", "f@tensor")
+    answer = einsum_sharding("bsf,fh->bsh", "f@tensor", "f@tensor", output="replicated")
+    assert answer.output == "replicated"
+    assert answer.gradients == ("f@tensor", "f@tensor")
+    assert steps(answer) == (["all-reduce y over tensor"], [])
+    assert answer.regions == ("reduce_from_tensor_parallel_region(y)",)
+
+
+def test_sequence_parallel_mlp():
+    up = einsum_sharding("sbh,hf->sbf", "s@tensor", "f@tensor", output="f@tensor")
+    assert steps(up) == (["all-gather x on s over tensor"], ["reduce-scatter dx on s over tensor"])
+    assert up.regions == ("gather_from_sequence_parallel_region(x)",)
+    down = einsum_sharding("sbf,fh->sbh", up.output, "f@tensor", output="s@tensor")
+    assert steps(down) == (
+        ["reduce-scatter y on s over tensor"],
+        ["all-gather dy on s over tensor"],
+    )
+    assert down.regions == ("reduce_scatter_to_sequence_parallel_region(y)",)
+    assert (up.operands[0], down.output) == ("s@tensor", "s@tensor")
+
+
+def test_attention_by_heads_sends_nothing_between_its_projections():
+    into = einsum_sharding("bsd,dhk->bshk", "b@data", "h@tensor")
+    scores = einsum_sharding("bqhk,bshk->bhqs", into.output, into.output)
+    mixed = einsum_sharding("bhqs,bshk->bqhk", scores.output, into.output)
+    out = einsum_sharding("bqhk,hkd->bqd", mixed.output, "h@tensor", output="replicated@tensor")
+    assert [a.output for a in (into, scores, mixed, out)] == ["b@data h@tensor"] * 3 + ["b@data"]
+    for answer in (scores, mixed):
+        assert answer.gradients == ("b@data h@tensor",) * 2
+        assert steps(answer) == ([], [])
+    assert [str(s) for a in (into, out) for s in a.forward] == ["all-reduce y over tensor"]
+
+
+def test_ulysses():
+    answer = einsum_sharding(
+        "bshd,bthd->bhst", "s@tensor", "t@tensor", output="h@tensor", names=("q", "k")
+    )
+    assert answer.output == "h@tensor"
+    assert answer.gradients == ("h@tensor", "h@tensor")
+    forward = [f"all-to-all {name} to h over tensor" for name in ("q from s", "k from t")]
+    backward = [f"all-to-all {name} over tensor" for name in ("dq from h to s", "dk from h to t")]
+    assert steps(answer) == (forward, backward)
+    assert answer.regions == (
+        "sequence_to_head(q, sequence_dim=1, head_dim=2)",
+        "sequence_to_head(k, sequence_dim=1, head_dim=2)",
+    )
+
+
+def test_data_parallelism_sums_the_gradients_of_weights():
+    answer = einsum_sharding("bsh,hf->bsf", "b@data", "")
+    assert (answer.output, answer.gradients) == ("b@data", ("b@data", "partial@data"))
+    assert steps(answer) == ([], ["all-reduce dw over data"])
+    assert answer.regions == ()
+
+
+@pytest.mark.parametrize("letter", "hf")
+def test_fsdp_gathers_the_weight_and_scatters_its_gradient(letter):
+    answer = einsum_sharding("bsh,hf->bsf", "b@data", f"{letter}@data")
+    assert (answer.output, answer.gradients) == ("b@data", ("b@data", "partial@data"))
+    assert steps(answer) == (
+        [f"all-gather w on {letter} over data"],
+        [f"reduce-scatter dw on {letter} over data"],
+    )
+
+
+def test_hsdp_scatters_a_gradient_before_it_sums_the_rest_of_it():
+    answer = einsum_sharding(
+        "bh,hf->bf",
+        "b@replica b@data",
+        "h@data",
+        sizes={"b": 800, "h": 64, "f": 64},
+        degrees={"replica": 2, "data": 4},
+    )
+    assert steps(answer)[1] == ["reduce-scatter dw on h over data", "all-reduce dw over replica"]
+    assert [s.bytes for s in answer.backward] == [64 * 64 * 2 * 3 // 4, 64 * 64 * 2 // 4]
+
+
+def test_two_dimensional_tensor_parallelism():
+    answer = einsum_sharding("bh,hf->bf", "h@row", "h@row f@column", output="b@row f@column")
+    assert answer.gradients == ("h@row partial@column", "h@row f@column")
+    assert steps(answer) == (
+        ["reduce-scatter y on b over row"],
+        ["all-gather dy on b over row", "all-reduce dx over column"],
+    )
+
+
+def test_a_weight_in_parts_of_both_axes_is_gathered_along_one():
+    answer = einsum_sharding("bsh,hf->bsf", "b@data", "h@data f@tensor")
+    assert answer.output == "b@data f@tensor"
+    assert answer.gradients == ("b@data partial@tensor", "partial@data f@tensor")
+    assert steps(answer)[0] == ["all-gather w on h over data"]
+
+
+def test_a_replicated_operand_is_sliced_where_another_is_sharded():
+    answer = einsum_sharding("bsh,hf->bsf", "h@tensor", "")
+    assert answer.output == "partial@tensor"
+    assert steps(answer) == (["slice w on h over tensor"], ["all-gather dw on h over tensor"])
+    assert answer.regions == ("scatter_to_sequence_parallel_region(w)",)
+
+
+def test_replicated_operands_are_sliced_for_an_output_in_parts():
+    answer = einsum_sharding("bsh,hf->bsf", "", "", output="f@tensor")
+    assert answer.gradients == ("partial@tensor", "f@tensor")
+    assert steps(answer) == (
+        ["slice w on f over tensor"],
+        ["all-reduce dx over tensor", "all-gather dw on f over tensor"],
+    )
+
+
+def test_sizes_decide_which_operand_is_gathered():
+    few = {"b": 8, "h": 1024, "f": 1024}
+    many = {"b": 65536, "h": 1024, "f": 1024}
+    for sizes, moved in ((few, "x on b"), (many, "w on f")):
+        answer = einsum_sharding(
+            "bh,hf->bf", "b@tensor", "f@tensor", sizes=sizes, degrees={"tensor": 4}
+        )
+        assert steps(answer)[0] == [f"all-gather {moved} over tensor"]
+
+
+def test_an_output_left_partial_has_yet_to_be_summed():
+    """To cut x on h instead of b would send less, and leave the sum of y to others."""
+    sizes = {"b": 4096, "h": 1024, "f": 4096}
+    answer = einsum_sharding("bh,hf->bf", "b@t", "h@t", sizes=sizes, degrees={"t": 8})
+    assert (answer.output, steps(answer)[0]) == ("b@t", ["all-gather w on h over t"])
+    assert answer.bytes > 2 * 4096 * 1024 * 2 * 7 // 64
+
+
+def test_a_sum_passes_through_what_is_linear_in_it():
+    answer = einsum_sharding("ab,bc,cd->ad", "", "partial@tensor", "")
+    assert answer.output == "partial@tensor"
+    assert answer.gradients == ("partial@tensor", "replicated", "partial@tensor")
+    assert steps(answer) == ([], ["all-reduce dx1 over tensor", "all-reduce dx3 over tensor"])
+
+
+def test_two_sums_are_reduced_before_they_are_multiplied():
+    answer = einsum_sharding("ab,bc->ac", "partial@tensor", "partial@tensor")
+    assert answer.output == "replicated"
+    assert steps(answer) == (["all-reduce x over tensor", "all-reduce w over tensor"], [])
+    answer = einsum_sharding("ab,bc->ac", *["partial@tensor"] * 2, output="partial@tensor")
+    assert answer.output == "partial@tensor"
+    assert answer.regions == (  # w is multiplied by a term: its gradient is a sum again
+        "reduce_from_tensor_parallel_region(w)",
+        "copy_to_tensor_parallel_region(w)",
+    )
+    assert [(s.kind, s.region) for s in answer.backward] == [("all-reduce", answer.regions[1])]
+
+
+def test_a_sum_meets_shards():
+    answer = einsum_sharding("ab,bc->ac", "partial@tensor", "b@tensor")
+    assert steps(answer) == (
+        ["reduce-scatter x on b over tensor"],
+        ["all-gather dx on b over tensor"],
+    )
+    answer = einsum_sharding("ab,bc->ac", "partial@tensor", "c@tensor")
+    assert steps(answer) == (["all-reduce x over tensor"], ["all-reduce dx over tensor"])
+
+
+COPY, SUM = "copy_to_tensor_parallel_region(x)", "reduce_from_tensor_parallel_region(y)"
+
+
+@pytest.mark.parametrize(
+    ("operands", "output", "regions"),
+    [
+        ("f f", "replicated", [SUM]),
+        ("- g", "replicated", [COPY, "gather_from_tensor_parallel_region(y)"]),
+        (
+            "s -",
+            "replicated",
+            [
+                "copy_to_tensor_parallel_region(w)",
+                "gather_from_sequence_parallel_region(y, tensor_parallel_output_grad=False, dim=1)",
+            ],
+        ),
+        ("f f", "b", ["reduce_scatter_to_sequence_parallel_region(y)"]),
+        ("f f", "s", ["reduce_scatter_to_sequence_parallel_region(y, dim=1)"]),
+        ("f f", "g", ["reduce_scatter_last_dim_to_tensor_parallel_region(y)"]),
+        ("s g", "g", ["gather_from_sequence_parallel_region(x, dim=1)"]),
+        ("f g", "g", ["all_gather_last_dim_from_tensor_parallel_region(x)"]),
+        ("- f", "-", ["scatter_to_tensor_parallel_region(x)"]),
+        ("f -", "-", ["scatter_to_sequence_parallel_region(w)"]),
+        ("b f", "b", ["gather_from_sequence_parallel_region(w)"]),
+        ("b g", "b", ["all_gather_last_dim_from_tensor_parallel_region(w)"]),
+        (
+            "b f",
+            "s",
+            [
+                "sequence_to_head(x, sequence_dim=0, head_dim=1)",
+                "gather_from_sequence_parallel_region(w)",
+            ],
+        ),
+        (
+            "partial -",
+            "s",
+            [
+                "copy_to_tensor_parallel_region(w)",
+                "reduce_scatter_to_sequence_parallel_region(y, dim=1)",
+            ],
+        ),
+        ("partial g", "g", ["reduce_from_tensor_parallel_region(x)", COPY]),
+        ("f f", "-", []),
+    ],
+)
+@pytest.mark.parametrize("axis", ["tensor", "tp", "data"])
+def test_regions_are_those_of_this_package(operands, output, regions, axis):
+    given = ["" if word == "-" else f"{word}@{axis}" for word in operands.split()]
+    goal = None if output == "-" else f"{output}@{axis}"
+    answer = einsum_sharding("bsf,fg->bsg", *given, output=goal)
+    assert list(answer.regions) == (regions if axis != "data" else [])
+    named = {step.region for step in (*answer.forward, *answer.backward)}
+    assert named == (set(regions) if axis != "data" or not named else {None})
+
+
+def test_placements_may_be_mappings():
+    answer = einsum_sharding("bsh,hf->bsf", {"data": "b", "tensor": None}, {"tensor": "f"})
+    assert answer.axes == ("data", "tensor")
+    assert answer.output == "b@data f@tensor"
+    assert answer == einsum_sharding("bsh,hf->bsf", "b@data,replicated@tensor", "f@tensor")
+    goal = {"data": "replicated"}
+    answer = einsum_sharding("bsh,hf->bsf", {"data": "b"}, {"tensor": "f"}, output=goal)
+    assert answer.output == "f@tensor"
+
+
+def test_placements_may_be_torchs():
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    answer = einsum_sharding(
+        "bsh,hf->bsf", (Shard(0), Shard(-1)), [Replicate(), Shard(0)], mesh_axes=("data", "tensor")
+    )
+    assert answer.operands == ("b@data h@tensor", "h@tensor")
+    assert answer.placements() == (Shard(0), Partial())
+    assert answer.placements("output") == answer.placements("y")
+    assert answer.placements(0) == answer.placements("x") == (Shard(0), Shard(2))
+    assert answer.placements(-1) == answer.placements(1) == (Replicate(), Shard(0))
+    assert answer.placements("dw") == (Partial(), Shard(0))
+    goal = (Shard(0), Shard(1))
+    again = einsum_sharding(
+        answer.equation, *answer.operands, output=goal, mesh_axes=("data", "tensor")
+    )
+    assert again.placements() == goal
+
+
+def test_what_output_does_not_name_stays():
+    equation, operands = "bsf,fh->bsh", ("b@data f@tensor", "f@tensor")
+    assert einsum_sharding(equation, *operands, output="s@tensor").output == "b@data s@tensor"
+    assert einsum_sharding(equation, *operands, output="replicated@tensor").output == "b@data"
+    assert einsum_sharding(equation, *operands, output="replicated").output == "replicated"
+    assert einsum_sharding(equation, *operands, output="b@data").output == "b@data partial@tensor"
+
+
+def test_a_dim_of_several_axes_is_gathered_from_the_last():
+    answer = einsum_sharding("ab->ab", "a@outer a@inner", output="replicated")
+    assert steps(answer) == (
+        ["all-gather y on a over inner", "all-gather y on a over outer"],
+        ["slice dy on a over outer", "slice dy on a over inner"],
+    )
+
+
+def test_axes_are_put_in_an_order_that_keeps_dims_together():
+    """FSDP of what tensor parallelism has cut on the same dim."""
+    operands = ("b@data", "f@data f@tensor")
+    answer = einsum_sharding("bh,hf->bf", *operands)
+    assert answer.axes == ("tensor", "data")
+    assert answer.operands == ("b@data", "f@tensor f@data")
+    assert answer.output == "f@tensor b@data"
+    assert steps(answer)[0] == ["all-gather w on f over data"]
+    # In this order the parts of a part would have to be joined before the parts.
+    answer = einsum_sharding("bh,hf->bf", *operands, mesh_axes=("data", "tensor"))
+    assert steps(answer)[0] == ["all-gather x on b over data"]
+
+
+def test_a_dim_that_comes_apart_in_any_order_is_told():
+    with pytest.raises(
+        ParallelError,
+        match=r"w 'ab' cannot go from replicated to a over t in contiguous parts: of the axes that "
+        r"cut a dim, in the order t, u, only the last can be added or taken away\. Name mesh_axes=",
+    ):
+        einsum_sharding("ab,ab->ab", "a@t", "a@u")
+
+
+SIZES = {"b": 8, "s": 128, "h": 64, "f": 256}
+
+
+def test_bytes_are_those_of_a_ring():
+    def sent(*operands, **settings):
+        answer = einsum_sharding(
+            "bsh,hf->bsf", *operands, sizes=SIZES, degrees={"tensor": 4, "data": 2}, **settings
+        )
+        total = sum(s.bytes for s in (*answer.forward, *answer.backward))
+        assert answer.bytes == total
+        return [s.bytes for s in answer.forward], [s.bytes for s in answer.backward]
+
+    x, w, y = 8 * 128 * 64, 64 * 256, 8 * 128 * 256
+    assert sent("", "f@tensor") == ([], [2 * x * 2 * 3 // 4])
+    assert sent("b@data", "f@tensor") == ([], [2 * x // 2 * 2 * 3 // 4, 2 * w // 4 * 2 // 2])
+    assert sent("h@tensor", "h@tensor", output="s@tensor", itemsize=4) == ([3 * y], [3 * y])
+    assert sent("h@tensor", "") == ([0], [2 * w * 3 // 4])
+    whole = sent("s@tensor", "h@tensor", output="f@tensor")  # x is gathered, w changes its letter
+    assert whole == ([2 * x * 3 // 4, 2 * w * 3 // 16], [2 * x * 3 // 4, 2 * w * 3 // 16])
+
+
+def test_local_shapes():
+    answer = einsum_sharding(
+        "bsh,hf->bsf",
+        "b@data",
+        "h@data f@tensor",
+        sizes=SIZES,
+        degrees={"data": 2, "tensor": 4},
+    )
+    assert answer.shapes == {"x": (4, 128, 64), "w": (32, 64), "y": (4, 128, 64)}
+
+
+def test_at_degree_1_nothing_is_sent():
+    answer = einsum_sharding(
+        "bsf,fh->bsh", "f@tensor", "f@tensor", output="s@tensor", sizes=SIZES, degrees={"tensor": 1}
+    )
+    assert answer.bytes == 0
+    assert answer.shapes["y"] == (8, 128, 64)
+
+
+def test_empty_and_indivisible_sizes():
+    """An all-reduce in a ring pads its parts."""
+    ask = {"degrees": {"tensor": 4}, "itemsize": 1}
+    assert einsum_sharding("a,b->ab", "", "b@tensor", sizes={"a": 0, "b": 4}, **ask).bytes == 0
+    assert einsum_sharding("a,b->ab", "", "b@tensor", sizes={"a": 7, "b": 4}, **ask).bytes == 11
+
+
+def test_text():
+    answer = einsum_sharding(
+        "sbh,hf->sbf",
+        "b@data s@tensor",
+        "h@data f@tensor",
+        output="f@tensor",
+        sizes={"b": 64, "s": 4096, "h": 4096, "f": 16384},
+        degrees={"data": 8, "tensor": 4},
+    )
+    assert (
+        str(answer)
+        == """\
+sbh,hf->sbf  data     tensor   local
+x   sbh      b        s        1024 x 8 x 4096
+w   hf       h        f        512 x 4096
+y   sbf      b        f        4096 x 8 x 4096
+dx  sbh      b        partial
+dw  hf       partial  f
+forward   all-gather x on s over tensor       201 MB   gather_from_sequence_parallel_region(x)
+          all-gather w on h over data         29.4 MB
+backward  reduce-scatter dx on s over tensor  201 MB   gather_from_sequence_parallel_region(x)
+          reduce-scatter dw on h over data    29.4 MB"""
+    )
+
+
+def test_text_of_nothing_sharded():
+    assert (
+        str(einsum_sharding("ab->", "", sizes={"a": 2, "b": 3}, degrees={}))
+        == """\
+ab->    local
+x   ab  2 x 3
+y       scalar
+dx  ab
+forward   -
+backward  -"""
+    )
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (10**3, "1 kB"),
+        (999_499, "999 kB"),
+        (999_500, "1 MB"),
+        (12_340_000, "12.3 MB"),
+        (3 * 10**9, "3 GB"),
+        (10**16, "1e+04 TB"),
+    ],
+)
+def test_bytes_in_the_units_of_networks(size, text):
+    answer = einsum_sharding(
+        "a,b->ab",
+        "partial@data",
+        "",
+        output="replicated",
+        sizes={"a": 1, "b": size},
+        degrees={"data": 2},
+        itemsize=1,
+    )
+    assert f"all-reduce y over data {text}" in " ".join(str(answer).split())
+
+
+@pytest.mark.parametrize(
+    ("equation", "message"),
+    [
+        ("...h,hf->...f", r"has an ellipsis; give every dim a letter"),
+        ("bsh,hf", r"'bsh,hf' does not say what comes out; expected one '->'"),
+        ("aab,bc->ac", r"'a' is twice in 'aab'; diagonals"),
+        ("ab,bc->aa", r"'a' is twice in 'aa'"),
+        ("ab,bc->ad", r"no operand has 'd' of the output"),
+        ("ab,b1->a", r"'1' is not a letter"),
+        ("ab->a", r"has 1 operands, but placements of 2 are given"),
+    ],
+)
+def test_malformed_equations_are_told(equation, message):
+    with pytest.raises(ValueError, match=message):
+        einsum_sharding(equation, "", "")
+
+
+ONES = {"a": 1, "b": 1, "c": 1}
+
+
+@pytest.mark.parametrize(
+    ("operands", "settings", "message"),
+    [
+        (("tensor", ""), {}, r"x 'tensor': 'tensor' is not a placement; expected letter@axis"),
+        (("a@", ""), {}, r"x 'a@': 'a@' is not a placement"),
+        (("a@b@c", ""), {}, r"'a@b@c' is not a placement"),
+        (("replicated a@t", ""), {}, r"'replicated' is not a placement"),
+        (("", "a@tensor"), {}, r"w 'a@tensor': 'a' is no dim of 'bc'; expected one of its lett"),
+        (("", {"tensor": 0}), {}, r"w \{'tensor': 0\}: 0 is no dim of 'bc'"),
+        (("", {"tensor": "bc"}), {}, r"w \{'tensor': 'bc'\}: 'bc' is no dim"),
+        (("a@t b@t", ""), {}, r"x 'a@t b@t' names axis t twice"),
+        (("a@t", ""), {"mesh_axes": ["u"]}, r"x 'a@t': axis 't' is none of mesh_axes \('u',\)"),
+        (("", ""), {"mesh_axes": "tp"}, r"mesh_axes='tp'; expected different names"),
+        (("", ""), {"mesh_axes": ["u", "u"]}, r"mesh_axes=\['u', 'u'\]; expected different"),
+        (("", ""), {"output": " "}, r"output=' ' names no axis; write 'replicated'"),
+        (("", ""), {"output": "b@t"}, r"y 'b@t': 'b' is no dim of 'ac'"),
+        (("", ""), {"sizes": {}}, r"degrees= is not given; bytes need both"),
+        (("", ""), {"degrees": {}}, r"sizes= is not given; bytes need both"),
+        (("", ""), {"sizes": {"a": 1, "b": 1}, "degrees": {}}, r"sizes=\{.*\} lacks 'c'"),
+        (("a@t", ""), {"sizes": ONES, "degrees": {}}, r"degrees=\{\} lacks 't'"),
+        (("", ""), {"sizes": ONES, "degrees": {}, "itemsize": 0}, r"itemsize=0; e"),
+        (("", ""), {"names": "xw"}, r"names='xw'; expected one for each of 2 operands"),
+        (("", ""), {"names": ["x"]}, r"names=\['x'\]; expected one for each of 2"),
+        (("", ""), {"names": ["x", "a b"]}, r"'a b' is not a name"),
+        (("", ""), {"names": ["x", "y"]}, r"'y' would be two things; the output is y"),
+        (("", ""), {"names": ["x", "dx"]}, r"'dx' would be two things"),
+    ],
+)
+def test_malformed_arguments_are_told(operands, settings, message):
+    with pytest.raises(ValueError, match=message):
+        einsum_sharding("ab,bc->ac", *operands, **settings)
+
+
+def test_torchs_placements_that_mean_something_else_are_told():
+    from torch.distributed.tensor import Partial, Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    for item in (Shard(2), Shard(-3), Partial("avg"), _StridedShard(0, split_factor=2)):
+        with pytest.raises(ValueError, match=r"w: .* on axis t; expected Replicate\(\), Partial"):
+            einsum_sharding("ab,bc->ac", (Replicate(),), (item,), mesh_axes=("t",))
+    with pytest.raises(
+        ValueError, match=r"x \(Shard\(dim=0\),\) does not name its axes; give them"
+    ):
+        einsum_sharding("ab,bc->ac", (Shard(0),), "")
+    for given in ((Shard(0),), Shard(0)):
+        with pytest.raises(ValueError, match=r"expected a tuple of one .* mesh_axes \('t', 'u'\)"):
+            einsum_sharding("ab,bc->ac", given, "", mesh_axes=("t", "u"))
+
+
+def test_degrees_that_do_not_fit_are_told():
+    message = r"size 6 of 'b' in 'ab' does not divide by t 2 x u 2; pad it to a multiple of 4"
+    sizes = {"a": 4, "b": 6, "c": 4}
+    with pytest.raises(DegreeError, match=message):
+        einsum_sharding("ab,bc->ac", "b@t b@u", "", sizes=sizes, degrees={"t": 2, "u": 2})
+    with pytest.raises(DegreeError, match=r"size 6 of 'b' in 'ab' does not divide by t 4"):
+        einsum_sharding(
+            "ab,bc->bac", "", "", output="b@t", sizes=sizes, degrees={"t": 4}, names=("v", "x")
+        )
+    with pytest.raises(DegreeError, match="degrees: 't' is 0; expected 1 or more"):
+        einsum_sharding("ab,bc->ac", "b@t", "", sizes=sizes, degrees={"t": 0})
+    with pytest.raises(DegreeError, match="sizes: 'a' is -1; expected 0 or more"):
+        einsum_sharding("ab,bc->ac", "", "", sizes={"a": -1, "b": 1, "c": 1}, degrees={})
+
+
+def test_an_output_that_cannot_be_partial_is_told():
+    with pytest.raises(ParallelError, match=r"y is a over t, which does not become partial; leave"):
+        einsum_sharding("ab,bc->ac", "a@t", "", output="partial@t")
+
+
+def test_a_tensor_that_is_not_there_is_told():
+    answer = einsum_sharding("ab,bc->ac", "a@t", "")
+    for name in ("z", 2, -3):
+        with pytest.raises(ValueError, match=r"no tensor .* or one of x, w, y, dx, dw"):
+            answer.placements(name)
