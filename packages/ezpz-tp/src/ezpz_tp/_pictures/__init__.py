@@ -1,0 +1,1 @@
+"""Pictures of which rank is where: in a terminal and as SVG."""

@@ -1,0 +1,334 @@
+import itertools
+import random
+import re
+import warnings
+
+import pytest
+
+from ezpz_tp import (
+    DegreeError,
+    NotInitializedError,
+    ParallelError,
+    ParallelState,
+    RankLayout,
+    get_state,
+)
+from ezpz_tp._pictures.describe import describe
+from ezpz_tp._pictures.terminal import Terminal
+from ezpz_tp.testing import counting, run_ranks
+
+NOWHERE = {}  # an environment without LOCAL_WORLD_SIZE
+
+
+def ranks_drawn(text):
+    """Every number that stands between borders."""
+    lines = [line for line in text.splitlines() if "│" in line and "─" not in line]
+    return [int(n) for line in lines for n in re.findall(r"\d+", line[line.index("│") :])]
+
+
+def test_four_axes_are_a_matrix_of_matrices():
+    layout = RankLayout(16, tensor=2, context=2, pipeline=2)
+    text = str(describe(layout, ranks_per_node=4))
+    assert text == (
+        """\
+16 ranks: tensor 2 x context 2 x data 2 x pipeline 2, on 4 nodes of 4
+
+      data      0            1
+    tensor   0    1       0    1
+pipeline 0
+           ┌ node 0 ─┐  ┌ node 1 ─┐
+ context 0 │  0    1 │  │  4    5 │
+         1 │  2    3 │  │  6    7 │
+           └─────────┘  └─────────┘
+pipeline 1
+           ┌ node 2 ─┐  ┌ node 3 ─┐
+ context 0 │  8    9 │  │ 12   13 │
+         1 │ 10   11 │  │ 14   15 │
+           └─────────┘  └─────────┘
+
+axis      degree  groups  of rank 0  cross nodes  most nodes
+tensor         2       8  0 1               none           1
+context        2       8  0 2               none           1
+data           2       8  0 4                all           2
+pipeline       2       8  0 8                all           2"""
+    )
+
+
+def test_borders_follow_nodes_of_different_sizes_and_the_warning_has_the_remedy():
+    said = (
+        r"^1 of 4 tensor groups cross nodes, with ranks on up to 2: .*; choose a tensor degree "
+        r"that divides the number of ranks of every node: 1 or 2$"
+    )
+    with pytest.warns(UserWarning, match=said) as caught:
+        description = describe(RankLayout(16, tensor=4), ranks_per_node=[6, 6, 4])
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    assert repr(description) == str(description) == (
+        """\
+16 ranks: tensor 4 x data 4, on 3 nodes of 6, 6 and 4
+
+  tensor   0    1    2    3
+         ┌ node 0 ───────────┐
+  data 0 │  0    1    2    3 │
+         │         ┌ node 1 ─┤
+       1 │  4    5 │  6    7 │
+         ├─────────┘         │
+       2 │  8    9   10   11 │
+         ├ node 2 ───────────┤
+       3 │ 12   13   14   15 │
+         └───────────────────┘
+
+axis    degree  groups  of rank 0  cross nodes  most nodes
+tensor       4       4  0 1 2 3              1           2
+data         4       4  0 4 8 12           all           3
+Warning: 1 of 4 tensor groups cross nodes, with ranks on up to 2: the
+  collectives of every layer leave the node; choose a tensor degree that divides
+  the number of ranks of every node: 1 or 2."""
+    )  # fmt: skip
+    assert description.crossing("tensor") == [(4, 5, 6, 7)]
+    assert description.groups("tensor")[1] == (4, 5, 6, 7)
+    assert description.crossing("context") == []
+
+
+def test_ranks_placed_node_after_node_in_turn():
+    with pytest.warns(UserWarning, match=r"4 of 4 tensor groups .*srun --distribution=block"):
+        description = describe(RankLayout(8, tensor=2), hosts=["red", "blue"] * 4)
+    text = str(description)
+    assert "on 2 nodes of 4, not numbered node by node" in text
+    assert "│  0 │  1 │" in text
+    assert "Nodes: 0 red, 1 blue" in text
+    assert ranks_drawn(text) == list(range(8))
+    assert description.crossing("data") == []
+
+
+def test_the_order_of_axes_is_a_remedy_too():
+    layout = RankLayout(8, tensor=2, order="dp-tp")
+    with pytest.warns(UserWarning, match=r"let tensor vary fastest \(order='tp-cp-ep-dp-pp'\)$"):
+        describe(layout, ranks_per_node=4)
+    with pytest.warns(UserWarning, match=r"vary fastest .*; choose .* every node: 1$"):
+        describe(layout, ranks_per_node=1)
+
+
+def test_experts_have_a_picture_of_their_own():
+    layout = RankLayout(16, tensor=2, expert=4)
+    text = str(describe(layout, ranks_per_node=8))
+    model, experts = text.split("experts: expert_tensor 2 x expert 4 x expert_data 2\n")
+    assert ranks_drawn(model) == list(range(16))
+    assert sorted(ranks_drawn(experts)) == list(range(16))
+    assert "       expert 0 │  0    1 │  │  8    9 │" in experts
+    assert re.search(r"expert +4 +4  0 2 4 6 +none +1", experts)
+    with pytest.warns(UserWarning, match="4 of 4 expert_tensor groups cross nodes"):
+        describe(RankLayout(16, expert_tensor=4, expert=2), ranks_per_node=2)
+
+
+def test_pipelines_of_model_and_experts_are_the_same():
+    layout = RankLayout(16, tensor=2, pipeline=2, expert=2)
+    text = str(describe(layout, ranks_per_node=8))
+    table = text[text.index("\naxis") :].splitlines()
+    assert [line.split()[0] for line in table[2:]] == [
+        "tensor", "data", "pipeline", "expert_tensor", "expert", "expert_data",
+    ]  # fmt: skip
+
+
+WORLDS = (1, 2, 3, 5, 6, 8, 12, 16, 24, 48, 64, 96, 97, 126, 128)
+
+
+@pytest.mark.filterwarnings("ignore:.*tensor groups:UserWarning")
+def test_every_rank_is_drawn_once_within_80_columns():
+    tried = 0
+    for world in WORLDS:
+        divisors = [d for d in range(1, world + 1) if world % d == 0]
+        for t, c, p in itertools.product(divisors, divisors[:4], divisors[:4]):
+            if world % (t * c * p):
+                continue
+            per_node = divisors[tried % len(divisors)]
+            layout = RankLayout(world, t, c, p, order=("tp-cp-dp-pp", "pp-dp-tp-cp")[tried % 2])
+            text = str(describe(layout, ranks_per_node=per_node))
+            assert sorted(ranks_drawn(text)) == list(range(world)), (layout, per_node)
+            lines = text.splitlines()
+            assert max(map(len, lines)) <= 80, text
+            assert len(lines) <= 100, text
+            lines = str(describe(layout, environ=NOWHERE)).splitlines()
+            assert max(map(len, lines)) <= 80
+            assert len(lines) <= 55
+            tried += 1
+    assert tried > 300
+
+
+def test_the_ranks_of_a_picture_are_where_its_labels_say():
+    layout = RankLayout(48, tensor=4, context=2, pipeline=2)
+    description = describe(layout, environ=NOWHERE)
+    (grid,) = description.grids
+    picture = Terminal(grid, None, 80).picture
+    data = next(labels for labels in picture.block_columns if labels.axis == "data")
+    for below, blocks in zip(picture.block_rows, picture.blocks, strict=True):
+        for d, block in zip(data.positions, blocks, strict=True):
+            for c, row in zip(picture.rows.positions, block, strict=True):
+                for t, rank in zip(picture.columns.positions, row, strict=True):
+                    assert layout.index("tensor", rank) == int(t)
+                    assert layout.index("context", rank) == int(c)
+                    whole = {"data": layout.index("data", rank)}
+                    whole["pipeline"] = layout.index("pipeline", rank)
+                    said = dict(word.split() for word in below.split(", ") if word)
+                    folded = int(d.lstrip("+")) + int(said.pop("data", 0))
+                    assert folded == whole["data"]
+                    assert all(whole[axis] == int(n) for axis, n in said.items())
+
+
+def test_groups_and_crossings_agree_with_counting():
+    generator = random.Random(0)
+    for _ in range(60):
+        t, c, p, d = (generator.choice((1, 2, 3, 4)) for _ in range(4))
+        layout = RankLayout(t * c * p * d, t, c, p)
+        hosts = [f"h{generator.randrange(3)}" for _ in range(layout.world_size)]
+        even = [f"h{rank // d}" for rank in range(layout.world_size)]
+        for names, description in (
+            (hosts, quietly(layout, hosts=hosts)),
+            (even, quietly(layout, ranks_per_node=d)),
+        ):
+            for axis in ("tensor", "context", "data", "pipeline"):
+                groups = layout.groups(axis)
+                assert description.groups(axis) == groups
+                crossing = [g for g in groups if len({names[rank] for rank in g}) > 1]
+                assert description.crossing(axis) == crossing
+                if layout.degree(axis) > 1:
+                    most = max(len({names[rank] for rank in g}) for g in groups)
+                    words = {0: "none", len(groups): "all"}.get(len(crossing), str(len(crossing)))
+                    line = re.search(rf"^{axis} +\d+ +\d+ .*$", str(description), re.MULTILINE)
+                    assert line[0].split()[-2:] == [words, str(most)]
+
+
+def quietly(layout, **how):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return describe(layout, **how)
+
+
+def test_the_largest_machine_fits_a_screen():
+    layout = RankLayout(120_960, tensor=12, context=2, pipeline=8)
+    text = str(describe(layout, ranks_per_node=12))
+    assert ranks_drawn(text) == list(range(48))
+    assert "Drawn: 48 of 120,960 ranks. data 2 to 629: 24 more at each step; pipeline 1 to" in text
+    assert "... 10,076 more nodes like these" in text
+    assert re.search(r"context +2 +60,480  0 12 +all +2$", text, re.MULTILINE)
+    assert re.search(r"pipeline +8 +15,120  0 15120 ... 105840 +all +8$", text, re.MULTILINE)
+    assert len(text) < 2500
+    assert len(text.splitlines()) < 40
+    # What is said of the ranks that are not drawn is so.
+    assert 24 * 5 in layout.group_of("data", 0)
+    assert 15_120 * 3 in layout.group_of("pipeline", 0)
+
+
+def test_what_is_not_alike_is_not_called_so():
+    text = str(describe(RankLayout(4096), ranks_per_node=32))
+    assert "Drawn: 48 of 4,096 ranks. data 48 to 4,095: 1 more at each step." in text
+    assert "nodes like these" not in text  # one and a half are drawn
+    assert "more nodes" in str(describe(RankLayout(4096), ranks_per_node=8))
+
+
+def test_only_ascii():
+    description = describe(RankLayout(8, tensor=2), ranks_per_node=4)
+    plain = description.text(ascii_only=True)
+    assert plain.isascii()
+    assert "| 0    1 |" in plain.replace("  0 ", " 0 ")
+    assert len(plain) == len(str(description))
+    wide = describe(RankLayout(128, tensor=16), environ=NOWHERE).text(width=120)
+    assert max(map(len, wide.splitlines())) > 80
+
+
+def test_the_environment_tells_the_ranks_of_a_node(monkeypatch):
+    layout = RankLayout(8, tensor=2)
+    text = str(describe(layout, environ={"LOCAL_WORLD_SIZE": "4"}))
+    assert "on 2 nodes of 4 (LOCAL_WORLD_SIZE)" in text
+    assert "on 1 node of 8" in str(describe(layout, ranks_per_node=8))
+    named = describe(layout, hosts=["a", "b"], environ={"LOCAL_WORLD_SIZE": "4"})
+    assert "Nodes: 0 a, 1 b" in str(named)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert "on 4 nodes of 2 (LOCAL_WORLD_SIZE)" in str(describe(layout))
+
+
+@pytest.mark.parametrize(
+    ("environ", "why"),
+    [
+        ({}, "LOCAL_WORLD_SIZE is not set"),
+        ({"LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE=3 does not divide 8 ranks"),
+        ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE='0' is no number of ranks"),
+        ({"LOCAL_WORLD_SIZE": "four"}, "LOCAL_WORLD_SIZE='four' is no number of ranks"),
+    ],
+)
+def test_nodes_that_are_not_known(environ, why):
+    description = describe(RankLayout(8, tensor=2), environ=environ)
+    text = str(description)
+    assert why in text.replace("\n  ", " ")
+    assert "give ranks_per_node=" in text.replace("\n  ", " ")
+    assert "│" not in text
+    assert "cross" not in text
+    with pytest.raises(ParallelError, match=f"which tensor groups .* not known: {why}; give"):
+        description.crossing("tensor")
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ({"ranks_per_node": 6}, r"6 does not divide 16 ranks; .*ranks_per_node=\[6, 6, 4\]"),
+        ({"ranks_per_node": 3}, r"3 does not divide 16 ranks; .*ranks_per_node=\[...\]"),
+        ({"ranks_per_node": 32}, r"32 does not divide 16 ranks; .*ranks_per_node=\[16\]"),
+        ({"ranks_per_node": 0}, "ranks_per_node=0; expected at least 1"),
+        ({"ranks_per_node": [8, 4]}, r"\[8, 4\] is 12 ranks; .* add up to the 16 ranks"),
+        ({"ranks_per_node": [17, -1]}, "numbers of at least 1"),
+        ({"ranks_per_node": []}, "is 0 ranks"),
+        ({"hosts": ["a", "b"]}, "2 hosts for 16 ranks; give the host of every rank, or ranks_per"),
+        ({"hosts": ["a", "a"], "ranks_per_node": 8}, r"2 hosts \(1 different ones\) for 2 nodes"),
+        ({"hosts": ["a"], "ranks_per_node": 8}, "1 hosts .* for 2 nodes .* one for each node"),
+        ({"hosts": "node"}, r"hosts='node'; expected several names"),
+    ],
+)
+def test_nodes_that_do_not_add_up(how, said):
+    with pytest.raises(DegreeError, match=said):
+        describe(RankLayout(16), environ=NOWHERE, **how)
+
+
+def test_many_nodes_are_named_in_part():
+    text = str(describe(RankLayout(40), hosts=[f"nid{i:03}" for i in range(40)]))
+    assert "15 nid015, ... 24 more" in text.replace("\n  ", " ")
+    assert "on 6 nodes of 1 to 4" in str(
+        describe(RankLayout(16), ranks_per_node=[4, 4, 4, 2, 1, 1])
+    )
+
+
+def test_one_rank():
+    assert str(describe(RankLayout(1), environ=NOWHERE)).split() == ["1", "rank", "0"]
+    assert ranks_drawn(str(describe(RankLayout(1), ranks_per_node=1))) == [0]
+
+
+def test_an_axis_that_is_not_there():
+    description = describe(RankLayout(4), environ=NOWHERE)
+    with pytest.raises(ValueError, match="axis 'tp'; expected one of tensor, context, data"):
+        description.groups("tp")
+    assert description.groups("tensor") == [(0,), (1,), (2,), (3,)]
+
+
+def of_a_state():
+    with counting() as sent:
+        mine = describe(ranks_per_node=2)
+        assert str(mine) == str(describe(get_state(), ranks_per_node=2))
+    assert not sent
+    state = get_state()
+    assert f"of rank {state.rank}" in str(mine)
+    assert state.ranks("tensor") in mine.groups("tensor")
+    bare = ParallelState.from_groups(tensor=state.group("tensor"), rank=state.rank)
+    with pytest.raises(ParallelError, match=r"without a layout.*layout=RankLayout\(...\)"):
+        describe(bare)
+    return re.search(r"^tensor .*$", str(mine)[-300:], re.MULTILINE)[0]
+
+
+def test_a_state_is_described_without_a_collective():
+    lines = run_ranks(of_a_state, 4, tensor=2)
+    assert [line.split()[3:5] for line in lines] == [["0", "1"]] * 2 + [["2", "3"]] * 2
+
+
+def test_what_cannot_be_described():
+    with pytest.raises(NotInitializedError, match="initialize_tensor_parallel"):
+        describe()
+    with pytest.raises(TypeError, match=r"describe\(int\); expected a ParallelState or a Rank"):
+        describe(8)

@@ -1,0 +1,364 @@
+import itertools
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.nn import LayerNorm, Linear, ReLU, Sequential
+
+from ezpz_tp import (
+    ColumnParallelLinear,
+    DegreeError,
+    NotInitializedError,
+    RowParallelLinear,
+    destroy_tensor_parallel,
+    finalize_grads,
+    gather_from_sequence_parallel_region,
+    layouts,
+    mark_sequence_parallel,
+    scatter_to_sequence_parallel_region,
+)
+from ezpz_tp.testing import run_ranks
+
+# What is written here by hand is what the mesh has to have: for each layout its axes, from the
+# slowest varying to the fastest, and along each the groups.
+ALL8 = [tuple(range(8))]
+ALONE8 = [(rank,) for rank in range(8)]
+PAIRS = [(0, 1), (2, 3), (4, 5), (6, 7)]
+QUADS = [(0, 1, 2, 3), (4, 5, 6, 7)]
+HALVES = [(0, 4), (1, 5), (2, 6), (3, 7)]
+BY_TWO = [(0, 2), (1, 3), (4, 6), (5, 7)]
+EVEN_ODD = [(0, 2, 4, 6), (1, 3, 5, 7)]
+
+EXAMPLES = {
+    "dp": ({}, {"dp": ALL8}, {"data": ALL8}),
+    "fsdp": ({}, {"shard": ALL8}, {"data": ALL8}),
+    "hsdp": ({"shard": 4}, {"replicate": HALVES, "shard": QUADS}, {"data": ALL8}),
+    "tp": ({}, {"tp": ALL8}, {"tensor": ALL8, "data": ALONE8}),
+    "tp+sp": ({}, {"tp": ALL8}, {"tensor": ALL8, "data": ALONE8}),
+    "cp": ({}, {"cp": ALL8}, {"context": ALL8, "data": ALONE8}),
+    "pp": ({}, {"pp": ALL8}, {"pipeline": ALL8, "data": ALONE8}),
+    "ep": ({}, {"ep": ALL8}, {"expert": ALL8, "data": ALL8, "expert_data": ALONE8}),
+    "dp+ep": (
+        {"ep": 2},
+        {"dp": EVEN_ODD, "ep": PAIRS},
+        {"expert": PAIRS, "data": ALL8, "expert_data": EVEN_ODD},
+    ),
+    "fsdp+tp": ({"tp": 4}, {"shard": HALVES, "tp": QUADS}, {"data": HALVES, "tensor": QUADS}),
+    "hsdp+tp": (
+        {"shard": 2, "tp": 2},
+        {"replicate": HALVES, "shard": BY_TWO, "tp": PAIRS},
+        {"data": EVEN_ODD, "tensor": PAIRS},
+    ),
+    "dp+tp+pp": (
+        {"tp": 2, "pp": 2},
+        {"pp": HALVES, "dp": BY_TWO, "tp": PAIRS},
+        {"pipeline": HALVES, "data": BY_TWO, "tensor": PAIRS},
+    ),
+    "fsdp+tp+cp+pp": (
+        {"tp": 2, "cp": 2, "pp": 2},
+        {
+            "pp": [(rank, rank + 8) for rank in range(8)],
+            "shard": [(r, r + 4) for r in (0, 1, 2, 3, 8, 9, 10, 11)],
+            "cp": [(r, r + 2) for r in (0, 1, 4, 5, 8, 9, 12, 13)],
+            "tp": [(r, r + 1) for r in range(0, 16, 2)],
+        },
+        {"data": [(r, r + 4) for r in (0, 1, 2, 3, 8, 9, 10, 11)]},
+    ),
+}
+
+
+def example(name):
+    world = sum(len(group) for group in next(iter(EXAMPLES[name][1].values())))
+    return layouts.named(name, world, **EXAMPLES[name][0])
+
+
+def test_every_layout_of_the_zoo_has_an_example():
+    assert set(EXAMPLES) == set(layouts.names())
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_groups_of_an_example(name):
+    layout, (_, mesh, ours) = example(name), EXAMPLES[name]
+    per_node = layout.world_size if layout.degree("tp") > 4 else 4
+    description = layout.describe(ranks_per_node=per_node)
+    assert [axis for axis, _ in layout.mesh_axes()] == list(mesh)
+    for axis, groups in mesh.items():
+        assert description.groups(axis) == groups
+        assert layout.degree(axis) == len(groups[0])
+    for axis, groups in ours.items():
+        assert layout.rank_layout().groups(axis) == groups
+    text = str(description)
+    drawn = [line for line in text.splitlines() if "│" in line and "─" not in line]
+    ranks = [int(n) for line in drawn for n in re.findall(r"\d+", line[line.index("│") :])]
+    assert sorted(ranks) == list(range(layout.world_size))
+    assert all(axis in text for axis in mesh)
+    assert f">{layout.world_size - 1}<" in description.svg()
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_tells_what_it_shards_and_sends(name):
+    layout = example(name)
+    text = str(layout)
+    assert text.startswith(f"{name}: {layout.world_size} ranks, ")
+    assert max(map(len, text.splitlines())) <= 100
+    assert layout.when.split()[0] in text
+    for axis, degree in layout.mesh_axes():
+        assert re.search(rf"^{axis} {degree} shards \w+", text, re.MULTILINE)
+    assert len(re.findall(r"^  (forward|backward|after backward): ", text, re.MULTILINE)) >= len(
+        layout.axes
+    )
+    assert text.count("arXiv:") >= len(layout.axes)
+
+
+def test_every_combination_is_one_mesh_of_both_kinds():
+    """Axes have the same groups as in our layout; those of the batch are its data axis."""
+    batch, tried = ("replicate", "dp", "shard", "ep"), 0
+    ours = {"tp": "tensor", "cp": "context", "pp": "pipeline", "ep": "expert"}
+    parts = (("", "dp", "fsdp", "hsdp"), ("", "tp"), ("", "cp"), ("", "ep"), ("", "pp"))
+    for words in itertools.product(*parts):
+        name = "+".join(filter(None, words))
+        if not name or {"cp", "ep"} <= set(words):
+            continue
+        count = len(filter_axes(name))
+        layout = layouts.named(name, 2**count, **dict.fromkeys(filter_axes(name), 2))
+        theirs, mine = layout.describe(ranks_per_node=2**count), layout.rank_layout()
+        for axis, degree in layout.mesh_axes():
+            assert degree == 2
+            if axis in ours:
+                assert theirs.groups(axis) == mine.groups(ours[axis])
+        size = 2 ** len([axis for axis, _ in layout.mesh_axes() if axis in batch])
+        assert mine.degree("data") == size
+        for group in mine.groups("data"):
+            for axis in set(filter_axes(name)) - set(batch):
+                inside = next(g for g in theirs.groups(axis) if group[0] in g)
+                assert len(set(inside) & set(group)) == 1
+        tried += 1
+    assert tried == 47
+
+
+def filter_axes(name):
+    axes = {"fsdp": ["shard"], "hsdp": ["replicate", "shard"]}
+    return [axis for part in name.split("+") for axis in axes.get(part, [part])]
+
+
+def test_names_are_forgiving():
+    plain = layouts.named("fsdp+tp+sp", 16, tp=4)
+    for name in ("tp_sp_fsdp", "FSDP+TP+SP", "sp tp-fsdp"):
+        assert layouts.named(name, 16, tp=4) == plain
+    assert layouts.named("ddp", 4).name == "dp"
+    assert layouts.named("ep+dp", 4, ep=2).name == "dp+ep"
+    assert plain.when == ""
+    assert "activations" in plain.axes[-1].shards
+    assert layouts.named("hsdp", 8, replicate=2).mesh_axes() == (("replicate", 2), ("shard", 4))
+    assert layouts.named("dp+tp", 1, tp=1).mesh_axes() == (("dp", 1), ("tp", 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("hspd", r"'hspd' is none of its parts dp, .*; known are dp, fsdp, .* mean 'hsdp'\?"),
+        ("quantum", r"layout 'quantum': .* known are dp.*fsdp\+tp\+cp\+pp$"),
+        ("", r"layout '': '' is none of its parts"),
+        ("tp+tp", "a part is named twice"),
+        ("dp+ddp", "a part is named twice"),
+        ("dp+fsdp", "expected one of dp, fsdp, hsdp; hsdp is fsdp within dp"),
+        ("cp+sp", r"sp splits the sequence over the ranks of tp; write tp\+sp"),
+        ("cp+ep", "experts lie over the ranks of cp too"),
+    ],
+)
+def test_names_that_are_none(name, said):
+    with pytest.raises(ValueError, match=said):
+        layouts.named(name, 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "degrees", "said"),
+    [
+        ("hsdp", 8, {}, r"hsdp on 8 ranks: give all but one of replicate, shard, as in named\("),
+        ("fsdp", 8, {"tp": 2}, "tp=2 for fsdp; its axes are shard"),
+        ("fsdp+tp", 8, {"tp": 3}, "^tp 3 does not divide the world size 8$"),
+        ("dp+tp+pp", 8, {"tp": 2, "pp": 3}, "tp 2 x pp 3 = 6 does not divide the world size 8"),
+        ("dp+tp", 8, {"tp": 2, "dp": 2}, "tp 2 x dp 2 = 4 is not the world size 8$"),
+        ("tp+cp", 8, {"tp": 2, "cp": 2}, r"= 4 is not the world size 8; dp\+tp\+cp puts what is"),
+        ("tp", 8, {"tp": 4}, r"^tp 4 is not the world size 8; dp\+tp puts what is left into data"),
+        ("tp", 4, {"tp": 8}, "^tp 8 does not divide the world size 4"),
+        ("tp", 8, {"tp": 0}, "tp=0 for tp; expected at least 1"),
+        ("tp", 0, {}, "world_size=0 for tp; expected at least 1"),
+    ],
+)
+def test_degrees_that_do_not_fit(name, world, degrees, said):
+    with pytest.raises(DegreeError, match=said):
+        layouts.named(name, world, **degrees)
+
+
+def test_a_tp_axis_across_nodes_is_warned_of():
+    with pytest.warns(UserWarning, match="1 of 1 tp groups cross nodes") as caught:
+        layouts.named("tp", 8).describe(ranks_per_node=4)
+    assert caught[0].filename == __file__
+
+
+def test_before_there_is_a_world():
+    with pytest.raises(NotInitializedError, match=r"layout fsdp .*init_process_group"):
+        layouts.named("fsdp", 2).to_mesh("cpu")
+    with pytest.raises(NotInitializedError, match=r"layout tp .*init_process_group"):
+        layouts.named("tp", 2).initialize()
+
+
+# Each of the following takes one step on real ranks and compares its gradients with those of
+# one process.
+
+
+def full_model():
+    torch.manual_seed(3)
+    return Sequential(Linear(6, 12), ReLU(), Linear(12, 4)).double()
+
+
+def batch():
+    return torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+
+
+def expected(model, input_):
+    model(input_).square().mean().backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def assert_same(found, wanted):
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def sharded_step(name, degrees):
+    layout = layouts.named(name, dist.get_world_size(), **degrees)
+    mesh, model = layout.to_mesh("cpu"), full_model()
+    assert dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True)) == dict(layout.mesh_axes())
+    rank = dist.get_rank()
+    for axis, _ in layout.mesh_axes():
+        group = tuple(dist.get_process_group_ranks(mesh.get_group(axis)))
+        assert group in layout.describe(ranks_per_node=4).groups(axis)
+        assert rank in group
+    for linear in (model[0], model[2], model):
+        fully_shard(linear, mesh=mesh)
+    mine = batch().chunk(layout.world_size)[rank]
+    model(mine).square().mean().backward()
+    held = sum(parameter.to_local().numel() for parameter in model.parameters())
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    assert held <= whole / layout.degree("shard") + 16  # of a bias the last rank may have none
+    found = [parameter.grad.full_tensor() for parameter in model.parameters()]
+    assert_same(found, expected(full_model(), batch()))
+
+
+class Block(torch.nn.Module):
+    """What `full_model` is, behind a norm, its products split over the tensor axis."""
+
+    def __init__(self, sequence_parallel=False):
+        super().__init__()
+        options = {"dtype": torch.float64, "sequence_parallel": sequence_parallel}
+        self.norm = LayerNorm(6, dtype=torch.float64)
+        self.up = ColumnParallelLinear(6, 12, gather_output=False, seed=1, **options)
+        self.down = RowParallelLinear(12, 6, input_is_parallel=True, seed=2, **options)
+
+    def forward(self, input_):
+        return input_ + self.down(torch.relu(self.up(self.norm(input_))))
+
+
+def whole_of(block):
+    """The same block in one process, from the parts of this tensor group."""
+    copy = Sequential(LayerNorm(6), Linear(6, 12), Linear(12, 6)).double()
+    copy[1].weight.data = gathered(block.up.weight, 0)
+    copy[1].bias.data = gathered(block.up.bias, 0)
+    copy[2].weight.data = gathered(block.down.weight, 1)
+    copy[2].bias.data = block.down.bias.data.clone()
+    return copy
+
+
+def run_whole(copy, input_):
+    return input_ + copy[2](torch.relu(copy[1](copy[0](input_))))
+
+
+def gathered(part, dim, group=None):
+    group = Block.group if group is None else group
+    parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, part.detach().contiguous(), group)
+    return torch.cat(parts, dim)
+
+
+def gradients_of(block):
+    """The gradients of a block, whole, in the order of `whole_of`."""
+    return [
+        block.norm.weight.grad,
+        block.norm.bias.grad,
+        gathered(block.up.weight.grad, 0),
+        gathered(block.up.bias.grad, 0),
+        gathered(block.down.weight.grad, 1),
+        block.down.bias.grad,
+    ]
+
+
+def tensor_and_sequence_step():
+    layout = layouts.named("tp+sp", dist.get_world_size())
+    state = layout.initialize()
+    assert state.size("tensor") == layout.world_size
+    Block.group = state.group("tensor")
+    block = Block(sequence_parallel=True)
+    mark_sequence_parallel(block.norm.weight)
+    mark_sequence_parallel(block.norm.bias)
+    output = block(scatter_to_sequence_parallel_region(batch()))
+    assert output.shape == (8 // layout.world_size, 6)
+    whole = gather_from_sequence_parallel_region(output, tensor_parallel_output_grad=False)
+    whole.square().mean().backward()
+    finalize_grads(block)
+    copy = whole_of(block)
+    run_whole(copy, batch()).square().mean().backward()
+    assert_same(gradients_of(block), [parameter.grad for parameter in copy.parameters()])
+    destroy_tensor_parallel()
+
+
+def on_four_ranks():
+    sharded_step("fsdp", {})
+    sharded_step("hsdp", {"shard": 2})
+    tensor_and_sequence_step()
+    with pytest.raises(DegreeError, match=r"for 8 ranks and the world has 4; .*world_size=4"):
+        layouts.named("fsdp", 8).to_mesh("cpu")
+    with pytest.raises(DegreeError, match="for 2 ranks and the world has 4"):
+        layouts.named("tp", 2).initialize()
+
+
+def test_fsdp_hsdp_and_sequence_parallelism_train_as_one_process_does():
+    run_ranks(on_four_ranks, 4, in_processes=True, initialize=False)
+
+
+def three_dimensions():
+    """Two stages of a block each, whose products are split in two, on two halves of the batch."""
+    layout = layouts.named("dp+tp+pp", 8, tp=2, pp=2)
+    state = layout.initialize()
+    Block.group = state.group("tensor")
+    torch.manual_seed(0)
+    stages = [Block(), Block()]
+    for stage, factor in zip(stages, (0.5, 2.0), strict=True):  # so that the two differ
+        stage.up.weight.data *= factor
+    mine, stage = stages[state.index("pipeline")], state.index("pipeline")
+    peers = state.ranks("pipeline")
+    half = batch().chunk(2)[state.index("data")]
+    if stage == 0:
+        sent = mine(half)
+        dist.send(sent.detach().contiguous(), peers[1])
+        gradient = torch.empty_like(sent)
+        dist.recv(gradient, peers[1])
+        sent.backward(gradient)
+    else:
+        received = torch.empty_like(half).requires_grad_()
+        dist.recv(received.data, peers[0])
+        mine(received).square().mean().backward()
+        dist.send(received.grad.contiguous(), peers[0])
+    for parameter in mine.parameters():
+        dist.all_reduce(parameter.grad, group=state.group("data"))
+        parameter.grad /= state.size("data")
+    copies = [whole_of(block) for block in stages]
+    run_whole(copies[1], run_whole(copies[0], batch())).square().mean().backward()
+    assert_same(gradients_of(mine), [parameter.grad for parameter in copies[stage].parameters()])
+
+
+def test_three_dimensions_train_as_one_process_does():
+    run_ranks(three_dimensions, 8, in_processes=True, initialize=False)

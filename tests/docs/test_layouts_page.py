@@ -1,0 +1,48 @@
+"""The page on layouts: its examples print what stands below them, and its pictures are drawn so."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import warnings
+from pathlib import Path
+
+from ezpz_tp import RankLayout, layouts
+from ezpz_tp._pictures.describe import describe
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "layouts.md").read_text(encoding="utf-8")
+
+
+def test_the_examples_print_what_stands_below_them() -> None:
+    examples = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", PAGE, re.DOTALL)
+    assert len(examples) == PAGE.count("```python")
+    names: dict[str, object] = {}
+    for code, expected in examples:
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec(code, names)
+        assert printed.getvalue() == expected
+
+
+def test_the_table_is_the_zoo() -> None:
+    rows = re.findall(r"^\| `(.*?)` \| (.*?) \| (.*?) \|$", PAGE, re.MULTILINE)
+    assert [name for name, _, _ in rows] == list(layouts.names())
+    for name, mesh, when in rows:
+        axes = mesh.split(", ")
+        layout = layouts.named(name, 2 ** len(axes), **dict.fromkeys(axes, 2))
+        assert [axis for axis, _ in layout.mesh_axes()] == axes
+        assert layout.when == when
+
+
+def test_the_pictures_are_drawn_so() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        drawn = {
+            "layouts-nodes.svg": describe(RankLayout(16, 2, 2), ranks_per_node=8).svg(),
+            "layouts-crossing.svg": describe(RankLayout(16, 4), ranks_per_node=[6, 6, 4]).svg(),
+        }
+    assert set(re.findall(r"\]\((.*?\.svg)\)", PAGE)) == set(drawn)
+    for name, svg in drawn.items():
+        assert (DOCS / name).read_text(encoding="utf-8") == svg
+        assert len(svg) < 8 * 1024
