@@ -242,6 +242,31 @@ def tensor_group(tp_group: ProcessGroup | None = None) -> ProcessGroup | None:
     return group
 
 
+def context_group(group: ProcessGroup | None = None) -> ProcessGroup | None:
+    """Return the group whose ranks share a sequence, or None for no one else.
+
+    Args:
+        group: The group given; None is the context group of the state in use.
+
+    Raises:
+        ParallelError: ``group`` is not a group that this rank is in.
+        NotInitializedError: The world that the state in use was made in was destroyed.
+    """
+    if group is not None:
+        given = member(group, "context")
+        # As in `tensor_group`, for torch.compile.
+        if given is None or (torch.compiler.is_compiling() and given.group_name == ""):
+            return None
+        return given if given.size() > 1 else None
+    state = current_state()
+    if state is None or state.key == "":
+        return None
+    group = state.several["context"]
+    if group is not None:
+        state.check_world()
+    return group
+
+
 def index_or_alone(*axes: str) -> int:
     """Return this rank's position along axes; 0 before there are groups, if it is alone."""
     state = _checked()

@@ -1,0 +1,1 @@
+"""Attention over sequences that ranks share."""

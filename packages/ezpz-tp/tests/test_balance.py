@@ -1,0 +1,165 @@
+"""Which tokens are whose: to the parts, and back."""
+
+import pytest
+import torch
+
+from ezpz_tp._errors import DegreeError
+from ezpz_tp._groups.default import get_state
+from ezpz_tp._sequence.balance import (
+    rank_order,
+    sequence_positions,
+    shard_sequence,
+    unshard_sequence,
+)
+from ezpz_tp.testing import counting, run_ranks
+
+
+def positions(length, balanced):
+    return sequence_positions(length, balanced=balanced).tolist()
+
+
+def test_chunks_from_both_ends():
+    assert run_ranks(positions, 2, 8, True, context=2) == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    assert run_ranks(positions, 3, 6, True, context=3) == [[0, 5], [1, 4], [2, 3]]
+    assert run_ranks(positions, 2, 6, False, context=2) == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_the_order_is_that_of_torchs_own_context_parallel():
+    load_balancer = pytest.importorskip(
+        "torch.distributed.tensor.experimental._context_parallel._load_balancer"
+    )
+    for ranks in (2, 4):
+        theirs = load_balancer._HeadTailLoadBalancer(16, ranks, "cpu")._generate_indices()
+        ours = run_ranks(positions, ranks, 16, True, context=ranks)
+        assert [at for each in ours for at in each] == theirs[0].tolist()
+        assert torch.equal(rank_order(torch.arange(16), 0, ranks), theirs[0])
+
+
+def everyones_work(length, balanced):
+    """How many pairs of tokens a causal mask leaves to this rank."""
+    return int((sequence_positions(length, balanced=balanced) + 1).sum())
+
+
+def test_every_rank_has_as_much_to_do():
+    assert len(set(run_ranks(everyones_work, 4, 64, True, context=4))) == 1
+    first, *_, last = run_ranks(everyones_work, 4, 64, False, context=4)
+    assert last > 6 * first
+
+
+def groups_of(kind):
+    state = get_state()
+    if kind == "context":
+        return {}
+    return {"group": state.group("context"), "ulysses_group": state.group("tensor")}
+
+
+def there_and_back(kind, dim, balanced, dtype):
+    groups = groups_of(kind)
+    whole = torch.arange(2 * 24 * 3).reshape(2, 24, 3).to(dtype)
+    if dtype.is_floating_point:
+        whole.requires_grad_()
+    view = whole.transpose(1, 2) if dim == -1 else whole
+    with counting() as sharding:
+        part = shard_sequence(view, dim, balanced=balanced, **groups)
+    with counting() as joining:
+        back = unshard_sequence(part, dim, balanced=balanced, **groups)
+    own = sequence_positions(24, balanced=balanced, **groups)
+    assert torch.equal(part, view.index_select(dim, own))
+    assert part.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr()
+    assert torch.equal(back, view)
+    grad = None
+    if dtype.is_floating_point:
+        weights = torch.arange(1.0, 1.0 + view.numel(), dtype=dtype).reshape(view.shape)
+        back.backward(weights)  # the same on every rank: each keeps its part, zero elsewhere
+        grad = whole.grad.transpose(1, 2) if dim == -1 else whole.grad
+        expected = torch.zeros_like(view)
+        expected.index_copy_(dim, own, weights.index_select(dim, own))
+        assert torch.equal(grad, expected)
+    return dict(sharding), dict(joining)
+
+
+@pytest.mark.parametrize("balanced", [True, False])
+@pytest.mark.parametrize("dim", [1, -2, -1])
+@pytest.mark.parametrize(
+    ("kind", "degrees", "gathers"),
+    [
+        ("context", {"context": 3}, 1),
+        ("both", {"context": 2, "tensor": 2}, 2),
+        ("both", {"context": 2, "tensor": 3}, 2),
+        ("both", {"context": 1, "tensor": 2}, 1),
+    ],
+)
+def test_there_and_back(kind, degrees, gathers, dim, balanced):
+    ranks = degrees["context"] * degrees.get("tensor", 1)
+    seen = run_ranks(there_and_back, ranks, kind, dim, balanced, torch.float64, **degrees)
+    assert seen == [({}, {"all_gather": gathers})] * ranks
+
+
+def test_tokens_and_labels_too():
+    run_ranks(there_and_back, 2, "context", 1, True, torch.int64, context=2)
+
+
+def other_use_on_every_rank():
+    rank = get_state().index("context")
+    part = torch.ones(4, dtype=torch.float64, requires_grad=True)
+    keys = unshard_sequence(part, 0, sum_grads=True)
+    (keys * (rank + 1)).sum().backward()
+    return part.grad.tolist()
+
+
+def test_gradients_of_different_uses_are_summed():
+    assert run_ranks(other_use_on_every_rank, 2, context=2) == [[3.0] * 4] * 2
+
+
+def test_alone_the_tensor_comes_back():
+    x = torch.ones(2, 7)
+    assert shard_sequence(x, 1) is x
+    assert unshard_sequence(x, 1) is x
+    assert sequence_positions(7).tolist() == list(range(7))
+
+
+def failing(name, *arguments, **options):
+    function = {"shard": shard_sequence, "unshard": unshard_sequence, "at": sequence_positions}
+    options |= groups_of(options.pop("kind", "context"))
+    function[name](*arguments, **options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ("shard", torch.zeros(2, 10), 1),
+            "shard_sequence: the sequence has 10 tokens, which 2 ranks in two chunks each cannot",
+        ),
+        (
+            ("unshard", torch.zeros(2, 5), 1),
+            "unshard_sequence: the sequence has 10 tokens, which 2 ranks in two chunks",
+        ),
+        (("at", 9), "sequence_positions: the sequence has 9 tokens, .* a multiple of 4: pad it to"),
+        (
+            ("shard", torch.zeros(4), 1),
+            r"shard_sequence: dim 1 of a tensor of shape \(4,\); expected .*, -1 to 0",
+        ),
+        (("unshard", torch.zeros(()), 0), r"unshard_sequence: dim 0 of a tensor of shape \(\)"),
+    ],
+)
+def test_what_does_not_fit(arguments, message):
+    with pytest.raises(DegreeError, match=message):
+        run_ranks(failing, 2, *arguments, context=2)
+
+
+def odd_parts():
+    with pytest.raises(DegreeError, match=r"has 3 tokens, which 2 ranks cannot share .* of 2:"):
+        shard_sequence(torch.zeros(3), 0, balanced=False)
+
+
+def two_by_three():
+    with pytest.raises(DegreeError, match=r"8 tokens, which 6 ranks in two .* of 12: pad it to"):
+        shard_sequence(torch.zeros(8), 0, **groups_of("both"))
+    part = shard_sequence(torch.zeros(6), 0, balanced=False, **groups_of("both"))
+    assert part.shape == (1,)
+
+
+def test_how_the_multiple_follows_from_the_groups():
+    run_ranks(odd_parts, 2, context=2)
+    run_ranks(two_by_three, 6, context=2, tensor=3)
