@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
 
 import ezpz_tp
+from ezpz_tp import ring_attention, sequence_positions
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class Config:
     sequence: int = 48
     parallel: bool = True
     sequence_parallel: bool = False
+    context_parallel: bool = False
+    tied: bool = False  # the head has the embedding's weight
     dropout: float = 0.0
 
     @property
@@ -66,12 +69,12 @@ def norm(config):
     return made
 
 
-def rotate(values, *, base=10000.0):
+def rotate(values, positions, *, base=10000.0):
     """Rotary position embedding of ``[batch, heads, sequence, head_dim]``."""
     half = values.shape[-1] // 2
     numbers = {"device": values.device, "dtype": torch.float64}
     frequencies = base ** (-torch.arange(half, **numbers) / half)
-    angles = torch.arange(values.shape[-2], **numbers)[:, None] * frequencies
+    angles = positions.to(**numbers)[:, None] * frequencies
     cos, sin = angles.cos().to(values.dtype), angles.sin().to(values.dtype)
     first, second = values[..., :half], values[..., half:]
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
@@ -81,6 +84,7 @@ class Attention(nn.Module):
     def __init__(self, config, seed):
         super().__init__()
         self.head_dim = config.head_dim
+        self.context_parallel = config.context_parallel
         self.query = column(config, config.hidden, seed)
         self.key = column(config, config.hidden, seed + 1)
         self.value = column(config, config.hidden, seed + 2)
@@ -92,7 +96,14 @@ class Attention(nn.Module):
             part(hidden).unflatten(-1, (-1, self.head_dim)).permute(1, 2, 0, 3)
             for part in (self.query, self.key, self.value)
         )
-        mixed = scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
+        if self.context_parallel:
+            length = q.shape[-2] * ezpz_tp.get_context_parallel_world_size()
+            positions = sequence_positions(length, device=q.device)
+            mixed = ring_attention(rotate(q, positions), rotate(k, positions), v, is_causal=True)
+        else:
+            positions = torch.arange(q.shape[-2], device=q.device)
+            q, k = rotate(q, positions), rotate(k, positions)
+            mixed = scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(mixed.permute(2, 0, 1, 3).flatten(-2))
 
 
@@ -124,6 +135,14 @@ class Block(nn.Module):
         return hidden + self.feed_forward(self.feed_forward_norm(hidden))
 
 
+def embedding(config):
+    if not config.parallel:
+        return nn.Embedding(config.vocabulary, config.hidden)
+    return ezpz_tp.VocabParallelEmbedding(
+        config.vocabulary, config.hidden, sequence_parallel=config.sequence_parallel, seed=1
+    )
+
+
 class Llama(nn.Module):
     """Tokens ``[batch, sequence]`` to logits ``[batch, sequence, vocabulary or this rank's part]``.
 
@@ -136,22 +155,20 @@ class Llama(nn.Module):
         self.config = config
         self.embedding = self.head = self.norm = None
         if first:
-            self.embedding = (
-                ezpz_tp.VocabParallelEmbedding(
-                    config.vocabulary,
-                    config.hidden,
-                    sequence_parallel=config.sequence_parallel,
-                    seed=1,
-                )
-                if config.parallel
-                else nn.Embedding(config.vocabulary, config.hidden)
-            )
+            self.embedding = embedding(config)
         # Named by their number in the whole model.
         numbers = range(config.layers) if layers is None else layers
         self.layers = nn.ModuleDict({str(n): Block(config, 100 * (n + 1)) for n in numbers})
         if last:
             self.norm = norm(config)
             self.head = column(config, config.vocabulary, 2, pad_output=True)
+            if config.tied and first:
+                self.head.weight = self.embedding.weight
+            elif config.tied:
+                self.head.weight = embedding(config).weight  # of the same seed: equal
+                self.head.weight.shared = True
+        if config.tied and first and not last:
+            self.embedding.weight.shared_embedding = True
 
     def forward(self, hidden):
         if self.embedding is not None:
@@ -168,7 +185,7 @@ def unsharded(config):
 
     Call it where there are no groups.
     """
-    config = replace(config, sequence_parallel=False)
+    config = replace(config, sequence_parallel=False, context_parallel=False)
     model = Llama(replace(config, parallel=False))
     model.load_state_dict(Llama(config).state_dict())
     return model

@@ -249,3 +249,143 @@ def with_a_group_of_its_own():
 def test_groups_of_ones_own():
     for norm, expected in run_ranks(with_a_group_of_its_own, 2, tensor=1):
         assert norm == pytest.approx(expected)
+
+
+BOTH = ("data", "context")
+
+
+def over_axes(joined):
+    """Averages and sums over data and context, in one collective where one group has both."""
+    state = get_state()
+    data, context = state.index("data"), state.index("context")
+    one = parameter(2, 3, grad=10 * data + context + 1)
+    # Ranks that lack a gradient, or all of them: counted as zero, and left as it is.
+    two = parameter(2, grad=8 if data == 1 else None)
+    three = parameter(2)
+    frozen = parameter(2, grad=context).requires_grad_(False)
+    with counting() as counter:
+        finalize_grads([one, two, three, frozen], sum_over=BOTH)
+    assert counter == {"all_reduce": 1 if joined else 2}
+    assert one.grad.unique().tolist() == [26]
+    assert two.grad.tolist() == [16, 16]
+    assert three.grad is None
+    assert frozen.grad.tolist() == [context] * 2
+    for axes, wanted in [
+        ({"average_over": BOTH}, 6.5),
+        ({"average_over": "data"}, 6 + context),
+        ({"sum_over": ["context"]}, 20 * data + 3),
+        ({"average_over": "data", "sum_over": "context"}, 13),
+        ({}, 10 * data + context + 1),
+    ]:
+        one.grad.fill_(10 * data + context + 1)
+        finalize_grads(one, **axes)
+        assert one.grad.unique().tolist() == [wanted], axes
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_reductions_over_data_and_context(joined):
+    also = [BOTH] if joined else []
+    # The tensor axis leaves no group that happens to have both.
+    run_ranks(over_axes, 8, joined, tensor=2, data=2, context=2, also=also)
+
+
+def in_buckets(size):
+    rank = get_state().index("data")
+    parameters = [parameter(3, grad=rank + index) for index in range(5)]
+    with counting() as counter:
+        finalize_grads(parameters, average_over="data")
+    assert counter == {"all_reduce": {48: 3, 10: 5, 10**6: 1}[size]}
+    assert [one.grad.tolist() for one in parameters] == [[index + 0.5] * 3 for index in range(5)]
+
+
+@pytest.mark.parametrize("size", [48, 10, 10**6])
+def test_what_is_sent_at_once_is_bounded(size, monkeypatch):
+    monkeypatch.setattr("ezpz_tp._training.grads._BUCKET", size)
+    run_ranks(in_buckets, 2, size, data=2)
+
+
+def with_a_sequence_parallel_norm():
+    """Both sums of one parameter: over tensor, and over data."""
+    state = get_state()
+    both = parameter(2, grad=state.index("tensor") + 10 * state.index("data"))
+    both.sequence_parallel = True
+    finalize_grads(both, average_over="data")
+    assert both.grad.tolist() == [11, 11]
+
+
+def test_reductions_beside_those_over_the_tensor_axis():
+    run_ranks(with_a_sequence_parallel_norm, 4, tensor=2, data=2)
+
+
+def sixteen_bits():
+    """The mean of numbers whose sum fp16 cannot hold."""
+    large = parameter(2, grad=40000, dtype=torch.float16)
+    finalize_grads(large, average_over="data")
+    assert large.grad.tolist() == [40000, 40000]
+
+
+def test_averages_do_not_overflow():
+    run_ranks(sixteen_bits, 4, data=4)
+
+
+def padded_tokens():
+    """Ranks with unequally many tokens: sums of what each divides by the number in all."""
+    state = get_state()
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randn(8, 3, generator=generator, dtype=torch.float64)
+    kept = torch.tensor([1, 1, 1, 0, 1, 0, 0, 0], dtype=torch.float64)
+    weight = parameter(3)
+    place, count = state.index(*BOTH), state.size(*BOTH)
+    mine = slice(place * 8 // count, (place + 1) * 8 // count)
+    (((tokens[mine] @ weight).exp() * kept[mine]).sum() / kept.sum()).backward()
+    finalize_grads(weight, sum_over=BOTH)
+    return weight.grad
+
+
+def test_sums_are_right_where_ranks_have_unequally_many_tokens():
+    (wanted,) = run_ranks(padded_tokens, 1)
+    for found in run_ranks(padded_tokens, 4, data=2, context=2, also=[BOTH]):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+def nothing_over_axes_of_degree_one():
+    one = parameter(2, grad=3)
+    with counting() as counter:
+        finalize_grads(one, average_over=BOTH)
+    assert not counter
+    assert one.grad.tolist() == [3, 3]
+
+
+def test_axes_of_degree_one_send_nothing():
+    nothing_over_axes_of_degree_one()
+    run_ranks(nothing_over_axes_of_degree_one, 2, tensor=2)
+
+
+@pytest.mark.parametrize(
+    "axes", [{"sum_over": "tensor"}, {"average_over": BOTH, "sum_over": "data"}], ids=str
+)
+def test_axes_that_are_not_to_be_reduced_over(axes):
+    with pytest.raises(ValueError, match="expected data, context or both, each once"):
+        finalize_grads(parameter(2, grad=1), **axes)
+
+
+def experts():
+    own = ParallelState.create(expert=2)
+    expert = parameter(2, grad=1, allreduce=False)
+    with pytest.raises(ParallelError, match=r"expert's parameter of shape \(2,\).*expert_data"):
+        finalize_grads(expert, average_over="data", state=own)
+    finalize_grads(parameter(2, grad=1), average_over="data", state=own)
+    own.destroy()
+
+
+def test_experts_are_not_reduced_over_the_models_axes():
+    run_ranks(experts, 2, data=2, in_processes=True)
+
+
+def axes_without_groups():
+    with pytest.raises(NotInitializedError, match="data x context"):
+        finalize_grads(parameter(2, grad=1), sum_over=BOTH)
+
+
+def test_axes_need_groups():
+    run_ranks(axes_without_groups, 2, in_processes=True, initialize=False)

@@ -1,0 +1,1 @@
+"""A model split by its layers over the ranks of a pipeline."""

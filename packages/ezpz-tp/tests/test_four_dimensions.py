@@ -1,0 +1,146 @@
+"""Tensor x context x pipeline x data parallelism: the documented path, and what it must equal."""
+
+from functools import partial
+
+import pytest
+import torch
+from llama import Config, Llama, loss_of, optimizer_of, text_batch, unsharded
+
+import ezpz_tp
+from ezpz_tp._pipeline.pipeline import Pipeline
+from ezpz_tp._sequence.balance import shard_sequence
+from ezpz_tp._shards.state_dict import gather_state_dict
+from ezpz_tp._training.grads import finalize_grads
+from ezpz_tp.testing import run_ranks
+
+STEPS, BATCH = 12, 8
+SHARED = ("data", "context")
+MODEL = Config(layers=4, sequence=32, tied=True, context_parallel=True, sequence_parallel=True)
+
+
+def learn_alone():
+    """The losses of one process with torch's own layers."""
+    model = unsharded(MODEL).double()
+    optimizer = optimizer_of(model.parameters())
+    losses = []
+    for step in range(STEPS):
+        tokens, labels = text_batch(step, batch=BATCH, length=MODEL.sequence)
+        loss = loss_of(model(tokens), labels)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.fixture(scope="module")
+def expected():
+    (losses,) = run_ranks(learn_alone, 1, in_processes=True, initialize=False)
+    assert losses[-1] < 0.8 * losses[0]
+    return losses
+
+
+def share_of_loss(ranks, logits, labels):
+    """This rank's share of a microbatch's mean loss: the ranks' shares add up to it."""
+    losses = ezpz_tp.vocab_parallel_cross_entropy(logits, labels)
+    return losses.sum() / (losses.numel() * ranks)
+
+
+def learn(schedule, virtual, microbatches, steps):
+    state = ezpz_tp.get_state()
+    pipeline = Pipeline(
+        partial(Llama, MODEL),
+        layers=MODEL.layers,
+        microbatches=microbatches,
+        schedule=schedule,
+        virtual=virtual,
+        loss=partial(share_of_loss, state.size(*SHARED)),
+    )
+    pipeline.module.double()
+    optimizer = optimizer_of(pipeline.module.parameters())
+    losses = []
+    for step in range(steps):
+        batch = text_batch(step, batch=BATCH, length=MODEL.sequence)
+        mine = slice(state.index("data"), None, state.size("data"))
+        tokens, labels = (shard_sequence(each[mine], 1) for each in batch)
+        shares = pipeline.step(tokens, labels)
+        finalize_grads(pipeline.module, sum_over=SHARED)
+        ezpz_tp.clip_grad_norm_(pipeline.module.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if shares is not None:
+            loss = shares.mean()
+            torch.distributed.all_reduce(loss, group=state.group(*SHARED))
+            losses.append(loss.item())
+    return losses
+
+
+def with_embedding_groups(degrees, *args):
+    ezpz_tp.initialize_tensor_parallel(**degrees, also=[SHARED], embedding=True)
+    return learn(*args)
+
+
+def degrees(tensor=1, context=1, pipeline=2):
+    return {
+        "tensor_parallel_size": tensor,
+        "context_parallel_size": context,
+        "pipeline_parallel_size": pipeline,
+    }
+
+
+@pytest.mark.parametrize(
+    ("ranks", "degrees", "schedule", "virtual", "microbatches", "steps"),
+    [
+        (8, degrees(tensor=2, context=2), "1f1b", 1, 4, STEPS),
+        (16, degrees(tensor=2, context=2), "1f1b", 1, 2, STEPS),  # and data 2
+        (4, degrees(tensor=2), "gpipe", 1, 4, STEPS),
+        (4, degrees(tensor=2), "interleaved", 2, 4, STEPS),
+        (4, degrees(context=2), "interleaved", 2, 2, STEPS),
+        (8, degrees(context=2), "interleaved", 2, 2, 4),  # and data 2
+        (4, degrees(tensor=2, context=2, pipeline=1), "1f1b", 1, 2, 4),
+    ],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else str(value),
+)
+def test_four_dimensions(expected, ranks, degrees, schedule, virtual, microbatches, steps):
+    """The losses are those of one process, and every rank on a last stage knows them."""
+    plan = degrees, schedule, virtual, microbatches, steps
+    results = run_ranks(
+        with_embedding_groups, ranks, *plan, in_processes=True, initialize=False, timeout=120
+    )
+    stages = degrees["pipeline_parallel_size"]
+    assert sum(bool(losses) for losses in results) == ranks // stages
+    for losses in results[-(ranks // stages) :]:
+        assert losses == pytest.approx(expected[:steps], rel=1e-9)
+
+
+def checked(degrees, *args):
+    """Every operation of all four axes fits: `check` finds nothing."""
+    ezpz_tp.initialize_tensor_parallel(**degrees, also=[SHARED], embedding=True)
+    with ezpz_tp.check() as checker:
+        losses = learn(*args)
+    return losses, checker.operations
+
+
+@pytest.mark.parametrize(("schedule", "virtual"), [("1f1b", 1), ("interleaved", 2)])
+def test_the_types_of_four_dimensions(expected, schedule, virtual):
+    plan = degrees(tensor=2, context=2), schedule, virtual, 2, 2
+    results = run_ranks(checked, 8, *plan, in_processes=True, initialize=False, timeout=120)
+    for losses, operations in results:
+        assert operations > 100
+        if losses:
+            assert losses == pytest.approx(expected[:2], rel=1e-9)
+
+
+def gathered():
+    ezpz_tp.initialize_tensor_parallel(2, 2, embedding=True)
+    part = partial(Llama, MODEL)
+    settings = {"schedule": "interleaved", "virtual": 2, "loss": torch.mean}
+    return gather_state_dict(Pipeline(part, layers=4, microbatches=2, **settings).module)
+
+
+def test_the_parts_are_the_whole_model():
+    wanted = unsharded(MODEL).state_dict()
+    for found in run_ranks(gathered, 4, in_processes=True, initialize=False):
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], one) for name, one in wanted.items())

@@ -1,0 +1,585 @@
+import re
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ezpz_tp
+from ezpz_tp._errors import DegreeError, NotInitializedError, ParallelError
+from ezpz_tp._pipeline.layers import split_layers
+from ezpz_tp._pipeline.pipeline import Pipeline
+from ezpz_tp.testing import counting, run_ranks
+
+LAYERS, WIDTH, BATCH = 6, 5, 12
+
+# Ranks, schedule, chunks a rank, microbatches.
+PLANS = [
+    (2, "gpipe", 1, 1),
+    (3, "gpipe", 1, 2),
+    (2, "1f1b", 1, 2),
+    (3, "1f1b", 1, 6),
+    (2, "interleaved", 2, 4),
+    (2, "interleaved", 3, 1),
+    (2, "interleaved", 2, 3),
+    (3, "interleaved", 2, 6),
+]
+
+
+class Layer(nn.Module):
+    """Depends on nothing but its number, so that any split of the model is the same model."""
+
+    def __init__(self, number):
+        super().__init__()
+        generator = torch.Generator().manual_seed(number)
+        weight = torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64)
+        self.weight = nn.Parameter(weight / WIDTH**0.5)
+
+    def forward(self, hidden):
+        return (hidden @ self.weight).tanh()
+
+
+class Part(nn.Module):
+    def __init__(self, layers, first, last, between="one"):
+        super().__init__()
+        self.first, self.last, self.between = first, last, between
+        self.layers = nn.ModuleDict({str(number): Layer(number) for number in layers})
+        if between == "frozen" and first:
+            self.requires_grad_(False)
+
+    def forward(self, hidden, *more):
+        if self.between == "two" and not self.first:
+            hidden = hidden + more[0]
+        elif self.between == "numbers" and not self.first:
+            assert more[0].tolist() == [1, 2]
+        for layer in self.layers.values():
+            hidden = layer(hidden)
+        if self.last:
+            return hidden
+        if self.between == "turned":
+            return hidden.t().contiguous().t()
+        if self.between == "numbers":
+            return hidden, torch.tensor([1, 2])
+        # One chunk's second output is used by the next one only.
+        return (hidden, hidden * 0.5) if self.between == "two" else hidden
+
+
+def mean_square(output, target):
+    return (output - target).square().mean()
+
+
+def batch(rows=BATCH, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(2, rows, WIDTH, generator=generator, dtype=torch.float64).unbind()
+
+
+def pipeline_of(plan, **options):
+    _, schedule, virtual, microbatches = plan
+    settings = {"layers": LAYERS, "microbatches": microbatches, "loss": mean_square}
+    settings |= {"schedule": schedule, "virtual": virtual, **options}
+    return Pipeline(settings.pop("build", Part), **settings)
+
+
+def on(plan, function, *args, **degrees):
+    degrees = {"tensor": 1, "data": 1} | degrees
+    ranks = plan[0] * degrees["tensor"] * degrees["data"]
+    return run_ranks(function, ranks, plan, *args, pipeline=plan[0], in_processes=True, **degrees)
+
+
+@pytest.mark.parametrize(
+    ("count", "stages", "lengths"),
+    [(8, 4, [2, 2, 2, 2]), (10, 4, [3, 3, 2, 2]), (3, 3, [1, 1, 1]), (7, 1, [7])],
+)
+def test_layers_are_split_evenly_and_the_first_get_what_is_left(count, stages, lengths):
+    ranges = split_layers(count, stages)
+    assert [len(each) for each in ranges] == lengths
+    assert [number for each in ranges for number in each] == list(range(count))
+
+
+def train(plan):
+    """Two steps' gradients added up, and what this rank was given to build."""
+    asked = []
+
+    def build(layers, first, last):
+        asked.append((layers, first, last))
+        return Part(layers, first, last)
+
+    pipeline = pipeline_of(plan, build=build)
+    losses = []
+    for seed in (0, 1):
+        inputs, targets = batch(seed=seed)
+        losses.append(
+            pipeline.step(
+                inputs if pipeline.is_first else None, targets if pipeline.is_last else None
+            )
+        )
+    gradients = {name: one.grad for name, one in pipeline.module.named_parameters()}
+    assert set(pipeline.module.state_dict()) == set(gradients)
+    assert pipeline.layers == tuple(layers for layers, _, _ in asked)
+    assert pipeline.is_first == asked[0][1]
+    assert pipeline.is_last == asked[-1][2]
+    return asked, losses, gradients
+
+
+def whole_model(between="one", seeds=(0, 1)):
+    """The sum over two batches of the gradients of their mean loss."""
+    model = Part(range(LAYERS), True, True, between)
+    losses = []
+    for seed in seeds:
+        inputs, targets = batch(seed=seed)
+        loss = mean_square(model(inputs), targets)
+        loss.backward()
+        losses.append(loss.item())
+    return losses, {name: one.grad for name, one in model.named_parameters()}
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_a_step_gives_the_whole_models_losses_and_gradients(plan):
+    ranks, _, virtual, microbatches = plan
+    wanted_losses, wanted = whole_model()
+    split = split_layers(LAYERS, ranks * virtual)
+    results = on(plan, train)
+    for rank, (asked, losses, gradients) in enumerate(results):
+        assert [layers for layers, _, _ in asked] == list(split[rank::ranks])
+        for layers, first, last in asked:
+            assert (first, last) == (layers.start == 0, layers.stop == LAYERS)
+        if rank < ranks - 1:
+            assert losses == [None, None]
+        else:
+            assert [one.shape for one in losses] == [(microbatches,)] * 2
+            assert not losses[0].requires_grad
+            assert [one.mean().item() for one in losses] == pytest.approx(wanted_losses, rel=1e-12)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, wanted[name], rtol=1e-11, atol=1e-13)
+    assert sum(len(gradients) for _, _, gradients in results) == LAYERS
+
+
+def in_flight(plan):
+    """The most microbatches of a chunk that were forward and not yet backward."""
+    now, most = [0], [0]
+
+    class Counted(Part):
+        def forward(self, hidden):
+            hidden = super().forward(hidden)
+            now[0] += 1
+            most[0] = max(most[0], now[0])
+            hidden.register_hook(lambda _: now.__setitem__(0, now[0] - 1))
+            return hidden
+
+    pipeline = pipeline_of(plan, build=Counted)
+    pipeline.step(*batch())
+    now[0] = most[0] = 0  # the first step's trial went forward only
+    pipeline.step(*batch())
+    return most[0]
+
+
+def test_schedules_keep_as_many_activations_as_they_should():
+    """GPipe all microbatches, 1F1B as many as there are stages from a rank to the last."""
+    gpipe, one_by_one = (on((3, name, 1, 6), in_flight) for name in ("gpipe", "1f1b"))
+    assert gpipe == [6, 6, 6]
+    assert one_by_one == [3, 2, 1]
+
+
+def between_chunks(plan, between):
+    pipeline = pipeline_of(plan, build=partial(Part, between=between))
+    pipeline.step(*batch())
+    return {name: one.grad for name, one in pipeline.module.named_parameters()}
+
+
+@pytest.mark.parametrize("between", ["turned", "numbers", "two", "frozen"])
+@pytest.mark.parametrize("plan", [PLANS[2], PLANS[4]], ids=str)
+def test_what_chunks_may_hand_on(plan, between):
+    """A transposed tensor, one of integers, several of them, one that needs no gradient."""
+    model = nn.Sequential()
+    split = split_layers(LAYERS, plan[0] * plan[2])
+    for number, layers in enumerate(split):
+        model.append(Part(layers, number == 0, number == len(split) - 1, between))
+    value, targets = batch()
+    for part in model:
+        value = part(*value) if isinstance(value, tuple) else part(value)
+    mean_square(value, targets).backward()
+    wanted = {name.partition(".")[2]: one.grad for name, one in model.named_parameters()}
+    for gradients in on(plan, between_chunks, between):
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, wanted[name], rtol=1e-11, atol=1e-13)
+
+
+class Noisy(nn.Module):
+    """Draws from both kinds of random streams, and counts how often it ran."""
+
+    def __init__(self, layers, first, last):
+        super().__init__()
+        self.part, self.norm = Part(layers, first, last), nn.BatchNorm1d(WIDTH).double()
+
+    def forward(self, hidden):
+        hidden = nn.functional.dropout(self.norm(self.part(hidden)))
+        with ezpz_tp.get_rng_tracker().fork():
+            return nn.functional.dropout(hidden)
+
+
+def first_and_second_step(plan):
+    pipeline = pipeline_of(plan, build=Noisy)
+    found = []
+    before = {name: one.clone() for name, one in pipeline.module.state_dict().items()}
+    for _ in range(2):
+        ezpz_tp.seed_model_parallel(3)
+        losses = pipeline.step(*batch())
+        after = {name: one.clone() for name, one in pipeline.module.state_dict().items()}
+        drawn = torch.rand(4)
+        with ezpz_tp.get_rng_tracker().fork():
+            found.append((losses, after, drawn, torch.rand(4)))
+        pipeline.module.load_state_dict(before)
+    return found
+
+
+def test_the_trial_leaves_no_trace():
+    """The first step, which has one, is as the second: random numbers, buffers and all."""
+    for rank, (first, second) in enumerate(on(PLANS[2], first_and_second_step)):
+        assert (first[0] is None) == (rank == 0)
+        assert rank == 0 or torch.equal(first[0], second[0])
+        assert first[1]["norm.num_batches_tracked"] == 2
+        for name, value in first[1].items():
+            assert torch.equal(value, second[1][name]), name
+        assert torch.equal(first[2], second[2])
+        assert torch.equal(first[3], second[3])
+
+
+def evaluated(plan):
+    pipeline = pipeline_of(plan)
+    before = pipeline.evaluate(*batch())
+    assert all(one.grad is None for one in pipeline.module.parameters())
+    stepped = pipeline.step(*batch())
+    gradients = [one.grad.clone() for one in pipeline.module.parameters()]
+    larger = pipeline.evaluate(*batch(2 * BATCH))
+    after = [one.grad for one in pipeline.module.parameters()]
+    assert all(map(torch.equal, gradients, after))
+    return before, stepped, larger
+
+
+@pytest.mark.parametrize("plan", [PLANS[3], PLANS[4]], ids=str)
+def test_evaluation(plan):
+    model = Part(range(LAYERS), True, True)
+    inputs, targets = batch(2 * BATCH)
+    before, stepped, larger = on(plan, evaluated)[-1]
+    assert torch.equal(before, stepped)
+    assert larger.mean().item() == pytest.approx(mean_square(model(inputs), targets).item())
+
+
+def alone():
+    """What a loop over microbatches gives, to the last bit."""
+    model = Part(range(LAYERS), True, True)
+    inputs, targets = batch()
+    losses = []
+    for one, target in zip(inputs.chunk(4), targets.chunk(4), strict=True):
+        loss = mean_square(model(one), target)
+        (loss / 4).backward()
+        losses.append(loss.item())
+    for schedule, virtual in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2)):
+        pipeline = pipeline_of((1, schedule, virtual, 4))
+        with counting() as counter:
+            found = pipeline.step(inputs, targets)
+            assert torch.equal(pipeline.evaluate(inputs, targets), found)
+        assert not counter
+        assert found.tolist() == losses
+        assert pipeline.layers == (range(LAYERS),)
+        assert pipeline.is_first
+        assert pipeline.is_last
+        for one, other in zip(pipeline.module.parameters(), model.parameters(), strict=True):
+            assert torch.equal(one.grad, other.grad)
+
+
+def test_a_pipeline_of_one_rank_is_gradient_accumulation():
+    alone()  # before anything is initialized
+    run_ranks(alone, 2, tensor=2)
+
+
+def several_arguments():
+    def loss(output, target, weight):
+        return ((output - target) * weight).square().mean()
+
+    class Sum(nn.Module):
+        def __init__(self, layers, first, last):
+            super().__init__()
+            self.part = Part(layers, first, last)
+
+        def forward(self, one, two):
+            return self.part(one + two)
+
+    inputs, targets = batch()
+    pipeline = pipeline_of((1, "gpipe", 1, 2), build=Sum, loss=loss)
+    return pipeline.step((inputs, inputs), (targets, targets)).mean().item()
+
+
+def test_batches_of_several_tensors():
+    inputs, targets = batch()
+    output = Part(range(LAYERS), True, True)(2 * inputs)
+    wanted = ((output - targets) * targets).square().mean().item()
+    assert several_arguments() == pytest.approx(wanted)
+
+
+def uneven(plan):
+    pipeline = pipeline_of(plan, layers=[range(1), range(1, 6)])
+    pipeline.step(*batch())
+    return pipeline.layers, {name: one.grad for name, one in pipeline.module.named_parameters()}
+
+
+def test_ranges_of_ones_own():
+    _, wanted = whole_model(seeds=(0,))
+    results = on(PLANS[2], uneven)
+    assert [layers for layers, _ in results] == [(range(1),), (range(1, 6),)]
+    for _, gradients in results:
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, wanted[name], rtol=1e-11, atol=1e-13)
+
+
+def narrow(plan):
+    """Under autocast activations are bf16 between the chunks, and weights fp64."""
+    seen = []
+
+    class Watched(Part):
+        def forward(self, hidden):
+            seen.append(hidden.dtype)
+            return super().forward(hidden)
+
+    pipeline = pipeline_of(plan, build=Watched)
+    pipeline.module.float()
+    inputs, targets = (one.float() for one in batch())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        losses = pipeline.step(inputs, targets)
+    grads = {one.grad.dtype for one in pipeline.module.parameters()}
+    return set(seen), grads, losses
+
+
+def test_activations_of_sixteen_bits():
+    (first, grads, _), (last, _, losses) = on(PLANS[2], narrow)
+    assert (first, last, grads) == ({torch.float32}, {torch.bfloat16}, {torch.float32})
+    wanted, _ = whole_model(seeds=(0,))
+    assert losses.mean().item() == pytest.approx(wanted[0], rel=0.02)
+
+
+def with_fsdp(plan):
+    from torch.distributed.fsdp import fully_shard
+
+    state = ezpz_tp.get_state()
+    mesh = state.to_mesh("cpu")["dp"]
+    pipeline = pipeline_of(plan, build=lambda **of: fully_shard(Part(**of), mesh=mesh))
+    mine = slice(state.index("data"), None, 2)
+    pipeline.step(*(one[mine] for one in batch()))
+    return {name: one.grad.full_tensor() for name, one in pipeline.module.named_parameters()}
+
+
+def test_chunks_that_fsdp2_shards():
+    _, wanted = whole_model(seeds=(0,))
+    for gradients in on(PLANS[2], with_fsdp, data=2):
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, wanted[name], rtol=1e-11, atol=1e-13)
+
+
+def changes(plan):
+    """Thawed layers, other shapes, other numbers."""
+    pipeline = pipeline_of(plan, build=partial(Part, between="frozen"))
+    pipeline.step(*batch())
+    pipeline.module.requires_grad_(True)
+    pipeline.module.float()
+    for one in pipeline.module.parameters():
+        one.grad = None
+    pipeline.forget_shapes()
+    pipeline.step(*(one.float() for one in batch(2 * BATCH)))
+    return {name: one.grad for name, one in pipeline.module.named_parameters()}
+
+
+@pytest.mark.parametrize("plan", [PLANS[2], PLANS[4]], ids=str)
+def test_shapes_may_change_once_they_are_forgotten(plan):
+    model = Part(range(LAYERS), True, True).float()
+    inputs, targets = (one.float() for one in batch(2 * BATCH))
+    mean_square(model(inputs), targets).backward()
+    wanted = {name: one.grad for name, one in model.named_parameters()}
+    for gradients in on(plan, changes):
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, wanted[name], rtol=1e-4, atol=1e-6)
+
+
+def names(plan):
+    pipeline = pipeline_of(plan)
+    module = pipeline.module
+    kept = {name: one.clone() for name, one in module.state_dict().items()}
+    for one in module.parameters():
+        one.data.zero_()
+    assert str(module.load_state_dict(kept)) == "<All keys matched successfully>"
+    assert all(torch.equal(one, kept[name]) for name, one in module.named_parameters())
+    module.float()
+    assert all(one.dtype == torch.float32 for one in module.parameters())
+    module.eval()
+    assert not any(one.training for one in module.modules())
+    (name, *_), extra = kept, {"head.weight": torch.ones(1)}
+    told = rf"2 chunks: missing are {re.escape(name)}; unexpected are head\.weight"
+    with pytest.raises(RuntimeError, match=told):
+        module.load_state_dict({key: kept[key] for key in kept if key != name} | extra)
+    return set(kept)
+
+
+def test_a_ranks_chunks_are_one_module_with_the_whole_models_names():
+    found = on(PLANS[4], names)
+    whole = set(Part(range(LAYERS), True, True).state_dict())
+    assert found[0] | found[1] == whole
+    assert not found[0] & found[1]
+
+
+class Numbered(nn.Module):
+    """Numbers its layers from 0 in every chunk."""
+
+    def __init__(self, layers, first, last):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(number) for number in layers)
+
+
+def first_of_two(plan, **options):
+    pipeline = pipeline_of(plan, **options)
+    pipeline.step(*batch())
+
+
+def same_names(plan):
+    first_of_two(plan, build=Numbered)
+
+
+def no_inputs(plan):
+    pipeline_of(plan).step(None, batch()[1])
+
+
+def no_targets(plan):
+    pipeline_of(plan).step(batch()[0], None)
+
+
+def not_divisible(plan):
+    pipeline_of(plan).step(*batch(7))
+
+
+def changed(plan):
+    pipeline = pipeline_of(plan)
+    pipeline.step(*batch())
+    pipeline.step(*batch(2 * BATCH))
+
+
+def other_precision(plan):
+    """The first chunk's weights change, and its inputs do not."""
+    pipeline = pipeline_of(plan, build=partial(Odd, answer=lambda hidden: hidden.to(wanted[0])))
+    wanted = [torch.float64]
+    pipeline.step(*batch())
+    wanted[0] = torch.float32
+    pipeline.step(*batch())
+
+
+def thawed(plan):
+    pipeline = pipeline_of(plan, build=partial(Part, between="frozen"))
+    pipeline.step(*batch())
+    pipeline.module.requires_grad_(True)
+    pipeline.step(*batch())
+
+
+def loss_of_rows(plan):
+    first_of_two(plan, loss=lambda output, target: (output - target).square().mean(-1))
+
+
+def loss_of_a_number(plan):
+    first_of_two(plan, loss=lambda output, target: 0.5)
+
+
+class Odd(Part):
+    def __init__(self, layers, first, last, answer=None):
+        super().__init__(layers, first, last)
+        self.answer = answer
+
+    def forward(self, hidden):
+        return self.answer(super().forward(hidden))
+
+
+def a_dictionary(plan):
+    first_of_two(plan, build=partial(Odd, answer=lambda hidden: {"hidden": hidden}))
+
+
+def a_complex_number(plan):
+    first_of_two(plan, build=partial(Odd, answer=lambda hidden: hidden + 1j))
+
+
+def many_tensors(plan):
+    first_of_two(plan, build=partial(Odd, answer=lambda hidden: [hidden] * 20))
+
+
+def with_ddp(plan):
+    group = ezpz_tp.get_data_parallel_group()
+    first_of_two(plan, build=lambda **of: DistributedDataParallel(Part(**of), process_group=group))
+
+
+@pytest.mark.parametrize(
+    ("bad", "plan", "told"),
+    [
+        (same_names, PLANS[4], r"chunk 1 of this rank has another layers\.0\.weight"),
+        (no_inputs, PLANS[2], r"no inputs on a rank that has the first chunk"),
+        (no_targets, PLANS[2], r"no targets on a rank that has the last chunk"),
+        (not_divisible, PLANS[2], r"inputs of shape \(7, 5\) for 2 microbatches.*multiple"),
+        (changed, PLANS[2], r"inputs are \(12, 5\) of torch\.float64; expected .* \(6, 5\)"),
+        (other_precision, PLANS[2], r"chunk 0 of 2 returned .*float32 .*; expected.*float64"),
+        (thawed, PLANS[2], r"with a gradient; expected.*float64, for.*forget_shapes"),
+        (loss_of_rows, PLANS[2], r"loss returned a tensor of shape \(6,\); expected a 0-dim"),
+        (loss_of_a_number, PLANS[2], r"loss returned float; expected a 0-dim tensor"),
+        (a_dictionary, PLANS[2], r"chunk 0 of 2 returned dict; expected a tensor"),
+        (a_complex_number, PLANS[2], r"a tensor of torch\.complex128; expected one of"),
+        (many_tensors, PLANS[2], r"returned 20 tensors, whose shapes are 101 numbers"),
+        (with_ddp, PLANS[2], r"returned DistributedDataParallel; .*average_over"),
+    ],
+)
+def test_bad_use_is_one_clear_error(bad, plan, told):
+    with pytest.raises(ParallelError) as info:
+        on(plan, bad, timeout=20)
+    assert re.search(told, str(info.value))
+
+
+def plan_on(ranks, **options):
+    settings = {"layers": LAYERS, "microbatches": 4, "loss": mean_square} | options
+    return lambda: run_ranks(lambda: Pipeline(Part, **settings), ranks, pipeline=ranks, tensor=1)
+
+
+@pytest.mark.parametrize(
+    ("bad", "told"),
+    [
+        (lambda: split_layers(4, 0), "0 stages; expected at least 1"),
+        (lambda: split_layers(3, 4), "3 layers for 4 stages"),
+        (plan_on(2, layers=3, schedule="interleaved", virtual=2), "3 layers for 4 stages"),
+        (plan_on(2, schedule="zigzag"), "schedule 'zigzag'; expected one of gpipe, 1f1b, inter"),
+        (plan_on(2, schedule="interleaved"), "virtual=1 chunks a rank; expected 2 or more"),
+        (plan_on(2, virtual=2), r"'1f1b' with virtual=2 chunks a rank; expected 1"),
+        (plan_on(2, microbatches=0), "microbatches=0; expected at least 1"),
+        (plan_on(2, microbatches=1), "1 microbatches in a pipeline of 2 ranks; expected at least"),
+        (
+            plan_on(2, schedule="interleaved", virtual=2, microbatches=5),
+            "5 microbatches in a pipeline of 2 ranks; expected a multiple of the 2 rounds",
+        ),
+        (plan_on(1, layers=[range(3), range(3, 6)]), "layers has 2 ranges; expected 1"),
+        (plan_on(1, layers=[range(1, 6)]), r"range\(1, 6\) where layer 0 is next"),
+    ],
+)
+def test_plans_that_do_not_fit(bad, told):
+    with pytest.raises(DegreeError, match=told):
+        bad()
+
+
+def test_build_returns_no_module():
+    with pytest.raises(
+        ParallelError, match=r"layers=range\(0, 6\), first=True.* returned NoneType"
+    ):
+        pipeline_of((1, "gpipe", 1, 1), build=lambda **of: None)
+
+
+def test_groups_that_torch_does_not_know():
+    with pytest.raises(ParallelError, match=r"does not know the pipeline group of 2.*in_processes"):
+        plan_on(2)()
+
+
+def without_groups():
+    pipeline_of((2, "gpipe", 1, 1))
+
+
+def test_several_ranks_without_groups():
+    with pytest.raises(NotInitializedError, match="initialize_tensor_parallel"):
+        run_ranks(without_groups, 2, in_processes=True, initialize=False)
