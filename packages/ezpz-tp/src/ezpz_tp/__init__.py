@@ -16,7 +16,15 @@ hold Megatron-LM's, `ezpz_tp.model_parallel` fairscale's, and `ezpz_tp.testing` 
 user's own layers. One implementation lies beneath them all.
 """
 
-from ._errors import DegreeError, NotInitializedError, ParallelError
+from ._checking.check import check, declare_type, type_of
+from ._checking.replicated import verify_replicated
+from ._errors import (
+    DegreeError,
+    NotInitializedError,
+    ParallelError,
+    ParallelTypeError,
+    ReplicaError,
+)
 from ._groups.default import (
     current_state,
     destroy_model_parallel,
@@ -74,6 +82,9 @@ from ._layers.attributes import (
 from ._layers.embedding import ParallelEmbedding, VocabParallelEmbedding
 from ._layers.initialize import initialize_shard
 from ._layers.linear import ColumnParallelLinear, RowParallelLinear
+from ._pictures.describe import Description, describe
+from ._pipeline.layers import split_layers
+from ._pipeline.pipeline import Pipeline
 from ._regions.exchange import (
     all_to_all,
     all_to_all_hp2sp,
@@ -100,6 +111,12 @@ from ._regions.split import (
     split_tensor_along_last_dim,
     split_tensor_into_1d_equal_chunks,
 )
+from ._sequence.balance import sequence_positions, shard_sequence, unshard_sequence
+from ._sequence.ring import ring_attention
+from ._sequence.ulysses import ulysses_attention
+from ._sequence.unified import split_context, unified_attention
+from ._sharding.einsum import einsum_sharding
+from ._sharding.result import EinsumSharding
 from ._training.broadcast import broadcast_data
 from ._training.checkpoint import checkpoint, checkpoint_activations
 from ._training.cross_entropy import vocab_parallel_cross_entropy
@@ -113,11 +130,16 @@ __all__ = [
     "EXPERT_AXES",
     "ColumnParallelLinear",
     "DegreeError",
+    "Description",
+    "EinsumSharding",
     "NotInitializedError",
     "ParallelEmbedding",
     "ParallelError",
     "ParallelState",
+    "ParallelTypeError",
+    "Pipeline",
     "RankLayout",
+    "ReplicaError",
     "RngTracker",
     "RowParallelLinear",
     "VocabParallelEmbedding",
@@ -128,6 +150,7 @@ __all__ = [
     "all_to_all_hp2sp",
     "all_to_all_sp2hp",
     "broadcast_data",
+    "check",
     "checkpoint",
     "checkpoint_activations",
     "clip_grad_norm_",
@@ -135,9 +158,12 @@ __all__ = [
     "copy_tensor_model_parallel_attributes",
     "copy_to_tensor_parallel_region",
     "current_state",
+    "declare_type",
+    "describe",
     "destroy_model_parallel",
     "destroy_tensor_parallel",
     "divide_and_check_no_remainder",
+    "einsum_sharding",
     "ensure_divisibility",
     "finalize_grads",
     "gather_from_sequence_parallel_region",
@@ -187,16 +213,26 @@ __all__ = [
     "reduce_from_tensor_parallel_region",
     "reduce_scatter_last_dim_to_tensor_parallel_region",
     "reduce_scatter_to_sequence_parallel_region",
+    "ring_attention",
     "rng_contexts",
     "scatter_to_sequence_parallel_region",
     "scatter_to_tensor_parallel_region",
     "seed_model_parallel",
+    "sequence_positions",
     "sequence_to_head",
     "set_defaults_if_not_set_tensor_model_parallel_attributes",
     "set_tensor_model_parallel_attributes",
+    "shard_sequence",
+    "split_context",
+    "split_layers",
     "split_tensor_along_last_dim",
     "split_tensor_into_1d_equal_chunks",
     "tensor_parallel_is_initialized",
+    "type_of",
+    "ulysses_attention",
+    "unified_attention",
+    "unshard_sequence",
     "use_state",
+    "verify_replicated",
     "vocab_parallel_cross_entropy",
 ]

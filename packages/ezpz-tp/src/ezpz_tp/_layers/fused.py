@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 from torch.nn import functional as F
+from torch.overrides import has_torch_function_unary
 
 from ezpz_tp._regions.collectives import (
     all_gather,
@@ -34,6 +35,7 @@ from ezpz_tp._regions.mappings import (
     gather_from_sequence_parallel_region,
     reduce_from_tensor_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
+    watched,
 )
 
 # Each of these calls costs as much as a few percent of a small layer, so:
@@ -68,6 +70,9 @@ def column_linear(
     Returns:
         ``[..., out/tp]``.
     """
+    if has_torch_function_unary(input_):
+        modes = sequence_parallel, reduce_input_gradient
+        return watched(column_linear, input_, weight, bias, group, *modes)
     if not torch.is_grad_enabled():
         # Autocast itself casts, and keeps the weight that it has cast.
         return F.linear(all_gather(input_, 0, group) if sequence_parallel else input_, weight, bias)
@@ -102,6 +107,8 @@ def row_linear(
     Returns:
         ``[..., out]``, the same on all ranks; ``[s/tp, ..., out]`` under sequence parallelism.
     """
+    if has_torch_function_unary(input_):
+        return watched(row_linear, input_, weight, bias, group, sequence_parallel)
     if not torch.is_grad_enabled():
         output = F.linear(input_, weight)
         output = (

@@ -12,9 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.overrides import has_torch_function_unary
 
 from ezpz_tp._regions.collectives import all_gather, all_reduce_, reduce_scatter
-from ezpz_tp._regions.mappings import copy_gradient, gather_from_sequence_parallel_region
+from ezpz_tp._regions.mappings import (
+    copy_gradient,
+    gather_from_sequence_parallel_region,
+    watched,
+)
 
 
 def vocabulary_lookup(
@@ -43,6 +48,18 @@ def vocabulary_lookup(
     Raises:
         IndexError: A row is out of range (on accelerators, an assertion on the device).
     """
+    if has_torch_function_unary(weight):
+        return watched(
+            vocabulary_lookup,
+            weight,
+            rows,
+            foreign,
+            group,
+            padding_row=padding_row,
+            scale_grad_by_freq=scale_grad_by_freq,
+            sparse=sparse,
+            sequence_parallel=sequence_parallel,
+        )
     flags = (padding_row, scale_grad_by_freq, sparse, sequence_parallel)
     output: Tensor = _Lookup.apply(weight, rows, foreign, group, flags)  # type: ignore[no-untyped-call]
     return output

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.overrides import has_torch_function_unary
 
 from ezpz_tp._errors import DegreeError
 from ezpz_tp._groups.default import tensor_group
 
-from .mappings import _AllToAll, applied
+from .mappings import _AllToAll, applied, watched
 
 
 def all_to_all(
@@ -33,6 +34,8 @@ def all_to_all(
     Raises:
         DegreeError: The split sizes do not add up to the rows, or there is not one a rank.
     """
+    if has_torch_function_unary(input_):
+        return watched(all_to_all, input_, output_split_sizes, input_split_sizes, group=group)
     if group.size() == 1:
         return input_
     rows, ranks = input_.shape[0], group.size()

@@ -26,11 +26,13 @@ branches, and an expanded one has less memory than it has elements.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from ezpz_tp._errors import DegreeError
 from ezpz_tp._groups.default import tensor_group
@@ -42,6 +44,17 @@ from .collectives import all_to_all as exchange_rows
 def applied(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
     """Call an autograd function, which torch leaves without types."""
     output: Tensor = function.apply(*arguments)
+    return output
+
+
+def watched(
+    region: Callable[..., Tensor], input_: Tensor, *arguments: Any, **options: Any
+) -> Tensor:
+    """Hand a call to torch's function modes, of which `check` is one, as torch's own functions do.
+
+    Called where ``has_torch_function_unary(input_)``, which takes 16 ns, says that one is at work.
+    """
+    output: Tensor = handle_torch_function(region, (input_,), input_, *arguments, **options)
     return output
 
 
@@ -137,6 +150,8 @@ def own_part(input_: Tensor, dim: int, group: ProcessGroup) -> Tensor:
 
 def copy_to_tensor_parallel_region(input_: Tensor, tp_group: ProcessGroup | None = None) -> Tensor:
     """Hand a replicated tensor to sharded code: the ranks' gradients are summed."""
+    if has_torch_function_unary(input_):
+        return watched(copy_to_tensor_parallel_region, input_, tp_group)
     group = tensor_group(tp_group)
     return input_ if group is None else applied(_Copy, input_, group)
 
@@ -145,6 +160,8 @@ def reduce_from_tensor_parallel_region(
     input_: Tensor, tp_group: ProcessGroup | None = None
 ) -> Tensor:
     """Sum the ranks' partial results."""
+    if has_torch_function_unary(input_):
+        return watched(reduce_from_tensor_parallel_region, input_, tp_group)
     group = tensor_group(tp_group)
     return input_ if group is None else applied(_Reduce, input_, group)
 
@@ -157,6 +174,8 @@ def scatter_to_tensor_parallel_region(
     Raises:
         DegreeError: The degree does not divide the last dim.
     """
+    if has_torch_function_unary(input_):
+        return watched(scatter_to_tensor_parallel_region, input_, tp_group)
     group = tensor_group(tp_group)
     if group is None:
         return input_
@@ -171,6 +190,8 @@ def gather_from_tensor_parallel_region(
 
     The gradient of the result must be the same on all ranks: each keeps its part of it.
     """
+    if has_torch_function_unary(input_):
+        return watched(gather_from_tensor_parallel_region, input_, tp_group)
     group = tensor_group(tp_group)
     if group is None:
         return input_
@@ -186,6 +207,8 @@ def scatter_to_sequence_parallel_region(
     Raises:
         DegreeError: The degree does not divide the sequence.
     """
+    if has_torch_function_unary(input_):
+        return watched(scatter_to_sequence_parallel_region, input_, dim, tp_group)
     group = tensor_group(tp_group)
     if group is None:
         return input_
@@ -209,6 +232,10 @@ def gather_from_sequence_parallel_region(
         dim: That of the sequence.
         tp_group: Default: the tensor-parallel group.
     """
+    if has_torch_function_unary(input_):
+        return watched(
+            gather_from_sequence_parallel_region, input_, tensor_parallel_output_grad, dim, tp_group
+        )
     group = tensor_group(tp_group)
     if group is None:
         return input_
@@ -224,6 +251,8 @@ def reduce_scatter_to_sequence_parallel_region(
     Raises:
         DegreeError: The degree does not divide the sequence.
     """
+    if has_torch_function_unary(input_):
+        return watched(reduce_scatter_to_sequence_parallel_region, input_, dim, tp_group)
     group = tensor_group(tp_group)
     if group is None:
         return input_
@@ -235,6 +264,8 @@ def all_gather_last_dim_from_tensor_parallel_region(
     input_: Tensor, tp_group: ProcessGroup | None = None
 ) -> Tensor:
     """Join the ranks' parts ``[..., h/tp]`` where sharded code follows: gradients are summed."""
+    if has_torch_function_unary(input_):
+        return watched(all_gather_last_dim_from_tensor_parallel_region, input_, tp_group)
     group = tensor_group(tp_group)
     if group is None:
         return input_
@@ -250,6 +281,8 @@ def reduce_scatter_last_dim_to_tensor_parallel_region(
     Raises:
         DegreeError: The degree does not divide the last dim.
     """
+    if has_torch_function_unary(input_):
+        return watched(reduce_scatter_last_dim_to_tensor_parallel_region, input_, tp_group)
     group = tensor_group(tp_group)
     if group is None:
         return input_

@@ -15,12 +15,10 @@ from ezpz_tp._errors import ParallelError
 from ezpz_tp._groups.default import tensor_group
 from ezpz_tp._regions.split import gather_split_1d_tensor, split_tensor_into_1d_equal_chunks
 
+from .checksum import checksum
 from .random import RngTracker, rng_contexts
 
 Result = TypeVar("Result")
-
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
 
 def checkpoint_activations(
     function: Callable[..., Result],
@@ -89,7 +87,7 @@ class _Region:
         self._function = function
         self._group = group
         self._shape, self._requires_grad = whole.shape, whole.requires_grad
-        self._checksum = _checksum(whole)
+        self._checksum = checksum(whole)
         self._whole: Tensor | None = whole
 
     def __call__(self, part: Tensor, *args: Any) -> Any:
@@ -102,7 +100,7 @@ class _Region:
 
     def _check(self, gathered: Tensor) -> None:
         """Refuse parts of different tensors, whose gradients would be silently wrong."""
-        same = _checksum(gathered) == self._checksum
+        same = checksum(gathered) == self._checksum
         message = (
             f"distribute_saved_activations: the first argument {list(self._shape)} differs "
             "between tensor-parallel ranks, as under sequence parallelism; expected the same on "
@@ -112,24 +110,6 @@ class _Region:
             torch._assert_async(same, message)  # noqa: SLF001 - nothing public asks without waiting
         elif not same:
             raise ParallelError(message)
-
-
-@torch.no_grad()
-def _checksum(tensor: Tensor) -> Tensor:
-    """Return a number of all bits and their places; int64, on the tensor's device."""
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
-    rows, columns = tensor.shape[:-1].numel(), tensor.shape[-1]
-    bits = tensor.reshape(rows, columns).view(_INTEGERS[tensor.element_size()])
-    # Overflow does no harm: it is the same everywhere.
-    sums = (bits * _weights(columns, torch.int32, tensor.device)).sum(1, dtype=torch.int64)
-    return (sums * _weights(rows, torch.int64, tensor.device)).sum()
-
-
-def _weights(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a number for each place, without a pattern by which moved values could cancel."""
-    places = torch.arange(1, count + 1, dtype=dtype, device=device) * 1_640_531_527
-    return (places ^ (places >> 15)) * 2 + 1
 
 
 def _run(function: Callable[..., Result], *args: Any, **options: Any) -> Result:

@@ -60,6 +60,11 @@ class RngTracker:
         self._restored_in: int | None = None
         self._is_initialized = False
 
+    @property
+    def current(self) -> str | None:
+        """The stream that stands in for the default one, within `fork`; else None."""
+        return self._current
+
     def is_initialized(self) -> bool:
         """Return whether any stream was added or set since the last reset."""
         return self._is_initialized

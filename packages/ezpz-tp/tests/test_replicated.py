@@ -1,0 +1,130 @@
+"""`verify_replicated` names what differs, along which axis, and on which ranks."""
+
+import pytest
+import seeded
+import torch
+from torch import nn
+
+import ezpz_tp
+from ezpz_tp import ReplicaError, verify_replicated
+from ezpz_tp.testing import counting, run_ranks
+
+DATA = {"tensor": 2, "data": 2}
+TIED = {"tensor": 1, "pipeline": 2}
+
+
+def error_of(program, bug):
+    try:
+        program(bug)
+    except ReplicaError as error:
+        return str(error)
+    return None
+
+
+def tied(bug):
+    ezpz_tp.initialize_tensor_parallel(pipeline_parallel_size=2, embedding=True)
+    return error_of(seeded.tied, bug)
+
+
+@pytest.mark.parametrize(
+    ("bug", "axis", "parameter", "mend"),
+    [
+        ("forgotten finalize_grads", "tensor", "norm.weight", "call finalize_grads once a step"),
+        ("not averaged over data", "data", "norm.weight", "sum gradients over the data"),
+        ("equal seeds", "tensor", "layers.0.feed_forward.up.weight", "the ranks were seeded alike"),
+        (None, None, None, None),
+    ],
+)
+def test_seeded_bugs(bug, axis, parameter, mend):
+    for rank, error in enumerate(run_ranks(error_of, 4, seeded.trained, bug, **DATA)):
+        if bug is None:
+            assert error is None
+            continue
+        ranks = {"tensor": (rank // 2 * 2, rank // 2 * 2 + 1), "data": (rank % 2, rank % 2 + 2)}
+        assert f"{axis} axis, ranks {ranks[axis][0]}, {ranks[axis][1]}:" in error
+        assert parameter in error
+        assert mend in error
+
+
+@pytest.mark.parametrize(
+    ("bug", "message"),
+    [
+        ("counted twice", "`shared` of tied embedding 0 is False on 2 stages"),
+        ("not summed", "tied embedding 0 should be the same on all of them, and differs on 1"),
+        (None, None),
+    ],
+)
+def test_tied_embeddings(bug, message):
+    for error in run_ranks(tied, 2, bug, initialize=False, in_processes=True):
+        assert error is None if message is None else message in error
+
+
+def changed(rank, gradient):
+    model = nn.Linear(4, 4)
+    with torch.no_grad():
+        model.weight.fill_(1)
+        model.bias.fill_(2)
+    (model(torch.ones(2, 4)).sum()).backward()
+    if ezpz_tp.get_state().rank == rank:
+        (model.weight.grad if gradient else model.weight.detach())[3, 3] += 1e-6
+    error = error_of(lambda _: verify_replicated(model), None)
+    return error, error_of(lambda _: verify_replicated(model, gradients=True), None)
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_the_last_bit_of_one_value_on_one_rank_of_three(gradient):
+    for error, with_gradients in run_ranks(changed, 3, 2, gradient, data=3):
+        name = "gradient of weight" if gradient else "weight"
+        assert f"{name} should be the same on all of them, and differs on 2;" in with_gradients
+        assert (error is None) == gradient
+        assert "bias" not in with_gradients
+
+
+def other_models():
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(1 + ezpz_tp.get_state().rank)))
+    return error_of(lambda _: verify_replicated(model), None)
+
+
+def test_other_parameters_on_a_rank():
+    for error in run_ranks(other_models, 2, data=2):
+        assert "have other parameters (2 on rank 0, 4 on rank 1 compared)" in error
+
+
+def collectives():
+    model = seeded.Mlp()
+    with counting() as counter:
+        verify_replicated(model)
+    return dict(counter)
+
+
+def test_one_collective_an_axis():
+    assert run_ranks(collectives, 2, tensor=2) == [{"all_gather": 1}] * 2
+    assert run_ranks(collectives, 4, **DATA) == [{"all_gather": 2}] * 4
+    assert run_ranks(collectives, 1) == [{}]
+
+
+def many():
+    model = nn.ParameterList(
+        [torch.full((), float(i)) for i in range(1500)]
+        + [torch.ones(2, 3, dtype=dtype) for dtype in (torch.bfloat16, torch.complex64)]
+        + [torch.zeros(0, 3), torch.ones(3, 4).t()]
+    )
+    for one in model[-3:]:
+        one.requires_grad_(False)
+    before = error_of(lambda _: verify_replicated(model), None)
+    model[1400].data += ezpz_tp.get_state().rank
+    return before, error_of(lambda _: verify_replicated(model), None)
+
+
+def test_any_shape_and_dtype():
+    for before, after in run_ranks(many, 2, data=2):
+        assert before is None
+        assert "1400 should be the same" in after
+
+
+def test_a_parameter_without_values():
+    def program():
+        with pytest.raises(ezpz_tp.ParallelError, match=r"weight .* is on the meta device"):
+            verify_replicated(nn.Linear(2, 2, device="meta"))
+
+    run_ranks(program, 2, data=2)
