@@ -25,7 +25,7 @@ IMPORTS = {
 # What the tests of a package need beside the package: pytest, and an MPI where ranks are started.
 TEST_NEEDS = {
     "ezpz-topo": ["hypothesis", "pytest-xdist"],
-    "ezpz-tp": ["pytest-xdist", "safetensors"],
+    "ezpz-tp": ["numpy", "pytest-xdist", "safetensors"],
     "ezpz-launch": ["mpich", "mpi4py", "py-spy", "pytest-xdist"],
     "ezpz-dist": ["mpich"],
     "ezpz-obs": ["numpy"],

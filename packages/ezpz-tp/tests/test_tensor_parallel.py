@@ -1,10 +1,12 @@
 import copy
 import types
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed import checkpoint
 from torch.nn import functional
 from torch.nn.init import normal_, ones_
 
@@ -12,6 +14,7 @@ import ezpz_tp
 from ezpz_tp import parallel_state, tensor_parallel
 from ezpz_tp._errors import DegreeError, ParallelError
 from ezpz_tp._regions.collectives import all_gather
+from ezpz_tp._shards.state_dict import gather_state_dict
 from ezpz_tp.model_parallel_config import ModelParallelConfig
 from ezpz_tp.tensor_parallel import (
     ColumnParallelLinear,
@@ -304,8 +307,60 @@ def test_check_points_of_plain_layers_and_of_megatrons():
     assert linear.state_dict()["_extra_state"] is None
     model = torch.nn.Sequential(linear, row())
     model.load_state_dict({**model.state_dict(), "0._extra_state": b"Transformer Engine's"})
-    with pytest.raises(NotImplementedError, match=r"save state_dict\(\)"):
-        linear.sharded_state_dict()
+
+
+def megatrons_model(degree, seed):
+    config = settings(tensor_model_parallel_size=degree)
+    torch.manual_seed(seed)
+    return torch.nn.ModuleDict(
+        {
+            "table": VocabParallelEmbedding(13, 8, config=config, init_method=normal_),
+            "up": column(config=config, stride=2),
+            "down": row(config=config),
+            "head": column(8, 14, config=config, bias=False),
+        }
+    )
+
+
+def sharded(model):
+    held = {}
+    for name, layer in model.items():
+        held |= layer.sharded_state_dict(f"{name}.", (), {"dp_cp_group": None})
+    return held
+
+
+def save_sharded(path):
+    model = megatrons_model(2, seed=1)
+    held = sharded(model)
+    shapes = {name: tuple(value.shape) for name, value in held.items()}
+    assert shapes["table.weight"] == (13, 8)
+    assert shapes["head.weight"] == (14, 8)
+    assert shapes["up.weight.block1"] == (6, 8)
+    assert shapes["down.bias"] == (8,)
+    checkpoint.save(held, checkpoint_id=path)
+    return gather_state_dict(model)
+
+
+@pytest.mark.skipif(find_spec("numpy") is None, reason="torch sends objects by numpy")
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_sharded_state_dict_loads_at_another_degree(tmp_path):
+    path = str(tmp_path / "a")
+    expected = run_ranks(save_sharded, 2, path, in_processes=True)[0]
+    model = megatrons_model(1, seed=2)
+    checkpoint.load(sharded(model), checkpoint_id=path)
+    for name, value in model.state_dict().items():
+        assert value is None or torch.equal(value, expected[name]), name
+
+
+def test_what_sharded_state_dict_does_not_support():
+    with pytest.raises(
+        NotImplementedError, match=r"'a\.': sharded_state_dict\(sharded_offsets=\(\(0"
+    ):
+        column().sharded_state_dict("a.", ((0, 1, 4),))
+    expert = row(skip_bias_add=True)
+    expert.weight.allreduce = False
+    with pytest.raises(NotImplementedError, match=r"sharded_state_dict\(\) of an expert's layer"):
+        expert.sharded_state_dict()
 
 
 # Experts.

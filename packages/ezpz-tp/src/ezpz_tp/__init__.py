@@ -16,6 +16,9 @@ hold Megatron-LM's, `ezpz_tp.model_parallel` fairscale's, and `ezpz_tp.testing` 
 user's own layers. One implementation lies beneath them all.
 """
 
+import importlib
+from typing import TYPE_CHECKING
+
 from ._checking.check import check, declare_type, type_of
 from ._checking.replicated import verify_replicated
 from ._errors import (
@@ -117,6 +120,8 @@ from ._sequence.ulysses import ulysses_attention
 from ._sequence.unified import split_context, unified_attention
 from ._sharding.einsum import einsum_sharding
 from ._sharding.result import EinsumSharding
+from ._shards.metadata import set_shard, shard_of
+from ._shards.spec import Shard
 from ._training.broadcast import broadcast_data
 from ._training.checkpoint import checkpoint, checkpoint_activations
 from ._training.cross_entropy import vocab_parallel_cross_entropy
@@ -124,6 +129,40 @@ from ._training.grads import finalize_grads
 from ._training.norm import clip_grad_norm_, get_grad_norm
 from ._training.random import RngTracker, get_rng_tracker, rng_contexts, seed_model_parallel
 from ._version import __version__
+
+if TYPE_CHECKING:
+    from ._shards.dcp import dtensor_state_dict, load_dtensor_state_dict
+    from ._shards.export import save_huggingface, save_llama
+    from ._shards.load import load_shards
+    from ._shards.reshard import reshard
+    from ._shards.save import save_shards
+    from ._shards.state_dict import gather_state_dict, shard_state_dict
+
+_LATER = {
+    "dtensor_state_dict": "_shards.dcp",
+    "load_dtensor_state_dict": "_shards.dcp",
+    "save_huggingface": "_shards.export",
+    "save_llama": "_shards.export",
+    "load_shards": "_shards.load",
+    "reshard": "_shards.reshard",
+    "save_shards": "_shards.save",
+    "gather_state_dict": "_shards.state_dict",
+    "shard_state_dict": "_shards.state_dict",
+}
+"""What works on files, and is imported when it is first used."""
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(importlib.import_module(f".{_LATER[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})
+
 
 __all__ = [
     "AXES",
@@ -142,6 +181,7 @@ __all__ = [
     "ReplicaError",
     "RngTracker",
     "RowParallelLinear",
+    "Shard",
     "VocabParallelEmbedding",
     "VocabUtility",
     "__version__",
@@ -163,12 +203,14 @@ __all__ = [
     "destroy_model_parallel",
     "destroy_tensor_parallel",
     "divide_and_check_no_remainder",
+    "dtensor_state_dict",
     "einsum_sharding",
     "ensure_divisibility",
     "finalize_grads",
     "gather_from_sequence_parallel_region",
     "gather_from_tensor_parallel_region",
     "gather_split_1d_tensor",
+    "gather_state_dict",
     "get_context_parallel_group",
     "get_context_parallel_rank",
     "get_context_parallel_ranks",
@@ -208,21 +250,30 @@ __all__ = [
     "is_pipeline_first_stage",
     "is_pipeline_last_stage",
     "keep_attributes",
+    "load_dtensor_state_dict",
+    "load_shards",
     "mark_sequence_parallel",
     "param_is_not_tensor_parallel_duplicate",
     "reduce_from_tensor_parallel_region",
     "reduce_scatter_last_dim_to_tensor_parallel_region",
     "reduce_scatter_to_sequence_parallel_region",
+    "reshard",
     "ring_attention",
     "rng_contexts",
+    "save_huggingface",
+    "save_llama",
+    "save_shards",
     "scatter_to_sequence_parallel_region",
     "scatter_to_tensor_parallel_region",
     "seed_model_parallel",
     "sequence_positions",
     "sequence_to_head",
     "set_defaults_if_not_set_tensor_model_parallel_attributes",
+    "set_shard",
     "set_tensor_model_parallel_attributes",
+    "shard_of",
     "shard_sequence",
+    "shard_state_dict",
     "split_context",
     "split_layers",
     "split_tensor_along_last_dim",

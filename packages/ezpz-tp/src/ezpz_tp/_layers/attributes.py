@@ -9,6 +9,13 @@ Transformer Engine and others:
 ``sequence_parallel``      replicated, but used on a part of the sequence: its gradient is partial
 ``allreduce``              False for an expert's parameter, reduced over another group
 ``shared``                 a copy of a tied parameter that is counted elsewhere
+
+Megatron-LM's do not say how large the whole is, nor of which parts; these do, for check-points
+that change their degree (`ezpz_tp.Shard`):
+
+``full_shape``             shape over all ranks, without padding
+``partition_blocks``       sizes along the dim of the matrices stacked in it, each split by itself
+``partition_padded``       whether a degree that does not divide the dim pads it
 """
 
 from __future__ import annotations
@@ -24,7 +31,8 @@ from ezpz_tp._errors import ParallelError
 from ezpz_tp._groups.default import tensor_group
 
 _DEFAULTS = {"tensor_model_parallel": False, "partition_dim": -1, "partition_stride": 1}
-_ALL = (*_DEFAULTS, "sequence_parallel", "allreduce", "shared")
+_WHOLE = ("full_shape", "partition_blocks", "partition_padded")
+_ALL = (*_DEFAULTS, *_WHOLE, "sequence_parallel", "allreduce", "shared")
 
 
 def set_tensor_model_parallel_attributes(
@@ -54,6 +62,14 @@ def set_tensor_model_parallel_attributes(
                 f"and {value} is asked; expected it to be set once: remove one of the two calls"
             )
     for name, value in wanted.items():
+        setattr(tensor, name, value)
+
+
+def set_whole(
+    tensor: Tensor, full_shape: tuple[int, ...], blocks: tuple[int, ...] = (), padded: bool = False
+) -> None:
+    """Say what a parameter is a part of, see `ezpz_tp.Shard` for the arguments."""
+    for name, value in zip(_WHOLE, (full_shape, blocks, padded), strict=True):
         setattr(tensor, name, value)
 
 

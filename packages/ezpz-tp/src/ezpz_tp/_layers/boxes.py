@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ezpz_tp._errors import DegreeError
 
@@ -27,9 +27,12 @@ def stretches(
     *,
     index: int,
     degree: int,
-    stride: int,
+    stride: int | Sequence[int],
 ) -> list[tuple[Box, Box]]:
-    """Return, for each stretch, where it lies in the shard and where in the full weight."""
+    """Return, for each stretch, where it lies in the shard and where in the full weight.
+
+    There are as many as ``stride``, of equal length, or as it has sizes of what is divided.
+    """
     whole: Box = tuple((0, size) for size in full_shape)
     if dim is None:
         if shard_shape != full_shape:
@@ -39,9 +42,10 @@ def stretches(
             )
         return [(whole, whole)]
     held, full = shard_shape[dim], full_shape[dim]
+    blocks = (full // stride,) * stride if isinstance(stride, int) else tuple(stride)
     others_fit = (*full_shape[:dim], held, *full_shape[dim + 1 :]) == shard_shape
-    even = held * degree == full and held % stride == 0
-    if not others_fit or held * degree < full or (stride > 1 and not even):
+    even = held * degree == full == sum(blocks) and not any(block % degree for block in blocks)
+    if not others_fit or held * degree < full or (len(blocks) > 1 and not even):
         raise DegreeError(
             f"a shard of shape {shard_shape}, split along dim {dim} over {degree} ranks in "
             f"{stride} stretches, does not fit a full weight of shape {full_shape}; expected "
@@ -49,13 +53,14 @@ def stretches(
         )
     if not 0 <= index < degree:
         raise DegreeError(f"rank {index} of {degree} in a group; expected 0 to {degree - 1}")
-    each = held // stride
-    found = []
-    for number in range(stride):
-        start = min((number * degree + index) * each, full)
+    found, first, begin = [], 0, 0
+    for block in blocks:
+        each = held if len(blocks) == 1 else block // degree
+        start = min(begin + index * each, full)
         stop = min(start + each, full)
-        at = _with(whole, dim, number * each, number * each + stop - start)
+        at = _with(whole, dim, first, first + stop - start)
         found.append((at, _with(whole, dim, start, stop)))
+        first, begin = first + each, begin + block
     return found
 
 

@@ -41,7 +41,7 @@ def initialize_shard(
     init_method: InitMethod,
     *,
     seed: int,
-    stride: int = 1,
+    stride: int | Sequence[int] = 1,
 ) -> None:
     """Fill this rank's part of a weight so that the full weight is the same at every degree.
 
@@ -66,7 +66,8 @@ def initialize_shard(
         seed: Seed of this weight. The ranks must agree (`agree_on_seed`).
         stride: Stretches of ``partition_dim`` on each rank: the full weight is cut in ``stride
             * degree``, and a rank has stretches ``index``, ``index + degree``, ... Megatron-LM's
-            ``partition_stride``, for several matrices stored as one.
+            ``partition_stride``, for several matrices stored as one. Or the sizes of these
+            matrices, where they are not equal: the degree has to divide each.
 
     A shard may be larger than its part, where the degree does not divide the dim: each rank then
     holds as many rows as the first, and what lies past the end of the full weight is zero.
@@ -119,11 +120,11 @@ def agree_on_seed(
     # Explicitly on the CPU: under ``with torch.device("meta")`` there would be no value.
     drawn = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device="cpu")
     if group is not None:
-        drawn = broadcast_(drawn.to(_sending_device(group, device)), 0, group)
+        drawn = broadcast_(drawn.to(sending_device(group, device)), 0, group)
     return int(drawn.item())
 
 
-def _sending_device(group: ProcessGroup, device: torch.device | str | None) -> torch.device:
+def sending_device(group: ProcessGroup, device: torch.device | str | None) -> torch.device:
     """Return ``device`` if the group can communicate from there, else where it can."""
     wanted = torch.device("cpu" if device is None else device)
     able = [each.type for each in group._device_types]  # noqa: SLF001 - no public way to ask

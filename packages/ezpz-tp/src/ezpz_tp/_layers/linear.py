@@ -11,6 +11,8 @@ torch.Size([8, 64])
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -23,7 +25,7 @@ from ezpz_tp._regions.mappings import (
     scatter_to_tensor_parallel_region,
 )
 
-from .attributes import mark_sequence_parallel, set_tensor_model_parallel_attributes
+from .attributes import mark_sequence_parallel
 from .fused import column_linear, row_linear
 from .initialize import InitMethod
 from .module import empty_parameter
@@ -42,8 +44,9 @@ class ColumnParallelLinear(ShardedLinear):
         gather_output: Return all output features on every rank; False returns this rank's,
             which is what a `RowParallelLinear` wants.
         init_method: Fills a tensor of the full weight's shape, in place.
-        stride: Number of matrices that are stacked in the weight and split each by itself, such
-            as 2 for a gate and an up projection.
+        stride: Number of equal matrices that are stacked in the weight and split each by itself,
+            such as 2 for a gate and an up projection; or their sizes, such as those of query,
+            key and value.
         keep_master_weight_for_test: Keep the full weight as ``master_weight``.
         sequence_parallel: The input is this rank's part of dim 0: it is gathered.
         skip_bias_add: Return ``(output, bias)`` and leave the addition to the caller.
@@ -73,7 +76,7 @@ class ColumnParallelLinear(ShardedLinear):
         bias: bool = True,
         gather_output: bool = True,
         init_method: InitMethod = xavier_normal_,
-        stride: int = 1,
+        stride: int | Sequence[int] = 1,
         keep_master_weight_for_test: bool = False,
         *,
         sequence_parallel: bool = False,
@@ -97,23 +100,23 @@ class ColumnParallelLinear(ShardedLinear):
         self.gather_output = gather_output
         # Summing the gradients of several layers at once is for the caller who clears this.
         self.reduce_input_gradient = True
-        if pad_output:
+        if pad_output and out_features % self.tp_size:
             rows = -(-out_features // self.tp_size)
-            if stride > 1 and rows * self.tp_size != out_features:
+            if self.blocks():
                 raise DegreeError(
                     f"ColumnParallelLinear: out_features={out_features} needs padding for degree "
                     f"{self.tp_size}, which is not defined for stride={stride}"
                 )
         else:
-            rows = self.stacked_shard_size("out_features", out_features, stride)
+            rows = self.stacked_shard_size("out_features", out_features)
         # How many of this rank's outputs are real; the rest is padding.
         self.own_features = max(0, min(rows, out_features - self.tp_rank * rows))
         self.padded = self.own_features != rows
         self.weight = empty_parameter(rows, in_features, device=device, dtype=dtype)
-        set_tensor_model_parallel_attributes(self.weight, self.tp_size > 1, 0, stride)
+        self.tag(self.weight, out_features, in_features, padded=pad_output)
         if bias:
             self.bias = empty_parameter(rows, device=device, dtype=dtype)
-            set_tensor_model_parallel_attributes(self.bias, self.tp_size > 1, 0, stride)
+            self.tag(self.bias, out_features, padded=pad_output)
         else:
             self.register_parameter("bias", None)
         self.reset_parameters()
@@ -199,7 +202,7 @@ class RowParallelLinear(ShardedLinear):
         bias: bool = True,
         input_is_parallel: bool = False,
         init_method: InitMethod = xavier_normal_,
-        stride: int = 1,
+        stride: int | Sequence[int] = 1,
         keep_master_weight_for_test: bool = False,
         *,
         sequence_parallel: bool = False,
@@ -220,9 +223,9 @@ class RowParallelLinear(ShardedLinear):
             seed,
         )
         self.input_is_parallel = input_is_parallel
-        columns = self.stacked_shard_size("in_features", in_features, stride)
+        columns = self.stacked_shard_size("in_features", in_features)
         self.weight = empty_parameter(out_features, columns, device=device, dtype=dtype)
-        set_tensor_model_parallel_attributes(self.weight, self.tp_size > 1, 1, stride)
+        self.tag(self.weight, out_features, in_features)
         if bias:
             self.bias = empty_parameter(out_features, device=device, dtype=dtype)
             if self.sequence_parallel:

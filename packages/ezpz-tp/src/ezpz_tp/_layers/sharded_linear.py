@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -9,6 +11,7 @@ from torch.distributed import ProcessGroup
 from ezpz_tp._errors import DegreeError
 from ezpz_tp._regions.collectives import all_gather
 
+from .attributes import set_tensor_model_parallel_attributes, set_whole
 from .initialize import InitMethod, agree_on_seed, initialize_shard
 from .module import ParallelModule
 
@@ -26,7 +29,7 @@ class ShardedLinear(ParallelModule):
         in_features: int,
         out_features: int,
         init_method: InitMethod,
-        stride: int,
+        stride: int | Sequence[int],
         sequence_parallel: bool,
         skip_bias_add: bool,
         tp_group: ProcessGroup | None,
@@ -37,20 +40,46 @@ class ShardedLinear(ParallelModule):
             if size < 1:
                 raise DegreeError(f"{type(self).__name__}: {what}={size}; expected at least 1")
         self.in_features, self.out_features = in_features, out_features
-        self.init_method, self.stride, self.seed = init_method, stride, seed
+        self.init_method, self.seed = init_method, seed
+        self.stride = stride if isinstance(stride, int) else tuple(stride)
         # With one rank there is no sequence to share.
         self.sequence_parallel = sequence_parallel and self.tp_group is not None
         self.skip_bias_add = skip_bias_add
         self.master_weight = None
 
-    def stacked_shard_size(self, what: str, size: int, stride: int) -> int:
-        """Return ``size`` over the degree, where ``stride`` equal matrices are split each."""
-        if stride < 1 or size % stride:
+    def stacked_shard_size(self, what: str, size: int) -> int:
+        """Return ``size`` over the degree, where each of the stacked matrices is split."""
+        stride = self.stride
+        if isinstance(stride, int):
+            if stride < 1 or size % stride:
+                raise DegreeError(
+                    f"{type(self).__name__}: stride={stride} does not divide {what}={size}"
+                )
+            self.shard_size(what if stride == 1 else f"{what} / stride {stride}", size // stride)
+            return size // self.tp_size
+        if not stride or min(stride) < 1 or sum(stride) != size:
             raise DegreeError(
-                f"{type(self).__name__}: stride={stride} does not divide {what}={size}"
+                f"{type(self).__name__}: stride={stride} adds up to {sum(stride)}; expected "
+                f"sizes above 0 that make {what}={size}"
             )
-        self.shard_size(what if stride == 1 else f"{what} / stride {stride}", size // stride)
+        for number, block in enumerate(stride):
+            self.shard_size(f"{what}, stride[{number}]", block)
         return size // self.tp_size
+
+    def blocks(self) -> tuple[int, ...]:
+        """Return the sizes of the matrices that are stacked in the weight; none if it is one."""
+        if not isinstance(self.stride, int):
+            return self.stride if len(self.stride) > 1 else ()
+        size = (self.out_features, self.in_features)[self.partition_dim]
+        return (size // self.stride,) * self.stride if self.stride > 1 else ()
+
+    def tag(self, parameter: nn.Parameter, *full_shape: int, padded: bool = False) -> None:
+        """Say of a parameter how it is split, and what it is a part of."""
+        blocks = self.blocks()
+        set_tensor_model_parallel_attributes(
+            parameter, self.tp_size > 1, self.partition_dim, max(1, len(blocks))
+        )
+        set_whole(parameter, full_shape, blocks, padded and not blocks)
 
     def own_parameters(self) -> tuple[nn.Parameter, nn.Parameter | None]:
         """Return weight and bias without the search of `Module.__getattr__`."""
@@ -90,10 +119,11 @@ class ShardedLinear(ParallelModule):
             return self.weight.detach().clone()
         dim = self.partition_dim
         full = all_gather(self.weight.detach(), dim, self.tp_group)
-        if self.stride > 1:
-            # A rank's part is `stride` pieces, of which the full weight takes turns.
-            pieces = full.unflatten(dim, (self.tp_size, self.stride, -1))
-            full = pieces.transpose(dim, dim + 1).flatten(dim, dim + 2)
+        if blocks := self.blocks():
+            # A rank's part has a piece of each block, of which the full weight takes turns.
+            sizes = [block // self.tp_size for block in blocks]
+            parts = [part.split(sizes, dim) for part in full.chunk(self.tp_size, dim)]
+            full = torch.cat([torch.cat(same, dim) for same in zip(*parts, strict=True)], dim)
         return full.narrow(0, 0, self.out_features)
 
     def extra_repr(self) -> str:

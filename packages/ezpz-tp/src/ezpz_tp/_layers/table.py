@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 from ezpz_tp._errors import DegreeError, ParallelError
 from ezpz_tp._regions.collectives import all_gather
 
-from .attributes import set_tensor_model_parallel_attributes
+from .attributes import set_tensor_model_parallel_attributes, set_whole
 from .initialize import InitMethod, agree_on_seed, initialize_shard, local_part
 from .module import ParallelModule, empty_parameter
 
@@ -60,6 +60,8 @@ class EmbeddingTable(ParallelModule):
         """Make this rank's part of the weight, and fill it."""
         self.weight = empty_parameter(*shape, device=device, dtype=dtype)
         set_tensor_model_parallel_attributes(self.weight, self.tp_size > 1, self.partition_dim, 1)
+        full_shape = (self.num_embeddings, self.embedding_dim)
+        set_whole(self.weight, full_shape, padded=self.partition_dim == 0)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

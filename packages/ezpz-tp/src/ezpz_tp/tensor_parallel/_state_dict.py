@@ -4,24 +4,55 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+
+from ezpz_tp._layers.module import ParallelModule
+from ezpz_tp._shards.dcp import dtensors
+from ezpz_tp._shards.metadata import shard_of
 
 
 class ShardedStateDict:
-    """A layer with Megatron-LM's name for distributed check-points, which is still to come."""
+    """A layer with Megatron-LM's name for what distributed check-points are made of."""
 
     def sharded_state_dict(
         self,
         prefix: str = "",
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        """Raise NotImplementedError: ``state_dict()`` holds this rank's parts."""
-        del sharded_offsets, metadata
-        raise NotImplementedError(
-            f"{type(self).__name__} {prefix!r}: sharded_state_dict() is not supported; save "
-            "state_dict() on each tensor-parallel rank, which holds this rank's parts"
-        )
+    ) -> dict[str, Tensor]:
+        """Return this rank's parts as DTensors, for `torch.distributed.checkpoint`.
+
+        They are what `ezpz_tp.dtensor_state_dict` returns of this layer, not the objects of
+        Megatron-LM's own ``dist_checkpointing``. They are views: loading fills the parameters.
+
+        Args:
+            prefix: Of the names.
+            sharded_offsets: Only empty: layers of other stages have names of their own.
+            metadata: Without effect.
+
+        Raises:
+            NotImplementedError: There are offsets, or the layer is an expert's.
+        """
+        del metadata
+        layer = self
+        assert isinstance(layer, ParallelModule)
+        where = f"{type(self).__name__} {prefix!r}: sharded_state_dict"
+        if sharded_offsets:
+            raise NotImplementedError(
+                f"{where}(sharded_offsets={sharded_offsets}) is not supported; expected (): give "
+                "every layer of the model a prefix of its own"
+            )
+        found: dict[str, Tensor] = {}
+        for name, parameter in layer.named_parameters():
+            if not getattr(parameter, "allreduce", True):
+                raise NotImplementedError(
+                    f"{where}() of an expert's layer is not supported; save state_dict() on each "
+                    "rank, which holds this rank's parts"
+                )
+            shard = shard_of(parameter, layer.tp_size)
+            assert shard is not None  # a degree was given
+            found |= dtensors(f"{prefix}{name}", parameter.detach(), shard, layer.tp_group)
+        return found
 
 
 class ExtraState(ShardedStateDict):

@@ -234,7 +234,7 @@ def _on_rank(task: _Task) -> tuple[dict[str, Part], Counter[str]]:
         _backward(outputs, incoming)
     finalize_grads(module)
 
-    def part(value: Tensor, dim: int | None, stride: int = 1) -> Part:
+    def part(value: Tensor, dim: int | None, stride: int | tuple[int, ...] = 1) -> Part:
         return Part(value, dim, stride, index)
 
     parts = {
@@ -275,10 +275,12 @@ def _gradient(parameter: nn.Parameter) -> Tensor | None:
     return parameter.grad if main is None else main
 
 
-def _partition(parameter: nn.Parameter) -> tuple[int | None, int]:
+def _partition(parameter: nn.Parameter) -> tuple[int | None, int | tuple[int, ...]]:
     if not getattr(parameter, "tensor_model_parallel", False):
         return None, 1
-    return getattr(parameter, "partition_dim", 0), getattr(parameter, "partition_stride", 1)
+    stride = getattr(parameter, "partition_stride", 1)
+    blocks: tuple[int, ...] = getattr(parameter, "partition_blocks", ())
+    return getattr(parameter, "partition_dim", 0), blocks or stride
 
 
 def _is_tensor(value: object) -> bool:

@@ -15,19 +15,19 @@ class Part(NamedTuple):
 
     value: Tensor
     dim: int | None
-    stride: int
+    stride: int | tuple[int, ...]
     rank: int
 
 
 def part_of(
-    whole: Tensor, dim: int | None, stride: int, index: int, degree: int
+    whole: Tensor, dim: int | None, stride: int | tuple[int, ...], index: int, degree: int
 ) -> tuple[Tensor, int]:
     """Cut one rank's part out, padded at its end with zeros where the dim is uneven.
 
     Args:
         whole: The whole tensor.
         dim: The dim that is split; None for none.
-        stride: Number of equal stretches of that dim that are each split.
+        stride: Number of equal stretches of that dim that are each split, or their sizes.
         index: The rank's position.
         degree: Number of ranks.
 
@@ -37,7 +37,8 @@ def part_of(
     if dim is None:
         return whole, 0
     parts, real = [], 0
-    for stretch in whole.chunk(stride, dim):
+    stretches = whole.chunk(stride, dim) if isinstance(stride, int) else whole.split(stride, dim)
+    for stretch in stretches:
         size = -(-stretch.shape[dim] // degree)
         first = min(index * size, stretch.shape[dim])
         length = min(size, stretch.shape[dim] - first)

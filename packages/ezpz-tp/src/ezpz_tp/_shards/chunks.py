@@ -1,0 +1,160 @@
+"""Copies between tensors and stretches of files, a bounded number of bytes at a time.
+
+No memory map: its pages would count as this process's memory. Everything passes through one
+buffer of at most `CHUNK` bytes, whatever the tensor's size and strides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from io import FileIO
+
+import torch
+from torch import Tensor
+
+from ezpz_tp._errors import ParallelError
+
+CHUNK = 16 << 20
+"""Bytes that are copied at a time."""
+
+_SHORT, _NEAR = 4096, 1 << 16
+"""Stretches shorter than the one that begin less than the other apart, in bytes: reading over
+what lies between costs less than a read for each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A contiguous tensor in a file.
+
+    Attributes:
+        file: Open for reading or writing, without a buffer.
+        at: Where the tensor begins, in bytes.
+        shape: Its shape.
+    """
+
+    file: FileIO
+    at: int
+    shape: tuple[int, ...]
+
+
+def read_stretch(region: Region, dim: int, start: int, out: Tensor) -> None:
+    """Fill a tensor with ``[start, start + out.shape[dim])`` of a tensor in a file.
+
+    Args:
+        region: The tensor in the file, of the dtype of ``out``.
+        dim: Any dim; 0 also for a tensor without dims.
+        start: Where in the file's tensor the stretch begins along ``dim``.
+        out: On the CPU, of any strides.
+
+    Raises:
+        ParallelError: The file ends too early.
+    """
+    if out.numel() == 0:
+        return
+    matrix = _matrix(out, dim)
+    if matrix is None:  # strides that no matrix has
+        copy = torch.empty_like(out, memory_format=torch.contiguous_format)
+        read_stretch(region, dim, start, copy)
+        out.copy_(copy)
+        return
+    (rows, columns), width = matrix.shape, out.element_size()
+    first, step = _place(region.shape, dim, start)
+    over = rows > 1 and columns < step and columns * width < _SHORT and step * width < _NEAR
+    read = step if over else columns  # of each row
+    wanted = slice(first, first + columns) if over else slice(None)
+    buffer = bytearray(min(CHUNK, rows * read * width))
+    for row, column, height, length in _tiles(rows, read, width):
+        for offset, at, count in _runs(row, column, height, length, 0 if over else first, step):
+            into = memoryview(buffer)[offset * width : (offset + count) * width]
+            _fill(region.file, region.at + at * width, into)
+        values = _tensor(buffer, out.dtype, height, length)
+        target = matrix[row : row + height]
+        (target if over else target[:, column : column + length]).copy_(values[:, wanted])
+
+
+def write_stretch(region: Region, dim: int, start: int, values: Tensor) -> None:
+    """Write a tensor as ``[start, start + values.shape[dim])`` of a tensor in a file.
+
+    The arguments are those of `read_stretch`; ``values`` may be on any device.
+    """
+    values = values.detach()
+    if values.numel() == 0:
+        return
+    matrix = _matrix(values, dim)
+    if matrix is None:
+        matrix = values.reshape(-1, math.prod(values.shape[dim:]))
+    (rows, columns), width = matrix.shape, values.element_size()
+    first, step = _place(region.shape, dim, start)
+    buffer = bytearray(min(CHUNK, values.numel() * width))
+    for row, column, height, length in _tiles(rows, columns, width):
+        part = matrix[row : row + height, column : column + length]
+        _tensor(buffer, values.dtype, height, length).copy_(part)
+        for offset, at, count in _runs(row, column, height, length, first, step):
+            written = memoryview(buffer)[offset * width : (offset + count) * width]
+            write_bytes(region.file, region.at + at * width, written)
+
+
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """Return a tensor's bytes, in a view where it is contiguous."""
+    whole = tensor.detach().contiguous()
+    # Not view(-1): a tensor of one element counts as contiguous whatever its strides.
+    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
+
+
+def write_bytes(file: FileIO, at: int, values: memoryview) -> None:
+    """Write all of some bytes at a place of a file."""
+    file.seek(at)
+    while values:
+        values = values[file.write(values) :]
+
+
+def _matrix(tensor: Tensor, dim: int) -> Tensor | None:
+    """Return a view with the dims before ``dim`` as rows; None where strides do not allow it."""
+    try:
+        return tensor.view(math.prod(tensor.shape[:dim]), math.prod(tensor.shape[dim:]))
+    except RuntimeError:
+        return None
+
+
+def _place(shape: tuple[int, ...], dim: int, start: int) -> tuple[int, int]:
+    """Return the first element wanted of each such row in a file, and how long its rows are."""
+    return start * math.prod(shape[dim + 1 :]), math.prod(shape[dim:])
+
+
+def _tiles(rows: int, columns: int, width: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yield row, column, height and length of parts of a matrix that fit the buffer."""
+    length = min(columns, CHUNK // width)
+    each = CHUNK // (length * width) if length == columns else 1
+    for row in range(0, rows, each):
+        for column in range(0, columns, length):
+            yield row, column, min(each, rows - row), min(length, columns - column)
+
+
+def _runs(
+    row: int, column: int, height: int, length: int, first: int, step: int
+) -> Iterator[tuple[int, int, int]]:
+    """Yield what lies together: where in the buffer, where in the file, how many elements."""
+    at = row * step + first + column
+    if length == step:
+        yield 0, at, height * length
+        return
+    for number in range(height):
+        yield number * length, at + number * step, length
+
+
+def _tensor(buffer: bytearray, dtype: torch.dtype, height: int, length: int) -> Tensor:
+    return torch.frombuffer(buffer, dtype=dtype, count=height * length).view(height, length)
+
+
+def _fill(file: FileIO, at: int, into: memoryview) -> None:
+    file.seek(at)
+    while into:
+        count = file.readinto(into)
+        if not count:
+            raise ParallelError(
+                f"{file.name}: ends at byte {file.tell()}, {len(into)} bytes before a tensor "
+                "does; it was truncated, or changed while it was read"
+            )
+        into = into[count:]

@@ -1,0 +1,136 @@
+"""Which part of a full tensor each tensor-parallel rank holds: pure arithmetic."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ezpz_tp._errors import DegreeError
+from ezpz_tp._regions.split import vocabulary_range, vocabulary_rows
+
+Piece = tuple[int, int, int]
+"""Where it begins in the local tensor, where in the full one, and its length, along the dim."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """How a full tensor is divided among tensor-parallel ranks, at any degree.
+
+    Args:
+        full_shape: Shape of the full tensor, without padding.
+        dim: The dim that is split, counted from the front; None where every rank holds the whole.
+        blocks: Sizes, along ``dim``, of the matrices that are stacked in it and split each by
+            itself: ``(q, k, v)`` of a fused projection, two equal ones for a gate above an up
+            projection (Megatron-LM's ``partition_stride`` 2). Empty for one.
+        padded: A degree that does not divide the dim is allowed, as for a vocabulary: each rank
+            holds as many rows as the first, and what lies past the end is padding.
+
+    Raises:
+        DegreeError: The dim is not one of the tensor, or the blocks are not the size of it.
+
+    >>> Shard((10, 4), 0, padded=True).local_shape(3, degree=4)
+    (3, 4)
+    >>> Shard((10, 4), 0, padded=True).pieces(3, degree=4)
+    ((0, 9, 1),)
+    >>> Shard((8, 4), 0, blocks=(4, 2, 2)).pieces(1, degree=2)
+    ((0, 2, 2), (2, 5, 1), (3, 7, 1))
+    """
+
+    full_shape: tuple[int, ...]
+    dim: int | None = None
+    blocks: tuple[int, ...] = ()
+    padded: bool = False
+
+    def __post_init__(self) -> None:
+        set_ = object.__setattr__  # of a frozen dataclass
+        set_(self, "full_shape", tuple(int(size) for size in self.full_shape))
+        set_(self, "blocks", tuple(int(size) for size in self.blocks))
+        if self.dim is None:
+            if self.blocks or self.padded:
+                raise DegreeError(
+                    f"blocks {self.blocks} or padding of a tensor of shape {self.full_shape} that "
+                    "is not split; give the dim that they are along"
+                )
+            return
+        if not -len(self.full_shape) <= self.dim < len(self.full_shape):
+            raise DegreeError(
+                f"dim {self.dim} of a tensor of shape {self.full_shape}; expected "
+                f"0 to {len(self.full_shape) - 1}"
+            )
+        set_(self, "dim", self.dim % len(self.full_shape))
+        if self.blocks and (min(self.blocks) < 0 or sum(self.blocks) != self.size):
+            raise DegreeError(
+                f"blocks {self.blocks} add up to {sum(self.blocks)}; expected {self.size}, dim "
+                f"{self.dim} of the full shape {self.full_shape}"
+            )
+        if len(self.blocks) == 1:
+            set_(self, "blocks", ())
+        if self.blocks and self.padded:
+            raise DegreeError(
+                f"blocks {self.blocks} of a tensor of shape {self.full_shape} cannot be padded; "
+                "choose a degree that divides each of them"
+            )
+
+    @property
+    def size(self) -> int:
+        """Return the size of the dim that is split."""
+        return self.full_shape[0 if self.dim is None else self.dim]
+
+    def local_shape(self, index: int, degree: int) -> tuple[int, ...]:
+        """Return the shape of what a rank holds, padding included.
+
+        Args:
+            index: The rank's place among those that share the tensor.
+            degree: Number of those ranks.
+
+        Raises:
+            DegreeError: The degree does not divide the dim, or each of its blocks.
+        """
+        self._check(index, degree)
+        if self.dim is None:
+            return self.full_shape
+        held = vocabulary_rows(self.size, degree)
+        return (*self.full_shape[: self.dim], held, *self.full_shape[self.dim + 1 :])
+
+    def pieces(self, index: int, degree: int) -> tuple[Piece, ...]:
+        """Return what a rank holds of the full tensor, in the order of the local one.
+
+        Args:
+            index: The rank's place among those that share the tensor.
+            degree: Number of those ranks.
+
+        Returns:
+            ``(start in the local tensor, start in the full tensor, length)`` for each stretch of
+            ``dim``. Padding is in no piece; a tensor that is not split is one piece of its dim 0,
+            or of length 1 where it has no dims.
+
+        Raises:
+            DegreeError: The degree does not divide the dim, or each of its blocks.
+        """
+        self._check(index, degree)
+        if self.dim is None:
+            return ((0, 0, self.full_shape[0] if self.full_shape else 1),)
+        if not self.blocks:
+            start, stop = vocabulary_range(self.size, index, degree)
+            return ((0, start, stop - start),) if stop > start else ()
+        found, local, full = [], 0, 0
+        for block in self.blocks:
+            each = block // degree
+            if each:
+                found.append((local, full + index * each, each))
+            local, full = local + each, full + block
+        return tuple(found)
+
+    def _check(self, index: int, degree: int) -> None:
+        if degree < 1 or not 0 <= index < degree:
+            raise DegreeError(f"rank {index} of degree {degree}; expected 0 to {degree - 1}")
+        if self.dim is None or self.padded:
+            return
+        for block in self.blocks or (self.size,):
+            if block % degree:
+                raise DegreeError(
+                    f"dim {self.dim} of a tensor of full shape {self.full_shape}"
+                    + (f", stacked of {self.blocks}," if self.blocks else "")
+                    + f" does not divide: {block} over degree {degree}; choose a degree that "
+                    f"divides {math.gcd(*(self.blocks or (self.size,)))}"
+                )

@@ -1,0 +1,359 @@
+"""Shards in and out of torch.distributed.checkpoint, at other degrees and in other programs."""
+
+import copy
+from importlib.util import find_spec
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.nn import functional as F
+
+import ezpz_tp
+from ezpz_tp import ColumnParallelLinear, DegreeError, ParallelError, RowParallelLinear
+from ezpz_tp._shards.dcp import dtensor_state_dict, load_dtensor_state_dict
+from ezpz_tp._shards.state_dict import gather_state_dict
+from ezpz_tp.testing import run_ranks
+
+# By which torch sends objects between ranks.
+needs_numpy = pytest.mark.skipif(find_spec("numpy") is None, reason="no numpy")
+# What torch says of a program without a process group, which is what is tested then.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+VOCABULARY, WIDTH, INNER = 13, 8, 12  # 13 rows at degree 4: 4, 4, 4 and 1
+
+
+class Model(nn.Module):
+    """Everything that is split in a way of its own, under the names of the whole model."""
+
+    def __init__(self, layers=(0, 1), *, first=True, last=True, vocabulary=VOCABULARY, seed=0):
+        super().__init__()
+        if first:
+            self.embedding = ezpz_tp.VocabParallelEmbedding(vocabulary, WIDTH, seed=seed + 1)
+        self.layers = nn.ModuleDict(
+            {
+                str(number): nn.ModuleDict(
+                    {
+                        "norm": nn.LayerNorm(WIDTH),
+                        "up": ColumnParallelLinear(
+                            WIDTH, 2 * INNER, gather_output=False, stride=2, seed=seed + number
+                        ),
+                        "down": RowParallelLinear(
+                            INNER, WIDTH, input_is_parallel=True, seed=seed + 10 + number
+                        ),
+                    }
+                )
+                for number in layers
+            }
+        )
+        if last:
+            self.head = ColumnParallelLinear(
+                WIDTH, vocabulary, False, False, pad_output=True, seed=seed + 2
+            )
+        self.register_buffer("steps", torch.tensor(seed, dtype=torch.int64), persistent=first)
+
+    def forward(self, ids):
+        hidden = self.embedding(ids)
+        for layer in self.layers.values():
+            gate, up = layer["up"](layer["norm"](hidden)).chunk(2, -1)
+            hidden = hidden + layer["down"](F.silu(gate) * up)
+        return self.head(hidden)
+
+
+def optimizer_of(model, **options):
+    norms = [value for name, value in model.named_parameters() if "norm" in name]
+    rest = [value for name, value in model.named_parameters() if "norm" not in name]
+    groups = [{"params": rest}, {"params": norms, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, **{"lr": 1e-2, "betas": (0.8, 0.9), **options})
+
+
+def train(model, optimizer, steps=2):
+    ids = torch.arange(VOCABULARY).repeat(2, 1)
+    losses = []
+    for _ in range(steps):
+        loss = ezpz_tp.vocab_parallel_cross_entropy(
+            model(ids), ids.roll(1, 1), vocab_size=VOCABULARY
+        ).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def trained(dtype=torch.float32):
+    model = Model().to(dtype)
+    optimizer = optimizer_of(model)
+    train(model, optimizer)
+    return model, optimizer
+
+
+def save(path, dtype=torch.float32):
+    model, optimizer = trained(dtype)
+    held = dtensor_state_dict(model, optimizer=optimizer)
+    dcp.save(held, checkpoint_id=path)
+    return gather_state_dict(model, optimizer=optimizer), train(model, optimizer, 1)
+
+
+def load(path, dtype=torch.float32):
+    model = Model(seed=5).to(dtype)
+    optimizer = optimizer_of(model, lr=0.5, betas=(0.1, 0.2))
+    held = dtensor_state_dict(model, optimizer=optimizer, loading=True)
+    dcp.load(held, checkpoint_id=path)
+    load_dtensor_state_dict(model, held, optimizer=optimizer)
+    return gather_state_dict(model, optimizer=optimizer), train(model, optimizer, 1)
+
+
+def assert_same(found, expected, where=""):
+    if isinstance(expected, torch.Tensor):
+        assert found.dtype == expected.dtype, where
+        assert torch.equal(found, expected), where
+    elif isinstance(expected, dict):
+        assert list(found) == list(expected), where
+        for key, value in expected.items():
+            assert_same(found[key], value, f"{where}/{key}")
+    elif isinstance(expected, list):
+        for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+            assert_same(one, other, f"{where}/{number}")
+    else:
+        assert found == expected, where
+
+
+@needs_numpy
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_saved_by_two_and_loaded_by_four_and_by_one(tmp_path, dtype):
+    path = str(tmp_path / "a")
+    saved = run_ranks(save, 4, path, dtype, tensor=2, data=2, in_processes=True)
+    expected, losses = saved[0]
+    assert expected["model"]["embedding.weight"].shape == (VOCABULARY, WIDTH)
+    for degree in (4, 2):
+        for found, loss in run_ranks(load, degree, path, dtype, in_processes=True):
+            assert_same(found, expected)
+            assert loss == pytest.approx(losses, rel=1e-5 if dtype is torch.float32 else 1e-2)
+    assert_same(load(path, dtype)[0], expected)  # plain torch, without a process group
+
+
+def save_a_pipeline(path):
+    state = ezpz_tp.get_state()
+    stage = state.index("pipeline")
+    model = Model([stage], first=stage == 0, last=stage == 1)
+    optimizer = optimizer_of(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    held = dtensor_state_dict(model, optimizer=optimizer)
+    dcp.save(held, checkpoint_id=path)
+    return gather_state_dict(model, optimizer=optimizer)
+
+
+def load_a_pipeline(path):
+    stage = ezpz_tp.get_state().index("pipeline")
+    model = Model([stage], first=stage == 0, last=stage == 1, seed=5)
+    optimizer = optimizer_of(model, lr=0.5)
+    held = dtensor_state_dict(model, optimizer=optimizer, loading=True)
+    dcp.load(held, checkpoint_id=path)
+    load_dtensor_state_dict(model, held, optimizer=optimizer)
+    return gather_state_dict(model, optimizer=optimizer)
+
+
+@needs_numpy
+def test_a_pipeline_and_no_pipeline(tmp_path):
+    path, other = str(tmp_path / "a"), str(tmp_path / "b")
+    expected = run_ranks(save_a_pipeline, 4, path, tensor=2, pipeline=2, in_processes=True)[0]
+    found, _ = load(path)
+    assert_same(found["model"], {name: expected["model"][name] for name in found["model"]})
+    assert found["model"].keys() == expected["model"].keys()
+    assert found["optimizer"]["state"].keys() == expected["optimizer"]["state"].keys()
+    for name, values in expected["optimizer"]["state"].items():
+        assert_same(found["optimizer"]["state"][name], values, name)
+    model = Model()
+    model.load_state_dict(found["model"])
+    dcp.save({"model": dtensor_state_dict(model)}, checkpoint_id=other)
+    again = run_ranks(load_a_pipeline, 2, path, pipeline=2, in_processes=True)
+    for one in again:
+        assert_same(one["optimizer"]["param_groups"][0]["lr"], 1e-2)
+        assert one["model"].keys() == expected["model"].keys()
+        for name, value in expected["model"].items():
+            assert torch.equal(one["model"][name], value)
+
+
+@needs_numpy
+def test_any_program_reads_the_full_tensors(tmp_path):
+    """Those of torch's own models, and of its own optimizers' state by flattened names."""
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    path = str(tmp_path / "a")
+    (expected, _), _ = run_ranks(save, 2, path, in_processes=True)
+    dcp_to_torch_save(path, tmp_path / "a.pt")
+    held = torch.load(tmp_path / "a.pt")
+    full = expected["model"]
+    assert torch.equal(held["model"]["embedding.weight"], full["embedding.weight"])
+    halves = [held["model"][f"layers.0.up.weight.block{number}"] for number in range(2)]
+    assert torch.equal(torch.cat(halves), full["layers.0.up.weight"])
+    state = held["optimizer"]["state"]["head.weight"]
+    assert torch.equal(state["exp_avg"], expected["optimizer"]["state"]["head.weight"]["exp_avg"])
+    assert held["optimizer"]["param_groups"]["layers.0.norm.bias"]["weight_decay"] == 0.0
+    metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    assert metadata["model.head.weight"].size == (VOCABULARY, WIDTH)
+    assert "optimizer.state.head.weight.exp_avg" in metadata
+
+
+def plain(seed):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 12), nn.GELU(), nn.Linear(12, 6), nn.LayerNorm(6))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2 * seed)
+    model(torch.ones(2, 6)).square().sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def load_what_torch_saved(path):
+    model = nn.Sequential(
+        ColumnParallelLinear(6, 12, gather_output=False),
+        nn.GELU(),
+        RowParallelLinear(12, 6, input_is_parallel=True),
+        nn.LayerNorm(6),
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    held = dtensor_state_dict(model, optimizer=optimizer, loading=True)
+    dcp.load(held, checkpoint_id=path)
+    load_dtensor_state_dict(model, held, optimizer=optimizer)
+    return gather_state_dict(model, optimizer=optimizer)
+
+
+@needs_numpy
+def test_what_torch_saved_of_its_own_layers_and_what_it_reads(tmp_path):
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_state_dict,
+        set_state_dict,
+    )
+
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    path, other = str(tmp_path / "a"), str(tmp_path / "b")
+    model, optimizer = plain(1)
+    weights, state = get_state_dict(model, optimizer, options=flat)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path)
+    for found in run_ranks(load_what_torch_saved, 2, path, in_processes=True):
+        assert_same(found["model"], dict(model.state_dict()))
+        assert found["optimizer"]["param_groups"][0]["lr"] == 1e-2
+        for name, parameter in model.named_parameters():
+            assert_same(found["optimizer"]["state"][name], optimizer.state[parameter])
+
+    dcp.save(dtensor_state_dict(model, optimizer=optimizer), checkpoint_id=other)
+    again, its = plain(2)
+    weights, state = get_state_dict(again, its, options=flat)
+    held = {"model": weights, "optimizer": state}
+    dcp.load(held, checkpoint_id=other)
+    set_state_dict(
+        again, its, model_state_dict=weights, optim_state_dict=held["optimizer"], options=flat
+    )
+    assert_same(dict(again.state_dict()), dict(model.state_dict()))
+    assert_same(its.state_dict()["state"], optimizer.state_dict()["state"])
+    assert its.param_groups[0]["lr"] == 1e-2
+
+
+def save_a_small_vocabulary(path):
+    model = Model(vocabulary=5)  # 2, 2, 1 and 0 rows
+    dcp.save(dtensor_state_dict(model), checkpoint_id=path)
+    return gather_state_dict(model)
+
+
+@needs_numpy
+def test_a_rank_without_rows(tmp_path):
+    path = str(tmp_path / "a")
+    expected = run_ranks(save_a_small_vocabulary, 4, path, in_processes=True)[0]
+    model = Model(vocabulary=5, seed=3)
+    held = dtensor_state_dict(model)
+    dcp.load(held, checkpoint_id=path)
+    load_dtensor_state_dict(model, held)
+    assert_same(model.state_dict(), expected)
+
+
+def see_placements():
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    model = Model()
+    held = dtensor_state_dict(model)
+    found = {name: value for name, value in held.items() if isinstance(value, DTensor)}
+    for name, value in found.items():
+        dim = 1 if name.endswith("down.weight") else 0
+        assert value.placements == (Shard(dim),)
+        assert value.device_mesh.size() == 2
+        assert value.full_tensor().shape == value.shape
+    whole = found["layers.0.up.weight.block1"].redistribute(placements=[Replicate()]).to_local()
+    full = gather_state_dict(model)
+    assert torch.equal(whole, full["layers.0.up.weight"][INNER:])
+    held["layers.1.down.weight"].to_local().fill_(3)  # views
+    assert model.layers["1"]["down"].weight.eq(3).all()
+    return {name: tuple(value.shape) for name, value in held.items()}, sorted(found)
+
+
+def test_what_is_split_is_a_dtensor_and_the_rest_is_plain():
+    shapes, split = run_ranks(see_placements, 4, tensor=2, data=2, in_processes=True)[3]
+    assert shapes["layers.1.up.bias.block0"] == (INNER,)
+    assert shapes["head.weight"] == shapes["embedding.weight"] == (VOCABULARY, WIDTH)
+    assert "steps" in shapes
+    assert "steps" not in split
+    assert "layers.0.norm.weight" not in split
+    assert "layers.0.down.bias" not in split
+    assert "layers.0.down.weight" in split
+
+
+def test_loading_makes_an_optimizers_state_and_changes_nothing():
+    model = Model()
+    before = copy.deepcopy(model.state_dict())
+    optimizer = optimizer_of(model)
+    assert dtensor_state_dict(model, optimizer=optimizer)["optimizer"]["state"] == {}
+    model.head.weight.grad = kept = torch.ones_like(model.head.weight)
+    held = dtensor_state_dict(model, optimizer=optimizer, loading=True)
+    assert_same(model.state_dict(), before)
+    assert model.head.weight.grad is kept
+    assert model.embedding.weight.grad is None
+    assert [group["lr"] for group in optimizer.param_groups] == [1e-2, 1e-2]
+    assert set(held["optimizer"]["state"]["head.weight"]) == {"step", "exp_avg", "exp_avg_sq"}
+
+
+def test_a_dict_of_ones_own_is_copied():
+    model, other = Model(), Model(seed=7)
+    held = copy.deepcopy(dtensor_state_dict(other))
+    load_dtensor_state_dict(model, held)
+    assert_same(model.state_dict(), other.state_dict())
+
+
+def test_what_does_not_fit_is_an_error():
+    model, optimizer = trained()
+    held = dtensor_state_dict(model, optimizer=optimizer)
+    shapes = dict(held["model"])
+    shapes["head.weight"] = torch.zeros(14, 8)
+    with pytest.raises(
+        DegreeError, match=r"head\.weight has shape \(14, 8\) on this rank; expected \(13, 8\)"
+    ):
+        load_dtensor_state_dict(model, shapes)
+    missing = dict(held["model"])
+    del missing["layers.0.up.weight.block1"]
+    with pytest.raises(ParallelError, match=r"up\.weight\.block1 is missing; .*\(12, 8\)"):
+        load_dtensor_state_dict(model, missing)
+    with pytest.raises(ParallelError, match=r"more is none of Model's, and 0 others"):
+        load_dtensor_state_dict(model, {**held["model"], "more": torch.zeros(2)})
+    with pytest.raises(ParallelError, match=r"expected \{'model', 'optimizer'\}"):
+        load_dtensor_state_dict(model, held["model"], optimizer=optimizer)
+    parts = held["optimizer"]
+    state = {**parts["state"], "head.weight": {"step": parts["state"]["head.weight"]["step"]}}
+    with pytest.raises(
+        ParallelError, match=r"head\.weight, 'exp_avg' of the optimizer, is missing"
+    ):
+        load_dtensor_state_dict(
+            model, {**held, "optimizer": {**parts, "state": state}}, optimizer=optimizer
+        )
+    options = dict(parts["param_groups"])
+    options["head.weight"] = {**options["head.weight"], "lr": 3.0}
+    with pytest.raises(ParallelError, match=r"embedding\.weight and head\.weight are in one group"):
+        load_dtensor_state_dict(
+            model, {**held, "optimizer": {**parts, "param_groups": options}}, optimizer=optimizer
+        )
+    del options["head.weight"]
+    with pytest.raises(ParallelError, match=r"param_groups has nothing of head\.weight"):
+        load_dtensor_state_dict(
+            model, {**held, "optimizer": {**parts, "param_groups": options}}, optimizer=optimizer
+        )

@@ -1,0 +1,268 @@
+"""Hugging Face's layout, in and out, against the library that its files are made with."""
+
+import json
+
+import pytest
+import torch
+
+from ezpz_tp import DegreeError, ParallelError
+from ezpz_tp._shards import export
+from ezpz_tp._shards.export import save_huggingface
+from ezpz_tp._shards.formats import open_source
+from ezpz_tp._shards.reshard import reshard
+from ezpz_tp._shards.source import Options
+from ezpz_tp._shards.spec import Shard
+
+safetensors = pytest.importorskip("safetensors.torch")
+pytest.importorskip("numpy")  # by which that library writes
+
+LAYERS, WIDTH, HEADS, GROUPS, CHANNELS, INNER, VOCABULARY = 2, 16, 4, 2, 8, 24, 43
+
+
+def model(dtype=torch.bfloat16):
+    generator = torch.Generator().manual_seed(2)
+    shapes = {"model.embed_tokens.weight": (VOCABULARY, WIDTH)}
+    for layer in range(LAYERS):
+        shapes |= {
+            f"model.layers.{layer}.{name}.weight": shape
+            for name, shape in {
+                "self_attn.q_proj": (HEADS * CHANNELS, WIDTH),
+                "self_attn.k_proj": (GROUPS * CHANNELS, WIDTH),
+                "self_attn.v_proj": (GROUPS * CHANNELS, WIDTH),
+                "self_attn.o_proj": (WIDTH, HEADS * CHANNELS),
+                "mlp.gate_proj": (INNER, WIDTH),
+                "mlp.up_proj": (INNER, WIDTH),
+                "mlp.down_proj": (WIDTH, INNER),
+                "input_layernorm": (WIDTH,),
+                "post_attention_layernorm": (WIDTH,),
+            }.items()
+        }
+        shapes[f"model.layers.{layer}.self_attn.q_proj.bias"] = (HEADS * CHANNELS,)
+        shapes[f"model.layers.{layer}.self_attn.o_proj.bias"] = (WIDTH,)
+    shapes |= {"model.norm.weight": (WIDTH,), "lm_head.weight": (VOCABULARY, WIDTH)}
+    return {
+        name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()
+    }
+
+
+def dim_of(name):
+    module, kind = name.split(".")[-2:]
+    if module in {"o_proj", "down_proj"}:
+        return 1 if kind == "weight" else None
+    return None if module.endswith("norm") else 0
+
+
+def save(folder, whole, files=3):
+    """What ``save_pretrained`` writes."""
+    folder.mkdir()
+    names, where = list(whole), {}
+    for number in range(files):
+        held = {name: whole[name] for name in names[number::files]}
+        file = f"model-{number + 1:05d}-of-{files:05d}.safetensors"
+        safetensors.save_file(held, folder / file, {"format": "pt"})
+        where |= dict.fromkeys(held, file)
+    index = {"metadata": {"total_size": 1}, "weight_map": where}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def load(folder):
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        held = safetensors.load_file(file)
+        assert not found.keys() & held.keys()
+        found |= held
+    return found
+
+
+def assert_same(found, expected):
+    assert set(found) == set(expected)
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype
+        assert torch.equal(bits(found[name]), bits(value)), name
+
+
+def bits(tensor):
+    return tensor.contiguous().view(torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn], ids=str)
+def test_in_at_any_degree_and_out_again(tmp_path, dtype):
+    whole = model(dtype)
+    path = save(tmp_path / "in", whole)
+    for degree, stages in [(1, 1), (2, 2), (8, 1), (4, 2)]:
+        ours, out = tmp_path / f"{degree}-{stages}", tmp_path / f"out-{degree}-{stages}"
+        reshard(path, ours, tp=degree, pp=stages)
+        for index in range(degree):
+            held = {}
+            for stage in range(stages):
+                held |= safetensors.load_file(ours / f"pp{stage:02d}-tp{index:02d}.safetensors")
+            assert set(held) == set(whole)
+            for name, value in whole.items():
+                dim = dim_of(name)
+                if dim is None:
+                    expected = value
+                else:
+                    expected = value.split(-(-value.shape[dim] // degree), dim)
+                    expected = expected[index] if index < len(expected) else value[:0]
+                assert torch.equal(bits(held[name][: len(expected)]), bits(expected)), name
+        save_huggingface(ours, out)
+        assert_same(load(out), whole)
+        path = out
+
+
+def test_a_single_file_or_its_folder(tmp_path):
+    whole = model()
+    (tmp_path / "in").mkdir()
+    file = tmp_path / "in" / "model.safetensors"
+    safetensors.save_file(whole, file)
+    for number, path in enumerate((file, tmp_path / "in")):
+        save_huggingface(path, tmp_path / str(number))
+        assert_same(load(tmp_path / str(number)), whole)
+
+
+def test_files_of_a_size_and_their_index(tmp_path, monkeypatch):
+    monkeypatch.setattr(export, "_PIECE", 300)  # so that tensors are written in pieces
+    whole = {**model(), "model.layers.0.mlp.gate_proj.bias": torch.zeros(0)}
+    total = sum(value.nbytes for value in whole.values())
+    save_huggingface(save(tmp_path / "in", whole), tmp_path / "out", max_shard_size=3000)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": total}
+    files = sorted(file.name for file in (tmp_path / "out").glob("*.safetensors"))
+    count = len(files)
+    assert count > 2
+    assert files == [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+    for file in files:
+        held = safetensors.load_file(tmp_path / "out" / file)
+        assert sum(value.nbytes for value in held.values()) <= 3000
+        assert all(index["weight_map"][name] == file for name in held)
+    assert_same(load(tmp_path / "out"), whole)
+    with safetensors.safe_open(tmp_path / "out" / files[0], "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+    save_huggingface(tmp_path / "out", tmp_path / "tiny", max_shard_size=1)
+    assert len(list((tmp_path / "tiny").glob("*.safetensors"))) == len(whole)
+
+
+def test_stacked_matrices_by_rule_and_by_plan(tmp_path):
+    q, k, v = HEADS * CHANNELS, GROUPS * CHANNELS, GROUPS * CHANNELS
+    whole = {
+        "layers.0.self_attn.qkv_proj.weight": torch.randn(q + k + v, WIDTH),
+        "layers.0.mlp.gate_up_proj.weight": torch.randn(2 * INNER, WIDTH),
+        "layers.0.mlp.c_fc.weight": torch.randn(WIDTH, 3 * INNER),
+        "layers.0.mlp.router.weight": torch.randn(8, WIDTH),
+    }
+    path = save(tmp_path / "in", whole, 1)
+    with pytest.raises(ParallelError, match=r"qkv_proj\.weight \[64, 16\], layers\.0\.mlp\.c_fc"):
+        reshard(path, tmp_path / "out", tp=2)
+    plan = {"*.qkv_proj.*": (0, (q, k, v)), "*.c_fc.*": (-1, 3), "*.router.*": None}
+    shards = {name: entry.shard for name, entry in open_source(path, Options(plan)).entries.items()}
+    assert shards == {
+        "layers.0.self_attn.qkv_proj.weight": Shard((q + k + v, WIDTH), 0, (q, k, v)),
+        "layers.0.mlp.gate_up_proj.weight": Shard((2 * INNER, WIDTH), 0, (INNER, INNER)),
+        "layers.0.mlp.c_fc.weight": Shard((WIDTH, 3 * INNER), 1, (INNER,) * 3),
+        "layers.0.mlp.router.weight": Shard((8, WIDTH)),
+    }
+    reshard(path, tmp_path / "out", tp=2, plan=plan)
+    held = safetensors.load_file(tmp_path / "out" / "pp00-tp01.safetensors")
+    rows = whole["layers.0.self_attn.qkv_proj.weight"].split([q, k, v])
+    expected = torch.cat([part.chunk(2)[1] for part in rows])
+    assert torch.equal(held["layers.0.self_attn.qkv_proj.weight"], expected)
+    save_huggingface(tmp_path / "out", tmp_path / "back")
+    assert_same(load(tmp_path / "back"), whole)
+    for way, message in [
+        ((0, 3), r"dim 0 of a tensor of shape \(64, 16\) is not 3 matrices"),
+        ((0, (1, 2)), r"blocks \(1, 2\) add up to 3; expected 64"),
+        (2, r"dim 2 of a tensor of shape \(64, 16\)"),
+    ]:
+        with pytest.raises((ParallelError, DegreeError), match=message):
+            open_source(path, Options({**plan, "*.qkv_proj.*": way}))
+
+
+def test_the_plan_comes_before_the_rules_and_keeps_a_vocabulary_padded(tmp_path):
+    path = save(tmp_path / "in", model(), 1)
+    plan = {"*.embed_tokens.*": 1, "lm_head.*": 0, "*.o_proj.weight": None}
+    entries = open_source(path, Options(plan)).entries
+    assert entries["model.embed_tokens.weight"].shard == Shard((VOCABULARY, WIDTH), 1)
+    assert entries["lm_head.weight"].shard == Shard((VOCABULARY, WIDTH), 0, padded=True)
+    assert entries["model.layers.0.self_attn.o_proj.weight"].shard.dim is None
+    with pytest.raises(DegreeError, match=r"q_proj\.weight.* 32 over degree 5"):
+        reshard(path, tmp_path / "out", tp=5)
+    trimmed = open_source(path, Options(vocab_size=40)).entries
+    assert trimmed["lm_head.weight"].shard.full_shape == (40, WIDTH)
+
+
+def first_file(path):
+    return path / "model-00001-of-00003.safetensors"
+
+
+def index_of(path):
+    return path / "model.safetensors.index.json"
+
+
+def remove(path):
+    first_file(path).unlink()
+
+
+def truncate(path):
+    first_file(path).write_bytes(first_file(path).read_bytes()[:-10])
+
+
+def lose(path):
+    held = safetensors.load_file(first_file(path))
+    del held["model.embed_tokens.weight"]
+    safetensors.save_file(held, first_file(path))
+
+
+def add(path):
+    held = safetensors.load_file(first_file(path))
+    safetensors.save_file({**held, "more.norm.weight": torch.ones(3)}, first_file(path))
+
+
+def unname(path):
+    said = json.loads(index_of(path).read_text())
+    index_of(path).write_text(json.dumps({"metadata": said["metadata"]}))
+
+
+def scribble(path):
+    index_of(path).write_text("{")
+
+
+def bracket(path):
+    index_of(path).write_text("[]")
+
+
+WRONG = [
+    (remove, r"model-00001-of-00003\.safetensors: there is no such file"),
+    (truncate, r"model-00001-of-00003\.safetensors: has \d+ bytes; expected \d+"),
+    (lose, r"model-00001-of-00003\.safetensors: has no tensor model\.embed_tokens\.weight, which"),
+    (
+        add,
+        (
+            r"model-00001-of-00003\.safetensors: has a tensor more\.norm\.weight of shape \(3,\), "
+            r"which model\.safetensors\.index\.json says is in no file"
+        ),
+    ),
+    (unname, r"index\.json: has no weight_map"),
+    (scribble, r"index\.json: not JSON"),
+    (bracket, r"index\.json: holds a list; expected a JSON object"),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), WRONG, ids=[each.__name__ for each, _ in WRONG])
+def test_a_wrong_file_is_named_and_nothing_is_written(tmp_path, damage, message):
+    path = save(tmp_path / "in", model())
+    damage(path)
+    for write in (
+        lambda out: reshard(path, out, tp=2),
+        lambda out: save_huggingface(path, out),
+    ):
+        with pytest.raises(ParallelError, match=message):
+            write(tmp_path / "out")
+        assert [each.name for each in tmp_path.iterdir()] == ["in"]
+
+
+def test_two_tensors_of_one_name(tmp_path):
+    path = save(tmp_path / "in", model())
+    with pytest.raises(ParallelError, match=r"would both be mine"):
+        save_huggingface(path, tmp_path / "out", names=lambda name: "mine")
+    assert [each.name for each in tmp_path.iterdir()] == ["in"]

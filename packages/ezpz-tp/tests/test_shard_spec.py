@@ -1,0 +1,320 @@
+"""What each rank holds of a full tensor, how parameters say it, and which stage has what."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from ezpz_tp import (
+    ColumnParallelLinear,
+    DegreeError,
+    ParallelEmbedding,
+    ParallelError,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    copy_tensor_model_parallel_attributes,
+    keep_attributes,
+    set_tensor_model_parallel_attributes,
+)
+from ezpz_tp._layers.initialize import initialize_shard
+from ezpz_tp._shards.metadata import set_shard, shard_of
+from ezpz_tp._shards.source import Entry, optimizer_name, parameter_of
+from ezpz_tp._shards.spec import Shard
+from ezpz_tp._shards.stages import stages_of
+from ezpz_tp.testing import assert_matches_unsharded, run_ranks
+
+SHARDS = [
+    Shard((24, 3), 0),
+    Shard((3, 24, 2), 1),
+    Shard((3, 24), -1),
+    Shard((24,), 0, blocks=(12, 12)),
+    Shard((5, 24), 1, blocks=(16, 4, 4)),
+    Shard((48, 2), 0, blocks=(24, 0, 24)),
+    Shard((13, 2), 0, padded=True),
+    Shard((2, 3), 0, padded=True),
+    Shard((0, 3), 0, padded=True),
+]
+
+
+def part_of(full, shard, index, degree):
+    """The same from torch's own functions: chunks of each block, then zeros up to the size."""
+    blocks = full.split(shard.blocks, shard.dim) if shard.blocks else [full]
+    none = full.narrow(shard.dim, 0, 0)
+    part = torch.cat(
+        [(*b.chunk(degree, shard.dim), *[none] * degree)[index] for b in blocks], shard.dim
+    )
+    missing = -(-full.shape[shard.dim] // degree) - part.shape[shard.dim]
+    padding = list(full.shape)
+    padding[shard.dim] = missing
+    return torch.cat([part, torch.zeros(padding, dtype=full.dtype)], shard.dim)
+
+
+@pytest.mark.parametrize("degree", [1, 2, 4])
+@pytest.mark.parametrize("shard", SHARDS, ids=repr)
+def test_pieces_are_the_chunks_of_each_block(shard, degree):
+    full = torch.arange(1, 1 + torch.Size(shard.full_shape).numel()).view(shard.full_shape)
+    joined = torch.zeros_like(full)
+    for index in range(degree):
+        part = torch.zeros(shard.local_shape(index, degree), dtype=full.dtype)
+        for local, start, length in shard.pieces(index, degree):
+            assert length > 0
+            piece = full.narrow(shard.dim, start, length)
+            part.narrow(shard.dim, local, length).copy_(piece)
+            joined.narrow(shard.dim, start, length).add_(piece)
+        assert torch.equal(part, part_of(full, shard, index, degree))
+    assert torch.equal(joined, full)  # each element once
+
+
+def test_what_is_not_split_is_one_piece_everywhere():
+    for shape in ((), (3,), (2, 0, 5)):
+        assert Shard(shape).local_shape(3, 4) == shape
+        assert Shard(shape).pieces(3, 4) == ((0, 0, shape[0] if shape else 1),)
+
+
+def test_one_block_is_none():
+    assert Shard((4,), 0, blocks=(4,)) == Shard([4], -1)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Shard((4, 4), 2), r"dim 2 of a tensor of shape \(4, 4\); expected 0 to 1"),
+        (lambda: Shard((4, 4), blocks=(4,)), "give the dim"),
+        (lambda: Shard((4,), 0, (2, 1)), r"blocks \(2, 1\) add up to 3; expected 4, dim 0"),
+        (lambda: Shard((4,), 0, (2, 2), padded=True), "cannot be padded"),
+        (lambda: Shard((6, 4), 0).local_shape(0, 4), r"\(6, 4\) does not divide: 6 over degree 4"),
+        (
+            lambda: Shard((12,), 0, (8, 2, 2)).pieces(0, 4),
+            r"stacked of \(8, 2, 2\), does not divide: 2 over degree 4; .* divides 2",
+        ),
+        (lambda: Shard((4,), 0).pieces(2, 2), "rank 2 of degree 2; expected 0 to 1"),
+        (lambda: Shard((4,), 0).local_shape(0, 0), "rank 0 of degree 0"),
+    ],
+)
+def test_what_does_not_fit_is_said(make, message):
+    with pytest.raises(DegreeError, match=message):
+        make()
+
+
+def layers(device=None):
+    return nn.ModuleDict(
+        {
+            "column": ColumnParallelLinear(4, 8, seed=1, device=device),
+            "glu": ColumnParallelLinear(4, 16, stride=2, seed=2, device=device),
+            "qkv": ColumnParallelLinear(4, 16, stride=(8, 4, 4), seed=3, device=device),
+            "row": RowParallelLinear(8, 4, stride=(4, 2, 2), seed=4, device=device),
+            "head": ColumnParallelLinear(4, 13, pad_output=True, seed=5, device=device),
+            "rows": VocabParallelEmbedding(13, 4, seed=6, device=device),
+            "columns": ParallelEmbedding(13, 4, seed=7, device=device),
+            "norm": nn.LayerNorm(4, device=device),
+        }
+    )
+
+
+EXPECTED = {
+    "column.weight": Shard((8, 4), 0),
+    "column.bias": Shard((8,), 0),
+    "glu.weight": Shard((16, 4), 0, blocks=(8, 8)),
+    "glu.bias": Shard((16,), 0, blocks=(8, 8)),
+    "qkv.weight": Shard((16, 4), 0, blocks=(8, 4, 4)),
+    "qkv.bias": Shard((16,), 0, blocks=(8, 4, 4)),
+    "row.weight": Shard((4, 8), 1, blocks=(4, 2, 2)),
+    "row.bias": Shard((4,)),
+    "head.weight": Shard((13, 4), 0, padded=True),
+    "head.bias": Shard((13,), 0, padded=True),
+    "rows.weight": Shard((13, 4), 0, padded=True),
+    "columns.weight": Shard((13, 4), 1),
+    "norm.weight": Shard((4,)),
+    "norm.bias": Shard((4,)),
+}
+
+
+def said(module):
+    return {name: shard_of(parameter) for name, parameter in module.named_parameters()}
+
+
+def every_layer():
+    module = layers()
+    assert said(module) == EXPECTED
+    for name, parameter in module.named_parameters():
+        degree = module["column"].tp_size
+        assert parameter.shape == shard_of(parameter).local_shape(0, degree), name
+    assert said(copy.deepcopy(module)) == EXPECTED
+    assert said(module.to(torch.bfloat16)) == EXPECTED
+    on_meta = layers("meta")
+    with keep_attributes(on_meta):
+        on_meta.to_empty(device="cpu")
+    assert said(on_meta) == EXPECTED
+    master = nn.Parameter(module["qkv"].weight.float())
+    copy_tensor_model_parallel_attributes(master, module["qkv"].weight)
+    assert shard_of(master) == EXPECTED["qkv.weight"]
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_every_parameter_of_every_layer_says_what_it_is_a_part_of(degree):
+    run_ranks(every_layer, degree)
+
+
+def test_megatron_attributes_alone_are_understood_with_a_degree():
+    parameter = nn.Parameter(torch.zeros(4, 6))
+    set_tensor_model_parallel_attributes(parameter, True, 1, 2)
+    assert shard_of(parameter) is None
+    assert shard_of(parameter, 4) == Shard((4, 24), 1, blocks=(12, 12))
+    whole = nn.Parameter(torch.zeros(4, 6))
+    set_tensor_model_parallel_attributes(whole, False, 1, 1)
+    assert shard_of(whole) == Shard((4, 6), 1)
+    odd = nn.Parameter(torch.zeros(4, 3))
+    set_tensor_model_parallel_attributes(odd, True, 1, 4)
+    with pytest.raises(DegreeError, match=r"partition_stride 4, which does not divide 6"):
+        shard_of(odd, 2)
+
+
+def test_of_a_parameter_of_ones_own_it_can_be_said():
+    parameter = nn.Parameter(torch.zeros(8, 4))
+    set_shard(parameter, Shard((16, 4), 0, blocks=(8, 4, 4)))
+    assert shard_of(parameter) == Shard((16, 4), 0, blocks=(8, 4, 4))
+    found = parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride
+    assert found == (True, 0, 3)
+    set_shard(parameter, Shard((8, 4), 0))
+    assert not parameter.tensor_model_parallel
+    set_shard(parameter, Shard((8, 4), 0, padded=True), degree=1)
+    for shard, degree in ((Shard((16, 5), 0), None), (Shard((8, 4, 1), 0), None)):
+        with pytest.raises(DegreeError, match=r"shape \(8, 4\) is no part of Shard"):
+            set_shard(parameter, shard, degree)
+    with pytest.raises(DegreeError, match=r"at degree 4; expected \(4, 4\)"):
+        set_shard(parameter, Shard((16, 4), 0), 4)
+
+
+def test_weights_of_unequal_matrices_are_the_same_at_every_degree():
+    whole = torch.empty(24, 6)
+    initialize_shard(whole, (24, 6), 0, 0, 1, nn.init.normal_, seed=5)
+    for degree in (1, 2, 4):
+        for index in range(degree):
+            part = torch.empty(24 // degree, 6)
+            initialize_shard(
+                part, (24, 6), 0, index, degree, nn.init.normal_, seed=5, stride=(12, 8, 4)
+            )
+            wanted = part_of(whole, Shard((24, 6), 0, blocks=(12, 8, 4)), index, degree)
+            assert torch.equal(part, wanted)
+
+
+def master():
+    layer = ColumnParallelLinear(4, 16, stride=(8, 4, 4), seed=3)
+    row = RowParallelLinear(16, 4, stride=(8, 4, 4), seed=3)
+    return layer.get_master_weight(), row.get_master_weight()
+
+
+def test_the_master_weight_of_unequal_matrices_is_the_same_at_every_degree():
+    expected = run_ranks(master, 1)[0]
+    for degree in (2, 4):
+        for found in run_ranks(master, degree):
+            assert all(map(torch.equal, found, expected))
+
+
+class Grouped(nn.Module):
+    """Two queries for each key and value, of one product: as in grouped-query attention."""
+
+    def __init__(self, qkv, out):
+        super().__init__()
+        self.qkv, self.out = qkv, out
+
+    def forward(self, input_):
+        each = self.qkv.weight.shape[0] // 4
+        query, key, value = self.qkv(input_).split([2 * each, each, each], -1)
+        query = query.unflatten(-1, (-1, 2, 2))  # key's heads, queries for each, size of a head
+        key, value = (part.unflatten(-1, (-1, 1, 2)) for part in (key, value))
+        return self.out((query * key + value).flatten(-3))
+
+
+def parallel():
+    qkv = ColumnParallelLinear(4, 32, stride=(16, 8, 8), gather_output=False)
+    return Grouped(qkv, RowParallelLinear(16, 4, input_is_parallel=True))
+
+
+def ordinary():
+    return Grouped(nn.Linear(4, 32), nn.Linear(16, 4))
+
+
+def test_a_fused_projection_computes_what_the_unsharded_one_does():
+    assert_matches_unsharded(parallel, ordinary, torch.ones(3, 4), tensor=[1, 2, 4])
+
+
+def test_sizes_of_matrices_that_do_not_fit_are_said():
+    with pytest.raises(DegreeError, match=r"stride=\(8, 4\) adds up to 12; .* out_features=16"):
+        ColumnParallelLinear(4, 16, stride=(8, 4))
+
+    def uneven():
+        with pytest.raises(DegreeError, match=r"out_features, stride\[1\]=6 is not divisible .* 4"):
+            ColumnParallelLinear(4, 20, stride=(8, 6, 6))
+
+    run_ranks(uneven, 4)
+
+
+# Stages.
+
+
+def entries(*names, shape=(8, 4), shard=None):
+    return {name: Entry(name, torch.float32, shard or Shard(shape)) for name in names}
+
+
+def model(layers, *, row="layers", head=True):
+    vocabulary = Shard((13, 4), 0, padded=True)
+    found = entries("embedding.weight", shard=vocabulary)
+    for number in range(layers):
+        found |= entries(f"{row}.{number}.mlp.weight", f"{row}.{number}.norm.weight")
+    found |= entries("norm.weight")
+    return found | (entries("head.weight", shard=vocabulary) if head else {})
+
+
+@pytest.mark.parametrize("row", ["layers", "transformer.h", "model.layers", "blocks", "bert.layer"])
+def test_layers_are_divided_evenly_and_the_first_stages_have_one_more(row):
+    found = stages_of(model(7, row=row), 3)
+    numbers = [found[f"{row}.{number}.mlp.weight"] for number in range(7)]
+    assert numbers == [(0,), (0,), (0,), (1,), (1,), (2,), (2,)]
+    assert found["embedding.weight"] == (0,)
+    assert found["norm.weight"] == found["head.weight"] == (2,)
+
+
+def test_the_order_does_not_matter_where_names_tell():
+    names = sorted(model(4))  # embedding, head, layers, norm: as Hugging Face's files have them
+    found = stages_of({name: model(4)[name] for name in names}, 2)
+    assert (found["head.weight"], found["embedding.weight"]) == ((1,), (0,))
+
+
+def test_a_tied_embedding_is_on_first_and_last_stage():
+    tied = model(4, head=False)
+    moment = optimizer_name("embedding.weight", "exp_avg")
+    tied |= entries(moment, shard=Shard((13, 4), 0, padded=True))
+    found = stages_of(tied, 4)
+    assert found["embedding.weight"] == found[moment] == (0, 3)
+
+
+def test_other_names_go_by_their_order_and_optimizers_by_their_parameter():
+    named = {**entries("before"), **model(2), **entries("after", "optimizer/layers.0.x/step")}
+    named |= entries("optimizer/before/step", "optimizer/layers.1.mlp.weight/step")
+    found = stages_of(named, 2)
+    assert (found["before"], found["after"]) == ((0,), (1,))
+    assert found["optimizer/before/step"] == (0,)
+    assert found["optimizer/layers.1.mlp.weight/step"] == (1,)
+    assert parameter_of("optimizer/a/b/step") == ("a/b", "step")
+
+
+def test_stages_may_be_given():
+    def stage_of(name):
+        return [0, 1] if "embedding" in name else int("1" in name)
+
+    found = stages_of(model(2), 2, stage_of)
+    assert found["embedding.weight"] == (0, 1)
+    assert found["layers.1.mlp.weight"] == (1,)
+
+
+def test_stages_that_cannot_be_told_are_said():
+    with pytest.raises(DegreeError, match=r"2 layers .* for 3 pipeline stages"):
+        stages_of(model(2), 3)
+    two = model(2, row="encoder.layers") | model(2, row="decoder.layers")
+    with pytest.raises(ParallelError, match=r"decoder.layers., encoder.layers.: .* give stage_of"):
+        stages_of(two, 2)
+    for stage in (2, -1, []):
+        with pytest.raises(DegreeError, match=r"stage_of\('embedding.weight'\) gives .* 0 to 1"):
+            stages_of(model(2), 2, lambda _, stage=stage: stage)
