@@ -1,4 +1,4 @@
-"""The Python of every README runs, and the training script does what the README says."""
+"""The Python of every README runs and prints what stands below it; the training script trains."""
 
 import json
 import re
@@ -21,6 +21,7 @@ def run(words, folder):
         words, cwd=folder, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_the_twelve_lines_train(tmp_path):
@@ -36,4 +37,7 @@ def test_the_twelve_lines_train(tmp_path):
 
 @pytest.mark.parametrize("readme", READMES, ids=lambda path: path.parent.name)
 def test_the_python_of_a_package(readme, tmp_path):
-    run([sys.executable, "-c", "\n".join(python_of(readme))], tmp_path)
+    code = "\n".join(python_of(readme))
+    printed = run([sys.executable, "-c", code], tmp_path)
+    for comment in re.findall(r"^print\(.*\n((?:#.*\n)+)", code, re.MULTILINE):
+        assert re.sub(r"^# ?", "", comment, flags=re.MULTILINE) in printed

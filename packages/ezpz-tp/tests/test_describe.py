@@ -88,6 +88,8 @@ Warning: 1 of 4 tensor groups cross nodes, with ranks on up to 2: the
     assert description.crossing("tensor") == [(4, 5, 6, 7)]
     assert description.groups("tensor")[1] == (4, 5, 6, 7)
     assert description.crossing("context") == []
+    with pytest.warns(UserWarning, match="of every node: 1, 2, 3 or 6$"):
+        describe(RankLayout(12, tensor=4), ranks_per_node=6)
 
 
 def test_ranks_placed_node_after_node_in_turn():
@@ -130,7 +132,7 @@ def test_pipelines_of_model_and_experts_are_the_same():
     ]  # fmt: skip
 
 
-WORLDS = (1, 2, 3, 5, 6, 8, 12, 16, 24, 48, 64, 96, 97, 126, 128)
+WORLDS = (1, 2, 5, 6, 8, 16, 24, 64, 96, 97, 126, 128)
 
 
 @pytest.mark.filterwarnings("ignore:.*tensor groups:UserWarning")
@@ -241,6 +243,10 @@ def test_the_environment_tells_the_ranks_of_a_node(monkeypatch):
     text = str(describe(layout, environ={"LOCAL_WORLD_SIZE": "4"}))
     assert "on 2 nodes of 4 (LOCAL_WORLD_SIZE)" in text
     assert "on 1 node of 8" in str(describe(layout, ranks_per_node=8))
+    torchrun = {"LOCAL_WORLD_SIZE": "4", "RANK": "5", "WORLD_SIZE": "8"}
+    torchrun |= {"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"}
+    assert "on 2 nodes of 4" in str(describe(layout, environ=torchrun))
+    assert "on 4 nodes of 4" in str(describe(RankLayout(16), environ=torchrun))  # a plan
     named = describe(layout, hosts=["a", "b"], environ={"LOCAL_WORLD_SIZE": "4"})
     assert "Nodes: 0 a, 1 b" in str(named)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
@@ -254,6 +260,14 @@ def test_the_environment_tells_the_ranks_of_a_node(monkeypatch):
         ({"LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE=3 does not divide 8 ranks"),
         ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE='0' is no number of ranks"),
         ({"LOCAL_WORLD_SIZE": "four"}, "LOCAL_WORLD_SIZE='four' is no number of ranks"),
+        (  # torchrun on nodes of 4, 2 and 2
+            {"LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "8", "GROUP_WORLD_SIZE": "3"},
+            "nodes differ: LOCAL_WORLD_SIZE=4 here, and WORLD_SIZE=8 on GROUP_WORLD_SIZE=3 nodes",
+        ),
+        (  # ranks dealt out to the nodes in turn
+            {"LOCAL_WORLD_SIZE": "4", "RANK": "1", "GROUP_RANK": "1"},
+            "RANK=1 is on GROUP_RANK=1, not on node 0 of nodes of LOCAL_WORLD_SIZE=4",
+        ),
     ],
 )
 def test_nodes_that_are_not_known(environ, why):
@@ -286,6 +300,12 @@ def test_nodes_that_are_not_known(environ, why):
 def test_nodes_that_do_not_add_up(how, said):
     with pytest.raises(DegreeError, match=said):
         describe(RankLayout(16), environ=NOWHERE, **how)
+
+
+@pytest.mark.parametrize("given", ["8", 8.0, b"88"])
+def test_ranks_per_node_of_another_type(given):
+    with pytest.raises(TypeError, match=f"ranks_per_node={given!r}; expected a number, or one for"):
+        describe(RankLayout(16), ranks_per_node=given)
 
 
 def test_many_nodes_are_named_in_part():

@@ -298,6 +298,17 @@ def test_a_dim_that_comes_apart_in_any_order_is_told():
         einsum_sharding("ab,ab->ab", "a@t", "a@u")
 
 
+def test_six_axes():
+    """Of the orders of axes, and of moves, only those are tried that can make a difference."""
+    operands = ("a@p b@q c@r d@s a@t", "b@s e@p", "f@q e@r f@u")
+    answer = einsum_sharding("abcd,bcde,ef->abf", *operands)
+    assert set(answer.axes) == set("pqrstu")
+    assert answer.axes.index("t") < answer.axes.index("p")  # of a, p is gathered first
+    assert steps(answer)[0][0] == "all-gather x1 on a over p"
+    whole = einsum_sharding("a->a", "a@p a@q a@r a@s a@t", output="replicated")
+    assert [step.axis for step in whole.forward] == list("tsrqp")
+
+
 SIZES = {"b": 8, "s": 128, "h": 64, "f": 256}
 
 
@@ -436,7 +447,14 @@ ONES = {"a": 1, "b": 1, "c": 1}
         (("a@", ""), {}, r"x 'a@': 'a@' is not a placement"),
         (("a@b@c", ""), {}, r"'a@b@c' is not a placement"),
         (("replicated a@t", ""), {}, r"'replicated' is not a placement"),
-        (("", "a@tensor"), {}, r"w 'a@tensor': 'a' is no dim of 'bc'; expected one of its lett"),
+        (("", "a@tensor"), {}, r"w 'a@tensor': 'a' is no dim of 'bc'; expected for an axis"),
+        (({"a": "t"}, ""), {}, r"x \{'a': 't'\}: 't' is no dim of 'ab'.*, as in \{'data': 'a'\}"),
+        (
+            ("a@t", ("a", None)),
+            {},
+            r"w \('a', None\) does not name its axes; write 'b@data f@tensor'",
+        ),
+        (("", 3), {}, r"w 3 does not name its axes; write"),
         (("", {"tensor": 0}), {}, r"w \{'tensor': 0\}: 0 is no dim of 'bc'"),
         (("", {"tensor": "bc"}), {}, r"w \{'tensor': 'bc'\}: 'bc' is no dim"),
         (("a@t b@t", ""), {}, r"x 'a@t b@t' names axis t twice"),
@@ -470,7 +488,7 @@ def test_torchs_placements_that_mean_something_else_are_told():
         with pytest.raises(ValueError, match=r"w: .* on axis t; expected Replicate\(\), Partial"):
             einsum_sharding("ab,bc->ac", (Replicate(),), (item,), mesh_axes=("t",))
     with pytest.raises(
-        ValueError, match=r"x \(Shard\(dim=0\),\) does not name its axes; give them"
+        ValueError, match=r"x \(Shard\(dim=0\),\) does not name .* torch's .* with mesh_axes="
     ):
         einsum_sharding("ab,bc->ac", (Shard(0),), "")
     for given in ((Shard(0),), Shard(0)):

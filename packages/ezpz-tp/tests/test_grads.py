@@ -389,3 +389,15 @@ def axes_without_groups():
 
 def test_axes_need_groups():
     run_ranks(axes_without_groups, 2, in_processes=True, initialize=False)
+
+
+def sparse():
+    table = nn.Embedding(4, 2, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    finalize_grads(table, average_over="data")
+
+
+def test_sparse_gradients_are_refused():
+    told = r"a parameter of shape \(4, 2\) is torch\.sparse_coo; expected a dense one.*sparse=False"
+    with pytest.raises(ParallelError, match=told):
+        run_ranks(sparse, 2, data=2)

@@ -182,6 +182,13 @@ def test_names_that_are_none(name, said):
         ("dp+tp+pp", 8, {"tp": 2, "pp": 3}, "tp 2 x pp 3 = 6 does not divide the world size 8"),
         ("dp+tp", 8, {"tp": 2, "dp": 2}, "tp 2 x dp 2 = 4 is not the world size 8$"),
         ("tp+cp", 8, {"tp": 2, "cp": 2}, r"= 4 is not the world size 8; dp\+tp\+cp puts what is"),
+        (
+            "fsdp",
+            8,
+            {"shard": 2},
+            r"^shard 2 is not the world size 8; hsdp repeats it over what is",
+        ),
+        ("tp+fsdp", 8, {"shard": 2, "tp": 2}, r"2 x tp 2 = 4 is not .* 8; hsdp\+tp repeats it"),
         ("tp", 8, {"tp": 4}, r"^tp 4 is not the world size 8; dp\+tp puts what is left into data"),
         ("tp", 4, {"tp": 8}, "^tp 8 does not divide the world size 4"),
         ("tp", 8, {"tp": 0}, "tp=0 for tp; expected at least 1"),

@@ -8,6 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ezpz_tp
 from ezpz_tp._errors import DegreeError, NotInitializedError, ParallelError
+from ezpz_tp._pipeline.chunk import Chunk, facts
 from ezpz_tp._pipeline.layers import split_layers
 from ezpz_tp._pipeline.pipeline import Pipeline
 from ezpz_tp.testing import counting, run_ranks
@@ -211,8 +212,10 @@ class Noisy(nn.Module):
     def __init__(self, layers, first, last):
         super().__init__()
         self.part, self.norm = Part(layers, first, last), nn.BatchNorm1d(WIDTH).double()
+        self.register_buffer("runs", torch.zeros(()))
 
     def forward(self, hidden):
+        self.runs = self.runs + 1  # another tensor in its place
         hidden = nn.functional.dropout(self.norm(self.part(hidden)))
         with ezpz_tp.get_rng_tracker().fork():
             return nn.functional.dropout(hidden)
@@ -238,7 +241,7 @@ def test_the_trial_leaves_no_trace():
     for rank, (first, second) in enumerate(on(PLANS[2], first_and_second_step)):
         assert (first[0] is None) == (rank == 0)
         assert rank == 0 or torch.equal(first[0], second[0])
-        assert first[1]["norm.num_batches_tracked"] == 2
+        assert first[1]["norm.num_batches_tracked"] == first[1]["runs"] == 2
         for name, value in first[1].items():
             assert torch.equal(value, second[1][name]), name
         assert torch.equal(first[2], second[2])
@@ -455,6 +458,14 @@ def not_divisible(plan):
     pipeline_of(plan).step(*batch(7))
 
 
+def a_dictionary_of_inputs(plan):
+    pipeline_of(plan).step({"tokens": batch()[0]}, batch()[1])
+
+
+def a_list_of_numbers(plan):
+    pipeline_of(plan).step(batch()[0], [1.0, 2.0])
+
+
 def changed(plan):
     pipeline = pipeline_of(plan)
     pipeline.step(*batch())
@@ -467,13 +478,6 @@ def other_precision(plan):
     wanted = [torch.float64]
     pipeline.step(*batch())
     wanted[0] = torch.float32
-    pipeline.step(*batch())
-
-
-def thawed(plan):
-    pipeline = pipeline_of(plan, build=partial(Part, between="frozen"))
-    pipeline.step(*batch())
-    pipeline.module.requires_grad_(True)
     pipeline.step(*batch())
 
 
@@ -518,9 +522,10 @@ def with_ddp(plan):
         (no_inputs, PLANS[2], r"no inputs on a rank that has the first chunk"),
         (no_targets, PLANS[2], r"no targets on a rank that has the last chunk"),
         (not_divisible, PLANS[2], r"inputs of shape \(7, 5\) for 2 microbatches.*multiple"),
+        (a_dictionary_of_inputs, PLANS[2], r"inputs are a dict that holds a str; expected a tens"),
+        (a_list_of_numbers, PLANS[2], r"targets are a list that holds a float; expected a tensor"),
         (changed, PLANS[2], r"inputs are \(12, 5\) of torch\.float64; expected .* \(6, 5\)"),
         (other_precision, PLANS[2], r"chunk 0 of 2 returned .*float32 .*; expected.*float64"),
-        (thawed, PLANS[2], r"with a gradient; expected.*float64, for.*forget_shapes"),
         (loss_of_rows, PLANS[2], r"loss returned a tensor of shape \(6,\); expected a 0-dim"),
         (loss_of_a_number, PLANS[2], r"loss returned float; expected a 0-dim tensor"),
         (a_dictionary, PLANS[2], r"chunk 0 of 2 returned dict; expected a tensor"),
@@ -533,6 +538,15 @@ def test_bad_use_is_one_clear_error(bad, plan, told):
     with pytest.raises(ParallelError) as info:
         on(plan, bad, timeout=20)
     assert re.search(told, str(info.value))
+
+
+def test_layers_that_thawed_are_a_change():
+    chunk = Chunk(Part(range(2), True, False, "frozen"), 0, 2, mean_square, 2)
+    chunk.agreed = facts(chunk(batch()[0]))
+    chunk.requires_grad_(True)
+    told = r"chunk 0 of 2 returned .* with a gradient; expected.*float64, for.*forget_shapes"
+    with pytest.raises(ParallelError, match=told):
+        chunk(batch()[0])
 
 
 def plan_on(ranks, **options):

@@ -38,11 +38,14 @@ def test_it_stands_alone_and_says_what_it_is():
     assert "cross nodes" in root.find(f"{S}desc").text
     assert root.get("role") == "img"
     assert not re.search(r"<script|<image|href|url\(|@import", svg)
-    assert "prefers-color-scheme:dark" in svg
+    # A dark desktop may show it on a light page: it brings its own background.
+    light, dark = re.findall(r"\.ranks\{background:(#\w+)\}", svg)
+    assert (light, dark) == ("#fff", "#0d1117")
+    assert svg.index(dark) > svg.index("@media(prefers-color-scheme:dark)") > svg.index(light)
     # In a notebook its rules reach the whole page, so all of them are for it alone.
     style = root.find(f"{S}style").text.replace("@media(prefers-color-scheme:dark)", "")
     selectors = re.findall(r"([^{}]+)\{", style)
-    assert all(s.startswith(".ranks ") for group in selectors for s in group.split(","))
+    assert all(s.split()[0] == ".ranks" for group in selectors for s in group.split(","))
     assert "Warning: 2 of 2 tensor groups cross nodes" in " ".join(filter(None, texts(root, None)))
     assert "Nodes: 0 <a>, 1 b&c" in texts(root, None)
 

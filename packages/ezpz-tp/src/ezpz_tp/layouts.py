@@ -226,9 +226,11 @@ def _degrees(
     rest, remainder = divmod(world_size, product)
     if remainder or (not missing and rest > 1):
         verb = "does not divide" if remainder else "is not"
-        more = "" if remainder or set(name.split("+")) & set(ALONE) else (
-            f"; dp+{name} puts what is left into data parallelism"
-        )  # fmt: skip
+        more = ""
+        if not remainder and "shard" in axes and "replicate" not in axes:
+            more = f"; {name.replace('fsdp', 'hsdp')} repeats it over what is left"
+        elif not remainder and not set(name.split("+")) & set(ALONE):
+            more = f"; dp+{name} puts what is left into data parallelism"
         words = _product(given) + (f" = {product}" if len(given) > 1 else "")
         raise DegreeError(f"{words} {verb} the world size {world_size}{more}")
     return tuple(given.get(axis, rest) for axis in axes)

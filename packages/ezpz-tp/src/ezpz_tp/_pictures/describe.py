@@ -167,7 +167,8 @@ def describe(
     Args:
         state: Whose groups; the state in use if None. A `RankLayout` is enough to plan with.
         ranks_per_node: Number of ranks on each node, or on every single one, where ranks are
-            numbered node by node. ``LOCAL_WORLD_SIZE`` if None, where it divides the world.
+            numbered node by node. ``LOCAL_WORLD_SIZE`` if None, where it divides the world and
+            agrees with torchrun's other variables.
         hosts: The name of the host of each rank, in whatever order ranks were placed; or,
             where the ranks per node are known, the name of each node.
         environ: The environment to look into; that of this process if None.

@@ -13,6 +13,9 @@ from ezpz_tp._errors import DegreeError
 VARIABLE = "LOCAL_WORLD_SIZE"
 """The number of ranks on this node: set by torchrun and by ezpz-launch."""
 
+LAUNCHED = ("RANK", "GROUP_RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE")
+"""A rank and its node, and how many there are of both; torchrun's names."""
+
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
@@ -116,6 +119,10 @@ def _sizes(world_size: int, ranks_per_node: int | Sequence[int]) -> tuple[int, .
                 f"differ give the number of each, as in ranks_per_node={remedy}"
             )
         return (ranks_per_node,) * full
+    if isinstance(ranks_per_node, (str, bytes)) or not isinstance(ranks_per_node, Sequence):
+        raise TypeError(
+            f"ranks_per_node={ranks_per_node!r}; expected a number, or one for each node"
+        )
     sizes = tuple(ranks_per_node)
     if sum(sizes) != world_size or min(sizes, default=0) < 1:
         raise DegreeError(
@@ -133,4 +140,23 @@ def _from_environ(world_size: int, environ: Mapping[str, str]) -> tuple[int | No
         return None, f"{VARIABLE}={found!r} is no number of ranks"
     if world_size % int(found):
         return None, f"{VARIABLE}={found} does not divide {world_size:,} ranks"
-    return int(found), ""
+    why = _other_nodes(int(found), environ)
+    return None if why else int(found), why
+
+
+def _other_nodes(size: int, environ: Mapping[str, str]) -> str:
+    """Return what tells that the job's nodes do not have ``size`` ranks each, in turn."""
+    facts = {name: environ.get(name, "") for name in LAUNCHED}
+    told = {name: int(value) for name, value in facts.items() if value.isdecimal()}
+    rank, node, world, nodes = map(told.get, LAUNCHED)
+    if rank is not None and node is not None and rank // size != node:
+        return (
+            f"RANK={rank} is on GROUP_RANK={node}, not on node {rank // size} of nodes of "
+            f"{VARIABLE}={size}"
+        )
+    if world is not None and nodes is not None and world != nodes * size:
+        return (
+            f"nodes differ: {VARIABLE}={size} here, and WORLD_SIZE={world} on "
+            f"GROUP_WORLD_SIZE={nodes} nodes"
+        )
+    return ""

@@ -1,7 +1,7 @@
 """Ranks and the borders of nodes, drawn as SVG.
 
-It stands alone: no script, no font, no image. Text and lines follow a page's light or dark
-scheme. Ranks of one tensor group have one color, and the group's number is written too.
+It stands alone: no script, no font, no image. It is light or dark as the reader prefers. Ranks of
+one tensor group have one color, and the group's number is written too.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ COLORS = ("#9ecae9", "#ffbf79", "#b5cf6b", "#e7a6c8", "#d9d3a5", "#88d2c4", "#ff
 ESCAPES = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;"})
 # Of these elements only: in a notebook the rules of one picture reach all others.
 STYLE = (
+    ".ranks{background:#fff}"
     ".ranks text{font:12px ui-monospace,monospace;fill:#1f2328}"
     ".ranks path{stroke:#1f2328;stroke-width:2;stroke-linecap:square;fill:none}"
-    "@media(prefers-color-scheme:dark){.ranks text{fill:#e6edf3}.ranks path{stroke:#e6edf3}}"
+    "@media(prefers-color-scheme:dark){"
+    ".ranks{background:#0d1117}.ranks text{fill:#e6edf3}.ranks path{stroke:#e6edf3}}"
     ".ranks .m,.ranks .r,.ranks .s{text-anchor:middle}.ranks .b{font-weight:bold}"
     ".ranks .r,.ranks .s{fill:#111}.ranks .s{font-size:9px}"
 )

@@ -126,6 +126,6 @@ def _remedy(axis: Axis, nodes: Nodes) -> str:
         divisors = [str(degree) for degree in range(1, size + 1) if size % degree == 0]
         words.append(
             f"choose a {axis.name} degree that divides the number of ranks of every node: "
-            + " or ".join(divisors)
+            + " or ".join(filter(None, (", ".join(divisors[:-1]), divisors[-1])))
         )
     return "; ".join(words)

@@ -216,6 +216,11 @@ class Pipeline:
                 )
             return [()] * self._microbatches
         for one in _tuple(given):
+            if not isinstance(one, Tensor):
+                raise ParallelError(
+                    f"Pipeline: {what} are a {type(given).__name__} that holds a "
+                    f"{type(one).__name__}; expected a tensor, or a tuple of tensors"
+                )
             rows = one.shape[0] if one.dim() else 0
             if not rows or rows % self._microbatches:
                 raise DegreeError(

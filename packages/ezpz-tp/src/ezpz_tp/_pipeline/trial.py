@@ -86,8 +86,12 @@ def device_of(chunks: Mapping[int, Chunk]) -> torch.device:
 def _without_trace(chunks: Iterable[Chunk]) -> Iterator[None]:
     """Put back random streams and buffers after the block."""
     states = default_states(None)
-    buffers = [buffer for chunk in chunks for buffer in chunk.buffers()]
-    kept = [buffer.detach().clone() for buffer in buffers]
+    kept = [
+        (module, name, buffer, buffer.detach().clone())
+        for chunk in chunks
+        for module in chunk.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
     _, tracked = rng_contexts()
     try:
         with tracked:
@@ -95,7 +99,8 @@ def _without_trace(chunks: Iterable[Chunk]) -> Iterator[None]:
     finally:
         set_default_states(states, None)
         with torch.no_grad():
-            for buffer, before in zip(buffers, kept, strict=True):
+            for module, name, buffer, before in kept:
+                setattr(module, name, buffer)  # forward may have put another in its place
                 if not torch.equal(buffer, before):  # an expanded one cannot be written to
                     buffer.copy_(before)
 

@@ -46,14 +46,14 @@ work through many such products.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import permutations
+from itertools import combinations, permutations
 
 from ezpz_tp._errors import DegreeError, ParallelError
 
 from .equation import Equation
-from .placement import Given, Layout, complete, read, text
+from .placement import PARTIAL, REPLICATED, Given, Layout, complete, read, text
 from .plan import Plan, cheapest_plan
 from .result import EinsumSharding
 from .steps import Cost
@@ -209,7 +209,7 @@ def _cheapest(
     """Return the cheapest plan, and axes and operands in the order that it is made for."""
     best: tuple[tuple[str, ...], list[Layout], Plan] | None = None
     failures: list[ParallelError] = []
-    for order in [axes] if fixed else permutations(axes):
+    for order in [axes] if fixed else _orders(axes, (*given, wanted)):
         ordered = [complete(layout, order) for layout in given]
         try:
             plan = cheapest_plan(equation, order, ordered, wanted, cost)
@@ -221,6 +221,21 @@ def _cheapest(
     if best is None:
         raise failures[0]
     return best
+
+
+def _orders(axes: tuple[str, ...], layouts: Sequence[Layout]) -> Iterator[tuple[str, ...]]:
+    """Yield the orders of the axes that differ in which one cuts a letter before another."""
+    letters = {
+        axis: {layout.get(axis, REPLICATED) for layout in layouts} - {REPLICATED, PARTIAL}
+        for axis in axes
+    }
+    pairs = [two for two in combinations(axes, 2) if letters[two[0]] & letters[two[1]]]
+    seen = set()
+    for order in permutations(axes):
+        key = tuple(order.index(one) < order.index(other) for one, other in pairs)
+        if key not in seen:
+            seen.add(key)
+            yield order
 
 
 def _differ(words: Sequence[str]) -> bool:

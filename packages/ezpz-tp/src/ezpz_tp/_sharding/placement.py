@@ -114,8 +114,8 @@ def _where(where: str | None, letters: str, told: str) -> str:
         return REPLICATED
     if where not in (REPLICATED, PARTIAL, *letters):
         raise ValueError(
-            f"{told}: {where!r} is no dim of {letters!r}; expected one of its letters, "
-            f"{PARTIAL!r} or {REPLICATED!r}"
+            f"{told}: {where!r} is no dim of {letters!r}; expected for an axis one of its letters, "
+            f"{PARTIAL!r} or {REPLICATED!r}, as in {{'data': {letters[:1]!r}}}"
         )
     return where
 
@@ -127,7 +127,8 @@ def _from_torch(
 
     if mesh_axes is None:
         raise ValueError(
-            f"{name} {given!r} does not name its axes; give them as mesh_axes=('data', 'tensor')"
+            f"{name} {given!r} does not name its axes; write 'b@data f@tensor', or give torch's "
+            "placements, with mesh_axes=('data', 'tensor')"
         )
     if not hasattr(given, "__len__") or len(given) != len(mesh_axes):
         raise ValueError(

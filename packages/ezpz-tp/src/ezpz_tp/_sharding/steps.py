@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import permutations
 from math import prod
 
 from ezpz_tp._errors import DegreeError, ParallelError
@@ -117,6 +116,11 @@ class Way:
         """Bytes that each rank sends, in forward and backward."""
         return sum(step.bytes or 0 for step in (*self.forward, *self.backward))
 
+    def then(self, later: Way) -> Way:
+        """Return both, one after the other."""
+        forward, backward = self.forward + later.forward, later.backward + self.backward
+        return Way(forward, backward, self.regions + later.regions)
+
 
 def cheapest_way(name: str, letters: str, start: Layout, moves: Sequence[Move], cost: Cost) -> Way:
     """Return the moves in the order that sends the least.
@@ -126,57 +130,72 @@ def cheapest_way(name: str, letters: str, start: Layout, moves: Sequence[Move], 
         DegreeError: The degrees do not divide a size.
     """
     wanted = [move for move in moves if not move.is_nothing]
-    orders = [order for order in permutations(wanted) if _is_contiguous(order, start)]
-    if not orders:
-        raise ParallelError(_apart(name, letters, start, wanted))
-    return min((_walk(name, letters, start, order, cost) for order in orders), key=_sent)
+    cost.shape(letters, start)
+    indivisible: DegreeError | None = None
+    # What a move sends depends on which ones were made before it, not on their order: of each
+    # set of moves the best order is enough.
+    reached: dict[frozenset[int], tuple[int, tuple[int, ...], Way]] = {
+        frozenset(): (0, (), Way((), (), ()))
+    }
+    for _ in wanted:
+        further: dict[frozenset[int], tuple[int, tuple[int, ...], Way]] = {}
+        for done, (sent, order, way) in reached.items():
+            layout = start | {wanted[number].axis: wanted[number].target for number in done}
+            for number, move in enumerate(wanted):
+                if number in done or not _is_contiguous(move, layout):
+                    continue
+                try:
+                    last = _way(name, letters, layout, move, cost)
+                except DegreeError as error:
+                    indivisible = error
+                    continue
+                found = sent + last.sent, (*order, number), way.then(last)
+                made = done | {number}
+                further[made] = min(found, further.get(made, found), key=_rank)
+        reached = further
+    if not reached:
+        raise indivisible or ParallelError(_apart(name, letters, start, wanted))
+    (best,) = reached.values()
+    return best[-1]
 
 
-def _sent(way: Way) -> int:
-    return way.sent
+def _rank(found: tuple[int, tuple[int, ...], Way]) -> tuple[int, tuple[int, ...]]:
+    return found[:2]
 
 
-def _is_contiguous(order: Sequence[Move], start: Layout) -> bool:
-    """Whether each step finds, and leaves, contiguous parts of every letter.
+def _is_contiguous(move: Move, layout: Layout) -> bool:
+    """Whether a move finds, and leaves, contiguous parts of every letter.
 
     The first of a letter's axes cuts it, the next one cuts those parts: only the last of them
     can be taken away, and one that is added has to come last.
     """
-    layout, axes = dict(start), list(start)
-    for move in order:
-        if move.source != move.target:
-            later = axes[axes.index(move.axis) + 1 :]
-            if any(layout[axis] in {move.source, move.target} - _WORDS for axis in later):
-                return False
-        layout[move.axis] = move.target
-    return True
+    axes = list(layout)
+    later = axes[axes.index(move.axis) + 1 :]
+    changed = {move.source, move.target} - _WORDS
+    return move.source == move.target or not any(layout[axis] in changed for axis in later)
 
 
-def _walk(name: str, letters: str, start: Layout, order: Sequence[Move], cost: Cost) -> Way:
-    forward: list[Step] = []
-    backward: list[Step] = []
-    regions: list[str] = []
-    layout = dict(start)
+def _way(name: str, letters: str, layout: Layout, move: Move, cost: Cost) -> Way:
+    """Return the steps of one move of a tensor that lies so before."""
+    after = layout | {move.axis: move.target}
+    cost.shape(letters, after)
+    regions = _calls(name, letters, move)
 
-    def step(tensor: str, source: str, move: Move, target: str, region: str | None) -> Step:
+    def steps(
+        tensor: str, source: str, target: str, lies: Layout, calls: tuple[str, ...]
+    ) -> tuple[Step, ...]:
+        if source == target:
+            return ()
         kind = conversion(source, target)
         gathered, split = (None if where in _WORDS else where for where in (source, target))
-        sent = cost.sent(kind, move.axis, letters, layout)
-        return Step(kind or "", move.axis, tensor, gathered, split, region, sent)
+        sent = cost.sent(kind, move.axis, letters, lies)
+        region = calls[0] if calls else None
+        return (Step(kind or "", move.axis, tensor, gathered, split, region, sent),)
 
-    for move in order:
-        written = _calls(name, letters, move)
-        regions += written
-        if move.source != move.target:
-            region = written[0] if written else None
-            forward.append(step(name, move.source, move, move.target, region))
-        layout[move.axis] = move.target
-        if move.gradient != move.back:
-            region = written[-1] if written else None
-            # A gradient that is partial has the shape of what is replicated.
-            backward.insert(0, step(f"d{name}", move.gradient, move, move.back, region))
-    cost.shape(letters, layout)
-    return Way(tuple(forward), tuple(backward), tuple(regions))
+    forward = steps(name, move.source, move.target, layout, regions)
+    # A gradient that is partial has the shape of what is replicated.
+    backward = steps(f"d{name}", move.gradient, move.back, after, regions[::-1])
+    return Way(forward, backward, regions)
 
 
 def _calls(name: str, letters: str, move: Move) -> tuple[str, ...]:

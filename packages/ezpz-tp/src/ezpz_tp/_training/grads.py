@@ -77,7 +77,8 @@ def finalize_grads(
     Raises:
         ParallelError: A tied embedding on a pipeline's stage without an embedding group; or
             FSDP2 has dropped the attributes by which parameters are known; or an expert's
-            parameter among those to reduce over axes that are not its own.
+            parameter among those to reduce over axes that are not its own; or a gradient to
+            reduce is sparse.
         NotInitializedError: Parameters are sharded, or axes are named, and there is neither
             ``state`` nor default.
         ValueError: An axis is neither ``data`` nor ``context``, or is named twice.
@@ -233,6 +234,11 @@ def _sum(parameters: list[Tensor], groups: list[ProcessGroup], divisor: int = 1)
     by_kind: dict[tuple[torch.device, torch.dtype], list[_Entry]] = {}
     for one in parameters:
         found = gradient(one)
+        if found is not None and found.layout != torch.strided:
+            raise ParallelError(
+                f"finalize_grads: the gradient of a parameter of shape {tuple(one.shape)} is "
+                f"{found.layout}; expected a dense one: make its embedding with sparse=False"
+            )
         part = torch.zeros_like(local_part(one)) if found is None else local_part(found)
         kind = (part.device, part.dtype)
         by_kind.setdefault(kind, []).append((one, part, found is None))
