@@ -12,12 +12,12 @@ import math
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.overrides import handle_torch_function, has_torch_function_unary
+from torch.overrides import has_torch_function_unary
 
 from ezpz_tp._errors import DegreeError
 from ezpz_tp._groups.default import context_group
 from ezpz_tp._groups.given import member
-from ezpz_tp._regions.mappings import _Gather, applied
+from ezpz_tp._regions.mappings import _Gather, applied, watched
 
 
 def shard_sequence(
@@ -58,16 +58,14 @@ def shard_sequence(
         DegreeError: The parts would differ in length; names the multiple that is needed.
     """
     if has_torch_function_unary(tensor):
-        output: Tensor = handle_torch_function(
+        return watched(
             shard_sequence,
-            (tensor,),
             tensor,
             dim,
             group=group,
             ulysses_group=ulysses_group,
             balanced=balanced,
         )
-        return output
     ranks = _Ranks("shard_sequence", group, ulysses_group, balanced)
     if ranks.count == 1:
         return tensor
@@ -105,9 +103,8 @@ def unshard_sequence(
         DegreeError: ``balanced``, and the part is not two chunks of one length.
     """
     if has_torch_function_unary(tensor):
-        output: Tensor = handle_torch_function(
+        return watched(
             unshard_sequence,
-            (tensor,),
             tensor,
             dim,
             group=group,
@@ -115,7 +112,6 @@ def unshard_sequence(
             balanced=balanced,
             sum_grads=sum_grads,
         )
-        return output
     ranks = _Ranks("unshard_sequence", group, ulysses_group, balanced)
     if ranks.count == 1:
         return tensor

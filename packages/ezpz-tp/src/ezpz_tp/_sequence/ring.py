@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
-from torch.overrides import handle_torch_function, has_torch_function_variadic
+from torch.overrides import has_torch_function_variadic
 
 from ezpz_tp._errors import ParallelError
 from ezpz_tp._groups.default import context_group
-from ezpz_tp._regions.mappings import applied
+from ezpz_tp._regions.mappings import applied, watched
 
 from .block_attention import (
     Block,
@@ -70,9 +70,8 @@ def ring_attention(
             derivative is asked for.
     """
     if has_torch_function_variadic(q, k, v):
-        output: Tensor = handle_torch_function(
+        return watched(
             ring_attention,
-            (q, k, v),
             q,
             k,
             v,
@@ -81,7 +80,6 @@ def ring_attention(
             balanced=balanced,
             scale=scale,
         )
-        return output
     ranks = context_group(group)
     q, k, v = checked("ring_attention", q, k, v)
     if is_causal:

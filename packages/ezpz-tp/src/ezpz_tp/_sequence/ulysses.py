@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.functional import scaled_dot_product_attention
-from torch.overrides import handle_torch_function, has_torch_function_variadic
+from torch.overrides import has_torch_function_variadic
 
 from ezpz_tp._errors import DegreeError, ParallelError
 from ezpz_tp._groups.default import context_group
 from ezpz_tp._regions.collectives import all_to_all
+from ezpz_tp._regions.mappings import watched
 
 from .balance import rank_order
 from .shapes import check_causal, checked
@@ -72,9 +73,8 @@ def ulysses_attention(
             returned another shape.
     """
     if has_torch_function_variadic(q, k, v):
-        watched: Tensor = handle_torch_function(
+        return watched(
             ulysses_attention,
-            (q, k, v),
             q,
             k,
             v,
@@ -85,7 +85,6 @@ def ulysses_attention(
             dropout_p=dropout_p,
             attention=attention,
         )
-        return watched
     ranks = context_group(group)
     q, k, v = checked("ulysses_attention", q, k, v)
     if is_causal:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.overrides import handle_torch_function, has_torch_function_variadic
+from torch.overrides import has_torch_function_variadic
 
 from ezpz_tp._errors import DegreeError, ParallelError
 from ezpz_tp._groups.default import get_state
 from ezpz_tp._groups.ranks import RankLayout
 from ezpz_tp._groups.state import ParallelState
+from ezpz_tp._regions.mappings import watched
 
 from .ring import ring_attention
 from .ulysses import ulysses_attention
@@ -61,9 +62,8 @@ def unified_attention(
             is given twice.
     """
     if has_torch_function_variadic(q, k, v):
-        output: Tensor = handle_torch_function(
+        return watched(
             unified_attention,
-            (q, k, v),
             q,
             k,
             v,
@@ -73,7 +73,6 @@ def unified_attention(
             balanced=balanced,
             scale=scale,
         )
-        return output
 
     _check_groups(ulysses_group, ring_group)
 
