@@ -178,6 +178,7 @@ def dropped(bug=None):
     ezpz_tp.seed_model_parallel(1)
     tracker = ezpz_tp.get_rng_tracker()
     up = ColumnParallelLinear(8, 16, gather_output=False, seed=1)
+    down = RowParallelLinear(16, 8, input_is_parallel=True, seed=2)
     with check(up):
         hidden = data(4, 8)
         if bug == "dropped whole inside":
@@ -188,7 +189,13 @@ def dropped(bug=None):
             hidden = dropout(hidden, 0.5)  # here: dropped part outside
         with tracker.fork():
             hidden = dropout(hidden, 0.5)
-        reduce_from_tensor_parallel_region(hidden).sum().backward()
+            hidden = hidden * torch.full((8,), 0.5).bernoulli()
+        part = linear(hidden, down.weight)
+        if bug == "dropped sum inside":
+            with tracker.fork():
+                part = dropout(part, 0.5)  # here: dropped sum inside
+        part = dropout(part, 0.5)
+        dropout(reduce_from_tensor_parallel_region(part), 0.5).sum().backward()
 
 
 def trained(bug=None):

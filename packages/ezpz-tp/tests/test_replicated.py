@@ -123,8 +123,63 @@ def test_any_shape_and_dtype():
 
 
 def test_a_parameter_without_values():
-    def program():
-        with pytest.raises(ezpz_tp.ParallelError, match=r"weight .* is on the meta device"):
-            verify_replicated(nn.Linear(2, 2, device="meta"))
+    def program(*ranks):
+        meta = ezpz_tp.get_state().rank in ranks
+        model = nn.Linear(2, 2, device="meta" if meta else "cpu")
+        error = r"weight .* is on the meta device" if meta else r"weight .* differs on 1"
+        with pytest.raises(ezpz_tp.ParallelError, match=error):
+            verify_replicated(model)
 
-    run_ranks(program, 2, data=2)
+    run_ranks(program, 2, 0, 1, data=2)
+    run_ranks(program, 2, 1, data=2)  # the other rank does not wait for it
+
+
+def test_more_parameters_on_a_rank_than_are_sent_at_once():
+    def program(rank):
+        count = 1020 + 8 * (ezpz_tp.get_state().rank == rank)
+        model = nn.ParameterList(torch.full((), float(i)) for i in range(count))
+        return error_of(lambda _: verify_replicated(model), None)
+
+    assert run_ranks(program, 2, None, data=2) == [None] * 2
+    for error in run_ranks(program, 2, 1, data=2):
+        assert "have other parameters (1020 on rank 0, 1028 on rank 1 compared)" in error
+
+
+def test_shards_of_one_value_need_not_differ():
+    def program(corner):
+        up = ezpz_tp.ColumnParallelLinear(4, 4, gather_output=False, seed=1)
+        with torch.no_grad():
+            up.weight.fill_(float("nan"))[0, 0] = corner
+        return error_of(lambda _: verify_replicated(up), None)
+
+    assert run_ranks(program, 2, float("nan"), tensor=2) == [None] * 2
+    for error in run_ranks(program, 2, 1.0, tensor=2):
+        assert "weight should be another one on each of them, and is the same on 0, 1" in error
+
+
+def distributed_tensors():
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    state, mesh = ezpz_tp.get_state(), ezpz_tp.get_state().to_mesh("cpu")
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4), nn.LayerNorm(4))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    for one in model:
+        fully_shard(one, mesh=mesh["dp"])
+    model(torch.ones(2, 4)).sum().backward()
+    before = error_of(lambda _: verify_replicated(model, gradients=True), None)
+    with torch.no_grad():
+        model[2].weight.to_local().add_(state.index("tensor"))
+    return before, error_of(lambda _: verify_replicated(model), None)
+
+
+def test_distributed_tensors_differ_where_they_are_sharded():
+    results = run_ranks(distributed_tensors, 4, **DATA, in_processes=True)
+    for rank, (before, after) in enumerate(results):
+        first = rank // 2 * 2
+        assert before is None
+        assert f"tensor axis, ranks {first}, {first + 1}:\n    2.weight should be the same" in after

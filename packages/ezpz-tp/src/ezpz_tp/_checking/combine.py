@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import nn
 
 from ezpz_tp._errors import ParallelTypeError
 
-from .operations import ADDING, CONTRACTING, DIVIDING, MULTIPLYING, PASSING
+from .operations import ADDING, BIASED, DIVIDING, LOOKING, MULTIPLYING, PASSING
 from .place import user_line
 from .records import Records
-from .types import INVARIANT, PARTIAL, REPLICATED, VARYING, Operand, Record
+from .types import EQUAL, INVARIANT, PARTIAL, REPLICATED, VARYING, Operand, Record
 
 _COPY = (
     "copy_to_tensor_parallel_region (Megatron-LM's copy_to_tensor_model_parallel_region)",
@@ -48,7 +49,12 @@ def fail(
 
 
 def combine(
-    records: Records, operation: str, operands: Sequence[Operand], *, shifts: bool = False
+    records: Records,
+    operation: str,
+    operands: Sequence[Operand],
+    *,
+    shifts: bool = False,
+    contracts: bool = False,
 ) -> Record:
     """Return what is known of the result of an operation of torch.
 
@@ -56,17 +62,22 @@ def combine(
         records: What is known so far.
         operation: The function's name.
         operands: Its tensors, at least one.
-        shifts: Whether a number other than zero is added to the tensor.
+        shifts: Whether a number other than zero is added to the tensor, or put in its place.
+        contracts: Whether a dim that is split over the tensor-parallel ranks is summed over.
 
     Raises:
         ParallelTypeError: The types do not fit each other, or the operation.
     """
-    contracts = operation in CONTRACTING and _contracts_shards(operation, operands)
+    is_data = all(one.record.is_data for one in operands)
+    written = [one for one in operands if not one.record.is_fresh]
+    if operands[0].record.is_fresh and not any(map(_is_number, written)):
+        return replace(operands[0].record, is_fresh=operation in PASSING and not shifts)
+    operands = written
     kinds = tuple(
         along(records, operation, place, operands, contracts and axis == "tensor", shifts)
         for place, axis in enumerate(records.axes)
     )
-    return Record(kinds, is_data=all(one.record.is_data for one in operands))
+    return Record(kinds, is_data=is_data)
 
 
 def along(
@@ -90,7 +101,7 @@ def along(
     axis = records.axes[place]
     settled = [(one, kind) for one in operands if (kind := one.settled(place)) is not None]
     kinds = {kind for _, kind in settled}
-    if contracts and len(operands) > 2:
+    if contracts and operation in BIASED and len(operands) > 2:
         raise fail(
             records,
             operation,
@@ -104,6 +115,8 @@ def along(
     if INVARIANT in kinds and len(kinds) > 1:
         raise _mixed(records, operation, axis, settled)
     if PARTIAL in kinds:
+        if operation in LOOKING:
+            return VARYING
         return _partial(records, operation, axis, operands, settled, shifts)
     if VARYING not in kinds:
         return next(iter(kinds), INVARIANT)
@@ -121,13 +134,16 @@ def _partial(
     """The result where at least one operand is a partial sum."""
     partial = sum(kind == PARTIAL for _, kind in settled)
     varying = any(kind == VARYING for _, kind in settled)
-    all_partial = partial == len(operands)
+    place = records.axes.index(axis)
+    all_partial = all(
+        one.record.types[place] == PARTIAL or _selects(one, place) for one in operands
+    )
     mend = f"sum it first, by {call(_REDUCE, axis)}"
     if operation in ADDING:
         if all_partial and not shifts:
             return PARTIAL
         reason = "What is not partial is added on every rank: once a rank after the sum."
-    elif operation in PASSING and all_partial:
+    elif operation in PASSING and all_partial and not shifts:
         return PARTIAL
     elif operation in MULTIPLYING or (
         operation in DIVIDING and settled[0][1] == PARTIAL and operands[0] is settled[0][0]
@@ -163,8 +179,9 @@ def _mixed(
         reason = "The parameter is replicated, but used on other data by each rank: its gradient "
         reason += "is partial."
         mend = (
-            f"tag it, mark_sequence_parallel({name}), and finalize_grads sums it; or, if the data "
-            "should be whole here, gather or reduce it first"
+            "if this is the rank's part of the sequence or of the heads, tag it, "
+            f"mark_sequence_parallel({name}), and finalize_grads sums it; if the data should be "
+            "whole here, or summed, gather or reduce it first"
         )
     elif REPLICATED in others and isinstance(getattr(tagged, "tensor", None), nn.Parameter):
         name = records.tag_of(tagged.tensor)  # type: ignore[union-attr]
@@ -193,7 +210,10 @@ def _mixed(
     return fail(records, operation, axis, settled, reason, mend)
 
 
-def _contracts_shards(operation: str, operands: Sequence[Operand]) -> bool:
-    """Whether a product sums over the dim that is split over the tensor-parallel ranks."""
-    contracted = 1 if operation == "linear" else 0
-    return len(operands) > 1 and operands[1].record.sharded_dim == contracted
+def _selects(one: Operand, place: int) -> bool:
+    """Whether it is an index or a mask, and the same on all ranks."""
+    return not _is_number(one) and one.record.types[place] in EQUAL
+
+
+def _is_number(one: Operand) -> bool:
+    return one.tensor.is_floating_point() or one.tensor.is_complex()

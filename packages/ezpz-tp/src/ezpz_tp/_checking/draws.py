@@ -9,7 +9,7 @@ from ezpz_tp._training.random import EXPERT_PARALLEL_RNG, MODEL_PARALLEL_RNG, ge
 
 from .combine import fail
 from .records import Records
-from .types import EQUAL, VARYING, Operand, Record
+from .types import EQUAL, PARTIAL, VARYING, Operand, Record
 
 DRAWING = frozenset(
     {
@@ -27,16 +27,21 @@ GENERATING = frozenset({"rand", "randn", "randint", "randperm", "normal"})
 _DROPPING = frozenset(name for name in DRAWING if "dropout" in name)
 """What draws only in training, with a probability above zero."""
 
+_TRAINING = {"alpha_dropout": False, "feature_alpha_dropout": False}
+"""Whether they do where nothing is said."""
+
 
 def draws(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return whether this call draws at all."""
     if name == "scaled_dot_product_attention":
         return bool(args[4] if len(args) > 4 else kwargs.get("dropout_p"))
+    if name.startswith("rrelu"):
+        return bool(args[3] if len(args) > 3 else kwargs.get("training", False))
     if name not in _DROPPING:
-        return True
+        return kwargs.get("generator") is None  # with one of the user's own, he knows
     probability = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
-    training = args[2] if len(args) > 2 else kwargs.get("training", True)
-    return bool(probability and training)
+    training = kwargs.get("training", kwargs.get("train", _TRAINING.get(name, True)))
+    return bool(probability and (args[2] if len(args) > 2 else training))
 
 
 def generated(records: Records) -> Record:
@@ -54,8 +59,20 @@ def drawn(records: Records, name: str, operands: Sequence[Operand], record: Reco
         return record
     place = records.axes.index("tensor")
     seen = [(one, one.record.types[place]) for one in operands]
+    kind = record.types[place]
+    if _is_forked() and kind == PARTIAL:
+        raise fail(
+            records,
+            name,
+            "tensor",
+            seen,
+            "Inside fork() every rank drops other elements of its part of a sum. A reduction is "
+            "missing.",
+            "sum it by reduce_from_tensor_parallel_region, then drop, outside fork()",
+        )
     if _is_forked():
-        if record.types[place] in EQUAL:
+        # Data that is drawn from, rather than dropped of, is probabilities.
+        if kind in EQUAL and (name in _DROPPING or not record.is_data):
             raise fail(
                 records,
                 name,
@@ -66,7 +83,7 @@ def drawn(records: Records, name: str, operands: Sequence[Operand], record: Reco
                 "call it outside `with get_rng_tracker().fork():`",
             )
         return _varying(records, record)
-    if record.types[place] == VARYING and get_rng_tracker().current is None:
+    if kind == VARYING and get_rng_tracker().current is None:
         raise fail(
             records,
             name,

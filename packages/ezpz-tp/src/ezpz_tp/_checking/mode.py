@@ -4,27 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.overrides import TorchFunctionMode
 
 from ezpz_tp._groups.state import ParallelState
+from ezpz_tp._groups.world import live_world
 from ezpz_tp._pipeline.chunk import entering
 from ezpz_tp._training.grads import finalize_grads
 
 from .combine import combine
 from .draws import DRAWING, GENERATING, drawn, draws, generated
 from .ends import check_loss, gradients_to_finalize
-from .operations import ADDING, CUTTING, JUDGING, KEEPING_DIMS, SILENT, TRANSPOSING
+from .operations import (
+    CUTTING,
+    FRESH,
+    JUDGING,
+    KEEPING_DIMS,
+    NUMBERS,
+    SHAPED,
+    SILENT,
+    TAKING_AFTER,
+    TRANSPOSING,
+)
+from .products import contracts
 from .records import Records
 from .regions import Region, argument, region_of, through
-from .types import REPLICATED, VARYING, Operand, Record
+from .types import EQUAL, REPLICATED, VARYING, Operand, Record
 
 AXES = ("tensor", "context", "data")
 _ATTRIBUTES = frozenset({"__get__", "__set__", "__delete__"})
+_ELSEWHERE = frozenset({"grad", "grad_fn", "_base", "_grad"})
 _DISTRIBUTED = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
 
@@ -34,6 +49,8 @@ class Checker(TorchFunctionMode):
     Attributes:
         axes: The axes that are checked: those of degree above 1.
         operations: How many operations were checked so far.
+        paused: Whether nothing is looked into: the inside of an autograd function.
+        in_backward: Whether backward is under way.
     """
 
     def __init__(self, state: ParallelState, model: nn.Module | None) -> None:
@@ -42,6 +59,8 @@ class Checker(TorchFunctionMode):
         self.axes = tuple(axis for axis in AXES if state.size(axis) > 1)
         self.records = Records(self.axes, model)
         self.operations = 0
+        self.paused = self.in_backward = False
+        self._places: dict[object, list[int]] = {}
         self._special: dict[object, Callable[..., Any]] = {
             entering: self._enter,
             finalize_grads: self._finalize,
@@ -71,7 +90,8 @@ class Checker(TorchFunctionMode):
 
     def _is_of_no_concern(self, func: Callable[..., Any], name: str) -> bool:
         return (
-            name in SILENT
+            self.paused
+            or name in SILENT
             or not self.axes
             or name.startswith(("_foreach", "_fused"))
             or getattr(func, "namespace", None) in _DISTRIBUTED
@@ -83,15 +103,22 @@ class Checker(TorchFunctionMode):
         operands = [self.records.operand(one) for one in tensors_of(args, kwargs)]
         if name in JUDGING:
             operands = [replace(one, differentiable=False) for one in operands]
-        if not operands:
-            record = generated(self.records) if name in GENERATING else None
-        else:
+        if operands:
             self.operations += 1
             record = self.result(name, operands, args, kwargs)
+        elif name in FRESH:
+            record = self.records.fresh
+        elif name in GENERATING:
+            record = generated(self.records)
+        else:
+            return func(*args, **kwargs)
         output = func(*args, **kwargs)
-        if record is not None:
-            for one in tensors_of((args[0] if name == "__setitem__" else output,), {}):
-                self.records.set(one, record)
+        in_place = name[-1] == "_" and (name[0] != "_" or name.startswith(("__i", "__set")))
+        for one in tensors_of((args[0] if name == "__setitem__" else output,), {}):
+            self.records.set(one, record)
+            if in_place and one._base is not None:  # noqa: SLF001 - its base is written to as well
+                pair = [self.records.operand(tensor) for tensor in (one._base, one)]  # noqa: SLF001
+                self.records.set(one._base, combine(self.records, "__setitem__", pair))  # noqa: SLF001
         return output
 
     def result(
@@ -102,18 +129,31 @@ class Checker(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Record:
         """Return what is known of an operation's result; raise if the operands do not fit."""
+        kwargs = kwargs or {}
+        if name in FRESH or name in SHAPED:
+            return self.records.fresh if name in FRESH else self.records.data
+        if name in TAKING_AFTER:
+            operands = operands[:1]
+        elif name == "copy_":
+            operands = operands[1:]
         if len(operands) == 1 and name in TRANSPOSING:
             return _transposed(operands[0])
         if len(operands) == 1 and name in KEEPING_DIMS:
             return operands[0].record
-        shifts = name in ADDING and any(
-            isinstance(one, (int, float, complex)) and one for one in args[:2]
+        record = combine(
+            self.records,
+            name,
+            operands,
+            shifts=name in NUMBERS and _puts_a_number(NUMBERS[name], args, kwargs),
+            contracts=contracts(name, operands, args, kwargs),
         )
-        record = combine(self.records, name, operands, shifts=shifts)
         if name in CUTTING and REPLICATED in record.types:
-            cut = (VARYING if kind == REPLICATED else kind for kind in record.types)
+            cut = (
+                VARYING if kind == REPLICATED and not _is_known(operands[1:], place) else kind
+                for place, kind in enumerate(record.types)
+            )
             record = replace(record, types=tuple(cut))
-        if name in DRAWING and draws(name, args, kwargs or {}):
+        if name in DRAWING and draws(name, args, kwargs):
             return drawn(self.records, name, operands, record)
         return record
 
@@ -121,11 +161,17 @@ class Checker(TorchFunctionMode):
         """Return the places of the axes that a group spans; None is the default axis's group."""
         if group is None:
             return [place for place, axis in enumerate(self.axes) if axis == default]
-        found = [p for p, axis in enumerate(self.axes) if self.state.group(axis) is group]
-        if found or group.size() == 1:
-            return found
-        several = [axis for axis in self.axes if self.state.size(axis) <= group.size()]
-        for axes in _subsets(several):
+        found = self._places.get(group)
+        if found is None:
+            found = self._places[group] = self._find_places(group)
+        return found
+
+    def _find_places(self, group: ProcessGroup) -> list[int]:
+        """By its ranks, for it may be one of the user's own; or else by the group itself."""
+        ranks = ranks_of(group)
+        if ranks is not None:
+            return [p for p, axis in enumerate(self.axes) if ranks >= set(self.state.ranks(axis))]
+        for axes in _subsets(self.axes):
             if self.state.has_group(*axes) and self.state.group(*axes) is group:
                 return [self.axes.index(axis) for axis in axes]
         return []
@@ -166,7 +212,7 @@ class Checker(TorchFunctionMode):
     ) -> Any:
         output = func(*args, **kwargs)
         name: str = getattr(getattr(func, "__self__", None), "__name__", "?")
-        if kind == "__get__" and isinstance(output, Tensor) and name not in {"grad", "grad_fn"}:
+        if kind == "__get__" and isinstance(output, Tensor) and name not in _ELSEWHERE:
             operand = self.records.operand(args[0])
             transposed = name in TRANSPOSING
             self.records.set(output, _transposed(operand) if transposed else operand.record)
@@ -181,10 +227,15 @@ class Checker(TorchFunctionMode):
         roots = tensors_of(args[:1], {})
         place = 1 if name == "backward" else 2
         given = [kwargs.get(key) for key in ("gradient", "grad_tensors", "grad_outputs")]
-        if all(one is None for one in (*given, *args[place : place + 1])):
-            for root in roots:
+        is_given = any(one is not None for one in (*given, *args[place : place + 1]))
+        for root in roots:
+            if not (is_given and root.dim()):  # a number's gradient is a scale of the loss
                 check_loss(self.records, name, self.records.operand(root))
-        output = func(*args, **kwargs)
+        self.in_backward = True
+        try:
+            output = func(*args, **kwargs)
+        finally:
+            self.in_backward = False
         for root in roots:
             self.records.finish(root)
         return output
@@ -193,12 +244,36 @@ class Checker(TorchFunctionMode):
 def tensors_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """Return the tensors among arguments, also in lists of them."""
     found: list[Tensor] = []
-    for value in (*args, *kwargs.values()):
+    for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, Tensor):
             found.append(value)
         elif isinstance(value, (list, tuple)):
             found.extend(one for one in value if isinstance(one, Tensor))
     return found
+
+
+def ranks_of(group: ProcessGroup) -> set[int] | None:
+    """Return the world's numbers of a group's ranks, where torch.distributed knows it."""
+    if live_world() is None:
+        return None
+    try:
+        return set(dist.get_process_group_ranks(group))
+    except KeyError:  # of ranks that are threads
+        return None
+
+
+def _puts_a_number(places: Sequence[int], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a number other than zero is added, or put in the place of others."""
+    given = [args[place] for place in places if place < len(args)]
+    given += [kwargs[key] for key in ("other", "value") if key in kwargs]
+    return any(isinstance(one, (int, float, complex)) and one for one in given)
+
+
+def _is_known(indices: Sequence[Operand], place: int) -> bool:
+    """Whether what cuts is computed, and the same on all ranks: not a rank's number."""
+    return bool(indices) and all(
+        one.record.types[place] in EQUAL and not one.record.is_data for one in indices
+    )
 
 
 def _transposed(operand: Operand) -> Record:
@@ -208,7 +283,5 @@ def _transposed(operand: Operand) -> Record:
 
 
 def _subsets(axes: Sequence[str]) -> list[tuple[str, ...]]:
-    """All choices of at least two axes."""
-    count = len(axes)
-    chosen = [tuple(a for i, a in enumerate(axes) if bits >> i & 1) for bits in range(1 << count)]
-    return [one for one in chosen if len(one) > 1]
+    """All choices of axes, the smaller first."""
+    return [one for count in range(len(axes)) for one in combinations(axes, count + 1)]

@@ -11,31 +11,46 @@ PASSING = frozenset(
         *("unsqueeze", "transpose", "permute", "movedim", "moveaxis", "swapaxes", "swapdims", "t"),
         *("contiguous", "clone", "detach", "detach_", "expand", "expand_as", "repeat", "tile"),
         *("narrow", "select", "index_select", "gather", "take", "__getitem__", "split", "chunk"),
-        *(
-            "unbind",
-            "tensor_split",
-            "unfold",
-            "flip",
-            "roll",
-            "diagonal",
-            "tril",
-            "triu",
-            "adjoint",
-        ),
+        *("unbind", "tensor_split", "unfold", "flip", "roll", "diagonal", "tril", "triu"),
         *("sum", "mean", "nansum", "cumsum", "trace", "neg", "negative", "positive", "__neg__"),
         *("to", "type", "float", "double", "half", "bfloat16", "cpu", "cuda", "type_as", "real"),
-        *(
-            "requires_grad_",
-            "retain_grad",
-            "broadcast_to",
-            "broadcast_tensors",
-            "repeat_interleave",
-        ),
-        *("cat", "concat", "concatenate", "stack", "hstack", "vstack", "dstack", "zeros_like"),
-        *("masked_select", "as_strided", "alias", "split_with_sizes", "pin_memory", "H", "T", "mT"),
+        *("requires_grad_", "retain_grad", "broadcast_to", "broadcast_tensors"),
+        *("repeat_interleave", "cat", "concat", "concatenate", "stack", "hstack", "vstack"),
+        *("dstack", "masked_select", "as_strided", "alias", "split_with_sizes", "pin_memory"),
+        *("H", "T", "mT", "adjoint", "take_along_dim", "copy_", "diff", "data"),
+        *("__setitem__", "masked_fill", "masked_fill_", "where", "pad", "index_add", "index_add_"),
+        *("index_copy", "index_copy_", "index_put", "index_put_", "scatter", "scatter_"),
+        *("scatter_add", "scatter_add_", "masked_scatter", "masked_scatter_"),
+        *("dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "feature_dropout"),
     }
 )
-"""Linear in all of their tensors together: partial, if all are."""
+"""Linear in all of their tensors together, but for indices and masks: partial, if all are."""
+
+NUMBERS = {
+    **dict.fromkeys(("add", "add_", "__add__", "__radd__", "__iadd__", "sub", "sub_"), (0, 1)),
+    **dict.fromkeys(("subtract", "__sub__", "__rsub__", "__isub__", "rsub"), (0, 1)),
+    **dict.fromkeys(("__setitem__", "masked_fill", "masked_fill_"), (2,)),
+    **dict.fromkeys(("scatter", "scatter_", "pad"), (3,)),
+    "where": (1, 2),
+}
+"""Where operations that are linear with the number zero are given it; else as other or value."""
+
+LOOKING = frozenset({"isfinite", "isnan", "isinf"})
+"""What may be asked of a partial sum too."""
+
+FRESH = frozenset(
+    {
+        *("zeros_like", "empty_like", "new_zeros", "new_empty", "new_empty_strided", "zero_"),
+        *("zeros", "empty", "empty_strided"),
+    }
+)
+"""Room to be written into: its value is zero or nobody's."""
+
+SHAPED = frozenset({"ones_like", "full_like", "new_ones", "new_full", "new_tensor", "fill_"})
+"""What takes of its tensor no value."""
+
+TAKING_AFTER = frozenset({"to", "type_as", "view_as", "expand_as", "reshape_as", "broadcast_to"})
+"""What takes of its second tensor no value."""
 
 CUTTING = frozenset(
     {
@@ -62,11 +77,11 @@ MULTIPLYING = frozenset(
 )
 """Products: one partial factor, if the others are equal on all ranks."""
 
+BIASED = frozenset({"linear", "addmm", "baddbmm", "addbmm", "addmv", "conv1d", "conv2d", "conv3d"})
+"""Products of two tensors to which a third is added."""
+
 DIVIDING = frozenset({"div", "div_", "divide", "true_divide", "__truediv__", "__itruediv__"})
 """As products, for the first operand."""
-
-CONTRACTING = frozenset({"linear", "matmul", "__matmul__", "mm"})
-"""Products whose second operand may be a sharded weight."""
 
 SILENT = frozenset(
     {

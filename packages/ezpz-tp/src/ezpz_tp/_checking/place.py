@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import linecache
+import os
 import sys
 from pathlib import Path
 
 import torch
 
-_OURS = str(Path(__file__).resolve().parents[1])
-_TORCH = str(Path(torch.__file__).resolve().parent)
+_OURS = str(Path(__file__).resolve().parents[1]) + os.sep
+_TORCH = str(Path(torch.__file__).resolve().parent) + os.sep
 # Not the standard library's: a call through it (contextlib, functools) is nobody's line.
-_STANDARD = str(Path(linecache.__file__).resolve().parent)
+_STANDARD = str(Path(linecache.__file__).resolve().parent) + os.sep
 
 
 def is_foreign(path: str) -> bool:

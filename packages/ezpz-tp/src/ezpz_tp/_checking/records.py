@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +22,7 @@ class Records:
 
     Args:
         axes: The axes of degree above 1.
-        model: Whose parameters are called by their names in errors.
+        model: Whose parameters are known by their names.
     """
 
     def __init__(self, axes: tuple[str, ...], model: nn.Module | None) -> None:
@@ -29,11 +31,14 @@ class Records:
         self._done = WeakIdKeyDictionary()
         self._final = WeakIdKeyDictionary()
         self._names = WeakIdKeyDictionary()
-        if model is not None:
-            for name, parameter in model.named_parameters():
-                self._names[parameter] = name
+        self._model = None if model is None else weakref.ref(model)
+        self._said: dict[str, dict[str, Any]] = {}
+        for name, parameter in _named(model):
+            self._names[parameter] = name
+            self._said[name] = vars(parameter)
         data = tuple(INVARIANT if axis == "tensor" else VARYING for axis in axes)
         self.data = Record(data, is_data=True)
+        self.fresh = Record(data, is_data=True, is_fresh=True)
         # Gradients of parameters are summed over the data axes once a step.
         self._invariant = self._parameter(INVARIANT)
         self._replicated = self._parameter(REPLICATED)
@@ -46,12 +51,26 @@ class Records:
         found: Record | None = self._known.get(tensor)
         if found is not None:
             return found
-        if not isinstance(tensor, nn.Parameter):
+        if not _is_parameter(tensor):
             return self.data
-        if getattr(tensor, "tensor_model_parallel", False):
-            dim = getattr(tensor, "partition_dim", -1)
+        said = self._attributes(tensor)
+        if said.get("tensor_model_parallel"):
+            dim = said.get("partition_dim", -1)
             return self._parameter(VARYING, dim if dim >= 0 else None)
-        return self._replicated if getattr(tensor, "sequence_parallel", False) else self._invariant
+        return self._replicated if said.get("sequence_parallel") else self._invariant
+
+    def _attributes(self, parameter: nn.Parameter) -> Mapping[str, Any]:
+        """What is said of a parameter; FSDP2 computes with ones of its own, of the same names."""
+        if parameter not in self._names:
+            self._names[parameter] = None
+            for name, one in _named(None if self._model is None else self._model()):
+                if self._names.get(one) is None:
+                    self._names[one] = name
+        own = vars(parameter)
+        if "tensor_model_parallel" in own or "sequence_parallel" in own:
+            return own
+        said: dict[str, Any] | None = self._said.get(self._names[parameter])
+        return own if said is None else said
 
     def operand(self, tensor: Tensor) -> Operand:
         """Return a tensor with what is known of it."""
@@ -60,7 +79,7 @@ class Records:
 
     def set(self, tensor: Tensor, record: Record) -> None:
         """Remember what is known of a tensor; of a parameter its attributes say it."""
-        if not isinstance(tensor, nn.Parameter):
+        if not _is_parameter(tensor):
             self._known[tensor] = record
 
     def declare(self, tensor: Tensor, types: Mapping[str, str]) -> None:
@@ -95,3 +114,12 @@ class Records:
     def tag_of(self, tensor: Tensor) -> str:
         """Return how the user may write the parameter that a tensor is."""
         return str(self._names.get(tensor) or "parameter")
+
+
+def _is_parameter(tensor: Tensor) -> TypeGuard[nn.Parameter]:
+    # isinstance alone takes a microsecond: Parameter has a say in it.
+    return type(tensor) is not Tensor and isinstance(tensor, nn.Parameter)
+
+
+def _named(model: nn.Module | None) -> Iterable[tuple[str, nn.Parameter]]:
+    return () if model is None else model.named_parameters()

@@ -75,6 +75,10 @@ _LOGITS = (
     "(gather_output=False)"
 )
 _SUMS = (PARTIAL, VARYING)
+_UNSAID = (
+    "say so by set_tensor_model_parallel_attributes({}, True, dim, 1); where something replaces "
+    "parameters (fully_shard), do it within keep_attributes(model), and give check the model"
+)
 
 _copy = _region(
     (INVARIANT,),
@@ -143,7 +147,7 @@ _row = replace(
     bias=INVARIANT,
 )
 _row_sequence = replace(_row, returns=VARYING, bias=REPLICATED)
-_lookup = _region((VARYING,), INVARIANT, 3, name="group")
+_lookup = _region((VARYING,), INVARIANT, 3, name="group", equal=_UNSAID.format("weight"))
 _column = replace(
     _region(
         (INVARIANT,),
@@ -282,10 +286,7 @@ def _untagged(
     called = records.tag_of(one.tensor)
     if wanted == VARYING:
         reason = "It is used as this rank's part, but its attributes do not say so."
-        mend = (
-            f"call set_tensor_model_parallel_attributes({called}, True, dim, 1), or keep its "
-            "attributes where it is replaced (keep_attributes)"
-        )
+        mend = _UNSAID.format(called)
     elif wanted == REPLICATED:
         reason = "It is added to this rank's part of the sequence, so its gradient is partial."
         mend = f"mark_sequence_parallel({called}), and finalize_grads sums it"

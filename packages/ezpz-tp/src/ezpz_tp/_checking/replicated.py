@@ -6,9 +6,12 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from ezpz_tp._errors import ParallelError, ReplicaError
 from ezpz_tp._groups.default import get_state
@@ -20,7 +23,7 @@ from ezpz_tp._training.grads import gradient, is_shared, is_tied, local_part
 from ezpz_tp._training.random import MODEL_PARALLEL_RNG, get_rng_tracker
 
 _ROW = 1024
-"""What is sent is padded to a multiple, so that ranks with other parameters can say so."""
+"""Numbers that are sent first: as many by all, so that ranks with other parameters can say so."""
 
 _SHOWN = 5
 _DIFFERS = "should be the same on all of them"
@@ -44,16 +47,16 @@ def verify_replicated(
     """Raise if values that should be equal on all ranks are not.
 
     * Along the data and context axes every parameter is compared, but an expert's
-      (``allreduce`` False), and along the data axis what FSDP2 has sharded.
+      (``allreduce`` False), and what FSDP2 has sharded over them.
     * Along the tensor axis those that are not sharded are compared; sharded ones, and the
       stream "model-parallel-rng", should be *other* ones on each rank, unless they are constant:
       equal seeds make equal shards.
     * A tied embedding is compared between the stages that hold it; all but one copy should be
       ``shared``, or the norm of the gradient counts it twice.
 
-    Checksums are sent, 8 bytes a parameter: one collective for each axis of degree above 1. Call
-    it after a few steps; within a step, after `finalize_grads` and the reduction over data, also
-    with ``gradients``.
+    Checksums are sent, 8 bytes a value: one collective for each axis of degree above 1, or two
+    for more than a thousand values. Call it after a few steps; within a step, after
+    `finalize_grads` and the reduction over data, also with ``gradients``.
 
     Collective: every rank calls this, with its part of the model.
 
@@ -67,19 +70,21 @@ def verify_replicated(
         ParallelError: A parameter is on the meta device, and has no value.
     """
     state = state or get_state()
-    parameters = list(_named(model))
-    device = parameters[0][1].device if parameters else torch.device("cpu")
+    parameters = list(model.named_parameters())
+    devices = [one.device for _, one in parameters if not one.is_meta]
+    device = devices[0] if devices else torch.device("cpu")
     compared = {}
     for axis in ("tensor", "context", "data"):
         if state.size(axis) > 1:
-            items = [one for item in parameters for one in _items(*item, axis, gradients)]
+            items = [one for item in parameters for one in _items(*item, axis, gradients, state)]
             if axis == "tensor":
                 items += _streams()
             compared[axis] = items
     if state.size("pipeline") > 1 and state.has("embedding"):
         compared["embedding"] = list(_tied(parameters))
-    # All collectives before the first error: other ranks may have none, and go on.
+    # All collectives before the first error: other ranks may have none, and wait.
     tables = {axis: _gather(items, axis, state, device) for axis, items in compared.items()}
+    _refuse_meta(parameters)
     lines = [
         line
         for axis, table in tables.items()
@@ -89,27 +94,27 @@ def verify_replicated(
         raise ReplicaError("verify_replicated:\n  " + "\n  ".join(lines))
 
 
-def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for name, parameter in model.named_parameters():
+def _refuse_meta(parameters: Sequence[tuple[str, Tensor]]) -> None:
+    for name, parameter in parameters:
         if parameter.is_meta:
             raise ParallelError(
                 f"verify_replicated: {name} {tuple(parameter.shape)} is on the meta device and has "
                 "no values; initialize it first (to_empty, reset_parameters)"
             )
-        yield name, parameter
 
 
-def _items(name: str, parameter: Tensor, axis: str, gradients: bool) -> Iterator[_Item]:
+def _items(
+    name: str, parameter: Tensor, axis: str, gradients: bool, state: ParallelState
+) -> Iterator[_Item]:
     """What to compare of a parameter along an axis."""
-    sharded = axis == "tensor" and getattr(parameter, "tensor_model_parallel", False)
-    if not getattr(parameter, "allreduce", True):
+    split = hasattr(parameter, "device_mesh") and _is_split(parameter, set(state.ranks(axis)))
+    if not getattr(parameter, "allreduce", True) or (split and axis != "tensor"):
         return
-    if axis == "data" and hasattr(parameter, "placements"):
-        return
+    sharded = axis == "tensor" and (split or getattr(parameter, "tensor_model_parallel", False))
     value = local_part(parameter.detach())
     if not sharded:
         yield _Item(name, _digest(value), mend=_advice(parameter, axis))
-    elif value.numel() > 1 and bool((value != value.reshape(-1)[0]).any()):
+    elif _is_mixed(value):
         yield _Item(name, _digest(value), differs=True, mend=_SEEDS)
     else:
         yield _Item(name, 0, differs=True)
@@ -117,6 +122,16 @@ def _items(name: str, parameter: Tensor, axis: str, gradients: bool) -> Iterator
         grad = gradient(parameter)
         digest = 0 if grad is None else _digest(local_part(grad))
         yield _Item(f"gradient of {name}", digest, mend=_advice(parameter, axis))
+
+
+def _is_split(parameter: Any, ranks: set[int]) -> bool:
+    """Whether ranks, this one among them, hold different parts of a DTensor."""
+    mesh = parameter.device_mesh
+    return any(
+        not placement.is_replicate()
+        and len(ranks.intersection(dist.get_process_group_ranks(mesh.get_group(dim)))) > 1
+        for dim, placement in enumerate(parameter.placements)
+    )
 
 
 def _advice(parameter: Tensor, axis: str) -> str:
@@ -153,8 +168,17 @@ def _tied(parameters: Sequence[tuple[str, Tensor]]) -> Iterator[_Item]:
         yield _Item(f"`shared` of tied embedding {number}", int(is_shared(one)), True, mend)
 
 
+def _is_mixed(value: Tensor) -> bool:
+    """Whether a shard has several values; what is not a number is one."""
+    if value.is_meta or value.numel() < 2:
+        return False
+    first = value.reshape(-1)[0]
+    same = value.isnan() if bool(first.isnan()) else value == first
+    return not bool(same.all())
+
+
 def _digest(value: Tensor) -> int:
-    return int(checksum(value).item())
+    return 0 if value.is_meta else int(checksum(value).item())
 
 
 def _gather(
@@ -164,9 +188,18 @@ def _gather(
     group = state.group(axis)
     structure = hashlib.blake2b("\n".join(one.name for one in items).encode(), digest_size=7)
     row = [len(items), int.from_bytes(structure.digest(), "little"), *(i.digest for i in items)]
-    row += [0] * (-len(row) % _ROW)
     if group.size() == 1:
         return [row]
+    first, rest = row[:_ROW], row[_ROW:]
+    first += [0] * (_ROW - len(first))
+    table = _send(first, group, device)
+    if rest and not any(one[:2] != first[:2] for one in table):  # all ranks know the same of all
+        more = _send(rest, group, device)
+        table = [[*one, *other] for one, other in zip(table, more, strict=True)]
+    return table
+
+
+def _send(row: list[int], group: ProcessGroup, device: torch.device) -> list[list[int]]:
     sent = torch.tensor(row, dtype=torch.int64, device=sending_device(group, device))
     table: list[list[int]] = all_gather(sent.unsqueeze(0), 0, group).tolist()
     return table

@@ -37,11 +37,13 @@ class Record:
         sharded_dim: The dim that is split over the tensor-parallel ranks, where it is known.
         is_data: Made of nothing but what came from outside: no parameter and no region. The
             user may have cut it, and knows better what it is.
+        is_fresh: Zeros, or memory that nobody has written to: it goes with every type.
     """
 
     types: tuple[str, ...]
     sharded_dim: int | None = None
     is_data: bool = False
+    is_fresh: bool = False
 
 
 @dataclass(frozen=True, slots=True)
