@@ -71,6 +71,7 @@ def declare_type(tensor: Tensor, /, **types: str) -> Tensor:
     Raises:
         ParallelError: No such axis or type.
 
+    >>> import torch
     >>> hidden = declare_type(torch.ones(4), tensor="varying")
     """
     for axis, kind in types.items():
@@ -87,6 +88,7 @@ def declare_type(tensor: Tensor, /, **types: str) -> Tensor:
 def type_of(tensor: Tensor) -> dict[str, str]:
     """Return a tensor's type by axis, within `check`; empty outside of it.
 
+    >>> import torch
     >>> type_of(torch.ones(4))
     {}
     """
