@@ -154,6 +154,9 @@ def test_stacked_matrices_by_rule_and_by_plan(tmp_path):
     path = save(tmp_path / "in", whole, 1)
     with pytest.raises(ParallelError, match=r"qkv_proj\.weight \[64, 16\], layers\.0\.mlp\.c_fc"):
         reshard(path, tmp_path / "out", tp=2)
+    for odd in ("0", (0, "2"), [0, 2.0]):
+        with pytest.raises(ParallelError, match=r"plan\['\*\.c_fc\.\*'\]=.*; expected a dim, None"):
+            open_source(path, Options({"*.c_fc.*": odd}))
     plan = {"*.qkv_proj.*": (0, (q, k, v)), "*.c_fc.*": (-1, 3), "*.router.*": None}
     shards = {name: entry.shard for name, entry in open_source(path, Options(plan)).entries.items()}
     assert shards == {

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ezpz_tp import DegreeError, ParallelError
+from ezpz_tp._shards import joined
 from ezpz_tp._shards.export import save_huggingface, save_llama
 from ezpz_tp._shards.formats import open_source
 from ezpz_tp._shards.reshard import reshard
@@ -108,7 +109,8 @@ def test_full_tensors_are_put_together(tmp_path, degree, generation):
 
 
 @pytest.mark.parametrize("generation", [2, 3])
-def test_any_stretch_along_any_dim(tmp_path, generation):
+def test_any_stretch_along_any_dim(tmp_path, generation, monkeypatch):
+    monkeypatch.setattr(joined, "CHUNK", 3000)
     whole = llama()
     path = save(tmp_path / "in", whole, 4, generation)
     turned = Options({"tok_embeddings.weight": 1 - dim_of("tok_embeddings.weight", generation)})
@@ -141,10 +143,19 @@ def test_written_at_other_numbers_of_ranks_and_back(tmp_path, generation):
     assert_same(torch.load(tmp_path / "1" / "consolidated.00.pth"), whole)
 
 
+def test_one_file_of_the_second_generation_is_written_for_two(tmp_path):
+    """One file does not tell how the embedding is split: the plan does."""
+    whole = llama()
+    path = save(tmp_path / "1", whole, 1, 2)
+    save_llama(path, tmp_path / "2", tp=2, plan={"tok_embeddings.weight": 1})
+    for index, held in enumerate(shards(whole, 2, 2)):
+        assert_same(torch.load(tmp_path / "2" / f"consolidated.{index:02d}.pth"), held)
+
+
 def test_a_degree_that_does_not_divide(tmp_path):
     path = save(tmp_path / "in", llama())
     with pytest.raises(
-        DegreeError, match=r"tok_embeddings\.weight: .*\(64, 32\).* 64 over degree 3"
+        DegreeError, match=r"'tok_embeddings\.weight': .*\(64, 32\).* 64 over degree 3"
     ):
         save_llama(path, tmp_path / "out", tp=3)
     assert [each.name for each in tmp_path.iterdir()] == ["in"]

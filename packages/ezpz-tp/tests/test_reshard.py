@@ -59,7 +59,7 @@ def train_and_save(path, dtype):
     learn(model, optimizer, range(2))
     save_shards(model, path, optimizer=optimizer, extra=EXTRA)
     full = gather_state_dict(model, optimizer=optimizer)
-    return full, learn(model, optimizer, range(2, 4))
+    return full, learn(model, optimizer, range(2, 3))
 
 
 def load(path, dtype, steps=(), layers=2):
@@ -114,7 +114,7 @@ def test_tensor_degrees_4_2_8_1_and_back(tmp_path, dtype):
     for tp in (2, 8, 1, 4):
         reshard(last, tmp_path / f"{tp}", tp=tp)
         last = tmp_path / f"{tp}"
-        for found, after in run_ranks(load, tp, last, dtype, range(2, 4)):
+        for found, after in run_ranks(load, tp, last, dtype, range(2, 3)):
             assert_same(found, full)
             # Training goes on; at the degree that it had, to the last bit.
             assert after == pytest.approx(losses, rel=1e-5 if dtype is torch.float32 else 2e-2)
@@ -171,10 +171,10 @@ def test_stacked_matrices_of_equal_and_unequal_sizes(tmp_path):
     """A gate above an up projection, query above fewer keys and values, and an odd vocabulary."""
     run_ranks(save_every_kind, 4, tmp_path / "4")
     last = "4"
-    for tp in (2, 8, 1):
+    for tp, degrees in ((2, (2, 8)), (8, (1, 2)), (1, (8,))):
         reshard(tmp_path / last, tmp_path / f"{tp}", tp=tp)
         last = f"{tp}"
-        for degree in (1, 2, 8):
+        for degree in degrees:
             run_ranks(load_every_kind, degree, tmp_path / last)
 
 
@@ -371,6 +371,15 @@ DAMAGES = {
         change_index(path, lambda said: said.update(version=2))
     ),
     rf"{NAME}: it is no JSON": lambda path: (path / NAME).write_text("{"),
+    rf"{NAME}: .*ValueError.'{LAYER} is on stages \(1,\) of 1": lambda path: change_index(
+        path, lambda said: said["tensors"][LAYER].update(stages=[1])
+    ),
+    rf"{NAME}: .*ValueError.*found \[16.0, 16\], expected whole numbers": lambda path: change_index(
+        path, lambda said: said["tensors"][LAYER].update(shape=[16.0, 16])
+    ),
+    rf"{SECOND}: its metadata are damaged": lambda path: (path / SECOND).write_bytes(
+        (path / SECOND).read_bytes().replace(rb'"ezpz_tp":"{', rb'"ezpz_tp":"!')
+    ),
     "saved: not a checkpoint of a known format .* found pp00-tp00.* A save that was interrupted": (
         lambda path: (path / NAME).unlink()
     ),
@@ -400,6 +409,14 @@ def test_damaged_files_are_said_on_every_rank_and_nothing_is_loaded(saved, messa
 
     for degree in (2, 4):  # of which only the second rank reads the file; of which all do
         run_ranks(load, degree)
+
+
+def test_a_folder_that_a_link_leads_to_is_written(saved, tmp_path):
+    (tmp_path / "empty").mkdir()
+    for target in ("empty", "gone"):
+        (tmp_path / f"to {target}").symlink_to(tmp_path / target)
+        reshard(saved, tmp_path / f"to {target}", tp=1)
+        assert sorted(os.listdir(tmp_path / target)) == [FIRST, NAME]
 
 
 def test_degrees_that_do_not_fit_are_said_and_nothing_is_written(saved, tmp_path):
@@ -453,7 +470,7 @@ def test_a_rank_that_cannot_write_is_told_to_all_and_no_save_is_left(tmp_path):
     (path / f".{SECOND}.partial").mkdir(parents=True)  # in the way of rank 1
 
     def save():
-        with pytest.raises(ParallelError, match=rf"rank 1: .*{SECOND}: .*Is a directory"):
+        with pytest.raises(ParallelError, match=rf"rank 1: .*Is a directory: .*{SECOND}"):
             save_shards(Stage(0, 1), path)
 
     run_ranks(save, 2)
@@ -463,10 +480,54 @@ def test_a_rank_that_cannot_write_is_told_to_all_and_no_save_is_left(tmp_path):
     assert sorted(os.listdir(path)) == [FIRST, SECOND, NAME]
 
 
+def test_an_index_that_cannot_be_written_leaves_no_file(tmp_path):
+    (tmp_path / f".{NAME}.partial").mkdir()  # in the way
+
+    def save():
+        with pytest.raises(ParallelError, match=rf"rank 0: .*Is a directory: .*{NAME}"):
+            save_shards(Stage(0, 1), tmp_path)
+
+    run_ranks(save, 2)
+    assert os.listdir(tmp_path) == [f".{NAME}.partial"]
+
+
+class Refusing(Odd):
+    """What it kept cannot be set again on one rank."""
+
+    def set_extra_state(self, state):
+        assert ezpz_tp.get_state().rank == 0, state
+
+
+def test_a_rank_that_cannot_load_is_told_to_all(tmp_path):
+    def load():
+        module = Refusing()
+        save_shards(module, tmp_path)
+        with pytest.raises(ParallelError, match=r"rank 1: AssertionError: {'seen': 0}"):
+            load_shards(module, tmp_path)
+
+    run_ranks(load, 2)
+
+
+def test_a_pipeline_that_has_less_than_the_files_is_said(saved):
+    def load():
+        stage = ezpz_tp.get_state().index("pipeline")
+        with pytest.raises(ParallelError, match=r"has 4 tensors that Stage has not, as 'layers.2"):
+            load_shards(Stage(stage, 2, layers=2), saved)
+
+    run_ranks(load, 2, pipeline=2)
+
+
 def test_what_files_cannot_hold_is_said(tmp_path):
     def save():
         with pytest.raises(ParallelError, match=r"rank 0: extra\['a'\]\[1\] is <object object"):
             save_shards(Stage(0, 1), tmp_path / "saved", extra={"a": [1, object()]})
+        for extra, message in (
+            ({1: 2}, "extra has the key 1, which files of shards would make a text"),
+            ({"a": torch.tensor(1j)}, r"extra\['a'\] is 1j, which files of shards cannot hold"),
+            (5, "TypeError: 'int' object is not iterable"),
+        ):
+            with pytest.raises(ParallelError, match=f"rank 0: {message}"):
+                save_shards(Stage(0, 1), tmp_path / "saved", extra=extra)
         module = nn.Linear(2, 2, dtype=torch.complex128)
         with pytest.raises(ParallelError, match=r"'weight' has torch.complex128, which the safe"):
             save_shards(module, tmp_path / "saved")
@@ -486,7 +547,7 @@ def other_model(path):
     fails(module, message, DegreeError)
     fails(Stage(0, 1, layers=2), r"has 4 tensors that Stage has not, as 'layers.2.weight'")
     fails(Stage(0, 1, layers=5), r"has none of 2 tensors of Stage, as 'layers.4.weight', 'lay")
-    fails(Stage(0, 1).to("meta"), r"is on the meta device or a DTensor; load before it is")
+    fails(Stage(0, 1).to("meta"), r"is on the meta device, without values or memory; call to_empty")
     module = Stage(0, 1)
     adam = torch.optim.AdamW([{"params": [one]} for one in module.parameters()])
     load_shards(module, path, optimizer=adam)  # groups may be divided
@@ -535,8 +596,8 @@ print(peak() - before)
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
 @pytest.mark.parametrize("tp", [1, 4])
 def test_no_more_than_the_largest_tensor_is_in_memory(tmp_path, tp):
-    dtype, large, small = torch.bfloat16, Shard((20_000, 8_192), 1), Shard((40_000, 1_024), 0)
-    shards = {"weight": large, "optimizer/weight/exp_avg": small}  # of 328 MB, of 82 MB
+    dtype, large, small = torch.bfloat16, Shard((10_000, 8_192), 1), Shard((20_000, 1_024), 0)
+    shards = {"weight": large, "optimizer/weight/exp_avg": small}  # of 164 MB, of 41 MB
     held = {name: Held(Entry(name, dtype, shard), (0,)) for name, shard in shards.items()}
     folder = tmp_path / "saved"
     folder.mkdir()
@@ -548,8 +609,8 @@ def test_no_more_than_the_largest_tensor_is_in_memory(tmp_path, tp):
     index.write(folder)
     command = [sys.executable, "-c", PEAK, str(folder), str(tmp_path / "out"), str(tp)]
     found = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    shutil.rmtree(tmp_path / "out")  # 400 MB, which pytest would keep
-    size = 2 * 20_000 * 8_192
+    shutil.rmtree(tmp_path / "out")  # 200 MB, which pytest would keep
+    size = 2 * 10_000 * 8_192
     assert size <= found <= size + 64e6  # asked for: at most 1.2 * size + 200e6
 
 

@@ -148,6 +148,7 @@ def damaged(content, length, header):
     """Files that are no longer what they were, and what is said of them."""
     text = json.dumps(header).encode()
     wrong = dict(header, x={**header["x"], "shape": [5]})
+    other = dict(header, y={**header["x"], "data_offsets": [8, 24]})
     unknown = dict(header, x={**header["x"], "dtype": "F4"})
     return {
         "it is truncated, or no safetensors file": b"abc",
@@ -162,6 +163,10 @@ def damaged(content, length, header):
             _file(wrong)
         ),
         "dtype 'F4' is none of F64": _file(unknown),
+        r"tensor 'y' is said to begin at byte \d+; expected \d+, where the one": _file(other),
+        r"found \[4.0\], expected whole numbers": _file({"x": {**header["x"], "shape": [4.0]}}),
+        r"found \[-4\], expected whole numbers": _file({"x": {**header["x"], "shape": [-4]}}),
+        "header is not that of safetensors: 'int' object": _file({"__metadata__": 5}),
         "of 9223372036854775807: it is truncated": (2**63 - 1).to_bytes(8, "little") + text,
     }
 
@@ -190,3 +195,10 @@ def test_a_file_cut_while_it_is_read_is_said(tmp_path):
     os.truncate(path, path.stat().st_size - 4)
     with pytest.raises(ParallelError, match=r"a: ends at byte \d+, 4 bytes before a tensor does"):
         file.read_into("x", 0, 0, torch.empty(4))
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no such device")
+def test_a_full_disk_names_the_file():
+    with open("/dev/full", "wb", buffering=0) as file:  # noqa: SIM117
+        with pytest.raises(OSError, match=r"No space left on device: '/dev/full'"):
+            write_stretch(Region(file, 0, (4,)), 0, 0, torch.ones(4))

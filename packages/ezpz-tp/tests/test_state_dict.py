@@ -265,6 +265,24 @@ def test_extra_state_is_passed_on():
     assert run_ranks(extra_state, 2) == [5, 5]
 
 
+def wrapped():
+    """A wrapper whose hooks take its own name out of those in the state dict."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    layer = ColumnParallelLinear(4, 8, seed=1)
+    module, twin = nn.Sequential(checkpoint_wrapper(layer)), nn.Sequential(copy.deepcopy(layer))
+    full = gather_state_dict(module, optimizer=adam_of(module))
+    assert_same(full, gather_state_dict(twin, optimizer=adam_of(twin)))
+    parts = shard_state_dict(full["model"], module)
+    assert_same(parts, dict(twin.state_dict()))
+    return full["model"]
+
+
+def test_parameters_that_have_other_names_in_the_state_dict():
+    for found in run_ranks(wrapped, 2):
+        assert torch.equal(found["0.weight"], ColumnParallelLinear(4, 8, seed=1).weight)
+
+
 def own_group():
     group = ezpz_tp.get_tensor_parallel_group()
     state = ParallelState.from_groups(tensor=group)
@@ -328,6 +346,39 @@ def other_model(state):
     return made, {}
 
 
+class Failing(nn.Linear):
+    """Not every rank can say what it keeps."""
+
+    def __init__(self, kept):
+        super().__init__(4, 4)
+        self.kept = kept
+
+    def get_extra_state(self):
+        return {0: self.kept}[ezpz_tp.get_state().rank % 2]
+
+
+def raising(_):
+    return Failing(None), {}
+
+
+def not_sendable(state):
+    module = nn.ModuleDict({str(state.index("pipeline")): WithExtraState(2, 2)})
+    module[str(state.index("pipeline"))].seen = lambda: None
+    return module, {}
+
+
+def sparse(_):
+    module = nn.Linear(4, 4)
+    module.register_buffer("eye", torch.eye(4).to_sparse())
+    return module, {}
+
+
+def one_optimizer(state):
+    module = nn.ModuleDict({str(state.index("pipeline")): nn.Linear(4, 4)})
+    given = {"optimizer": torch.optim.SGD(module.parameters())}
+    return module, {} if state.rank else given
+
+
 def meta(state):
     device = "meta" if state.index("tensor") else None
     return ColumnParallelLinear(4, 4, device=device, seed=1), {}
@@ -387,6 +438,11 @@ def no_such_rank(_):
         (other_sizes, 2, "stages 0 and 1 both have 'weight', with Entry(name='weight'"),
         (other_model, 1, "ranks 0 and 1 of stage 0 hold parts of other tensors: Entry(name='bias'"),
         (meta, 1, "rank 1: 'weight' is on the meta device"),
+        (raising, 1, "ParallelError rank 1: KeyError: 1"),
+        (not_sendable, 2, "rank 0: AttributeError: Can't pickle local object"),
+        (sparse, 1, "'eye' is of torch.sparse_coo; expected a dense tensor"),
+        (one_optimizer, 1, "hold parts of other tensors: but one has an optimizer; expected"),
+        (one_optimizer, 2, "an optimizer was given, but not on pipeline stage 1; expected one on"),
         (expert, 1, "'weight' is an expert's (allreduce is False), split over expert groups"),
         (
             stranger,

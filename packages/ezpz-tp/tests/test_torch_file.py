@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ezpz_tp import ParallelError
-from ezpz_tp._shards import chunks
+from ezpz_tp._shards import chunks, torch_file, torch_pickle
 from ezpz_tp._shards.torch_file import TorchFile
 from ezpz_tp._shards.torch_pickle import Foreign, StoredTensor
 from ezpz_tp._shards.torch_writer import write_torch_file
@@ -91,6 +91,7 @@ def test_what_torch_save_writes_is_read_bit_for_bit(tmp_path, dtype):
 
 def test_views_transposed_and_shared_storages(tmp_path, monkeypatch):
     monkeypatch.setattr(chunks, "CHUNK", 64)
+    monkeypatch.setattr(torch_file, "CHUNK", 64)
     whole = torch.randn(20, 6)
     saved = {
         "rows": whole[3:9],
@@ -109,6 +110,8 @@ def test_views_transposed_and_shared_storages(tmp_path, monkeypatch):
         assert torch.equal(read(file, name), value.detach())
     assert torch.equal(read(file, "transposed", 0, 2, 3), whole.t()[2:5])
     assert torch.equal(read(file, "transposed", 1, 7, 3), whole.t()[:, 7:10])
+    assert torch.equal(read(file, "columns", 0, 4, 9), whole[4:13, 2:4])
+    assert torch.equal(read(file, "columns", 1, 1, 1), whole[:, 3:4])
     out = torch.zeros(6, 8).t()[2:8, ::2]  # of any strides
     file.read_into(file.contents["rows"], 1, 1, out[:, :3])
     assert torch.equal(out[:, :3], whole[3:9, 1:4])
@@ -140,6 +143,18 @@ def test_a_file_holds_more_than_tensors_and_nothing_of_it_is_run(tmp_path, monke
     assert isinstance(contents["model"]["weight"], StoredTensor)
 
 
+def test_a_file_cannot_change_what_reads_it(tmp_path):
+    """BUILD sets attributes of what was found by name, also of a function."""
+    function, name = b"ctorch._utils\n_rebuild_tensor_v2\n", b"X\x0c\x00\x00\x00__defaults__"
+    with zipfile.ZipFile(tmp_path / "a.pt", "w") as archive:
+        archive.writestr("a/data.pkl", b"\x80\x02" + function + b"(N}" + name + b"(I1\ntstb.")
+    assert TorchFile(tmp_path / "a.pt").contents.__defaults__ == (1,)
+    torch.save({"weight": torch.ones(2)}, tmp_path / "b.pt")
+    file = TorchFile(tmp_path / "b.pt")
+    assert torch.equal(read(file, "weight"), torch.ones(2))
+    assert torch_pickle._tensor.__defaults__ is None
+
+
 class Kind(torch.Tensor):
     """A tensor of a class of its own."""
 
@@ -154,6 +169,59 @@ def test_a_weight_of_another_class_is_an_error_and_extra_state_is_not(tmp_path):
     file = TorchFile(path)
     with pytest.raises(ParallelError, match=r"a\.pt: weight is a .*Kind, which is not read"):
         file.tensors(file.contents)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [{"b": torch.ones(2)}, [torch.ones(2)]],
+    ids=["dict", "list"],
+)
+def test_tensors_further_in_are_not_passed_over(tmp_path, value):
+    torch.save({"a": torch.ones(2), "more": value}, tmp_path / "a.pt")
+    file = TorchFile(tmp_path / "a.pt")
+    with pytest.raises(ParallelError, match=r"a\.pt: more is a (dict|list), which is not read"):
+        file.tensors(file.contents)
+
+
+def test_any_byte_of_the_archive_that_changes_is_seen_or_does_not_matter(tmp_path):
+    path, weights = tmp_path / "a.pt", {"a": torch.randn(9), "b": torch.randn(3, 3)}
+    torch.save(weights, path)
+    whole = path.read_bytes()
+    with zipfile.ZipFile(path) as archive:
+        heads = list(range(archive.start_dir, len(whole)))
+        for info in archive.infolist():
+            heads += range(info.header_offset, info.header_offset + 30 + len(info.filename))
+    seen = 0
+    for at in heads:
+        for flip in (1, 8, 128):
+            path.write_bytes(whole[:at] + bytes([whole[at] ^ flip]) + whole[at + 1 :])
+            try:
+                file = TorchFile(path)
+                assert list(file.tensors(file.contents)) == list(weights)
+            except ParallelError:
+                seen += 1
+            else:
+                for name, value in weights.items():
+                    assert torch.equal(read(file, name), value), (at, flip)
+    assert seen > len(heads) / 2
+
+
+@pytest.mark.parametrize(
+    ("size", "stride", "offset"),
+    [((-1,), (1,), 0), ((2,), (-1,), 3), ((2.0,), (1,), 0), ((2,), (1, 1), 0), ((2,), (1,), "0")],
+)
+def test_what_is_no_tensor_is_damage(tmp_path, size, stride, offset):
+    class No:
+        def __reduce__(self):
+            storage = torch.ones(4).untyped_storage()
+            made = torch.storage.TypedStorage(
+                wrap_storage=storage, dtype=torch.float32, _internal=True
+            )
+            return torch._utils._rebuild_tensor_v2, (made, offset, size, stride, False, {})
+
+    torch.save({"weight": No()}, tmp_path / "a.pt")
+    with pytest.raises(ParallelError, match=r"a\.pt: its data\.pkl is damaged"):
+        TorchFile(tmp_path / "a.pt")
 
 
 def test_a_truncated_file_says_so(tmp_path):

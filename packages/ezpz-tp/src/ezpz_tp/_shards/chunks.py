@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import FileIO
+from typing import IO
 
 import torch
 from torch import Tensor
@@ -103,11 +105,21 @@ def flat_bytes(tensor: Tensor) -> Tensor:
     return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
 
 
+@contextmanager
+def naming(file: IO[bytes]) -> Iterator[None]:
+    """Have the error of a file that is written, say of a full disk, name it."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, file.name) from error
+
+
 def write_bytes(file: FileIO, at: int, values: memoryview) -> None:
     """Write all of some bytes at a place of a file."""
     file.seek(at)
-    while values:
-        values = values[file.write(values) :]
+    with naming(file):
+        while values:
+            values = values[file.write(values) :]
 
 
 def _matrix(tensor: Tensor, dim: int) -> Tensor | None:

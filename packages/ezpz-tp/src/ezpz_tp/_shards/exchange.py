@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -56,24 +57,29 @@ def tell_all(value: Any, state: ParallelState, axes: Iterable[str] = AXES) -> li
     return values
 
 
-def agree(error: ParallelError | None, state: ParallelState) -> None:
-    """Raise on every rank what went wrong on any. Collective over all axes.
+@contextmanager
+def all_or_none(state: ParallelState) -> Iterator[None]:
+    """Raise on every rank, at the end of a block, what it raised on any.
+
+    Collective over all axes; nothing in the block may be.
 
     Raises:
-        ParallelError: ``error`` is not None on some rank; it is the first one's, of its class.
+        ParallelError: The block failed on some rank: the first one's error, of its class if that
+            is one of this package's.
     """
-    raise_first(tell_all((state.rank, error), state))
-
-
-def raise_first(said: Iterable[tuple[int, ParallelError | None]]) -> None:
-    """Raise the first error that a rank told of.
-
-    Raises:
-        ParallelError: There is one.
-    """
-    for rank, error in said:
-        if error is not None:
-            raise type(error)(f"rank {rank}: {error}")
+    error: ParallelError | None = None
+    cause: Exception | None = None
+    try:
+        yield
+    except ParallelError as caught:
+        error = cause = caught
+    except OSError as caught:
+        error, cause = ParallelError(str(caught)), caught
+    except Exception as caught:  # noqa: BLE001 - whatever it is, the other ranks wait for word
+        error, cause = ParallelError(f"{type(caught).__name__}: {caught}"), caught
+    for rank, told in tell_all((state.rank, error), state):
+        if told is not None:
+            raise type(told)(f"rank {rank}: {told}") from cause
 
 
 def gather_full(
@@ -124,7 +130,7 @@ def send_full(
     device: torch.device | None,
 ) -> Tensor:
     """Return, on every rank of a group, the tensor of its rank ``source``. Collective."""
-    at = sending_device(group, device if full is None else full.device)
+    at = sending_device(group, device)  # not where it is: the other ranks do not know
     shape = entry.shard.full_shape
     sent = torch.empty(shape, dtype=entry.dtype, device=at) if full is None else full.to(at)
     if sent.numel():

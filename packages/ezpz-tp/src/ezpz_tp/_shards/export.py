@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ezpz_tp._errors import DegreeError, ParallelError
+from ezpz_tp._errors import ParallelError
 
 from .folder import new_folder
 from .formats import open_source
@@ -78,12 +78,14 @@ def save_huggingface(
             _write_full(source, found, folder / (SINGLE if len(files) == 1 else file))
             where |= {entry.name: file for entry in found}
         if len(files) > 1:
-            total = sum(_bytes_of(entry) for entry in entries)
+            total = sum(entry.nbytes for entry in entries)
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
             (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def save_llama(path_in: str | Path, path_out: str | Path, *, tp: int) -> None:
+def save_llama(
+    path_in: str | Path, path_out: str | Path, *, tp: int, plan: Mapping[str, Way] | None = None
+) -> None:
     """Write Meta's Llama files anew for another number of ranks, to a new folder.
 
     ``consolidated.00.pth`` and so on, and a copy of ``params.json``. In one process, a tensor's
@@ -93,25 +95,31 @@ def save_llama(path_in: str | Path, path_out: str | Path, *, tp: int) -> None:
         path_in: A folder of such files.
         path_out: A folder; there is none yet, or an empty one.
         tp: The number of tensor-parallel ranks, and of files.
+        plan: As of `reshard`. A single file does not tell how Meta's code splits the embedding:
+            along its rows, as of Llama 3, unless ``{"tok_embeddings.weight": 1}`` says that it
+            is along its columns, as of Llama 1 and 2.
 
     Raises:
         DegreeError: ``tp`` does not divide a dim that is split.
         ParallelError: A file is missing, truncated or does not fit the others. Nothing is written
             then.
     """
-    source = open_source(path_in)
+    source = open_source(path_in, Options(plan))
     if not isinstance(source, JoinedTensors) or source.form != "llama":
         raise ParallelError(f"{path_in}: expected Meta's consolidated.NN.pth and params.json")
-    exact = {name: _exact(entry, tp) for name, entry in source.entries.items()}
+    entries: dict[str, Entry] = {}
+    for name, entry in source.entries.items():
+        # Here nothing is padded.
+        entries[name] = replace(entry, shard=Shard(entry.shard.full_shape, entry.shard.dim))
+        entries[name].check(tp)
     with new_folder(path_out) as folder:
         for index in range(tp):
             tensors = {
-                name: (source.entries[name].dtype, shard.local_shape(index, tp))
-                for name, shard in exact.items()
+                name: (entry.dtype, entry.shard.local_shape(index, tp))
+                for name, entry in entries.items()
             }
-            write_torch_file(
-                folder / file_name(index), tensors, functools.partial(_parts, source, index, tp)
-            )
+            parts = functools.partial(_parts, source, entries, index, tp)
+            write_torch_file(folder / file_name(index), tensors, parts)
         params = Path(path_in) / "params.json"
         if params.is_file():
             (folder / params.name).write_bytes(params.read_bytes())
@@ -122,7 +130,7 @@ def _in_files(entries: list[Entry], max_shard_size: int) -> list[list[Entry]]:
     files: list[list[Entry]] = [[]]
     held = 0
     for entry in entries:
-        size = _bytes_of(entry)
+        size = entry.nbytes
         if files[-1] and held + size > max_shard_size:
             files.append([])
             held = 0
@@ -141,19 +149,11 @@ def _write_full(source: Source, entries: list[Entry], path: Path) -> None:
                 writer.write(entry.name, part, dim, start)
 
 
-def _exact(entry: Entry, tp: int) -> Shard:
-    """Return how a tensor is split where nothing is padded."""
-    shard = Shard(entry.shard.full_shape, entry.shard.dim)
-    try:
-        shard.local_shape(0, tp)
-    except DegreeError as error:
-        raise DegreeError(f"{entry.name}: {error}") from error
-    return shard
-
-
-def _parts(source: Source, index: int, tp: int, name: str) -> Iterator[Tensor]:
+def _parts(
+    source: Source, entries: Mapping[str, Entry], index: int, tp: int, name: str
+) -> Iterator[Tensor]:
     """Yield a rank's part of a tensor, in memory order."""
-    entry = source.entries[name]
+    entry = entries[name]
     ((_, start, length),) = entry.shard.pieces(index, tp) or ((0, 0, 0),)
     if entry.shard.dim:  # not the first dim: a part of what lies in between each row
         out = torch.empty(entry.shard.local_shape(index, tp), dtype=entry.dtype)
@@ -169,14 +169,10 @@ def _stretches(
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield where a stretch of a tensor begins, and its values, a piece at a time."""
     shape, dim = entry.shard.full_shape, entry.shard.dim or 0
-    step = max(1, _PIECE * entry.shard.size // max(1, _bytes_of(entry)) if shape else 1)
+    step = max(1, _PIECE * entry.shard.size // max(1, entry.nbytes) if shape else 1)
     for first in range(start, start + length, step):
         count = min(step, start + length - first)
         held = (*shape[:dim], count, *shape[dim + 1 :]) if shape else ()
         out = torch.empty(held, dtype=entry.dtype)
         source.read_into(entry.name, first, out)
         yield first, out
-
-
-def _bytes_of(entry: Entry) -> int:
-    return math.prod(entry.shard.full_shape) * entry.dtype.itemsize

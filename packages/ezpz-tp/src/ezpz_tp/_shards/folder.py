@@ -21,7 +21,7 @@ def new_folder(path: str | Path) -> Iterator[Path]:
     Raises:
         ParallelError: ``path`` is there already, and not an empty folder.
     """
-    path = Path(path).absolute()
+    path = Path(path).resolve()  # also of a link: what it leads to
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ParallelError(
             f"{path}: exists, and is not an empty folder; expected none: nothing is overwritten. "

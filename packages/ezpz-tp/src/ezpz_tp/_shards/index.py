@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ezpz_tp._errors import DegreeError, ParallelError
+from ezpz_tp._errors import ParallelError
 
-from .safetensors import DTYPE_NAMES, DTYPES
+from .folder import sync
+from .safetensors import DTYPES, integers, name_of
 from .source import Entry, Held
 from .spec import Shard
 
@@ -68,11 +68,17 @@ class Index:
             "tensors": {name: said_of(held) for name, held in self.tensors.items()},
         }
         partial = folder / f".{NAME}.partial"
-        with partial.open("w", encoding="utf-8") as file:
-            json.dump(said, file)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(folder / NAME)
+        try:
+            with partial.open("w", encoding="utf-8") as file:
+                json.dump(said, file)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(folder / NAME)
+        except BaseException:  # also at Ctrl-C: no half a file stays; raised again
+            if partial.is_file():
+                partial.unlink()
+            raise
+        sync(folder)
 
     @classmethod
     def read(cls, folder: Path) -> Index:
@@ -98,10 +104,13 @@ class Index:
                     f"{_FORMAT!r}, version {_VERSION}: a later ezpz_tp wrote it"
                 )
             tensors = {name: _held(name, one) for name, one in said.pop("tensors").items()}
-            known = {"format", "version", "save", "tp", "pp"}
-            rest = {key: value for key, value in said.items() if key not in known}
-            return cls(said["tp"], said["pp"], said["save"], tensors, rest)
-        except (KeyError, TypeError, AttributeError, DegreeError) as error:
+            rest = {key: said[key] for key in KEPT if key in said}
+            tp, pp = integers((said["tp"], said["pp"]), least=1)
+            for held in tensors.values():
+                if not held.stages or max(held.stages) >= pp:
+                    raise ValueError(f"{held.entry.name} is on stages {held.stages} of {pp}")
+            return cls(tp, pp, said["save"], tensors, rest)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:  # DegreeError is one
             raise ParallelError(f"{path}: it does not say what it should: {error!r}") from error
 
 
@@ -118,16 +127,6 @@ def said_of(held: Held) -> dict[str, Any]:
     }
 
 
-def name_of(dtype: torch.dtype, tensor: str) -> str:
-    """Return the name that files have for a dtype."""
-    if dtype not in DTYPE_NAMES:
-        raise ParallelError(
-            f"tensor {tensor!r} has {dtype}, which the safetensors format does not know; expected "
-            f"one of {', '.join(map(str, DTYPE_NAMES))}"
-        )
-    return DTYPE_NAMES[dtype]
-
-
 def plain(what: str, value: Any) -> Any:
     """Return a value as JSON has it: a tensor of one number (a learning rate) as that number.
 
@@ -135,11 +134,17 @@ def plain(what: str, value: Any) -> Any:
         ParallelError: It is none that JSON has; says what it is.
     """
     if isinstance(value, Tensor) and value.numel() == 1:
-        return value.item()
+        return plain(what, value.item())
     if isinstance(value, list | tuple):
         return [plain(f"{what}[{number}]", one) for number, one in enumerate(value)]
     if isinstance(value, dict):
-        return {str(key): plain(f"{what}[{key!r}]", one) for key, one in value.items()}
+        for key in value:
+            if not isinstance(key, str):
+                raise ParallelError(
+                    f"{what} has the key {key!r}, which files of shards would make a text; "
+                    "expected texts as keys: give a list of pairs, say"
+                )
+        return {key: plain(f"{what}[{key!r}]", one) for key, one in value.items()}
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise ParallelError(
@@ -149,10 +154,11 @@ def plain(what: str, value: Any) -> Any:
 
 
 def _held(name: str, said: Mapping[str, Any]) -> Held:
-    shard = Shard(
-        tuple(said["shape"]),
-        said["dim"],
-        tuple(said.get("blocks", ())),
-        said.get("padded", False),
-    )
-    return Held(Entry(name, DTYPES[said["dtype"]], shard), tuple(said["stages"]))
+    odd = said.keys() - {"dtype", "shape", "dim", "blocks", "padded", "stages"}
+    if odd:
+        raise ValueError(f"{name} has {sorted(odd)}")
+    dim, padded = said["dim"], said.get("padded") is True
+    if dim is not None:
+        (dim,) = integers((dim,))
+    shard = Shard(integers(said["shape"]), dim, integers(said.get("blocks", ())), padded)
+    return Held(Entry(name, DTYPES[said["dtype"]], shard), integers(said["stages"]))

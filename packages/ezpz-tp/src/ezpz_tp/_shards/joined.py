@@ -12,6 +12,7 @@ from torch import Tensor
 from ezpz_tp._errors import ParallelError
 
 from .chunks import CHUNK
+from .plan import Splits, unknown
 from .source import Entry
 from .spec import Shard
 from .torch_file import TorchFile
@@ -42,6 +43,7 @@ class JoinedTensors:
         self.form, self.said = form, said
         self.entries: dict[str, Entry] = {}
         self.metadata: dict[str, Any] = {}
+        self._lost: dict[str, tuple[int, ...]] = {}
         self._stored: dict[str, tuple[Shard, tuple[FilePart, ...]]] = {}
 
     def add(self, name: str, parts: Sequence[FilePart], stored: Shard, shard: Shard) -> None:
@@ -65,6 +67,20 @@ class JoinedTensors:
         self.entries[name] = Entry(name, first.tensor.dtype, shard)
         self._stored[name] = stored, tuple(parts)
 
+    def take(self, name: str, parts: Sequence[FilePart], splits: Splits) -> None:
+        """Take a tensor as its name says that it is split; see `check_known`."""
+        stored = splits.stored(name, parts[0].tensor.shape, len(parts))
+        shard = stored and splits.shard(name, stored.full_shape)
+        if stored is None or shard is None:
+            self._lost[name] = parts[0].tensor.shape
+        else:
+            self.add(name, parts, stored, shard)
+
+    def check_known(self, where: object) -> None:
+        """Raise `ParallelError` where no rule said how some of the tensors are split."""
+        if self._lost:
+            raise unknown(where, self._lost)
+
     def parts(self, name: str) -> tuple[FilePart, ...]:
         """Return the parts of a tensor, by tensor-parallel rank."""
         return self._stored[name][1]
@@ -80,17 +96,12 @@ class JoinedTensors:
         low = 0 if across else start
         high = low + out.shape[stored.dim]
         for index, part in enumerate(parts):
-            held = _across(part, dim, start, out.shape[dim]) if across else None
-            for local, full, length in stored.pieces(index, len(parts)):
-                first, last = max(low, full), min(high, full + length)
-                if first >= last:
-                    continue
-                wanted = out.narrow(stored.dim, first - low, last - first)
-                begin = local + first - full
-                if held is None:
-                    part.file.read_into(part.tensor, dim, begin, wanted)
+            for begin, into, length in stored.overlap(index, len(parts), low, high):
+                wanted = out.narrow(stored.dim, into, length)
+                if across:
+                    _read_across(part, dim, start, stored.dim, begin, wanted)
                 else:
-                    wanted.copy_(held.narrow(stored.dim, begin, last - first))
+                    part.file.read_into(part.tensor, dim, begin, wanted)
 
 
 def check_equal(name: str, first: FilePart, second: FilePart) -> None:
@@ -121,11 +132,18 @@ def _check_like(name: str, part: FilePart, shape: tuple[int, ...], first: FilePa
         )
 
 
-def _across(part: FilePart, dim: int, start: int, length: int) -> Tensor:
-    shape = part.tensor.shape
-    held = torch.empty((*shape[:dim], length, *shape[dim + 1 :]), dtype=part.tensor.dtype)
-    part.file.read_into(part.tensor, dim, start, held)
-    return held
+def _read_across(part: FilePart, dim: int, start: int, other: int, begin: int, out: Tensor) -> None:
+    """Fill ``out`` with what begins at ``start`` along one dim and at ``begin`` along another.
+
+    All of the other dim is read, a bounded stretch of the first at a time.
+    """
+    shape, dtype = part.tensor.shape, part.tensor.dtype
+    step = max(1, CHUNK * shape[dim] // max(1, part.tensor.numel * dtype.itemsize))
+    for first in range(0, out.shape[dim], step):
+        into = out.narrow(dim, first, min(step, out.shape[dim] - first))
+        held = torch.empty((*shape[:dim], into.shape[dim], *shape[dim + 1 :]), dtype=dtype)
+        part.file.read_into(part.tensor, dim, start + first, held)
+        into.copy_(held.narrow(other, begin, into.shape[other]))
 
 
 def _bits(tensor: Tensor) -> Tensor:

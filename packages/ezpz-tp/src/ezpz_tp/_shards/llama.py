@@ -15,7 +15,7 @@ from ezpz_tp._errors import ParallelError
 from .huggingface import load_object
 from .joined import FilePart, JoinedTensors
 from .names import LLAMA, Split
-from .plan import Splits, same_names, unknown
+from .plan import Splits, same_names
 from .source import Format, Options, Source
 from .torch_file import TorchFile
 from .torch_pickle import StoredTensor
@@ -36,19 +36,12 @@ def open_llama(path: Path, options: Options) -> Source:
     splits = Splits({**LLAMA, **_embedding_split(files, tensors)}, options)
     params = path / "params.json"
     source = JoinedTensors("llama", load_object(params) if params.is_file() else {})
-    lost: dict[str, tuple[int, ...]] = {}
     for file, found in zip(files, tensors, strict=True):
         same_names(file.path, found, files[0].path, tensors[0])
-    for name, first in tensors[0].items():
-        stored = splits.stored(name, first.shape, len(files))
-        shard = stored and splits.shard(name, stored.full_shape)
-        if stored is None or shard is None:
-            lost[name] = first.shape
-            continue
+    for name in tensors[0]:
         pairs = zip(files, tensors, strict=True)
-        source.add(name, [FilePart(file, found[name]) for file, found in pairs], stored, shard)
-    if lost:
-        raise unknown(path, lost)
+        source.take(name, [FilePart(file, found[name]) for file, found in pairs], splits)
+    source.check_known(path)
     return source
 
 

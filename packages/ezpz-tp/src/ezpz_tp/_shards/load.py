@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 from ezpz_tp._errors import DegreeError, ParallelError
 from ezpz_tp._groups.state import ParallelState
 
-from .exchange import agree, state_or_alone
+from .exchange import all_or_none, state_or_alone, tell_all
 from .index import NAME
 from .optimizer import groups_for, names_of, set_groups
-from .parts import owners_of, shard_in
+from .parts import owners_of, part_of, shard_in
 from .reader import ShardFiles
 from .source import optimizer_name, parameter_of
 from .spec import Shard
@@ -39,8 +39,8 @@ def load_shards(
     The pipeline may be divided in another way too. Parameters keep their dtype; the optimizer's
     state has the dtype that was saved.
 
-    Collective: every rank calls this. What does not fit on one rank is raised on all, and then
-    nothing is loaded.
+    Collective: every rank calls this. What goes wrong on one rank is raised on all; what does not
+    fit, before anything is loaded.
 
     Args:
         module: This rank's model, or stage of it, of any values, on any device but meta.
@@ -53,26 +53,27 @@ def load_shards(
 
     Raises:
         DegreeError: A tensor has another full shape in the files; names both.
-        ParallelError: A tensor is not in the files, or (without a pipeline) not in the model; a
-            file is missing, truncated or of another save; there is no optimizer's state.
+        ParallelError: A tensor is not in the files, or is in no stage of the model; a file is
+            missing, truncated or of another save; there is no optimizer's state.
     """
     state = state_or_alone(state)
-    error: ParallelError | None = None
-    try:
+    with all_or_none(state):
         files = ShardFiles(Path(path))
-        loader = _Loader(files, module, optimizer, state)
-    except ParallelError as caught:  # DegreeError is one
-        error = caught
-    except OSError as caught:
-        error = ParallelError(f"{path}: {caught}")
-    agree(error, state)
-    loader.load()
+        names = list(module.state_dict())
+    known = {name for stage in tell_all(names, state, ("pipeline",)) for name in stage}
+    with all_or_none(state):
+        loader = _Loader(files, module, optimizer, state, known)
+    with all_or_none(state):
+        loader.load()
     extra: dict[str, Any] = files.metadata.get("extra", {})
     return extra
 
 
 class _Loader:
-    """Knows what to read for one rank once all of it is found to fit."""
+    """Knows what to read for one rank once all of it is found to fit.
+
+    ``known`` are the names that any stage of the model has.
+    """
 
     def __init__(
         self,
@@ -80,13 +81,14 @@ class _Loader:
         module: nn.Module,
         optimizer: Optimizer | None,
         state: ParallelState,
+        known: Collection[str],
     ) -> None:
         self.files, self.module, self.optimizer, self.state = files, module, optimizer, state
         self.place = state.index("tensor"), state.size("tensor")
         self.targets = owners_of(module)
         self.saved_values: Mapping[str, Any] = files.metadata.get("values", {})
         self.names = [name for name in module.state_dict() if not name.endswith(_EXTRA)]
-        self._check_names()
+        self._check_names(known)
         self.shards = {name: self._shard(name, name, self.targets[name]) for name in self.names}
         self.moments: dict[nn.Parameter, dict[str, str]] = {}
         if optimizer is not None:
@@ -108,7 +110,7 @@ class _Loader:
         if self.optimizer is not None:
             self._load_optimizer(self.optimizer)
 
-    def _check_names(self) -> None:
+    def _check_names(self, known: Collection[str]) -> None:
         path, entries = self.files.path, self.files.entries
         wrong = [name for name in self.names if name not in entries]
         if wrong:
@@ -123,10 +125,8 @@ class _Loader:
                 f"{unknown[0]!r} is in the state dict, but is neither a parameter nor a buffer "
                 "that could be loaded in place; use gather_state_dict and shard_state_dict"
             )
-        known = {*self.names, *self.module.state_dict()}
-        model = [name for name in entries if parameter_of(name)[1] is None]
-        more = [name for name in model if name not in known]
-        if more and self.state.size("pipeline") == 1:
+        more = [name for name in entries if parameter_of(name)[1] is None and name not in known]
+        if more:
             raise ParallelError(
                 f"{path / NAME}: has {len(more)} tensors that {type(self.module).__name__} has "
                 f"not, as {', '.join(map(repr, more[:4]))}. Is it of another model?"
@@ -134,22 +134,12 @@ class _Loader:
 
     def _shard(self, name: str, entry_name: str, parameter: Tensor) -> Shard:
         """Return what the parameter's part is of the files' tensor, which has to be alike."""
-        shard, found = shard_in(name, parameter, self.state), self.files.entries[entry_name].shard
+        shard = part_of(name, parameter, shard_in(name, parameter, self.state), *self.place).shard
+        found = self.files.entries[entry_name].shard
         if shard.full_shape != found.full_shape:
             raise DegreeError(
                 f"{self.files.path / NAME}: {entry_name!r} has full shape {found.full_shape}; "
                 f"expected {shard.full_shape}, of which this rank holds {tuple(parameter.shape)}"
-            )
-        if parameter.is_meta or hasattr(parameter, "device_mesh"):
-            raise ParallelError(
-                f"{name!r} is on the meta device or a DTensor; load before it is, or after to_empty"
-            )
-        expected = shard.local_shape(*self.place)
-        if tuple(parameter.shape) != expected:
-            raise DegreeError(
-                f"{name!r} has shape {tuple(parameter.shape)}; expected {expected}, rank "
-                f"{self.place[0]} of {self.place[1]}'s part of {shard.full_shape}: the state given "
-                "is not that of the model's layers"
             )
         self.files.check_for(entry_name, shard, *self.place)
         return shard

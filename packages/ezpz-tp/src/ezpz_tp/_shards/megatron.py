@@ -18,7 +18,7 @@ from ezpz_tp._errors import ParallelError
 
 from .joined import FilePart, JoinedTensors, check_equal
 from .names import COLUMN, GATED, MEGATRON, Split
-from .plan import Splits, same_names, unknown
+from .plan import Splits, same_names
 from .source import Format, Options, Source
 from .torch_file import TorchFile
 from .torch_pickle import StoredTensor
@@ -50,7 +50,6 @@ def open_megatron(path: Path, options: Options) -> Source:
     args = _arguments(stages[0][0])
     splits = Splits(_table(args), options)
     source = JoinedTensors("megatron", args)
-    lost: dict[str, tuple[int, ...]] = {}
     for names, chunk in _numbered(stages):
         for local, name in names.items():
             parts = [
@@ -61,15 +60,9 @@ def open_megatron(path: Path, options: Options) -> Source:
                     f"{chunk.files[0].path}: tensor {name} is in an earlier stage too; expected "
                     "each tensor on one stage, but for a tied output layer"
                 )
-            stored = splits.stored(name, parts[0].tensor.shape, len(parts))
-            shard = stored and splits.shard(name, stored.full_shape)
-            if stored is None or shard is None:
-                lost[name] = parts[0].tensor.shape
-                continue
-            source.add(name, parts, stored, shard)
+            source.take(name, parts, splits)
             _drop_if_tied(source, name, parts, args)
-    if lost:
-        raise unknown(folder, lost)
+    source.check_known(folder)
     return source
 
 

@@ -21,6 +21,8 @@ def names_of(optimizer: Optimizer, module: nn.Module) -> dict[nn.Parameter, str]
         ParallelError: A parameter is not the module's.
     """
     names = {parameter: name for name, parameter in module.named_parameters()}
+    kept = module.state_dict(keep_vars=True)  # where hooks may have renamed them
+    names |= {one: name for name, one in reversed(kept.items()) if isinstance(one, nn.Parameter)}
     found = {}
     for number, group in enumerate(optimizer.param_groups):
         for at, parameter in enumerate(group["params"]):
@@ -56,14 +58,20 @@ def groups_of(optimizer: Optimizer, module: nn.Module) -> list[Group]:
     ]
 
 
-def join_groups(stages: Sequence[Sequence[Group]]) -> list[Group]:
-    """Return the groups of a whole model from those of its pipeline stages.
+def join_groups(stages: Sequence[Sequence[Group] | None]) -> list[Group] | None:
+    """Return the groups of a whole model from those of its pipeline stages; None without any.
 
     Raises:
         ParallelError: Stages have other numbers of groups, or other hyperparameters in one.
     """
-    joined = [{**group, "params": list(group["params"])} for group in stages[0]]
-    for stage, groups in enumerate(stages[1:], 1):
+    if all(groups is None for groups in stages):
+        return None
+    joined = [{**group, "params": list(group["params"])} for group in stages[0] or ()]
+    for stage, groups in enumerate(stages):
+        if groups is None:
+            raise ParallelError(
+                f"an optimizer was given, but not on pipeline stage {stage}; expected one on each"
+            )
         if len(groups) != len(joined):
             raise ParallelError(
                 f"the optimizer has {len(groups)} parameter groups on pipeline stage {stage} and "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -54,7 +55,7 @@ def parts_of(module: nn.Module, optimizer: Optimizer | None, state: ParallelStat
     for name, value in module.state_dict().items():
         if isinstance(value, Tensor):
             shard = shard_in(name, owners.get(name, value), state)
-            found.tensors[name] = _part(name, value, shard, index, degree)
+            found.tensors[name] = part_of(name, value, shard, index, degree)
         else:
             found.values[name] = value
     if optimizer is None:
@@ -65,9 +66,9 @@ def parts_of(module: nn.Module, optimizer: Optimizer | None, state: ParallelStat
             found.values[entry] = value
         elif value.shape == parameter.shape:
             shard = shard_in(name, parameter, state)
-            found.tensors[entry] = _part(entry, value, shard, index, degree)
+            found.tensors[entry] = part_of(entry, value, shard, index, degree)
         elif value.numel() == 1:
-            found.tensors[entry] = _part(entry, value, Shard(tuple(value.shape)), index, degree)
+            found.tensors[entry] = part_of(entry, value, Shard(tuple(value.shape)), index, degree)
         else:
             raise ParallelError(
                 f"{key!r} of {name!r} in the optimizer has shape {tuple(value.shape)}; expected "
@@ -78,9 +79,12 @@ def parts_of(module: nn.Module, optimizer: Optimizer | None, state: ParallelStat
 
 
 def owners_of(module: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and buffers by name: they have attributes, what is in a state dict none."""
+    """Return parameters and buffers by name, and by those that they have in the state dict."""
     buffers = dict(module.named_buffers(remove_duplicate=False))
-    return {**buffers, **dict(module.named_parameters(remove_duplicate=False))}
+    found = {**buffers, **dict(module.named_parameters(remove_duplicate=False))}
+    own = set(map(id, found.values()))
+    renamed = module.state_dict(keep_vars=True).items()
+    return {**found, **{name: value for name, value in renamed if id(value) in own}}
 
 
 def shard_in(name: str, parameter: Tensor, state: ParallelState) -> Shard:
@@ -98,14 +102,24 @@ def shard_in(name: str, parameter: Tensor, state: ParallelState) -> Shard:
     return shard_at(parameter, state.size("tensor"))
 
 
-def _part(name: str, tensor: Tensor, shard: Shard, index: int, degree: int) -> Part:
+def part_of(name: str, tensor: Tensor, shard: Shard, index: int, degree: int) -> Part:
+    """Return a tensor as a rank's part of another, after a look at it.
+
+    Raises:
+        DegreeError: It has not the shape that it should.
+        ParallelError: It is a DTensor, sparse, or on the meta device.
+    """
     if hasattr(tensor, "device_mesh"):
         raise ParallelError(
             f"{name!r} is a DTensor: its parts are spread over data-parallel ranks too. Save and "
             "load such a model by torch.distributed.checkpoint"
         )
     if tensor.is_meta:
-        raise ParallelError(f"{name!r} is on the meta device: it has no values; load it first")
+        raise ParallelError(
+            f"{name!r} is on the meta device, without values or memory; call to_empty(), then load"
+        )
+    if tensor.layout != torch.strided:
+        raise ParallelError(f"{name!r} is of {tensor.layout}; expected a dense tensor: to_dense()")
     try:
         expected = shard.local_shape(index, degree)
     except DegreeError as error:

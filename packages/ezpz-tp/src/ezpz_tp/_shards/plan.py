@@ -78,7 +78,14 @@ class Splits:
     def _planned(self, name: str) -> Split | None:
         for pattern, way in self._plan.items():
             if fnmatchcase(name, pattern):
-                return Split(*way) if isinstance(way, tuple) else Split(way)
+                dim, matrices = way if isinstance(way, tuple) and len(way) == 2 else (way, 1)
+                sizes = (matrices,) if isinstance(matrices, int) else tuple(matrices)
+                if not all(isinstance(each, int) for each in (dim or 0, *sizes)):
+                    raise ParallelError(
+                        f"plan[{pattern!r}]={way!r}; expected a dim, None for what every rank "
+                        "holds whole, or (dim, matrices) with their number or sizes"
+                    )
+                return Split(dim, matrices)
         return None
 
 

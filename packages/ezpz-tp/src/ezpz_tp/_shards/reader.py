@@ -72,12 +72,9 @@ class ShardFiles:
             return
         stop = start + out.shape[shard.dim]
         for index in range(self.index.tp):
-            for local, full, length in shard.pieces(index, self.index.tp):
-                first, last = max(start, full), min(stop, full + length)
-                if first < last:
-                    into = out.narrow(shard.dim, first - start, last - first)
-                    begin = local + first - full
-                    self._file(stage, index).read_into(name, shard.dim, begin, into)
+            for begin, into, length in shard.overlap(index, self.index.tp, start, stop):
+                wanted = out.narrow(shard.dim, into, length)
+                self._file(stage, index).read_into(name, shard.dim, begin, wanted)
 
     def read_part(self, name: str, shard: Shard, index: int, degree: int, out: Tensor) -> None:
         """Fill ``out`` with what a rank holds of a tensor at any degree; padding is zero.
@@ -106,8 +103,11 @@ class ShardFiles:
         name, tp = file_name(stage, index), self.index.tp
         path = self.path / name
         file = TensorFile.open(path)
-        stamp = json.loads(file.metadata.get("ezpz_tp", "{}"))
-        found = [stamp.get(key) for key in ("save", "tp", "tp_size", "pp", "pp_size")]
+        try:
+            stamp = json.loads(file.metadata.get("ezpz_tp", "{}"))
+            found = [stamp.get(key) for key in ("save", "tp", "tp_size", "pp", "pp_size")]
+        except (ValueError, AttributeError) as error:
+            raise ParallelError(f"{path}: its metadata are damaged: {error}") from error
         expected = [self.index.save, index, tp, stage, self.index.pp]
         if found != expected:
             raise ParallelError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import secrets
 import sys
 from collections.abc import Callable, Mapping
@@ -16,8 +15,8 @@ from ezpz_tp._errors import DegreeError
 
 from .folder import new_folder
 from .formats import open_source
-from .index import KEPT, Index, file_name, name_of, plain
-from .safetensors import TensorWriter
+from .index import KEPT, Index, file_name, plain
+from .safetensors import TensorWriter, name_of
 from .source import Entry, Held, Options, Source
 from .stages import StageOf, stages_of
 
@@ -77,7 +76,9 @@ def write_shards(
             raise DegreeError(f"{what}={degree}; expected at least 1")
     stages = stages_of(source.entries, pp, stage_of)
     held = {name: Held(entry, stages[name]) for name, entry in source.entries.items()}
-    check(source.entries, tp)
+    for name, entry in source.entries.items():
+        name_of(entry.dtype, name)
+        entry.check(tp)
     passed_on = {key: source.metadata[key] for key in KEPT if key in source.metadata}
     index = Index(tp, pp, secrets.token_hex(8), held, plain("metadata", passed_on))
     with new_folder(path_out) as folder, _Progress(held, enabled=progress) as done:
@@ -85,21 +86,6 @@ def write_shards(
             entries = {name: one.entry for name, one in held.items() if stage in one.stages}
             _write_stage(source, folder, index, stage, entries, done)
         index.write(folder)
-
-
-def check(entries: Mapping[str, Entry], tp: int) -> None:
-    """Raise where a tensor cannot be split by a degree, or written.
-
-    Raises:
-        DegreeError: The degree does not divide it.
-        ParallelError: The format has no such dtype.
-    """
-    for name, entry in entries.items():
-        name_of(entry.dtype, name)
-        try:
-            entry.shard.local_shape(0, tp)
-        except DegreeError as error:
-            raise DegreeError(f"{name!r}: {error}") from error
 
 
 def _write_stage(
@@ -140,12 +126,12 @@ class _Progress:
     def __init__(self, held: Mapping[str, Held], *, enabled: bool) -> None:
         self.shown = enabled and sys.stderr.isatty()
         self.tensors = sum(len(one.stages) for one in held.values())
-        self.bytes = sum(_bytes(one.entry) * len(one.stages) for one in held.values())
+        self.bytes = sum(one.entry.nbytes * len(one.stages) for one in held.values())
         self.tensors_done = self.bytes_done = 0
 
     def __call__(self, entry: Entry) -> None:
         self.tensors_done += 1
-        self.bytes_done += _bytes(entry)
+        self.bytes_done += entry.nbytes
         if self.shown:
             sys.stderr.write(
                 f"\rresharding: {self.tensors_done} of {self.tensors} tensors, "
@@ -159,7 +145,3 @@ class _Progress:
     def __exit__(self, *_: object) -> None:
         if self.shown:
             sys.stderr.write("\r\x1b[K")
-
-
-def _bytes(entry: Entry) -> int:
-    return math.prod(entry.shard.full_shape) * entry.dtype.itemsize

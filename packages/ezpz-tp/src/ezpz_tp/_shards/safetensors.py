@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ezpz_tp._errors import ParallelError
 
-from .chunks import Region, read_stretch, write_bytes, write_stretch
+from .chunks import Region, naming, read_stretch, write_bytes, write_stretch
 
 _NAMES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "C64": "complex64",
@@ -37,7 +37,7 @@ DTYPES: dict[str, torch.dtype] = {
     if hasattr(torch, dtype)
 }
 """The format's names of dtypes."""
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _LONGEST = 100_000_000  # bytes of JSON; the library reads no more
 
@@ -87,20 +87,26 @@ class TensorFile:
             raise ParallelError(f"{path}: there is no such file") from error
         try:
             header = json.loads(text)
-            metadata = header.pop("__metadata__", {})
+            metadata = dict(header.pop("__metadata__", {}))
             tensors = {name: _stored(said, 8 + length) for name, said in header.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ParallelError(
                 f"{path}: its header is not that of safetensors: {error}"
             ) from error
-        for name, stored in tensors.items():
-            expected = math.prod(stored.shape) * stored.dtype.itemsize
-            if stored.stop - stored.start != expected:
+        expected = 8 + length
+        for name, stored in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
+            needed = math.prod(stored.shape) * stored.dtype.itemsize
+            if stored.stop - stored.start != needed:
                 raise ParallelError(
                     f"{path}: tensor {name!r} of {stored.dtype} and shape {stored.shape} is said "
-                    f"to have {stored.stop - stored.start} bytes; expected {expected}"
+                    f"to have {stored.stop - stored.start} bytes; expected {needed}"
                 )
-        expected = max([stored.stop for stored in tensors.values()], default=8 + length)
+            if stored.start != expected:
+                raise ParallelError(
+                    f"{path}: tensor {name!r} is said to begin at byte {stored.start}; expected "
+                    f"{expected}, where the one before it ends: the header is damaged"
+                )
+            expected = stored.stop
         if size != expected:
             cut = [f"{n!r} {s.shape}" for n, s in tensors.items() if s.stop > size]
             raise ParallelError(
@@ -117,12 +123,36 @@ class TensorFile:
 
 
 def _stored(said: Any, begin: int) -> Stored:
-    start, stop = said["data_offsets"]
-    if start < 0:
-        raise ValueError(f"data_offsets begin at {start}")
+    start, stop = integers(said["data_offsets"])
     if said["dtype"] not in DTYPES:
         raise ValueError(f"dtype {said['dtype']!r} is none of {', '.join(DTYPES)}")
-    return Stored(DTYPES[said["dtype"]], tuple(said["shape"]), begin + start, begin + stop)
+    return Stored(DTYPES[said["dtype"]], integers(said["shape"]), begin + start, begin + stop)
+
+
+def integers(values: Iterable[Any], *, least: int = 0) -> tuple[int, ...]:
+    """Return what a file should have as whole numbers.
+
+    Raises:
+        ValueError: Some of it is none, or less than it should be.
+    """
+    found = tuple(values)
+    if not all(type(value) is int and value >= least for value in found):
+        raise ValueError(f"found {values!r}, expected whole numbers, at least {least}")
+    return found
+
+
+def name_of(dtype: torch.dtype, tensor: str) -> str:
+    """Return the format's name of a tensor's dtype.
+
+    Raises:
+        ParallelError: It has none.
+    """
+    if dtype not in _DTYPE_NAMES:
+        raise ParallelError(
+            f"tensor {tensor!r} has {dtype}, which the safetensors format does not know; expected "
+            f"one of {', '.join(map(str, _DTYPE_NAMES))}"
+        )
+    return _DTYPE_NAMES[dtype]
 
 
 class TensorWriter:
@@ -151,14 +181,9 @@ class TensorWriter:
         at = 0
         # The widest first, as the library does: then each is aligned to its width.
         for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -item[1][0].itemsize):
-            if dtype not in DTYPE_NAMES:
-                raise ParallelError(
-                    f"{path}: tensor {name!r} has {dtype}, which the safetensors format does not "
-                    f"know; expected one of {', '.join(map(str, DTYPE_NAMES))}"
-                )
             stop = at + math.prod(shape) * dtype.itemsize
             header[name] = {
-                "dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [at, stop]
+                "dtype": name_of(dtype, name), "shape": list(shape), "data_offsets": [at, stop]
             }  # fmt: skip
             at = stop
         text = json.dumps(header, separators=(",", ":")).encode()
@@ -176,7 +201,8 @@ class TensorWriter:
         self._file = self._partial.open("wb", buffering=0)
         try:
             write_bytes(self._file, 0, memoryview(self._head))
-            self._file.truncate(self.size)
+            with naming(self._file):
+                self._file.truncate(self.size)
         except BaseException:  # also at Ctrl-C: no half a file stays; raised again
             self._discard()
             raise

@@ -15,8 +15,7 @@ from ezpz_tp._errors import ParallelError
 from ezpz_tp._groups.ranks import AXES
 from ezpz_tp._groups.state import ParallelState
 
-from .exchange import agree, raise_first, state_or_alone, tell_all
-from .folder import sync
+from .exchange import all_or_none, state_or_alone, tell_all
 from .index import NAME, Index, file_name, plain
 from .parts import Parts
 from .safetensors import TensorWriter
@@ -55,47 +54,28 @@ def save_shards(
         ParallelError: The folder holds a save already; or as of `gather_state_dict`.
     """
     state = state_or_alone(state)
-    folder = Path(path)
     parts, whole = survey(module, optimizer, state)
     lead = not any(state.index(axis) for axis in AXES)
-    metadata: dict[str, Any] = {}
-    token = ""
-    error: ParallelError | None = None
-    try:
-        metadata = _metadata(whole, extra)
-        if lead:
-            _check_free(folder)
-            token = secrets.token_hex(8)
-    except (ParallelError, OSError) as caught:
-        error = _parallel(caught, folder)
-    told = tell_all((state.rank, error, token), state)
-    raise_first((rank, error) for rank, error, _ in told)
-    tp, pp = state.size("tensor"), state.size("pipeline")
-    index = Index(tp, pp, told[0][2], whole.tensors, metadata)
-    stage, rank = state.index("pipeline"), state.index("tensor")
-    file = folder / file_name(stage, rank)
     writes = not (state.index("data") or state.index("context"))
-    if writes:
-        try:
-            _write(file, parts, index.stamp(stage, rank))
-        except (ParallelError, OSError) as caught:
-            error = _parallel(caught, file)
-    try:
-        agree(error, state)
+    stage, rank = state.index("pipeline"), state.index("tensor")
+    with all_or_none(state):
+        metadata = _metadata(whole, extra)
+        file = Path(path) / file_name(stage, rank)
         if lead:
-            index.write(folder)
-            sync(folder)
+            _check_free(file.parent)
+    save = tell_all(secrets.token_hex(8), state)[0]
+    index = Index(state.size("tensor"), state.size("pipeline"), save, whole.tensors, metadata)
+    try:
+        with all_or_none(state):
+            if writes:
+                _write(file, parts, index.stamp(stage, rank))
+        with all_or_none(state):
+            if lead:
+                index.write(file.parent)
     except ParallelError:
         if writes:
             file.unlink(missing_ok=True)
         raise
-    except OSError as caught:
-        error = _parallel(caught, folder / NAME)
-    agree(error, state)
-
-
-def _parallel(error: ParallelError | OSError, path: Path) -> ParallelError:
-    return error if isinstance(error, ParallelError) else ParallelError(f"{path}: {error}")
 
 
 def _metadata(whole: Whole, extra: Mapping[str, Any] | None) -> dict[str, Any]:

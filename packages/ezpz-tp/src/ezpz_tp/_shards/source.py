@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from ezpz_tp._errors import DegreeError
 
 from .spec import Shard
 
@@ -20,6 +23,18 @@ class Entry:
     name: str
     dtype: torch.dtype
     shard: Shard
+
+    @property
+    def nbytes(self) -> int:
+        """Return how many bytes the full tensor has."""
+        return math.prod(self.shard.full_shape) * self.dtype.itemsize
+
+    def check(self, degree: int) -> None:
+        """Raise `DegreeError`, with the name, unless the tensor can be split by a degree."""
+        try:
+            self.shard.local_shape(0, degree)
+        except DegreeError as error:
+            raise DegreeError(f"{self.name!r}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)

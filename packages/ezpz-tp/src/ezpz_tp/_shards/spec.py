@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ezpz_tp._errors import DegreeError
@@ -120,6 +121,16 @@ class Shard:
                 found.append((local, full + index * each, each))
             local, full = local + each, full + block
         return tuple(found)
+
+    def overlap(self, index: int, degree: int, start: int, stop: int) -> Iterator[Piece]:
+        """Yield what a rank holds of ``[start, stop)`` of the full tensor's dim that is split.
+
+        Where it begins in the local tensor, where in the stretch, and its length.
+        """
+        for local, full, length in self.pieces(index, degree):
+            first, last = max(start, full), min(stop, full + length)
+            if first < last:
+                yield local + first - full, first - start, last - first
 
     def _check(self, index: int, degree: int) -> None:
         if degree < 1 or not 0 <= index < degree:

@@ -16,6 +16,8 @@ from typing import Any, Self
 
 import torch
 
+from .safetensors import integers
+
 STORAGES = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
@@ -77,7 +79,9 @@ class Foreign:
 
 
 @dataclass(frozen=True, slots=True)
-class _Storage:
+class Storage:
+    """What tensors in a file are views of."""
+
     dtype: torch.dtype
     key: str
     numel: int
@@ -149,31 +153,43 @@ class _Unpickler(pickle.Unpickler):
         if (module, name) in _PLAIN:
             return _PLAIN[module, name]
         if (module, name) in _REBUILD:
-            return _REBUILD[module, name]
+            made = _REBUILD[module, name]
+            # A function of its own: a file can set attributes of it.
+            return lambda *given: made(*given)  # noqa: PLW0108
         if module in {"torch", "torch.storage"} and name in STORAGES:
             return STORAGES[name]
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         return type(name, (Foreign,), {"qualname": f"{module}.{name}"})
 
-    def persistent_load(self, pid: Any) -> _Storage:
+    def persistent_load(self, pid: Any) -> Storage:
         """Return what stands for a storage."""
         kind, dtype, key, _, numel = pid
         if kind != "storage" or not isinstance(dtype, torch.dtype):
             raise pickle.UnpicklingError(
                 f"a reference to {kind!r} of {dtype!r}; expected a storage"
             )
-        return _Storage(dtype, key, numel)
+        return Storage(dtype, key, numel)
 
 
 def _tensor(
-    storage: _Storage, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *_: object
+    storage: Storage, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *_: object
 ) -> StoredTensor:
-    return StoredTensor(storage.dtype, tuple(size), tuple(stride), offset, storage.key)
+    return _stored(storage.dtype, storage, offset, size, stride)
+
+
+def _stored(
+    dtype: torch.dtype, storage: Storage, offset: int, *places: tuple[int, ...]
+) -> StoredTensor:
+    """Return a tensor in a file; what is not a tensor's is damage."""
+    size, stride = places
+    if len(integers(size)) != len(integers(stride)) or integers((offset,))[0] > storage.numel:
+        raise ValueError(f"a tensor of size {size} and strides {stride}, from {offset} on")
+    return StoredTensor(dtype, tuple(size), tuple(stride), offset, str(storage.key))
 
 
 def _tensor_of_dtype(
-    storage: _Storage,
+    storage: Storage,
     offset: int,
     size: tuple[int, ...],
     stride: tuple[int, ...],
@@ -183,7 +199,7 @@ def _tensor_of_dtype(
     *_: object,
 ) -> StoredTensor:
     del requires_grad, hooks
-    return StoredTensor(dtype, tuple(size), tuple(stride), offset, storage.key)
+    return _stored(dtype, storage, offset, size, stride)
 
 
 def _parameter(tensor: StoredTensor, *_: object) -> StoredTensor:

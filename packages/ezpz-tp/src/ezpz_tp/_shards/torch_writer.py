@@ -10,7 +10,6 @@ import struct
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,8 @@ import torch
 from torch import Tensor
 from torch._utils import _rebuild_tensor_v2, _rebuild_tensor_v3
 
-from .chunks import CHUNK
-from .torch_pickle import STORAGES
+from .chunks import CHUNK, naming
+from .torch_pickle import STORAGES, Storage, StoredTensor
 
 _ALIGNMENT = 64
 """Where storages begin, as torch.save has it, so that a file can be mapped."""
@@ -38,7 +37,7 @@ def write_torch_file(path: Path, tensors: Sizes, parts: Callable[[str], Iterable
         parts: Called with a name, in order: returns the tensor's values as CPU tensors that
             follow each other in memory order, say some rows at a time.
     """
-    with path.open("xb") as file:
+    with path.open("xb") as file, naming(file):
         with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
             _write(archive, tensors, parts)
         file.flush()
@@ -63,6 +62,7 @@ def _write(
                 written += part.numel()
                 for buffer in _bytes(part):
                     member.write(buffer)
+                del part  # before the next is made
         assert written == math.prod(shape), name
 
 
@@ -87,34 +87,26 @@ def _bytes(part: Tensor) -> Iterable[memoryview]:
         yield memoryview(buffer)[: len(piece) * part.dtype.itemsize]
 
 
-@dataclass(frozen=True, slots=True)
-class _Storage:
-    dtype: torch.dtype
-    key: str
-    numel: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Tensor:
-    storage: _Storage
-    shape: tuple[int, ...]
-
-
 def _pickled(tensors: Sizes) -> bytes:
-    contents: OrderedDict[str, _Tensor] = OrderedDict()
-    for number, (name, (dtype, shape)) in enumerate(tensors.items()):
-        contents[name] = _Tensor(_Storage(dtype, str(number), math.prod(shape)), shape)
+    contents = OrderedDict(
+        (name, StoredTensor(dtype, shape, _strides(shape), 0, str(number)))
+        for number, (name, (dtype, shape)) in enumerate(tensors.items())
+    )
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=2).dump(contents)
     return buffer.getvalue()
 
 
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
 class _Pickler(pickle.Pickler):
-    """Writes what `torch.load` makes a tensor of, where there is a `_Tensor`."""
+    """Writes what `torch.load` makes a tensor of, where there is a `StoredTensor`."""
 
     def persistent_id(self, obj: object) -> Any:
         """Return how a file names a storage."""
-        if not isinstance(obj, _Storage):
+        if not isinstance(obj, Storage):
             return None
         if obj.dtype in _NAMES:
             return ("storage", getattr(torch, _NAMES[obj.dtype]), obj.key, "cpu", obj.numel)
@@ -122,11 +114,17 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         """Return how a tensor is made: as `torch.Tensor` says it of itself."""
-        if not isinstance(obj, _Tensor):
+        if not isinstance(obj, StoredTensor):
             return NotImplemented
-        strides = tuple(math.prod(obj.shape[dim + 1 :]) for dim in range(len(obj.shape)))
         hooks: OrderedDict[str, Any] = OrderedDict()
-        made = (obj.storage, 0, obj.shape, strides, False, hooks)
-        if obj.storage.dtype in _NAMES:
+        made = (
+            Storage(obj.dtype, obj.storage, obj.numel),
+            obj.offset,
+            obj.shape,
+            obj.stride,
+            False,
+            hooks,
+        )
+        if obj.dtype in _NAMES:
             return _rebuild_tensor_v2, made
-        return _rebuild_tensor_v3, (*made, obj.storage.dtype)
+        return _rebuild_tensor_v3, (*made, obj.dtype)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +16,7 @@ from ezpz_tp._errors import ParallelError
 from ezpz_tp._groups.state import ParallelState
 
 from .chunks import CHUNK, flat_bytes
-from .exchange import agree, tell_all
+from .exchange import all_or_none, tell_all
 from .optimizer import Group, join_groups
 from .parts import Parts, parts_of
 from .source import Entry, Held
@@ -46,69 +48,57 @@ def survey(
         ParallelError: As of `parts_of`; or the ranks of a tensor group hold other tensors; or two
             stages have one name for tensors that differ.
     """
-    parts = Parts()
-    error: ParallelError | None = None
-    try:
+    with all_or_none(state):
         parts = parts_of(module, optimizer, state)
-    except ParallelError as caught:  # DegreeError is one
-        error = caught
-    agree(error, state)
-    entries = [Entry(name, part.tensor.dtype, part.shard) for name, part in parts.tensors.items()]
-    agree(_unlike(entries, state), state)
-    stages = tell_all((entries, parts.values, parts.groups), state, ("pipeline",))
-    held: dict[str, Held] = {}
-    values: dict[str, Any] = {}
-    problem: ParallelError | None = None
-    for stage, (found, others, _) in enumerate(stages):
-        values |= others
-        for entry in found:
-            before = held.get(entry.name, Held(entry, ()))
-            if before.entry != entry and problem is None:
-                problem = _clash(before, stage, f"{before.entry} and {entry}")
-            held[entry.name] = Held(entry, (*before.stages, stage))
-    agree(problem, state)
-    agree(_untied(parts, held, state), state)
-    groups = None
-    if optimizer is not None:
-        try:
-            groups = join_groups([found for _, _, found in stages])
-        except ParallelError as caught:
-            problem = caught
-        agree(problem, state)
+        entries = [Entry(name, one.tensor.dtype, one.shard) for name, one in parts.tensors.items()]
+        said = entries, parts.values, parts.groups
+        if state.size("pipeline") > 1:
+            pickle.dumps(said)  # what cannot be sent is known before anything is
+    alike = tell_all((entries, optimizer is None), state, ("tensor",))
+    stages = tell_all(said, state, ("pipeline",))
+    with all_or_none(state):
+        _check_alike(alike, state)
+        held = _held([entries for entries, _, _ in stages])
+        values = {name: value for _, found, _ in stages for name, value in found.items()}
+        groups = join_groups([found for _, _, found in stages])
+        tied = [name for name, one in held.items() if len(one.stages) > 1]
+        digests = {
+            name: _digest(parts.tensors[name].tensor) for name in tied if name in parts.tensors
+        }
+    told = tell_all(digests, state, ("pipeline",))
+    with all_or_none(state):
+        for name in tied:
+            first, *others = held[name].stages
+            for stage in others:
+                if told[stage][name] != told[first][name]:
+                    raise _clash(held[name], stage, "other values")
     return parts, Whole(held, values, groups)
 
 
-def _unlike(entries: list[Entry], state: ParallelState) -> ParallelError | None:
-    """Return how the ranks of this tensor group differ in what they hold, or None."""
-    told = tell_all(hashlib.sha256(repr(entries).encode()).digest(), state, ("tensor",))
-    if len(set(told)) == 1:
-        return None
-    first, *others = tell_all(entries, state, ("tensor",))
-    for rank, other in enumerate(others, 1):
-        odd = set(map(repr, first)) ^ set(map(repr, other))
-        if odd or first != other:
-            return ParallelError(
+def _check_alike(told: Sequence[tuple[list[Entry], bool]], state: ParallelState) -> None:
+    """Raise `ParallelError` where the ranks of this tensor group differ in what they hold."""
+    (first, without), *others = told
+    for rank, (other, none) in enumerate(others, 1):
+        if (first, without) != (other, none):
+            odd = sorted(set(map(repr, first)) ^ set(map(repr, other)))
+            same = "in another order" if first != other else "but one has an optimizer"
+            what = ", ".join(odd[:4]) or same
+            raise ParallelError(
                 f"tensor-parallel ranks 0 and {rank} of stage {state.index('pipeline')} hold parts "
-                f"of other tensors: {', '.join(sorted(odd)[:4]) or 'in another order'}; expected "
-                "the same model on each"
+                f"of other tensors: {what}; expected the same model and optimizer on each"
             )
-    return None
 
 
-def _untied(parts: Parts, held: dict[str, Held], state: ParallelState) -> ParallelError | None:
-    """Return which tensor two stages hold under one name without being copies, or None."""
-    several = [name for name, one in held.items() if len(one.stages) > 1]
-    if not several:
-        return None
-    here = {name: _digest(parts.tensors[name].tensor) for name in several if name in parts.tensors}
-    for stage, told in enumerate(tell_all(here, state, ("pipeline",))):
-        for name, digest in told.items():
-            first = held[name].stages[0]
-            if stage == first:
-                here[name] = digest
-            elif here[name] != digest:
-                return _clash(held[name], stage, "other values")
-    return None
+def _held(stages: Sequence[list[Entry]]) -> dict[str, Held]:
+    """Return the full tensors, and the stages that have each."""
+    held: dict[str, Held] = {}
+    for stage, entries in enumerate(stages):
+        for entry in entries:
+            before = held.get(entry.name, Held(entry, ()))
+            if before.entry != entry:
+                raise _clash(before, stage, f"{before.entry} and {entry}")
+            held[entry.name] = Held(entry, (*before.stages, stage))
+    return held
 
 
 def _clash(held: Held, stage: int, what: str) -> ParallelError:

@@ -20,6 +20,7 @@ from .random import RngTracker, rng_contexts
 
 Result = TypeVar("Result")
 
+
 def checkpoint_activations(
     function: Callable[..., Result],
     *args: Any,
