@@ -35,8 +35,8 @@ from ezpz_tp._regions.mappings import (
     gather_from_sequence_parallel_region,
     reduce_from_tensor_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
-    watched,
 )
+from ezpz_tp._regions.watched import watched
 
 # Each of these calls costs as much as a few percent of a small layer, so:
 # Whether a transform of torch.func is at work, for which the region functions have an error.

@@ -18,8 +18,8 @@ from ezpz_tp._regions.collectives import all_gather, all_reduce_, reduce_scatter
 from ezpz_tp._regions.mappings import (
     copy_gradient,
     gather_from_sequence_parallel_region,
-    watched,
 )
+from ezpz_tp._regions.watched import watched
 
 
 def vocabulary_lookup(

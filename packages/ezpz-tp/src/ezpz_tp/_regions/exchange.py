@@ -13,7 +13,8 @@ from torch.overrides import has_torch_function_unary
 from ezpz_tp._errors import DegreeError
 from ezpz_tp._groups.default import tensor_group
 
-from .mappings import _AllToAll, applied, watched
+from .mappings import _AllToAll, applied
+from .watched import watched
 
 
 def all_to_all(

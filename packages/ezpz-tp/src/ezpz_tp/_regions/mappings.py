@@ -26,35 +26,24 @@ branches, and an expanded one has less memory than it has elements.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.overrides import handle_torch_function, has_torch_function_unary
+from torch.overrides import has_torch_function_unary
 
 from ezpz_tp._errors import DegreeError
 from ezpz_tp._groups.default import tensor_group
 
 from .collectives import all_gather, all_reduce, reduce_scatter
 from .collectives import all_to_all as exchange_rows
+from .watched import watched
 
 
 def applied(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
     """Call an autograd function, which torch leaves without types."""
     output: Tensor = function.apply(*arguments)
-    return output
-
-
-def watched(
-    region: Callable[..., Tensor], input_: Tensor, *arguments: Any, **options: Any
-) -> Tensor:
-    """Hand a call to torch's function modes, of which `check` is one, as torch's own functions do.
-
-    Called where ``has_torch_function_unary(input_)``, which takes 16 ns, says that one is at work.
-    """
-    output: Tensor = handle_torch_function(region, (input_,), input_, *arguments, **options)
     return output
 
 

@@ -17,7 +17,8 @@ from torch.overrides import has_torch_function_unary
 from ezpz_tp._errors import DegreeError
 from ezpz_tp._groups.default import context_group
 from ezpz_tp._groups.given import member
-from ezpz_tp._regions.mappings import _Gather, applied, watched
+from ezpz_tp._regions.mappings import _Gather, applied
+from ezpz_tp._regions.watched import watched
 
 
 def shard_sequence(

@@ -16,7 +16,8 @@ from torch.overrides import has_torch_function_variadic
 
 from ezpz_tp._errors import ParallelError
 from ezpz_tp._groups.default import context_group
-from ezpz_tp._regions.mappings import applied, watched
+from ezpz_tp._regions.mappings import applied
+from ezpz_tp._regions.watched import watched
 
 from .block_attention import (
     Block,

@@ -19,7 +19,7 @@ from torch.overrides import has_torch_function_variadic
 from ezpz_tp._errors import DegreeError, ParallelError
 from ezpz_tp._groups.default import context_group
 from ezpz_tp._regions.collectives import all_to_all
-from ezpz_tp._regions.mappings import watched
+from ezpz_tp._regions.watched import watched
 
 from .balance import rank_order
 from .shapes import check_causal, checked

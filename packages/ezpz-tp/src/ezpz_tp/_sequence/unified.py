@@ -15,7 +15,7 @@ from ezpz_tp._errors import DegreeError, ParallelError
 from ezpz_tp._groups.default import get_state
 from ezpz_tp._groups.ranks import RankLayout
 from ezpz_tp._groups.state import ParallelState
-from ezpz_tp._regions.mappings import watched
+from ezpz_tp._regions.watched import watched
 
 from .ring import ring_attention
 from .ulysses import ulysses_attention

@@ -23,7 +23,7 @@ from torch.overrides import has_torch_function_unary
 from ezpz_tp._errors import DegreeError, ParallelError
 from ezpz_tp._groups.default import tensor_group
 from ezpz_tp._regions.collectives import all_gather
-from ezpz_tp._regions.mappings import watched
+from ezpz_tp._regions.watched import watched
 
 _CACHED_ELEMENTS = 2**20
 """Logits at a time on a CPU: 4 MiB in fp32, where forward is twice as fast as all at once."""
