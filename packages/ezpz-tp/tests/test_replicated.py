@@ -183,3 +183,28 @@ def test_distributed_tensors_differ_where_they_are_sharded():
         first = rank // 2 * 2
         assert before is None
         assert f"tensor axis, ranks {first}, {first + 1}:\n    2.weight should be the same" in after
+
+
+def streams(tensor_rank):
+    ezpz_tp.seed_model_parallel(7, tensor_rank=tensor_rank)
+    return error_of(lambda _: verify_replicated(nn.Linear(2, 2)), None)
+
+
+def test_streams_that_should_differ():
+    for error in run_ranks(streams, 2, None, tensor=2, in_processes=True):
+        assert error is None
+    for error in run_ranks(streams, 2, 0, tensor=2, in_processes=True):
+        assert "the random stream 'model-parallel-rng' should be another one on each" in error
+        assert "call seed_model_parallel(seed)" in error
+
+
+def test_ranks_that_are_threads_share_their_streams():
+    ezpz_tp.seed_model_parallel(7)
+    try:
+        assert run_ranks(verified, 2, tensor=2) == [None, None]
+    finally:
+        ezpz_tp.get_rng_tracker().reset()
+
+
+def verified():
+    return error_of(lambda _: verify_replicated(seeded.Mlp()), None)

@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from ezpz_tp._errors import ParallelError, ReplicaError
 from ezpz_tp._groups.default import get_state
 from ezpz_tp._groups.state import ParallelState
+from ezpz_tp._groups.world import live_world
 from ezpz_tp._layers.initialize import sending_device
 from ezpz_tp._regions.collectives import all_gather
 from ezpz_tp._training.checksum import checksum
@@ -150,7 +151,8 @@ def _advice(parameter: Tensor, axis: str) -> str:
 
 def _streams() -> Iterator[_Item]:
     states = get_rng_tracker().get_states()
-    if MODEL_PARALLEL_RNG in states:
+    # Ranks that are threads of one process, which torch.distributed does not know, share streams.
+    if MODEL_PARALLEL_RNG in states and live_world() is not None:
         yield _Item(
             f"the random stream {MODEL_PARALLEL_RNG!r}",
             _digest(states[MODEL_PARALLEL_RNG]),
