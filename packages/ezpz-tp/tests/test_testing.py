@@ -413,3 +413,14 @@ def test_all_is_what_is_there_and_has_docstrings():
     public = {n for n, v in vars(testing).items() if n[0] != "_" and callable(v)}
     assert set(testing.__all__) == public
     assert all(vars(testing)[name].__doc__ for name in public)
+
+
+def streams():
+    known = ezpz_tp.get_rng_tracker().is_initialized()
+    ezpz_tp.seed_model_parallel(1)
+    return known
+
+
+def test_processes_that_are_kept_forget_their_random_streams():
+    for _ in range(2):
+        assert run_ranks(streams, 2, in_processes=True) == [False, False]

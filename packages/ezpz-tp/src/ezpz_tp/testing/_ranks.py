@@ -36,9 +36,9 @@ def run_ranks(
 
     With ``in_processes`` they are processes that are kept for the next call, started from a
     server that has torch loaded. There torch.distributed is initialized with gloo and the default
-    state by `initialize_tensor_parallel`; both are new for every call, and torch's generator is
-    seeded with 0. Such a function, its arguments and its result must be picklable, and a script
-    that is run needs the usual ``if __name__ == "__main__":``.
+    state by `initialize_tensor_parallel`; both are new for every call, torch's generator is seeded
+    with 0 and `get_rng_tracker` has no streams. Such a function, its arguments and its result must
+    be picklable, and a script that is run needs the usual ``if __name__ == "__main__":``.
 
     Args:
         function: What every rank runs. It finds its rank by `get_tensor_parallel_rank` and the

@@ -26,6 +26,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from ezpz_tp._groups import default as _default
 from ezpz_tp._groups.ranks import RankLayout
+from ezpz_tp._training.random import get_rng_tracker
 
 from ._failure import MARGIN, RankError
 
@@ -99,6 +100,7 @@ def _result_of(job: Job) -> bytes:
         _load(name, file)
     function, args = pickle.loads(job.payload)  # noqa: S301 - from our own parent
     torch.manual_seed(0)
+    get_rng_tracker().reset()  # of the call before
     dist.init_process_group(
         "gloo",
         store=FileStore(f"{job.place}.store", job.layout.world_size),
