@@ -1,8 +1,8 @@
 """What `ezpz_tp.check` costs, on and off: ``hatch run bench:tp-check [--rounds=9]``.
 
 Off: what a region function pays to ask whether anybody checks, as the difference between two
-functions that are alike but for it. On: an MLP's step on two ranks, per operation. Medians over
-alternating rounds.
+functions that are alike but for it. On: an MLP's forward pass in a fake world of two ranks, per
+operation. Medians over alternating rounds.
 """
 
 import statistics
@@ -12,10 +12,11 @@ from collections.abc import Callable
 
 import fire
 import torch
+import torch.distributed as dist
 from torch.overrides import has_torch_function_unary
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ezpz_tp
-from ezpz_tp.testing import run_ranks
 
 CALLS = 200_000
 
@@ -71,7 +72,10 @@ def main(rounds: int = 9) -> None:
     pairs = [(nanoseconds(asks), nanoseconds(plain)) for _ in range(rounds)]
     off = statistics.median(one - other for one, other in pairs)
     print(f"off: {off:.0f} ns a region call (wanted: 50)")
-    found = run_ranks(step_times, 2, rounds, in_processes=True)[0]
+    # A world in which collectives do nothing: waiting for a rank costs more than either.
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    ezpz_tp.initialize_tensor_parallel(2)
+    found = step_times(rounds)
     on = statistics.median((with_ - without) / count for without, with_, count in found)
     print(f"on:  {on * 1e6:.1f} us an operation more, of {found[0][2]} operations")
 

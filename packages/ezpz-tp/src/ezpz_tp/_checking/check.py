@@ -35,7 +35,7 @@ def check(
     * a loss that backward starts from is invariant along the tensor axis;
     * dropout of what varies belongs within ``get_rng_tracker().fork()``, any other outside.
 
-    For tests, or the first step of a run: 10 to 20 us an operation. Nothing is left behind, and
+    For tests, or the first step of a run: 10 to 50 us an operation. Nothing is left behind, and
     outside of it a region function pays 16 ns. What is compared is types, and no value: pair it
     with `verify_replicated`. Backward itself is not looked into, but for what check-pointing runs
     again. What torch.compile compiled before the block runs as it is written, and is checked.
