@@ -123,7 +123,8 @@ def test_the_exit_status_is_the_script_s(slurm: SlurmSandbox, ezpz: str) -> None
 
 SAVE_AND_REQUEUE = """
 import os, signal, sys, time
-signal.signal(signal.SIGUSR1, lambda *_: (print("saved", os.environ["RANK"]), sys.exit(75)))
+said = f"saved {os.environ['RANK']}\\n".encode()  # whole: two ranks write at once
+signal.signal(signal.SIGUSR1, lambda *_: (os.write(1, said), sys.exit(75)))
 time.sleep(100)
 """
 
