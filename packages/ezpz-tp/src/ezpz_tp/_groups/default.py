@@ -225,21 +225,7 @@ def tensor_group(tp_group: ProcessGroup | None = None) -> ProcessGroup | None:
         ParallelError: ``tp_group`` is not a group that this rank is in.
         NotInitializedError: The world that the state in use was made in was destroyed.
     """
-    # Of a group, torch.compile guards the type alone: what it learnt of one group's rank and size
-    # it takes for another's. A comparison with a string is guarded, so each group, and each state,
-    # is traced anew.
-    if tp_group is not None:
-        group = member(tp_group, "tensor")
-        if group is None or (torch.compiler.is_compiling() and group.group_name == ""):
-            return None
-        return group if group.size() > 1 else None
-    state = current_state()
-    if state is None or state.key == "":
-        return None
-    group = state.several["tensor"]
-    if group is not None:
-        state.check_world()
-    return group
+    return _shared(tp_group, "tensor")
 
 
 def context_group(group: ProcessGroup | None = None) -> ProcessGroup | None:
@@ -252,16 +238,23 @@ def context_group(group: ProcessGroup | None = None) -> ProcessGroup | None:
         ParallelError: ``group`` is not a group that this rank is in.
         NotInitializedError: The world that the state in use was made in was destroyed.
     """
-    if group is not None:
-        given = member(group, "context")
-        # As in `tensor_group`, for torch.compile.
-        if given is None or (torch.compiler.is_compiling() and given.group_name == ""):
+    return _shared(group, "context")
+
+
+def _shared(given: ProcessGroup | None, axis: str) -> ProcessGroup | None:
+    """Return the group that is given, or an axis's of the state in use; None of one rank."""
+    # Of a group, torch.compile guards the type alone: what it learnt of one group's rank and size
+    # it takes for another's. A comparison with a string is guarded, so each group, and each state,
+    # is traced anew.
+    if given is not None:
+        group = member(given, axis)
+        if group is None or (torch.compiler.is_compiling() and group.group_name == ""):
             return None
-        return given if given.size() > 1 else None
+        return group if group.size() > 1 else None
     state = current_state()
     if state is None or state.key == "":
         return None
-    group = state.several["context"]
+    group = state.several[axis]
     if group is not None:
         state.check_world()
     return group
