@@ -39,7 +39,7 @@ SIBLINGS = {
     "ezpz-device": {"ezpz-topo"},
     "ezpz-launch": {"ezpz-topo"},
     "ezpz-obs": {"ezpz-topo"},
-    "ezpz-dist": {"ezpz-topo", "ezpz-device"},
+    "ezpz-dist": {"ezpz-topo", "ezpz-device", "ezpz-tp"},
     "ezpz-suite": set(IMPORTS) - {"ezpz-suite"},
 }
 

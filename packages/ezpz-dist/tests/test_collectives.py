@@ -11,7 +11,7 @@ def test_every_collective_in_every_world(ranks, n):
         n,
         """
         import math
-        from ezpz_dist._collectives import DTYPES, OPS
+        from ezpz_dist._collectives.reduce import DTYPES, OPS
         rank, n = setup_torch(timeout=60), dist.get_world_size()
         total = n * (n + 1) // 2
         assert all_reduce(rank + 1) == total and type(all_reduce(rank + 1)) is int

@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 
 from ezpz_dist import SetupError
-from ezpz_dist._rendezvous import meet
+from ezpz_dist._meeting.rendezvous import meet
 from ezpz_topo import RankInfo
 
 SCRIPT = """

@@ -8,15 +8,32 @@
 >>> ezpz_dist.cleanup()
 """
 
-from ._collectives import all_reduce, barrier, broadcast
-from ._errors import DistError, NotSetUpError, SetupError, WrapError
+from ._collectives.reduce import all_reduce, barrier, broadcast
+from ._errors import (
+    CheckpointError,
+    CollectiveError,
+    DataError,
+    DistError,
+    HangError,
+    LostRankError,
+    MismatchError,
+    NotSetUpError,
+    SetupError,
+    WrapError,
+)
 from ._seed import seed_everything, seed_for_rank
 from ._setup import cleanup, setup_torch
 from ._version import __version__
-from ._wrap import wrap_model
+from ._wrapping.model import wrap_model
 
 __all__ = [
+    "CheckpointError",
+    "CollectiveError",
+    "DataError",
     "DistError",
+    "HangError",
+    "LostRankError",
+    "MismatchError",
     "NotSetUpError",
     "SetupError",
     "WrapError",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class DistError(Exception):
     """Base of every error that ezpz_dist raises on purpose."""
@@ -17,3 +19,35 @@ class NotSetUpError(DistError):
 
 class WrapError(DistError):
     """A model cannot be wrapped as asked."""
+
+
+class CheckpointError(DistError):
+    """A check-point cannot be written, or none that is complete and fits can be read."""
+
+
+class DataError(DistError):
+    """Data cannot be shared out or read as asked."""
+
+
+class CollectiveError(DistError):
+    """A collective did not come about.
+
+    Attributes:
+        ranks: The ranks that it is about: those that are missing, or that differ.
+    """
+
+    def __init__(self, message: str, ranks: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+
+class MismatchError(CollectiveError):
+    """The ranks called different operations, or with different shapes, types or keys."""
+
+
+class HangError(CollectiveError):
+    """Ranks did not come to a collective in time."""
+
+
+class LostRankError(CollectiveError):
+    """Ranks have ended, or stopped, while others wait for them."""

@@ -15,12 +15,13 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from ezpz_device import get_torch_backend, get_torch_device, is_backend_available
-from ezpz_topo import RankInfo, get_cpu_count, get_local_device, get_rank_info
+from ezpz_topo import RankInfo, get_cpu_count, get_hostname, get_local_device, get_rank_info
 
-from . import _mpi
-from ._errors import NotSetUpError, SetupError
-from ._rendezvous import Rendezvous, meet
+from ._errors import SetupError
+from ._meeting import mpi
+from ._meeting.rendezvous import Rendezvous, meet
 from ._seed import seed_everything
+from ._world import World, enter, find_world
 
 logger = logging.getLogger(__name__)
 
@@ -29,18 +30,15 @@ DEFAULT_TIMEOUT = 600.0
 
 
 @dataclass(frozen=True, slots=True)
-class World:
-    """What set-up decided; kept until `cleanup`."""
+class _Made:
+    """What there is to undo, and what was asked for."""
 
-    info: RankInfo
-    device: torch.device
-    backend: str
     arguments: tuple[str | None, int | None, float]
     exported: dict[str, str | None]
     """What the variables that we set were before; None: not set."""
 
 
-_world: World | None = None
+_made: _Made | None = None
 
 _generation = itertools.count()
 """How many groups this process has made: the same number on every rank."""
@@ -88,15 +86,16 @@ def setup_torch(
         ezpz_topo.TopoError: The launcher's variables are half set or contradictory.
         ezpz_device.DeviceError: There is no device for this rank.
     """
-    global _world
+    global _made
     arguments = backend, seed, timeout
-    if _world is not None:
-        if _world.arguments != arguments:
+    world = find_world()
+    if world is not None and _made is not None:
+        if _made.arguments != arguments:
             raise SetupError(
-                f"setup_torch was called with (backend, seed, timeout) = {_world.arguments} and "
+                f"setup_torch was called with (backend, seed, timeout) = {_made.arguments} and "
                 f"now with {arguments}; expected the same; call cleanup() in between"
             )
-        return _world.info.rank
+        return world.info.rank
     if dist.is_initialized():
         raise SetupError(
             "a process group exists already; expected setup_torch to make it; call setup_torch "
@@ -109,10 +108,12 @@ def setup_torch(
     _bind(device)
     _limit_threads(info)
     meeting = _init_group(info, device, chosen, timedelta(seconds=timeout))
-    _world = World(info, device, chosen, arguments, _export(info, meeting))
+    hosts = (get_hostname(),) * info.world_size
+    enter(World(info, device, chosen, timeout, PrefixStore("ezpz-world", meeting.store), hosts))
+    _made = _Made(arguments, _export(info, meeting))
     atexit.register(_retired.clear)
     atexit.register(cleanup)
-    _mpi.abort_on_uncaught()
+    mpi.abort_on_uncaught()
     if seed is not None:
         seed_everything(seed)
     logger.info(
@@ -128,38 +129,23 @@ def cleanup() -> None:
     Collective: every rank calls this. It also runs at exit, so that a rank that fails
     closes its connections and the others learn of it.
     """
-    global _world
-    if _world is None:
+    global _made
+    world, made = find_world(), _made
+    if world is None or made is None:
         return
-    world, _world = _world, None
+    enter(None)
+    _made = None
     atexit.unregister(cleanup)
     if dist.is_initialized():
         _retired.append(dist.group.WORLD)
         dist.destroy_process_group()
         if world.info.world_size > 1:
             time.sleep(_LAST_TENSOR)
-    for name, value in world.exported.items():
+    for name, value in made.exported.items():
         if value is None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
-
-
-def current_world(operation: str) -> World | None:
-    """Return what set-up decided; None for one process that was never set up.
-
-    Raises:
-        NotSetUpError: There are several ranks, and `setup_torch` was not called: a local
-            answer would be silently wrong.
-    """
-    if _world is None:
-        info = get_rank_info()
-        if info.world_size > 1:
-            raise NotSetUpError(
-                f"{operation} on rank {info.rank} of {info.world_size} before setup_torch(); "
-                "expected ezpz.setup_torch() first, on every rank"
-            )
-    return _world
 
 
 def _backend(asked: str | None) -> str:

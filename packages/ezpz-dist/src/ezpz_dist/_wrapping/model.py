@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ezpz_device import as_dtype, get_torch_device
 
-from ._errors import WrapError
-from ._setup import World, current_world
+from .._errors import WrapError
+from .._world import World, current_world
 
 
 def wrap_model(

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from ezpz_topo import RankInfo
 
-from ._errors import SetupError
+from .._errors import SetupError
 
 T = TypeVar("T")
 

@@ -19,8 +19,8 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch exports t
 
 from ezpz_topo import RankInfo, first_host, get_hostname
 
-from . import _mpi
-from ._errors import SetupError
+from .._errors import SetupError
+from . import mpi
 
 MPI_LAUNCHERS = frozenset({"openmpi", "mvapich2", "pals", "pmi", "flux", "jsrun"})
 """Launchers whose ranks form one MPI world, so that MPI can carry the address."""
@@ -102,7 +102,7 @@ def _over_mpi(info: RankInfo, timeout: timedelta) -> Rendezvous:
             # Told to all of them: they would wait for an address that never comes.
             trouble = str(error)
     seconds = timeout.total_seconds()
-    host, port, trouble = _mpi.broadcast_once((host, port, trouble), info, seconds)
+    host, port, trouble = mpi.broadcast_once((host, port, trouble), info, seconds)
     if trouble:
         raise SetupError(
             f"rank 0 cannot listen on {host}: {trouble}; expected its own name to be an address "

@@ -1,0 +1,1 @@
+"""Training states that survive crashes and changes of size."""

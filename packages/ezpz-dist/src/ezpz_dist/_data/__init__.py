@@ -1,0 +1,1 @@
+"""Every rank its own share of the data."""

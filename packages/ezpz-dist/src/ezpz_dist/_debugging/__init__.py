@@ -1,0 +1,1 @@
+"""Looking at a running job: a debugger, timers, the slowest rank, what set-up decided."""

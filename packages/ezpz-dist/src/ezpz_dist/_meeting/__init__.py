@@ -1,0 +1,1 @@
+"""How the ranks find each other, and whether they agree."""

@@ -1,0 +1,73 @@
+"""What set-up decided, kept until clean-up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.distributed import Store  # type: ignore[attr-defined]  # torch exports it so
+
+from ezpz_topo import RankInfo, get_rank_info
+
+from ._errors import NotSetUpError
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """The ranks that were brought together, and how this one takes part.
+
+    Attributes:
+        info: This rank's place: ``rank``, ``world_size``, ``local_rank``, ...
+        device: What this rank computes on.
+        backend: ``"gloo"``, ``"nccl"``, ``"xccl"`` or ``"ccl"``.
+        timeout: Seconds that a rank waits for the others, if nothing else is said.
+        store: The job's key-value store, under a prefix of this set-up's own. The main
+            thread's: a blocking call on it keeps other threads waiting.
+        hosts: By rank, the name of its host.
+    """
+
+    info: RankInfo
+    device: torch.device
+    backend: str
+    timeout: float
+    store: Store
+    hosts: tuple[str, ...]
+
+    @property
+    def on_host(self) -> torch.device:
+        """Where tensors must lie to be sent: gloo moves host memory, others their device's."""
+        return torch.device("cpu") if self.backend == "gloo" else self.device
+
+
+_world: World | None = None
+
+
+def enter(world: World | None) -> None:
+    """Make this the process's world; None: there is none any more. For set-up and clean-up."""
+    global _world
+    _world = world
+
+
+def find_world() -> World | None:
+    """Return what set-up decided; None before it and after clean-up."""
+    return _world
+
+
+def current_world(operation: str) -> World | None:
+    """Return what set-up decided; None for one process that was never set up.
+
+    Args:
+        operation: What is called, for the message: ``"barrier()"``.
+
+    Raises:
+        NotSetUpError: There are several ranks, and `setup_torch` was not called: a local
+            answer would be silently wrong.
+    """
+    if _world is None:
+        info = get_rank_info()
+        if info.world_size > 1:
+            raise NotSetUpError(
+                f"{operation} on rank {info.rank} of {info.world_size} before setup_torch(); "
+                "expected ezpz.setup_torch() first, on every rank"
+            )
+    return _world

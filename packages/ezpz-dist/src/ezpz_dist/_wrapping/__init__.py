@@ -1,0 +1,1 @@
+"""A model made ready to train on all ranks."""
