@@ -10,7 +10,7 @@ from typing import Any, TypeVar, overload
 import torch
 import torch.distributed as dist
 
-from .._world import World, current_world
+from ezpz_dist._world import World, current_world
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from .._world import World
+from ezpz_dist._world import World
 
 
 @contextmanager

@@ -9,9 +9,8 @@ import time
 from types import ModuleType, TracebackType
 from typing import TypeVar
 
+from ezpz_dist._errors import SetupError
 from ezpz_topo import RankInfo
-
-from .._errors import SetupError
 
 T = TypeVar("T")
 

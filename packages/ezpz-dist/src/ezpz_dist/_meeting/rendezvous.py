@@ -17,9 +17,9 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch exports t
     rendezvous,
 )
 
+from ezpz_dist._errors import SetupError
 from ezpz_topo import RankInfo, first_host, get_hostname
 
-from .._errors import SetupError
 from . import mpi
 
 MPI_LAUNCHERS = frozenset({"openmpi", "mvapich2", "pals", "pmi", "flux", "jsrun"})

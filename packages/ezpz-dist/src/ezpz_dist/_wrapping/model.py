@@ -16,9 +16,8 @@ from torch.distributed.fsdp import (
 from torch.nn.parallel import DistributedDataParallel
 
 from ezpz_device import as_dtype, get_torch_device
-
-from .._errors import WrapError
-from .._world import World, current_world
+from ezpz_dist._errors import WrapError
+from ezpz_dist._world import World, current_world
 
 
 def wrap_model(
