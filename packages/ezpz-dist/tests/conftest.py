@@ -7,8 +7,10 @@ than most tests. What depends on how a process ends is tested with real launcher
 import multiprocessing
 import os
 import socket
+import struct
 import sysconfig
 import textwrap
+import threading
 
 import pytest
 
@@ -22,6 +24,26 @@ import torch, torch.distributed as dist, ezpz_dist
 torch.set_num_threads(1)
 from ezpz_dist import *
 """
+INTERPRETER = """
+import atexit, linecache
+sys.modules["__main__"].__file__ = {path!r}
+status = 0
+try:
+    with open({path!r}) as file:
+        exec(compile(file.read(), {path!r}, "exec"), {{"__name__": "__main__"}})
+except SystemExit as error:
+    status = error.code or 0
+except BaseException:
+    kind, value, trace = sys.exc_info()
+    sys.excepthook(kind, value, trace.tb_next)
+    status = 1
+atexit._run_exitfuncs()
+sys.stdout.flush()
+sys.stderr.flush()
+os._exit(status)
+"""
+"""Ends a forked rank as an interpreter ends: its hooks are called, which multiprocessing skips."""
+
 LAUNCHERS = ("SLURM_", "PBS_", "PMI", "OMPI_", "MPI_LOCAL", "EZPZ_", "TORCHELASTIC")
 RANK_VARIABLES = {
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK",
@@ -50,10 +72,15 @@ def fork_server():
 
 @pytest.fixture
 def ranks(fork_server, clean_env, tmp_path):
-    """Run a script on n real ranks and return what each printed; a failing rank fails the test."""
+    """Run a script on n real ranks and return what each printed; a failing rank fails the test.
+
+    With ``check=False`` what is returned is (exit status, output, errors) of each. ``each``
+    has variables for single ranks. ``program`` is a file to run instead of a script, as an
+    interpreter would.
+    """
     started = []
 
-    def run(n, script, *, check=True, env=None, timeout=60):
+    def run(n, script, *, check=True, env=None, timeout=60, program=None, each=None):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -68,8 +95,15 @@ def ranks(fork_server, clean_env, tmp_path):
             prelude = PRELUDE.format(
                 out=str(files[0]),
                 err=str(files[1]),
-                env={**clean_env, **(place if n > 1 else {}), **(env or {})},
+                env={
+                    **clean_env,
+                    **(place if n > 1 else {}),
+                    **(env or {}),
+                    **((each or {}).get(rank, {})),
+                },
             )
+            if program is not None:
+                script = INTERPRETER.format(path=str(program))
             # exec is a function that a fresh process can import; one of ours would not be.
             process = fork_server.Process(
                 target=exec, args=(prelude + textwrap.dedent(script), {"__name__": "__rank__"})
@@ -90,3 +124,53 @@ def ranks(fork_server, clean_env, tmp_path):
     for process in started:
         process.kill()
         process.join()
+
+
+@pytest.fixture
+def listener():
+    """Listen as a foreign program does, that is no store, and return the port."""
+    listening, accepted = [], []
+
+    def serve(server, kind):
+        while True:
+            try:
+                connection, _ = server.accept()
+            except OSError:
+                return
+            if kind == "silent":
+                accepted.append(connection)
+                continue
+            with connection:
+                if kind == "http":
+                    connection.recv(1000)
+                    connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+                if kind == "resets":
+                    gone = struct.pack("ii", 1, 0)
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, gone)
+
+    def listen(kind):
+        server = socket.create_server(("127.0.0.1", 0))
+        thread = threading.Thread(target=serve, args=(server, kind), daemon=True)
+        thread.start()
+        listening.append((server, thread))
+        return server.getsockname()[1]
+
+    yield listen
+    for server, thread in listening:
+        server.shutdown(socket.SHUT_RDWR)
+        server.close()
+        thread.join()
+    for connection in accepted:
+        connection.close()
+
+
+@pytest.fixture
+def programs(ranks, tmp_path):
+    """Run ``train.py`` on n real ranks to whatever end; return (status, output, errors) of each."""
+
+    def run(n, text, **options):
+        path = tmp_path / "train.py"
+        path.write_text(textwrap.dedent(text).lstrip("\n"))
+        return ranks(n, "", check=False, program=path, **options)
+
+    return run

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ezpz_dist import seed_everything, seed_for_rank
-from ezpz_dist._seed import MAX_RANKS
+from ezpz_dist._seed import MAX_RANKS, MAX_SEED, STREAMS
 
 try:
     import numpy as np
@@ -35,16 +35,19 @@ def test_ranks_draw_differently():
 def test_no_two_seeds_collide():
     # the predecessor's seed * (rank + 1) * (local_rank + 1) gives ranks 2 and 8 the same
     seeds = [
-        seed_for_rank(seed, rank) for seed in (0, 1, 42) for rank in (*range(4096), MAX_RANKS - 1)
+        seed_for_rank(seed, rank, stream)
+        for seed in (0, 1, 42)
+        for rank in (*range(4096), MAX_RANKS - 1)
+        for stream in STREAMS
     ]
     assert len(set(seeds)) == len(seeds)
 
 
 def test_the_largest_seed_fits_torch():
-    torch.manual_seed(seed_for_rank((1 << 43) - 1, MAX_RANKS - 1))
+    torch.manual_seed(seed_for_rank(MAX_SEED - 1, MAX_RANKS - 1, STREAMS[-1]))
 
 
-@pytest.mark.parametrize(("seed", "rank"), [(-1, 0), (1 << 43, 0), (0, -1), (0, MAX_RANKS)])
+@pytest.mark.parametrize(("seed", "rank"), [(-1, 0), (MAX_SEED, 0), (0, -1), (0, MAX_RANKS)])
 def test_out_of_range(seed, rank):
     with pytest.raises(ValueError, match="expected 0 to"):
         seed_for_rank(seed, rank)

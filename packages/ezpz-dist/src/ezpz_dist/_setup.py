@@ -6,21 +6,29 @@ import atexit
 import itertools
 import logging
 import os
+import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import DistNetworkError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # torch exports them
 
 from ezpz_device import get_torch_backend, get_torch_device, is_backend_available
 from ezpz_topo import RankInfo, get_cpu_count, get_hostname, get_local_device, get_rank_info
 
 from ._errors import SetupError
+from ._hangs import ending, flight, watcher
+from ._hangs.board import Board
+from ._hangs.processes import pid_namespace
+from ._hangs.standing import calling_line
 from ._meeting import mpi
+from ._meeting.agreement import Roster, agree, common_facts
 from ._meeting.rendezvous import Rendezvous, meet
 from ._seed import seed_everything
+from ._store import LOST, arrived, within
 from ._world import World, enter, find_world
 
 logger = logging.getLogger(__name__)
@@ -28,12 +36,31 @@ logger = logging.getLogger(__name__)
 DEFAULT_TIMEOUT = 600.0
 """Seconds that a rank waits for the others, at set-up and in every collective."""
 
+FRAMEWORKS = ("DDP", "deepspeed", "horovod")
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What `setup_torch` was called with."""
+
+    framework: str
+    backend: str | None
+    seed: int | None
+    timeout: float
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    context_parallel_size: int
+
+    @property
+    def degrees(self) -> tuple[int, int, int]:
+        return self.tensor_parallel_size, self.pipeline_parallel_size, self.context_parallel_size
+
 
 @dataclass(frozen=True, slots=True)
 class _Made:
     """What there is to undo, and what was asked for."""
 
-    arguments: tuple[str | None, int | None, float]
+    asked: _Asked
     exported: dict[str, str | None]
     """What the variables that we set were before; None: not set."""
 
@@ -61,9 +88,20 @@ that still waits for the GIL then aborts the process ("terminate called without 
 exception"; torch 2.13, 15 of 50 launches of four ranks on two cores, and none of 10 with it).
 """
 
+_FAREWELL = 5.0
+"""Seconds that rank 0, whose process may hold the store, waits at clean-up for the others to
+leave it: a connection that breaks under a sleeping watcher costs a page of torch's warnings."""
+
 
 def setup_torch(
-    *, backend: str | None = None, seed: int | None = None, timeout: float = DEFAULT_TIMEOUT
+    framework: str = "DDP",
+    backend: str | None = None,
+    seed: int | None = None,
+    timeout: float = DEFAULT_TIMEOUT,
+    *,
+    tensor_parallel_size: int = 1,
+    pipeline_parallel_size: int = 1,
+    context_parallel_size: int = 1,
 ) -> int:
     """Set up torch.distributed for this process and return its rank.
 
@@ -73,27 +111,41 @@ def setup_torch(
 
     Afterwards the device is bound, the default process group exists, and in a world of
     several ranks torchrun's variables (``RANK``, ``MASTER_ADDR``, ...) are exported, so
-    that other libraries see the same world.
+    that other libraries see the same world. All ranks have been found to be there once, with
+    the same versions, script and arguments. From then on an uncaught exception on one rank
+    ends all of them, and a collective of ours that fails names who is missing. SIGTERM
+    unwinds the script, unless it handles it itself.
 
     Args:
+        framework: ``"DDP"`` for everything of torch's own, ``"deepspeed"`` or ``"horovod"``
+            to set up that one as well.
         backend: ``"nccl"``, ``"xccl"``, ``"ccl"``, ``"gloo"``; default: by device.
-        seed: Seeds Python, numpy and torch, differently on each rank; default: no seeding.
+        seed: Seeds Python, numpy and torch, differently on each rank but equally within a
+            tensor-parallel group (`seed_everything`); default: no seeding.
         timeout: Seconds that a rank waits for the others.
+        tensor_parallel_size: With one of these three above 1, ``ezpz_tp``'s groups are
+            made; the rest of the world is data parallel.
+        pipeline_parallel_size: See above.
+        context_parallel_size: See above.
 
     Raises:
-        SetupError: The ranks cannot meet, the backend is not there, or an earlier call
-            had other arguments.
+        SetupError: The ranks cannot meet, one is missing or differs, the backend or the
+            framework is not there, or an earlier call had other arguments.
         ezpz_topo.TopoError: The launcher's variables are half set or contradictory.
         ezpz_device.DeviceError: There is no device for this rank.
+        ezpz_tp.DegreeError: The degrees do not divide the world.
     """
     global _made
-    arguments = backend, seed, timeout
+    asked = _Asked(
+        framework, backend, seed, timeout,
+        tensor_parallel_size, pipeline_parallel_size, context_parallel_size,
+    )  # fmt: skip
     world = find_world()
     if world is not None and _made is not None:
-        if _made.arguments != arguments:
+        if _made.asked != asked:
             raise SetupError(
-                f"setup_torch was called with (backend, seed, timeout) = {_made.arguments} and "
-                f"now with {arguments}; expected the same; call cleanup() in between"
+                f"setup_torch was called with {_made.asked} and now with {asked}; expected the "
+                "same; call cleanup() in between"
             )
         return world.info.rank
     if dist.is_initialized():
@@ -101,19 +153,27 @@ def setup_torch(
             "a process group exists already; expected setup_torch to make it; call setup_torch "
             "first, or remove the other init_process_group"
         )
+    if framework not in FRAMEWORKS:
+        raise SetupError(f"framework {framework!r}; expected one of {', '.join(FRAMEWORKS)}")
     _retired.clear()
     info = get_rank_info()
     device = torch.device(get_torch_device())
     chosen = _backend(backend)
     _bind(device)
     _limit_threads(info)
-    meeting = _init_group(info, device, chosen, timedelta(seconds=timeout))
-    hosts = (get_hostname(),) * info.world_size
-    enter(World(info, device, chosen, timeout, PrefixStore("ezpz-world", meeting.store), hosts))
-    _made = _Made(arguments, _export(info, meeting))
+    meeting, prefix, roster = _init_group(info, device, chosen, asked)
+    store = PrefixStore(prefix, meeting.store)
+    enter(World(info, device, chosen, timeout, store, roster.hosts))
+    _made = _Made(asked, _export(info, meeting))
     atexit.register(_retired.clear)
     atexit.register(cleanup)
+    if info.world_size > 1:
+        connect = _connector(meeting, prefix)
+        watcher.start(Board(info.rank, roster.hosts, connect, roster.holder))
+        ending.install()
     mpi.abort_on_uncaught()
+    if asked.degrees != (1, 1, 1):
+        _make_groups(asked)
     if seed is not None:
         seed_everything(seed)
     logger.info(
@@ -133,19 +193,48 @@ def cleanup() -> None:
     world, made = find_world(), _made
     if world is None or made is None:
         return
+    line = calling_line()
+    ending.leave_word("its script ended" if line == "?" else f"cleanup() at {line}")
     enter(None)
     _made = None
     atexit.unregister(cleanup)
+    if made.asked.degrees != (1, 1, 1):
+        import ezpz_tp  # noqa: PLC0415  # only where its groups are used
+
+        ezpz_tp.destroy_tensor_parallel()
     if dist.is_initialized():
         _retired.append(dist.group.WORLD)
         dist.destroy_process_group()
         if world.info.world_size > 1:
             time.sleep(_LAST_TENSOR)
+    _leave(world)
     for name, value in made.exported.items():
         if value is None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+
+
+def _leave(world: World) -> None:
+    """End the watcher; on rank 0 wait a moment for those of the others."""
+    own = watcher.find_watcher()
+    if own is None:
+        return
+    ending.uninstall()
+    watcher.forget()
+    stay = world.info.rank == 0 and not ending.has_failed()
+
+    def leave() -> None:
+        own.stop(world.store)
+        if not own.lost and world.store.add("left", 1) == world.info.world_size:
+            world.store.set("all left", "")
+        if stay:
+            arrived(world.store, ["all left"], _FAREWELL)
+
+    try:
+        within(_FAREWELL + 1.0 if stay else 1.0, leave)
+    except LOST as error:
+        logger.debug("rank %d leaves before others: %s", world.info.rank, error)
 
 
 def _backend(asked: str | None) -> str:
@@ -175,20 +264,33 @@ def _limit_threads(info: RankInfo) -> None:
 
 
 def _init_group(
-    info: RankInfo, device: torch.device, backend: str, timeout: timedelta
-) -> Rendezvous:
+    info: RankInfo, device: torch.device, backend: str, asked: _Asked
+) -> tuple[Rendezvous, str, Roster]:
+    """Meet, agree, connect; return where, the prefix of the set-up's keys, and who is there."""
     if backend == "ccl":
         # Registers the backend with torch; torch does not know it otherwise.
         __import__("oneccl_bindings_for_pytorch")
+    timeout = timedelta(seconds=asked.timeout)
+    process = get_hostname(), os.getpid(), pid_namespace()
     where = ""
+    flight.enable()
     try:
         meeting = meet(info, timeout)
         where = f" at {meeting.master_addr}:{meeting.master_port} ({meeting.source})"
         # A store that outlives its group (a model may hold it) keeps its old keys.
-        store = PrefixStore(f"ezpz-{next(_generation)}", meeting.store)
+        prefix = f"ezpz-{next(_generation)}"
+        store = PrefixStore(prefix, meeting.store)
+        roster = Roster((process[0],), process[1:])
+        if info.world_size > 1:
+            common = common_facts(
+                arguments={**{name: getattr(asked, name) for name in asked.__slots__}},
+                device=device.type,
+                backend=backend,
+            )
+            roster = agree(store, info, asked.timeout, common, process)
         dist.init_process_group(
             backend,
-            store=store,
+            store=PrefixStore("group", store),
             rank=info.rank,
             world_size=info.world_size,
             timeout=timeout,
@@ -196,17 +298,40 @@ def _init_group(
             device_id=device if backend in ("nccl", "xccl") else None,
         )
         _see_all_in(store, info, timeout)
-    except (dist.DistNetworkError, dist.DistStoreError) as error:
+    except (dist.DistError, RuntimeError) as error:
+        # gloo raises a plain RuntimeError where two hosts cannot connect.
         where = where or f" at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise SetupError(
             f"rank {info.rank} of {info.world_size} could not meet the others{where} within "
-            f"{timeout.total_seconds():g} s: {error}; expected every rank to call setup_torch and "
+            f"{asked.timeout:g} s: {error}; expected every rank to call setup_torch and "
             "reach that address; check that no rank failed earlier and that the port is free"
         ) from error
-    return meeting
+    return meeting, prefix, roster
 
 
-def _see_all_in(store: PrefixStore, info: RankInfo, timeout: timedelta) -> None:
+def _connector(meeting: Rendezvous, prefix: str) -> Callable[[float], Store]:
+    return lambda seconds: PrefixStore(prefix, side_store(meeting, timedelta(seconds=seconds)))
+
+
+def side_store(meeting: Rendezvous, timeout: timedelta) -> Store:
+    try:
+        # torch tries again until the time is over where nobody listens any more.
+        socket.create_connection((meeting.master_addr, meeting.master_port), 1.0).close()
+    except OSError as error:
+        raise DistNetworkError(str(error)) from error
+    return TCPStore(
+        meeting.master_addr, meeting.master_port, is_master=False, timeout=timeout,
+        wait_for_workers=False,
+    )  # fmt: skip
+
+
+def _make_groups(asked: _Asked) -> None:
+    import ezpz_tp  # noqa: PLC0415  # only where its groups are used
+
+    ezpz_tp.initialize_tensor_parallel(*asked.degrees, timeout=timedelta(seconds=asked.timeout))
+
+
+def _see_all_in(store: Store, info: RankInfo, timeout: timedelta) -> None:
     """Keep rank 0, whose process may hold the store, until every rank is through.
 
     init_process_group can return on rank 0 while others still read from its store: were it

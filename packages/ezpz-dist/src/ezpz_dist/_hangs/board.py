@@ -1,0 +1,83 @@
+"""The side store: what ranks tell each other when something is wrong, and nothing before."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import Store  # type: ignore[attr-defined]  # torch exports it so
+
+EVENTS = "events"
+FOREVER = timedelta(days=3650)
+
+
+@dataclass(frozen=True, slots=True)
+class Board:
+    """Keys under which the ranks of one set-up leave events and answers.
+
+    A rank waits for its own key; an event is put into the log, then those whom it concerns
+    are woken by theirs. Every use makes a connection of its own, because a store's client
+    serves one caller at a time and the one who is stuck may hold it. Only reads with a
+    time-out are used before the server has shown that it answers: `Store.check` waits for a
+    stopped one for ever (torch 2.13).
+
+    Attributes:
+        rank: This rank.
+        hosts: By rank, the name of its host.
+        connect: Makes a connection whose requests wait so many seconds; raises
+            `torch.distributed.DistNetworkError` or ``DistStoreError``.
+        holder: Process and PID namespace of rank 0, which holds the store.
+    """
+
+    rank: int
+    hosts: Sequence[str]
+    connect: Callable[[float], Store]
+    holder: tuple[int, int] = (0, 0)
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return len(self.hosts)
+
+    def post(self, store: Store, kind: str, wake: Iterable[int] | None = None, **event: Any) -> int:
+        """Put an event into the log and wake the ranks it is for; return its number.
+
+        Args:
+            store: A connection.
+            kind: What happened.
+            wake: Ranks; default: all but this one.
+            event: JSON-able details.
+        """
+        number = store.add(EVENTS, 1)
+        store.set(_event(number), json.dumps({"kind": kind, "from": self.rank, **event}))
+        others = (rank for rank in range(self.size) if rank != self.rank)
+        keys = [_wake(rank) for rank in (others if wake is None else wake)]
+        if keys:
+            store.multi_set(keys, ["!"] * len(keys))  # type: ignore[attr-defined]  # not in its stub
+        return number
+
+    def events_after(self, store: Store, seen: int) -> list[dict[str, Any]]:
+        """Return the events after the first ``seen``, in order."""
+        last = store.add(EVENTS, 0)
+        # An event is announced a moment before it can be read: `get` waits for it.
+        return [json.loads(store.get(_event(number))) for number in range(seen + 1, last + 1)]
+
+    def sleep(self, store: Store) -> None:
+        """Wait until this rank is woken; nothing is sent meanwhile."""
+        store.wait([_wake(self.rank)], FOREVER)
+        store.delete_key(_wake(self.rank))
+
+    def wake_myself(self, store: Store) -> None:
+        """End this rank's `sleep`."""
+        store.set(_wake(self.rank), "!")
+
+
+def _event(number: int) -> str:
+    return f"event/{number}"
+
+
+def _wake(rank: int) -> str:
+    return f"wake/{rank}"

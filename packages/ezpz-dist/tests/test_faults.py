@@ -1,0 +1,174 @@
+"""What the other ranks say, and how they end, when one fails: each with rank, host and line."""
+
+import re
+import signal
+import socket
+
+import pytest
+
+HOST = socket.gethostname()
+START = """
+import os, sys, time, torch, torch.distributed as dist, ezpz_dist as ez
+rank = ez.setup_torch(timeout=TIMEOUT)
+ez.barrier()
+""".lstrip()
+
+
+def text(timeout, body):
+    return START.replace("TIMEOUT", str(timeout)) + body
+
+
+def test_an_uncaught_exception_ends_all_ranks(programs):
+    # The others compute, and wait for nobody: only the watcher can end them.
+    body = """
+if rank == 1:
+    raise ValueError("boo")
+time.sleep(50)
+"""
+    ends = programs(3, text(60, body), timeout=30)
+    assert [status for status, _, _ in ends] == [1, 1, 1]
+    assert "ValueError: boo" in ends[1][2]
+    said = f"ezpz: rank 1 on {HOST} failed at train.py:6 in <module>: ValueError: boo"
+    assert f"{said}; the other ranks end too" in ends[0][2]
+    assert "Traceback" not in ends[2][2]
+
+
+@pytest.mark.parametrize("guilty", [0, 1])
+def test_a_rank_that_is_killed_is_named(programs, guilty):
+    body = f"""
+def train():
+    if rank == {guilty}:
+        os.kill(os.getpid(), 9)
+    ez.barrier()
+train()
+"""
+    ends = programs(3, text(60, body))
+    assert ends[guilty][0] == -signal.SIGKILL
+    for rank in {0, 1, 2} - {guilty}:
+        status, _, errors = ends[rank]
+        assert status == 1
+        told = rf"barrier\(\) at train.py:8 on rank {rank} \({HOST}\) failed after [\d.]+ s: "
+        assert re.search(rf"LostRankError: {told}rank {guilty} on {HOST} has ended", errors), errors
+
+
+@pytest.mark.parametrize("guilty", [0, 1])
+def test_a_rank_that_is_stopped_is_named(programs, guilty):
+    body = f"""
+import signal, threading
+if rank == {guilty}:
+    parent = os.getpid()
+    if os.fork() == 0:  # comes back for it, as the test does not
+        time.sleep(8)
+        os.kill(parent, 9)
+        os._exit(0)
+    os.kill(parent, signal.SIGSTOP)
+ez.barrier()
+"""
+    ends = programs(3, text(3, body))
+    for rank in {0, 1, 2} - {guilty}:
+        status, _, errors = ends[rank]
+        assert status == 1
+        assert re.search(rf"LostRankError: .* rank {guilty} on {HOST} is stopped \(pid", errors)
+
+
+def test_a_rank_that_sleeps_in_its_data_loader_is_named_with_its_line(programs):
+    body = """
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, i):
+        if rank == 1 and i == 2:
+            time.sleep(100)
+        return torch.ones(3)
+model = ez.wrap_model(torch.nn.Linear(3, 3))
+for batch in torch.utils.data.DataLoader(Data()):
+    model(batch).sum().backward()
+"""
+    ends = programs(3, text(3, body))
+    assert [status for status, _, _ in ends] == [1, 1, 1]
+    told = f"in a collective, because rank 1 on {HOST} stands at train.py:10 in __getitem__"
+    for rank in (0, 2):
+        assert (
+            f"ezpz: rank {rank} on {HOST} failed at train.py:14 in <module>: {told}"
+            in (ends[rank][2])
+        )
+
+
+def test_ranks_that_took_other_branches_in_torchs_own_collectives(programs):
+    body = """
+if rank == 1:
+    dist.broadcast(torch.ones(4), 0)
+else:
+    dist.all_reduce(torch.ones(3, 2))
+dist.barrier()
+"""
+    ends = programs(2, text(3, body))
+    assert [status for status, _, _ in ends] == [1, 1]
+    errors = "".join(errors for _, _, errors in ends)
+    there = f"rank 1 on {HOST} stands at train.py:6 in <module>"
+    assert re.search(
+        rf"{there}.* \(its last collective: broadcast \d+ of default_pg, \[4\]", errors
+    )
+
+
+def test_a_rank_that_leaves_early_is_said_to_have_left(programs):
+    body = """
+if rank == 1:
+    ez.cleanup()
+    sys.exit(3)
+ez.barrier()
+"""
+    ends = programs(2, text(60, body))
+    assert [status for status, _, _ in ends] == [1, 3]
+    assert f"rank 1 on {HOST} has left: cleanup() at train.py:6" in ends[0][2]
+
+
+def test_sigterm_unwinds_the_script_and_is_named(programs):
+    body = """
+try:
+    while True:
+        ez.all_reduce(1)
+        if rank == 1:
+            os.kill(os.getpid(), 15)
+finally:
+    print("unwound", dist.is_initialized())
+"""
+    ends = programs(2, text(60, body))
+    assert [status for status, _, _ in ends] == [1, 143]
+    assert ends[1][1] == "unwound True\n"
+    assert f"rank 1 on {HOST} has left: SIGTERM at train.py:" in ends[0][2]
+
+
+def test_a_handler_of_the_users_own_stays(programs):
+    body = """
+import signal
+print(signal.getsignal(signal.SIGTERM).__name__)
+ez.cleanup()
+print(signal.getsignal(signal.SIGTERM).__name__, sys.excepthook.__module__[:4])  # torch's
+"""
+    before = """
+import signal, sys
+def handler(*_): ...
+signal.signal(signal.SIGTERM, handler)
+"""
+    ends = programs(2, before.lstrip() + text(60, body))
+    assert [(status, output) for status, output, _ in ends] == [
+        (0, "handler\nhandler torc\n")
+    ] * 2, ends
+
+
+def test_after_clean_up_nothing_of_ours_is_left(programs):
+    body = """
+import signal, threading
+ez.cleanup()
+assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+assert [t.name for t in threading.enumerate() if t.name.startswith("ezpz")] == []
+if rank == 1:
+    raise ValueError("later")
+time.sleep(1)
+print("went on")
+"""
+    ends = programs(2, text(60, body))
+    assert [status for status, _, _ in ends] == [0, 1]
+    assert ends[0][1] == "went on\n"
+    assert "[c10d]" not in ends[0][2] + ends[1][2], "no connection broke under a watcher"
