@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import atexit
-import itertools
 import logging
 import os
-import socket
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import DistNetworkError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # torch exports them
 
-from ezpz_device import get_torch_backend, get_torch_device, is_backend_available
-from ezpz_topo import RankInfo, get_cpu_count, get_hostname, get_local_device, get_rank_info
+from ezpz_device import get_torch_device
+from ezpz_topo import RankInfo, get_local_device, get_rank_info
 
 from ._errors import SetupError
-from ._hangs import ending, flight, watcher
+from ._group import Asked, Group, bind, choose_backend, limit_threads, make_group
+from ._hangs import ending, watcher
 from ._hangs.board import Board
-from ._hangs.processes import pid_namespace
 from ._hangs.standing import calling_line
 from ._meeting import mpi
-from ._meeting.agreement import Roster, agree, common_facts
-from ._meeting.rendezvous import Rendezvous, meet
+from ._meeting.frameworks import check_framework, leave_frameworks, prepare_framework
 from ._seed import seed_everything
 from ._store import LOST, arrived, within
 from ._world import World, enter, find_world
@@ -36,39 +31,17 @@ logger = logging.getLogger(__name__)
 DEFAULT_TIMEOUT = 600.0
 """Seconds that a rank waits for the others, at set-up and in every collective."""
 
-FRAMEWORKS = ("DDP", "deepspeed", "horovod")
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """What `setup_torch` was called with."""
-
-    framework: str
-    backend: str | None
-    seed: int | None
-    timeout: float
-    tensor_parallel_size: int
-    pipeline_parallel_size: int
-    context_parallel_size: int
-
-    @property
-    def degrees(self) -> tuple[int, int, int]:
-        return self.tensor_parallel_size, self.pipeline_parallel_size, self.context_parallel_size
-
 
 @dataclass(frozen=True, slots=True)
 class _Made:
     """What there is to undo, and what was asked for."""
 
-    asked: _Asked
+    asked: Asked
     exported: dict[str, str | None]
     """What the variables that we set were before; None: not set."""
 
 
 _made: _Made | None = None
-
-_generation = itertools.count()
-"""How many groups this process has made: the same number on every rank."""
 
 _retired: list[dist.ProcessGroup | None] = []
 """Groups that `cleanup` destroyed, kept until they can be dropped without harm.
@@ -136,7 +109,7 @@ def setup_torch(
         ezpz_tp.DegreeError: The degrees do not divide the world.
     """
     global _made
-    asked = _Asked(
+    asked = Asked(
         framework, backend, seed, timeout,
         tensor_parallel_size, pipeline_parallel_size, context_parallel_size,
     )  # fmt: skip
@@ -153,32 +126,31 @@ def setup_torch(
             "a process group exists already; expected setup_torch to make it; call setup_torch "
             "first, or remove the other init_process_group"
         )
-    if framework not in FRAMEWORKS:
-        raise SetupError(f"framework {framework!r}; expected one of {', '.join(FRAMEWORKS)}")
     _retired.clear()
     info = get_rank_info()
     device = torch.device(get_torch_device())
-    chosen = _backend(backend)
-    _bind(device)
-    _limit_threads(info)
-    meeting, prefix, roster = _init_group(info, device, chosen, asked)
-    store = PrefixStore(prefix, meeting.store)
-    enter(World(info, device, chosen, timeout, store, roster.hosts))
-    _made = _Made(asked, _export(info, meeting))
+    check_framework(framework, device)
+    chosen = choose_backend(backend)
+    bind(device)
+    limit_threads(info)
+    group = make_group(info, device, chosen, asked)
+    hosts = group.roster.hosts
+    enter(World(info, device, chosen, timeout, group.store, hosts))
+    _made = _Made(asked, _export(info, group))
     atexit.register(_retired.clear)
     atexit.register(cleanup)
     if info.world_size > 1:
-        connect = _connector(meeting, prefix)
-        watcher.start(Board(info.rank, roster.hosts, connect, roster.holder))
+        watcher.start(Board(info.rank, hosts, group.connector(), group.roster.holder))
         ending.install()
     mpi.abort_on_uncaught()
     if asked.degrees != (1, 1, 1):
         _make_groups(asked)
+    prepare_framework(framework, info, device, chosen)
     if seed is not None:
         seed_everything(seed)
     logger.info(
         "rank %d of %d on %s with %s; ranks by %s, address by %s",
-        info.rank, info.world_size, device, chosen, info.launcher, meeting.source,
+        info.rank, info.world_size, device, chosen, info.launcher, group.meeting.source,
     )  # fmt: skip
     return info.rank
 
@@ -202,6 +174,7 @@ def cleanup() -> None:
         import ezpz_tp  # noqa: PLC0415  # only where its groups are used
 
         ezpz_tp.destroy_tensor_parallel()
+    leave_frameworks()
     if dist.is_initialized():
         _retired.append(dist.group.WORLD)
         dist.destroy_process_group()
@@ -237,117 +210,18 @@ def _leave(world: World) -> None:
         logger.debug("rank %d leaves before others: %s", world.info.rank, error)
 
 
-def _backend(asked: str | None) -> str:
-    if asked is None:
-        return get_torch_backend()
-    if not is_backend_available(asked):
-        raise SetupError(
-            f"backend {asked!r} is not in this torch; leave it out to choose by device"
-        )
-    return asked.lower()
-
-
-def _bind(device: torch.device) -> None:
-    """Make the device current before the group exists: NCCL would take device 0 on every rank."""
-    if device.type in ("cuda", "xpu"):
-        getattr(torch, device.type).set_device(device)
-
-
-def _limit_threads(info: RankInfo) -> None:
-    """Share the node's cores among its ranks, unless the user or a CPU binding already did."""
-    ranks_here = info.local_world_size or 1
-    if "OMP_NUM_THREADS" in os.environ or ranks_here == 1:
-        return
-    cores = get_cpu_count()
-    if cores == os.cpu_count():
-        torch.set_num_threads(max(1, cores // ranks_here))
-
-
-def _init_group(
-    info: RankInfo, device: torch.device, backend: str, asked: _Asked
-) -> tuple[Rendezvous, str, Roster]:
-    """Meet, agree, connect; return where, the prefix of the set-up's keys, and who is there."""
-    if backend == "ccl":
-        # Registers the backend with torch; torch does not know it otherwise.
-        __import__("oneccl_bindings_for_pytorch")
-    timeout = timedelta(seconds=asked.timeout)
-    process = get_hostname(), os.getpid(), pid_namespace()
-    where = ""
-    flight.enable()
-    try:
-        meeting = meet(info, timeout)
-        where = f" at {meeting.master_addr}:{meeting.master_port} ({meeting.source})"
-        # A store that outlives its group (a model may hold it) keeps its old keys.
-        prefix = f"ezpz-{next(_generation)}"
-        store = PrefixStore(prefix, meeting.store)
-        roster = Roster((process[0],), process[1:])
-        if info.world_size > 1:
-            common = common_facts(
-                arguments={**{name: getattr(asked, name) for name in asked.__slots__}},
-                device=device.type,
-                backend=backend,
-            )
-            roster = agree(store, info, asked.timeout, common, process)
-        dist.init_process_group(
-            backend,
-            store=PrefixStore("group", store),
-            rank=info.rank,
-            world_size=info.world_size,
-            timeout=timeout,
-            # A bound device lets NCCL and XCCL connect now instead of at the first collective.
-            device_id=device if backend in ("nccl", "xccl") else None,
-        )
-        _see_all_in(store, info, timeout)
-    except (dist.DistError, RuntimeError) as error:
-        # gloo raises a plain RuntimeError where two hosts cannot connect.
-        where = where or f" at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        raise SetupError(
-            f"rank {info.rank} of {info.world_size} could not meet the others{where} within "
-            f"{asked.timeout:g} s: {error}; expected every rank to call setup_torch and "
-            "reach that address; check that no rank failed earlier and that the port is free"
-        ) from error
-    return meeting, prefix, roster
-
-
-def _connector(meeting: Rendezvous, prefix: str) -> Callable[[float], Store]:
-    return lambda seconds: PrefixStore(prefix, side_store(meeting, timedelta(seconds=seconds)))
-
-
-def side_store(meeting: Rendezvous, timeout: timedelta) -> Store:
-    try:
-        # torch tries again until the time is over where nobody listens any more.
-        socket.create_connection((meeting.master_addr, meeting.master_port), 1.0).close()
-    except OSError as error:
-        raise DistNetworkError(str(error)) from error
-    return TCPStore(
-        meeting.master_addr, meeting.master_port, is_master=False, timeout=timeout,
-        wait_for_workers=False,
-    )  # fmt: skip
-
-
-def _make_groups(asked: _Asked) -> None:
+def _make_groups(asked: Asked) -> None:
     import ezpz_tp  # noqa: PLC0415  # only where its groups are used
 
     ezpz_tp.initialize_tensor_parallel(*asked.degrees, timeout=timedelta(seconds=asked.timeout))
 
 
-def _see_all_in(store: Store, info: RankInfo, timeout: timedelta) -> None:
-    """Keep rank 0, whose process may hold the store, until every rank is through.
-
-    init_process_group can return on rank 0 while others still read from its store: were it
-    to leave now, they would be cut off.
-    """
-    if store.add("through", 1) == info.world_size:
-        store.set("all", "through")
-    if info.rank == 0:
-        store.wait(["all"], timeout)
-
-
-def _export(info: RankInfo, meeting: Rendezvous) -> dict[str, str | None]:
+def _export(info: RankInfo, group: Group) -> dict[str, str | None]:
     """Set torchrun's variables; return what they were before (None: not set)."""
+    added: dict[str, str | None] = dict.fromkeys(group.variables)
     if info.world_size == 1:
         # Nobody to agree with; a subprocess must not take itself for a rank of ours.
-        return {}
+        return added
     values: dict[str, int | str | None] = {
         "RANK": info.rank,
         "WORLD_SIZE": info.world_size,
@@ -356,10 +230,10 @@ def _export(info: RankInfo, meeting: Rendezvous) -> dict[str, str | None]:
         "LOCAL_WORLD_SIZE": info.local_world_size,
         "NODE_RANK": info.node_rank,
         "GROUP_RANK": info.node_rank,
-        "MASTER_ADDR": meeting.master_addr,
-        "MASTER_PORT": meeting.master_port,
+        "MASTER_ADDR": group.meeting.master_addr,
+        "MASTER_PORT": group.meeting.master_port,
     }
     known = {name: str(value) for name, value in values.items() if value is not None}
-    before = {name: os.environ.get(name) for name in known}
+    before = added | {name: os.environ.get(name) for name in known}
     os.environ.update(known)
     return before

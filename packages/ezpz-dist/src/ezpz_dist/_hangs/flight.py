@@ -16,10 +16,10 @@ _ITS_OLD_NAME = "TORCH_NCCL_TRACE_BUFFER_SIZE"
 _ENTRIES = 200
 
 
-def enable() -> None:
-    """Have collectives recorded, before the first group is made; a user's own size stays."""
-    if _ITS_OLD_NAME not in os.environ:
-        os.environ.setdefault(_SIZE, str(_ENTRIES))
+def variables() -> dict[str, str]:
+    """Return what to export before the first group is made; a user's own size stays."""
+    known = _SIZE in os.environ or _ITS_OLD_NAME in os.environ
+    return {} if known else {_SIZE: str(_ENTRIES)}
 
 
 def last_collectives(number: int = 1) -> list[str]:
