@@ -8,7 +8,9 @@
 >>> ezpz_dist.cleanup()
 """
 
-from ._collectives.reduce import all_reduce, barrier, broadcast
+from ._collectives.barrier import barrier
+from ._collectives.broadcast import broadcast
+from ._collectives.reduce import all_reduce
 from ._errors import (
     CheckpointError,
     CollectiveError,

@@ -24,7 +24,7 @@ from ._meeting import mpi
 from ._meeting.frameworks import check_framework, leave_frameworks, prepare_framework
 from ._seed import seed_everything
 from ._store import LOST, arrived, within
-from ._world import World, enter, find_world
+from ._world import World, enter, find_world, finish_all
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +136,7 @@ def setup_torch(
     group = make_group(info, device, chosen, asked)
     hosts = group.roster.hosts
     enter(World(info, device, chosen, timeout, group.store, hosts))
-    _made = _Made(asked, _export(info, group))
+    _made = _Made(asked, _export(info, device, group))
     atexit.register(_retired.clear)
     atexit.register(cleanup)
     if info.world_size > 1:
@@ -166,6 +166,7 @@ def cleanup() -> None:
     if world is None or made is None:
         return
     line = calling_line()
+    trouble = finish_all()
     ending.leave_word("its script ended" if line == "?" else f"cleanup() at {line}")
     enter(None)
     _made = None
@@ -186,6 +187,8 @@ def cleanup() -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+    if trouble is not None:
+        raise trouble
 
 
 def _leave(world: World) -> None:
@@ -216,7 +219,7 @@ def _make_groups(asked: Asked) -> None:
     ezpz_tp.initialize_tensor_parallel(*asked.degrees, timeout=timedelta(seconds=asked.timeout))
 
 
-def _export(info: RankInfo, group: Group) -> dict[str, str | None]:
+def _export(info: RankInfo, device: torch.device, group: Group) -> dict[str, str | None]:
     """Set torchrun's variables; return what they were before (None: not set)."""
     added: dict[str, str | None] = dict.fromkeys(group.variables)
     if info.world_size == 1:
@@ -233,6 +236,10 @@ def _export(info: RankInfo, group: Group) -> dict[str, str | None]:
         "MASTER_ADDR": group.meeting.master_addr,
         "MASTER_PORT": group.meeting.master_port,
     }
+    if device.type == "cpu":
+        # accelerate, and transformers by it, take a world without accelerators for a single
+        # process unless they are told (accelerate 1.15).
+        values["ACCELERATE_USE_CPU"] = "true"
     known = {name: str(value) for name, value in values.items() if value is not None}
     before = added | {name: os.environ.get(name) for name in known}
     os.environ.update(known)

@@ -1,192 +1,196 @@
-"""Collectives that are the same under every launcher, and in a world of one."""
+"""Numbers, tensors, arrays and dicts of them, combined over the ranks."""
 
 from __future__ import annotations
 
-import math
-import pickle
-import struct
 from typing import Any, TypeVar, overload
 
 import torch
 import torch.distributed as dist
 
-from ezpz_dist._world import World, current_world
+from . import scalars, tensors
+from .call import Call, shorten
+from .exchange import ROOM, Channel, exchange, payload_of
+from .leaves import refold, unfold
+from .members import find_members
+from .over_mpi import find_channel
 
-T = TypeVar("T")
+D = TypeVar("D", bound=dict[Any, Any])
 
-OPS: dict[str, dist.ReduceOp.RedOpType] = {
-    "sum": dist.ReduceOp.SUM,
-    "mean": dist.ReduceOp.SUM,  # divided afterwards: gloo and oneCCL have no AVG
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-    "product": dist.ReduceOp.PRODUCT,
-}
+OPS = ("sum", "mean", "min", "max", "product")
 
-
-DTYPES = (
-    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
-    torch.uint8, torch.int8, torch.int32, torch.int64,
-)  # fmt: skip
-"""What `all_reduce` takes, in every world: the types that every backend can reduce."""
-
-_INT, _FLOAT = 1, 2
-
-
-def barrier() -> None:
-    """Wait until every rank is here. Collective: every rank calls this.
-
-    Raises:
-        NotSetUpError: There are several ranks and `setup_torch` was not called.
-    """
-    world = current_world("barrier()")
-    if world is None or world.info.world_size == 1:
-        return
-    # NCCL's barrier is an all-reduce on a device: say which, or it guesses.
-    device_ids = [world.device.index] if world.backend == "nccl" else None
-    dist.barrier(device_ids=device_ids)
-
-
-def broadcast(obj: T, root: int = 0) -> T:
-    """Return ``root``'s object on every rank. Collective: every rank calls this.
-
-    Args:
-        obj: Any picklable object; only the one on ``root`` matters.
-        root: The rank to send from.
-
-    Raises:
-        NotSetUpError: There are several ranks and `setup_torch` was not called.
-        ValueError: ``root`` is no rank.
-    """
-    world = current_world("broadcast()")
-    size = 1 if world is None else world.info.world_size
-    if not 0 <= root < size:
-        raise ValueError(f"root {root}; expected a rank from 0 to {size - 1}")
-    if world is None or size == 1:
-        return obj
-    mine = bytearray(pickle.dumps(obj) if world.info.rank == root else b"")
-    length = torch.tensor([len(mine)], device=_where(world))
-    dist.broadcast(length, src=root)
-    # torch's own broadcast_object_list needs numpy for this; a bytearray does as well.
-    payload = mine if world.info.rank == root else bytearray(int(length))
-    on_host = torch.frombuffer(payload, dtype=torch.uint8)
-    sent = on_host.to(_where(world))
-    dist.broadcast(sent, src=root)
-    if world.info.rank == root:
-        return obj
-    on_host.copy_(sent)
-    result: T = pickle.loads(payload)  # noqa: S301  # from a rank of this very job
-    return result
+_GATHERED = 1 << 16
+"""Bytes up to which a rank takes the data of all and combines them itself, in one collective for
+all types; beyond, one all-reduce a type moves less."""
 
 
 @overload
-def all_reduce(obj: torch.Tensor, op: str = "sum") -> torch.Tensor: ...
+def all_reduce(
+    obj: torch.Tensor,
+    op: str = "sum",
+    implementation: str = "torch",
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor: ...
 @overload
-def all_reduce(obj: float, op: str = "sum") -> float: ...
-def all_reduce(obj: Any, op: str = "sum") -> Any:
-    """Combine a number or tensor over all ranks; every rank gets the result.
+def all_reduce(
+    obj: float,
+    op: str = "sum",
+    implementation: str = "torch",
+    group: dist.ProcessGroup | None = None,
+) -> float: ...
+@overload
+def all_reduce(
+    obj: D, op: str = "sum", implementation: str = "torch", group: dist.ProcessGroup | None = None
+) -> D: ...
+@overload
+def all_reduce(
+    obj: Any, op: str = "sum", implementation: str = "torch", group: dist.ProcessGroup | None = None
+) -> Any: ...
+def all_reduce(
+    obj: Any, op: str = "sum", implementation: str = "torch", group: dist.ProcessGroup | None = None
+) -> Any:
+    """Combine numbers, tensors and arrays over all ranks; every rank gets the result.
 
-    Collective: every rank calls this, with a tensor of the same shape and dtype, or with
-    a number. The argument is not changed. NaN on any rank gives NaN.
+    Collective: every rank calls this, with the same operation, keys, shapes and dtypes;
+    ranks that differ are named on every rank, by rank, key and source line, and the group
+    can be used further. The argument is not changed. NaN on any rank gives NaN.
+
+    Numbers and small tensors, also a dict of up to 27 numbers, need a single collective; what
+    is larger a second one; tensors beyond 64 KiB over all ranks one for each type in which they
+    travel: float32 (with 16-bit floats and complex64), float64 (with complex128) and int64 (all
+    integers). The host waits for the device.
 
     Args:
-        obj: An int of at most 64 bits, a float, or a dense tensor of any shape on the host
-            or this rank's device, of one of `DTYPES`.
-        op: ``"sum"``, ``"mean"``, ``"min"``, ``"max"`` or ``"product"``. The mean of ints
-            is a float; the mean of an integer tensor is refused.
+        obj: An int of at most 64 bits, a float, a numpy scalar; a dense tensor of any shape
+            on the host or this rank's device, or a numpy array, of floats or complex numbers
+            from 16 to 128 bits, or of ints to 64 bits (no bools, no unsigned ones beyond
+            uint8); or a dict of these, also of dicts, with strings or ints for keys.
+        op: ``"sum"``, ``"mean"`` (or ``"avg"``), ``"min"``, ``"max"`` or ``"product"``. The
+            mean of ints is a float; the mean of an integer tensor is refused.
+        implementation: ``"torch"``; or ``"mpi"``, over MPI and host memory, on all ranks only.
+        group: torch's group of which this rank is a member; None: all ranks.
 
     Returns:
-        A number for a number: an int where every rank gave an int (of any size: nothing
-        overflows), else a float, summed exactly. A new tensor of the same shape, dtype and
-        device for a tensor; its integers wrap around as torch's do.
+        The same kind as ``obj``. A number for a number: an int where every rank gave an int
+        (of any size: nothing overflows), else a float, summed exactly. A new tensor of the
+        same shape, dtype and device for a tensor; its integers wrap around as torch's do. A
+        dict with the keys in this rank's order.
 
     Raises:
+        CollectiveError: Another rank cannot take part.
+        HangError: Not every rank came in time.
+        MismatchError: The ranks called different things.
         NotSetUpError: There are several ranks and `setup_torch` was not called.
         OverflowError: An int of more than 64 bits.
-        TypeError: ``obj`` is something else.
-        ValueError: ``op`` is unknown, or the mean of an integer tensor.
+        TypeError: ``obj`` is something else, or ``group`` no group.
+        ValueError: ``op`` or ``implementation`` is unknown, ``op`` is not defined for a dtype,
+            or this rank is not in ``group``.
     """
-    if op not in OPS:
+    members = find_members("all_reduce()", group)
+    channel = find_channel("all_reduce()", implementation, members, group)
+    try:
+        parcel = _Parcel(obj, _known(op))
+        if channel is not None:
+            parcel.load(channel)
+    except Exception as error:
+        # Whatever it is, a device out of memory too: the others must not wait for it.
+        if channel is not None:
+            exchange(Call("all_reduce()"), channel, refusal=error)
+        raise
+    return refold(obj, iter(parcel.alone() if channel is None else parcel.combine(channel)))
+
+
+def _known(op: str) -> str:
+    if op not in (*OPS, "avg"):
         raise ValueError(f"op {op!r}; expected one of {', '.join(OPS)}")
-    world = current_world("all_reduce()")
-    if isinstance(obj, torch.Tensor):
-        return _reduce_tensor(_checked(obj, op), op, world)
-    if isinstance(obj, bool) or not isinstance(obj, (int, float)):
-        raise TypeError(f"all_reduce of {type(obj).__name__}; expected an int, a float or a tensor")
-    return _combine(_every_number(obj, world), op)
+    return "mean" if op == "avg" else op
 
 
-def _checked(tensor: torch.Tensor, op: str) -> torch.Tensor:
-    if tensor.dtype not in DTYPES or tensor.layout is not torch.strided:
+class _Parcel:
+    """What one rank brings: leaves, those that are numbers, and those that are tensors."""
+
+    def __init__(self, obj: object, op: str) -> None:
+        self._op = op
+        self._leaves: list[Any] = []
+        self._kinds: dict[str, str] = {}
+        self._numbers: dict[int, int | float] = {}
+        self._tensors: dict[int, torch.Tensor] = {}
+        self._flats: list[tuple[list[int], tensors.Flat]] = []
+        self._packed = bytearray()
+        self._together = True
+        for at, (key, leaf) in enumerate(unfold(obj)):
+            self._leaves.append(leaf)
+            try:
+                self._kinds[key] = self._take(at, leaf)
+            except (OverflowError, TypeError, ValueError) as error:
+                raise type(error)(f"{error}; it is at key {key}" if key else str(error)) from error
+
+    def _take(self, at: int, leaf: object) -> str:
+        number = scalars.as_number(leaf)
+        if number is not None:
+            self._numbers[at] = number
+            return "number"
+        tensor = tensors.as_tensor(leaf, self._op)
+        if tensor is not None:
+            self._tensors[at] = tensor
+            return tensors.kind(tensor)
+        if isinstance(leaf, dict):  # an empty one
+            return "{}"
         raise TypeError(
-            f"all_reduce of a {tensor.layout} {tensor.dtype} tensor; expected a dense one of "
-            f"{', '.join(str(dtype) for dtype in DTYPES)}"
+            f"all_reduce of {type(leaf).__name__}; expected an int, a float or a tensor, a numpy "
+            "array, or a dict of these"
         )
-    if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
-        raise ValueError(f"the mean of a {tensor.dtype} tensor; expected a floating-point one")
-    if op in ("min", "max") and tensor.is_complex():
-        raise ValueError(f"the {op} of a {tensor.dtype} tensor; expected real numbers")
-    return tensor.detach()
 
+    def alone(self) -> list[Any]:
+        """Return the results of one rank."""
+        done = self._leaves.copy()
+        for at, number in self._numbers.items():
+            done[at] = scalars.like(done[at], scalars.combine([number], self._op))
+        for at, tensor in self._tensors.items():
+            result = tensor.resolve_conj().clone(memory_format=torch.contiguous_format)
+            done[at] = tensors.like(done[at], result)
+        return done
 
-def _reduce_tensor(tensor: torch.Tensor, op: str, world: World | None) -> torch.Tensor:
-    if world is None or world.info.world_size == 1:
-        return tensor.clone()
-    # A sum of halves can overflow where their mean does not.
-    wide = op == "mean" and tensor.dtype in (torch.float16, torch.bfloat16)
-    result = tensor.to(
-        device=_where(world),
-        dtype=torch.float32 if wide else tensor.dtype,
-        copy=True,
-        memory_format=torch.contiguous_format,
-    )
-    if op in ("min", "max") and tensor.is_floating_point():
-        # Whether a NaN survives a minimum would depend on the rank that has it.
-        no_number = result.isnan().to(torch.uint8)
-        dist.all_reduce(no_number, op=dist.ReduceOp.MAX)
-        dist.all_reduce(result, op=OPS[op])
-        result[no_number.bool()] = float("nan")
-    else:
-        dist.all_reduce(result, op=OPS[op])
-    if op == "mean":
-        result /= world.info.world_size
-    return result.to(device=tensor.device, dtype=tensor.dtype)
+    def load(self, channel: Channel) -> None:
+        """Bring everything into the form in which it travels: all that can fail on one rank."""
+        self._packed += scalars.pack(list(self._numbers.values()))
+        self._flats = tensors.flatten(self._tensors, self._op)
+        total = len(self._packed) + sum(flat.nbytes for _, flat in self._flats)
+        self._together = total <= ROOM or total * len(channel.ranks) <= _GATHERED
+        for _, flat in self._flats:
+            if self._together:
+                self._packed += flat.load(torch.device("cpu")).raw()
+            else:
+                flat.load(channel.where)
 
+    def combine(self, channel: Channel) -> list[Any]:
+        """Return the results of all ranks. Collective: every rank of the channel calls this."""
+        call = Call("all_reduce", self._op, self._kinds)
+        every = self._swap(channel, call)
+        done = self._leaves.copy()
+        count = len(self._numbers)
+        if count:
+            results = scalars.combine_packed(every, count, self._op)
+            for at, number in zip(self._numbers, results, strict=True):
+                done[at] = scalars.like(done[at], number)
+        start = scalars.SIZE * count
+        for places, flat in self._flats:
+            if self._together:
+                end = start + flat.nbytes
+                flat.combine_rows([one[start:end] for one in every])
+                start = end
+            elif flat.elements:
+                op = "sum" if self._op == "mean" else self._op
+                channel.reduce(flat.data, op, shorten(call.signature()))
+            for at, result in zip(places, flat.results(len(channel.ranks)), strict=True):
+                done[at] = tensors.like(done[at], result)
+        return done
 
-def _every_number(mine: float, world: World | None) -> list[int | float]:
-    """Return every rank's number, by rank. Collective: every rank calls this.
-
-    Ten bytes a rank, so that an int on one rank and a float on another are told apart.
-    """
-    if world is None or world.info.world_size == 1:
-        return [mine]
-    if isinstance(mine, int) and not -(1 << 63) <= mine < 1 << 63:
-        raise OverflowError(f"all_reduce of {mine}; expected an int of at most 64 bits")
-    packed = struct.pack("=q" if isinstance(mine, int) else "=d", mine)
-    # A sum with zeros is a gather that every backend and version of torch has.
-    slots = torch.zeros(world.info.world_size, 1 + len(packed), dtype=torch.uint8)
-    kind = _INT if isinstance(mine, int) else _FLOAT
-    slots[world.info.rank] = torch.frombuffer(bytearray((kind, *packed)), dtype=torch.uint8)
-    shared = slots.to(_where(world))
-    dist.all_reduce(shared)
-    raw = bytes(shared.flatten().tolist())
-    return [
-        struct.unpack_from("=q" if raw[at] == _INT else "=d", raw, at + 1)[0]
-        for at in range(0, len(raw), 1 + len(packed))
-    ]
-
-
-def _combine(numbers: list[int | float], op: str) -> int | float:
-    if op in ("sum", "mean"):
-        exact = all(isinstance(number, int) for number in numbers)
-        total = sum(numbers) if exact else math.fsum(numbers)
-        return total / len(numbers) if op == "mean" else total
-    if op == "product":
-        return math.prod(numbers)
-    if any(math.isnan(number) for number in numbers):
-        return math.nan
-    return min(numbers) if op == "min" else max(numbers)
-
-
-def _where(world: World) -> torch.device:
-    """Gloo moves host memory, NCCL and the like their device's."""
-    return torch.device("cpu") if world.backend == "gloo" else world.device
+    def _swap(self, channel: Channel, call: Call) -> list[bytearray]:
+        """Return what each rank has packed: from the exchange, where there was room in it."""
+        length, ranks = len(self._packed), range(len(channel.ranks))
+        if length <= ROOM:
+            every = exchange(call, channel, self._packed)
+            return [payload_of(place, every) for place in ranks]
+        exchange(call, channel)
+        every = channel.gather(self._packed, shorten(call.signature()))
+        return [every[place * length : (place + 1) * length] for place in ranks]

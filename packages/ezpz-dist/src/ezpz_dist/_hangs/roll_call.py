@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +48,15 @@ class RollCall:
     def gone(self) -> list[int]:
         """Return the ranks that can come no more: ended, left or stopped, as far as is known."""
         return [rank for rank, fate in self.silent.items() if fate != _NO_ANSWER]
+
+    def among(self, ranks: Collection[int]) -> RollCall:
+        """Return what was found of these ranks; of rank 0 too, if it is silent.
+
+        Without rank 0, which holds the store, there is no telling of the others.
+        """
+        silent = {rank: fate for rank, fate in self.silent.items() if rank in ranks or rank == 0}
+        standings = {rank: said for rank, said in self.standings.items() if rank in ranks}
+        return RollCall(standings, silent, self.hosts)
 
     def as_json(self) -> dict[str, Any]:
         """Return it as plain values."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from ezpz_dist._errors import CollectiveError, HangError, LostRankError
@@ -30,7 +31,9 @@ _LINES = 16
 
 
 @contextmanager
-def waiting(what: str, world: World | None) -> Iterator[None]:
+def waiting(
+    what: str, world: World | None, members: Collection[int] | None = None
+) -> Iterator[None]:
     """Say what this rank waits for, so that others can be told; explain a failure of torch's.
 
     Inside, a RuntimeError of torch.distributed (a time-out, a closed connection) becomes a
@@ -39,6 +42,7 @@ def waiting(what: str, world: World | None) -> Iterator[None]:
     Args:
         what: The operation as a reader of the error wants it: ``"all_reduce(float32 [3, 2])"``.
         world: None or a world of one: nothing happens.
+        members: The ranks that take part, of which one can be missing; None: all.
     """
     if world is None or world.info.world_size == 1:
         yield
@@ -50,12 +54,20 @@ def waiting(what: str, world: World | None) -> Iterator[None]:
     except RuntimeError as error:
         if not is_of_a_collective(error):
             raise
-        raise explain(error, what, world, time.monotonic() - start) from error
+        raise explain(error, what, world, time.monotonic() - start, members) from error
     finally:
         doing.leave()
 
 
-def finish(work: dist.Work, timeout: float | None, what: str, world: World) -> None:
+def finish(
+    work: dist.Work,
+    timeout: float | None,
+    what: str,
+    world: World,
+    *,
+    members: Collection[int] | None = None,
+    where: torch.device | None = None,
+) -> None:
     """Wait for an asynchronous operation of torch's, at most so long. Use it inside `waiting`.
 
     Args:
@@ -63,13 +75,15 @@ def finish(work: dist.Work, timeout: float | None, what: str, world: World) -> N
         timeout: Seconds; None: the group's own.
         what: The operation, as for `waiting`.
         world: The world.
+        members: The ranks that take part; None: all.
+        where: The device of its tensors; None: that of the world's backend.
 
     Raises:
         HangError: It is not done after ``timeout`` seconds; names the ranks that have not come.
     """
     if timeout is None:
         work.wait()
-    elif world.backend == "gloo":
+    elif (where or world.on_host).type == "cpu":
         work.wait(timedelta(seconds=timeout))
     else:
         # Other backends' wait only queues a wait on the device's stream.
@@ -77,7 +91,8 @@ def finish(work: dist.Work, timeout: float | None, what: str, world: World) -> N
         while not work.is_completed():
             waited = time.monotonic() - start
             if waited > timeout:
-                raise explain(TimeoutError(f"not done after {timeout:g} s"), what, world, waited)
+                late = TimeoutError(f"not done after {timeout:g} s")
+                raise explain(late, what, world, waited, members)
             time.sleep(_SPIN if waited < _POLL else _POLL)
         work.wait()
 
@@ -89,7 +104,13 @@ def is_of_a_collective(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
 
 
-def explain(error: BaseException, what: str, world: World, waited: float) -> CollectiveError:
+def explain(
+    error: BaseException,
+    what: str,
+    world: World,
+    waited: float,
+    members: Collection[int] | None = None,
+) -> CollectiveError:
     """Return the error that names who is missing, where torch's names nobody.
 
     Args:
@@ -97,6 +118,7 @@ def explain(error: BaseException, what: str, world: World, waited: float) -> Col
         what: What this rank was doing.
         world: The world.
         waited: Seconds since it began to.
+        members: The ranks that take part; None: all.
     """
     rank, host = world.info.rank, world.hosts[world.info.rank]
     start = f"{what} at {calling_line()} on rank {rank} ({host}) failed after {waited:.1f} s: "
@@ -104,6 +126,8 @@ def explain(error: BaseException, what: str, world: World, waited: float) -> Col
     if watcher is None:
         return CollectiveError(f"{start}{first_line(error)}")
     call = call_roll(watcher)
+    if members is not None:
+        call = call.among({*members, rank})
     text, missing = tell_missing(call, rank, what)
     kind = LostRankError if set(missing) & set(call.gone()) else HangError
     return kind(f"{start}{text} ({first_line(error)})", missing)

@@ -1,0 +1,216 @@
+"""Timers that know that devices work on their own: each adds up what it has measured."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from .clock import Clock, Mark, clock_for, device_here
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """What a timer has measured.
+
+    Attributes:
+        count: How many times.
+        total: Seconds in all.
+        mean: Seconds of one; NaN where there is none, as for the next three.
+        min: Seconds of the shortest.
+        max: Seconds of the longest.
+        last: Seconds of the last.
+    """
+
+    count: int
+    total: float
+    mean: float
+    min: float
+    max: float
+    last: float
+
+    def __str__(self) -> str:
+        """Return ``"12 x 3.1 ms (2.9 ms to 4 ms), 37 ms in all"``."""
+        if not self.count:
+            return "not used"
+        return (
+            f"{self.count} x {in_words(self.mean)} ({in_words(self.min)} to {in_words(self.max)}), "
+            f"{in_words(self.total)} in all"
+        )
+
+
+class Timer:
+    """A context manager that measures what stands in it, again and again.
+
+    >>> timer = Timer("forward")
+    >>> with timer:
+    ...     _ = sum(range(1000))
+    >>> timer.timing.count
+    1
+
+    May be nested in itself. What ends in an exception counts too. For one thread. Disabled it
+    costs less than a microsecond, on a CPU a few.
+
+    Attributes:
+        name: What it measures.
+        enabled: Whether it measures.
+
+    Args:
+        name: What it measures.
+        synchronize: Wait for the device before and after: the time is exact, and the queue
+            runs empty. False: CUDA and XPU events are recorded instead, and read later.
+        enabled: Whether it measures.
+        device: What the work runs on; default: this rank's device.
+    """
+
+    __slots__ = (
+        "_count", "_device", "_last", "_max", "_min", "_open", "_pending", "_synchronize",
+        "_total", "enabled", "name",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        name: str = "",
+        *,
+        synchronize: bool = True,
+        enabled: bool = True,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self.name = name
+        self.enabled = enabled
+        self._device = None if device is None else torch.device(device)
+        self._synchronize = synchronize
+        self._open: list[tuple[Clock, Mark] | None] = []
+        self._pending: deque[tuple[Clock, Mark, Mark]] = deque()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what has been measured; what is being measured goes on."""
+        self._pending.clear()
+        self._count, self._total, self._last = 0, 0.0, math.nan
+        self._min, self._max = math.inf, -math.inf
+
+    @property
+    def timing(self) -> Timing:
+        """What has been measured; waits for a device that is not through with it."""
+        self._settle(wait=True)
+        if not self._count:
+            return Timing(0, 0.0, *[math.nan] * 4)
+        mean = self._total / self._count
+        return Timing(self._count, self._total, mean, self._min, self._max, self._last)
+
+    def __enter__(self) -> Self:
+        if not self.enabled:
+            self._open.append(None)
+            return self
+        clock = clock_for(self._device or device_here(), exact=self._synchronize)
+        self._open.append((clock, clock.mark()))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        begun = self._open.pop()
+        if begun is None:
+            return
+        clock, start = begun
+        if kind is None:
+            self._pending.append((clock, start, clock.mark()))
+        else:
+            # A device that has failed cannot be asked, and the first error is the better one.
+            with suppress(RuntimeError):
+                self._pending.append((clock, start, clock.mark()))
+        self._settle(wait=False)
+
+    def _settle(self, *, wait: bool) -> None:
+        """Add up what is known by now, or all of it."""
+        while self._pending and (wait or self._pending[0][0].has_passed(self._pending[0][2])):
+            clock, start, end = self._pending.popleft()
+            self._last = seconds = clock.seconds(start, end)
+            self._count += 1
+            self._total += seconds
+            self._min, self._max = min(self._min, seconds), max(self._max, seconds)
+
+
+class Timers:
+    """Timers by name, made when they are first used.
+
+    >>> timers = Timers()
+    >>> with timers("step"):
+    ...     with timers("forward"):
+    ...         pass
+    >>> sorted(timers.timings())
+    ['forward', 'step']
+
+    ``print(timers)`` shows a table. The arguments are those of `Timer`, for all of them.
+    """
+
+    def __init__(
+        self,
+        *,
+        synchronize: bool = True,
+        enabled: bool = True,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self._made: dict[str, Timer] = {}
+        self._synchronize = synchronize
+        self._enabled = enabled
+        self._device = device
+
+    def __call__(self, name: str) -> Timer:
+        """Return the timer of that name."""
+        timer = self._made.get(name)
+        if timer is None:
+            timer = self._made[name] = Timer(
+                name, synchronize=self._synchronize, enabled=self._enabled, device=self._device
+            )
+        return timer
+
+    def __iter__(self) -> Iterator[Timer]:
+        """Return the timers in the order in which they were made."""
+        return iter(self._made.values())
+
+    @property
+    def enabled(self) -> bool:
+        """Whether they measure; set it for all of them."""
+        return self._enabled
+
+    @enabled.setter
+    def enabled(self, on: bool) -> None:
+        self._enabled = on
+        for timer in self:
+            timer.enabled = on
+
+    def timings(self) -> dict[str, Timing]:
+        """Return what each has measured, by name."""
+        return {timer.name: timer.timing for timer in self}
+
+    def reset(self) -> None:
+        """Forget what they have measured."""
+        for timer in self:
+            timer.reset()
+
+    def __str__(self) -> str:
+        width = max((len(timer.name) for timer in self), default=0)
+        return "\n".join(f"{timer.name:<{width}}  {timer.timing}" for timer in self)
+
+
+def in_words(seconds: float) -> str:
+    """Return a time as people read it.
+
+    >>> in_words(0.00123), in_words(83.5), in_words(5000)
+    ('1.23 ms', '83.5 s', '5e+03 s')
+    """
+    scale, unit = next(
+        (each for each in ((1.0, "s"), (1e3, "ms")) if abs(seconds) * each[0] >= 1), (1e6, "us")
+    )
+    return f"{seconds * scale:.3g} {unit}"

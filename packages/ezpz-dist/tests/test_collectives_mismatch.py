@@ -1,0 +1,295 @@
+"""Ranks that call different things: all of them are told the same, at once, and can go on."""
+
+import pytest
+
+CAUGHT = """
+import time
+from ezpz_dist._collectives.gather import all_gather_object
+from ezpz_dist._world import find_world
+rank, n = setup_torch(timeout=60), dist.get_world_size()
+store = find_world().store
+barrier()
+keys_before = store.num_keys()
+
+def caught(kind, *calls):
+    "What this rank's call raises; the last call is that of all further ranks."
+    barrier()
+    start = time.monotonic()
+    try:
+        result = calls[min(rank, len(calls) - 1)]()
+    except kind as error:
+        assert time.monotonic() - start < 5
+        assert type(error) is kind, error
+        # the group still works, and every rank has raised the same
+        assert len(set(all_gather_object((str(error), error.ranks)))) == 1
+        return error.ranks, str(error)
+    raise AssertionError(f"nothing raised: {result}")
+"""
+
+
+def test_what_differs_is_named_on_every_rank(ranks):
+    ranks(
+        3,
+        CAUGHT
+        + """
+def vector(size, dtype=torch.float32):
+    return torch.ones(size, dtype=dtype)
+
+# another operation
+who, text = caught(MismatchError, lambda: barrier(), lambda: all_reduce(1.0), lambda: barrier())
+assert who == (1,), text
+assert "ranks 0, 2 call barrier() at <string>:" in text and "; rank 1 (" in text
+assert ") calls all_reduce of number (sum) at <string>:" in text
+
+# another combination; the one of two that is alone is the higher rank
+who, text = caught(MismatchError, lambda: all_reduce(1, "min"), lambda: all_reduce(1, "max"))
+assert who == (0,) and "ranks 1-2 call all_reduce of number (max)" in text, text
+assert ") calls all_reduce of number (min)" in text
+
+# shapes and dtypes, small and large
+for k in (1, 100000):
+    who, text = caught(MismatchError, lambda: all_reduce(vector(2 * k)),
+                       lambda: all_reduce(vector(2 * k)), lambda: all_reduce(vector(3 * k)))
+    expected = f") has float32 [{3 * k}] instead of float32 [{2 * k}] at <string>:"
+    assert who == (2,) and expected in text, text
+who, text = caught(MismatchError, lambda: all_reduce(vector(2)),
+                   lambda: all_reduce(vector(2, torch.float64)), lambda: all_reduce(vector(2)))
+assert who == (1,) and "has float64 [2] instead of float32 [2]" in text, text
+who, text = caught(MismatchError, lambda: all_reduce(vector(())), lambda: all_reduce(1.0))
+assert who == (0,) and "has float32 [] instead of number" in text, text
+
+# keys: the very one
+full = {"loss": 1.0, "acc": vector(3), "deep": {"a": 1, "b": 2}}
+less = {"loss": 1.0, "deep": {"a": 1, "b": 2}}
+who, text = caught(MismatchError, lambda: all_reduce(full), lambda: all_reduce(full),
+                   lambda: all_reduce(less))
+assert who == (2,) and ") has no key 'acc' at <string>:" in text, text
+assert ("all_reduce of {'acc': float32 [3], 'deep' > 'a': number, 'deep' > 'b': number, "
+        "'loss': number} (sum)") in text
+who, text = caught(MismatchError, lambda: all_reduce(full), lambda: all_reduce(less))
+assert who == (0,) and "has a key 'acc' that the others have not" in text, text
+who, text = caught(MismatchError, lambda: all_reduce({"a": vector(3)}),
+                   lambda: all_reduce({"a": vector(4)}), lambda: all_reduce({"b": vector(3)}))
+assert who == (1, 2) and "has float32 [4] at key 'a' instead of float32 [3]" in text, text
+assert "has no key 'a', has a key 'b' that the others have not" in text
+who, text = caught(MismatchError, lambda: all_reduce({"a": 1}), lambda: all_reduce(1))
+assert who == (0,) and "calls all_reduce of {'a': number} (sum)" in text, text
+many = {f"{i:04}": 1 for i in range(3000)}
+who, text = caught(MismatchError, lambda: all_reduce(many | {"x": 1}), lambda: all_reduce(many))
+assert who == (0,) and "has a key 'x' that" in text and len(text) < 600, text
+who, text = caught(MismatchError, lambda: all_reduce({f"k{i}": 1 for i in range(9)}),
+                   lambda: all_reduce({}))
+assert "'k0' that the others have not, has a key 'k1'" in text and "and 6 more differences" in text
+# their order is none of these
+assert all_reduce({"a": 1, "b": 10} if rank else {"b": 10, "a": 1}) == {"a": 3, "b": 30}
+
+# another root
+who, text = caught(MismatchError, lambda: broadcast(1, root=1), lambda: broadcast(1))
+assert who == (0,) and ") calls broadcast(root=1) at" in text, text
+assert "ranks 1-2 call broadcast(root=0) at" in text, text
+
+# all different
+who, text = caught(MismatchError, lambda: barrier(), lambda: broadcast(1), lambda: all_reduce(1))
+assert who == (1, 2) and text.startswith("rank 0 ("), text
+assert text.endswith("expected every rank to call the same, with the same keys, shapes and dtypes")
+
+# in a loop, and nothing is left in the store
+for _ in range(5):
+    caught(MismatchError, lambda: barrier(), lambda: all_reduce(1.0))
+barrier()
+if rank == 0:
+    time.sleep(0.2)
+    assert store.num_keys() == keys_before, (store.num_keys(), keys_before)
+barrier()
+cleanup()
+""",
+    )
+
+
+def test_a_rank_that_cannot_take_part_does_not_leave_the_others_waiting(ranks):
+    ranks(
+        3,
+        CAUGHT
+        + """
+import threading
+lock = threading.Lock()
+good = lambda: all_reduce(1.0)
+
+who, text = caught(CollectiveError, good, lambda: all_reduce("x"), good)
+assert who == (1,) and "cannot take part in all_reduce() at <string>:" in text, text
+assert ": TypeError: all_reduce of str; expected" in text and "expected every rank to take" in text
+who, text = caught(CollectiveError, lambda: all_reduce(1.0, "median"), good)
+assert who == (0,) and "ValueError: op 'median'" in text, text
+who, text = caught(CollectiveError, lambda: all_reduce(1 << 63), good)
+assert who == (0,) and "OverflowError" in text, text
+who, text = caught(CollectiveError, lambda: all_reduce(1, implementation="x"), good)
+assert who == (0,) and "ValueError: implementation 'x'" in text, text
+who, text = caught(CollectiveError, lambda: barrier(timeout=-1), lambda: barrier(timeout=9))
+assert who == (0,) and "ValueError: timeout -1" in text, text
+who, text = caught(CollectiveError, lambda: broadcast(1, root=3), lambda: broadcast(1))
+assert who == (0,) and "root 3; expected a rank from 0 to 2" in text, text
+
+# the root's object, or one of all, cannot be pickled
+who, text = caught(CollectiveError, lambda: broadcast(lock))
+assert who == (0,) and "lock cannot be pickled (TypeError" in text, text
+who, text = caught(CollectiveError, lambda: all_gather_object(1), lambda: all_gather_object(lock),
+                   lambda: all_gather_object(1))
+assert who == (1,) and "lock cannot be pickled" in text, text
+assert broadcast(lock if rank else 7) == 7, "only the root's matters"
+
+# where all refuse, each has its own error
+for call, kind in ((lambda: all_reduce(None), TypeError), (lambda: broadcast(1, 9), ValueError),
+                   (lambda: all_gather_object(lock), CollectiveError)):
+    try:
+        call()
+    except kind as error:
+        assert "cannot take part" not in str(error)
+    else:
+        raise AssertionError("nothing raised")
+
+# what cannot be made here is this rank's trouble; the others have their object
+import sys, types
+if rank == 0:
+    sys.modules["only_here"] = here = types.ModuleType("only_here")
+    here.Thing = type("Thing", (), {"__module__": "only_here"})
+try:
+    broadcast(here.Thing() if rank == 0 else None)
+except CollectiveError as error:
+    assert rank > 0 and error.ranks == (0,)
+    assert "what rank 0 sent cannot be unpickled here (ModuleNotFoundError" in str(error)
+else:
+    assert rank == 0
+assert all_reduce(1) == 3
+cleanup()
+""",
+    )
+
+
+def test_the_ranks_are_named_though_the_store_is_gone(ranks):
+    ranks(
+        2,
+        CAUGHT
+        + """
+class Gone:
+    def set(self, *arguments):
+        raise dist.DistNetworkError("gone")
+
+import dataclasses
+from ezpz_dist import _world
+_world.enter(dataclasses.replace(find_world(), store=Gone()))
+who, text = caught(MismatchError, lambda: barrier(), lambda: all_reduce(1.0))
+assert who == (1,) and "calls something else at ?" in text, text
+""",
+    )
+
+
+def test_groups(ranks):
+    ranks(
+        3,
+        CAUGHT
+        + """
+import ezpz_tp
+pair, alone = dist.new_group([0, 2]), dist.new_group([1])
+mine = alone if rank == 1 else pair
+assert all_reduce(rank, group=mine) == (1 if rank == 1 else 2)
+assert all_reduce(torch.full((9000,), rank), group=mine).tolist() == [1 if rank == 1 else 2] * 9000
+root = 1 if rank == 1 else 2
+for size in (1, 9000):
+    assert broadcast([rank] * size, root=root, group=mine) == [root] * size
+    assert broadcast(torch.full((size,), rank), root, mine).tolist() == [root] * size
+assert all_gather_object(rank, group=mine) == ([1] if rank == 1 else [0, 2])
+barrier(group=mine), barrier(mine, timeout=20)
+
+# the members' ranks are those in the world, here too
+if rank != 1:
+    try:
+        all_reduce(1 if rank else torch.ones(1), group=pair)
+    except MismatchError as error:
+        assert error.ranks == (2,) and "rank 2 (" in str(error), error
+    else:
+        raise AssertionError("nothing raised")
+    assert all_reduce(1, group=pair) == 2
+
+def raises(kind, text, call):
+    try:
+        call()
+    except kind as error:
+        assert text in str(error), error
+    else:
+        raise AssertionError("nothing raised")
+
+if rank == 1:
+    raises(ValueError, "barrier() on rank 1 with a group of which it is no member",
+           lambda: barrier(pair))
+    raises(ValueError, "root 0; expected one of the group's ranks, [1]",
+           lambda: broadcast(1, 0, alone))
+raises(TypeError, "expected a torch.distributed.ProcessGroup", lambda: barrier([0, 1]))
+raises(ValueError, "expected group=None, because MPI knows nothing of torch's groups",
+       lambda: barrier(mine, implementation="mpi"))
+ezpz_tp.initialize_tensor_parallel(3)
+assert all_reduce(1, group=ezpz_tp.get_tensor_parallel_group()) == 3
+assert all_reduce(rank, group=ezpz_tp.get_data_parallel_group()) == rank, "a group of one"
+gone = dist.new_group()
+dist.destroy_process_group(gone)
+raises(ValueError, "with a group that torch does not know", lambda: all_reduce(1, group=gone))
+assert all_reduce(1) == 3
+cleanup()
+""",
+    )
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_mpi_that_knows_nothing_of_this_job(ranks, n):
+    pytest.importorskip("mpi4py")
+    ranks(
+        n,
+        """
+        rank, n = setup_torch(timeout=60), dist.get_world_size()
+        for call in (barrier, lambda **mpi: all_reduce(1, **mpi)):
+            try:
+                call(implementation="mpi")
+            except CollectiveError as error:
+                assert n > 1
+                expected = (f"mpi4py sees rank 0 of 1 (", f"), set-up {rank} of {n} (torchrun)",
+                            "mpi4py cannot load an MPI (")
+                assert any(text in str(error) for text in expected), error
+                assert "start the ranks with mpiexec" in str(error)
+            else:
+                assert n == 1
+            # only one rank asks for MPI, and has not been let into it
+            if n > 1:
+                try:
+                    call(**({"implementation": "mpi"} if rank else {}))
+                except MismatchError as error:
+                    assert error.ranks == (1,) and "for the first time" in str(error), error
+                else:
+                    raise AssertionError("nothing raised")
+        cleanup()
+        """,
+    )
+
+
+def test_a_barrier_that_one_rank_does_not_come_to(ranks):
+    ranks(
+        3,
+        """
+        import time
+        rank = setup_torch(timeout=60)
+        barrier(timeout=30)
+        store, start = dist.distributed_c10d._get_default_store(), time.monotonic()
+        if rank == 1:
+            store.wait(["told/0", "told/2"])
+        else:
+            try:
+                barrier(timeout=1)
+            except (HangError, LostRankError) as error:
+                assert 1 in error.ranks and "rank 1" in str(error), error
+                assert "barrier()" in str(error), error
+                assert time.monotonic() - start < 10
+            else:
+                raise AssertionError("nothing raised")
+            store.set(f"told/{rank}", "")
+            store.wait(["told/0", "told/2"])
+        cleanup()
+        """,
+    )

@@ -1,0 +1,384 @@
+"""DeepSpeed itself on real ranks, where it is installed; what it is told, everywhere.
+
+DeepSpeed is no requirement of ezpz_dist: `pip install deepspeed` (0.19.8 was tested) adds it.
+"""
+
+import importlib.util
+import json
+import sys
+
+import pytest
+import torch
+
+from ezpz_dist import SetupError, WrapError
+from ezpz_dist._meeting.frameworks import check_framework
+from ezpz_dist._wrapping.deepspeed_config import deepspeed_config
+
+needs_deepspeed = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"
+)
+CPU = torch.device("cpu")
+
+PRELUDE = """
+import json, warnings
+warnings.simplefilter("ignore")  # DeepSpeed calls what torch 2.13 deprecates
+from ezpz_dist._wrapping.deepspeed import wrap_model_for_deepspeed
+from torch import nn
+
+def build():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Linear(16, 4))
+
+torch.manual_seed(1)
+STEPS = [(x, x[:, :4].sin()) for x in torch.randn(30, 8, 8)]
+
+def alone(make, clip=None, schedule=None, build=build):
+    model = build()
+    optimizer = make(model.parameters())
+    scheduler = schedule and schedule(optimizer)
+    losses = []
+    for x, y in STEPS:
+        loss = (model(x) - y).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        if scheduler:
+            scheduler.step()
+        losses.append(loss.item())
+    return losses
+
+def follow(engine, losses, *, parts=1, shards=None):
+    shards = shards or n
+    size, shard, worst = 8 // parts // shards, rank % shards, 0.0
+    for (x, y), expected in zip(STEPS, losses):
+        mine = []
+        for part in range(parts):
+            start = (part * shards + shard) * size
+            at = slice(start, start + size)
+            loss = (engine(x[at]) - y[at]).square().mean()
+            engine.backward(loss)
+            engine.step()
+            mine.append(loss.item())
+        found = all_reduce(sum(mine) / parts, "mean")
+        worst = max(worst, abs(found - expected) / expected)
+    assert worst <= 1e-5, worst
+
+def refused(text, *args, kind=ezpz_dist.WrapError, **options):
+    try:
+        wrap_model_for_deepspeed(*args, **options)
+    except kind as error:
+        assert text in str(error), error
+    else:
+        raise AssertionError(f"not refused: {text}")
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-2)
+"""
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("n", [1, 2])
+def test_every_stage_follows_one_process(ranks, n, tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 2}, "steps_per_print": 1000}))
+    ranks(
+        n,
+        PRELUDE
+        + f"""
+path = {str(path)!r}
+before = dict(os.environ)
+rank = setup_torch(framework="deepspeed", timeout=60)
+n = dist.get_world_size()
+group, listens = dist.group.WORLD, os.environ.get("MASTER_PORT")
+
+losses = alone(adamw)
+assert losses[-1] < losses[0]
+for stage in (0, 1, 2, 3):
+    model = build()
+    if rank:
+        with torch.no_grad():
+            model[0].weight.zero_()  # all start from rank 0's
+    optimizer = adamw(model.parameters())
+    made = wrap_model_for_deepspeed(model, optimizer, zero_stage=stage, micro_batch_size=8 // n)
+    engine, wrapped, loader, scheduler = made
+    assert engine.module is model and engine.zero_optimization_stage() == stage
+    assert (wrapped is optimizer) == (stage == 0) and loader is None and scheduler is None
+    follow(engine, losses)
+
+# the group is ours, and DeepSpeed looked for no other
+assert dist.group.WORLD is group and os.environ.get("MASTER_PORT") == listens
+assert "mpi4py" not in sys.modules and os.environ["DS_ACCELERATOR"] == "cpu"
+
+# another optimizer; accumulation, clipping and a scheduler; the buffers too
+sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+halve = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.5)
+for stage in (0, 2):
+    model = build()
+    model.register_buffer("rotary", torch.full((2, 3), complex(rank, 1)).t())
+    model.register_buffer("count", torch.tensor(rank))
+    optimizer = sgd(model.parameters())
+    engine, wrapped, _, scheduler = wrap_model_for_deepspeed(
+        model, optimizer, zero_stage=stage, gradient_accumulation_steps=2, gradient_clipping=0.5,
+        scheduler=halve(optimizer),
+    )
+    assert engine.train_batch_size() == 2 * n
+    follow(engine, alone(sgd, clip=0.5, schedule=halve), parts=2)
+    assert abs(scheduler.get_last_lr()[0] - 0.0125) < 1e-9, scheduler.get_last_lr()
+    assert model.count == 0 and torch.equal(model.rotary, torch.full((3, 2), 1j))
+
+# an optimizer, a loader and a batch size of DeepSpeed's own; a file
+model = build()
+model[2].requires_grad_(False)
+config = {{"optimizer": {{"type": "AdamW", "params": {{"lr": 1e-2}}}}, "train_batch_size": 4 * n}}
+engine, wrapped, loader, _ = wrap_model_for_deepspeed(
+    model, zero_stage=0, config=config, training_data=[row for x, _ in STEPS for row in x]
+)
+assert type(wrapped) is torch.optim.AdamW, "nothing was compiled"
+assert sum(p.numel() for g in wrapped.param_groups for p in g["params"]) == 4 * 17 + 16 * 9
+assert loader.batch_size == 4 and len(loader) == 240 // (4 * n)  # iterating starts processes
+assert "params" in config["optimizer"] and "torch_adam" not in config["optimizer"]["params"]
+model = build()
+engine = wrap_model_for_deepspeed(model, adamw, config=path)[0]
+assert engine.zero_optimization_stage() == 2
+
+# 16 bits
+model = build()
+engine, *_ = wrap_model_for_deepspeed(model, adamw, zero_stage=3, dtype="bf16")
+assert next(model.parameters()).dtype == torch.bfloat16
+x = STEPS[0][0].bfloat16()
+found = []
+for _ in range(10):
+    loss = engine(x).float().square().mean()
+    engine.backward(loss)
+    engine.step()
+    found.append(loss.item())
+assert found[-1] < 0.9 * found[0], found
+
+# what is refused, on all ranks, before anything is done
+bare = build()
+refused("is wrapped already: it is DeepSpeed", engine)
+refused("has a DeepSpeed engine already; expected a new model", model, adamw)
+refused("zero_stage 4; expected 0, 1, 2 or 3", bare, zero_stage=4)
+both = {{"optimizer": {{"type": "SGD", "params": {{"lr": 1.0}}}}}}
+refused("config has 'optimizer' (SGD) and optimizer= is given", bare, adamw, config=both)
+foreign = adamw(list(build().parameters())[:4])
+refused("4 of the optimizer's 4 parameters are not the model's", bare, foreign)
+refused("zero_stage 1 shards the optimizer's state, and there is no optimizer", bare)
+refused("build it under deepspeed.zero.Init()", build().to("meta"))
+refused("expected float32, bfloat16 or float16", bare, adamw, dtype="fp64", kind=ValueError)
+if n == 2:
+    refused("zero_stage", bare, adamw, zero_stage=1 + rank)
+    said, stage = [("is refused on rank 1", 1), ("zero_stage 7", 7)][rank]
+    refused(said, bare, adamw, zero_stage=stage)
+os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] = "7"  # as where each rank sees one device
+wrap_model_for_deepspeed(bare, adamw, zero_stage=0)
+assert os.environ.pop("OMPI_COMM_WORLD_LOCAL_RANK") == "7"
+
+# from the start, in the same process: a model that is split over the ranks
+cleanup()
+names = {{"DS_ACCELERATOR", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}}
+assert {{k: os.environ.get(k) for k in names}} == {{k: before.get(k) for k in names}}
+if n == 2:
+    setup_torch(framework="deepspeed", tensor_parallel_size=2, timeout=60)
+    import ezpz_tp
+
+    class Split(nn.Module):
+        def __init__(self, whole):
+            super().__init__()
+            self.up = ezpz_tp.ColumnParallelLinear(8, 16, gather_output=False)
+            self.down = ezpz_tp.RowParallelLinear(16, 4, input_is_parallel=True)
+            mine = slice(8 * rank, 8 * rank + 8)
+            with torch.no_grad():
+                self.up.weight.copy_(whole[0].weight[mine])
+                self.up.bias.copy_(whole[0].bias[mine])
+                self.down.weight.copy_(whole[2].weight[:, mine])
+                self.down.bias.copy_(whole[2].bias)
+
+        def forward(self, x):
+            return self.down(torch.tanh(self.up(x)))
+
+    shallow = lambda: nn.Sequential(*build()[:2], build()[3])
+    expected = alone(adamw, clip=0.5, build=shallow)
+    for stage in (0, 1, 2):
+        model = Split(shallow())
+        engine, *_ = wrap_model_for_deepspeed(
+            model, adamw(model.parameters()), zero_stage=stage, gradient_clipping=0.5
+        )
+        assert engine.dp_world_size == 1 and engine.mp_world_size == 2
+        follow(engine, expected, shards=1)  # both see the same samples
+    cleanup()
+
+# and once more, without: DeepSpeed remembers no groups
+setup_torch(framework="deepspeed", timeout=60)
+model = build()
+follow(wrap_model_for_deepspeed(model, adamw(model.parameters()), zero_stage=2)[0], losses)
+cleanup()
+""",
+        timeout=180,  # it imports torch's compiler, whatever is trained
+    )
+
+
+def test_the_configuration_of_each_stage():
+    for stage in range(4):
+        made = deepspeed_config(zero_stage=stage, micro_batch_size=4, data_parallel_size=8)
+        assert made["zero_optimization"] == {"stage": stage}
+        assert made["train_batch_size"] == 32
+        assert made["gradient_accumulation_steps"] == 1
+        assert made["bf16"] == made["fp16"] == {"enabled": False}
+    assert deepspeed_config()["zero_optimization"]["stage"] == 1
+    assert deepspeed_config(dtype="bf16")["bf16"] == {"enabled": True}
+    assert deepspeed_config(dtype=torch.float16)["fp16"] == {"enabled": True}
+    assert deepspeed_config(gradient_clipping=1.0)["gradient_clipping"] == 1.0
+    offload = deepspeed_config(
+        zero_stage=3, offload_optimizer="cpu", offload_parameters="nvme", nvme_path="/scratch"
+    )["zero_optimization"]
+    assert offload["offload_optimizer"] == {"device": "cpu"}
+    assert offload["offload_param"] == {"device": "nvme", "nvme_path": "/scratch"}
+
+
+def test_what_the_user_wrote_is_kept_and_completed():
+    theirs = {
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": 7},
+        "bfloat16": {"enabled": "auto"},
+        "gradient_clipping": "auto",
+        "train_batch_size": "auto",
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+        "wall_clock_breakdown": True,
+    }
+    kept = json.dumps(theirs)
+    made = deepspeed_config(
+        config=theirs, dtype="bf16", gradient_accumulation_steps=2, zero_stage=3
+    )
+    assert json.dumps(theirs) == kept
+    assert made["zero_optimization"] == {"stage": 3, "reduce_bucket_size": 7}
+    assert made["bf16"] == {"enabled": True}
+    assert "bfloat16" not in made
+    assert made["gradient_clipping"] == 0.0
+    assert made["train_batch_size"] == 2
+    assert made["optimizer"]["params"] == {"lr": 0.1, "torch_adam": True}
+    assert made["wall_clock_breakdown"] is True
+    on_cuda = deepspeed_config(config=theirs, device_type="cuda")
+    assert on_cuda["optimizer"]["params"] == {"lr": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("known", "micro", "steps"),
+    [
+        ({"train_batch_size": 24}, 6, 1),
+        ({"train_batch_size": 24, "train_micro_batch_size_per_gpu": 2}, 2, 3),
+        ({"train_batch_size": 24, "gradient_accumulation_steps": 2}, 3, 2),
+        ({"gradient_accumulation_steps": 2}, 1, 2),
+    ],
+)
+def test_the_batch_sizes_follow_from_each_other(known, micro, steps):
+    made = deepspeed_config(config=known, data_parallel_size=4)
+    assert made["train_micro_batch_size_per_gpu"] == micro
+    assert made["gradient_accumulation_steps"] == steps
+    assert made["train_batch_size"] == micro * steps * 4
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "message"),
+    [
+        ({"zero_optimization": {"stage": 2}}, {"zero_stage": 3},
+         "config: zero_optimization.stage is 2, the argument says 3"),
+        ({"fp16": {"enabled": True}}, {"dtype": "bf16"},
+         "config: fp16.enabled is True, the argument says False"),
+        ({"gradient_accumulation_steps": 4}, {"gradient_accumulation_steps": 1},
+         "config: gradient_accumulation_steps is 4, the argument says 1"),
+        ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, {}, "are both true"),
+        ({"bf16": {}, "bfloat16": {}}, {}, "bf16 and bfloat16, which are the same"),
+        ({"optimizer": {"type": "Adam", "params": {"lr": "auto"}}}, {},
+         'config: optimizer.params.lr "auto", and no argument says what'),
+        ({"train_batch_size": 9}, {"data_parallel_size": 2},
+         "train_batch_size is 9; expected train_micro_batch_size_per_gpu 4 x"),
+        ({"train_batch_size": 1}, {"data_parallel_size": 2}, "= 0"),
+        ({"train_batch_size": 0}, {}, "train_batch_size is 0; expected a whole number from 1"),
+        ({}, {"micro_batch_size": True}, "train_micro_batch_size_per_gpu is True"),
+        ({"zero_optimisation": {"stage": 3}}, {},
+         "config has 'zero_optimisation'; expected 'zero_optimization'?"),
+        ({"zero_optimization": True}, {}, "zero_optimization is True; expected a dict"),
+        ({"zero_optimization": {"stage": 4}}, {}, "zero_stage 4; expected 0, 1, 2 or 3"),
+        ({}, {"zero_stage": True}, "zero_stage True"),
+        ({}, {"zero_stage": 0, "offload_optimizer": "cpu"}, "expected stage 1, 2 or 3; stage 0"),
+        ({}, {"zero_stage": 2, "offload_parameters": "cpu"}, "expected stage 3; stage 2"),
+        ({}, {"offload_optimizer": "disk"}, "device 'disk'; expected 'cpu' or 'nvme'"),
+        ({}, {"offload_optimizer": "nvme"}, "to nvme without a folder; expected nvme_path"),
+    ],
+)  # fmt: skip
+def test_contradictions(config, options, message):
+    with pytest.raises(WrapError) as caught:
+        deepspeed_config(config=config, **options)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "cannot be read (", ),
+        ("{", "Expecting property name"),
+        ("[]", "is a list; expected a JSON object"),
+        ('{"fp16": {}, "fp16": {}}', "the key 'fp16' stands in it twice"),
+    ],
+)  # fmt: skip
+def test_files_that_are_none(tmp_path, text, message):
+    path = tmp_path / "ds.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(WrapError) as caught:
+        deepspeed_config(config=path)
+    assert message in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+def test_frameworks_that_are_not_known():
+    check_framework("DDP", CPU)
+    with pytest.raises(
+        SetupError, match="framework 'fsdp'; expected one of DDP, deepspeed, horovod"
+    ):
+        check_framework("fsdp", CPU)
+
+
+def test_not_installed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "deepspeed", None)  # as if it were not there
+    with pytest.raises(SetupError) as caught:
+        check_framework("deepspeed", CPU)
+    assert "DeepSpeed is not installed" in str(caught.value)
+    assert "pip install deepspeed" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("from torch import no_such_name", "ImportError: cannot import name 'no_such_name'"),
+        ("import torch; torch.no_such_name", "AttributeError: module 'torch' has no attribute"),
+    ],
+)
+def test_installed_and_broken(monkeypatch, tmp_path, body, message):
+    (tmp_path / "deepspeed.py").write_text(body)
+    monkeypatch.delitem(sys.modules, "deepspeed", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SetupError) as caught:
+        check_framework("deepspeed", CPU)
+    assert f"DeepSpeed is installed and cannot be imported with torch {torch.__version__}" in str(
+        caught.value
+    )
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_another_accelerator_was_asked_for(monkeypatch):
+    monkeypatch.setenv("DS_ACCELERATOR", "cuda")
+    with pytest.raises(SetupError, match="DS_ACCELERATOR='cuda' while this rank computes on cpu"):
+        check_framework("deepspeed", CPU)
+
+
+@needs_deepspeed
+def test_it_was_imported_before_and_chose_another():
+    check_framework("deepspeed", CPU)
+    with pytest.raises(SetupError, match="DeepSpeed chose cpu when it was imported, and this rank"):
+        check_framework("deepspeed", torch.device("xpu"))

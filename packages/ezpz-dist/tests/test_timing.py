@@ -1,0 +1,195 @@
+"""The time of functions, blocks and steps."""
+
+import asyncio
+import logging
+import math
+import re
+import time
+
+import pytest
+import torch
+
+from ezpz_dist._debugging.clock import EventClock, HostClock, clock_for
+from ezpz_dist._debugging.timers import Timer, Timers, in_words
+from ezpz_dist._debugging.timing import timed, timeitlogit
+
+
+def test_a_timer_adds_up_and_nests():
+    timer = Timer("sleep")
+    assert timer.timing.count == 0
+    assert math.isnan(timer.timing.mean)
+    assert str(timer.timing) == "not used"
+    for seconds in (0.01, 0.03):
+        with timer:
+            time.sleep(seconds)
+    timing = timer.timing
+    assert timing.count == 2
+    assert 0.04 <= timing.total < 1
+    assert timing.mean == timing.total / 2
+    assert 0.01 <= timing.min < timing.max == timing.last
+    with timer:
+        time.sleep(0.01)
+        with timer:
+            pass
+        assert timer.timing.count == 3
+        assert timer.timing.last < 0.01
+    assert timer.timing.last >= 0.01
+    timer.reset()
+    assert timer.timing.count == 0
+
+
+def test_a_timer_counts_what_ends_in_an_exception():
+    timer = Timer()
+    with pytest.raises(KeyError, match="mine"), timer:
+        raise KeyError("mine")
+    assert timer.timing.count == 1
+
+
+def test_timers_by_name():
+    timers = Timers()
+    with timers("step"):
+        for _ in range(3):
+            with timers("forward"):
+                pass
+    timings = timers.timings()
+    assert list(timings) == ["step", "forward"]
+    assert timings["forward"].count == 3
+    assert timings["step"].total >= timings["forward"].total
+    pattern = r"step     1 x .*, .* in all\nforward  3 x \S+ us \(\S+ us to \S+ .*\), .* in all"
+    assert re.fullmatch(pattern, str(timers))
+    timers.enabled = False
+    timers.reset()
+    with timers("step"), timers("other"):
+        pass
+    assert {timing.count for timing in timers.timings().values()} == {0}
+    assert str(Timers()) == ""
+
+
+def test_a_timer_that_is_off_costs_little():
+    def cost(timer):
+        start = time.perf_counter()
+        for _ in range(1000):
+            with timer:
+                pass
+        return (time.perf_counter() - start) / 1000
+
+    assert min(cost(Timer(enabled=False)) for _ in range(5)) < 20e-6
+    assert min(cost(Timer()) for _ in range(5)) < 100e-6
+
+
+def test_clocks_by_device():
+    # No device here: what is asked of one is pinned, not run.
+    assert isinstance(clock_for(torch.device("cpu"), exact=False), HostClock)
+    assert isinstance(clock_for(torch.device("cuda", 0), exact=True), HostClock)
+    for kind in ("cuda", "xpu"):
+        assert isinstance(clock_for(torch.device(kind, 1), exact=False), EventClock)
+    assert isinstance(clock_for(torch.device("mps"), exact=False), HostClock)
+    same = clock_for(torch.device("cuda", 1), exact=False)
+    assert same is clock_for(torch.device("cuda:1"), exact=False)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA or ROCm device here")
+@pytest.mark.parametrize("synchronize", [True, False])
+def test_work_that_a_device_has_only_queued_is_timed(synchronize):
+    square = torch.rand(4096, 4096, device="cuda")
+    torch.cuda.synchronize()
+    timer = Timer(synchronize=synchronize, device="cuda")
+    begin = time.perf_counter()
+    with timer:
+        for _ in range(50):
+            square = square @ square
+    queued = time.perf_counter() - begin
+    assert timer.timing.last > 0
+    assert synchronize or timer.timing.last > queued
+
+
+def test_times_in_words():
+    assert [in_words(seconds) for seconds in (0.0, 2e-6, 1.5e-3, 0.25, 61.2)] == [
+        "0 us", "2 us", "1.5 ms", "250 ms", "61.2 s",
+    ]  # fmt: skip
+
+
+@timeitlogit()
+def add(a: int, b: int = 2) -> int:
+    """Add."""
+    return a + b
+
+
+def test_timeitlogit_keeps_the_function_and_logs(caplog):
+    caplog.set_level(logging.INFO)
+    assert add(1) == 3
+    assert (add.__name__, add.__doc__) == ("add", "Add.")
+    (record,) = caplog.records
+    assert re.fullmatch(r"add took \S+ us on rank 0", record.getMessage())
+    assert record.name == __name__
+
+    @timeitlogit(rank=0, level=logging.WARNING)
+    def fail():
+        raise OSError("disk")
+
+    with pytest.raises(OSError, match="disk"):
+        fail()
+    assert re.search(r"fail took \S+ us on rank 0 and raised OSError$", caplog.messages[-1])
+    assert caplog.records[-1].levelname == "WARNING"
+
+    @timeitlogit()
+    async def later():
+        await asyncio.sleep(0.02)
+        return 5
+
+    assert asyncio.run(later()) == 5
+    assert re.search(r"later took [2-9]\d[.\d]* ms", caplog.messages[-1])
+
+    caplog.clear()
+    with timed("block") as timer:
+        time.sleep(0.01)
+    assert timer.timing.last >= 0.01
+    with timed("silent", rank=1) as timer:
+        pass
+    assert timer.timing.count == 0
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].startswith("block took ")
+
+
+def test_what_cannot_be_timed_is_refused():
+    def numbers():
+        yield 1
+
+    async def letters():
+        yield "a"
+
+    for generator in (numbers, letters):
+        with pytest.raises(TypeError, match=f"timeitlogit of the generator .*{generator.__name__}"):
+            timeitlogit()(generator)
+    with pytest.raises(TypeError, match=r"@timeitlogit on .*; expected @timeitlogit\(\)"):
+        timeitlogit(numbers)
+
+
+def test_each_rank_logs_for_itself_or_one_for_all(ranks):
+    outs = ranks(
+        2,
+        """
+        import logging, io
+        log = io.StringIO()
+        logging.basicConfig(stream=log, level=logging.INFO, format="%(message)s")
+        from ezpz_dist._debugging.timing import timed, timeitlogit
+        import ezpz_topo
+
+        @timeitlogit(rank=ezpz_topo.get_rank())
+        def setup():
+            return setup_torch(timeout=30)
+
+        @timeitlogit(rank=1)
+        def one(): pass
+
+        @timeitlogit()
+        def first(): pass
+
+        setup(); one(); first()
+        print(*[line for line in log.getvalue().splitlines() if " took " in line], sep="\\n")
+        cleanup()
+        """,
+    )
+    said = [[line.split(" took ")[0] for line in out.splitlines()] for out in outs]
+    assert said == [["setup", "first"], ["setup", "one"]]
+    assert outs[1].count("on rank 1") == 2
