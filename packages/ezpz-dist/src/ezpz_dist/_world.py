@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -51,6 +52,26 @@ def enter(world: World | None) -> None:
 def find_world() -> World | None:
     """Return what set-up decided; None before it and after clean-up."""
     return _world
+
+
+_unfinished: list[Callable[[], None]] = []
+
+
+def finish_before_leaving(finish: Callable[[], None]) -> None:
+    """Have something called once by clean-up, while the world still exists."""
+    if finish not in _unfinished:
+        _unfinished.append(finish)
+
+
+def finish_all() -> Exception | None:
+    """Call what is to be called before the world ends; return the first error. For clean-up."""
+    first: Exception | None = None
+    while _unfinished:
+        try:
+            _unfinished.pop()()
+        except Exception as error:  # noqa: BLE001 - raised by clean-up, once the rest is done
+            first = first or error
+    return first
 
 
 def current_world(operation: str) -> World | None:

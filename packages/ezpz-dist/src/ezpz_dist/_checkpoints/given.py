@@ -1,0 +1,50 @@
+"""What a caller gives to be saved, or to be filled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+Optimizers = Optimizer | Sequence[Optimizer]
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A model, and what else there is.
+
+    Attributes:
+        model: Wrapped or not.
+        optimizers: Its optimizers; none, if none was given.
+        scheduler: None, one or several.
+        data: None, one or several.
+        extra: None, or a dict.
+    """
+
+    model: nn.Module
+    optimizers: list[Optimizer]
+    scheduler: Any
+    data: Any
+    extra: Mapping[str, Any] | None = None
+
+    @property
+    def contents(self) -> tuple[str, ...]:
+        """Return the names of what there is."""
+        there = {
+            "model": True,
+            "optimizer": bool(self.optimizers),
+            "scheduler": self.scheduler is not None,
+            "data": self.data is not None,
+            "extra": self.extra is not None,
+        }
+        return tuple(name for name, given in there.items() if given)
+
+
+def listed(optimizer: Optimizers | None) -> list[Optimizer]:
+    """Return one optimizer, several or none as a list."""
+    if optimizer is None:
+        return []
+    return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)

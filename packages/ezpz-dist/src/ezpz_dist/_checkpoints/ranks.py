@@ -1,0 +1,235 @@
+"""What ranks tell each other about a check-point, so that one's failure is everyone's.
+
+Over a group of gloo's own: nothing mixes with the training's collectives, and a check-point can
+be written by another thread meanwhile. One thread at a time uses it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import pickle
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from ezpz_dist._errors import CheckpointError, DistError
+from ezpz_dist._hangs.waiting import waiting
+from ezpz_dist._world import World
+from ezpz_topo import get_hostname
+
+T = TypeVar("T")
+
+_LISTED = 8
+"""Failures that a message lists."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """What went wrong on a rank, in words that travel."""
+
+    rank: int
+    host: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The ranks that save and load together; a world of one needs no group."""
+
+    world: World | None = None
+    group: Any = None
+    rank: int = 0
+    size: int = 1
+    hosts: tuple[str, ...] = field(default_factory=lambda: (get_hostname(),))
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's value on rank 0; elsewhere nothing. Collective."""
+        if self.size == 1:
+            return [value]
+        mine = pickle.dumps(value)
+        lengths = torch.zeros(self.size, dtype=torch.int64)
+        lengths[self.rank] = len(mine)
+        dist.all_reduce(lengths, group=self.group)
+        # Uneven: sent one by one, so that rank 0 needs no room for the longest of each.
+        if self.rank:
+            dist.send(_bytes(mine), 0, group=self.group)
+            return []
+        found = [value]
+        for rank in range(1, self.size):
+            room = torch.empty(int(lengths[rank]), dtype=torch.uint8)
+            dist.recv(room, rank, group=self.group)
+            found.append(_object(room))
+        return found
+
+    def tell(self, value: Any) -> Any:
+        """Return rank 0's value on every rank. Collective."""
+        if self.size == 1:
+            return value
+        mine = pickle.dumps(value) if self.rank == 0 else b""
+        length = torch.tensor([len(mine)])
+        dist.broadcast(length, 0, group=self.group)
+        room = _bytes(mine) if self.rank == 0 else torch.empty(int(length), dtype=torch.uint8)
+        dist.broadcast(room, 0, group=self.group)
+        return value if self.rank == 0 else _object(room)
+
+    def deal(self, values: Sequence[Any]) -> Any:
+        """Return this rank's of rank 0's values, one a rank. Collective."""
+        if self.size == 1:
+            return values[0]
+        packed = [pickle.dumps(value) for value in values] if self.rank == 0 else []
+        lengths = torch.tensor([len(each) for each in packed] or [0] * self.size)
+        dist.broadcast(lengths, 0, group=self.group)
+        if self.rank == 0:
+            for rank in range(1, self.size):
+                dist.send(_bytes(packed[rank]), rank, group=self.group)
+            return values[0]
+        room = torch.empty(int(lengths[self.rank]), dtype=torch.uint8)
+        dist.recv(room, 0, group=self.group)
+        return _object(room)
+
+    def everywhere(self, what: str, work: Callable[[], T]) -> list[T]:
+        """Do something on every rank; return every rank's result on rank 0. Collective.
+
+        Raises:
+            CheckpointError: It failed on some rank: on all of them, with that rank and host.
+        """
+        mine, error = self._attempt(work)
+        outcomes = self.gather(mine)
+        self._judge(what, self.tell([each for each in outcomes if isinstance(each, Failed)]), error)
+        return cast("list[T]", outcomes)
+
+    def here(self, what: str, work: Callable[[], T]) -> T:
+        """Do something on every rank; return this rank's result. Collective.
+
+        Raises:
+            CheckpointError: It failed on some rank: on all of them, with that rank and host.
+        """
+        mine, error = self._attempt(work)
+        outcomes = self.gather(mine if isinstance(mine, Failed) else None)
+        self._judge(what, self.tell([each for each in outcomes if each is not None]), error)
+        return cast("T", mine)
+
+    def first(self, what: str, work: Callable[[], T]) -> T:
+        """Do something on rank 0; return its result on every rank. Collective.
+
+        Raises:
+            CheckpointError: It failed: on all ranks.
+        """
+        mine, error = self._attempt(work) if self.rank == 0 else (None, None)
+        told = self.tell(mine)
+        self._judge(what, [told] if isinstance(told, Failed) else [], error)
+        return cast("T", told)
+
+    def first_for_each(self, what: str, work: Callable[[], Sequence[T]]) -> T:
+        """Do something on rank 0 that gives each rank something of its own. Collective.
+
+        Raises:
+            CheckpointError: It failed: on all ranks.
+        """
+        mine, error = self._attempt(work) if self.rank == 0 else (None, None)
+        failed = isinstance(mine, Failed)
+        told = self.deal([mine] * self.size if failed else cast("Sequence[T]", mine))
+        self._judge(what, [told] if isinstance(told, Failed) else [], error)
+        return cast("T", told)
+
+    def same(self, what: str, value: Any) -> None:
+        """Make sure that every rank gave the same. Collective.
+
+        Raises:
+            CheckpointError: One did not: on all ranks, with both values.
+        """
+        told = self.gather(value)
+        odd = next(((rank, each) for rank, each in enumerate(told) if each != told[0]), None)
+        found = self.tell(None if odd is None else (*odd, told[0]))
+        if found is not None:
+            rank, other, first = found
+            raise CheckpointError(
+                f"{what}: rank {rank} on {self.hosts[rank]} has {other} and rank 0 {first}; "
+                "expected the same on every rank"
+            )
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Name what the main thread waits in, should a rank not come; for others say it plainly.
+
+        Raises:
+            CheckpointError: In another thread: a rank did not come, or has ended.
+        """
+        if threading.current_thread() is threading.main_thread():
+            with waiting(what, self.world):
+                yield
+            return
+        try:
+            yield
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"{what} in the background: the other ranks cannot be reached ({error}); expected "
+                "each to go on until it is complete: wait for it before cleanup()"
+            ) from error
+
+    def _attempt(self, work: Callable[[], T]) -> tuple[T | Failed, Exception | None]:
+        try:
+            return work(), None
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait for word
+            text = str(error) if isinstance(error, DistError) else _words(error)
+            return Failed(self.rank, self.hosts[self.rank], text), error
+
+    def _judge(self, what: str, failed: list[Failed], cause: Exception | None) -> None:
+        if not failed:
+            return
+        if self.size == 1:
+            text = failed[0].text
+        else:
+            said = [f"rank {one.rank} on {one.host}: {one.text}" for one in failed[:_LISTED]]
+            more = [f"and {len(failed) - _LISTED} more ranks"] if len(failed) > _LISTED else []
+            text = "; ".join(said + more)
+        raise CheckpointError(f"{what}: {text}") from cause
+
+
+def _words(error: BaseException) -> str:
+    """Return an error in words, with its cause: torch wraps what a file raised."""
+    origin = error.__cause__ or error.__context__
+    text = f"{type(error).__name__}: {error}".rstrip(": ")
+    return f"{_words(origin)} ({text})" if isinstance(origin, OSError) else text
+
+
+def _bytes(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _object(data: torch.Tensor) -> Any:
+    # torch's own object collectives want numpy; a list of ints would do without, slowly.
+    room = bytearray(data.numel())
+    torch.frombuffer(room, dtype=torch.uint8).copy_(data)
+    return pickle.loads(room)  # noqa: S301  # from a rank of this very job
+
+
+_made: tuple[World, Ranks] | None = None
+
+
+def _forget() -> None:
+    global _made
+    _made = None
+
+
+def ranks_of(world: World | None) -> Ranks:
+    """Return the ranks of a world. Collective the first time: it makes their group."""
+    global _made
+    if world is None or world.info.world_size == 1:
+        return Ranks()
+    if _made is None or _made[0] is not world:
+        # Dropped before `cleanup` runs at exit: see there for groups that outlive it.
+        atexit.unregister(_forget)
+        atexit.register(_forget)
+        with waiting("the group for check-points", world):
+            timeout = timedelta(seconds=world.timeout)
+            group = dist.new_group(backend="gloo", timeout=timeout)
+        info = world.info
+        _made = world, Ranks(world, group, info.rank, info.world_size, world.hosts)
+    return _made[1]

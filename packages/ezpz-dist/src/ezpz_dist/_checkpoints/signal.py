@@ -1,0 +1,286 @@
+"""Told to end, all ranks agree on a step, save there, and exit with 75."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import logging
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+from ezpz_dist._errors import CheckpointError, MismatchError
+from ezpz_dist._hangs.ending import end_job
+from ezpz_dist._hangs.standing import describe_frames, main_frame
+from ezpz_dist._hangs.waiting import explain, waiting
+from ezpz_dist._hangs.watcher import tell
+from ezpz_dist._store import LOST
+from ezpz_dist._world import current_world, find_world
+from ezpz_topo import get_hostname, get_rank
+
+from .pledges import NEVER, Pledges
+
+logger = logging.getLogger(__name__)
+
+EXIT_SAVED = 75
+"""The exit status that says: check-pointed, start me again (EX_TEMPFAIL of sysexits.h)."""
+
+EXIT_GAVE_UP = 124
+
+_numbers = itertools.count()
+"""How many of these this process has made: the same on every rank."""
+
+
+class SnapshotOnSignal:
+    """Saves once on all ranks, at one step, after a signal has reached any of them.
+
+    Collective: every rank makes one, calls `step` equally often, and calls `close` (or uses
+    it in a ``with`` statement). A signal may reach one rank, some or all, in different steps.
+    `step` then returns until the step that all agree upon; there it saves, and raises
+    ``SystemExit(75)`` on every rank: to ezpz-launch and schedulers it says "start me again".
+
+    Why it cannot deadlock: a thread of its own, which waits for no rank's main thread, gives
+    the number of the step that its rank is in, so every rank's number is known soon, whatever
+    the main threads wait for. A rank that has given its number n does not begin step n + 1
+    before it knows the largest of all, so no rank goes beyond that one. Every rank comes to
+    the end of it, because some rank is in it already, and up to there all of them do what they
+    would have done undisturbed.
+
+    While no signal comes nothing is sent, and `step` takes well below a microsecond. The
+    signals' earlier handlers do not run meanwhile (most would end the process); `close` puts
+    them back. Further signals change nothing: a save that has begun goes on. In a forked child
+    SIGTERM ends the child, and the other signals are ignored.
+
+    torchrun itself ends at SIGUSR1, without telling its ranks; there, send SIGTERM.
+
+    >>> with SnapshotOnSignal(lambda step: None) as snapshot:
+    ...     for step in range(3):
+    ...         snapshot.step(step)
+
+    Args:
+        save: Called with the step on every rank, in the main thread, at most once; when it
+            returns, this rank's part is to be on the disk. Writes of several ranks that
+            belong together are its concern: `ezpz_dist.save_checkpoint` does that.
+        signals: Names of signals.
+        within: Seconds from the signal (or from another rank's word of it) after which the job
+            gives up with exit status 124 and says where this rank stands. Default: it goes on
+            until the scheduler ends it; what atomic check-points survive.
+
+    Raises:
+        NotSetUpError: There are several ranks and `setup_torch` was not called.
+        ValueError: A name is no signal's that can be handled, this is not the main thread, or
+            ``within`` is no positive number.
+    """
+
+    def __init__(
+        self,
+        save: Callable[[int], object],
+        *,
+        signals: Iterable[str] = ("SIGUSR1", "SIGTERM"),
+        within: float | None = None,
+    ) -> None:
+        numbers = [_signal(name) for name in signals]
+        if threading.current_thread() is not threading.main_thread():
+            raise ValueError(
+                f"SnapshotOnSignal in thread {threading.current_thread().name!r}; expected the "
+                "main thread: Python handles signals there only"
+            )
+        if within is not None and not within > 0:
+            raise ValueError(f"within {within}; expected a positive number of seconds, or None")
+        self._save, self._within = save, within
+        self._world = current_world("SnapshotOnSignal()")
+        name = f"snapshot/{next(_numbers)}"
+        rank = get_rank()
+        self._rank, self._who = rank, f"rank {rank} on {get_hostname()}"
+        self._pid = os.getpid()
+        # Guards the step that this rank is in against the thread that gives it away.
+        self._lock = threading.Lock()
+        self._here = 1
+        self._pledged: int | None = None
+        self._stop_at = NEVER
+        self._agreed, self._over = threading.Event(), threading.Event()
+        self._outcome = ""
+        self._done = threading.Event()
+        # Put into by a signal's handler: of all queues only this one may be interrupted by
+        # itself (queue.SimpleQueue.put is reentrant).
+        self._heard: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._pledges = Pledges(name, self._world, self._on_notice)
+        self._listener = threading.Thread(target=self._listen, name="ezpz-snapshot", daemon=True)
+        self._listener.start()
+        # Another rank's word may have come before there was anybody here to hear it.
+        if self._pledges.are_asked_for():
+            self._heard.put("")
+        self._previous = {number: signal.signal(number, self._on_signal) for number in numbers}
+        atexit.register(self.close)
+
+    def step(self, step: int) -> None:
+        """Say that a step is done; after a signal, save at the step that all ranks agree upon.
+
+        Collective: every rank calls this after each step, with the same number.
+
+        Args:
+            step: The number that ``save`` gets.
+
+        Raises:
+            SystemExit: 75, when every rank has saved.
+            CheckpointError: Another rank's ``save`` failed; its own is raised as it is.
+            MismatchError: Another rank calls this step by another number.
+            HangError: A rank did not give its step, or did not save, in time.
+        """
+        with self._lock:
+            if self._pledged is None:
+                self._here += 1
+                return
+        if not self._agreed.is_set():
+            self._wait(self._agreed, "SnapshotOnSignal.step(), for every rank's step", step)
+        with self._lock:
+            if self._here != self._stop_at:
+                self._here += 1
+                return
+        self._snapshot(step)
+
+    def close(self) -> None:
+        """Put the signals' earlier handlers back. Does not wait for other ranks."""
+        if os.getpid() != self._pid or self._over.is_set():
+            return
+        self._over.set()
+        atexit.unregister(self.close)
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in self._previous.items():
+                # None: C code's, which Python cannot put back.
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._heard.put(None)
+        self._pledges.forget()
+        # Whoever waits for this rank's step learns that there will be none.
+        self._pledge(NEVER)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        if os.getpid() == self._pid:
+            self._heard.put(signal.Signals(number).name)
+        elif number == signal.SIGTERM:
+            # A forked child's: its parent, or the scheduler, wants it to end.
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    def _listen(self) -> None:
+        """Wait for a signal, or another rank's word of one; then answer for the main thread."""
+        name = self._heard.get()
+        if name is None:
+            return
+        start = time.monotonic()
+        if name:
+            logger.info("rank %d got %s", self._rank, name)
+        try:
+            if name and self._pledges.ask():
+                self._pledges.tell(signal=name)
+        except LOST as error:
+            self._without_store(error)
+        self._pledge()
+        if self._within is None or self._over.wait(self._within - (time.monotonic() - start)):
+            return
+        self._give_up(name or "another rank's signal")
+
+    def _on_notice(self, notice: dict[str, Any]) -> None:
+        """Take a word of another rank's, in the watcher's thread."""
+        if "signal" in notice:
+            self._heard.put("")
+        elif "stop_at" in notice:
+            self._stop_at = notice["stop_at"]
+            if self._stop_at == NEVER:
+                logger.warning("rank %d saves nothing: a rank is done with its steps", self._rank)
+            self._agreed.set()
+        else:
+            self._outcome = notice["outcome"]
+            self._done.set()
+
+    def _pledge(self, at_least: int = 0) -> None:
+        """Give the step that this rank is in, or a larger one, once."""
+        with self._lock:
+            if self._pledged is not None:
+                return
+            self._pledged = max(self._here, at_least)
+        if self._world is not None and find_world() is not self._world:
+            return  # after clean-up nobody waits
+        try:
+            stop_at = self._pledges.give(self._pledged)
+            if stop_at is not None:
+                self._pledges.tell(stop_at=stop_at)
+        except LOST as error:
+            self._without_store(error)
+
+    def _without_store(self, error: Exception) -> None:
+        """Go on without: rank 0 is gone, and the next collective says so if it matters."""
+        logger.error("rank %d cannot agree on a step to save at: %s", self._rank, error)
+        self._agreed.set()
+
+    def _snapshot(self, step: int) -> None:
+        logger.info("rank %d saves at step %d, as every rank", self._rank, step)
+        try:
+            other = self._pledges.agree_on_name(step)
+            if other != str(step):
+                raise MismatchError(
+                    f"rank {self._rank} calls step({step}) where another rank calls step({other}); "
+                    "expected the same number on every rank"
+                )
+            self._save(step)
+        except BaseException as error:  # whatever ends this save: the others are told
+            with suppress(*LOST):
+                said = f"{self._who}: {type(error).__name__}: {error}"
+                self._pledges.tell(outcome=said)
+            raise
+        if self._pledges.saved():
+            self._pledges.tell(outcome="")
+        self._wait(self._done, "SnapshotOnSignal.step(), for every rank to save", step)
+        if self._outcome:
+            raise CheckpointError(
+                f"the snapshot at step {step} failed on {self._outcome}; expected every rank to "
+                "save; what was saved before is what there is"
+            )
+        raise SystemExit(EXIT_SAVED)
+
+    def _wait(self, event: threading.Event, what: str, step: int) -> None:
+        """Wait for word of the other ranks; signals are handled meanwhile."""
+        world = self._world
+        with waiting(what, world):
+            if event.wait(None if world is None else world.timeout):
+                return
+            assert world is not None
+            error = TimeoutError(f"at step {step}")
+            raise explain(error, what, world, world.timeout)
+
+    def _give_up(self, name: str) -> None:
+        line, _ = describe_frames(main_frame())
+        text = (
+            f"{self._who} has not saved {self._within:g} s after {name} (within={self._within:g}); "
+            f"it stands at {line}; giving up with exit status {EXIT_GAVE_UP}"
+        )
+        tell(f"ezpz: {text}")
+        end_job(text, EXIT_GAVE_UP)
+        # The main thread may be in C for ever. Nothing is flushed: it may hold the lock.
+        os._exit(EXIT_GAVE_UP)
+
+
+def _signal(name: str) -> signal.Signals:
+    number = getattr(signal, name, None)
+    if not isinstance(number, signal.Signals) or name in ("SIGKILL", "SIGSTOP"):
+        raise ValueError(
+            f"signal {name!r}; expected the name of one that can be handled: 'SIGUSR1'"
+        )
+    return number

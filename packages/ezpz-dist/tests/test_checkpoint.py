@@ -1,0 +1,629 @@
+"""Check-points of one process: what is on disk, what is damaged, what is hostile."""
+
+import io
+import json
+import logging
+import os
+import pickle
+import re
+import shutil
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import ezpz_dist._checkpoints.owner
+from ezpz_dist import CheckpointError
+from ezpz_dist._checkpoints import manifest as manifests
+from ezpz_dist._checkpoints.background import finish_saving
+from ezpz_dist._checkpoints.folder import Name, names_in, next_name, parse, to_remove
+from ezpz_dist._checkpoints.listing import (
+    latest_checkpoint,
+    list_checkpoints,
+    verify_checkpoint,
+)
+from ezpz_dist._checkpoints.load import load_checkpoint
+from ezpz_dist._checkpoints.owner import is_dead, owner_token
+from ezpz_dist._checkpoints.save import save_checkpoint
+from ezpz_dist._checkpoints.store import FolderStore
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 2))
+
+
+@pytest.fixture
+def optimizer(model):
+    made = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(3, 5)).sum().backward()
+    made.step()
+    return made
+
+
+def fresh():
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 2))
+
+
+def equal(one, other):
+    pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
+    return all(torch.equal(left, right) for left, right in pairs)
+
+
+def test_the_first_start_finds_none(tmp_path, model):
+    assert load_checkpoint(tmp_path / "new", model=model) is None
+    assert latest_checkpoint(tmp_path / "new") is None
+    assert list_checkpoints(tmp_path / "new") == []
+    assert not (tmp_path / "new").exists()
+    with pytest.raises(CheckpointError, match=r"no check-point of step 4 in .*/new; .*: none"):
+        load_checkpoint(tmp_path / "new", model=model, step=4)
+    with pytest.raises(CheckpointError, match=r"no check-point in .*/new"):
+        verify_checkpoint(tmp_path / "new")
+
+
+def test_everything_comes_back(tmp_path, model, optimizer, caplog, monkeypatch):
+    progress = tmp_path / "progress"
+    monkeypatch.setenv("EZPZ_PROGRESS_FILE", str(progress))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    position = {"at": 3}
+    with caplog.at_level(logging.INFO, "ezpz_dist"):
+        saving = save_checkpoint(
+            tmp_path / "c", model=model, optimizer=optimizer, scheduler=scheduler, step=7,
+            data=position, extra={"best": 0.5, "shape": (2, 3), "t": torch.ones(2)},
+        )  # fmt: skip
+    assert saving.done
+    assert saving.wait() == saving.folder == str(tmp_path / "c/step-00000007")
+    assert re.search(r"step 7 saved at once to .* MB from 1 ranks in .* MB/s", caplog.text)
+    assert progress.read_text() == "7\n"
+    assert (tmp_path / "c/latest").read_text() == ("step-00000007\n")
+    drawn = torch.rand(3)
+
+    other = fresh()
+    theirs = torch.optim.AdamW(other.parameters(), lr=0.9)
+    schedule = torch.optim.lr_scheduler.StepLR(theirs, 3)
+    at = {}
+    given = {"model": other, "optimizer": theirs, "scheduler": schedule, "data": at}
+    loaded = load_checkpoint(tmp_path / "c", **given)
+    assert torch.equal(torch.rand(3), drawn)
+    assert equal(other, model)
+    assert at == loaded.data == position
+    assert theirs.state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
+    for mine, old in zip(theirs.state.values(), optimizer.state.values(), strict=True):
+        assert all(torch.equal(mine[key], old[key]) for key in old)
+    assert schedule.state_dict() == scheduler.state_dict()
+    assert (loaded.step, loaded.world_size, loaded.notes, loaded.skipped) == (7, 1, (), ())
+    assert loaded.extra["shape"] == (2, 3)
+    assert torch.equal(loaded.extra["t"], torch.ones(2))
+
+    found = verify_checkpoint(tmp_path / "c")
+    assert found == latest_checkpoint(tmp_path / "c") == verify_checkpoint(saving.folder)
+    assert found.contents == ("model", "optimizer", "scheduler", "data", "extra", "rng")
+    # An evaluation wants the model alone, torch's own tools its metadata.
+    assert load_checkpoint(tmp_path / "c", model=fresh(), rng=False).step == 7
+    import torch.distributed.checkpoint as dcp
+
+    plain = {"model": fresh().state_dict()}
+    with pytest.warns(UserWarning, match="in a single process"):
+        dcp.load(plain, checkpoint_id=saving.folder, no_dist=True)
+    assert torch.equal(plain["model"]["0.weight"], model[0].weight)
+
+
+def test_an_optimizer_without_a_step_is_saved_without_making_one(tmp_path, model):
+    made = torch.optim.AdamW(model.parameters())
+    save_checkpoint(tmp_path, model=model, optimizer=made, step=0)
+    assert not made.state
+    other = fresh()
+    theirs = torch.optim.AdamW(other.parameters(), lr=0.4)
+    load_checkpoint(tmp_path, model=other, optimizer=theirs)
+    assert not theirs.state
+    assert theirs.param_groups[0]["lr"] == 1e-3
+
+
+def test_wrappers_of_one_process_and_several_optimizers(tmp_path):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = nn.Linear(3, 3), nn.Linear(3, 3)
+            self.tail = nn.Linear(3, 3)
+            self.tail.weight = self.body.weight  # tied
+
+        def get_extra_state(self):
+            return {"seen": self.seen}
+
+        def set_extra_state(self, state):
+            self.seen = state["seen"]
+
+    def make(seen):
+        net = Net()
+        net.seen = seen
+        body = torch.optim.SGD([*net.body.parameters()], lr=0.1, momentum=0.9)
+        rest = torch.optim.Adam(
+            [{"params": net.head.weight}, {"params": [net.head.bias, net.tail.bias], "lr": 0.7}]
+        )
+        for parameter in net.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        for one in (body, rest):
+            one.step()
+        return net, [body, rest]
+
+    net, both = make(5)
+    save_checkpoint(tmp_path, model=torch.compile(net, backend="eager"), optimizer=both, step=1)
+    other, theirs = make(0)
+    theirs[1].param_groups[1]["lr"] = 0
+    load_checkpoint(tmp_path, model=other, optimizer=theirs)
+    assert other.seen == 5
+    assert theirs[1].param_groups[1]["lr"] == 0.7
+    assert other.tail.weight is other.body.weight
+    assert torch.equal(net.head.bias, other.head.bias)
+    one = torch.optim.Adam(other.parameters())
+    with pytest.raises(CheckpointError, match=r"a group of the optimizer has 5 parameters.*in 3"):
+        load_checkpoint(tmp_path, model=other, optimizer=one)
+    stranger = torch.optim.Adam(nn.Linear(2, 2).parameters())
+    with pytest.raises(CheckpointError, match=r"of shape \(2, 2\), is none of Net's"):
+        save_checkpoint(tmp_path, model=net, optimizer=stranger, step=2)
+
+
+def test_keep_and_saving_a_step_again(tmp_path, model):
+    for step in (1, 2, 3, 4):
+        save_checkpoint(tmp_path, model=model, step=step, keep=2)
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000003", "step-00000004"]
+    with torch.no_grad():
+        model[0].weight.fill_(9)
+    again = save_checkpoint(tmp_path, model=model, step=4, keep=2)
+    assert again.folder.endswith("step-00000004.1")
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000003", "step-00000004.1"]
+    other = fresh()
+    assert load_checkpoint(tmp_path, model=other).step == 4
+    assert equal(other, model)
+    save_checkpoint(tmp_path, model=model, step=2, keep=1)  # never the one just written
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000002", "step-00000004.1"]
+    assert [one.step for one in list_checkpoints(tmp_path)] == [2, 4]
+    save_checkpoint(tmp_path, model=model, step=9, keep=None)
+    assert [one.step for one in list_checkpoints(tmp_path)] == [2, 4, 9]
+
+
+def test_names():
+    assert parse("step-00000042") == Name(42)
+    assert str(Name(42, 3)) == "step-00000042.3"
+    assert parse("step-42") is None
+    assert parse(".step-00000042.tmp-x") is None
+    entries = ["latest", "step-00000002", "step-00000010.1", "step-00000010", "x"]
+    assert names_in(entries) == [Name(10, 1), Name(10), Name(2)]
+    assert next_name(10, entries) == Name(10, 2)
+    assert next_name(3, entries) == Name(3)
+    names = [Name(1), Name(2), Name(3), Name(3, 1)]
+    assert to_remove(names, Name(3, 1), 2) == [Name(1), Name(3)]
+    assert to_remove(names, Name(1), 1) == [Name(2)]
+    assert to_remove(names, Name(3, 1), None) == [Name(3)]
+
+
+def test_leftovers_of_the_dead_go_and_those_of_the_living_stay(tmp_path, model, monkeypatch):
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    mine = owner_token()
+    dead = mine.replace(f"~{os.getpid()}~", f"~{pid}~")
+    away = mine.replace(mine.split("~")[0], "elsewhere", 1)
+    assert (is_dead(mine), is_dead(dead), is_dead(away)) == (False, True, None)
+    assert is_dead("junk") is None
+    reused = re.sub(r"~\d+~([0-9a-f]+)$", r"~17~\1", mine)  # of our number, but begun before us
+    assert is_dead(reused) is True
+
+    def left(owner, kind="tmp"):
+        folder = tmp_path / f".step-00000003.{kind}-{owner}"
+        folder.mkdir()
+        (folder / "__0_0.distcp").write_bytes(b"half")
+        return folder
+
+    gone = [left(dead), left(reused), left(away, "gone")]
+    stays = [left(mine), left(away)]
+    (tmp_path / f".latest.tmp-{dead}").write_text("")
+    (tmp_path / "notes.txt").write_text("mine")
+    old = left(away + "~")
+    for path in (*old.iterdir(), old):
+        os.utime(path, (0, 0))
+    save_checkpoint(tmp_path, model=model, step=5)
+    assert not any(path.exists() for path in (*gone, old, tmp_path / f".latest.tmp-{dead}"))
+    assert all(path.exists() for path in (*stays, tmp_path / "notes.txt"))
+    # Where pids tell nothing, only the clock does.
+    monkeypatch.setattr(ezpz_dist._checkpoints.owner, "_pid_space", lambda: 0)
+    assert is_dead(mine) is None
+
+
+def rewrite(folder, **changed):
+    """Say in the manifest what is in the files now, as one who can write there would."""
+    said = manifests.decode((folder / "manifest.json").read_bytes())
+    files = dict(said.files)
+    for name in os.listdir(folder):
+        if name != "manifest.json":
+            data = (folder / name).read_bytes()
+            files[name] = manifests.Written(len(data), zlib.crc32(data))
+    parts = {name: getattr(said, name) for name in said.__dataclass_fields__}
+    told = manifests.Manifest(**{**parts, "files": files, **changed})
+    (folder / "manifest.json").write_bytes(manifests.encode(told))
+
+
+def damage(path, how):
+    data = bytearray(path.read_bytes())
+    if how == "missing":
+        path.unlink()
+        return
+    if how == "truncated":
+        del data[-3:]
+    else:
+        data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
+FILES = [".metadata", "__0_0.distcp", "index.json", "manifest.json"]
+
+
+@pytest.mark.parametrize("how", ["flipped", "truncated", "missing"])
+def test_a_damaged_check_point_is_passed_over(tmp_path, model, optimizer, how, caplog):
+    given = {"model": model, "optimizer": optimizer}
+    save_checkpoint(tmp_path / "whole", step=1, **given)
+    kept = fresh()
+    kept.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        model[0].weight.add_(1)
+    save_checkpoint(tmp_path / "whole", step=2, **given)
+    for name in FILES:
+        where = tmp_path / name
+        shutil.copytree(tmp_path / "whole", where)
+        damage(where / "step-00000002" / name, how)
+        with pytest.raises(CheckpointError, match=re.escape(name)):
+            verify_checkpoint(where)
+        if name == ".metadata":
+            continue  # torch's own tools want it; loading does not read it
+        other = fresh()
+        before = {key: value.clone() for key, value in other.state_dict().items()}
+        with pytest.raises(CheckpointError, match=re.escape(name)):
+            load_checkpoint(where, model=other, step=2)
+        assert all(torch.equal(value, before[key]) for key, value in other.state_dict().items())
+        caplog.clear()
+        loaded = load_checkpoint(where, model=other)
+        assert loaded.step == 1
+        assert equal(other, kept)
+        assert name in loaded.skipped[0]
+        assert "step-00000002" in loaded.skipped[0]
+        assert name in caplog.text
+        assert "passing over a damaged check-point" in caplog.text
+        damage(where / "step-00000001" / name, how)
+        with pytest.raises(CheckpointError) as caught:
+            load_checkpoint(where, model=other)
+        for part in (f"{where}/step-00000001: ", f"{where}/step-00000002: ", "start anew"):
+            assert part in str(caught.value)
+
+
+def test_damage_is_said_in_numbers(tmp_path, model):
+    folder = Path(save_checkpoint(tmp_path, model=model, step=1).folder)
+    shard = folder / "__0_0.distcp"
+    size, crc = shard.stat().st_size, zlib.crc32(shard.read_bytes())
+    damage(shard, "flipped")
+    found = zlib.crc32(shard.read_bytes())
+    with pytest.raises(CheckpointError, match=f"has crc32 {found:08x}; expected {crc:08x}"):
+        verify_checkpoint(tmp_path)
+    damage(shard, "truncated")
+    with pytest.raises(CheckpointError, match=f"has {size - 3} bytes; expected {size}"):
+        verify_checkpoint(tmp_path, step=1)
+    shard.unlink()
+    shard.mkdir()
+    with pytest.raises(CheckpointError, match=r"has \d+ bytes; expected|cannot be read"):
+        verify_checkpoint(tmp_path)
+
+
+def test_mixed_steps_are_seen(tmp_path, model):
+    for step in (1, 2):
+        with torch.no_grad():
+            model[0].weight.add_(step)
+        save_checkpoint(tmp_path, model=model, step=step)
+    one, two = tmp_path / "step-00000001", tmp_path / "step-00000002"
+    shutil.copy(one / "__0_0.distcp", two)
+    assert "__0_0.distcp has" in load_checkpoint(tmp_path, model=model).skipped[0]
+    shutil.rmtree(two)
+    shutil.copytree(one, two)
+    assert [each.step for each in list_checkpoints(tmp_path)] == [1]
+    with pytest.raises(CheckpointError, match=r"step-00000002: manifest.json is of step 1"):
+        load_checkpoint(tmp_path, model=model, step=2)
+    with pytest.raises(CheckpointError, match="is of step 1"):
+        verify_checkpoint(tmp_path)
+
+
+class Evil:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_nothing_in_a_hostile_check_point_is_run(tmp_path, model, optimizer):
+    """Whoever can write the files can write their checksums too."""
+    given = {"model": model, "optimizer": optimizer}
+    save_checkpoint(tmp_path / "good", step=1, extra={"a": "b" * 900}, **given)
+    owned = tmp_path / "owned"
+    stream = io.BytesIO()
+    torch.save(Evil(owned), stream)
+    zipped, bare = stream.getvalue(), pickle.dumps(Evil(owned))
+    os.mkdir(owned)
+    with pytest.raises(FileExistsError):  # the weapon is loaded
+        torch.load(io.BytesIO(zipped), weights_only=False)
+    owned.rmdir()
+
+    def hostile(change):
+        shutil.rmtree(tmp_path / "bad", ignore_errors=True)
+        shutil.copytree(tmp_path / "good", tmp_path / "bad")
+        change(tmp_path / "bad/step-00000001")
+        rewrite(tmp_path / "bad/step-00000001")
+        verify_checkpoint(tmp_path / "bad")
+        return load_checkpoint(tmp_path / "bad", **given)
+
+    # torch's metadata, a pickle, is not read.
+    assert hostile(lambda folder: (folder / ".metadata").write_bytes(bare)).step == 1
+
+    def in_shard(key, data):
+        def change(folder):
+            """Put bytes where a tensor of this key was."""
+            index = json.loads((folder / "index.json").read_bytes())
+            shard = bytearray((folder / "__0_0.distcp").read_bytes())
+            index["tensors"][key][2][0][3:] = [len(shard), len(data)]
+            (folder / "__0_0.distcp").write_bytes(shard + data)
+            (folder / "index.json").write_text(json.dumps(index))
+
+        return change
+
+    for data in (zipped, bare):
+        with pytest.raises(CheckpointError, match=r"(?i)weights_only|unpickl|invalid"):
+            hostile(in_shard("model.0.weight", data))
+
+    def as_blob(key):
+        def change(folder):
+            tensor = io.BytesIO()
+            torch.save(torch.frombuffer(bytearray(zipped), dtype=torch.uint8), tensor)
+            in_shard(key, tensor.getvalue())(folder)
+            index = json.loads((folder / "index.json").read_bytes())
+            index["tensors"][key][1] = index["tensors"][key][2][0][1] = [len(zipped)]
+            (folder / "index.json").write_text(json.dumps(index))
+
+        return change
+
+    for key in ("common", "rank.0000000", "stage.0000"):  # extra; random streams; options
+        with pytest.raises(CheckpointError, match=f"{key} is damaged, or holds what is not read"):
+            hostile(as_blob(key))
+    assert not owned.exists()
+
+    def elsewhere(folder):
+        text = (folder / "index.json").read_text()
+        (folder / "index.json").write_text(text.replace("__0_0.distcp", "../../secret"))
+
+    with pytest.raises(CheckpointError, match="no file's name"):
+        hostile(elsewhere)
+    for text in ("[]", '{"files": [], "tensors": {"a": ["os", [1], []]}}', "[" * 99999):
+        with pytest.raises(CheckpointError, match=r"index.json is damaged"):
+            hostile(lambda folder, text=text: (folder / "index.json").write_text(text))
+
+
+def test_what_could_not_be_read_back_is_not_saved(tmp_path, model):
+    save_checkpoint(tmp_path, model=model, step=1)
+    wrong = {"list": [1, {"f": print}]}
+    with pytest.raises(CheckpointError, match=r"extra\['list'\]\[1\]\['f'\], of type builtins"):
+        save_checkpoint(tmp_path, model=model, step=2, extra=wrong)
+    with pytest.raises(CheckpointError, match=r"data\['x'\], of type .*Linear, cannot be saved"):
+        save_checkpoint(tmp_path, model=model, step=2, data={"x": nn.Linear(1, 1)})
+    for step in (-1, 1.0, True, 10**18, "3"):
+        with pytest.raises(CheckpointError, match=r"step=.*; expected an int from 0 to"):
+            save_checkpoint(tmp_path, model=model, step=step)
+    with pytest.raises(CheckpointError, match="keep=0; expected at least 1"):
+        save_checkpoint(tmp_path, model=model, step=2, keep=0)
+    with pytest.raises(CheckpointError, match="on the meta device"):
+        save_checkpoint(tmp_path, model=nn.Linear(2, 2, device="meta"), step=2)
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000001"]
+
+
+def test_deepspeed_saves_itself(tmp_path, model):
+    class DeepSpeedEngine(nn.Module):
+        pass
+
+    model[0].weight.ds_id = 3  # as ZeRO-3 marks what it has taken apart
+    for each in (DeepSpeedEngine(), model):
+        with pytest.raises(CheckpointError, match=r"is DeepSpeed's.*engine.save_checkpoint\(\)"):
+            save_checkpoint(tmp_path, model=each, step=1)
+    del model[0].weight.ds_id
+    save_checkpoint(tmp_path, model=model, step=1)
+    with pytest.raises(CheckpointError, match=r"is DeepSpeed's"):
+        load_checkpoint(tmp_path, model=DeepSpeedEngine())
+
+
+def test_another_model_is_refused(tmp_path, model, optimizer):
+    save_checkpoint(tmp_path, model=model, optimizer=optimizer, step=1)
+    wider = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    with pytest.raises(CheckpointError, match=r"model.0.weight has shape \(7, 5\).*\(8, 5\) here"):
+        load_checkpoint(tmp_path, model=wider)
+    with pytest.raises(CheckpointError, match=r"2 tensors are not in it: model.3.weight"):
+        load_checkpoint(tmp_path, model=nn.Sequential(*fresh(), nn.Linear(2, 2)))
+    with pytest.raises(CheckpointError, match=r"2 tensors of it are none of the model's: model.2."):
+        load_checkpoint(tmp_path, model=fresh()[:2])
+    with pytest.raises(CheckpointError, match=r"would be cast: model.0.weight from torch.float32"):
+        load_checkpoint(tmp_path, model=fresh().double())
+    longer = nn.Sequential(*fresh().double(), nn.Linear(2, 2))
+    loaded = load_checkpoint(tmp_path, model=longer, strict=False)
+    assert "2 tensors were left as they are: model.3.weight" in loaded.notes[0]
+    assert "were cast" in loaded.notes[1]
+    assert torch.equal(longer[0].weight.float(), model[0].weight)
+    with pytest.raises(CheckpointError, match="but no data, scheduler; leave them out"):
+        load_checkpoint(tmp_path, model=fresh(), data={}, scheduler=optimizer)
+    loaded = load_checkpoint(tmp_path, model=fresh()[:2], data={}, strict=False)
+    assert loaded.notes == (
+        "no data in it: left as they are", "2 tensors were left out: model.2.bias, model.2.weight",
+    )  # fmt: skip
+
+
+def test_manifests_of_other_formats(tmp_path, model):
+    folder = Path(save_checkpoint(tmp_path, model=model, step=1).folder)
+    path = folder / "manifest.json"
+    text = path.read_text()
+    path.write_text(text.replace('"step": 1', '"step": 7'))
+    with pytest.raises(CheckpointError, match=r"manifest.json is damaged: crc32 \w+; expected \w+"):
+        verify_checkpoint(tmp_path)
+    told = json.loads(text)
+    told["checkpoint"]["format"] = 9
+    about = json.dumps(told["checkpoint"], sort_keys=True)
+    path.write_text(json.dumps({**told, "crc32": f"{zlib.crc32(about.encode()):08x}"}))
+    with pytest.raises(CheckpointError, match="has format 9; this ezpz_dist reads 1"):
+        load_checkpoint(tmp_path, model=model)
+
+
+def test_asynchronous(tmp_path, model):
+    """What is saved is the state at the call, whatever comes after."""
+    kept = fresh()
+    kept.load_state_dict(model.state_dict())
+    saving = save_checkpoint(tmp_path, model=model, step=1, asynchronous=True)
+    with torch.no_grad():
+        model[0].weight.zero_()
+    assert saving.wait(30).endswith("step-00000001")
+    assert "done" in repr(saving)
+    other = fresh()
+    load_checkpoint(tmp_path, model=other)
+    assert equal(other, kept)
+
+    blocked = tmp_path / "blocked"
+    blocked.mkdir()
+    saving = save_checkpoint(blocked, model=model, step=1, asynchronous=True)
+    finish_saving()
+    shutil.rmtree(blocked)
+    # The folder is there when the save begins, and gone when it writes.
+    store = FolderStore.begin
+
+    def and_away(self, name):
+        working = store(self, name)
+        shutil.rmtree(self.root)
+        return working
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FolderStore, "begin", and_away)
+        patch.setattr(FolderStore, "remove_leftovers", lambda *_: [])
+        failing = save_checkpoint(blocked, model=model, step=2, asynchronous=True)
+        with pytest.raises(CheckpointError, match=r"No such file.*blocked/.*__0_0.distcp"):
+            save_checkpoint(tmp_path, model=model, step=2)
+        with pytest.raises(CheckpointError, match="No such file"):
+            failing.wait()
+    assert save_checkpoint(tmp_path, model=model, step=2).done
+
+
+def test_a_url_whose_store_renames_nothing(model, optimizer):
+    url = "memory://run/checkpoints"
+    given = {"model": model, "optimizer": optimizer}
+    assert load_checkpoint(url, **given) is None
+    for step in (1, 2, 3):
+        saving = save_checkpoint(url, step=step, keep=2, extra={"step": step}, **given)
+    assert saving.folder == f"{url}/step-00000003"
+    assert [each.step for each in list_checkpoints(url)] == [2, 3]
+    import fsspec
+
+    fs = fsspec.filesystem("memory")
+    names = {path.rpartition("/")[2] for path in fs.ls("/run/checkpoints/step-00000003", False)}
+    assert names == set(FILES)
+    assert verify_checkpoint(saving.folder).step == verify_checkpoint(url).step == 3
+    # Without a manifest it was never there; what says that its writer is dead goes.
+    fs.rm("/run/checkpoints/step-00000003/manifest.json")
+    other = fresh()
+    assert load_checkpoint(url, model=other).extra == {"step": 2}
+    assert equal(other, model)
+    fs.pipe_file(f"/run/checkpoints/step-00000009/.writing-{owner_token()}", b"")
+    save_checkpoint(url, step=4, **given)
+    entries = {path.rpartition("/")[2] for path in fs.ls("/run/checkpoints", False)}
+    assert {"step-00000004", "step-00000009"} <= entries
+    assert "step-00000003" not in entries
+    with fs.open("/run/checkpoints/step-00000004/__0_0.distcp", "r+b") as file:
+        file.seek(300)
+        file.write(b"damage")
+    assert load_checkpoint(url, model=other).step == 2
+    with pytest.raises(CheckpointError, match=r"nothing://x cannot be loaded: .*nothing"):
+        load_checkpoint("nothing://x", model=model)
+
+
+def test_the_folder_is_in_the_way_or_read_only(tmp_path, model):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"step 1 cannot be saved.*(NotADir|FileExists)"):
+        save_checkpoint(tmp_path / "file", model=model, step=1)
+    with pytest.raises(CheckpointError, match=r"step 1 cannot be saved to .*NotADirectoryError"):
+        save_checkpoint(tmp_path / "file/below", model=model, step=1)
+    with pytest.raises(CheckpointError, match="cannot be listed: NotADirectoryError"):
+        load_checkpoint(tmp_path / "file", model=model)
+
+
+def test_shards_that_nothing_can_be_told_of(tmp_path, monkeypatch):
+    import ezpz_tp
+
+    made = ezpz_tp.ColumnParallelLinear(4, 6)
+    ezpz_tp.set_shard(made.weight, ezpz_tp.Shard((12, 4), 0), degree=2)
+    with pytest.raises(CheckpointError, match=r"weight: it has shape \(6, 4\); expected \(12, 4\)"):
+        save_checkpoint(tmp_path, model=made, step=1)
+    other = ezpz_tp.ColumnParallelLinear(4, 6)
+    optimizer = torch.optim.SGD(other.parameters())
+    optimizer.state[other.weight]["rows"] = torch.ones(6)
+    with pytest.raises(
+        CheckpointError, match=r"'rows' of 'weight' in the optimizer has shape \(6,"
+    ):
+        save_checkpoint(tmp_path, model=other, optimizer=optimizer, step=1)
+    other.weight.allreduce = False
+    with pytest.raises(CheckpointError, match="weight is an expert's"):
+        save_checkpoint(tmp_path, model=other, step=1)
+
+
+def test_waiting_for_an_asynchronous_save_is_bounded(tmp_path):
+    from ezpz_dist._checkpoints.background import Saving
+
+    saving = Saving(3, "there")
+    with pytest.raises(CheckpointError, match=r"step 3 is not saved after 0.01 s; expected there"):
+        saving.wait(0.01)
+    assert "going on" in repr(saving)
+
+
+def test_manifests_that_do_not_fit_their_folder(tmp_path, model):
+    folder = Path(save_checkpoint(tmp_path, model=model, step=1).folder)
+    said = manifests.decode((folder / "manifest.json").read_bytes())
+    listed = dict(said.files)
+
+    def told(**files):
+        parts = {name: getattr(said, name) for name in said.__dataclass_fields__}
+        changed = manifests.Manifest(**{**parts, "files": files})
+        (folder / "manifest.json").write_bytes(manifests.encode(changed))
+        with pytest.raises(CheckpointError) as caught:
+            load_checkpoint(tmp_path, model=model)
+        return str(caught.value)
+
+    assert "the manifest does not list __0_0.distcp" in told(**{"index.json": listed["index.json"]})
+    assert "the manifest has no index.json" in told(**{"__0_0.distcp": listed["__0_0.distcp"]})
+    index = folder / "index.json"
+    index.write_text(index.read_text().replace('"common"', '"x"'))
+    rewrite(folder)
+    with pytest.raises(CheckpointError, match="there is no common in it; save_checkpoint writes"):
+        load_checkpoint(tmp_path, model=model)
+    for text in ('{"checkpoint": {"format": 1, "files": []}, "crc32": "0"}', "nothing", "{}"):
+        (folder / "manifest.json").write_text(text)
+        with pytest.raises(CheckpointError, match=r"manifest.json is damaged"):
+            verify_checkpoint(tmp_path)
+    (folder / "manifest.json").unlink()
+    (folder / "manifest.json").mkdir()
+    with pytest.raises(CheckpointError, match=r"manifest.json cannot be read"):
+        verify_checkpoint(tmp_path)
+
+
+def test_folders_that_hosts_do_not_share(tmp_path, monkeypatch, model):
+    """Rank 0 sees another size than a rank wrote: here because the file is cut meanwhile."""
+    from ezpz_dist._checkpoints import writing
+
+    monkeypatch.setattr(writing, "_SEEN_WITHIN", 0.1)
+    monkeypatch.setattr(FolderStore, "size", lambda *_: 3)
+    match = r"rank 0 on .* sees 3 bytes of __0_0.distcp, rank 0 on .*; expected a folder that all"
+    with pytest.raises(CheckpointError, match=match):
+        save_checkpoint(tmp_path, model=model, step=1)
+    assert os.listdir(tmp_path) == []

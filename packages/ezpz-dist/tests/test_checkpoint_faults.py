@@ -1,0 +1,223 @@
+"""A rank that fails, or dies, in a save: all ranks know, and the check-point before it loads."""
+
+import os
+import shutil
+import subprocess
+
+import pytest
+
+START = """
+import os
+import torch, torch.distributed as dist
+from ezpz_dist import *
+import resource, signal, shutil, time, logging
+from torch import nn
+from ezpz_dist._checkpoints.background import finish_saving
+from ezpz_dist._checkpoints.listing import list_checkpoints, verify_checkpoint
+from ezpz_dist._checkpoints.load import load_checkpoint
+from ezpz_dist._checkpoints.save import save_checkpoint
+
+where = {where!r}
+rank = setup_torch(timeout=20)
+# A shard of 2 MB a rank: more than any buffer holds back.
+model = nn.Linear(1024, 1024, bias=False)
+with torch.no_grad():
+    model.weight.copy_(torch.arange(1024.0).repeat(1024, 1))
+# Each rank writes a half.
+from torch.distributed.fsdp import fully_shard
+if dist.get_world_size() > 1:
+    fully_shard(model)
+
+def entries():
+    dist.barrier()
+    return sorted(os.listdir(where))
+
+def refused(pattern, **given):
+    import re
+    start = time.monotonic()
+    try:
+        save_checkpoint(given.pop("path", where), model=model, **given).wait()
+    except CheckpointError as error:
+        assert re.search(pattern, str(error)), error
+        assert time.monotonic() - start < 15
+    else:
+        raise AssertionError("saved")
+    assert entries() == ["latest", "step-00000001"], entries()
+
+class Limit:
+    "No file of this rank may grow beyond this: as on a full disk, but here the kernel says so."
+    def __init__(self, size): self.size = size
+    def __enter__(self):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (self.size, resource.RLIM_INFINITY))
+    def __exit__(self, *_):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+"""
+
+ERRORS = """
+save_checkpoint(where, model=model, step=1)
+from ezpz_topo import get_hostname
+host = get_hostname()
+refused("save_checkpoint: rank 1 on .* has .*step=3.* and rank 0 .*step=2", step=2 + rank)
+refused(f"cannot be saved to .*: rank 1 on {host}: .*data.'f'., of type builtins.*",
+    step=2, data={"f": print if rank else 1})
+with Limit(300_000 if rank == 1 else 1 << 40):
+    refused(f"rank 1 on {host}: .*File too large.*{where}/.step-00000002.tmp-.*/__1_0.distcp",
+        step=2)
+    saving = save_checkpoint(where, model=model, step=2, asynchronous=True)
+    saving._done.wait(20)
+    refused("rank 1 on .*File too large", step=3)
+finish_saving()  # it was told already
+with Limit(100 if rank == 0 else 1 << 40):
+    refused("rank 0 on .*File too large", step=2)
+
+disk = {disk!r}
+if disk:
+    refused(r"No space left on device.*__\\d_0.distcp", step=1, path=disk)
+    assert not os.listdir(disk), os.listdir(disk)
+    dist.barrier()
+    if rank == 0:
+        import subprocess
+        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+    dist.barrier()
+    refused("rank 0 on .*Read-only file system", step=1, path=disk)
+open(where + "-file", "a").close()
+refused("rank 0 on .*NotADirectoryError", step=1, path=where + "-file/below")
+
+# An asynchronous one returns at once; one goes on at a time.
+first = save_checkpoint(where, model=model, step=2, asynchronous=True)
+second = save_checkpoint(where, model=model, step=3, asynchronous=True)
+assert first.done
+second.wait()
+
+# All ranks fall back together, whoever sees the damage.
+if rank == 0:
+    with open(f"{where}/step-00000003/__1_0.distcp", "r+b") as file:
+        file.seek(900_000)
+        byte = file.read(1)
+        file.seek(900_000)
+        file.write(bytes([byte[0] ^ 1]))
+dist.barrier()
+loaded = load_checkpoint(where, model=model)
+assert loaded.step == 2, loaded
+assert "__1_0.distcp has crc32" in loaded.skipped[0] and f"on {host}" in loaded.skipped[0]
+try:
+    load_checkpoint(where, model=model, step=3)
+except CheckpointError as error:
+    assert "no check-point of step 3 in" in str(error) and "__1_0.distcp" in str(error)
+else:
+    raise AssertionError
+try:
+    load_checkpoint(where, model=model, step=2 + rank)
+except CheckpointError as error:
+    assert "load_checkpoint: rank 1 on" in str(error), error
+else:
+    raise AssertionError
+
+# A URL: the manifest, written last, makes it exist.
+url = "file://" + where + "-url"
+save_checkpoint(url, model=model, step=1)
+save_checkpoint(url, model=model, step=2, asynchronous=True)
+with torch.no_grad():
+    model.weight.zero_()
+assert load_checkpoint(url, model=model).step == 2 and model.weight.full_tensor()[3, 1023] == 1023
+with Limit(300_000 if rank == 1 else 1 << 40):
+    try:
+        save_checkpoint(url, model=model, step=5)
+    except CheckpointError as error:
+        assert "rank 1 on" in str(error)
+    else:
+        raise AssertionError
+dist.barrier()
+assert [one.step for one in list_checkpoints(url)] == [1, 2]
+assert sorted(os.listdir(where + "-url")) == ["latest", "step-00000001", "step-00000002"]
+# cleanup() waits for the save that goes on, and says what became of it.
+with Limit(300_000 if rank == 1 else 1 << 40):
+    save_checkpoint(where, model=model, step=6, asynchronous=True)
+    try:
+        cleanup()
+    except CheckpointError as error:
+        assert "rank 1 on" in str(error), error
+    else:
+        raise AssertionError
+assert not dist.is_initialized()
+setup_torch(timeout=20)
+# The process ends, and the save it began with it: whole.
+save_checkpoint(where, model=model, step=7, asynchronous=True)
+"""
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A disk of 1 MB; empty where this user may not mount one."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    mount = shutil.which("mount")
+    command = [mount or "false", "-t", "tmpfs", "-o", "size=1m", "none", str(path)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        yield ""
+        return
+    yield str(path)
+    subprocess.run(["umount", str(path)], check=True)
+
+
+def script(body, where, disk=""):
+    text = START + body
+    return text.replace("{where!r}", repr(str(where))).replace("{disk!r}", repr(disk))
+
+
+def test_what_fails_on_one_rank_fails_on_all_and_leaves_nothing(ranks, tmp_path, disk):
+    where = tmp_path / "checkpoints"
+    program = tmp_path / "program.py"  # which ends as programs do
+    program.write_text(script(ERRORS, where, disk))
+    ranks(2, "", program=program)
+    after = "print(load_checkpoint(where, model=model).step)"
+    assert [out.split() for out in ranks(1, script(after, where))] == [["7"]]
+
+
+DIES = """
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+if {first}:
+    save_checkpoint(where, model=model, step=1)
+else:
+    assert load_checkpoint(where, model=model).step == 1
+if rank in {dying!r}:
+    # The kernel ends the process within its write(), as kill -9 would: no handler, no clean-up.
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, resource.RLIM_INFINITY))
+start = time.monotonic()
+try:
+    save_checkpoint(where, model=model, step=2)
+except DistError as error:
+    print(f"{time.monotonic() - start:.3f}", type(error).__name__, error, flush=True)
+os._exit(3)
+"""
+
+AGAIN = """
+assert [one.step for one in list_checkpoints(where)] == [1]
+loaded = load_checkpoint(where, model=model)
+assert loaded.step == 1 and loaded.skipped == ()
+assert model.weight.full_tensor()[5, 1023] == 1023
+save_checkpoint(where, model=model, step=2)
+assert entries() == ["latest", "step-00000001", "step-00000002"], entries()
+"""
+
+
+def dies(first, dying):
+    return DIES.replace("{first}", str(first)).replace("{dying!r}", repr(dying))
+
+
+def test_killed_in_the_middle_of_a_write(ranks, tmp_path):
+    where = tmp_path / "checkpoints"
+    survivor, killed = ranks(2, script(dies(True, (1,)), where), check=False)
+    assert killed[0] < 0, killed
+    assert survivor[0] == 3, survivor
+    seconds, kind, *_ = survivor[1].split()
+    assert float(seconds) < 15
+    assert kind == "LostRankError"
+    assert "rank 1" in survivor[1]
+    print(survivor[1])
+    for status, *_ in ranks(2, script(dies(False, (0, 1)), where), check=False):
+        assert status < 0
+    half = [name for name in os.listdir(where) if name.startswith(".step-00000002.tmp-")]
+    assert half  # and it is only the next save that removes it
+    ranks(2, script(AGAIN, where))

@@ -1,0 +1,156 @@
+"""Tensor- and pipeline-parallel models: saved at one degree, loaded at another."""
+
+BODY = """
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+import ezpz_tp
+from ezpz_tp import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from ezpz_dist._checkpoints.load import load_checkpoint
+from ezpz_dist._checkpoints.save import save_checkpoint
+
+where = {where!r}
+rank = setup_torch(timeout=60)
+
+def forward(model, tokens):
+    gate, up = model.up(model.embed(tokens)).chunk(2, -1)
+    return model.norm(model.down(torch.tanh(gate) * up))
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        # Two matrices stacked in one weight; a vocabulary that no degree divides.
+        self.embed = VocabParallelEmbedding(9, 8)
+        self.up = ColumnParallelLinear(8, 32, gather_output=False, stride=2)
+        self.norm = nn.LayerNorm(8)
+        self.down = RowParallelLinear(16, 8, input_is_parallel=True)
+    def forward(self, tokens):
+        return forward(self, tokens)
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(9, 8), nn.LayerNorm(8)
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(16, 8)
+    def forward(self, tokens):
+        return forward(self, tokens)
+
+def wrapped(kind, seed):
+    torch.manual_seed(seed)
+    model = Model()
+    if kind == "fsdp2":
+        state = ezpz_tp.get_state()
+        mesh = state.to_mesh("cpu")["dp"]
+        with ezpz_tp.keep_attributes(model):
+            fully_shard(model, mesh=mesh)
+    elif kind == "ddp":
+        model = DistributedDataParallel(
+            model, process_group=ezpz_tp.get_data_parallel_group())
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+TOKENS = torch.arange(9).view(3, 3)
+
+def step(model, optimizer):
+    loss = model(TOKENS).square().sum() + model(TOKENS)[0].sum()
+    loss.backward()
+    ezpz_tp.finalize_grads(model)
+    optimizer.step()
+    optimizer.zero_grad()
+
+def outputs(model, optimizer):
+    "Before and after a step of the optimizer: weights and moments are right."
+    with torch.no_grad():
+        first = model(TOKENS)
+    step(model, optimizer)
+    with torch.no_grad():
+        return first, model(TOKENS)
+
+def near(found, expected):
+    for one, other in zip(found, expected):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+"""
+
+FOUR = """
+ezpz_tp.initialize_tensor_parallel(2)
+ezpz_tp.seed_model_parallel(7)
+model, optimizer = wrapped("ddp", 1)
+step(model, optimizer)
+save_checkpoint(where + "/ddp", model=model, optimizer=optimizer, step=1)
+with ezpz_tp.get_rng_tracker().fork():
+    drawn = torch.rand(2)
+expected = outputs(model, optimizer)
+if rank == 0:
+    torch.save(expected, where + "-expected.pt")
+
+model, optimizer = wrapped("fsdp2", 2)
+loaded = load_checkpoint(where + "/ddp", model=model, optimizer=optimizer)
+assert loaded.notes == ()
+with ezpz_tp.get_rng_tracker().fork():
+    assert torch.equal(torch.rand(2), drawn)
+save_checkpoint(where + "/fsdp2", model=model, optimizer=optimizer, step=1)
+near(outputs(model, optimizer), expected)
+
+model, optimizer = wrapped("ddp", 3)
+load_checkpoint(where + "/fsdp2", model=model, optimizer=optimizer)
+near(outputs(model, optimizer), expected)
+
+def refused(text, model, **given):
+    try:
+        save_checkpoint(where + "/no", model=model, step=1, **given)
+    except CheckpointError as error:
+        assert text in str(error), error
+    else:
+        raise AssertionError("saved")
+
+# Half of the ranks' shards would be lost without a word.
+bare = Model()
+fully_shard(bare, mesh=ezpz_tp.get_state().to_mesh("cpu")["dp"])
+refused("no parameter of FSDPModel says what it is a part of".replace("FSDPModel",
+    type(bare).__name__), bare)
+refused("2 tensor-parallel ranks", nn.Linear(2, 2))
+ezpz_tp.destroy_model_parallel()
+
+# Pipeline stages: of one name, only what is tied.
+ezpz_tp.initialize_tensor_parallel(1, 2)
+stage = ezpz_tp.get_state().index("pipeline")
+part = nn.ModuleDict({"tied": nn.Linear(3, 3, bias=False), f"layer{stage}": nn.Linear(3, 3)})
+with torch.no_grad():
+    part["tied"].weight.fill_(1)
+    part[f"layer{stage}"].weight.fill_(stage)
+optimizer = torch.optim.SGD([{"params": part["tied"].parameters()},
+    {"params": part[f"layer{stage}"].parameters(), "lr": 1.0 + stage}])
+save_checkpoint(where + "/pp", model=part, optimizer=optimizer, step=1)
+with torch.no_grad():
+    part["tied"].weight.zero_()
+    part[f"layer{stage}"].weight.zero_()
+optimizer.param_groups[1]["lr"] = 0
+load_checkpoint(where + "/pp", model=part, optimizer=optimizer)
+assert part["tied"].weight[0, 0] == 1 and part[f"layer{stage}"].weight[0, 0] == stage
+assert optimizer.param_groups[1]["lr"] == 1.0 + stage
+with torch.no_grad():
+    part["tied"].weight.fill_(stage)
+refused("pipeline stages hold different values under model.tied.weight", part)
+refused(f"on rank", nn.Linear(3 + stage, 3))
+"""
+
+ONE = """
+expected = torch.load(where + "-expected.pt")
+for saved in ("ddp", "fsdp2"):
+    for make in (Plain, Model):
+        model = make()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        load_checkpoint(where + "/" + saved, model=model, optimizer=optimizer)
+        near(outputs(model, optimizer), expected)
+whole = nn.ModuleDict({"tied": nn.Linear(3, 3, bias=False), "layer0": nn.Linear(3, 3),
+    "layer1": nn.Linear(3, 3)})
+optimizer = torch.optim.SGD([{"params": whole[name].parameters()} for name in whole])
+load_checkpoint(where + "/pp", model=whole, optimizer=optimizer)
+assert whole["layer1"].weight[0, 0] == 1 and optimizer.param_groups[2]["lr"] == 2.0
+"""
+
+
+def test_tensor_and_pipeline_parallel_models_change_degree(ranks, tmp_path):
+    """TP 2 x DP 2, with DDP and with FSDP2, to one process; and two pipeline stages to one."""
+    body = BODY.replace("{where!r}", repr(str(tmp_path)))
+    ranks(4, body + FOUR, timeout=120)
+    ranks(1, body + ONE)

@@ -1,0 +1,214 @@
+"""A run that stops and resumes is the run that did not: bit for bit, on any number of ranks."""
+
+import json
+
+import pytest
+
+BODY = """
+import hashlib, random, json
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, StateDictOptions
+from ezpz_dist._checkpoints.load import load_checkpoint
+from ezpz_dist._checkpoints.save import save_checkpoint
+from ezpz_dist._checkpoints.background import finish_saving
+
+rank, where = setup_torch(seed=3, timeout=30), {where!r}
+size = dist.get_world_size()
+
+def make(kind, seed):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 3))
+    for parameter in model.parameters():
+        dist.broadcast(parameter.data, 0)
+    if kind == "ddp":  # whose buffers differ between ranks, until the next forward
+        model.insert(1, nn.BatchNorm1d(16))
+    torch.manual_seed(seed + rank)
+    kinds = dict(lr=1e-2, weight_decay=0.1)
+    if kind == "fsdp2":
+        for layer in (model[0], model[3]):
+            fully_shard(layer)
+        fully_shard(model)
+    elif kind == "hsdp":
+        from torch.distributed.device_mesh import init_device_mesh
+        fully_shard(model, mesh=init_device_mesh(
+            "cpu", (2, size // 2), mesh_dim_names=("replicate", "shard")))
+    elif kind == "fsdp1":
+        model = FullyShardedDataParallel(
+            model, use_orig_params=True, device_id=torch.device("cpu"))
+    elif kind in ("ddp", "plain_ddp", "zero1"):
+        model = DistributedDataParallel(model)
+    if kind == "zero1":
+        optimizer = ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.AdamW, **kinds)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), **kinds)
+    return model, optimizer
+
+class Positions:
+    "Shuffled indices, and how far we are."
+    def __init__(self): self.epoch = self.at = 0
+    def state_dict(self): return dict(epoch=self.epoch, at=self.at)
+    def load_state_dict(self, state): self.epoch, self.at = state["epoch"], state["at"]
+    def take(self, count):
+        order = torch.randperm(10, generator=torch.Generator().manual_seed(self.epoch))
+        found = order[self.at:self.at + count]
+        self.at += count
+        if self.at + count > 10:
+            self.epoch, self.at = self.epoch + 1, 0
+        return found
+
+def whole(model):
+    options = StateDictOptions(full_state_dict=True)
+    return get_model_state_dict(model, options=options)
+
+def digest(model, losses):
+    found = hashlib.sha256()
+    for name, tensor in sorted(whole(model).items()):
+        data = tensor.reshape(-1).contiguous().view(torch.uint8)
+        found.update(name.encode() + bytes(data.tolist()))
+    return found.hexdigest()[:16], [loss.hex() for loss in losses]
+
+DATA = torch.sin(torch.arange(60.0)).view(10, 6)
+
+def train(model, optimizer, scheduler, positions, steps):
+    losses = []
+    for _ in range(steps):
+        batch = DATA[positions.take(2)] + random.random() * 0.01
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        losses.append(loss.item())
+    return losses
+"""
+
+UNINTERRUPTED = """
+def run(kind, save):
+    random.seed(rank)
+    model, optimizer = make(kind, 5)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 12)
+    positions = Positions()
+    given = dict(model=model, optimizer=optimizer, scheduler=scheduler, data=positions)
+    losses = train(model, optimizer, scheduler, positions, 6)
+    if save:
+        # In the background: what is saved is the state of now, whatever the training does.
+        save_checkpoint(f"{where}/{kind}", step=6, extra=dict(best=losses[-1]),
+            asynchronous=kind == "ddp", **given)
+    losses += train(model, optimizer, scheduler, positions, 6)
+    return digest(model, losses)
+
+found = {}
+for kind in ("ddp", "fsdp2"):
+    # Saving changes nothing.
+    found[kind] = run(kind, save=True)
+    assert found[kind] == run(kind, save=False)
+finish_saving()
+print(json.dumps(found))
+"""
+
+RESUMED = """
+found = {}
+for kind in ("ddp", "fsdp2"):
+    model, optimizer = make(kind, 77)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 12)
+    positions = Positions()
+    loaded = load_checkpoint(f"{where}/{kind}", model=model, optimizer=optimizer,
+        scheduler=scheduler, data=positions)
+    assert loaded.step == 6 and loaded.notes == loaded.skipped == (), loaded
+    found[kind] = digest(model, train(model, optimizer, scheduler, positions, 6))
+print(json.dumps(found))
+"""
+
+
+def test_resuming_is_bitwise_equal_to_going_on(ranks, tmp_path):
+    """Dropout, AdamW, a schedule, shuffled data, Python's and torch's random numbers."""
+    body = BODY.replace("{where!r}", repr(str(tmp_path)))
+    whole = [json.loads(out) for out in ranks(2, body + UNINTERRUPTED)]
+    resumed = [json.loads(out) for out in ranks(2, body + RESUMED)]
+    for before, after in zip(whole, resumed, strict=True):
+        for kind in ("ddp", "fsdp2"):
+            assert after[kind][0] == before[kind][0]
+            assert after[kind][1] == before[kind][1][6:]
+
+
+STATES = """
+def moments(model, optimizer):
+    "Full exp_avg and step by plain name, wherever they are."
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        names = {p: n.removeprefix("module.") for n, p in model.named_parameters()}
+        mine = {names[p]: (s["exp_avg"], s["step"]) for p, s in optimizer.optim.state.items()}
+        told = [None] * size
+        dist.all_gather_object(told, mine)
+        return {name: each for one in told for name, each in one.items()}
+    full = get_optimizer_state_dict(model, optimizer,
+        options=StateDictOptions(full_state_dict=True))
+    return {name: (state["exp_avg"], state["step"]) for name, state in full["state"].items()}
+
+def expect(model, optimizer, tensors, state):
+    found = whole(model)
+    assert found.keys() == tensors.keys(), (found.keys(), tensors.keys())
+    for name in tensors:
+        assert torch.equal(found[name], tensors[name]), name
+    held = moments(model, optimizer)
+    for name, (average, step) in state.items():
+        assert torch.equal(held[name][0], average) and float(held[name][1]) == step, name
+    assert {group["lr"] for group in optimizer.param_groups} == {0.005}
+"""
+
+WRITE = """
+model, optimizer = make("plain_ddp", 5)
+class Constant:
+    def step(self): pass
+train(model, optimizer, Constant(), Positions(), 3)
+for group in optimizer.param_groups:
+    group["lr"] = 0.005
+tensors, state = whole(model), moments(model, optimizer)
+state = {name: (average, float(step)) for name, (average, step) in state.items()}
+save_checkpoint(f"{where}/ddp", model=model, optimizer=optimizer, step=3)
+for kind in ("fsdp2", "fsdp1", "zero1"):
+    model, optimizer = make(kind, 99)
+    loaded = load_checkpoint(f"{where}/ddp", model=model, optimizer=optimizer)
+    expect(model, optimizer, tensors, state)
+    save_checkpoint(f"{where}/{kind}", model=model, optimizer=optimizer, step=3)
+    model, optimizer = make("plain_ddp", 98)
+    load_checkpoint(f"{where}/{kind}", model=model, optimizer=optimizer)
+    expect(model, optimizer, tensors, state)
+if rank == 0:
+    torch.save((tensors, state), f"{where}/expected.pt")
+"""
+
+READ = """
+tensors, state = torch.load(f"{where}/expected.pt")
+for saved in ("ddp", "fsdp2", "fsdp1", "zero1"):
+    for kind in {kinds!r}:
+        model, optimizer = make(kind, 77)
+        if size == 1 and kind == "bare":
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.3)
+        loaded = load_checkpoint(f"{where}/{saved}", model=model, optimizer=optimizer)
+        assert loaded.world_size == 2 and "derived from rank 0's" in loaded.notes[-1]
+        expect(model, optimizer, tensors, state)
+draws = torch.rand(1).item(), random.random()
+load_checkpoint(f"{where}/zero1", model=model, optimizer=optimizer)
+assert draws == (torch.rand(1).item(), random.random())  # new streams are derived, not drawn
+told = [None] * size
+dist.all_gather_object(told, draws)
+assert len(set(told)) == size, told  # every rank draws its own
+"""
+
+
+@pytest.fixture
+def written(ranks, tmp_path):
+    """What two ranks wrote, from every wrapper."""
+    body = BODY.replace("{where!r}", repr(str(tmp_path))) + STATES
+    ranks(2, body + WRITE)
+    return body
+
+
+def test_any_wrapper_on_any_number_of_ranks_loads_what_two_ranks_wrote(ranks, written):
+    ranks(1, written + READ.replace("{kinds!r}", "('bare',)"))
+    ranks(4, written + READ.replace("{kinds!r}", "('plain_ddp', 'hsdp')"))
