@@ -44,6 +44,12 @@ os._exit(status)
 """
 """Ends a forked rank as an interpreter ends: its hooks are called, which multiprocessing skips."""
 
+PRELOADED = [
+    "torch.distributed", "ezpz_dist",
+    # What some tests import on each rank, for seconds.
+    "torch._dynamo", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp",
+    "torch.distributed.optim", "torch.distributed.tensor",
+]  # fmt: skip
 LAUNCHERS = ("SLURM_", "PBS_", "PMI", "OMPI_", "MPI_LOCAL", "EZPZ_", "TORCHELASTIC")
 RANK_VARIABLES = {
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK",
@@ -66,7 +72,7 @@ def clean_env():
 @pytest.fixture(scope="session")
 def fork_server():
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "ezpz_dist"])
+    context.set_forkserver_preload(PRELOADED)
     return context
 
 

@@ -31,9 +31,8 @@ model = Net().double()
 """
 
 
-@pytest.mark.parametrize("use_fsdp", [False, True])
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_the_loss_curve_is_that_of_one_rank(ranks, n, use_fsdp):
+@pytest.mark.parametrize("n", [1, 3])
+def test_the_loss_curve_is_that_of_one_rank(ranks, n):
     ranks(
         n,
         MODEL
@@ -41,12 +40,14 @@ def test_the_loss_curve_is_that_of_one_rank(ranks, n, use_fsdp):
 import copy
 alone = losses(copy.deepcopy(model), slice(None))
 rank = setup_torch(timeout=60)
-wrapped = wrap_model(model, use_fsdp={use_fsdp})
-assert (wrapped is model) == ({n} == 1 or {use_fsdp})
 share = 6 // {n}
-mine = losses(wrapped, slice(rank * share, (rank + 1) * share))
-for one, other in zip(alone, mine):
-    assert abs(all_reduce(other, "mean") - one) < 1e-12, (alone, mine)
+for use_fsdp in (False, True):
+    bare = copy.deepcopy(model)
+    wrapped = wrap_model(bare, use_fsdp=use_fsdp)
+    assert (wrapped is bare) == ({n} == 1 or use_fsdp)
+    mine = losses(wrapped, slice(rank * share, (rank + 1) * share))
+    for one, other in zip(alone, mine):
+        assert abs(all_reduce(other, "mean") - one) < 1e-12, (alone, mine)
 cleanup()
 """,
     )
@@ -121,7 +122,8 @@ rank = setup_torch(seed=1, timeout=60)
 for use_fsdp in (False, True):
     frozen = torch.nn.Linear(3, 3).requires_grad_(False)
     assert wrap_model(frozen, use_fsdp=use_fsdp) is frozen
-    assert torch.equal(broadcast(frozen.weight), frozen.weight), "rank 0's on every rank"
+    out = frozen(torch.ones(1, 3))
+    assert torch.equal(broadcast(out), out), "rank 0's on every rank"
     assert type(wrap_model(torch.nn.ReLU(), use_fsdp=use_fsdp)) is torch.nn.ReLU
 cleanup()
 """,

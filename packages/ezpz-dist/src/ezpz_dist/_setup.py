@@ -160,6 +160,10 @@ def cleanup() -> None:
 
     Collective: every rank calls this. It also runs at exit, so that a rank that fails
     closes its connections and the others learn of it.
+
+    Raises:
+        CheckpointError: A check-point that was written in the background has failed; the
+            rest of clean-up is done.
     """
     global _made
     world, made = find_world(), _made
@@ -216,7 +220,11 @@ def _leave(world: World) -> None:
 def _make_groups(asked: Asked) -> None:
     import ezpz_tp  # noqa: PLC0415  # only where its groups are used
 
-    ezpz_tp.initialize_tensor_parallel(*asked.degrees, timeout=timedelta(seconds=asked.timeout))
+    # Ranks of one sequence's parts share their gradients' mean with the data-parallel ones.
+    shared = [("data", "context")] if asked.context_parallel_size > 1 else []
+    ezpz_tp.initialize_tensor_parallel(
+        *asked.degrees, timeout=timedelta(seconds=asked.timeout), also=shared
+    )
 
 
 def _export(info: RankInfo, device: torch.device, group: Group) -> dict[str, str | None]:

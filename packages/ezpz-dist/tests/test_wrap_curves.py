@@ -1,0 +1,164 @@
+"""However a model is wrapped, on n ranks it follows the loss curve of one with the whole batch."""
+
+import pytest
+
+TASK = """
+import copy
+from torch import nn
+from ezpz_dist._wrapping.ddp import wrap_model_for_ddp
+from ezpz_dist._wrapping.fsdp import wrap_model_for_fsdp
+from ezpz_dist._wrapping.fsdp2 import wrap_model_for_fsdp2
+from ezpz_dist._wrapping.zero1 import wrap_optimizer_for_zero1
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+    def forward(self, x):
+        y = self.norm(x)
+        x = x + self.attention(y, y, y, need_weights=False)[0]
+        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+
+class Transformer(nn.Module):
+    def __init__(self, width=16):
+        super().__init__()
+        self.embed = nn.Embedding(11, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 11, bias=False)
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+tokens = torch.randint(11, (8, 6), generator=torch.Generator().manual_seed(1))
+
+def losses(model, optimizer, rows, steps=30):
+    seen = []
+    for step in range(steps):
+        batch = (tokens[rows] + step % 3) % 11
+        logits = model(batch[:, :-1]).float()
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        optimizer.zero_grad(); loss.backward(); optimizer.step()
+        seen.append(loss.item())
+    return torch.tensor(seen, dtype=torch.float64)
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=3e-3)
+
+rank = setup_torch(timeout=60)
+size = dist.get_world_size()
+mine = slice(rank * 8 // size, (rank + 1) * 8 // size)
+torch.manual_seed(0)
+model = Transformer()
+bare = copy.deepcopy(model)
+alone = losses(bare, adamw(bare.parameters()), slice(None))
+assert alone[-1] < 0.8 * alone[0], alone
+
+def off(curve):
+    together = torch.stack([curve]) if size == 1 else curve.clone()
+    dist.all_reduce(together)
+    return ((together / size - alone) / alone).abs().max().item()
+"""
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_the_curve_of_one_process_in_fp32(ranks, n):
+    ranks(
+        n,
+        TASK
+        + """
+def ddp_and_zero1(model):
+    wrapped = wrap_model_for_ddp(model)
+    optimizer = wrap_optimizer_for_zero1(torch.optim.AdamW, wrapped.parameters(), lr=3e-3)
+    curve = losses(wrapped, optimizer, mine)
+    if size > 1:
+        held = sum(s.numel() for one in optimizer.optim.state.values() for s in one.values())
+        every = all_reduce(float(held), "sum")
+        assert held < 0.8 * every, "each rank holds the state of its own parameters"
+        optimizer.consolidate_state_dict(to=0)
+        if rank == 0:
+            plain = adamw(model.parameters())
+            plain.load_state_dict(optimizer.state_dict())
+            assert len(plain.state) == len(list(model.parameters()))
+    return curve
+
+def trained(wrapped):
+    return losses(wrapped, adamw(wrapped.parameters()), mine)
+
+ways = {
+    "DDP": lambda m: trained(wrap_model_for_ddp(m, gradient_as_bucket_view=True)),
+    "FSDP1": lambda m: trained(wrap_model_for_fsdp(m)),
+    "FSDP2": lambda m: trained(wrap_model_for_fsdp2(m)),
+    "ZeRO-1": ddp_and_zero1,
+}
+if size == 2:
+    ways["kept"] = lambda m: trained(wrap_model_for_fsdp2(m, reshard_after_forward=False))
+if size == 4:
+    ways["hybrid"] = lambda m: trained(wrap_model_for_fsdp2(m, shard_size=2))
+for name, way in ways.items():
+    difference = off(way(copy.deepcopy(model)))
+    assert difference <= 1e-5, (name, difference)
+cleanup()
+""",
+    )
+
+
+def test_bf16_trains_with_gradients_in_fp32(ranks):
+    ranks(
+        2,
+        TASK
+        + """
+from torch.distributed.tensor import DTensor
+wrapped = wrap_model_for_fsdp2(copy.deepcopy(model), dtype="bf16")
+seen = []
+wrapped.head.register_forward_pre_hook(lambda _, given: seen.append(given[0].dtype))
+difference = off(losses(wrapped, adamw(wrapped.parameters()), mine))
+assert set(seen) == {torch.bfloat16}
+assert 1e-6 < difference < 0.1, difference
+assert {p.dtype for p in wrapped.parameters()} == {torch.float32}, "the optimizer's copy"
+assert {p.grad.dtype for p in wrapped.parameters()} == {torch.float32}
+older = wrap_model_for_fsdp(copy.deepcopy(model), dtype="bf16")
+assert off(losses(older, adamw(older.parameters()), mine, 30)) < 0.1
+# oneCCL cannot average: it is asked for sums, which gives the same.
+from ezpz_dist._wrapping import fsdp2
+fsdp2._WITHOUT_AVERAGE = ("gloo",)
+summed = wrap_model_for_fsdp2(copy.deepcopy(model))
+groups = [g for m in summed.modules() if hasattr(m, "_get_fsdp_state")
+          for g in m._get_fsdp_state()._fsdp_param_groups]
+assert len(groups) == 5 and all(g.force_sum_reduction_for_comms for g in groups)
+assert off(losses(summed, adamw(summed.parameters()), mine)) <= 1e-5
+cleanup()
+""",
+    )
+
+
+def test_a_wrapped_model_can_be_compiled(ranks):
+    ranks(
+        2,
+        TASK
+        + """
+import warnings
+warnings.simplefilter("ignore")
+net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+x = torch.linspace(-1, 1, 16).view(4, 4)
+for wrap in (wrap_model_for_ddp, wrap_model_for_fsdp2):
+    wrapped = wrap(copy.deepcopy(net))
+    compiled = torch.compile(wrapped, backend="eager")
+    assert torch.allclose(compiled(x), net(x), rtol=1e-5)
+    compiled(x).sum().backward()
+    assert all(p.grad is not None for p in wrapped.parameters())
+    for again in (wrap_model_for_ddp, wrap_model_for_fsdp, wrap_model_for_fsdp2, wrap_model):
+        try:
+            again(compiled)
+        except WrapError as error:
+            assert "is wrapped already: its part '_orig_mod' is " in str(error)
+        else:
+            raise AssertionError(again)
+cleanup()
+""",
+    )
