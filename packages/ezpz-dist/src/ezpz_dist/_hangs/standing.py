@@ -8,13 +8,11 @@ import sysconfig
 import threading
 import traceback
 from dataclasses import asdict, dataclass
+from functools import cache
 from types import FrameType, TracebackType
 from typing import Any
 
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_LIBRARIES = tuple(
-    {os.path.abspath(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")}
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +118,14 @@ def is_users(path: str) -> bool:
     if path.startswith("<"):
         # A cell of a notebook, `python -c`; but not importlib's frozen modules.
         return not path.startswith("<frozen")
-    return not path.startswith((_OURS, *_LIBRARIES))
+    return not path.startswith(_libraries())
+
+
+@cache
+def _libraries() -> tuple[str, ...]:
+    # sysconfig reads a large file for it: not at import.
+    paths = {os.path.abspath(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")}
+    return (_OURS, *paths)
 
 
 def _short(frame: FrameType) -> str:
