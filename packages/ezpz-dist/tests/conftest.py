@@ -66,7 +66,12 @@ def clean_env():
         if not name.startswith(LAUNCHERS) and name not in RANK_VARIABLES
     }
     scripts = sysconfig.get_path("scripts")
-    return {**env, "PATH": os.pathsep.join([scripts, env["PATH"]]), "OMP_NUM_THREADS": "1"}
+    return {
+        **env,
+        "PATH": os.pathsep.join([scripts, env["PATH"]]),
+        "OMP_NUM_THREADS": "1",
+        "RES_OPTIONS": "timeout:1 attempts:1",
+    }
 
 
 @pytest.fixture(scope="session")

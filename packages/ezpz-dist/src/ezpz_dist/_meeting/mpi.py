@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import importlib
+import json
+import logging
 import sys
 import time
-from types import ModuleType, TracebackType
+from types import FunctionType, ModuleType, TracebackType
 from typing import TypeVar
 
 from ezpz_dist._errors import SetupError
-from ezpz_topo import RankInfo
+from ezpz_topo import RankInfo, get_hostname
 
-T = TypeVar("T")
+from .place import SAY_AFTER, speaks
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T", bound=tuple[str | int, ...])
+
+_GRACE = 1.0
+"""Seconds beyond the time-out for our own error, which says more than the watchdog."""
+
+_MESSAGE = 4096
+"""Bytes of the broadcast: all ranks must know how many before they know what."""
 
 _LAST_WORDS = 0.5
 """Seconds for a traceback to reach the launcher; without, it was lost under load (MPICH 5.0.2)."""
@@ -22,23 +35,33 @@ _ours: ModuleType | None = None
 
 
 def broadcast_once(value: T, info: RankInfo, timeout: float) -> T:
-    """Return rank 0's small object on every rank, over MPI. Collective: every rank calls this.
+    """Return rank 0's texts and numbers on every rank, over MPI. Collective: every rank calls this.
 
-    A rank that the others do not join within the timeout prints where it stands and ends
-    with exit status 1: MPI itself would wait for ever, with the GIL held.
+    Where MPI itself blocks, as in MPI_Init when a rank never comes, no Python runs: the process
+    then prints where it stands and ends with exit status 1, a second after the time-out.
 
     Raises:
-        SetupError: mpi4py cannot load an MPI, or its world is not the launcher's.
+        SetupError: mpi4py cannot load an MPI, its world is not the launcher's, or rank 0 has
+            not sent anything in time. In that last case the whole job ends with this process.
     """
-    # The only watchdog that runs while a C library holds the GIL.
-    faulthandler.dump_traceback_later(timeout, exit=True)
+    deadline = time.monotonic() + timeout
+    # The only watchdog that runs while a C library holds the GIL. What it prints is the names
+    # of functions: so this one's name says who waits, and for what.
+    words = (
+        f"rank {info.rank} of {info.world_size} on {get_hostname()}: waits in MPI for the others"
+    )
+    code = _broadcast.__code__.replace(co_name=words[:99])
+    watched = FunctionType(code, globals())
+    faulthandler.dump_traceback_later(timeout + _GRACE, exit=True)
     try:
-        return _broadcast(value, info)
+        message = watched(json.dumps(value).encode(), info, deadline, timeout)
     finally:
         faulthandler.cancel_dump_traceback_later()
+    result: T = tuple(json.loads(message))  # type: ignore[assignment]
+    return result
 
 
-def _broadcast(value: T, info: RankInfo) -> T:
+def _broadcast(message: bytes, info: RankInfo, deadline: float, timeout: float) -> bytes:
     mpi = _load()
     comm = mpi.COMM_WORLD
     if (comm.rank, comm.size) != (info.rank, info.world_size):
@@ -49,8 +72,30 @@ def _broadcast(value: T, info: RankInfo) -> T:
             "this; expected one MPI; install mpi4py against the launcher's MPI, or start with "
             "ezpz-launch, which needs no MPI for this"
         )
-    result: T = comm.bcast(value, root=0)
-    return result
+    buffer = bytearray(message.ljust(_MESSAGE)[:_MESSAGE])
+    request = comm.Ibcast([buffer, mpi.BYTE], root=0)
+    pause, say_at = 1e-5, time.monotonic() + SAY_AFTER
+    while not request.Test():
+        now = time.monotonic()
+        if now >= deadline:
+            # MPI_Finalize would wait for the broadcast.
+            atexit.register(mpi.COMM_WORLD.Abort, 1)
+            raise SetupError(
+                f"rank {info.rank} of {info.world_size} on {get_hostname()} has waited {timeout:g} "
+                "s in MPI for rank 0 to broadcast the address at which the ranks meet; expected "
+                "rank 0 to call setup_torch too; look for where rank 0 stands, or for its error"
+            )
+        if now >= say_at:
+            say_at = float("inf")
+            if speaks(info):
+                logger.warning(
+                    "rank %d of %d on %s has waited %.0f s in MPI for rank 0 to broadcast the "
+                    "address at which the ranks meet",
+                    info.rank, info.world_size, get_hostname(), SAY_AFTER,
+                )  # fmt: skip
+        time.sleep(pause)
+        pause = min(1.5 * pause, 0.01)
+    return bytes(buffer)
 
 
 def abort_on_uncaught() -> None:
@@ -85,8 +130,23 @@ def _load() -> ModuleType:
             f"MASTER_ADDR and MASTER_PORT are not set and mpi4py cannot load an MPI ({error}); "
             "expected one of the two; start with ezpz-launch, or install an MPI (pip install mpich)"
         ) from error
+    if mpi.Is_finalized():
+        raise SetupError(
+            "MPI was finalized before setup_torch, which needs it to tell the ranks where to meet; "
+            "expected setup_torch before MPI.Finalize(); call it earlier, or start with ezpz-launch"
+        )
     if not already:
         # mpi4py finalises MPI after the interpreter has dropped its objects: by then a
         # failed rank's connections are closed, and its peers fail instead of waiting.
         _ours = mpi
+    if not mpi.Is_initialized():
+        # The script told mpi4py to leave that to it (mpi4py.rc), and then has not done it.
+        mpi.Init_thread()
+        _ours = mpi
+        atexit.register(_finalize, mpi)
     return mpi
+
+
+def _finalize(mpi: ModuleType) -> None:
+    if not mpi.Is_finalized():
+        mpi.Finalize()
