@@ -114,6 +114,16 @@ def test_a_rank_that_is_there_twice(programs):
     assert any(re.search(twice, error) for error in errors)
 
 
+def test_what_only_some_ranks_have_imported_is_no_difference():
+    facts = {
+        rank: [f"n{rank}", 1, 1, {"packages": packages}]
+        for rank, packages in enumerate([{"numpy": "2"}, {}, {"numpy": "2", "mpi4py": "4"}])
+    }
+    assert not agreement._difference(facts)
+    facts[2][3]["packages"]["numpy"] = "1"
+    assert "rank 2: numpy 1 on n2, rank 0 2 on n0" in agreement._difference(facts)
+
+
 @pytest.mark.parametrize("size", [10, 5000])
 def test_only_a_few_differences_are_written_out(size):
     facts = {rank: [f"n{rank}", 1, 1, {"a": rank}] for rank in range(size)}

@@ -18,7 +18,7 @@ T = TypeVar("T")
 LOST = (DistNetworkError, DistStoreError)
 """What torch raises where the store's server is gone, stopped, or has no such key in time."""
 
-_FIRST, _LONGEST = 0.5e-3, 0.05
+_FIRST, _LONGEST = 0.1e-3, 0.05
 
 
 def within(seconds: float, ask: Callable[[], T]) -> T:

@@ -175,10 +175,10 @@ def _fates(board: Board, store: Store, roll: str, silent: list[int]) -> dict[int
 
 def _process(store: Store, rank: int) -> tuple[int, int] | None:
     """Return (pid, PID namespace) as the rank told at set-up."""
-    said = _read(store, f"process/{rank}", 0.05)
+    said = _read(store, f"facts/{rank}", 0.05)
     if said is None:
         return None
-    pid, namespace = map(int, said.split())
+    _, pid, namespace, _ = json.loads(said)
     return pid, namespace
 
 

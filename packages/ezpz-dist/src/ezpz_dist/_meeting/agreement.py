@@ -37,8 +37,11 @@ _LOOK = 1.0
 _GRACE = 2.0
 """Seconds that the others give rank 0 beyond the time-out to tell them who is missing."""
 
-_LIBRARIES = ("numpy", "mpi4py", "deepspeed", "transformers", "accelerate", "lightning")
-"""Libraries whose version is compared where a script has imported them already."""
+_LIBRARIES = (
+    "ezpz", "ezpz_device", "ezpz_dist", "ezpz_obs", "ezpz_topo", "ezpz_tp",
+    "accelerate", "deepspeed", "lightning", "mpi4py", "numpy", "transformers",
+)  # fmt: skip
+"""Libraries whose version is compared between those ranks that have imported them already."""
 
 _SOFT = ("python", "script", "packages")
 """What may differ when `AGREEMENT` says so; other differences cannot work."""
@@ -71,9 +74,8 @@ def common_facts(**more: object) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    ours = sorted(name for name in sys.modules if name.startswith("ezpz") and "." not in name)
     found = {}
-    for name in (*ours, *_LIBRARIES):
+    for name in _LIBRARIES:
         version = getattr(sys.modules.get(name), "__version__", None)
         if isinstance(version, str):
             found[name] = version
@@ -125,7 +127,6 @@ def agree(
     try:
         if store.add(f"there/{rank}", 1) > 1:
             raise SetupError(_twice(store, info, process))
-        store.set(f"process/{rank}", f"{pid} {namespace}")
         store.set(f"facts/{rank}", json.dumps([host, pid, namespace, facts]))
         if rank == 0:
             verdict = _judge(store, info, timeout)
@@ -236,10 +237,9 @@ def _difference(said: Mapping[int, list[Any]]) -> str:
 
 def _parts(name: str, here: object, there: object) -> list[tuple[str, object, object]]:
     if isinstance(here, dict) and isinstance(there, dict):
-        keys = sorted({*here, *there})
-        return [
-            (key, here.get(key), there.get(key)) for key in keys if here.get(key) != there.get(key)
-        ]
+        # Rank 0 alone may have imported what it reports with.
+        both = [key for key in here if key in there]
+        return [(key, here[key], there[key]) for key in both if here[key] != there[key]]
     return [(name.replace("_", " "), here, there)]
 
 
