@@ -7,13 +7,11 @@ import time
 import torch
 
 import ezpz_dist
-from ezpz_dist._checkpoints.plain import load_on_one_rank
-from ezpz_dist._checkpoints.signal import SnapshotOnSignal
 
 path = pathlib.Path(sys.argv[1])
 rank = ezpz_dist.setup_torch(timeout=60)
 ranks = ezpz_dist.all_reduce(1)
-state = load_on_one_rank(path) if path.exists() else {"step": -1, "sum": 0}
+state = ezpz_dist.load_on_one_rank(path) if path.exists() else {"step": -1, "sum": 0}
 first = state["step"] + 1
 
 
@@ -22,7 +20,7 @@ def save(step):
         torch.save(state, path)
 
 
-with SnapshotOnSignal(save, within=30) as snapshot:
+with ezpz_dist.SnapshotOnSignal(save, within=30) as snapshot:
     # The second time a few steps are enough.
     for step in range(first, first + 5 if first else 1_000_000):
         state = {"step": step, "sum": state["sum"] + ezpz_dist.all_reduce(step)}

@@ -1,4 +1,4 @@
-"""What a caller gives to be saved, or to be filled."""
+"""What a caller gives to be saved or filled, and asks for."""
 
 from __future__ import annotations
 
@@ -41,6 +41,21 @@ class Given:
             "extra": self.extra is not None,
         }
         return tuple(name for name, given in there.items() if given)
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What is to be written.
+
+    Attributes:
+        step: The step.
+        contents: What there is.
+        keep: How many to keep.
+    """
+
+    step: int
+    contents: tuple[str, ...]
+    keep: int | None
 
 
 def listed(optimizer: Optimizers | None) -> list[Optimizer]:

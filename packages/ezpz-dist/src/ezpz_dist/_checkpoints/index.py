@@ -86,7 +86,7 @@ def _ints(values: Any) -> Iterator[int]:
 
 
 def _dtype(name: Any) -> torch.dtype:
-    found = getattr(torch, name, None)
+    found = vars(torch).get(name)  # getattr would import whatever torch finds by that name
     if not isinstance(found, torch.dtype):
         raise TypeError(f"{name!r} is no dtype of this torch")
     return found

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -143,10 +144,10 @@ def _first_whole(
     """Return the newest that is whole, and what is wrong with those before it; or with all."""
     skipped: list[str] = []
     for name in names:
-        found: tuple[Manifest, bytes] | str = ranks.tell(
-            _opened(store, str(name)) if ranks.rank == 0 else None
-        )
-        damage = [found] if isinstance(found, str) else target.plan(store, str(name), *found)
+        folder = str(name)
+        what = f"{store.root}/{folder} cannot be read"
+        found: tuple[Manifest, bytes] | str = ranks.first(what, partial(_opened, store, folder))
+        damage = [found] if isinstance(found, str) else target.plan(store, folder, *found)
         if not damage:
             return name, found[0], skipped  # type: ignore[return-value]  # found is no text here
         skipped.append(f"{store.root}/{name}: {'; '.join(damage)}")

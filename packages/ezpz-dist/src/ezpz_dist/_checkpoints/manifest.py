@@ -16,6 +16,9 @@ from .store import Store
 
 FORMAT = 1
 _LONGEST = 1 << 30
+_MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What comes of taking JSON for something that it is not: ``int(Infinity)``, ``[].get``."""
+
 _BLOCK = 1 << 22
 
 
@@ -79,22 +82,20 @@ def decode(data: bytes) -> Manifest:
     try:
         whole = json.loads(data)
         about, said = whole["checkpoint"], int(whole["crc32"], 16)
-        found = _checksum(about)
-    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        found, version = _checksum(about), about.get("format")
+    except _MALFORMED as error:
         raise ValueError(f"{MANIFEST} is damaged ({error})") from error
     if found != said:
         raise ValueError(f"{MANIFEST} is damaged: crc32 {found:08x}; expected {said:08x}")
-    if about.get("format") != FORMAT:
-        raise ValueError(
-            f"{MANIFEST} has format {about.get('format')!r}; this ezpz_dist reads {FORMAT}"
-        )
+    if version != FORMAT:
+        raise ValueError(f"{MANIFEST} has format {version!r}; this ezpz_dist reads {FORMAT}")
     try:
         files = {name: Written(int(n), int(c, 16)) for name, (n, c) in about["files"].items()}
         return Manifest(
             int(about["step"]), int(about["world_size"]), tuple(map(str, about["contents"])),
             float(about["time"]), str(about["torch"]), files,
         )  # fmt: skip
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except _MALFORMED as error:
         raise ValueError(f"{MANIFEST} is damaged ({error!r})") from error
 
 
@@ -131,7 +132,8 @@ def damage_of(store: Store, folder: str, name: str, said: Written) -> str | None
         if found != said.size:
             return f"{name} has {found} bytes; expected {said.size}"
         with store.open(path, "rb") as file:
-            while count := file.readinto(block):  # type: ignore[attr-defined]  # all have it
+            # A device has size 0 and no end.
+            while size <= said.size and (count := file.readinto(block)):  # type: ignore[attr-defined]
                 crc = zlib.crc32(view[:count], crc)
                 size += count
     except OSError as error:

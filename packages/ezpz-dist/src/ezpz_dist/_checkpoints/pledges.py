@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]  # torch exports it so
 
 from ezpz_dist._hangs.watcher import find_watcher, on_notice
-from ezpz_dist._store import within
+from ezpz_dist._store import arrived, within
 from ezpz_dist._world import World
 
 T = TypeVar("T")
@@ -39,7 +39,9 @@ class Pledges:
     ) -> None:
         watcher = find_watcher()
         self._name, self._hear = name, hear
-        self._size = 1 if world is None else world.info.world_size
+        self._rank, self._size = (
+            (0, 1) if world is None else (world.info.rank, world.info.world_size)
+        )
         self._board = None if watcher is None else watcher.board
         # Opened now, not in a hurry: torch asks the name service about each connection, on
         # both sides, and that can take seconds (torch 2.13). Nobody else uses it, so that
@@ -68,7 +70,12 @@ class Pledges:
         return self._ask(lambda store: store.add(f"{self._name}/asked", 0) > 0)
 
     def give(self, step: int) -> int | None:
-        """Give this rank's step, once; return where to stop if this was the last rank's."""
+        """Give this rank's step, once.
+
+        Returns:
+            Where to stop, if this was the last rank's and anybody has asked: else they are all
+            done with their steps, and need not be told.
+        """
         return self._ask(lambda store: self._give(store, step))
 
     def agree_on_name(self, step: int) -> str:
@@ -80,12 +87,21 @@ class Pledges:
         """Say that this rank has saved; return whether all have."""
         return self._ask(lambda store: store.add(f"{self._name}/saved", 1) == self._size)
 
+    def leave(self) -> None:
+        """Say that this rank knows how it ended; rank 0, which holds the store, waits for all."""
+        count, every = f"{self._name}/left", f"{self._name}/all-left"
+        if self._ask(lambda store: store.add(count, 1)) == self._size:
+            self._ask(lambda store: store.set(every, ""))
+        if self._rank == 0:
+            arrived(self._store, [every], _ASKING)
+
     def _give(self, store: Store, step: int) -> int | None:
         key = f"{self._name}/largest"
         largest = store.compare_set(key, "", str(step))
         while int(largest) < step:
             largest = store.compare_set(key, largest.decode(), str(step))
-        if store.add(f"{self._name}/given", 1) < self._size:
+        last = store.add(f"{self._name}/given", 1) == self._size
+        if not last or store.add(f"{self._name}/asked", 0) == 0:
             return None
         return int(store.get(key))
 

@@ -19,7 +19,9 @@ import torch
 import torch.distributed as dist
 
 from ezpz_dist._errors import CheckpointError, DistError
-from ezpz_dist._hangs.waiting import waiting
+from ezpz_dist._hangs.roll_call import call_roll
+from ezpz_dist._hangs.waiting import first_line, waiting
+from ezpz_dist._hangs.watcher import find_watcher
 from ezpz_dist._world import World
 from ezpz_topo import get_hostname
 
@@ -169,8 +171,8 @@ class Ranks:
             yield
         except RuntimeError as error:
             raise CheckpointError(
-                f"{what} in the background: the other ranks cannot be reached ({error}); expected "
-                "each to go on until it is complete: wait for it before cleanup()"
+                f"{what} in the background: {_gone()} ({first_line(error)}); expected each rank to "
+                "go on until it is complete: wait for it before cleanup()"
             ) from error
 
     def _attempt(self, work: Callable[[], T]) -> tuple[T | Failed, Exception | None]:
@@ -190,6 +192,15 @@ class Ranks:
             more = [f"and {len(failed) - _LISTED} more ranks"] if len(failed) > _LISTED else []
             text = "; ".join(said + more)
         raise CheckpointError(f"{what}: {text}") from cause
+
+
+def _gone() -> str:
+    """Say which ranks can come no more, as far as the watchers know."""
+    watcher = find_watcher()
+    call = None if watcher is None else call_roll(watcher)
+    gone = [] if call is None else call.gone()[:_LISTED]
+    named = [f"rank {rank} on {call.hosts[rank]} {call.silent[rank]}" for rank in gone if call]
+    return "; ".join(named) or "the other ranks cannot be reached"
 
 
 def _words(error: BaseException) -> str:

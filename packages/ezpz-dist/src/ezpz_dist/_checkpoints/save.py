@@ -16,9 +16,8 @@ from ezpz_dist._world import current_world
 
 from .background import Saving, finish_saving
 from .folder import MAX_STEP
-from .given import Given, Optimizers, listed
+from .given import Given, Optimizers, Order, listed
 from .layout import Layout, current_layout
-from .order import Order
 from .ranks import Ranks, ranks_of
 from .rng import rng_state
 from .store import Store, open_store

@@ -253,6 +253,8 @@ class SnapshotOnSignal:
                 f"the snapshot at step {step} failed on {self._outcome}; expected every rank to "
                 "save; what was saved before is what there is"
             )
+        with suppress(*LOST):  # then nobody is left to wait for
+            self._pledges.leave()
         raise SystemExit(EXIT_SAVED)
 
     def _wait(self, event: threading.Event, what: str, step: int) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
+import math
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -17,6 +18,9 @@ _ABANDONED = 3600.0
 """Seconds without a write after which an attempt of another host is taken for dead."""
 
 _WRITING = ".writing-"
+
+_NOT_SYNCED = (errno.EINVAL, errno.EBADF, errno.ENOTSUP)
+"""What file systems say that cannot sync a folder, and need not."""
 
 
 class Store(Protocol):
@@ -91,28 +95,33 @@ class FolderStore:
         return self._at(path).open(mode)
 
     def begin(self, name: Name) -> str:
-        self._at("").mkdir(parents=True, exist_ok=True)
+        root = self._at("")
+        new = [path for path in (root, *root.parents) if not path.exists()]
+        root.mkdir(parents=True, exist_ok=True)
+        for path in new:
+            _sync(path.parent)  # or all of it is gone after a power cut
         working = name.working(owner_token())
         self._at(working).mkdir()
         return working
 
     def publish(self, working: str, name: Name) -> None:
-        self._sync(working)
+        _sync(self._at(working))
         # rename() replaces an empty folder of that name, and fails for any other.
         self._at(working).rename(self._at(str(name)))
-        self._sync("")
+        _sync(self._at(""))
 
     def discard(self, working: str) -> None:
         path = self._at(working)
-        if path.is_dir():
+        if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
 
     def remove(self, name: Name) -> None:
         gone = name.gone(owner_token())
-        self._at(str(name)).rename(self._at(gone))
-        self.discard(gone)
+        with suppress(FileNotFoundError):  # another job was faster
+            self._at(str(name)).rename(self._at(gone))
+            self.discard(gone)
 
     def put(self, path: str, data: bytes) -> None:
         aside = self._at(f".{path}.tmp-{owner_token()}")
@@ -154,16 +163,14 @@ class FolderStore:
         times: list[float] = [each.stat().st_mtime for each in (path, *inside)]
         return max(times)
 
-    def _sync(self, path: str) -> None:
-        with _opened_folder(self._at(path)) as descriptor:
-            os.fsync(descriptor)
 
-
-@contextmanager
-def _opened_folder(path: Path) -> Iterator[int]:
-    descriptor = os.open(path, os.O_RDONLY)
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        yield descriptor
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NOT_SYNCED:
+            raise
     finally:
         os.close(descriptor)
 
@@ -223,8 +230,9 @@ class UrlStore:
             return
 
     def remove(self, name: Name) -> None:
-        self._fs.rm_file(self._at(f"{name}/{MANIFEST}"))
-        self.discard(str(name))
+        with suppress(FileNotFoundError):  # another job was faster
+            self._fs.rm_file(self._at(f"{name}/{MANIFEST}"))
+            self.discard(str(name))
 
     def put(self, path: str, data: bytes) -> None:
         with self.open(path, "wb") as file:
@@ -234,14 +242,29 @@ class UrlStore:
         self._fs.mv(self._at(path), self._at(to))
 
     def remove_leftovers(self, working: str) -> list[str]:
+        now = self._last_write(working, self._names(working))  # by the store's own clock
         removed = []
         for name in map(str, names_in(self.entries())):
             files = self._names(name)
-            if name == working or MANIFEST in files:
+            if name == working or MANIFEST in files or not self._is_abandoned(name, files, now):
                 continue
-            owners = [each.removeprefix(_WRITING) for each in files if each.startswith(_WRITING)]
-            # Its first file says who writes; without one it was being removed.
-            if all(is_dead(owner) for owner in owners):
-                self.discard(name)
-                removed.append(name)
+            self.discard(name)
+            removed.append(name)
         return removed
+
+    def _is_abandoned(self, name: str, files: list[str], now: float) -> bool:
+        owners = [each.removeprefix(_WRITING) for each in files if each.startswith(_WRITING)]
+        if not owners:
+            return bool(files)  # being removed; its first file said who writes
+        known = [dead for each in owners if (dead := is_dead(each)) is not None]
+        if known:
+            return all(known)
+        return now - self._last_write(name, files) > _ABANDONED
+
+    def _last_write(self, name: str, files: list[str]) -> float:
+        """Return when a file was last written; infinity where that cannot be told."""
+        try:
+            times = [self._fs.modified(self._at(f"{name}/{each}")).timestamp() for each in files]
+        except (FileNotFoundError, NotImplementedError):
+            return math.inf
+        return max(times, default=math.inf)

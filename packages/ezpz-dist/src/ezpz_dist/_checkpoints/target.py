@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+from functools import reduce
+from operator import and_, or_
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -50,11 +52,8 @@ class Target:
         self._saved = index.saved_in(metadata)
         reading = ranks.here(self._what, lambda: self._reading(store, folder))
         self._reader = reading
-        names = list(manifest.files)
-        mask = sum(1 << names.index(name) for name in reading.files)
-        told = ranks.tell(ranks.gather((mask, self._unknown)))
-        self._judge_unknown([unknown for _, unknown in told])
-        mine = self._share([mask for mask, _ in told], names)
+        mine, spare = self._shared_out(reading.files)
+        self._judge_unknown(spare)
         found = ranks.tell(ranks.gather(damages(store, folder, manifest, mine)))
         return [
             f"rank {rank} on {ranks.hosts[rank]}: {each}" if ranks.size > 1 else each
@@ -62,15 +61,31 @@ class Target:
             for each in problems
         ]
 
-    def _share(self, masks: list[int], names: list[str]) -> list[str]:
-        """Return the files that this rank verifies, of those that ranks of its host read."""
-        ranks = self._ranks
-        mates = [rank for rank, host in enumerate(ranks.hosts) if host == ranks.hosts[ranks.rank]]
-        read = 0
-        for rank in mates:
-            read |= masks[rank]
-        files = [name for number, name in enumerate(names) if read >> number & 1]
-        return shares(files, self._manifest, len(mates))[mates.index(ranks.rank)]
+    def _shared_out(self, reads: set[str]) -> tuple[list[str], list[str]]:
+        """Return the files that this rank is to verify, and the tensors that no rank has.
+
+        What ranks of a host read is verified by one of them. Sent as bits: the names
+        would be too many.
+        """
+        ranks, names = self._ranks, list(self._manifest.files)
+        keys = [key for key in self._saved if key.startswith(state.MODEL)]
+        told = ranks.gather((_bits(names, reads), _bits(keys, self._unknown)))
+
+        def share() -> list[tuple[int, int]]:
+            mates: dict[str, list[int]] = {}
+            for rank, host in enumerate(ranks.hosts):
+                mates.setdefault(host, []).append(rank)
+            spare = reduce(and_, (unknown for _, unknown in told))
+            mine = [(0, spare)] * ranks.size
+            for group in mates.values():
+                read = reduce(or_, (told[rank][0] for rank in group))
+                dealt = shares(_named(names, read), self._manifest, len(group))
+                for rank, files in zip(group, dealt, strict=True):
+                    mine[rank] = _bits(names, set(files)), spare
+            return mine
+
+        verifies, spare = ranks.first_for_each(self._what, share)
+        return _named(names, verifies), sorted(_named(keys, spare))
 
     def _reading(self, store: Store, folder: str) -> Reading:
         refuse_deepspeed(self._given.model)
@@ -149,9 +164,8 @@ class Target:
                 done = "were left as they are" if names is missing else "were cast"
                 self._notes.append(f"{len(names)} tensors {done}: {_some(names)}")
 
-    def _judge_unknown(self, unknown: list[set[str]]) -> None:
-        """Look for tensors in it that no rank has: pipeline stages have some each."""
-        spare = sorted(set.intersection(*unknown))
+    def _judge_unknown(self, spare: list[str]) -> None:
+        """Refuse tensors in it that no rank has: pipeline stages have some each."""
         if spare and self._strict:
             raise CheckpointError(
                 f"{self._what}: {len(spare)} tensors of it are none of the model's: "
@@ -233,6 +247,14 @@ def _decoded(data: bytes, manifest: Manifest) -> tuple[Metadata | None, str]:
     if unknown:
         return None, f"the manifest does not list {_some(sorted(unknown))}"
     return metadata, ""
+
+
+def _bits(names: Sequence[str], chosen: Collection[str]) -> int:
+    return int("".join("1" if name in chosen else "0" for name in names) or "0", 2)
+
+
+def _named(names: Sequence[str], bits: int) -> list[str]:
+    return [name for name, bit in zip(names, f"{bits:0{len(names)}b}", strict=False) if bit == "1"]
 
 
 def _some(names: list[str]) -> str:

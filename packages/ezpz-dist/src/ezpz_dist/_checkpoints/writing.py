@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import logging
 import time
-import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.serialization import get_crc32_options, set_crc32_options
 
 from ezpz_dist._errors import CheckpointError
 
-from . import index
+from . import index, state
 from .files import Files
 from .folder import INDEX, LATEST, MANIFEST, Name, names_in, next_name, to_remove
+from .given import Order
 from .manifest import Manifest, Written, encode
-from .order import Order
-from .pieces import Pieces
+from .planning import Planner, agree
 from .ranks import Ranks
 from .store import Store
 
@@ -46,29 +45,6 @@ class _Writer(FileSystemWriter):
         return StorageMeta(save_id=self.save_id)
 
 
-class _Held(DefaultSavePlanner):
-    """torch's planner over what this rank holds in pieces."""
-
-    def __init__(self, held: Mapping[str, Pieces]) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.state_dict = dict(held)
-        self.is_coordinator = False
-        self._copies: dict[MetadataIndex, Tensor] = {}
-
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
-        if index in self._copies:
-            return self._copies[index]
-        pieces: Pieces = self.state_dict[index.fqn]
-        return pieces.at(index)
-
-    def copy(self, items: Sequence[WriteItem]) -> None:
-        """Copy what will be written to the host, and let go of the rest."""
-        self._copies = {
-            item.index: self.lookup_object(item.index).to("cpu", copy=True) for item in items
-        }
-        self.state_dict = {}
-
-
 @dataclass(slots=True)
 class Draft:
     """A check-point that all ranks know what to write of."""
@@ -79,7 +55,7 @@ class Draft:
     name: Name
     working: str
     plan: SavePlan
-    planner: _Held
+    planner: Planner
     metadata: Metadata | None
     started: float = field(default_factory=time.monotonic)
 
@@ -88,9 +64,7 @@ class Draft:
         self.planner.copy(self.plan.items)
 
 
-def draft(
-    ranks: Ranks, store: Store, order: Order, held: Mapping[str, Pieces], stage: int
-) -> Draft:
+def draft(ranks: Ranks, store: Store, order: Order, held: state.Held, stage: int) -> Draft:
     """Plan who writes what, and make the folder. Collective: every rank calls this.
 
     Raises:
@@ -98,20 +72,9 @@ def draft(
             made: on all ranks.
     """
     what = f"step {order.step} cannot be saved to {store.root}"
-    planner = _Held(held)
-    plans = ranks.everywhere(what, lambda: (planner.create_local_plan(), stage))
-    made: Metadata | None = None
-
-    def plan() -> list[tuple[SavePlan, list[MetadataIndex]]]:
-        nonlocal made
-        tied = _check([items for items, _ in plans], [at for _, at in plans])
-        dealt, made = _Held({}).create_global_plan([items for items, _ in plans])
-        dealt = _Writer(Files(store, "")).prepare_global_plan(dealt)
-        return [(each, tied) for each in dealt]
-
-    mine, tied = ranks.first_for_each(what, plan)
-    if tied:
-        _check_ties(ranks, what, planner, tied)
+    planner = Planner(held)
+    prepare = _Writer(Files(store, "")).prepare_global_plan
+    mine, made = agree(ranks, what, planner, state.rank_key(ranks.rank), stage, prepare)
     begun: tuple[Name, str] = ranks.first(what, lambda: _begin(store, order.step))
     return Draft(ranks, store, order, *begun, mine, planner, made)
 
@@ -122,67 +85,6 @@ def _begin(store: Store, step: int) -> tuple[Name, str]:
     if left := store.remove_leftovers(working):
         logger.info("removed what unfinished saves left in %s: %s", store.root, ", ".join(left))
     return name, working
-
-
-def _check(plans: Sequence[SavePlan], stages: Sequence[int]) -> list[MetadataIndex]:
-    """Compare what ranks hold under one name; return what several pipeline stages have.
-
-    torch would take one rank's for all, and say nothing.
-    """
-    known: dict[str, tuple[int, Any, Any]] = {}
-    stage_of: dict[MetadataIndex, int] = {}
-    tied: dict[MetadataIndex, None] = {}
-    for rank, plan in enumerate(plans):
-        for item in plan.items:
-            assert item.tensor_data is not None
-            key = item.index.fqn
-            about = tuple(item.tensor_data.size), item.tensor_data.properties.dtype
-            first, *said = known.setdefault(key, (rank, *about))
-            if tuple(said) != about:
-                raise CheckpointError(
-                    f"{key} is {_shape(about)} on rank {rank} and {_shape(said)} on rank {first}; "
-                    "expected one tensor under one name, or equal copies of it; pipeline stages "
-                    "use the names of the whole model"
-                )
-            if stage_of.setdefault(item.index, stages[rank]) != stages[rank]:
-                tied[item.index] = None
-    return list(tied)
-
-
-def _shape(about: Sequence[Any]) -> str:
-    return f"{about[1]} {list(about[0])}".removeprefix("torch.")
-
-
-def _check_ties(ranks: Ranks, what: str, planner: _Held, tied: Sequence[MetadataIndex]) -> None:
-    """Make sure that what several pipeline stages hold under one name is equal."""
-
-    def sums() -> list[int | None]:
-        return [_sum(planner, each) for each in tied]
-
-    told = ranks.everywhere(what, sums)
-
-    def compare() -> None:
-        for number, each in enumerate(tied):
-            found = {one[number] for one in told} - {None}
-            if len(found) > 1:
-                raise CheckpointError(
-                    f"pipeline stages hold different values under {each.fqn}; expected a tied "
-                    "parameter, equal on both, or the names of the whole model: number the layers "
-                    "of a stage as they are in the model"
-                )
-
-    ranks.first(what, compare)
-
-
-def _sum(planner: _Held, index: MetadataIndex) -> int | None:
-    if index.fqn not in planner.state_dict:
-        return None
-    tensor = planner.lookup_object(index).cpu().contiguous()
-    if not tensor.numel():
-        return 0
-    room = bytearray(tensor.nbytes)
-    torch.frombuffer(room, dtype=torch.uint8).copy_(tensor.view(-1).view(torch.uint8))
-    return zlib.crc32(room)
 
 
 def write(draft: Draft) -> Manifest:
@@ -196,8 +98,9 @@ def write(draft: Draft) -> Manifest:
     files = Files(store, draft.working)
 
     def write_mine() -> tuple[Any, dict[str, Written]]:
-        results = _Writer(files).write_data(draft.plan, draft.planner)
-        return results.wait(), files.written
+        with _checksummed_once():
+            results = _Writer(files).write_data(draft.plan, draft.planner)
+            return results.wait(), files.written
 
     try:
         told = ranks.everywhere(what, write_mine)
@@ -206,6 +109,20 @@ def write(draft: Draft) -> Manifest:
         if ranks.rank == 0:
             store.discard(draft.working)
         raise
+
+
+@contextmanager
+def _checksummed_once() -> Iterator[None]:
+    """Keep torch from summing tensors too, as for a ZIP archive: nobody looks at its sums.
+
+    In this thread, as of torch 2.13; in earlier ones perhaps in all.
+    """
+    before = get_crc32_options()
+    set_crc32_options(False)
+    try:
+        yield
+    finally:
+        set_crc32_options(before)
 
 
 def _complete(
@@ -223,14 +140,28 @@ def _complete(
     )
     files.write(MANIFEST, encode(manifest))
     store.publish(draft.working, draft.name)
-    try:
+    # It is saved; what comes after must not tell the script that it is not.
+    with _warning(order.step, f"{LATEST} is not written"):
         store.put(LATEST, f"{draft.name}\n".encode())
-        for name in to_remove(names_in(store.entries()), draft.name, order.keep):
-            store.remove(name)
-    except OSError as error:
-        # It is saved; what comes after must not tell the script that it is not.
-        logger.warning("step %d is saved, but older ones are not removed: %s", order.step, error)
+    with _warning(order.step, "older ones are not removed"):
+        # Not counted, and not touched: what bears the name and is no check-point.
+        there = [
+            name
+            for name in names_in(store.entries())
+            if store.size(f"{name}/{MANIFEST}") is not None
+        ]
+        for name in to_remove(there, draft.name, order.keep):
+            with _warning(order.step, f"{name} is not removed"):
+                store.remove(name)
     return manifest
+
+
+@contextmanager
+def _warning(step: int, otherwise: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        logger.warning("step %d is saved, but %s: %s", step, otherwise, error)
 
 
 def _see(

@@ -1,0 +1,277 @@
+"""Samples by data-parallel rank, and a position that survives workers and changes of size."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+from ezpz_dist import DataError
+from ezpz_dist._data.loader import DataLoader
+from ezpz_dist._data.sampler import DataParallelSampler
+from ezpz_dist._data.share import data_share, share_of
+
+
+def samplers(length, count, **more):
+    return [DataParallelSampler(length, share=(which, count), **more) for which in range(count)]
+
+
+def run(each, steps=None):
+    """What the ranks get together, in rounds; at most so many of these."""
+    passes = [iter(sampler) for sampler in each]
+    rounds = []
+    while steps is None or len(rounds) < steps:
+        taken = [next(one, None) for one in passes]
+        assert (None in taken) == (set(taken) == {None}), "equally many on every rank"
+        if taken[0] is None:
+            break
+        rounds.append(taken)
+    return [index for taken in rounds for index in taken]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("length", [1, 12, 13])
+def test_every_sample_comes_once_an_epoch(length, count):
+    each = samplers(length, count)
+    epochs = [run(each) for _ in range(3)]
+    for got in epochs:
+        padding = -length % count
+        assert len(got) == length + padding == count * len(each[0])
+        assert sorted(got[:length]) == list(range(length))
+        assert got[length:] == (got[:length] * count)[:padding], "the first ones once more"
+    assert length == 1 or len({tuple(got) for got in epochs}) == 3, "another order each"
+    assert [sampler.epoch for sampler in each] == [3] * count
+    if length >= count:
+        got = run(samplers(length, count, drop_last=True))
+        assert len(got) == length - length % count == len(set(got))
+    assert run(samplers(length, count, shuffle=False))[:length] == list(range(length))
+
+
+def test_orders_are_of_seed_and_epoch_and_nobody_elses():
+    before = torch.get_rng_state()
+    first, again, other = (DataParallelSampler(50, seed=seed) for seed in (1, 1, 2))
+    assert run([first]) == run([again]) != run([other])
+    second = run([first])
+    again.set_epoch(5), again.set_epoch(1)
+    assert run([again]) == second
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("then", [1, 2, 3, 4])
+@pytest.mark.parametrize("steps", [0, 1, 5, 6])
+def test_it_goes_on_in_mid_epoch_with_any_number_of_ranks(steps, then):
+    length = 24
+    whole = run(samplers(length, 1))
+    each = samplers(length, 4)
+    head = run(each, steps)
+    states = [sampler.state_dict() for sampler in each]
+    assert all(state == states[0] for state in states), "the same on every rank"
+    assert head == whole[: 4 * steps]
+    rest = samplers(length, then)
+    for sampler in rest:
+        sampler.load_state_dict(states[0])
+        sampler.set_epoch(sampler.epoch)  # as loops do; keeps the position
+    tail = run(rest)
+    expected = whole[4 * steps :]
+    if steps == 6:  # all of it was handed out: what follows is the next epoch
+        assert tail[:length] != whole
+        assert sorted(tail[:length]) == list(range(length))
+    else:
+        assert tail[: len(expected)] == expected
+        assert len(tail) - len(expected) == -len(expected) % then
+    assert rest[0].epoch == (2 if steps == 6 else 1)
+    broken_off = next(iter(rest[0]))
+    assert next(iter(rest[0])) == broken_off, "a pass that was broken off begins anew"
+
+
+def test_a_large_set_needs_little_and_chunks_do_not_show():
+    each = samplers(100_000, 3)
+    got = run(each)
+    assert sorted(got[:100_000]) == list(range(100_000))
+    each[0].load_state_dict({**each[0].state_dict(), "epoch": 0, "position": 60_000})
+    assert list(each[0]) == got[60_000::3]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_loader_counts_what_the_training_had(workers):
+    def loader():
+        return DataLoader(range(20), 4, shuffle=True, seed=3, num_workers=workers)
+
+    def batches(loader):
+        return [batch.tolist() for batch in loader]
+
+    random = torch.get_rng_state()
+    one = loader()
+    assert len(one) == 5
+    epochs = [batches(one), batches(one)]
+    assert one.epoch == 2
+    assert epochs[0] != epochs[1]
+    two = loader()
+    assert two.state_dict()["position"] == 0
+    for number, _ in enumerate(two, 1):
+        if number == 2:
+            break
+    state = two.state_dict()
+    assert (state["epoch"], state["position"]) == (0, 8), "not what workers fetched ahead"
+    three = loader()
+    three.load_state_dict(state)
+    three.set_epoch(three.epoch)
+    assert three.state_dict() == state
+    assert batches(three) == epochs[0][2:]
+    assert batches(three) == epochs[1]
+    assert batches(two) == epochs[0], "a pass that was broken off begins anew"
+    last = iter(two)
+    for _ in range(5):
+        next(last)
+    assert two.state_dict()["epoch"] == two.epoch == 2, "after the last batch it is the next epoch"
+    assert torch.equal(torch.get_rng_state(), random), "a resumed run has the same random numbers"
+
+
+def test_the_loader_leaves_out_what_fills_no_batch():
+    loader = DataLoader(range(11), 4, drop_last=True)
+    batches = iter(loader)
+    assert [next(batches).tolist(), next(batches).tolist()] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert (loader.state_dict()["epoch"], loader.state_dict()["position"]) == (1, 0)
+    assert next(batches, None) is None
+    singles = DataLoader(range(3), None)
+    assert [int(next(iter(singles))), singles.state_dict()["position"]] == [0, 1]
+
+
+class Pids(torch.utils.data.Dataset):
+    def __len__(self):
+        return 50
+
+    def __getitem__(self, index):
+        return os.getpid()
+
+
+def test_workers_outlive_the_signals_that_end_a_job():
+    loader = DataLoader(Pids(), num_workers=1, prefetch_factor=1, worker_init_fn=print)
+    batches = iter(loader)
+    worker = int(next(batches))
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        os.kill(worker, number)
+    time.sleep(0.1)
+    assert sum(int(pid) == worker for pid in batches) == 49
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_ranks_of_one_data_parallel_rank_get_the_same(ranks, degree):
+    done = ranks(
+        4,
+        f"""
+        from ezpz_dist._data.loader import DataLoader
+        from ezpz_dist._data.sampler import DataParallelSampler
+        from ezpz_dist._data.share import data_share, share_of
+        rank = setup_torch(timeout=30, tensor_parallel_size={degree})
+        loader = DataLoader(range(16), 2, shuffle=True)
+        got = [batch.tolist() for batch in loader]
+        print([data_share(), got, share_of("abcde"), list(DataParallelSampler(4))])
+        """,
+    )
+    said = [eval(out) for out in done]
+    parts = 4 // degree
+    assert [each[0] for each in said] == [(rank // degree, parts) for rank in range(4)]
+    groups = [said[rank][1:] for rank in range(0, 4, degree)]
+    assert [each[1:] for each in said] == [group for group in groups for _ in range(degree)]
+    batches = [index for group in groups for batch in group[0] for index in batch]
+    assert sorted(batches) == list(range(16))
+    assert sorted(item for group in groups for item in group[1]) == list("abcde")
+    assert sorted(index for group in groups for index in group[2]) == list(range(4))
+
+
+def test_before_set_up_no_local_answer_in_a_world_of_several(ranks):
+    ranks(
+        2,
+        """
+        from ezpz_dist._data.loader import DataLoader
+        from ezpz_dist._data.node import node_group, scatter_from_one_reader
+        from ezpz_dist._data.sampler import DataParallelSampler
+        from ezpz_dist._data.share import data_share, share_of
+        from ezpz_dist._data.shared import share_on_node
+        from ezpz_dist._data.slices import read_share
+        from ezpz_dist._checkpoints.plain import load_on_one_rank
+        for call in (data_share, lambda: share_of([1, 2]), lambda: DataParallelSampler(3),
+                     lambda: DataLoader([1, 2]), node_group,
+                     lambda: scatter_from_one_reader(list), lambda: share_on_node(list),
+                     lambda: read_share("x", torch.int8, [1]), lambda: load_on_one_rank("x")):
+            try:
+                call()
+            except NotSetUpError as error:
+                assert "before setup_torch()" in str(error)
+            else:
+                raise AssertionError(call)
+        """,
+    )
+
+
+def test_items_are_dealt_out_by_size():
+    items, sizes = list("abcdefg"), [1, 9, 2, 8, 3, 7, 6]
+    parts = [share_of(items, sizes=sizes, share=(which, 3)) for which in range(3)]
+    assert sorted(item for part in parts for item in part) == items
+    loads = [sum(sizes[items.index(item)] for item in part) for part in parts]
+    assert max(loads) <= 4 / 3 * 36 / 3
+    assert [share_of(range(5), sizes=[0] * 5, share=(which, 5)) for which in range(5)] == [
+        [0], [1], [2], [3], [4],
+    ]  # fmt: skip
+    assert data_share() == (0, 1)
+    assert share_of(items) == items
+    with pytest.raises(DataError, match="2 items for 3 data-parallel ranks; expected at least one"):
+        share_of([1, 2], share=(0, 3))
+    with pytest.raises(ValueError, match="1 sizes; expected one for each of 2 items"):
+        share_of([1, 2], sizes=[1])
+    with pytest.raises(ValueError, match=r"share \(3, 3\); expected \(which, of how many\)"):
+        share_of([1, 2], share=(3, 3))
+
+
+def test_what_they_do_not_take():
+    with pytest.raises(ValueError, match="seed -1; expected 0 to"):
+        DataParallelSampler(3, seed=-1)
+    with pytest.raises(ValueError, match="epoch -1; expected 0 to"):
+        DataParallelSampler(3).set_epoch(-1)
+    with pytest.raises(DataError, match=r"0 samples for 1 data-parallel ranks.*at least one"):
+        DataParallelSampler([])
+    with pytest.raises(
+        DataError, match=r"2 samples for 3 .*drop_last=True; expected at least one e"
+    ):
+        DataParallelSampler(2, drop_last=True, share=(0, 3))
+    sampler = DataParallelSampler(10, seed=1)
+    state = sampler.state_dict()
+    for change in ({"seed": 2}, {"length": 11}, {"shuffle": False}, {"position": 11}):
+        with pytest.raises(DataError, match=r"a sampler's state of .*the order of the samples"):
+            sampler.load_state_dict({**state, **change})
+    with pytest.raises(DataError, match="a sampler's state without 'length'; expected what"):
+        sampler.load_state_dict({"epoch": 1})
+    with pytest.raises(TypeError, match=r"sampler= for ezpz_dist.DataLoader; it makes its own"):
+        DataLoader([1], sampler=sampler)
+
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(())
+
+    with pytest.raises(DataError, match="Stream has no indices to deal out"):
+        DataLoader(Stream())
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # its import reads all of torch
+@pytest.mark.parametrize("workers", [0, 2])
+def test_torchdatas_loader_takes_the_sampler(workers):
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def loader():
+        sampler = DataParallelSampler(40, share=(1, 2))
+        return torchdata.StatefulDataLoader(range(40), 4, sampler=sampler, num_workers=workers)
+
+    one = loader()
+    whole = [batch.tolist() for batch in one]
+    after = [batch.tolist() for batch in one]
+    two = loader()
+    for number, _ in enumerate(two, 1):
+        if number == 2:
+            state = two.state_dict()
+            break
+    three = loader()
+    three.load_state_dict(state)
+    assert [batch.tolist() for batch in three] == whole[2:]
+    assert [batch.tolist() for batch in three] == after
