@@ -99,7 +99,7 @@ def set_up(ports: list[int], start: Any) -> dict[str, float]:
         os.environ["MASTER_PORT"] = str(port)
         ours = turn % 2 == 0
         # Set-up drops the group before, whose threads end then; a first one has none.
-        ezpz_dist._setup._retired.clear()  # noqa: SLF001
+        ezpz_dist._cleanup._retired.clear()  # noqa: SLF001
         start.wait()
         began = time.perf_counter()
         if ours:
@@ -123,8 +123,9 @@ def set_up(ports: list[int], start: Any) -> dict[str, float]:
     }
 
 
-def measure(rank: int, ranks: int, rounds: int, ports: list[int], start: Any, said: Any) -> None:
-    """Be one rank; the figures of each go back through the queue."""
+def measure(place: tuple[int, int], rounds: int, ports: list[int], start: Any, said: Any) -> None:
+    """Be one rank, as (rank, ranks); the figures of each go back through the queue."""
+    rank, ranks = place
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
@@ -169,7 +170,7 @@ def main(rounds: int = 40, ranks: int = 2, json: str = "") -> None:
     start, said = context.Barrier(ranks), context.Queue()
     ports = free_ports(2 * rounds + 3)
     processes = [
-        context.Process(target=measure, args=(rank, ranks, rounds, ports, start, said))
+        context.Process(target=measure, args=((rank, ranks), rounds, ports, start, said))
         for rank in range(ranks)
     ]
     for process in processes:

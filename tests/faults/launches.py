@@ -59,6 +59,7 @@ class Launch:
         command: What every rank runs.
         environment: Variables to add.
         on_terminal: Whether it gets a terminal of its own, whose Ctrl-C `press_ctrl_c` is.
+        bare: The words that start the command in ezpz-launch's stead.
     """
 
     place: Place
@@ -67,6 +68,7 @@ class Launch:
     command: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
     on_terminal: bool = False
+    bare: Sequence[str] = ()
 
     def __enter__(self) -> Self:
         self.said = self.folder / "said"
@@ -79,8 +81,9 @@ class Launch:
         stdin = subprocess.DEVNULL
         if self.on_terminal:
             self._terminal, stdin = os.openpty()
-        words = [*self.place.enter, sys.executable, "-m", "ezpz_launch"]
+        words = [sys.executable, "-m", "ezpz_launch"]
         words += ["--launcher", self.place.launcher, *self.place.options, *self.options]
+        words = [*self.place.enter, *(self.bare or words)]
         with (self.folder / "out").open("wb") as out, (self.folder / "err").open("wb") as err:
             self.process = subprocess.Popen(
                 [*words, *self.command],

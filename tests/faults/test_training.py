@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import pytest
 from tests.faults.launches import PROGRAMS, SLACK
 
 if TYPE_CHECKING:
-    from tests.faults.launches import Launch
+    from tests.faults.launches import Launch, Place
 
 Start = Callable[..., "Launch"]
 
@@ -21,37 +22,73 @@ SOURCE = (PROGRAMS / "train.py").read_text(encoding="utf-8").splitlines()
 (HANGS,) = (number for number, line in enumerate(SOURCE, 1) if "# the line that hangs" in line)
 
 
-def train(launch: Start, what: str, guilty: int) -> Launch:
+# Plain processes, which nobody ends but themselves.
+_PLAIN = """
+for rank in 0 1 2; do RANK=$rank LOCAL_RANK=$rank LOCAL_WORLD_SIZE=3 WORLD_SIZE=3 "$@" & done
+for each in $(jobs -p); do wait $each || status=$?; done
+exit $status
+"""
+BARE = {
+    "hydra": ["mpiexec", "-n", "3"],
+    "srun": ["srun", "-N", "3", "-n", "3"],
+    "spawn": ["bash", "-c", _PLAIN, "plain"],
+    "torchrun": ["torchrun", "--nproc-per-node=3"],
+}
+GUILTY = {"hydra": 0, "openmpi": 1, "srun": 1, "spawn": 0, "torchrun": 1}
+"""Under ezpz-launch; without it, it is the other one. Rank 0 holds the store."""
+
+
+def train(launch: Start, what: str, guilty: int, **more: object) -> Launch:
     script = [sys.executable, str(PROGRAMS / "train.py"), ".", what, str(guilty)]
     # Long enough for the others to have ended by themselves.
     options = ["--env", "OMP_NUM_THREADS=1", "--grace", "30"]
     # The names of Slurm's nodes are no host's here.
-    started = launch([*options, "--env", "MASTER_ADDR=127.0.0.1"], script)
+    started = launch([*options, "--env", "MASTER_ADDR=127.0.0.1"], script, **more)
     started.until((started.folder / "time").exists, "all ranks are set up", 90)
     return started
 
 
-@pytest.mark.with_torchrun
-@pytest.mark.parametrize("guilty", [0, 1])
-def test_an_exception_ends_all_at_once(launch: Start, guilty: int) -> None:
-    started = train(launch, "raises", guilty)
+def ends_at_once(started: Launch, guilty: int, *, mpi: bool = False) -> None:
     status = started.ends(within=30)
     began = float((started.folder / "time").read_text())
     assert time.time() - began < 2 + SLACK, started.stderr
     assert status != 0
     stderr = started.stderr
-    # The others sleep, and would for long: they were ended, and one says by whom.
     assert "ValueError: boo" in stderr
+    # The others sleep, and would for long: they were ended, and one says by whom.
     host = re.escape(os.uname().nodename)
     said = re.search(
         rf"ezpz: rank {guilty} on {host} failed at train\.py:\d+ in <module>: ", stderr
     )
-    assert said, stderr
-    assert stderr.index("ValueError: boo") < said.start(), "its traceback first"
+    # MPI may have ended them before.
+    assert said or mpi, stderr
+    assert not said or stderr.index("ValueError: boo") < said.start(), "its traceback first"
     started.leaves_nothing()
 
 
 @pytest.mark.with_torchrun
+def test_an_exception_ends_all_at_once(launch: Start, place: Place) -> None:
+    guilty = GUILTY[place.launcher]
+    ends_at_once(train(launch, "raises", guilty), guilty)
+
+
+@pytest.mark.with_torchrun
+@pytest.mark.without("openmpi")
+def test_an_exception_ends_all_at_once_without_ezpz_launch(launch: Start, place: Place) -> None:
+    guilty, mpi = 1 - GUILTY[place.launcher], place.launcher == "hydra"
+    env = {"OMP_NUM_THREADS": "1"}
+    if not mpi:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    bare = BARE[place.launcher]
+    if place.launcher == "torchrun":
+        bare = [*bare, f"--master-port={env['MASTER_PORT']}", "--no-python"]
+    ends_at_once(train(launch, "raises", guilty, environment=env, bare=bare), guilty, mpi=mpi)
+
+
+@pytest.mark.with_torchrun
+@pytest.mark.without("openmpi", "spawn")
 def test_a_missing_rank_is_named_with_host_and_line(launch: Start) -> None:
     started = train(launch, "hangs", 2)
     started.ends(within=30)

@@ -64,8 +64,9 @@ install_for_user() { # WHEEL...
 make_clone() { # DIR
   mkdir -p "$1"
   cp "$REPO/utils.sh" "$REPO/constraints.txt" "$1"
-  cp -R "$REPO/packages" "$1"
-  find "$1" -name __pycache__ -prune -exec rm -rf {} +
+  # Other tests may run meanwhile, and compile what they import.
+  python3 -c 'import shutil, sys
+shutil.copytree(*sys.argv[1:], ignore=shutil.ignore_patterns("__pycache__"))' "$REPO/packages" "$1/packages"
 }
 
 # shellcheck disable=SC2154 # output and status are set by bats' run
@@ -75,7 +76,7 @@ in_shell() { # SCRIPT [ARGUMENT...]
   local options=(--norc --noprofile)
   [ "${SH:-bash}" = bash ] || options=(-f)
   run env -i HOME="$HOME_DIR" TMPDIR="$BATS_TEST_TMPDIR" PATH="${BIN_DIR:-$BIN}" PIP_CONFIG_FILE=/dev/null \
-    PIP_NO_COMPILE=1 PIP_NO_INDEX=1 PIP_FIND_LINKS="$WHEELS" "${VARS[@]}" \
+    PIP_NO_COMPILE=0 PIP_NO_INDEX=1 PIP_FIND_LINKS="$WHEELS" "${VARS[@]}" \
     "${SH:-bash}" "${options[@]}" -c "$1" "${SH:-bash}" "${@:2}" </dev/null
   printf '%s\nexit status %s, expected %s\n' "$output" "$status" "${EXPECT:-0}" # shown when the test fails
   [ "$status" = "${EXPECT:-0}" ]

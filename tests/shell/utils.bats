@@ -298,8 +298,9 @@ second_call() {
 full() {
   [ "${EZPZ_TEST_FULL-}" = 1 ] || skip 'installs the real torch: set EZPZ_TEST_FULL=1'
   make_clone "$NEW"
-  local pip=()
-  mapfile -t pip < <(env | grep '^PIP_')
+  # Compiled by whoever imports it first: pip would compile all of torch, for half of the time here.
+  local pip=(PIP_NO_COMPILE=0) # 0, as pip would have it
+  mapfile -t -O 1 pip < <(env | grep '^PIP_' | grep -v '^PIP_NO_COMPILE=')
   run -0 env -i HOME="$HOME_DIR" PATH="$PATH" "${pip[@]}" "${SH:-bash}" -c 'set -eu; cd "$1"
     source utils.sh && ezpz_setup_env && ezpz-launch python -m ezpz.examples.minimal --outdir=out
     tail -n 1 out/metrics.jsonl

@@ -2,10 +2,12 @@
 
 import re
 import socket
+import sys
+import time
 
 import pytest
 
-from ezpz_dist._meeting import agreement
+from ezpz_dist._meeting import agreement, facts
 
 HOST = socket.gethostname()
 
@@ -51,8 +53,7 @@ print("set up")
                      refused[0][2])  # fmt: skip
     allowed = programs(2, script, env={"EZPZ_AGREEMENT": "warn"})
     assert [(status, output) for status, output, _ in allowed] == [(0, "set up\n")] * 2
-    assert "rank 1 on" in allowed[0][2]
-    assert "has script train.py" in allowed[0][2]
+    assert allowed[0][2].count("the ranks differ: rank 1: script train.py") == 1
 
 
 def test_a_rank_that_never_comes_is_named_on_all_others(programs):
@@ -107,26 +108,75 @@ def test_a_rank_beyond_rank_0s_world_is_told(programs):
 
 
 def test_a_rank_that_is_there_twice(programs):
-    script = "import ezpz_dist\nezpz_dist.setup_torch(timeout=4)\n"
+    script = "import ezpz_dist\nezpz_dist.setup_torch(timeout=60)\n"
+    began = time.monotonic()
     ends = programs(3, script, each={2: {"RANK": "1"}})
-    errors = [errors for status, _, errors in ends if status]
+    assert time.monotonic() - began < 30, "told at once, though rank 2 is missing"
     twice = rf"rank 1 of 3 is there twice: process \d+ on {HOST}, and process \d+ on {HOST};"
-    assert any(re.search(twice, error) for error in errors)
+    assert all(status == 1 and re.search(twice, errors) for status, _, errors in ends), ends
+
+
+@pytest.mark.parametrize("guilty", [0, 1])
+def test_a_rank_that_cannot_take_part_tells_the_others(programs, guilty):
+    script = f"""
+import os, time, ezpz_dist
+rank = int(os.environ["RANK"])
+time.sleep(0.5 * (rank == {guilty}))
+ezpz_dist.setup_torch(timeout=60, backend="smoke" if rank == {guilty} else None)
+"""
+    began = time.monotonic()
+    ends = programs(3, script)
+    assert time.monotonic() - began < 30
+    why = "SetupError: backend 'smoke' is not in this torch"
+    for rank, (status, _, errors) in enumerate(ends):
+        assert status == 1
+        told = f"rank {rank} of 3 on {HOST}: rank {guilty} on {HOST} cannot take part: {why}"
+        assert (why if rank == guilty else told) in errors
+
+
+@pytest.mark.parametrize("guilty", [0, 1])
+def test_a_rank_that_fails_in_torchs_own_set_up_ends_the_others(programs, guilty):
+    # They wait in torch for its address, and would until their time is over.
+    script = "import ezpz_dist\nezpz_dist.setup_torch(timeout=60)\n"
+    began = time.monotonic()
+    ends = programs(2, script, each={guilty: {"GLOO_SOCKET_IFNAME": "none0"}})
+    assert time.monotonic() - began < 30
+    assert [status for status, _, _ in ends] == [1, 1]
+    assert f"SetupError: rank {guilty} of 2 could not meet the others" in ends[guilty][2]
+    told = (
+        rf"rank {guilty} on {HOST} failed in setup_torch: \w+: .*none0.*; the other ranks end too"
+    )
+    assert re.search(told, ends[1 - guilty][2]), ends
+
+
+def test_the_script_that_is_compared(monkeypatch):
+    main = sys.modules["__main__"]
+    monkeypatch.delattr(main, "__file__", raising=False)
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-f", "kernel-1.json"])
+    monkeypatch.setattr(sys, "argv", ["ipykernel", "-f", "kernel-1.json"])
+    assert facts._script() == "no file", "a notebook's kernel has a file of its own"
+    monkeypatch.setattr(sys, "argv", ["-c", "--rank", "1"])
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-I", "-c", "pass", "--rank", "1"])
+    first = facts._script()
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-c", "pass", "--rank", "2"])
+    assert facts._script() == first, "its arguments are each rank's own"
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-c", "exit()", "--rank", "2"])
+    assert facts._script() != first
 
 
 def test_what_only_some_ranks_have_imported_is_no_difference():
-    facts = {
+    said = {
         rank: [f"n{rank}", 1, 1, {"packages": packages}]
         for rank, packages in enumerate([{"numpy": "2"}, {}, {"numpy": "2", "mpi4py": "4"}])
     }
-    assert not agreement._difference(facts)
-    facts[2][3]["packages"]["numpy"] = "1"
-    assert "rank 2: numpy 1 on n2, rank 0 2 on n0" in agreement._difference(facts)
+    assert not agreement._difference(said[0], said)
+    said[2][3]["packages"]["numpy"] = "1"
+    assert "rank 2: numpy 1 on n2, rank 0 2 on n0" in agreement._difference(said[0], said)
 
 
 @pytest.mark.parametrize("size", [10, 5000])
 def test_only_a_few_differences_are_written_out(size):
-    facts = {rank: [f"n{rank}", 1, 1, {"a": rank}] for rank in range(size)}
-    told = agreement._difference(facts)
+    said = {rank: [f"n{rank}", 1, 1, {"a": rank}] for rank in range(size)}
+    told = agreement._difference(said[0], said)
     assert len(told) < 4000
     assert ("differences more" in told) == (size > 16)

@@ -245,7 +245,8 @@ def test_without_a_terminal_through_a_socket(ranks):
                 time.sleep(0.01)
 
         def stop():
-            breakpoint()
+            with watch(step_timeout=0.8):
+                breakpoint()
 
         if rank == 0:
             typist = person(sessions)

@@ -1,5 +1,6 @@
 """Check-points of one process: what is on disk, what is damaged, what is hostile."""
 
+import datetime as dt
 import io
 import json
 import logging
@@ -26,6 +27,8 @@ from ezpz_dist._checkpoints.listing import (
 )
 from ezpz_dist._checkpoints.load import load_checkpoint
 from ezpz_dist._checkpoints.owner import is_dead, owner_token
+from ezpz_dist._checkpoints.pieces import pieces_of
+from ezpz_dist._checkpoints.planning import Planner, _deal
 from ezpz_dist._checkpoints.save import save_checkpoint
 from ezpz_dist._checkpoints.store import FolderStore
 
@@ -186,6 +189,27 @@ def test_keep_and_saving_a_step_again(tmp_path, model):
     assert [one.step for one in list_checkpoints(tmp_path)] == [2, 4, 9]
 
 
+def test_what_only_bears_the_name_is_not_counted_and_a_linked_one_is_unlinked(tmp_path, model):
+    (tmp_path / "disk/moved").mkdir(parents=True)
+    (tmp_path / "real").mkdir()
+    root = tmp_path / "link"
+    root.symlink_to(tmp_path / "real")
+    save_checkpoint(root, model=model, step=1)
+    # Moved to another disk, to make room.
+    shutil.move(root / "step-00000001", tmp_path / "disk/moved/one")
+    (root / "step-00000001").symlink_to(tmp_path / "disk/moved/one")
+    assert load_checkpoint(root, model=model).step == 1
+    (root / "step-00000099").mkdir()
+    for step in (2, 3, 4):
+        save_checkpoint(root, model=model, step=step, keep=2)
+    expected = ["latest", "step-00000003", "step-00000004", "step-00000099"]
+    assert sorted(os.listdir(tmp_path / "real")) == expected
+    assert (tmp_path / "disk/moved/one/manifest.json").exists()
+    assert load_checkpoint(root, model=model).step == 4
+    (root / "latest").write_text("step-00000077\n")  # for people: never read
+    assert load_checkpoint(root, model=model).step == 4
+
+
 def test_names():
     assert parse("step-00000042") == Name(42)
     assert str(Name(42, 3)) == "step-00000042.3"
@@ -246,6 +270,11 @@ def rewrite(folder, **changed):
     parts = {name: getattr(said, name) for name in said.__dataclass_fields__}
     told = manifests.Manifest(**{**parts, "files": files, **changed})
     (folder / "manifest.json").write_bytes(manifests.encode(told))
+
+
+def summed(about):
+    """The checksum that a manifest has to give of what it says."""
+    return f"{zlib.crc32(json.dumps(about, sort_keys=True).encode()):08x}"
 
 
 def damage(path, how):
@@ -465,6 +494,19 @@ def test_another_model_is_refused(tmp_path, model, optimizer):
     )  # fmt: skip
 
 
+def test_replicas_share_the_writing(tmp_path):
+    """Rank 0 is told once what many hold; the rest is dealt out by size."""
+    tensors = {f"layer{number}": torch.zeros(64, 4) for number in range(12)}
+    items = Planner({name: pieces_of(each) for name, each in tensors.items()})
+    items = items.create_local_plan().items
+    mine = Planner({"more": pieces_of(torch.zeros(128, 4))}).create_local_plan().items
+    plans = _deal([(items, 0, range(1, 6)), ([*items[:6], *mine], 0, [0])], [[]] * 6)
+    written = [item.index.fqn for plan in plans for item in plan.items]
+    assert sorted(written) == sorted([*tensors, "more"])
+    sizes = [sum(item.tensor_storage_size() for item in plan.items) for plan in plans]
+    assert max(sizes) <= 3 * 64 * 4 * 4
+
+
 def test_manifests_of_other_formats(tmp_path, model):
     folder = Path(save_checkpoint(tmp_path, model=model, step=1).folder)
     path = folder / "manifest.json"
@@ -474,8 +516,7 @@ def test_manifests_of_other_formats(tmp_path, model):
         verify_checkpoint(tmp_path)
     told = json.loads(text)
     told["checkpoint"]["format"] = 9
-    about = json.dumps(told["checkpoint"], sort_keys=True)
-    path.write_text(json.dumps({**told, "crc32": f"{zlib.crc32(about.encode()):08x}"}))
+    path.write_text(json.dumps({**told, "crc32": summed(told["checkpoint"])}))
     with pytest.raises(CheckpointError, match="has format 9; this ezpz_dist reads 1"):
         load_checkpoint(tmp_path, model=model)
 
@@ -536,25 +577,44 @@ def test_a_url_whose_store_renames_nothing(model, optimizer):
     other = fresh()
     assert load_checkpoint(url, model=other).extra == {"step": 2}
     assert equal(other, model)
-    fs.pipe_file(f"/run/checkpoints/step-00000009/.writing-{owner_token()}", b"")
-    save_checkpoint(url, step=4, **given)
+    # Others write too: what they have begun is neither counted among the kept nor removed, until
+    # their process is known to have ended, or for an hour nothing came.
+    away = owner_token().replace("~", "~9", 1)
+    for step, owner in ((1, away), (8, away + "old"), (9, owner_token())):
+        fs.pipe_file(f"/run/checkpoints/step-0000000{step}/.writing-{owner}", b"")
+    for old in fs.ls("/run/checkpoints/step-00000008", False):
+        fs.store[old].modified -= dt.timedelta(hours=2)
+    for step in (4, 5, 6):
+        save_checkpoint(url, step=step, keep=2, **given)
     entries = {path.rpartition("/")[2] for path in fs.ls("/run/checkpoints", False)}
-    assert {"step-00000004", "step-00000009"} <= entries
-    assert "step-00000003" not in entries
-    with fs.open("/run/checkpoints/step-00000004/__0_0.distcp", "r+b") as file:
+    there = {f"step-0000000{step}" for step in (1, 5, 6, 9)}
+    assert entries == there | {"latest"}
+    with fs.open("/run/checkpoints/step-00000006/__0_0.distcp", "r+b") as file:
         file.seek(300)
         file.write(b"damage")
-    assert load_checkpoint(url, model=other).step == 2
+    assert load_checkpoint(url, model=other).step == 5
     with pytest.raises(CheckpointError, match=r"nothing://x cannot be loaded: .*nothing"):
         load_checkpoint("nothing://x", model=model)
 
 
-def test_the_folder_is_in_the_way_or_read_only(tmp_path, model):
+def test_something_is_in_the_way(tmp_path, model, monkeypatch):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"step 1 cannot be saved.*(NotADir|FileExists)"):
         save_checkpoint(tmp_path / "file", model=model, step=1)
     with pytest.raises(CheckpointError, match=r"step 1 cannot be saved to .*NotADirectoryError"):
         save_checkpoint(tmp_path / "file/below", model=model, step=1)
+    begin = FolderStore.begin
+
+    def and_another_job(self, name):
+        working = begin(self, name)
+        (tmp_path / "two" / str(name) / "its").mkdir(parents=True)
+        return working
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FolderStore, "begin", and_another_job)
+        with pytest.raises(CheckpointError, match=r"step-00000001 has appeared.*one job at a time"):
+            save_checkpoint(tmp_path / "two", model=model, step=1)
+    assert os.listdir(tmp_path / "two") == ["step-00000001"]
     with pytest.raises(CheckpointError, match="cannot be listed: NotADirectoryError"):
         load_checkpoint(tmp_path / "file", model=model)
 
@@ -607,10 +667,14 @@ def test_manifests_that_do_not_fit_their_folder(tmp_path, model):
     rewrite(folder)
     with pytest.raises(CheckpointError, match="there is no common in it; save_checkpoint writes"):
         load_checkpoint(tmp_path, model=model)
-    for text in ('{"checkpoint": {"format": 1, "files": []}, "crc32": "0"}', "nothing", "{}"):
+    about = {"format": 1, "step": float("inf"), "files": {}}
+    hostile = [json.dumps({"checkpoint": each, "crc32": summed(each)}) for each in ([], 5, about)]
+    for text in ('{"checkpoint": {"format": 1, "files": []}, "crc32": "0"}', "nothing", *hostile):
         (folder / "manifest.json").write_text(text)
         with pytest.raises(CheckpointError, match=r"manifest.json is damaged"):
             verify_checkpoint(tmp_path)
+        with pytest.raises(CheckpointError, match=r"manifest.json is damaged"):
+            load_checkpoint(tmp_path, model=model)
     (folder / "manifest.json").unlink()
     (folder / "manifest.json").mkdir()
     with pytest.raises(CheckpointError, match=r"manifest.json cannot be read"):

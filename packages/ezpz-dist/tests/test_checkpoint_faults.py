@@ -1,6 +1,7 @@
 """A rank that fails, or dies, in a save: all ranks know, and the check-point before it loads."""
 
 import os
+import re
 import shutil
 import subprocess
 
@@ -186,7 +187,7 @@ if rank in {dying!r}:
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, resource.RLIM_INFINITY))
 start = time.monotonic()
 try:
-    save_checkpoint(where, model=model, step=2)
+    save_checkpoint(where, model=model, step=2, asynchronous={background}).wait()
 except DistError as error:
     print(f"{time.monotonic() - start:.3f}", type(error).__name__, error, flush=True)
 os._exit(3)
@@ -202,21 +203,27 @@ assert entries() == ["latest", "step-00000001", "step-00000002"], entries()
 """
 
 
-def dies(first, dying):
-    return DIES.replace("{first}", str(first)).replace("{dying!r}", repr(dying))
+def dies(first, dying, background):
+    told = {"{first}": first, "{dying!r}": dying, "{background}": background}
+    body = DIES
+    for name, value in told.items():
+        body = body.replace(name, repr(value))
+    return body
 
 
 def test_killed_in_the_middle_of_a_write(ranks, tmp_path):
     where = tmp_path / "checkpoints"
-    survivor, killed = ranks(2, script(dies(True, (1,)), where), check=False)
-    assert killed[0] < 0, killed
-    assert survivor[0] == 3, survivor
-    seconds, kind, *_ = survivor[1].split()
-    assert float(seconds) < 15
-    assert kind == "LostRankError"
-    assert "rank 1" in survivor[1]
-    print(survivor[1])
-    for status, *_ in ranks(2, script(dies(False, (0, 1)), where), check=False):
+    # One rank, at once and in the background; then both.
+    for dying, background, kind in ((1, False, "LostRankError"), (0, True, "CheckpointError")):
+        body = script(dies(not background, (dying,), background), where)
+        told = ranks(2, body, check=False)
+        assert told[dying][0] < 0, told
+        status, said, _ = told[1 - dying]
+        assert status == 3, told
+        assert float(said.split()[0]) < 15
+        assert said.split()[1] == kind
+        assert re.search(rf"rank {dying} on \S+ has ended", said), said
+    for status, *_ in ranks(2, script(dies(False, (0, 1), False), where), check=False):
         assert status < 0
     half = [name for name in os.listdir(where) if name.startswith(".step-00000002.tmp-")]
     assert half  # and it is only the next save that removes it

@@ -158,6 +158,19 @@ def expect(model, optimizer, tensors, state):
     for name, (average, step) in state.items():
         assert torch.equal(held[name][0], average) and float(held[name][1]) == step, name
     assert {group["lr"] for group in optimizer.param_groups} == {0.005}
+
+def curve(model, optimizer):
+    "Losses of six more steps on the same global batches, whatever the number of ranks."
+    model.eval()  # no dropout: new ranks draw other numbers
+    losses = []
+    for number in range(6):
+        share = DATA.roll(number, 0)[:4].tensor_split(size)[rank]
+        loss = model(share).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(all_reduce(loss.detach()) / size)
+    return torch.stack(losses)
 """
 
 WRITE = """
@@ -178,12 +191,13 @@ for kind in ("fsdp2", "fsdp1", "zero1"):
     model, optimizer = make("plain_ddp", 98)
     load_checkpoint(f"{where}/{kind}", model=model, optimizer=optimizer)
     expect(model, optimizer, tensors, state)
+losses = curve(model, optimizer)
 if rank == 0:
-    torch.save((tensors, state), f"{where}/expected.pt")
+    torch.save((tensors, state, losses), f"{where}/expected.pt")
 """
 
 READ = """
-tensors, state = torch.load(f"{where}/expected.pt")
+tensors, state, losses = torch.load(f"{where}/expected.pt")
 for saved in ("ddp", "fsdp2", "fsdp1", "zero1"):
     for kind in {kinds!r}:
         model, optimizer = make(kind, 77)
@@ -192,6 +206,7 @@ for saved in ("ddp", "fsdp2", "fsdp1", "zero1"):
         loaded = load_checkpoint(f"{where}/{saved}", model=model, optimizer=optimizer)
         assert loaded.world_size == 2 and "derived from rank 0's" in loaded.notes[-1]
         expect(model, optimizer, tensors, state)
+        torch.testing.assert_close(curve(model, optimizer), losses, rtol=1e-6, atol=0)
 draws = torch.rand(1).item(), random.random()
 load_checkpoint(f"{where}/zero1", model=model, optimizer=optimizer)
 assert draws == (torch.rand(1).item(), random.random())  # new streams are derived, not drawn

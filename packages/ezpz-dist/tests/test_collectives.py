@@ -79,6 +79,8 @@ def test_numbers_tensors_and_dicts(ranks, n):
             assert got["count"].tolist() == [n * (n - 1) // 2] * 2
             small = got["deep"]["b"], got["count"]
             assert all(t.untyped_storage().nbytes() == t.nbytes for t in small)
+        odd = all_reduce({"a": torch.ones(3), "b": torch.ones(3) * 1j, "c": torch.ones(3) * 1j})
+        assert odd["c"].tolist() == [n * 1j] * 3
         many = {f"{i}": i * 1.0 for i in range(300)}
         assert all_reduce(many, "max") == many and all_reduce({}) == {}
         assert all_reduce(collections.OrderedDict(a=1)) == {"a": n}
@@ -135,6 +137,9 @@ def test_objects(ranks, n):
         assert broadcast(None if rank else [1, "a"]) == [1, "a"]
         large = broadcast(bytes(range(256)) * 32768 if rank == 0 else None)
         assert large == bytes(range(256)) * 32768, "8 MB"
+        # root is a rank, of whichever type
+        odd = sys.modules["numpy"].int64(root) if rank and "numpy" in sys.modules else root
+        assert broadcast(rank, odd) == root
         mine = [rank]
         assert (broadcast(mine, root) is mine) == (rank == root)
 
@@ -168,7 +173,7 @@ def test_objects(ranks, n):
         assert first is second
 
         assert all_gather_object(("from", rank)) == [("from", r) for r in range(n)]
-        for sizes in ([10_000] * 3, [10, 300_000, 10], [1, 10_000, 10_000]):
+        for sizes in ([10_000] * 3, [10, 600_000, 10], [1, 10_000, 10_000]):
             got = all_gather_object("x" * sizes[rank])
             assert [len(one) for one in got] == sizes[:n]
         got = all_gather_object(torch.full((2,), rank, requires_grad=False))

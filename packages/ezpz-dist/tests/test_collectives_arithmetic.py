@@ -18,6 +18,7 @@ def test_sums_are_exact_whatever_the_order():
     assert combine([math.inf, 1.0], "sum") == math.inf
     assert math.isnan(combine([math.inf, -math.inf], "sum"))
     assert combine([(1 << 63) - 1] * 3, "sum") == 3 * ((1 << 63) - 1)
+    assert combine([(1 << 53) + 1, 0.5, 0.5], "sum") == float((1 << 53) + 2)
     assert combine([1 << 62] * 40 + [0.5], "product") == math.inf * 1
 
 

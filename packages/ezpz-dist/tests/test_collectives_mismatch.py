@@ -160,6 +160,20 @@ except CollectiveError as error:
 else:
     assert rank == 0
 assert all_reduce(1) == 3
+
+# nor what it cannot hold, for want of memory or of the dtype: the others have theirs, and this
+# rank keeps step
+sent = torch.zeros(5 << 20, dtype=torch.complex32)
+if rank == 2:
+    del torch.complex32
+try:
+    got = broadcast(sent)
+except CollectiveError as error:
+    assert rank == 2 and error.ranks == (2,), error
+    assert "rank 2 cannot take the 20,971,520 bytes from rank 0 (AttributeError" in str(error)
+else:
+    assert rank < 2 and got.shape == sent.shape
+assert all_reduce(1) == 3
 cleanup()
 """,
     )
@@ -233,7 +247,18 @@ gone = dist.new_group()
 dist.destroy_process_group(gone)
 raises(ValueError, "with a group that torch does not know", lambda: all_reduce(1, group=gone))
 assert all_reduce(1) == 3
-cleanup()
+
+# of different groups: each rank waits in the same call, at the same line
+groups = [dist.new_group(), dist.new_group()]
+barrier()
+try:
+    barrier(groups[rank % 2], timeout=0.5 if rank == 1 else 2)
+except HangError as error:
+    assert error.ranks == ((0, 2) if rank == 1 else (1,)), error
+    assert rank != 1 or f", in barrier() in group {groups[0].group_name}" in str(error), error
+else:
+    raise AssertionError("nothing raised")
+barrier()  # whoever ends is gone for those who still ask
 """,
     )
 
@@ -290,6 +315,12 @@ def test_a_barrier_that_one_rank_does_not_come_to(ranks):
                 raise AssertionError("nothing raised")
             store.set(f"told/{rank}", "")
             store.wait(["told/0", "told/2"])
-        cleanup()
+
+        # more time than the group's own
+        from datetime import timedelta
+        impatient = dist.new_group(timeout=timedelta(seconds=3))
+        if rank == 1:
+            time.sleep(3.5)
+        barrier(impatient, timeout=60)
         """,
     )

@@ -159,7 +159,8 @@ assert found[-1] < 0.9 * found[0], found
 # what is refused, on all ranks, before anything is done
 bare = build()
 refused("is wrapped already: it is DeepSpeed", engine)
-refused("has a DeepSpeed engine already; expected a new model", model, adamw)
+refused("is wrapped already: it is inside of DeepSpeed", model, adamw)
+refused("its part 'trunk' is inside of DeepSpeed", nn.ModuleDict({{"trunk": engine.module}}))
 refused("zero_stage 4; expected 0, 1, 2 or 3", bare, zero_stage=4)
 both = {{"optimizer": {{"type": "SGD", "params": {{"lr": 1.0}}}}}}
 refused("config has 'optimizer' (SGD) and optimizer= is given", bare, adamw, config=both)
@@ -169,9 +170,12 @@ refused("zero_stage 1 shards the optimizer's state, and there is no optimizer", 
 refused("build it under deepspeed.zero.Init()", build().to("meta"))
 refused("expected float32, bfloat16 or float16", bare, adamw, dtype="fp64", kind=ValueError)
 if n == 2:
-    refused("zero_stage", bare, adamw, zero_stage=1 + rank)
-    said, stage = [("is refused on rank 1", 1), ("zero_stage 7", 7)][rank]
+    refused("(optimizer=<function>, zero_stage=2) at", bare, adamw, zero_stage=1 + rank,
+            kind=ezpz_dist.MismatchError)
+    said, stage = [("zero_stage 7; expected 0, 1, 2 or 3", stage) for stage in (1, 7)][rank]
     refused(said, bare, adamw, zero_stage=stage)
+    lr = {{"optimizer": {{"type": "SGD", "params": {{"lr": 1.0 + rank}}}}}}
+    refused("config optimizer.params.lr is 2.0 there, and 1.0 on rank 0", bare, config=lr)
 os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] = "7"  # as where each rank sees one device
 wrap_model_for_deepspeed(bare, adamw, zero_stage=0)
 assert os.environ.pop("OMPI_COMM_WORLD_LOCAL_RANK") == "7"

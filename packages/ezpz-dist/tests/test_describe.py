@@ -50,6 +50,7 @@ def test_wrapped_models(ranks):
     seen = ranks(
         2,
         """
+import warnings
 from torch import nn
 from ezpz_dist._wrapping.ddp import wrap_model_for_ddp
 from ezpz_dist._wrapping.describe import describe
@@ -76,8 +77,36 @@ assert all_reduce(float(older.held), "sum") == older.parameters == older.trainab
 kept = describe(wrap_model_for_fsdp2(Net(), reshard_after_forward=False))
 assert [unit.reshards for unit in kept.units] == [False] * 5
 sharded(torch.zeros(2, dtype=torch.long)).sum().backward()
-assert describe(sharded).held == 140
+assert describe(sharded).held == 140 and not describe(sharded).units[0].reshards
 assert describe(sharded).units[1].name == "embed"
+# Sizes that FSDP1 pads, a part that it trains, and one that it leaves alone.
+class Odd(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(3, 5), nn.MultiheadAttention(6, 2)) for _ in range(4))
+        self.free = nn.Linear(3, 3)
+def frozen():
+    model = Odd()
+    for block in model.blocks:
+        block[0].weight.requires_grad_(False)
+    return model
+model = frozen()
+whole = sum(p.numel() for p in model.parameters())
+trains = sum(p.numel() for p in model.parameters() if p.requires_grad)
+warnings.simplefilter("ignore")  # of units that are frozen in part
+for wrap, on_both in (
+    (wrap_model_for_fsdp, 0),
+    (lambda m: wrap_model_for_fsdp2(m, units=[nn.Sequential, nn.MultiheadAttention]), 0),
+    (lambda m: wrap_model_for_fsdp(m, ignored_modules=[m.free]), 12),
+):
+    found = describe(wrap(frozen()))
+    assert (found.parameters, found.trainable) == (whole, trains), found
+    assert all_reduce(float(found.held), "sum") - on_both == whole, found
+    if len(found.units) == 9:  # units within units: each kind in one row
+        assert "blocks.0 ... blocks.3 (4x) " in str(found)
+        assert "blocks.0.1 ... blocks.3.1 (4x) " in str(found)
+        assert len(str(found).splitlines()) == 5, found
 cleanup()
 """,
     )
@@ -89,7 +118,7 @@ cleanup()
         (all)  Net    DDP         280   280     1.1 KiB  float32  -
         Net: 280 parameters (280 trainable), 50.0% of it here: 560 B, and 0 B of buffers
         unit                        class      by             parameters  here  bytes here  type                           after forward
-        (rest)                      Net        FSDP2 shard 2          16     8        32 B  float32, computes in bfloat16  freed
+        (rest)                      Net        FSDP2 shard 2          16     8        32 B  float32, computes in bfloat16  kept
         embed                       Embedding  FSDP2 shard 2          48    24        96 B  float32, computes in bfloat16  freed
         blocks.0 ... blocks.2 (3x)  Linear     FSDP2 shard 2          72    36       144 B  float32, computes in bfloat16  freed
         Net: 280 parameters (280 trainable), 50.0% of it here: 560 B, and 0 B of buffers

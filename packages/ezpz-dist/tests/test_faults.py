@@ -19,18 +19,32 @@ def text(timeout, body):
 
 
 def test_an_uncaught_exception_ends_all_ranks(programs):
-    # The others compute, and wait for nobody: only the watcher can end them.
+    # The others compute, and wait for nobody: only the watcher can end them. Its words are not
+    # those of a collective, though they sound so.
     body = """
 if rank == 1:
-    raise ValueError("boo")
+    raise RuntimeError("Connection to the database timed out")
 time.sleep(50)
 """
     ends = programs(3, text(60, body), timeout=30)
     assert [status for status, _, _ in ends] == [1, 1, 1]
-    assert "ValueError: boo" in ends[1][2]
-    said = f"ezpz: rank 1 on {HOST} failed at train.py:6 in <module>: ValueError: boo"
+    why = "RuntimeError: Connection to the database timed out"
+    assert why in ends[1][2]
+    said = f"ezpz: rank 1 on {HOST} failed at train.py:6 in <module>: {why}"
     assert f"{said}; the other ranks end too" in ends[0][2]
     assert "Traceback" not in ends[2][2]
+
+
+def test_an_interrupted_rank_ends_all_ranks(programs):
+    body = """
+if rank == 0:
+    raise KeyboardInterrupt
+time.sleep(50)
+"""
+    ends = programs(2, text(60, body), timeout=30)
+    assert ends[1][0] == 130
+    said = f"ezpz: rank 0 on {HOST} failed at train.py:6 in <module>: KeyboardInterrupt; the"
+    assert said in ends[1][2]
 
 
 @pytest.mark.parametrize("guilty", [0, 1])
@@ -54,14 +68,16 @@ train()
 @pytest.mark.parametrize("guilty", [0, 1])
 def test_a_rank_that_is_stopped_is_named(programs, guilty):
     body = f"""
-import signal, threading
+import signal
+pids = ez.all_gather_object(os.getpid())
 if rank == {guilty}:
-    parent = os.getpid()
-    if os.fork() == 0:  # comes back for it, as the test does not
-        time.sleep(8)
-        os.kill(parent, 9)
+    if os.fork() == 0:  # comes back for it when the others have ended, as the test does not
+        pids.pop({guilty})
+        while any(os.path.exists(f"/proc/{{pid}}") for pid in pids):
+            time.sleep(0.05)
+        os.kill(os.getppid(), 9)
         os._exit(0)
-    os.kill(parent, signal.SIGSTOP)
+    os.kill(os.getpid(), signal.SIGSTOP)
 ez.barrier()
 """
     ends = programs(3, text(3, body))
@@ -135,6 +151,8 @@ try:
         if rank == 1:
             os.kill(os.getpid(), 15)
 finally:
+    if rank == 1:
+        os.kill(os.getpid(), 15)  # launchers repeat it
     print("unwound", dist.is_initialized())
 """
     ends = programs(2, text(60, body))
@@ -148,7 +166,7 @@ def test_a_handler_of_the_users_own_stays(programs):
 import signal
 print(signal.getsignal(signal.SIGTERM).__name__)
 ez.cleanup()
-print(signal.getsignal(signal.SIGTERM).__name__, sys.excepthook.__module__[:4])  # torch's
+print(signal.getsignal(signal.SIGTERM).__name__, sys.excepthook is sys.__excepthook__)
 """
     before = """
 import signal, sys
@@ -157,8 +175,55 @@ signal.signal(signal.SIGTERM, handler)
 """
     ends = programs(2, before.lstrip() + text(60, body))
     assert [(status, output) for status, output, _ in ends] == [
-        (0, "handler\nhandler torc\n")
+        (0, "handler\nhandler True\n")
     ] * 2, ends
+
+
+def test_a_forked_child_has_no_part_in_it(programs):
+    body = """
+import multiprocessing, signal
+def child(kind):
+    try:
+        ez.all_reduce(1)
+    except ez.CollectiveError as error:
+        print(error, flush=True)
+    if kind == "waits":
+        time.sleep(50)
+    try:
+        ez.setup_torch(timeout=60)
+    except ez.SetupError as error:
+        print(error, flush=True)
+    ez.cleanup()
+    sys.excepthook(ValueError, ValueError("in the child"), None)
+fork = multiprocessing.get_context("fork")
+ended = fork.Process(target=child, args=("ends",))
+waits = fork.Process(target=child, args=("waits",))
+if rank == 1:
+    ended.start(); waits.start()
+    ended.join()
+    waits.terminate()
+    waits.join()
+    print(ended.exitcode, waits.exitcode)
+    time.sleep(1.5)  # so long a rank lives that was told to end
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, i):
+        return i * ez.data_share()[0]
+loader = torch.utils.data.DataLoader(Data(), num_workers=2, multiprocessing_context="fork")
+print(sum(int(each) for each in loader), ez.all_reduce(rank))
+"""
+    ends = programs(2, text(60, body))
+    assert [status for status, _, _ in ends] == [0, 0], ends
+    assert ends[0][1] == "0 1\n"
+    said = ends[1][1].splitlines()
+    assert (
+        sum("in a process that rank 1 has forked, such as a worker" in line for line in said) == 2
+    )
+    assert sum("in a process that rank 1 has forked, such as" in line for line in said) == 2
+    assert sum("setup_torch in a process that a rank has forked" in line for line in said) == 1
+    assert said[-2:] == ["0 -15", "6 1"]
+    assert "ValueError: in the child" in ends[1][2]
 
 
 def test_after_clean_up_nothing_of_ours_is_left(programs):

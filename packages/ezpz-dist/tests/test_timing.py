@@ -104,8 +104,8 @@ def test_work_that_a_device_has_only_queued_is_timed(synchronize):
 
 
 def test_times_in_words():
-    assert [in_words(seconds) for seconds in (0.0, 2e-6, 1.5e-3, 0.25, 61.2)] == [
-        "0 us", "2 us", "1.5 ms", "250 ms", "61.2 s",
+    assert [in_words(seconds) for seconds in (0.0, 2e-6, 9.996e-4, 0.25, 0.9996, 999.7)] == [
+        "0 us", "2 us", "1 ms", "250 ms", "1 s", "1,000 s",
     ]  # fmt: skip
 
 

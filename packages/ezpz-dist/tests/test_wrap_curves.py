@@ -35,11 +35,12 @@ class Transformer(nn.Module):
             x = block(x)
         return self.head(self.norm(x))
 
+STEPS = 30
 tokens = torch.randint(11, (8, 6), generator=torch.Generator().manual_seed(1))
 
-def losses(model, optimizer, rows, steps=30):
+def losses(model, optimizer, rows):
     seen = []
-    for step in range(steps):
+    for step in range(STEPS):
         batch = (tokens[rows] + step % 3) % 11
         logits = model(batch[:, :-1]).float()
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
@@ -57,7 +58,7 @@ torch.manual_seed(0)
 model = Transformer()
 bare = copy.deepcopy(model)
 alone = losses(bare, adamw(bare.parameters()), slice(None))
-assert alone[-1] < 0.8 * alone[0], alone
+assert STEPS < 30 or alone[-1] < 0.8 * alone[0], alone
 
 def off(curve):
     together = torch.stack([curve]) if size == 1 else curve.clone()
@@ -70,21 +71,20 @@ def off(curve):
 def test_the_curve_of_one_process_in_fp32(ranks, n):
     ranks(
         n,
-        TASK
+        (TASK if n == 2 else TASK.replace("STEPS = 30", "STEPS = 10"))
         + """
 def ddp_and_zero1(model):
     wrapped = wrap_model_for_ddp(model)
     optimizer = wrap_optimizer_for_zero1(torch.optim.AdamW, wrapped.parameters(), lr=3e-3)
     curve = losses(wrapped, optimizer, mine)
-    if size > 1:
-        held = sum(s.numel() for one in optimizer.optim.state.values() for s in one.values())
-        every = all_reduce(float(held), "sum")
-        assert held < 0.8 * every, "each rank holds the state of its own parameters"
-        optimizer.consolidate_state_dict(to=0)
-        if rank == 0:
-            plain = adamw(model.parameters())
-            plain.load_state_dict(optimizer.state_dict())
-            assert len(plain.state) == len(list(model.parameters()))
+    held = sum(s.numel() for one in optimizer.optim.state.values() for s in one.values())
+    every = all_reduce(float(held), "sum")
+    assert size == 1 or held < 0.8 * every, "each rank holds the state of its own parameters"
+    optimizer.consolidate_state_dict(to=0)
+    if rank == 0:
+        plain = adamw(model.parameters())
+        plain.load_state_dict(optimizer.state_dict())
+        assert len(plain.state) == len(list(model.parameters()))
     return curve
 
 def trained(wrapped):
@@ -94,12 +94,15 @@ ways = {
     "DDP": lambda m: trained(wrap_model_for_ddp(m, gradient_as_bucket_view=True)),
     "FSDP1": lambda m: trained(wrap_model_for_fsdp(m)),
     "FSDP2": lambda m: trained(wrap_model_for_fsdp2(m)),
+    "kept": lambda m: trained(wrap_model_for_fsdp2(m, reshard_after_forward=False)),
     "ZeRO-1": ddp_and_zero1,
 }
-if size == 2:
-    ways["kept"] = lambda m: trained(wrap_model_for_fsdp2(m, reshard_after_forward=False))
-if size == 4:
-    ways["hybrid"] = lambda m: trained(wrap_model_for_fsdp2(m, shard_size=2))
+if size == 4:  # what takes four; of the rest two ranks have shown all that there is
+    ways = {
+        "kept as halves": lambda m: trained(wrap_model_for_fsdp2(m, reshard_after_forward=2)),
+        "hybrid": lambda m: trained(wrap_model_for_fsdp2(m, shard_size=2)),
+        "ZeRO-1": ddp_and_zero1,
+    }
 for name, way in ways.items():
     difference = off(way(copy.deepcopy(model)))
     assert difference <= 1e-5, (name, difference)
@@ -111,9 +114,8 @@ cleanup()
 def test_bf16_trains_with_gradients_in_fp32(ranks):
     ranks(
         2,
-        TASK
+        TASK.replace("STEPS = 30", "STEPS = 8")
         + """
-from torch.distributed.tensor import DTensor
 wrapped = wrap_model_for_fsdp2(copy.deepcopy(model), dtype="bf16")
 seen = []
 wrapped.head.register_forward_pre_hook(lambda _, given: seen.append(given[0].dtype))
@@ -123,7 +125,7 @@ assert 1e-6 < difference < 0.1, difference
 assert {p.dtype for p in wrapped.parameters()} == {torch.float32}, "the optimizer's copy"
 assert {p.grad.dtype for p in wrapped.parameters()} == {torch.float32}
 older = wrap_model_for_fsdp(copy.deepcopy(model), dtype="bf16")
-assert off(losses(older, adamw(older.parameters()), mine, 30)) < 0.1
+assert off(losses(older, adamw(older.parameters()), mine)) < 0.1
 # oneCCL cannot average: it is asked for sums, which gives the same.
 from ezpz_dist._wrapping import fsdp2
 fsdp2._WITHOUT_AVERAGE = ("gloo",)
@@ -137,28 +139,34 @@ cleanup()
     )
 
 
-def test_a_wrapped_model_can_be_compiled(ranks):
+def test_a_wrapped_model_can_be_compiled_and_a_compiled_one_wrapped(ranks):
     ranks(
         2,
-        TASK
-        + """
-import warnings
+        """
+import copy, warnings
+from torch import nn
 warnings.simplefilter("ignore")
+setup_torch(timeout=60)
+torch.manual_seed(0)
 net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
 x = torch.linspace(-1, 1, 16).view(4, 4)
 for wrap in (wrap_model_for_ddp, wrap_model_for_fsdp2):
     wrapped = wrap(copy.deepcopy(net))
     compiled = torch.compile(wrapped, backend="eager")
-    assert torch.allclose(compiled(x), net(x), rtol=1e-5)
-    compiled(x).sum().backward()
-    assert all(p.grad is not None for p in wrapped.parameters())
+    within = wrap(torch.compile(copy.deepcopy(net), backend="eager"))
+    for one in (compiled, within):
+        assert torch.allclose(one(x), net(x), rtol=1e-5)
+        one(x).sum().backward()
+        assert all(p.grad is not None for p in one.parameters())
+        assert str(describe(one)).startswith("Sequential: 58 parameters")
     for again in (wrap_model_for_ddp, wrap_model_for_fsdp, wrap_model_for_fsdp2, wrap_model):
-        try:
-            again(compiled)
-        except WrapError as error:
-            assert "is wrapped already: its part '_orig_mod' is " in str(error)
-        else:
-            raise AssertionError(again)
+        for one in (compiled, within):
+            try:
+                again(one)
+            except WrapError as error:
+                assert "is wrapped already: it" in str(error), error
+            else:
+                raise AssertionError(again)
 cleanup()
 """,
     )

@@ -1,9 +1,15 @@
 """With ezpz_tp's groups a model is wrapped over its data-parallel ranks, never over the world."""
 
+from types import SimpleNamespace
+
+import pytest
+
+from ezpz_dist import WrapError
+from ezpz_dist._wrapping.fsdp2 import _check_sizes
+
 PARALLEL = """
 import copy, ezpz_tp
 from torch import nn
-from torch.distributed.tensor import DTensor
 from ezpz_dist._wrapping.ddp import wrap_model_for_ddp
 from ezpz_dist._wrapping.fsdp import wrap_model_for_fsdp
 from ezpz_dist._wrapping.fsdp2 import wrap_model_for_fsdp2
@@ -29,7 +35,7 @@ class Net(nn.Module):
         return self.head(x)
 
 x = torch.linspace(-1, 1, 64).view(8, 8).sin()
-def losses(model, optimizer, rows, steps=30):
+def losses(model, optimizer, rows, steps=12):
     seen = []
     for _ in range(steps):
         loss = model(x[rows]).square().mean()
@@ -46,6 +52,16 @@ def built(rank_of_seed=0):
     torch.manual_seed(rank_of_seed)
     return Net()
 """
+
+
+def test_groups_for_some_ranks_are_not_made_by_those_who_do_not_know_of_the_others():
+    # With eight ranks, of which two share the model: torch would wait for ever.
+    world = SimpleNamespace(info=SimpleNamespace(world_size=8))
+    replicas = SimpleNamespace(size=4, world=world)
+    with pytest.raises(WrapError, match=r"reshard_after_forward=2 with ezpz_tp's groups \(4 of 8"):
+        _check_sizes(2, None, replicas)
+    for kept, shard_size in ((4, None), (2, 2), (True, 2), (False, 4)):
+        _check_sizes(kept, shard_size, replicas)
 
 
 def test_tensor_by_data_parallel_follows_the_curve(ranks):

@@ -78,21 +78,20 @@ wraps = {
     "bf16": lambda m: wrap_model_for_fsdp2(m, dtype="bf16", reshard_after_forward=2),
     "wrap_model": lambda m: wrap_model(m, use_fsdp=True),
 }
-for name, wrap in wraps.items():
-    for tied in (False, True):
-        first_ranks_seed()
-        model = wrap(on_meta(Net, tied))
-        after = torch.rand(1).item()
-        alone = direct(tied)
-        equal(model, alone)
-        if rank == 0:
-            assert after == torch.rand(1).item(), "as if it had built the model"
-        else:
-            torch.manual_seed(100 + rank)
-            assert after == torch.rand(1).item(), "not touched"
-        assert not materialize.has_meta(model)
-        assert (model.head.weight is model.embed.weight) == tied
-    if name == "FSDP2":
+for name, tied in [(name, name == "hybrid") for name in wraps] + [("FSDP2", True)]:
+    first_ranks_seed()
+    model = wraps[name](on_meta(Net, tied))
+    after = torch.rand(1).item()
+    alone = direct(tied)
+    equal(model, alone)
+    if rank == 0:
+        assert after == torch.rand(1).item(), "as if it had built the model"
+    else:
+        torch.manual_seed(100 + rank)
+        assert after == torch.rand(1).item(), "not touched"
+    assert not materialize.has_meta(model)
+    assert (model.head.weight is model.embed.weight) == tied
+    if (name, tied) == ("FSDP2", True):
         optimizer = torch.optim.AdamW(model.parameters())
         out = model(tokens)
         assert torch.allclose(out, alone(tokens), atol=1e-6)
@@ -129,13 +128,19 @@ class Redraws(nn.Module):
         nn.init.ones_(self.scale)
         nn.init.normal_(self.inner.weight, std=0.02)
         with torch.no_grad():
-            self.inner.bias.uniform_(-1, 1)
+            self.inner.bias.copy_(torch.randn_like(self.inner.bias) + 1)
     def forward(self, x):
         return self.inner(x) * self.scale
 first_ranks_seed()
 model = wrap_model_for_fsdp2(on_meta(lambda: nn.ModuleDict({"of": Redraws()})["of"]))
 torch.manual_seed(100)
 equal(model, Redraws())
+class Depends(Redraws):
+    def reset_parameters(self):
+        super().reset_parameters()
+        torch.bernoulli(self.inner.weight.abs().clamp(max=1))
+refused("torch.bernoulli of a parameter that is sharded by then, in the reset_parameters()",
+        wrap_model_for_fsdp2, on_meta(lambda: nn.ModuleDict({"of": Depends()})["of"]))
 cleanup()
 """,
     )

@@ -28,23 +28,38 @@ for wrap in ALL:
 setup_torch(timeout=60)
 kinds = dict(zip(ALL, ("DDP", "FSDP1", "FSDP2")))
 for inner in ALL:
-    wrapped = inner(net())
+    bare = net()
+    wrapped = inner(bare)
+    within = "it is FSDP2" if wrapped is bare else f"it is inside of {kinds[inner]}"
     for outer in (*ALL, wrap_model):
         refused("Sequential is wrapped already: it is FSDP2" if inner is wrap_model_for_fsdp2
                 else f"is wrapped already: it is {kinds[inner]}", outer, wrapped)
         refused(f"is wrapped already: its part 'trunk' is {kinds[inner]}",
                 outer, nn.ModuleDict({"trunk": wrapped}))
+        refused(f"Sequential is wrapped already: {within}", outer, bare)
+        refused("its part '1.0' is ", outer, nn.Sequential(nn.Tanh(), nn.Sequential(bare[0])))
+    if inner is wrap_model_for_ddp:  # once the wrapper is gone, its hooks are
+        del wrapped
+        assert wrap_model_for_ddp(bare)(torch.ones(1, 4)).shape == (1, 2)
 refused("it is DataParallel", wrap_model_for_ddp, nn.DataParallel(net()))
+for wrap in (*ALL, wrap_model):
+    refused("<class 'torch.nn.modules.linear.Linear'> to wrap; expected a torch.nn.Module",
+            wrap, nn.Linear, kind=TypeError)
+    refused("1.weight of Sequential has no shape yet: it is lazy", wrap,
+            nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(2)))
 
 # The minimal example of old: torch refuses device_ids on CPUs, and so do we, with the remedy.
 try:
     nn.parallel.DistributedDataParallel(net(), device_ids=[0])
 except ValueError as error:
     assert "device_ids" in str(error)
-refused("device_ids is chosen by the set-up; leave it out", wrap_model_for_ddp, net(),
+refused("takes no device_ids; it is chosen by the set-up: leave it out", wrap_model_for_ddp, net(),
         device_ids=[0])
 assert wrap_model_for_ddp(net())(torch.ones(1, 4)).shape == (1, 2)
-refused("process_group is chosen", wrap_model_for_fsdp, net(), process_group=None)
+refused("takes no process_group; it is", wrap_model_for_fsdp, net(), process_group=None)
+from torch.distributed.fsdp import ShardingStrategy
+refused("ShardingStrategy.HYBRID_SHARD, which wants groups of its own; expected a strategy for one",
+        wrap_model_for_fsdp, net(), sharding_strategy=ShardingStrategy.HYBRID_SHARD)
 refused("takes no mesh; give shard_size, or ezpz_tp's groups", wrap_model_for_fsdp2, net(),
         mesh=None)
 refused("takes no mp_policy; give dtype, reduce_dtype", wrap_model_for_fsdp2, net(), mp_policy=1)
@@ -54,13 +69,26 @@ assert wrap_model_for_fsdp2(frozen)(torch.ones(1, 4)).shape == (1, 2)
 refused("a ModuleList has no forward", wrap_model_for_fsdp2, nn.ModuleList([net()]))
 scalar = net(); scalar.gain = nn.Parameter(torch.tensor(1.0))
 refused("parameter gain has no dim to shard along", wrap_model_for_fsdp2, scalar)
+# What torch refuses in mid-work, in forward or in backward.
+turned = net(); turned.w = nn.Parameter(torch.ones(2, 3).t())
+refused("w has the strides [1, 3] for the shape [3, 2]; expected row after row",
+        wrap_model_for_fsdp2, turned)
+empty = net(); empty.w = nn.Parameter(torch.empty(0, 3))
+refused("w of shape [0, 3] has nothing to train", wrap_model_for_fsdp2, empty)
+mixed = net(); mixed.layers = nn.ModuleList([net()]); mixed.layers[0][2].bfloat16()
+refused("layers.0.2.weight is torch.bfloat16 and layers.0.0.weight torch.float32, in one unit "
+        "(layers.0); expected one type", wrap_model_for_fsdp2, mixed)
+complex_ = net(); complex_.w = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+refused("w is torch.complex64, and dtype='bf16'; expected real", wrap_model_for_fsdp2, complex_,
+        dtype="bf16")
+assert wrap_model_for_fsdp2(complex_)(torch.ones(1, 4)).shape == (1, 2)
 size = dist.get_world_size()
-for bad in (1, 3, 0):
-    refused(f"shard_size={bad} of {size} data-parallel ranks", wrap_model_for_fsdp2, net(),
-            shard_size=bad)
-    if bad != 1:
-        refused(f"reshard_after_forward={bad}; expected True, False or a divisor of {size}",
-                wrap_model_for_fsdp2, net(), reshard_after_forward=bad)
+for bad in (1, 3, 0, "2", 2.0, None):
+    if bad is not None:
+        refused(f"shard_size={bad!r} of {size} data-parallel ranks", wrap_model_for_fsdp2, net(),
+                shard_size=bad)
+    refused(f"reshard_after_forward={bad!r}; expected True, False or a divisor of {size}",
+            wrap_model_for_fsdp2, net(), reshard_after_forward=bad)
 refused("dtype torch.int32; expected a floating-point type", wrap_model_for_fsdp2, net(),
         dtype=torch.int32, kind=ValueError)
 refused("reduce_dtype torch.int8; expected", wrap_model_for_fsdp2, net(), dtype="bf16",
@@ -69,11 +97,19 @@ refused("dtype 'bf15'", wrap_model_for_fsdp, net(), dtype="bf15", kind=ValueErro
 expert = net(); expert[0].weight.allreduce = False
 for wrap in ALL:
     refused("0.weight is an expert's: its copies are on", wrap, expert)
-refused("the parameters are FSDP2's shards", wrap_optimizer_for_zero1, torch.optim.AdamW,
-        wrap_model_for_fsdp2(net()).parameters())
-plain = wrap_optimizer_for_zero1(torch.optim.AdamW, [{"params": list(net().parameters())}], lr=0.5)
-assert plain.param_groups[0]["lr"] == 0.5
-assert (type(plain) is torch.optim.AdamW) == (size == 1)
+for wrap in (wrap_model_for_fsdp, wrap_model_for_fsdp2):
+    refused(f"the parameters are {kinds[wrap]}'s shards", wrap_optimizer_for_zero1,
+            torch.optim.AdamW, wrap(net()).parameters())
+refused("takes no process_group", wrap_optimizer_for_zero1, torch.optim.AdamW, net().parameters(),
+        process_group=None)
+model = wrap_model_for_ddp(net())
+zero1 = wrap_optimizer_for_zero1(torch.optim.AdamW, [{"params": list(model.parameters())}], lr=0.5)
+assert zero1.param_groups[0]["lr"] == 0.5
+model(torch.ones(1, 4)).sum().backward()
+zero1.step()
+zero1.consolidate_state_dict(to=0)  # on one rank as well
+if dist.get_rank() == 0:
+    torch.optim.AdamW(net().parameters()).load_state_dict(zero1.state_dict())
 """
 
 
@@ -121,7 +157,15 @@ def frozen(model):
 def buffered(model):
     model.register_buffer("seen", torch.zeros(2 if odd else 3))
     return model
-for wrap, name in zip((*ALL, wrap_model), ("_for_ddp", "_for_fsdp", "_for_fsdp2", "_for_ddp")):
+def strided(model):
+    if odd:
+        model[0].weight.data = model[0].weight.data.t()
+    return model
+for wrap, name in zip((*ALL, wrap_model), ("_for_ddp", "_for_fsdp", "_for_fsdp2", "")):
+    if wrap is not wrap_model_for_fsdp2:  # which refuses these altogether
+        refused(f"wrap_model{name}(): not the same on all ranks: rank 1 on {here}: parameter "
+                "0.weight is float32 [4, 4], strides [1, 4] there, and float32 [4, 4] on rank 0",
+                wrap, strided(net()))
     call = f"wrap_model{name}(): not the same on all ranks: rank 1 on {here}: "
     refused(call + "parameter 0.weight is float32 [5, 4] there, and float32 [4, 4] on rank 0",
             wrap, net(5 if odd else 4))
@@ -129,22 +173,32 @@ for wrap, name in zip((*ALL, wrap_model), ("_for_ddp", "_for_fsdp", "_for_fsdp2"
             net().to(torch.bfloat16 if odd else torch.float32))
     refused(call + "parameter 0.bias is float32 [4], frozen there, and float32 [4] on rank 0",
             wrap, frozen(net()))
-    refused(call + "parameter 3.weight is float32 [1, 1] there, and missing on", wrap,
+    more = call + ("unit 3 is Linear" if "fsdp" in name else "parameter 3.weight is float32 [1, 1]")
+    refused(more + " there, and missing on", wrap,
             net().append(nn.Linear(1, 1)) if odd else net())
-    refused(call + "parameter 2.weight is missing there, and float32 [2, 4] on", wrap,
-            net()[:2] if odd else net())
+    less = "Linear" if "fsdp" in name else "float32 [2, 4]"
+    refused(f" is missing there, and {less} on", wrap, net()[:2] if odd else net())
     refused(call + "buffer seen is float32 [2] there", wrap, buffered(net()))
 names = ["a", "b"] if odd else ["b", "a"]
 refused("the parameters are in another order", wrap_model_for_fsdp2,
         nn.Sequential(nn.ModuleDict({name: nn.Linear(2, 2) for name in names})))
-refused("the call is wrap_model_for_fsdp2(dtype=None, reduce_dtype=torch.float32, ",
-        wrap_model_for_fsdp2, net(), reshard_after_forward=not odd)
-refused("the call is wrap_model_for_ddp() there, and wrap_model_for_fsdp(dtype=None) on rank 0",
-        wrap_model_for_ddp if odd else wrap_model_for_fsdp, net())
+refused("unit 2 is missing there, and Linear on rank 0", wrap_model_for_fsdp2, net(),
+        units=[nn.Tanh if odd else nn.Linear])
+# Other calls are shown with their lines.
+refused(f"rank 1 ({here}) calls wrap_model_for_fsdp2(reduce_dtype=torch.float32, "
+        "reshard_after_forward=False) at ", wrap_model_for_fsdp2, net(), kind=MismatchError,
+        reshard_after_forward=not odd)
+refused(f"ranks 0, 2 call wrap_model_for_fsdp() at <string>:", wrap_model_for_ddp if odd
+        else wrap_model_for_fsdp, net(), kind=MismatchError)
+refused(f"rank 1 ({here}) calls barrier() at <string>:", (lambda _: barrier()) if odd else
+        wrap_model, net(), kind=MismatchError)
 # What one rank alone refuses, all refuse.
-refused("wrap_model_for_ddp() is refused on rank 1 on" if not odd else "is wrapped already",
-        wrap_model_for_ddp, wrap_model_for_fsdp2(net()) if odd else (
-            wrap_model_for_fsdp2(net()), net())[1])
+inside = wrap_model_for_fsdp2(net())
+refused("is wrapped already" if odd else
+        f"rank 1 ({here}) cannot take part in wrap_model_for_ddp() at <string>:",
+        wrap_model_for_ddp, inside if odd else net())
+refused("dtype='bf16' without use_fsdp; expected it with FSDP only", wrap_model, net(),
+        use_fsdp=not odd, dtype="bf16")
 refused("parameter 0 is float32 [2] there, and float32 [4, 4] on rank 0",
         wrap_optimizer_for_zero1, torch.optim.SGD, list(net().parameters())[:: -1 if odd else 1])
 assert time.monotonic() - start < 30

@@ -8,6 +8,7 @@
 >>> ezpz_dist.cleanup()
 """
 
+from ._cleanup import cleanup
 from ._collectives.barrier import barrier
 from ._collectives.broadcast import broadcast
 from ._collectives.device import synchronize
@@ -27,7 +28,7 @@ from ._errors import (
 )
 from ._hangs.watch import Watch, watch
 from ._seed import seed_everything, seed_for_rank
-from ._setup import cleanup, setup_torch
+from ._setup import setup_torch
 from ._version import __version__
 
 # What a script may never use is imported when it is.
@@ -55,6 +56,7 @@ _LATER = {
     "load_checkpoint": "_checkpoints.load",
     "load_into": "_checkpoints.plain_into",
     "load_on_one_rank": "_checkpoints.plain",
+    "node_group": "_data.node",
     "print_dist_setup": "_debugging.info",
     "query_environment": "_debugging.info",
     "read_share": "_data.slices",
@@ -88,7 +90,7 @@ if TYPE_CHECKING:
     from ._checkpoints.save import save_checkpoint
     from ._checkpoints.signal import SnapshotOnSignal
     from ._data.loader import DataLoader
-    from ._data.node import scatter_from_one_reader
+    from ._data.node import node_group, scatter_from_one_reader
     from ._data.sampler import DataParallelSampler
     from ._data.share import data_share, share_of
     from ._data.shared import share_on_node
@@ -151,6 +153,7 @@ __all__ = [
     "load_checkpoint",
     "load_into",
     "load_on_one_rank",
+    "node_group",
     "print_dist_setup",
     "query_environment",
     "read_share",

@@ -1,12 +1,11 @@
-"""Bring the ranks together once, and take the group down once."""
+"""Bring the ranks together once."""
 
 from __future__ import annotations
 
-import atexit
 import logging
+import operator
 import os
-import time
-from dataclasses import dataclass
+import sys
 from datetime import timedelta
 
 import torch
@@ -15,55 +14,28 @@ import torch.distributed as dist
 from ezpz_device import get_torch_device
 from ezpz_topo import RankInfo, get_local_device, get_rank_info
 
+from ._cleanup import (
+    Made,
+    before_failure,
+    cleanup,
+    drop_retired,
+    find_made,
+    left_by_failure,
+    mark_whole,
+    to_undo,
+)
 from ._errors import SetupError
-from ._group import Asked, Group, bind, choose_backend, limit_threads, make_group
-from ._hangs import ending, watcher
-from ._hangs.board import Board
-from ._hangs.standing import calling_line
+from ._group import Asked, Group, bind, choose_backend, limit_threads, make_group, withdraw
+from ._hangs import ending
 from ._meeting import mpi
-from ._meeting.frameworks import check_framework, leave_frameworks, prepare_framework
+from ._meeting.frameworks import check_framework, prepare_framework
 from ._seed import seed_everything
-from ._store import LOST, arrived, within
-from ._world import World, enter, find_world, finish_all
+from ._world import World, enter, is_forked
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT = 600.0
 """Seconds that a rank waits for the others, at set-up and in every collective."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Made:
-    """What there is to undo, and what was asked for."""
-
-    asked: Asked
-    exported: dict[str, str | None]
-    """What the variables that we set were before; None: not set."""
-
-
-_made: _Made | None = None
-
-_retired: list[dist.ProcessGroup | None] = []
-"""Groups that `cleanup` destroyed, kept until they can be dropped without harm.
-
-A DDP model holds its group too. Were it the last to hold it, the group's destructor would
-join gloo's thread with the GIL held, while that thread waits for the GIL to drop the tensor
-of the last collective: a deadlock (torch 2.13; within 150 set-ups of two ranks on two
-cores). Python's own reference drops the group without the GIL.
-"""
-
-
-_LAST_TENSOR = 0.1
-"""Seconds in which gloo's threads get the GIL, to drop the tensor of the last collective.
-
-A script's model can outlive `cleanup` and hold the group until the interpreter ends; a thread
-that still waits for the GIL then aborts the process ("terminate called without an active
-exception"; torch 2.13, 15 of 50 launches of four ranks on two cores, and none of 10 with it).
-"""
-
-_FAREWELL = 5.0
-"""Seconds that rank 0, whose process may hold the store, waits at clean-up for the others to
-leave it: a connection that breaks under a sleeping watcher costs a page of torch's warnings."""
 
 
 def setup_torch(
@@ -87,7 +59,8 @@ def setup_torch(
     that other libraries see the same world. All ranks have been found to be there once, with
     the same versions, script and arguments. From then on an uncaught exception on one rank
     ends all of them, and a collective of ours that fails names who is missing. SIGTERM
-    unwinds the script, unless it handles it itself.
+    unwinds the script, unless it handles it itself; a main thread that is stuck in native code
+    does not hear it. A forked child, such as a data loader's worker, has no part in all this.
 
     Args:
         framework: ``"DDP"`` for everything of torch's own, ``"deepspeed"`` or ``"horovod"``
@@ -95,59 +68,52 @@ def setup_torch(
         backend: ``"nccl"``, ``"xccl"``, ``"ccl"``, ``"gloo"``; default: by device.
         seed: Seeds Python, numpy and torch, differently on each rank but equally within a
             tensor-parallel group (`seed_everything`); default: no seeding.
-        timeout: Seconds that a rank waits for the others.
+        timeout: Seconds that a rank waits for the others, above 0 and at most 1e8.
         tensor_parallel_size: With one of these three above 1, ``ezpz_tp``'s groups are
             made; the rest of the world is data parallel.
         pipeline_parallel_size: See above.
         context_parallel_size: See above.
 
     Raises:
-        SetupError: The ranks cannot meet, one is missing or differs, the backend or the
-            framework is not there, or an earlier call had other arguments.
+        SetupError: The ranks cannot meet, one is missing, differs or has failed, the backend
+            or the framework is not there, or an earlier call had other arguments.
+        ValueError: ``timeout`` or ``seed`` is out of range.
         ezpz_topo.TopoError: The launcher's variables are half set or contradictory.
         ezpz_device.DeviceError: There is no device for this rank.
         ezpz_tp.DegreeError: The degrees do not divide the world.
     """
-    global _made
     asked = Asked(
-        framework, backend, seed, timeout,
+        framework, backend, None if seed is None else operator.index(seed), float(timeout),
         tensor_parallel_size, pipeline_parallel_size, context_parallel_size,
     )  # fmt: skip
-    world = find_world()
-    if world is not None and _made is not None:
-        if _made.asked != asked:
-            raise SetupError(
-                f"setup_torch was called with {_made.asked} and now with {asked}; expected the "
-                "same; call cleanup() in between"
-            )
-        return world.info.rank
+    if _is_done(asked):
+        return get_rank_info().rank
     if dist.is_initialized():
         raise SetupError(
             "a process group exists already; expected setup_torch to make it; call setup_torch "
             "first, or remove the other init_process_group"
         )
-    _retired.clear()
-    info = get_rank_info()
-    device = torch.device(get_torch_device())
-    check_framework(framework, device)
-    chosen = choose_backend(backend)
-    bind(device)
-    limit_threads(info)
-    group = make_group(info, device, chosen, asked)
-    hosts = group.roster.hosts
-    enter(World(info, device, chosen, timeout, group.store, hosts))
-    _made = _Made(asked, _export(info, device, group))
-    atexit.register(_retired.clear)
-    atexit.register(cleanup)
+    drop_retired()
+    hook, info = before_failure(), get_rank_info()
+    try:
+        device, chosen = _prepare(info, asked)
+        group = make_group(info, device, chosen, asked)
+    except BaseException:
+        # MPI_Finalize, and so the end of this rank, would wait for one that is missing.
+        mpi.abort_on_uncaught()
+        left_by_failure(hook)
+        raise
+    enter(World(info, device, chosen, asked.timeout, group.store, group.roster.hosts))
     if info.world_size > 1:
-        watcher.start(Board(info.rank, hosts, group.connector(), group.roster.holder))
         ending.install()
     mpi.abort_on_uncaught()
+    to_undo(Made(asked, _export(info, device, group), (hook, sys.excepthook)))
     if asked.degrees != (1, 1, 1):
         _make_groups(asked)
     prepare_framework(framework, info, device, chosen)
-    if seed is not None:
-        seed_everything(seed)
+    if asked.seed is not None:
+        seed_everything(asked.seed)
+    mark_whole()
     logger.info(
         "rank %d of %d on %s with %s; ranks by %s, address by %s",
         info.rank, info.world_size, device, chosen, info.launcher, group.meeting.source,
@@ -155,66 +121,44 @@ def setup_torch(
     return info.rank
 
 
-def cleanup() -> None:
-    """Destroy the process group that `setup_torch` made; harmless when there is none.
-
-    Collective: every rank calls this. It also runs at exit, so that a rank that fails
-    closes its connections and the others learn of it.
-
-    Raises:
-        CheckpointError: A check-point that was written in the background has failed; the
-            rest of clean-up is done.
-    """
-    global _made
-    world, made = find_world(), _made
-    if world is None or made is None:
-        return
-    line = calling_line()
-    trouble = finish_all()
-    ending.leave_word("its script ended" if line == "?" else f"cleanup() at {line}")
-    enter(None)
-    _made = None
-    atexit.unregister(cleanup)
-    if made.asked.degrees != (1, 1, 1):
-        import ezpz_tp  # noqa: PLC0415  # only where its groups are used
-
-        ezpz_tp.destroy_tensor_parallel()
-    leave_frameworks()
-    if dist.is_initialized():
-        _retired.append(dist.group.WORLD)
-        dist.destroy_process_group()
-        if world.info.world_size > 1:
-            time.sleep(_LAST_TENSOR)
-    _leave(world)
-    for name, value in made.exported.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
-    if trouble is not None:
-        raise trouble
-
-
-def _leave(world: World) -> None:
-    """End the watcher; on rank 0 wait a moment for those of the others."""
-    own = watcher.find_watcher()
-    if own is None:
-        return
-    ending.uninstall()
-    watcher.forget()
-    stay = world.info.rank == 0 and not ending.has_failed()
-
-    def leave() -> None:
-        own.stop(world.store)
-        if not own.lost and world.store.add("left", 1) == world.info.world_size:
-            world.store.set("all left", "")
-        if stay:
-            arrived(world.store, ["all left"], _FAREWELL)
-
+def _prepare(info: RankInfo, asked: Asked) -> tuple[torch.device, str]:
+    """Return this rank's device and backend; if it has none, tell the others, who wait for it."""
     try:
-        within(_FAREWELL + 1.0 if stay else 1.0, leave)
-    except LOST as error:
-        logger.debug("rank %d leaves before others: %s", world.info.rank, error)
+        device = torch.device(get_torch_device())
+        check_framework(asked.framework, device)
+        backend = choose_backend(asked.backend)
+        bind(device)
+        limit_threads(info)
+    # Whatever it is: they need not wait until their time is over.
+    except Exception as error:
+        withdraw(info, asked.timeout, error)
+        raise
+    return device, backend
+
+
+def _is_done(asked: Asked) -> bool:
+    """Return whether an earlier call has done what is asked for."""
+    if is_forked():
+        raise SetupError(
+            "setup_torch in a process that a rank has forked, whose group it would share; expected "
+            "it in the rank itself; start such a process by spawn"
+        )
+    made = find_made()
+    if made is None:
+        return False
+    if not dist.is_initialized():
+        cleanup()  # the script has destroyed the group itself
+        return False
+    if not made.is_whole:
+        raise SetupError(
+            "setup_torch failed half-way before; expected cleanup() in between; see the first error"
+        )
+    if made.asked != asked:
+        raise SetupError(
+            f"setup_torch was called with {made.asked} and now with {asked}; expected the same; "
+            "call cleanup() in between"
+        )
+    return True
 
 
 def _make_groups(asked: Asked) -> None:

@@ -54,6 +54,20 @@ def find_world() -> World | None:
     return _world
 
 
+_forked = False
+
+
+def mark_forked() -> None:
+    """Say that this process is a child that a rank has forked. For set-up."""
+    global _forked
+    _forked = True
+
+
+def is_forked() -> bool:
+    """Say whether this process is a rank's forked child, which is no part of the world."""
+    return _forked
+
+
 _unfinished: list[Callable[[], None]] = []
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import pickle
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _StoragePrefix
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
@@ -18,8 +20,7 @@ from ezpz_dist._errors import CheckpointError
 
 from .pieces import Pieces
 from .ranks import Ranks
-
-Prepare = Callable[[list[SavePlan]], list[SavePlan]]
+from .state import rank_key
 
 
 class Planner(DefaultSavePlanner):
@@ -46,39 +47,33 @@ class Planner(DefaultSavePlanner):
 
 
 def agree(
-    ranks: Ranks, what: str, planner: Planner, own: str, stage: int, prepare: Prepare
+    ranks: Ranks, what: str, planner: Planner, stage: int
 ) -> tuple[SavePlan, Metadata | None]:
     """Plan together; return what this rank writes and, on rank 0, where all of it lies.
 
-    Rank 0 is sent the list of pieces of one rank of those that hold the same: its work grows
+    Of those that hold the same pieces, one rank sends their list: what rank 0 has to do grows
     with the pieces of the model, not with its replicas. Collective: every rank calls this.
-
-    Args:
-        ranks: The ranks.
-        what: For messages.
-        planner: Of what this rank holds.
-        own: The key of what only this rank has.
-        stage: Its pipeline stage.
-        prepare: Gives each rank's plan what the writer wants there.
 
     Raises:
         CheckpointError: Ranks differ in what they hold under one name: on all ranks.
     """
+    packed = b""
 
-    def held() -> tuple[bytes, bytes, list[WriteItem]]:
+    def held() -> tuple[bytes, list[WriteItem]]:
+        nonlocal packed
         items = planner.create_local_plan().items
-        mine = [item for item in items if item.index.fqn == own]
-        packed = pickle.dumps(([item for item in items if item.index.fqn != own], stage))
-        return packed, hashlib.sha256(packed).digest(), mine
+        own = [item for item in items if item.index.fqn == rank_key(ranks.rank)]
+        rest = [item for item in items if item.index.fqn != rank_key(ranks.rank)]
+        packed = pickle.dumps((rest, stage))
+        return hashlib.sha256(packed).digest(), own
 
-    packed, digest, mine = ranks.here(what, held)
-    told = ranks.gather((digest, mine))
+    told = ranks.everywhere(what, held)
     like: dict[bytes, list[int]] = {}
-    for rank, (said, _) in enumerate(told):
-        like.setdefault(said, []).append(rank)
+    for rank, (digest, _) in enumerate(told):
+        like.setdefault(digest, []).append(rank)
     first = {members[0] for members in like.values()}
-    sends = ranks.first_for_each(what, lambda: [rank in first for rank in range(ranks.size)])
-    sent = ranks.gather(packed if sends else None)
+    is_first = ranks.first_for_each(what, lambda: [rank in first for rank in range(ranks.size)])
+    sent = ranks.gather(packed if is_first else None)
     made: Metadata | None = None
 
     def plan() -> list[tuple[SavePlan, list[MetadataIndex]]]:
@@ -86,14 +81,16 @@ def agree(
         # From ranks of this very job.
         lists = [(*pickle.loads(sent[members[0]]), members) for members in like.values()]  # noqa: S301
         tied = _check(lists)
-        plans = _deal(lists, [one for _, one in told])
-        dealt, made = Planner({}).create_global_plan(plans)
-        return [(each, tied) for each in prepare(dealt)]
+        plans, made = Planner({}).create_global_plan(_deal(lists, [own for _, own in told]))
+        return [
+            (replace(each, storage_data=_StoragePrefix(f"__{rank}_")), tied)
+            for rank, each in enumerate(plans)
+        ]
 
-    planned, tied = ranks.first_for_each(what, plan)
+    mine, tied = ranks.first_for_each(what, plan)
     if tied:
         _check_ties(ranks, what, planner, tied)
-    return planned, made
+    return mine, made
 
 
 Lists = Sequence[tuple[Sequence[WriteItem], int, Sequence[int]]]

@@ -11,6 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+from ezpz_dist._errors import CheckpointError
+
 from .folder import MANIFEST, Name, is_gone, names_in, owner_of
 from .owner import is_dead, owner_token
 
@@ -107,7 +109,15 @@ class FolderStore:
     def publish(self, working: str, name: Name) -> None:
         _sync(self._at(working))
         # rename() replaces an empty folder of that name, and fails for any other.
-        self._at(working).rename(self._at(str(name)))
+        try:
+            self._at(working).rename(self._at(str(name)))
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            raise CheckpointError(
+                f"{name} has appeared in {self.root} meanwhile; expected one job at a time to "
+                "save there: give each its own folder"
+            ) from error
         _sync(self._at(""))
 
     def discard(self, working: str) -> None:

@@ -143,7 +143,8 @@ class Target:
         for key, pieces in held.items():
             saved = self._saved.get(key)
             if saved is None:
-                missing.append(key)
+                if pieces.size().numel():  # of one without elements no rank had a piece to write
+                    missing.append(key)
             elif saved.size != pieces.size():
                 raise CheckpointError(
                     f"{key} has shape {tuple(saved.size)} in it and {pieces.shape} here; expected "

@@ -17,11 +17,12 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 from ezpz_dist._errors import CheckpointError
 
-from . import index, state
+from . import index
 from .files import Files
 from .folder import INDEX, LATEST, MANIFEST, Name, names_in, next_name, to_remove
 from .given import Order
 from .manifest import Manifest, Written, encode
+from .pieces import Pieces
 from .planning import Planner, agree
 from .ranks import Ranks
 from .store import Store
@@ -64,7 +65,9 @@ class Draft:
         self.planner.copy(self.plan.items)
 
 
-def draft(ranks: Ranks, store: Store, order: Order, held: state.Held, stage: int) -> Draft:
+def draft(
+    ranks: Ranks, store: Store, order: Order, held: Mapping[str, Pieces], stage: int
+) -> Draft:
     """Plan who writes what, and make the folder. Collective: every rank calls this.
 
     Raises:
@@ -73,8 +76,7 @@ def draft(ranks: Ranks, store: Store, order: Order, held: state.Held, stage: int
     """
     what = f"step {order.step} cannot be saved to {store.root}"
     planner = Planner(held)
-    prepare = _Writer(Files(store, "")).prepare_global_plan
-    mine, made = agree(ranks, what, planner, state.rank_key(ranks.rank), stage, prepare)
+    mine, made = agree(ranks, what, planner, stage)
     begun: tuple[Name, str] = ranks.first(what, lambda: _begin(store, order.step))
     return Draft(ranks, store, order, *begun, mine, planner, made)
 

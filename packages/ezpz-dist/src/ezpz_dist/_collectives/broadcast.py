@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from ezpz_dist._errors import CollectiveError
 from ezpz_dist._world import find_world
 
 from .call import Call
@@ -43,8 +44,8 @@ def broadcast(obj: T, root: int = 0, group: dist.ProcessGroup | None = None) -> 
         of the argument.
 
     Raises:
-        CollectiveError: The object cannot be pickled (on every rank), or not be unpickled
-            (where that is so).
+        CollectiveError: The object cannot be pickled (on every rank), or not be unpickled, or
+            not be held (where that is so).
         HangError: Not every rank came in time.
         MismatchError: The ranks called different things.
         NotSetUpError: There are several ranks and `setup_torch` was not called.
@@ -55,6 +56,7 @@ def broadcast(obj: T, root: int = 0, group: dist.ProcessGroup | None = None) -> 
     call = Call(f"broadcast(root={root!r})")
     try:
         root = _checked(root, members)
+        call = Call(f"broadcast(root={root})")  # one of numpy's ints has another repr
         payload, data = _packed(obj) if members and _is_root(root, members) else (b"", None)
     except Exception as error:
         # Whatever it is: the others must not wait for it.
@@ -116,11 +118,22 @@ def _received(payload: bytes, root: int, members: Members, what: str) -> Any:
     rest = payload[_HEADER.size :]
     if way == _INSIDE:
         return load(rest[:length], root)
-    if way == _AFTER:
-        raw = bytearray(length)
-        members.send(torch.frombuffer(raw, dtype=torch.uint8), root, what)
-        return load(raw, root)
-    dtype, shape, on_device = load(rest, root)
-    tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=place_for(on_device))
-    members.send(as_bytes(tensor), root, what)
-    return tensor
+    try:
+        if way == _AFTER:
+            raw = bytearray(length)
+            data = torch.frombuffer(raw, dtype=torch.uint8)
+        else:
+            dtype, shape, on_device = load(rest, root)
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=place_for(on_device))
+            data = as_bytes(tensor)
+    except Exception as error:
+        # No memory, no such dtype: the others must not wait for it, nor this rank fall behind.
+        members.send(torch.empty(length, dtype=torch.uint8, device="meta"), root, what)
+        me = members.ranks[members.place]
+        raise CollectiveError(
+            f"rank {me} cannot take the {length:,} bytes from rank {root} ({type(error).__name__}: "
+            f"{error}); expected room for them, and the same torch, on every rank",
+            [me],
+        ) from error
+    members.send(data, root, what)
+    return load(raw, root) if way == _AFTER else tensor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from functools import lru_cache
 from typing import NamedTuple
 
 WORDS = 200
@@ -16,22 +16,29 @@ class Call(NamedTuple):
     Attributes:
         name: ``"all_reduce"``, ``"broadcast(root=0)"``, ``"barrier()"``.
         op: ``"sum"``, ``"mean"``, ... where it combines; else empty.
-        leaves: Where it combines: by key in words, what is there (``"float32 [3]"``); the
-            key is empty where the argument is no dict.
+        leaves: Where it combines: for each key in words what is there (``"float32 [3]"``);
+            the key is empty where the argument is no dict.
     """
 
     name: str
     op: str = ""
-    leaves: Mapping[str, str] | None = None
+    leaves: tuple[tuple[str, str], ...] | None = None
 
     def signature(self) -> str:
         """Return all of it in words: equal where the calls fit together."""
         if self.leaves is None:
             return self.name
-        inner = self.leaves.get("")
-        if inner is None:
-            inner = "{" + ", ".join([f"{key}: {kind}" for key, kind in self.leaves.items()]) + "}"
+        inner = "{" + ", ".join([f"{key}: {kind}" for key, kind in self.leaves]) + "}"
+        if len(self.leaves) == 1 and not self.leaves[0][0]:
+            inner = self.leaves[0][1]
         return f"{self.name} of {inner} ({self.op})"
+
+
+@lru_cache(32)  # a training loop calls the same few again and again
+def summary(call: Call) -> tuple[bytes, str]:
+    """Return eight bytes that stand for a call, and words for whoever asks what is going on."""
+    signature = call.signature()
+    return digest(signature), shorten(signature)
 
 
 def shorten(signature: str) -> str:

@@ -16,7 +16,7 @@ import torch
 
 from ezpz_dist._world import World
 
-from .call import Call, digest, shorten
+from .call import Call, digest, summary
 from .mismatch import Slots, explain
 
 SLOT = 256
@@ -83,19 +83,17 @@ def exchange(
         CollectiveError: Some of the ranks refused; the same error on all of them.
         Exception: ``refusal`` itself, where every rank refused.
     """
-    signature = what = call.signature()
+    hashed, what = summary(call)
     tag = _TAKES_PART
     if refusal is not None:
-        signature, tag = f"{type(refusal).__name__}: {refusal}", _REFUSES
+        hashed, tag = digest(f"{type(refusal).__name__}: {refusal}"), _REFUSES
     mine = bytearray(SLOT)
-    _HEADER.pack_into(mine, 0, digest(signature), tag, next(_calls) & 0xFFFFFFFF)
+    _HEADER.pack_into(mine, 0, hashed, tag, next(_calls) & 0xFFFFFFFF)
     mine[_HEADER.size : _HEADER.size + len(payload)] = payload
-    every = channel.gather(mine, shorten(what), timeout)
-    head = mine[:_ALIKE]
-    starts = range(0, len(every), SLOT)
-    if refusal is None and all(every.startswith(head, at) for at in starts):
+    every = channel.gather(mine, what, timeout)
+    heads = [bytes(every[at : at + _ALIKE]) for at in range(0, len(every), SLOT)]
+    if refusal is None and heads.count(heads[channel.place]) == len(heads):
         return every
-    heads = [bytes(every[at : at + _ALIKE]) for at in starts]
     refused = {place for place, head in enumerate(heads) if head[-1] == _REFUSES}
     if refusal is not None and len(refused) == len(heads):
         raise refusal

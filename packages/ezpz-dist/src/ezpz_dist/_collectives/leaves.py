@@ -6,17 +6,18 @@ from collections.abc import Iterator
 from typing import Any
 
 
-def unfold(obj: object) -> list[tuple[str, Any]]:
-    """Return (key in words, leaf) for every leaf; the key is empty where ``obj`` is no dict.
+def unfold(obj: object) -> tuple[list[str], list[Any]]:
+    """Return keys in words, and a leaf for each; the key is empty where ``obj`` is no dict.
 
     Raises:
         TypeError: A key is neither a string nor an int: others need not look alike on all ranks.
     """
     if not isinstance(obj, dict):
-        return [("", obj)]
-    found: list[tuple[str, Any]] = []
-    _collect(obj, "", found)
-    return found
+        return [""], [obj]
+    keys: list[str] = []
+    leaves: list[Any] = []
+    _collect(obj, "", keys, leaves)
+    return keys, leaves
 
 
 def refold(obj: Any, results: Iterator[Any]) -> Any:
@@ -30,15 +31,16 @@ def refold(obj: Any, results: Iterator[Any]) -> Any:
     return done
 
 
-def _collect(mapping: dict[Any, Any], above: str, found: list[tuple[str, Any]]) -> None:
+def _collect(mapping: dict[Any, Any], above: str, keys: list[str], leaves: list[Any]) -> None:
     for key in _order(mapping):
         if not isinstance(key, (str, int)):
             raise TypeError(f"all_reduce of a dict with the key {key!r}; expected strings or ints")
         value = mapping[key]
         if isinstance(value, dict) and value:
-            _collect(value, f"{above}{key!r} > ", found)
+            _collect(value, f"{above}{key!r} > ", keys, leaves)
         else:
-            found.append((f"{above}{key!r}", value))
+            keys.append(f"{above}{key!r}")
+            leaves.append(value)
 
 
 def _order(mapping: dict[Any, Any]) -> list[Any]:

@@ -127,7 +127,7 @@ def _tell_and_ask(
     mine = {
         "name": call.name,
         "op": call.op,
-        "leaves": call.leaves and dict(call.leaves),
+        "leaves": None if call.leaves is None else dict(call.leaves),
         "signature": call.signature(),
         "at": calling_line(),
         "refusal": refusal and f"{type(refusal).__name__}: {refusal}",

@@ -143,6 +143,8 @@ def _open(operation: str, members: Members) -> OverMpi:
             "cannot take it back; expected implementation='torch', or a new job"
         )
     if _opened is not None and _opened.world is members.world:
+        if _opened._mpi.Is_finalized():  # noqa: SLF001  # our own
+            raise _ended(_opened._mpi)  # noqa: SLF001
         return _opened
     # MPI may only now be initialised, and waits for all ranks, without a time-out.
     call = Call(f"{operation} with implementation='mpi', for the first time")
@@ -167,7 +169,18 @@ def _open(operation: str, members: Members) -> OverMpi:
 _REMEDY = "start the ranks with mpiexec, or leave implementation='mpi' out"
 
 
+def _ended(mpi: ModuleType) -> CollectiveError:
+    state = "was finalized" if mpi.Is_finalized() else "is not initialized"
+    return CollectiveError(
+        f"implementation='mpi' where MPI {state}; expected the script to leave that to mpi4py, or "
+        "implementation='torch'"
+    )
+
+
 def _foreign(mpi: ModuleType, members: Members) -> CollectiveError | None:
+    if mpi.Is_finalized() or not mpi.Is_initialized():
+        # The next call would end the process.
+        return _ended(mpi)
     comm, info = mpi.COMM_WORLD, members.world.info
     if (comm.rank, comm.size) == (info.rank, info.world_size):
         return None

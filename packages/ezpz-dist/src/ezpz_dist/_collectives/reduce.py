@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from . import scalars, tensors
-from .call import Call, shorten
+from .call import Call, summary
 from .exchange import ROOM, Channel, exchange, payload_of
 from .leaves import refold, unfold
 from .members import find_members
@@ -110,18 +110,18 @@ class _Parcel:
 
     def __init__(self, obj: object, op: str) -> None:
         self._op = op
-        self._leaves: list[Any] = []
-        self._kinds: dict[str, str] = {}
+        self._keys, self._leaves = unfold(obj)
+        self._kinds: list[str] = []
         self._numbers: dict[int, int | float] = {}
         self._tensors: dict[int, torch.Tensor] = {}
         self._flats: list[tuple[list[int], tensors.Flat]] = []
-        self._packed = bytearray()
+        self._packed = b""
         self._together = True
-        for at, (key, leaf) in enumerate(unfold(obj)):
-            self._leaves.append(leaf)
+        for at, leaf in enumerate(self._leaves):
             try:
-                self._kinds[key] = self._take(at, leaf)
+                self._kinds.append(self._take(at, leaf))
             except (OverflowError, TypeError, ValueError) as error:
+                key = self._keys[at]
                 raise type(error)(f"{error}; it is at key {key}" if key else str(error)) from error
 
     def _take(self, at: int, leaf: object) -> str:
@@ -152,20 +152,27 @@ class _Parcel:
 
     def load(self, channel: Channel) -> None:
         """Bring everything into the form in which it travels: all that can fail on one rank."""
-        self._packed += scalars.pack(list(self._numbers.values()))
+        self._packed = scalars.pack(list(self._numbers.values()))
+        if not self._tensors:
+            return
         self._flats = tensors.flatten(self._tensors, self._op)
         total = len(self._packed) + sum(flat.nbytes for _, flat in self._flats)
         self._together = total <= ROOM or total * len(channel.ranks) <= _GATHERED
         for _, flat in self._flats:
-            if self._together:
-                self._packed += flat.load(torch.device("cpu")).raw()
-            else:
-                flat.load(channel.where)
+            flat.load(torch.device("cpu") if self._together else channel.where)
+        if self._together:
+            self._packed = b"".join([self._packed, *(flat.raw() for _, flat in self._flats)])
 
     def combine(self, channel: Channel) -> list[Any]:
         """Return the results of all ranks. Collective: every rank of the channel calls this."""
-        call = Call("all_reduce", self._op, self._kinds)
+        call = Call("all_reduce", self._op, tuple(zip(self._keys, self._kinds, strict=True)))
         every = self._swap(channel, call)
+        if not self._together:
+            # All of them first: what fails on one rank only must not come between.
+            for _, flat in self._flats:
+                if flat.elements:
+                    op = "sum" if self._op == "mean" else self._op
+                    channel.reduce(flat.data, op, summary(call)[1])
         done = self._leaves.copy()
         count = len(self._numbers)
         if count:
@@ -178,9 +185,6 @@ class _Parcel:
                 end = start + flat.nbytes
                 flat.combine_rows([one[start:end] for one in every])
                 start = end
-            elif flat.elements:
-                op = "sum" if self._op == "mean" else self._op
-                channel.reduce(flat.data, op, shorten(call.signature()))
             for at, result in zip(places, flat.results(len(channel.ranks)), strict=True):
                 done[at] = tensors.like(done[at], result)
         return done
@@ -192,5 +196,5 @@ class _Parcel:
             every = exchange(call, channel, self._packed)
             return [payload_of(place, every) for place in ranks]
         exchange(call, channel)
-        every = channel.gather(self._packed, shorten(call.signature()))
+        every = channel.gather(bytearray(self._packed), summary(call)[1])
         return [every[place * length : (place + 1) * length] for place in ranks]

@@ -172,7 +172,8 @@ class Flat:
         done = []
         for part, tensor in zip(self._parts(data), self._tensors, strict=True):
             shaped = (
-                torch.view_as_complex(part.view(*tensor.shape, 2))
+                # A clone: complex numbers may not begin at an odd place of a storage.
+                torch.view_as_complex(part.clone().view(*tensor.shape, 2))
                 if tensor.is_complex()
                 else part.view(tensor.shape)
             )

@@ -12,6 +12,7 @@ from collections import Counter
 from types import FrameType
 
 from ezpz_dist._errors import HangError, LostRankError
+from ezpz_dist._hangs.doing import held
 from ezpz_dist._hangs.roll_call import call_roll
 from ezpz_dist._hangs.waiting import waiting
 from ezpz_dist._hangs.watcher import find_watcher
@@ -85,7 +86,7 @@ def breakpoint(rank: int = 0) -> None:  # noqa: A001  # the name that was promis
     key = f"breakpoint/{rank}/{line}/{_calls[place]}"
     _calls[place] += 1
     if world is not None and world.info.rank != rank:
-        with waiting(f"breakpoint(rank={rank})", world):
+        with waiting(f"breakpoint(rank={rank})", world), held():
             _wait(world, rank, key, line)
         return
     exception = sys.exception()

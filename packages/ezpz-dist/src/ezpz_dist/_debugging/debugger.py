@@ -6,6 +6,9 @@ import pdb  # noqa: T100  # it is what this is about
 import sys
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
+
+from ezpz_dist._hangs.doing import held
 
 from .console import Console
 
@@ -56,6 +59,11 @@ class RankPdb(pdb.Pdb):
             outer = outer.f_back
         self.traces = True
         self.interaction(frame, None)
+
+    def interaction(self, *place: Any) -> None:
+        """Take commands; a `watch` is told that this may take its time."""
+        with held():
+            super().interaction(*place)
 
     def set_continue(self) -> None:
         """Let the program and the other ranks go on."""

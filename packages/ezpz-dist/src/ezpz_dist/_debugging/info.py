@@ -65,7 +65,7 @@ def get_dist_info() -> dict[str, Any]:
         "master_port": int(port) if port.isascii() and port.isdigit() else None,
         "degrees": _degrees(info.world_size),
         "versions": {
-            "torch": torch.__version__,
+            "torch": str(torch.__version__),  # a plain string, for YAML too
             "python": platform.python_version(),
             "ezpz_dist": __version__,
             "ezpz_topo": ezpz_topo.__version__,

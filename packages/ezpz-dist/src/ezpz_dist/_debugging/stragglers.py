@@ -9,6 +9,8 @@ from contextlib import contextmanager
 
 import torch
 
+from ezpz_dist._collectives.call import Call
+from ezpz_dist._collectives.exchange import exchange, payload_of
 from ezpz_dist._collectives.members import find_members
 from ezpz_topo import get_hostname
 
@@ -19,6 +21,9 @@ from .straggler_report import StragglerReport
 logger = logging.getLogger(__name__)
 
 _Span = tuple[Clock, Mark, Mark]
+
+_TIMES = struct.Struct("=3d")
+"""Mean, maximum and mean wait of a window's steps."""
 
 
 class _Step:
@@ -63,7 +68,7 @@ class Stragglers:
       model) into ``with stragglers.compute():``, which then alone counts. So it is for a DDP
       model with buffers, whose forward waits for rank 0, if rank 0 may be slow.
 
-    Every ``window`` steps the ranks exchange 24 bytes each. Rank 0 logs a warning if a rank
+    Every ``window`` steps there is one small collective. Rank 0 logs a warning if a rank
     is above the threshold.
 
     Args:
@@ -104,6 +109,7 @@ class Stragglers:
         Raises:
             NotSetUpError: There are several ranks and `setup_torch` was not called.
             HangError: A rank did not come to the exchange.
+            MismatchError: Other ranks called something else, or have another window.
         """
         clock, now = self._now()
         if self._last is not None and self._last[0] is clock:
@@ -166,13 +172,15 @@ class Stragglers:
         self._steps.clear()
         own = [seconds for seconds, _ in times]
         waited = sum(seconds for _, seconds in times)
-        mine = struct.pack("=3d", sum(own) / len(own), max(own), waited / len(own))
-        members = find_members("stragglers.step()", None)
-        every, hosts = bytearray(mine), [get_hostname()]
+        mine = _TIMES.pack(sum(own) / len(own), max(own), waited / len(own))
+        call = Call(f"Stragglers(window={self._window}).step()")
+        members = find_members(call.name, None)
+        rows, hosts = [_TIMES.unpack(mine)], [get_hostname()]
         if members is not None:
-            every = members.gather(every, "stragglers.step()")
+            every = exchange(call, members, mine)
+            rows = [_TIMES.unpack_from(payload_of(place, every)) for place in members.ranks]
             hosts = [members.world.hosts[rank] for rank in members.ranks]
-        means, maxima, waits = zip(*struct.iter_unpack("=3d", every), strict=True)
+        means, maxima, waits = zip(*rows, strict=True)
         self.report = StragglerReport(len(own), means, maxima, waits, tuple(hosts), self._threshold)
         if self.report.has_stragglers and (members is None or members.world.info.rank == 0):
             logger.warning("%s", self.report)

@@ -208,9 +208,11 @@ def in_words(seconds: float) -> str:
     """Return a time as people read it.
 
     >>> in_words(0.00123), in_words(83.5), in_words(5000)
-    ('1.23 ms', '83.5 s', '5e+03 s')
+    ('1.23 ms', '83.5 s', '5,000 s')
     """
-    scale, unit = next(
-        (each for each in ((1.0, "s"), (1e3, "ms")) if abs(seconds) * each[0] >= 1), (1e6, "us")
-    )
+    if abs(seconds) >= 999.5:
+        return f"{seconds:,.0f} s"
+    # As it will be shown: 999.6 us are a millisecond.
+    size = abs(float(f"{seconds:.3g}"))
+    scale, unit = (1.0, "s") if size >= 1 else (1e3, "ms") if size >= 1e-3 else (1e6, "us")
     return f"{seconds * scale:.3g} {unit}"

@@ -10,8 +10,13 @@ from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch exports it so
 
+from ezpz_dist._store import LOST, within
+
 EVENTS = "events"
 FOREVER = timedelta(days=3650)
+
+_HELD = 0.3
+"""Seconds after which the main thread's connection is taken to be in a long request of its."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,14 +24,13 @@ class Board:
     """Keys under which the ranks of one set-up leave events and answers.
 
     A rank waits for its own key; an event is put into the log, then those whom it concerns
-    are woken by theirs. Every use makes a connection of its own, because a store's client
-    serves one caller at a time and the one who is stuck may hold it. Only reads with a
-    time-out are used before the server has shown that it answers: `Store.check` waits for a
-    stopped one for ever (torch 2.13).
+    are woken by theirs. A store's client serves one caller at a time, so that the watcher,
+    which sleeps in a request, has a connection of its own.
 
     Attributes:
         rank: This rank.
         hosts: By rank, the name of its host.
+        store: The main thread's connection.
         connect: Makes a connection whose requests wait so many seconds; raises
             `torch.distributed.DistNetworkError` or ``DistStoreError``.
         holder: Process and PID namespace of rank 0, which holds the store.
@@ -34,6 +38,7 @@ class Board:
 
     rank: int
     hosts: Sequence[str]
+    store: Store
     connect: Callable[[float], Store]
     holder: tuple[int, int] = (0, 0)
 
@@ -41,6 +46,23 @@ class Board:
     def size(self) -> int:
         """How many ranks there are."""
         return len(self.hosts)
+
+    def reach(self) -> Store:
+        """Return a connection that answers: the main thread's, or a new one where that is held.
+
+        A new one can take seconds, because torch asks the name service about it, on both
+        sides, and where that does not answer the server stands still meanwhile (torch 2.13).
+        To be used inside `within`: a stopped server is waited for without end.
+
+        Raises:
+            torch.distributed.DistNetworkError: Rank 0, which holds the store, is gone; or
+                ``DistStoreError``: it does not answer.
+        """
+        try:
+            within(_HELD, lambda: self.store.add(EVENTS, 0))
+        except LOST:
+            return self.connect(1.0)
+        return self.store
 
     def post(self, store: Store, kind: str, wake: Iterable[int] | None = None, **event: Any) -> int:
         """Put an event into the log and wake the ranks it is for; return its number.

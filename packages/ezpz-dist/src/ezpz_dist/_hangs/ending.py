@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import sys
 import threading
@@ -12,7 +11,7 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 
 from ezpz_dist._store import LOST, within
-from ezpz_dist._world import World, find_world
+from ezpz_dist._world import World, find_world, is_forked
 
 from . import doing
 from .board import Board
@@ -27,40 +26,32 @@ _SAYING = 1.0
 """Seconds to tell others something, should the store still answer."""
 
 _failed = False
-
-_undo: list[Callable[[], None]] = []
+_unwinding = False
 
 
 def install() -> None:
     """Let an uncaught exception of this rank end the job, and SIGTERM clean up.
 
     To be called after ``init_process_group``, whose own hook captures standard error while
-    it calls ours. SIGTERM is left alone where somebody handles it already.
+    it calls ours. SIGTERM is left alone where somebody handles it already. Who calls it puts
+    ``sys.excepthook`` back.
     """
-    previous, pid = sys.excepthook, os.getpid()
+    global _failed, _unwinding
+    _failed = _unwinding = False
+    previous = sys.excepthook
 
     def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
-        previous(kind, value, trace)
-        world = find_world()
-        if world is not None and os.getpid() == pid:
-            _last_words(world, value, trace)
-
-    def previous_again() -> None:
-        if sys.excepthook is hook:
-            sys.excepthook = previous
+        try:
+            previous(kind, value, trace)
+        finally:
+            world = find_world()
+            if world is not None and not is_forked():
+                _last_words(world, value, trace)
 
     sys.excepthook = hook
-    _undo.append(previous_again)
     on_main = threading.current_thread() is threading.main_thread()
     if on_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _terminated)
-        _undo.append(_default_again)
-
-
-def uninstall() -> None:
-    """Take back what `install` did, where nobody has put something over it."""
-    while _undo:
-        _undo.pop()()
 
 
 def has_failed() -> bool:
@@ -68,7 +59,8 @@ def has_failed() -> bool:
     return _failed
 
 
-def _default_again() -> None:
+def release_sigterm() -> None:
+    """Let SIGTERM end the process as before, unless somebody else handles it by now."""
     if threading.current_thread() is not threading.main_thread():
         return
     if signal.getsignal(signal.SIGTERM) is _terminated:
@@ -76,6 +68,10 @@ def _default_again() -> None:
 
 
 def _terminated(_: int, frame: FrameType | None) -> None:
+    global _unwinding
+    if _unwinding:
+        return  # launchers repeat it, and a `finally` that saves is not to be cut off
+    _unwinding = True
     line, _inside = describe_frames(frame)
     leave_word(f"SIGTERM at {line}")
     # Unwinds the script, so that its own `finally` and our cleanup run.
@@ -87,7 +83,9 @@ def _last_words(world: World, value: BaseException, trace: TracebackType | None)
     sys.stderr.flush()
     watcher = find_watcher()
     rank, host = world.info.rank, world.hosts[world.info.rank]
-    reason = f"{type(value).__name__}: {first_line(value)}"
+    name, text = type(value).__name__, first_line(value)
+    reason = name if text == name else f"{name}: {text}"
+    status = 128 + signal.SIGINT if isinstance(value, KeyboardInterrupt) else 1
     line = raising_line(trace)
     doing.fail(line)
     start = f"rank {rank} on {host} failed at {line}: "
@@ -96,7 +94,7 @@ def _last_words(world: World, value: BaseException, trace: TracebackType | None)
         missing, _ = tell_missing(call_roll(watcher), rank)
         reason = f"in a collective, because {missing}"
         tell(f"ezpz: {start}{reason}")
-    end_job(start + reason, 1)
+    end_job(start + reason, status)
 
 
 def end_job(text: str, status: int) -> bool:
@@ -117,7 +115,7 @@ def end_job(text: str, status: int) -> bool:
     board = watcher.board
 
     def end() -> None:
-        store = board.connect(1.0)
+        store = board.reach()
         store.compare_set(_left(board.rank), "", text)
         if store.add("ended", 1) == 1:  # else who came first has told all
             teller = 0 if board.rank != 0 else 1
@@ -137,7 +135,7 @@ def leave_word(text: str) -> None:
         return
     board = watcher.board
     # The first reason is the true one: what follows is the way out.
-    _said(board, lambda: board.connect(1.0).compare_set(_left(board.rank), "", text))
+    _said(board, lambda: board.reach().compare_set(_left(board.rank), "", text))
 
 
 def _said(board: Board, say: Callable[[], object]) -> bool:

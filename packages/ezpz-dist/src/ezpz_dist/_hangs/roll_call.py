@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
-from dataclasses import dataclass, field
+import zlib
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch exports it so
@@ -59,21 +60,22 @@ class RollCall:
         return RollCall(standings, silent, self.hosts)
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as plain values."""
-        return {
-            "standings": [standing.as_json() for standing in self.standings.values()],
-            "silent": [[rank, fate, self.hosts[rank]] for rank, fate in self.silent.items()],
-        }
+        """Return it as plain values: short, for most ranks stand in the same place."""
+        places: dict[str, list[int]] = {}
+        for rank, standing in self.standings.items():
+            place = {**standing.as_json(), "rank": 0, "host": ""}
+            places.setdefault(json.dumps(place), []).append(rank)
+        return {"places": list(places.items()), "silent": list(self.silent.items())}
 
     @staticmethod
-    def from_json(said: dict[str, Any]) -> RollCall:
-        """Return what `as_json` was made of."""
-        found = [Standing.from_json(each) for each in said["standings"]]
-        return RollCall(
-            {standing.rank: standing for standing in found},
-            {rank: fate for rank, fate, _ in said["silent"]},
-            {rank: host for rank, _, host in said["silent"]},
-        )
+    def from_json(said: dict[str, Any], hosts: Sequence[str]) -> RollCall:
+        """Return what `as_json` was made of; `hosts` are those of all ranks."""
+        standings: dict[int, Standing] = {}
+        for place, ranks in said["places"]:
+            there = Standing.from_json(json.loads(place))
+            standings |= {r: replace(there, rank=r, host=hosts[r]) for r in ranks}
+        silent: dict[int, str] = dict(said["silent"])
+        return RollCall(dict(sorted(standings.items())), silent, {r: hosts[r] for r in silent})
 
 
 _NO_ANSWER = "does not answer: it is stopped, or in native code that keeps Python's lock"
@@ -94,18 +96,19 @@ def call_roll(watcher: Watcher, *, stack: bool = False) -> RollCall:
 
 
 def _call(board: Board, mine: Standing, stack: bool) -> RollCall:
-    store = board.connect(1.0)
+    store = board.reach()
     turn = store.add("roll/turn", 0)
     key = f"roll/{turn}/{stack}"
     first = store.compare_set(key, "", str(board.rank))
     if int(first) != board.rank:
         said = _read(store, f"{key}/said", ANSWER + LOOK + 0.2)
         if said is not None:
-            found = RollCall.from_json(json.loads(said))
+            found = RollCall.from_json(json.loads(zlib.decompress(said)), board.hosts)
             found.standings[board.rank] = mine
             return found
     call = _ask(board, store, f"{turn}/{board.rank}", mine, stack)
-    store.set(f"{key}/said", json.dumps(call.as_json()))
+    # Thousands read it, from one server.
+    store.set(f"{key}/said", zlib.compress(json.dumps(call.as_json()).encode()))  # type: ignore[arg-type]
     store.add("roll/turn", 1)
     return call
 
@@ -122,7 +125,7 @@ def _without_store(board: Board, mine: Standing, error: Exception) -> RollCall:
     elif state.startswith("stopped"):
         fate = f"is {state} (pid {pid})"
     else:
-        fate = f"{_NO_ANSWER} (pid {pid})"
+        fate = f"does not answer in {LONGEST:g} s: it is stopped, cut off or overloaded (pid {pid})"
     fate += "; it holds the store, so that nothing is known of the others"
     return RollCall({board.rank: mine}, {0: fate}, {0: board.hosts[0]})
 
@@ -148,20 +151,18 @@ def _fates(board: Board, store: Store, roll: str, silent: list[int]) -> dict[int
     """Find out what became of ranks that do not answer."""
     if not silent:
         return {}
-    processes = {rank: _process(store, rank) for rank in silent}
-    at = [(rank, board.hosts[rank], *process) for rank, process in processes.items() if process]
+    at: list[tuple[int, str, int, int]] = []
+    for said in store.multi_get([f"facts/{rank}" for rank in silent]):  # as told at set-up
+        host, pid, namespace, _ = json.loads(said)
+        at.append((silent[len(at)], host, pid, namespace))
     board.post(store, "look", range(board.size), roll=roll, at=at)
-    keys = {rank: f"state/{roll}/{rank}" for rank, _, _, _ in at}
-    arrived(store, list(keys.values()), LOOK)
+    words = _those(store, "left", silent)
+    states = _those(store, f"state/{roll}", [rank for rank in silent if rank not in words], LOOK)
     fates = {}
-    for rank in silent:
-        left = _read(store, f"left/{rank}", 0.05)
-        known = rank in keys and store.check([keys[rank]])
-        state = store.get(keys[rank]).decode() if known else ""
-        process = processes[rank]
-        pid = process[0] if process else "?"
-        if left is not None:
-            fates[rank] = f"has left: {left.decode()}"
+    for rank, _, pid, _ in at:
+        state = states.get(rank, "")
+        if rank in words:
+            fates[rank] = f"has left: {words[rank]}"
         elif state == "ended":
             fates[rank] = f"has ended (pid {pid})"
         elif state.startswith("stopped"):
@@ -173,13 +174,12 @@ def _fates(board: Board, store: Store, roll: str, silent: list[int]) -> dict[int
     return fates
 
 
-def _process(store: Store, rank: int) -> tuple[int, int] | None:
-    """Return (pid, PID namespace) as the rank told at set-up."""
-    said = _read(store, f"facts/{rank}", 0.05)
-    if said is None:
-        return None
-    _, pid, namespace, _ = json.loads(said)
-    return pid, namespace
+def _those(store: Store, name: str, ranks: list[int], seconds: float = 0.0) -> dict[int, str]:
+    """Return what is there under a name for each rank."""
+    keys = {f"{name}/{rank}": rank for rank in ranks}
+    there = arrived(store, list(keys), seconds)
+    texts = store.multi_get(there) if there else []
+    return {keys[key]: text.decode() for key, text in zip(there, texts, strict=True)}
 
 
 def _read(store: Store, key: str, seconds: float) -> bytes | None:

@@ -22,7 +22,6 @@ class Standing:
     Attributes:
         rank: The rank.
         host: Its host's name.
-        pid: Its process.
         line: ``"train.py:41 in load_batch"``: the innermost frame of code that is neither
             Python's own, installed, nor ours.
         inside: What that line called last, ``"time.sleep"`` being shown as its caller:
@@ -34,7 +33,6 @@ class Standing:
 
     rank: int
     host: str
-    pid: int
     line: str
     inside: str = ""
     doing: str = ""

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ezpz_dist._errors import CollectiveError, HangError, LostRankError
 from ezpz_dist._ranks import fold
-from ezpz_dist._world import World
+from ezpz_dist._world import World, is_forked
 
 from . import doing
 from .roll_call import RollCall, call_roll
@@ -23,7 +23,7 @@ from .watcher import find_watcher
 _SPIN = 50e-6
 _POLL = 1e-3
 
-_SIGNS = ("gloo", "Timed out", "timed out", "Connection", "recv", "NCCL", "oneCCL", "Operation")
+_SIGNS = ("/gloo/", "NCCL", "oneCCL", "Operation timed out", "Connection closed by peer")
 """Words in the errors of collectives; gloo raises a plain RuntimeError, with its file's name."""
 
 _LINES = 16
@@ -43,10 +43,19 @@ def waiting(
         what: The operation as a reader of the error wants it: ``"all_reduce(float32 [3, 2])"``.
         world: None or a world of one: nothing happens.
         members: The ranks that take part, of which one can be missing; None: all.
+
+    Raises:
+        CollectiveError: This process is a rank's forked child.
     """
     if world is None or world.info.world_size == 1:
         yield
         return
+    if is_forked():
+        raise CollectiveError(
+            f"{what} at {calling_line()} in a process that rank {world.info.rank} has forked, such "
+            "as a worker of a data loader: it would take its parent's part; expected it in the "
+            "process that called setup_torch"
+        )
     doing.enter(what)
     start = time.monotonic()
     try:
@@ -182,4 +191,4 @@ def first_line(error: BaseException) -> str:
     line = str(error).strip().partition("\n")[0]
     # gloo's begin with the source file of the machine that built it, and end with advice.
     line = line.partition(". This is typically")[0]
-    return re.sub(r"^\[[^]]*\] ", "", line) or type(error).__name__
+    return re.sub(r"^\[[^]]*\] |\[[^]]*\.\w+:\d+\] ", "", line) or type(error).__name__

@@ -18,6 +18,7 @@ from ezpz_dist._ranks import fold
 from ezpz_dist._store import LOST, within
 from ezpz_dist._world import find_world
 
+from .doing import last_held
 from .ending import end_job
 from .roll_call import RollCall, call_roll
 from .standing import Standing, describe_frames, main_frame, whole_stack
@@ -82,7 +83,7 @@ class Watch(AbstractContextManager["Watch"]):
 
     def _run(self) -> None:
         while True:
-            seen = self._last
+            seen = max(self._last, last_held())
             left = seen + self._timeout - time.monotonic()
             if left <= 0:
                 self._end()
@@ -100,9 +101,7 @@ class Watch(AbstractContextManager["Watch"]):
         watcher, world = find_watcher(), find_world()
         if watcher is None or world is None:
             line, inside = describe_frames(main_frame())
-            alone = Standing(
-                0, "this host", os.getpid(), line, inside, stack=whole_stack(main_frame())
-            )
+            alone = Standing(0, "this host", line, inside, stack=whole_stack(main_frame()))
             self._write(f"ezpz: {start}\n{picture(RollCall({0: alone}))}")
             _exit()
         call = call_roll(watcher, stack=True)
@@ -110,9 +109,7 @@ class Watch(AbstractContextManager["Watch"]):
         try:
             claim = "watch/report"
             mine = str(board.rank)
-            first = within(
-                1.0, lambda: board.connect(1.0).compare_set(claim, "", mine).decode() == mine
-            )
+            first = within(1.0, lambda: board.reach().compare_set(claim, "", mine).decode() == mine)
         except LOST:
             first = True  # nobody else can be heard; better twice than not at all
         if first:
@@ -133,7 +130,8 @@ def watch(step_timeout: float, report: str | os.PathLike[str] | None = None) -> 
     """Watch a training loop: if a step takes too long, say where all ranks stand and end the job.
 
     Once one rank has waited for ``step_timeout`` seconds, the stacks of all are written to
-    standard error as one report, equal ones once, and every rank ends with exit status 124.
+    standard error as one report, equal ones once, and every rank ends with exit status 124. The
+    time that ranks spend at `breakpoint` does not count.
 
     >>> with watch(step_timeout=600) as watching:
     ...     for step in range(3):

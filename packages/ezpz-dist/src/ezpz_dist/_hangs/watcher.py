@@ -7,14 +7,13 @@ import logging
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch exports it so
 
-from ezpz_dist._store import LOST, within
+from ezpz_dist._store import LOST
 
 from . import doing, flight
 from .board import FOREVER, Board
@@ -30,8 +29,6 @@ its exit status the one that the launcher sees first. The whole job is to end wi
 JOIN = 0.5
 
 _LAST = 5
-
-_SENDING = 5.0
 
 Notice = Callable[[dict[str, Any]], None]
 
@@ -54,6 +51,7 @@ class Watcher(threading.Thread):
         self.lost = False
         self.pid = os.getpid()
         self._leaving = threading.Event()
+        self._stopped = threading.Event()
         self._pinned: Standing | None = None
 
     def run(self) -> None:
@@ -79,6 +77,7 @@ class Watcher(threading.Thread):
             store: A connection, through which its sleep is ended.
         """
         self._leaving.set()
+        self._stopped.set()
         try:
             self.board.wake_myself(store)
         except LOST:
@@ -98,7 +97,14 @@ class Watcher(threading.Thread):
                 self._end(event)
         elif kind == "notice":
             for callback in tuple(_callbacks.get(event["name"], ())):
-                callback(event["payload"])
+                self._call(callback, event)
+
+    def _call(self, callback: Notice, event: dict[str, Any]) -> None:
+        try:
+            callback(event["payload"])
+        # Whatever it is: this thread has others to answer.
+        except Exception:
+            logger.exception("rank %d: what hears of %s failed", self.board.rank, event["name"])
 
     def standing(self, *, stack: bool) -> Standing:
         """Return where this rank's main thread stands; with its whole stack on demand."""
@@ -111,7 +117,6 @@ class Watcher(threading.Thread):
         return Standing(
             self.board.rank,
             self.board.hosts[self.board.rank],
-            self.pid,
             line,
             inside,
             doing.current(),
@@ -139,8 +144,10 @@ class Watcher(threading.Thread):
     def _end(self, event: dict[str, Any]) -> None:
         if event["teller"] == self.board.rank:
             tell(f"ezpz: {event['text']}; the other ranks end too")
-        # Its own last words, which may be the better explanation, are not cut off.
-        time.sleep(FIRST_WORDS)
+        # Its own last words, which may be the better explanation, are not cut off. Nor is a rank
+        # ended that has left this world by then.
+        if self._stopped.wait(FIRST_WORDS):
+            return
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
@@ -189,30 +196,3 @@ def on_notice(name: str, callback: Notice) -> Callable[[], None]:
     """
     _callbacks.setdefault(name, []).append(callback)
     return lambda: _callbacks[name].remove(callback)
-
-
-def send_notice(name: str, payload: dict[str, Any]) -> None:
-    """Have the callbacks of a notice called on every rank, this one's own too, once.
-
-    In a world of one they are called at once, by the caller.
-
-    Args:
-        name: Which callbacks.
-        payload: JSON-able.
-
-    Raises:
-        torch.distributed.DistNetworkError: Rank 0, which holds the store, is gone; or
-            ``DistStoreError``: it does not answer.
-    """
-    watcher = find_watcher()
-    if watcher is None:
-        for callback in tuple(_callbacks.get(name, ())):
-            callback(payload)
-        return
-    board = watcher.board
-    within(
-        _SENDING,
-        lambda: board.post(
-            board.connect(_SENDING), "notice", range(board.size), name=name, payload=payload
-        ),
-    )

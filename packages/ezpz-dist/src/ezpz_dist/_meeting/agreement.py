@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
-import platform
-import sys
 import time
 import zlib
 from collections.abc import Mapping
@@ -15,12 +12,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import torch
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch exports it so
 
 from ezpz_dist._errors import SetupError
 from ezpz_dist._ranks import fold
-from ezpz_dist._store import LOST, arrived
+from ezpz_dist._store import LOST, arrived, within
 from ezpz_topo import RankInfo
 
 logger = logging.getLogger(__name__)
@@ -37,11 +33,11 @@ _LOOK = 1.0
 _GRACE = 2.0
 """Seconds that the others give rank 0 beyond the time-out to tell them who is missing."""
 
-_LIBRARIES = (
-    "ezpz", "ezpz_device", "ezpz_dist", "ezpz_obs", "ezpz_topo", "ezpz_tp",
-    "accelerate", "deepspeed", "lightning", "mpi4py", "numpy", "transformers",
-)  # fmt: skip
-"""Libraries whose version is compared between those ranks that have imported them already."""
+_HEARD = 1.0
+"""Seconds that rank 0, whose process may hold the store, gives the others to read what is wrong."""
+
+_TROUBLE = "trouble"
+"""The key under which a rank says why this set-up cannot come about."""
 
 _SOFT = ("python", "script", "packages")
 """What may differ when `AGREEMENT` says so; other differences cannot work."""
@@ -60,43 +56,6 @@ class Roster:
 
     hosts: tuple[str, ...]
     holder: tuple[int, int]
-
-
-def common_facts(**more: object) -> dict[str, Any]:
-    """Return what must be the same on every rank: versions, the script, and what is given."""
-    return {
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "packages": _versions(),
-        "script": _script(),
-        **more,
-    }
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in _LIBRARIES:
-        version = getattr(sys.modules.get(name), "__version__", None)
-        if isinstance(version, str):
-            found[name] = version
-    return found
-
-
-def _script() -> str:
-    """Return the main script's name and a hash of its text."""
-    path = getattr(sys.modules.get("__main__"), "__file__", None)
-    if path is None:
-        # python -c, whose text is an argument; a notebook, in which there is no other rank
-        text = "\0".join(sys.orig_argv[1:]).encode()
-        name = "python -c"
-    else:
-        name = os.path.basename(str(path))
-        try:
-            with open(path, "rb") as file:
-                text = file.read()
-        except OSError:
-            return name  # a zip archive, or removed since
-    return f"{name} {hashlib.blake2b(text, digest_size=4).hexdigest()}"
 
 
 def agree(
@@ -121,19 +80,24 @@ def agree(
     Raises:
         SetupError: A rank is missing, there twice, or differs; on every rank.
     """
-    host, pid, namespace = process
-    rank = info.rank
-    facts = {"world_size": info.world_size, **common}
+    host, rank = process[0], info.rank
+    facts = json.dumps([*process, {"world_size": info.world_size, **common}])
+
+    def ask() -> dict[str, Any]:
+        _arrive(store, info, process, facts)
+        store.wait(["verdict"], timedelta(seconds=timeout + _GRACE))
+        found: dict[str, Any] = json.loads(zlib.decompress(store.get("verdict")))
+        if found["trouble"]:
+            store.add("heard", 1)
+        return found
+
     try:
-        if store.add(f"there/{rank}", 1) > 1:
-            raise SetupError(_twice(store, info, process))
-        store.set(f"facts/{rank}", json.dumps([host, pid, namespace, facts]))
         if rank == 0:
-            verdict = _judge(store, info, timeout)
-            store.set("verdict", _pack(verdict))
+            _arrive(store, info, process, facts)
+            verdict = _judge(store, info, timeout, process)
         else:
-            store.wait(["verdict"], timedelta(seconds=timeout + _GRACE))
-            verdict = json.loads(zlib.decompress(store.get("verdict")))
+            # In a thread: torch's wait serves no Ctrl-C, nor ends where rank 0 is stopped.
+            verdict = within(timeout + 2 * _GRACE, ask)
     except LOST as error:
         raise SetupError(
             f"rank {rank} of {info.world_size} on {host} heard nothing from rank 0, which holds "
@@ -151,38 +115,72 @@ def agree(
     return Roster(tuple(verdict["hosts"]), (verdict["holder"][0], verdict["holder"][1]))
 
 
+def refuse(store: Store, info: RankInfo, process: tuple[str, int, int], why: str) -> None:
+    """Tell those who come to `agree` that this rank cannot take part. Not collective.
+
+    Args:
+        store: As for `agree`.
+        info: This rank's place.
+        process: This rank's host, process and PID namespace.
+        why: What happened.
+    """
+    store.compare_set(_TROUBLE, "", f"rank {info.rank} on {process[0]} cannot take part: {why}")
+    if info.rank == 0:
+        _judge(store, info, _LOOK, process)
+
+
+def _arrive(store: Store, info: RankInfo, process: tuple[str, int, int], facts: str) -> None:
+    if store.add(f"there/{info.rank}", 1) > 1:
+        twice = _twice(store, info, process)
+        store.compare_set(_TROUBLE, "", twice)
+        raise SetupError(twice)
+    store.set(f"facts/{info.rank}", facts)
+
+
 def _pack(verdict: Mapping[str, Any]) -> Any:  # bytes, which the stub of Store.set lacks
     # The names of 10,000 hosts are alike: a fifteenth of 140 kB goes to each of their ranks.
     return zlib.compress(json.dumps(verdict).encode(), 1)
 
 
-def _judge(store: Store, info: RankInfo, timeout: float) -> dict[str, Any]:
-    """Return rank 0's verdict: who takes part, and what is wrong, if anything is."""
+def _judge(
+    store: Store, info: RankInfo, timeout: float, process: tuple[str, int, int]
+) -> dict[str, Any]:
+    """Tell all who takes part, or what is wrong. For rank 0; returns the same."""
     said: dict[int, list[Any]] = {}
     start = time.monotonic()
     next_word = FIRST_WORD
     trouble = ""
     while not trouble and len(said) < info.world_size:
+        left = start + timeout - time.monotonic()
+        keys = {f"facts/{rank}": rank for rank in range(info.world_size) if rank not in said}
+        there = arrived(store, list(keys), min(_LOOK, max(left, 0.0)))
+        texts = store.multi_get(there) if there else []
+        fresh = dict(zip((keys[key] for key in there), map(json.loads, texts), strict=True))
+        said |= fresh
+        if len(said) < info.world_size and store.check([_TROUBLE]):
+            trouble = store.get(_TROUBLE).decode()
+        elif 0 in said:
+            trouble = _difference(said[0], fresh)
         waited = time.monotonic() - start
+        if trouble or len(said) == info.world_size:
+            break
         if waited >= timeout:
             trouble = _missing(said, info.world_size, waited)
-            break
-        missing = [rank for rank in range(info.world_size) if rank not in said]
-        keys = {f"facts/{rank}": rank for rank in missing}
-        there = arrived(store, list(keys), min(_LOOK, timeout - waited))
-        texts = store.multi_get(there) if there else []
-        said.update(zip((keys[key] for key in there), map(json.loads, texts), strict=True))
-        trouble = _difference(said)
-        waited = time.monotonic() - start
-        if not trouble and len(said) < info.world_size and waited >= next_word:
+        elif waited >= next_word:
             logger.warning("%s", _missing(said, info.world_size, waited))
             next_word *= 2
-    return {
+    verdict = {
         "trouble": trouble,
         "world_size": info.world_size,
         "hosts": [said[rank][0] if rank in said else "?" for rank in range(info.world_size)],
-        "holder": said[0][1:3],
+        "holder": process[1:],
     }
+    store.set("verdict", _pack(verdict))
+    if trouble:
+        until = time.monotonic() + _HEARD
+        while store.add("heard", 0) < len(said.keys() - {0}) and time.monotonic() < until:
+            time.sleep(0.01)
+    return verdict
 
 
 def _missing(said: Mapping[int, list[Any]], world_size: int, waited: float) -> str:
@@ -200,39 +198,35 @@ def _missing(said: Mapping[int, list[Any]], world_size: int, waited: float) -> s
     )
 
 
-def _difference(said: Mapping[int, list[Any]]) -> str:
+def _difference(mine: list[Any], others: Mapping[int, list[Any]]) -> str:
     """Return in what ranks differ from rank 0, or nothing; a warning where that is asked for."""
-    if 0 not in said:
-        return ""
-    mine = said[0][3]
-    found: dict[str, list[int]] = {}
+    refused: dict[str, list[int]] = {}
+    allowed: dict[str, list[int]] = {}
     soft = os.environ.get(AGREEMENT) == "warn"
-    for rank, (host, _, _, facts) in said.items():
-        if facts == mine:
+    for rank, (host, _, _, facts) in others.items():
+        if facts == mine[3]:
             continue
-        for name in sorted({*mine, *facts}):
-            here, there = mine.get(name), facts.get(name)
-            if here == there:
-                continue
-            for key, one, other in _parts(name, here, there):
-                if soft and name in _SOFT:
-                    logger.warning(
-                        "rank %d on %s has %s %s, rank 0 %s", rank, host, key, other, one
-                    )
-                else:
-                    found.setdefault(f"{key} {other} on {host}, rank 0 {one}", []).append(rank)
-    if not found:
+        for name in sorted({*mine[3], *facts}):
+            found = allowed if soft and name in _SOFT else refused
+            for key, one, other in _parts(name, mine[3].get(name), facts.get(name)):
+                found.setdefault(f"{key} {other} on {host}, rank 0 {one}", []).append(rank)
+    if allowed:
+        logger.warning("the ranks differ: %s", _told(allowed, mine[0]))
+    if not refused:
         return ""
+    return (
+        f"the ranks differ: {_told(refused, mine[0])}; expected the same on all; install the same "
+        "versions and start the same script with the same arguments everywhere "
+        f"({AGREEMENT}=warn lets versions and scripts differ)"
+    )
+
+
+def _told(found: Mapping[str, list[int]], host: str) -> str:
     told = "; ".join(
-        f"rank{'s' if len(ranks) > 1 else ''} {fold(ranks)}: {text} on {said[0][0]}"
+        f"rank{'s' if len(ranks) > 1 else ''} {fold(ranks)}: {text} on {host}"
         for text, ranks in list(found.items())[:_SHOWN]
     )
-    more = f"; and {len(found) - _SHOWN} differences more" if len(found) > _SHOWN else ""
-    return (
-        f"the ranks differ: {told}{more}; expected the same on all; install the same versions and "
-        f"start the same script with the same arguments everywhere ({AGREEMENT}=warn lets versions "
-        "and scripts differ)"
-    )
+    return told + (f"; and {len(found) - _SHOWN} differences more" if len(found) > _SHOWN else "")
 
 
 def _parts(name: str, here: object, there: object) -> list[tuple[str, object, object]]:
@@ -240,6 +234,8 @@ def _parts(name: str, here: object, there: object) -> list[tuple[str, object, ob
         # Rank 0 alone may have imported what it reports with.
         both = [key for key in here if key in there]
         return [(key, here[key], there[key]) for key in both if here[key] != there[key]]
+    if here == there:
+        return []
     return [(name.replace("_", " "), here, there)]
 
 

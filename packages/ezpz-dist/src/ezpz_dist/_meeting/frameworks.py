@@ -164,7 +164,7 @@ def _import_horovod() -> ModuleType:
         # Where its library was not built it prints so, and can be imported without it.
         with contextlib.redirect_stdout(said):
             horovod = importlib.import_module("horovod.torch")
-    except ImportError as error:
+    except Exception as error:  # one that was built for another torch fails in many ways
         raise SetupError(_no_horovod(str(error))) from error
     if not hasattr(horovod, "init"):
         raise SetupError(_no_horovod(said.getvalue() or "horovod.torch was built without torch"))

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ezpz_device import as_dtype
-from ezpz_dist._errors import WrapError
+from ezpz_dist._collectives.broadcast import broadcast
+from ezpz_dist._collectives.call import Call
+from ezpz_dist._collectives.exchange import exchange, payload_of
+from ezpz_dist._errors import CollectiveError, WrapError
 
 from .replicas import Replicas
 
-_Lines = dict[str, str]
+Lines = dict[str, str]
+"""What all ranks must have in common, by name."""
 
 
 @contextmanager
@@ -26,12 +28,12 @@ def agreed(
     wrapped: nn.Module | Mapping[str, torch.Tensor],
     options: Mapping[str, object],
     replicas: Replicas,
-) -> Iterator[None]:
+) -> Iterator[Lines]:
     """Refuse on all ranks what one of them refuses inside, or wraps differently.
 
-    torch compares nothing that is quick to compare: it waits until it times out, or goes on
-    with tensors of other shapes. Here each rank sends a checksum; who differs is looked for
-    only if one does. Collective over the replicas.
+    torch compares nothing that is quick to compare: it waits until it times out, ends the
+    process, or goes on with tensors of other shapes. Here each rank sends a checksum; who
+    differs is looked for only if one does. Collective over the replicas.
 
     Args:
         call: ``"wrap_model_for_ddp()"``.
@@ -39,58 +41,35 @@ def agreed(
         options: What else it was called with; of objects without a lasting text, the type.
         replicas: The ranks.
 
+    Yields:
+        Where to add what else must be the same.
+
     Raises:
-        WrapError: Another rank refuses, or the calls or the models differ.
+        MismatchError: The ranks called different functions, or with other options.
+        WrapError: Another rank refuses, or the models differ.
     """
+    lines: Lines = {}
     try:
-        yield
+        yield lines
+        tensors = _tensors_of(wrapped) if isinstance(wrapped, nn.Module) else wrapped
+        lines |= {name: _of_tensor(tensor) for name, tensor in tensors.items()}
     except Exception as error:  # whatever it is, the others wait to hear of it; raised again
-        replicas.gather(call, (f"{type(error).__name__}: {error}", ""))
+        if replicas.size > 1:
+            with suppress(CollectiveError):
+                exchange(Call(call), replicas, refusal=error)
         raise
-    lines = {"the call": _of_call(call, options)}
-    tensors = _tensors_of(wrapped) if isinstance(wrapped, nn.Module) else wrapped
-    lines |= {name: _of_tensor(tensor) for name, tensor in tensors.items()}
-    digest = hashlib.sha256(repr(list(lines.items())).encode()).hexdigest()
-    found = replicas.gather(call, ("", digest))
-    for rank, (problem, _) in zip(replicas.ranks, found, strict=True):
-        if problem:
-            raise WrapError(f"{call} is refused on {replicas.name([rank])}: {problem}")
-    if len({digest for _, digest in found}) > 1:
-        raise WrapError(_difference(call, replicas.gather(call, lines), replicas))
-
-
-def refuse_wrapped(model: nn.Module) -> None:
-    """Raise if a model, or a part of it, already trains on all ranks.
-
-    Raises:
-        WrapError: It does.
-    """
-    for name, module in model.named_modules():
-        if wrapper := find_wrapper(module):
-            where = f"its part {name!r} is" if name else "it is"
-            raise WrapError(
-                f"{type(model).__name__} is wrapped already: {where} {wrapper}; expected the "
-                "bare model; wrap it once"
-            )
-
-
-def find_wrapper(module: nn.Module) -> str | None:
-    """Return what a module is wrapped by: ``"DDP"``, ``"FSDP1"``, ...; None if it is bare."""
-    if isinstance(module, DistributedDataParallel):
-        return "DDP"
-    if isinstance(module, DataParallel):
-        return "DataParallel"
-    # Importing it takes half a second; where it was not imported nothing is made of it.
-    if fsdp := sys.modules.get("torch.distributed.fsdp"):
-        if isinstance(module, fsdp.FullyShardedDataParallel):
-            return "FSDP1"
-        if isinstance(module, getattr(fsdp, "FSDPModule", ())):
-            return "FSDP2"
-    if any(kind.__module__.split(".")[0] == "deepspeed" for kind in type(module).__mro__) and (
-        hasattr(module, "zero_optimization_stage")
-    ):
-        return "DeepSpeed"
-    return None
+    if replicas.size == 1:
+        return
+    digest = hashlib.sha256(repr(list(lines.items())).encode()).digest()
+    try:
+        every = exchange(Call(_of_call(call, options)), replicas, digest)
+    except CollectiveError as error:
+        if type(error) is CollectiveError:  # a rank refuses; it has raised its own
+            raise WrapError(str(error)) from None
+        raise
+    found = [bytes(payload_of(place, every)[: len(digest)]) for place in range(replicas.size)]
+    if len(set(found)) > 1:
+        raise WrapError(f"{call}: {_difference(lines, found, replicas)}")
 
 
 def refuse_unmovable(call: str, replicas: Replicas) -> None:
@@ -122,6 +101,22 @@ def refuse_experts(call: str, model: nn.Module) -> None:
             )
 
 
+def refuse_options(call: str, options: Mapping[str, object], reserved: Mapping[str, str]) -> None:
+    """Raise if an option of torch's is given that is not the caller's to choose.
+
+    Args:
+        call: What is called.
+        options: What is given.
+        reserved: By name, what to do instead.
+
+    Raises:
+        WrapError: One is.
+    """
+    for name in options:
+        if name in reserved:
+            raise WrapError(f"{call} takes no {name}; {reserved[name]}")
+
+
 def as_floating(dtype: str | torch.dtype, what: str = "dtype") -> torch.dtype:
     """Return a type to compute or reduce in.
 
@@ -135,10 +130,11 @@ def as_floating(dtype: str | torch.dtype, what: str = "dtype") -> torch.dtype:
 
 
 def _of_call(call: str, options: Mapping[str, object]) -> str:
-    lasting = (str, int, float, bool, torch.dtype, type(None))
+    lasting = (str, int, float, bool, torch.dtype)
     said = (
         f"{name}={value!r}" if isinstance(value, lasting) else f"{name}=<{type(value).__name__}>"
         for name, value in sorted(options.items())
+        if value is not None  # a message has room for what was given
     )
     return f"{call.removesuffix('()')}({', '.join(said)})"
 
@@ -153,28 +149,32 @@ def _tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
 def _of_tensor(tensor: torch.Tensor) -> str:
     kind = str(tensor.dtype).removeprefix("torch.")
     frozen = ", frozen" if isinstance(tensor, nn.Parameter) and not tensor.requires_grad else ""
-    return f"{kind} {list(tensor.shape)}{frozen}{' on meta' if tensor.is_meta else ''}"
+    # Gradients that lie otherwise in memory would be added element by wrong element.
+    strides = "" if tensor.is_contiguous() else f", strides {list(tensor.stride())}"
+    return f"{kind} {list(tensor.shape)}{strides}{frozen}{' on meta' if tensor.is_meta else ''}"
 
 
-def _difference(call: str, found: list[_Lines], replicas: Replicas) -> str:
-    texts = [repr(list(lines.items())) for lines in found]
+def _difference(lines: Lines, found: list[bytes], replicas: Replicas) -> str:
+    """Say who differs, and in what. Collective: one rank of each party says what it has."""
     # With a tie, the first rank is taken for right: the others would start from its values.
-    most = max(Counter(texts).items(), key=lambda item: (item[1], item[0] == texts[0]))[0]
-    right = texts.index(most)
-    wrong = [index for index, text in enumerate(texts) if text != most]
-    odd = found[wrong[0]]
-    names = list(dict.fromkeys([*found[right], *odd]))
-    differ = [name for name in names if found[right].get(name) != odd.get(name)]
-    one = replicas.name([replicas.ranks[right]])
+    most = max(Counter(found).items(), key=lambda item: (item[1], item[0] == found[0]))[0]
+    right = found.index(most)
+    wrong = [place for place, digest in enumerate(found) if digest != most]
+    theirs, odd = (
+        broadcast(lines if place == replicas.place else None, replicas.ranks[place], replicas.group)
+        for place in (right, wrong[0])
+    )
+    assert theirs is not None
+    assert odd is not None
+    differ = [name for name in {**theirs, **odd} if theirs.get(name) != odd.get(name)]
     if not differ:
         what = "the parameters are in another order"
     else:
-        there, here = (lines.get(differ[0], "missing") for lines in (odd, found[right]))
-        what = f"{differ[0]} is {there} there, and {here} on {one}"
+        there, here = (lines.get(differ[0], "missing") for lines in (odd, theirs))
+        what = f"{differ[0]} is {there} there, and {here} on {replicas.name([right])}"
         if len(differ) > 1:
             what += f" (and {len(differ) - 1} more differ)"
     return (
-        f"{call}: not the same on all ranks: {replicas.name([replicas.ranks[i] for i in wrong])}: "
-        f"{what}; expected the same call, with the same model, on every rank; build it from the "
-        "same arguments everywhere"
+        f"not the same on all ranks: {replicas.name(wrong)}: {what}; expected the same model on "
+        "every rank; build it from the same arguments everywhere"
     )

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -19,10 +17,11 @@ from ezpz_dist._errors import WrapError
 from ezpz_dist._hangs.waiting import waiting
 from ezpz_dist._meeting.frameworks import check_framework, prepare_framework
 
-from .agreement import agreed, refuse_experts, refuse_unmovable, refuse_wrapped
-from .deepspeed_config import Config, deepspeed_config
+from .agreement import agreed, refuse_experts, refuse_unmovable
+from .deepspeed_config import Config, deepspeed_config, leaves_of
 from .materialize import has_meta
 from .replicas import Replicas, find_replicas, parallel_state, start_alike
+from .wrapper import refuse_wrapped, remember_inside
 
 _CALL = "wrap_model_for_deepspeed()"
 
@@ -32,9 +31,6 @@ _ELEMENTWISE = frozenset(
 )
 """Optimizers that treat each number by itself, so that ZeRO may cut a parameter anywhere. Others
 (LBFGS, Adafactor, Muon) would be wrong without a sign; those that DeepSpeed lists it takes."""
-
-_wrapped: WeakSet[nn.Module] = WeakSet()
-"""Models that have an engine: its hooks stay on their parameters for good."""
 
 
 def wrap_model_for_deepspeed(
@@ -85,6 +81,7 @@ def wrap_model_for_deepspeed(
         What ``deepspeed.initialize`` returns; what there is none of is None.
 
     Raises:
+        MismatchError: The ranks called something else, or with other options.
         NotSetUpError: `setup_torch` was not called.
         SetupError: DeepSpeed is not installed, or does not fit.
         WrapError: The model is wrapped already, an argument contradicts ``config``, or the
@@ -103,7 +100,7 @@ def wrap_model_for_deepspeed(
         "offload_parameters": offload_parameters,
     }
     asked = {**options, "optimizer": optimizer, "scheduler": scheduler}
-    with agreed(_CALL, model, asked, replicas):
+    with agreed(_CALL, model, asked, replicas) as lines:
         check_framework("deepspeed", world.device)
         _refuse(model, optimizer, replicas)
         settings = deepspeed_config(
@@ -117,10 +114,10 @@ def wrap_model_for_deepspeed(
         if type(optimizer) in _ELEMENTWISE:
             settings.setdefault("zero_allow_untested_optimizer", True)
         # A file can differ between hosts.
-        asked["config"] = json.dumps(settings, sort_keys=True, default=repr)
+        lines |= {f"config {name}": repr(value) for name, value in sorted(leaves_of(settings))}
     prepare_framework("deepspeed", world.info, world.device, world.backend)
     deepspeed = importlib.import_module("deepspeed")
-    with waiting(f"deepspeed.initialize for {_CALL}", world), _one_local_rank():
+    with waiting(f"deepspeed.initialize for {_CALL}", world, replicas.ranks), _one_local_rank():
         made = deepspeed.initialize(
             model=model,
             optimizer=optimizer,
@@ -134,7 +131,7 @@ def wrap_model_for_deepspeed(
         )
     # DeepSpeed gives all ranks the same parameters, and leaves buffers as each rank has them.
     start_alike(list(model.buffers()), replicas)
-    _wrapped.add(model)
+    remember_inside(model, "DeepSpeed")  # for good: the engine's hooks stay on its parameters
     return made[0], made[1], made[2], made[3]
 
 
@@ -142,11 +139,6 @@ def _refuse(model: nn.Module, optimizer: object, replicas: Replicas) -> None:
     refuse_wrapped(model)
     refuse_unmovable(_CALL, replicas)
     refuse_experts(_CALL, model)
-    if model in _wrapped:
-        raise WrapError(
-            f"{type(model).__name__} has a DeepSpeed engine already; expected a new model: the "
-            "first engine's hooks stay on its parameters"
-        )
     if has_meta(model):
         raise WrapError(
             f"{type(model).__name__} has parameters on the meta device; expected real ones; for a "

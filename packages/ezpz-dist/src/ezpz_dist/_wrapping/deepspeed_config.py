@@ -97,7 +97,7 @@ def deepspeed_config(
     }
     _fill(merged, defaults)
     _fill_batch_sizes(merged, data_parallel_size)
-    if left := [name for name, value in _leaves(merged) if value == AUTO]:
+    if left := [name for name, value in leaves_of(merged) if value == AUTO]:
         raise WrapError(
             f'config: {", ".join(left)} "auto", and no argument says what; expected values; give '
             "them, or leave the keys out for DeepSpeed's own"
@@ -225,10 +225,11 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _leaves(tree: Config, path: str = "") -> Iterator[tuple[str, object]]:
+def leaves_of(tree: Config, path: str = "") -> Iterator[tuple[str, object]]:
+    """Yield each value of a configuration that is no dict, with its path."""
     for name, value in tree.items():
         if isinstance(value, dict):
-            yield from _leaves(value, f"{path}{name}.")
+            yield from leaves_of(value, f"{path}{name}.")
         else:
             yield f"{path}{name}", value
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any
 
 import torch
 from torch import nn
 
-from .agreement import find_wrapper
 from .description import ModelDescription, WrappedUnit
+from .wrapper import find_wrapper
 
 
 def describe(model: nn.Module) -> ModelDescription:
@@ -33,7 +32,8 @@ def describe(model: nn.Module) -> ModelDescription:
     seen: set[torch.Tensor] = set()
     for name, module in modules.items():
         if find_wrapper(module) in ("FSDP1", "FSDP2"):
-            units[name] = _Held(module)
+            parent = units[_innermost(name.rpartition(".")[0], units)]
+            units[name] = _Held(module, find_wrapper(parent.module) != "FSDP2" or not name)
         unit = units[_innermost(name, units)]
         for into, tensors in (
             (unit.parameters, module.parameters(recurse=False)),
@@ -52,6 +52,7 @@ class _Held:
     """What the innermost unit around it holds, each tensor once."""
 
     module: nn.Module
+    is_outermost: bool = True
     parameters: list[torch.Tensor] = field(default_factory=list)
     buffers: list[torch.Tensor] = field(default_factory=list)
 
@@ -72,12 +73,16 @@ def _unit(name: str, held: _Held, around: str | None) -> WrappedUnit:
     )
     if wrapper == "FSDP1" and (flat := _flat_parameter(module)) is not None:
         # What is registered are views of the shard, and what a rank has nothing of is empty.
-        share = trainable / whole if whole else 1.0
-        whole = prod(flat._unpadded_unsharded_size)  # noqa: SLF001 - no public way to ask
-        trainable = round(whole * share)
+        counts = flat._numels  # noqa: SLF001 - no public way to ask
+        of_each = flat._params or [flat] * len(counts)  # noqa: SLF001
+        all_of_it = [(count, one.requires_grad) for count, one in zip(counts, of_each, strict=True)]
+        beside = [one for one in parameters if not hasattr(one, "_fsdp_flattened")]
+        all_of_it += [(one.numel(), one.requires_grad) for one in beside]
+        whole = sum(count for count, _ in all_of_it)
+        trainable = sum(count for count, trains in all_of_it if trains)
     dtypes = Counter(str(one.dtype).removeprefix("torch.") for one in parameters)
     dtype = dtypes.most_common(1)[0][0] if dtypes else ""
-    mixed, reshards = _policy(module, wrapper)
+    mixed, reshards = _policy(module, wrapper, held.is_outermost)
     return WrappedUnit(
         # As the bare model names it.
         name=name.replace("_fsdp_wrapped_module.", "").replace("_orig_mod.", ""),
@@ -121,7 +126,7 @@ def _flat_parameter(module: Any) -> Any:
     return None if handle is None else handle.flat_param
 
 
-def _policy(module: Any, wrapper: str | None) -> tuple[Any, bool | None]:
+def _policy(module: Any, wrapper: str | None, is_outermost: bool) -> tuple[Any, bool | None]:
     """Return a mixed-precision policy, and whether parameters are freed after forward.
 
     torch has no public way to ask; where its fields have other names nothing is said.
@@ -140,7 +145,9 @@ def _policy(module: Any, wrapper: str | None) -> tuple[Any, bool | None]:
     policy = getattr(state, "_mp_policy", None)
     if group is None or not hasattr(group, "post_forward_mesh_info"):
         return policy, None
-    return policy, group.post_forward_mesh_info is not None
+    # torch keeps the outermost where nothing else was asked for: from the first forward pass on.
+    kept = is_outermost and getattr(state, "_auto_reshard_after_forward", True)
+    return policy, group.post_forward_mesh_info is not None and not kept
 
 
 def _mesh(parameter: Any) -> str:

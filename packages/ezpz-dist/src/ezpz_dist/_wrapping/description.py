@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,18 +128,11 @@ def _types(unit: WrappedUnit) -> str:
 
 
 def _alike(units: tuple[WrappedUnit, ...]) -> list[tuple[WrappedUnit, list[str]]]:
-    """Put units that follow each other and differ by name alone in one row."""
-    rows: list[tuple[WrappedUnit, list[str]]] = []
+    """Put units that differ by name alone in one row, where the first of them is."""
+    rows: dict[WrappedUnit, list[str]] = {}
     for unit in units:
-        if rows and _nameless(rows[-1][0]) == _nameless(unit):
-            rows[-1][1].append(unit.name)
-        else:
-            rows.append((unit, [unit.name]))
-    return rows
-
-
-def _nameless(unit: WrappedUnit) -> tuple[Any, ...]:
-    return tuple(getattr(unit, field) for field in WrappedUnit.__slots__ if field != "name")
+        rows.setdefault(replace(unit, name=""), []).append(unit.name)
+    return [(replace(like, name=names[0]), names) for like, names in rows.items()]
 
 
 def _bytes(number: float) -> str:

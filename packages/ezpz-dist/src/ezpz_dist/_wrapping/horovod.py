@@ -11,8 +11,9 @@ from ezpz_dist._errors import WrapError
 from ezpz_dist._hangs.waiting import waiting
 from ezpz_dist._meeting.frameworks import check_framework, prepare_framework
 
-from .agreement import agreed, refuse_wrapped
+from .agreement import agreed
 from .replicas import find_replicas, parallel_state
+from .wrapper import refuse_wrapped
 
 _CALL = "wrap_model_for_horovod()"
 

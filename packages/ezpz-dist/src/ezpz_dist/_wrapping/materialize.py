@@ -7,12 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ezpz_dist._errors import WrapError
-from ezpz_dist._hangs.waiting import waiting
 
 from .replicas import Replicas
 
@@ -110,12 +108,11 @@ def first_ranks_draws(device: torch.device, replicas: Replicas) -> Iterator[None
     where they were.
     """
     mine = _generators(device)
-    if replicas.size > 1:
-        # Of the CPU's 5 KB and the device's 16 bytes.
-        states: list[Any] = [mine if replicas.is_first else None]
-        with waiting("the state of the first rank's generators", replicas.world):
-            dist.broadcast_object_list(states, src=replicas.ranks[0], group=replicas.group)
-        _set_generators(device, states[0])
+    # Of the CPU's 5 KB and the device's 16 bytes.
+    states = [state.clone() for state in mine]
+    for state in states:
+        replicas.send_first(state, "the state of the first rank's generators")
+    _set_generators(device, states)
     try:
         yield
     finally:
@@ -157,17 +154,29 @@ class _WholeDraws(TorchDispatchMode):
     """Let a random operation on a shard draw the whole tensor, and keep this rank's part.
 
     A module's ``reset_parameters`` may reach into its children, which are shards by then:
-    torch on the CPU would draw the same numbers into the shard of every rank.
+    torch on the CPU would draw the same numbers into the shard of every rank. What draws in
+    dependence of a shard's values is refused.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Look at every operation, before DTensor does; the signature is torch's."""
-        target: Any = args[0] if args else None
-        if torch.Tag.nondeterministic_seeded not in func.tags or not hasattr(target, "device_mesh"):
-            return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        shards = [one for one in (*args, *kwargs.values()) if hasattr(one, "device_mesh")]
+        if torch.Tag.nondeterministic_seeded not in func.tags or not shards:
+            return func(*args, **kwargs)
+        target, name = shards[0], func.overloadpacket.__name__
+        fills, makes = name.endswith("_"), name.endswith("_like")
+        if len(shards) > 1 or args[0] is not target or not (fills or makes):
+            raise WrapError(
+                f"torch.{name} of a parameter that is sharded by then, in the reset_parameters() "
+                "of a module around it; expected it to be drawn in place, by normal_() say; or "
+                "let each module fill its own"
+            )
         local = target.to_local()
         whole = torch.empty(target.shape, dtype=target.dtype, device=local.device)
-        func(whole, *args[1:], **(kwargs or {}))
+        drawn = func(whole, *args[1:], **kwargs)
+        if makes:
+            return shard_like(drawn, target)
         local.copy_(_part(whole, target))
         return target
 

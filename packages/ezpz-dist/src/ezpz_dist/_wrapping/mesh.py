@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from ezpz_dist._collectives.gather import all_gather_object
 from ezpz_dist._hangs.waiting import waiting
 
 from .replicas import Replicas
@@ -25,6 +25,7 @@ def data_parallel_mesh(replicas: Replicas, shard_size: int | None = None) -> Dev
     """
     device_type = replicas.world.device.type
     if shard_size in (None, replicas.size):
+        assert replicas.group is not None
         return DeviceMesh.from_group(replicas.group, device_type, mesh_dim_names=("shard",))
     # Communicators that are split from the world's want all of its ranks: one mesh for all, of
     # which a rank takes its part.
@@ -39,10 +40,6 @@ def data_parallel_mesh(replicas: Replicas, shard_size: int | None = None) -> Dev
 
 def _all_lines(replicas: Replicas) -> list[tuple[int, ...]]:
     """Return all groups of data-parallel ranks, this rank's and those beside it."""
-    world_size = replicas.world.info.world_size
-    if replicas.size == world_size:
-        return [replicas.ranks]
-    lines: list[tuple[int, ...]] = [()] * world_size
-    with waiting("the data-parallel groups of all ranks", replicas.world):
-        dist.all_gather_object(lines, replicas.ranks)
-    return list(dict.fromkeys(lines))
+    if replicas.size == replicas.world.info.world_size:
+        return [tuple(replicas.ranks)]
+    return list(dict.fromkeys(all_gather_object(tuple(replicas.ranks))))

@@ -5,36 +5,25 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from ezpz_dist._collectives.members import Members
+from ezpz_dist._collectives.pickled import as_bytes
 from ezpz_dist._errors import NotSetUpError, WrapError
-from ezpz_dist._hangs.waiting import waiting
 from ezpz_dist._world import World, current_world
 
 if TYPE_CHECKING:
     from ezpz_tp import ParallelState
 
-T = TypeVar("T")
 
+class Replicas(Members):
+    """The ranks whose gradients of one model are averaged. All start from the first's model."""
 
-@dataclass(frozen=True, slots=True)
-class Replicas:
-    """The ranks whose gradients of one model are averaged.
-
-    Attributes:
-        world: The world that they are in.
-        group: Their process group.
-        ranks: Their numbers in the world, in the group's order. All start from the first's model.
-    """
-
-    world: World
-    group: dist.ProcessGroup
-    ranks: tuple[int, ...]
+    __slots__ = ()
 
     @property
     def size(self) -> int:
@@ -44,19 +33,16 @@ class Replicas:
     @property
     def is_first(self) -> bool:
         """Whether this rank's model is the one that the others start from."""
-        return self.world.info.rank == self.ranks[0]
+        return self.place == 0
 
-    def gather(self, what: str, mine: T) -> list[T]:
-        """Return one small object of each rank, in their order. Collective."""
-        if self.size == 1:
-            return [mine]
-        found: list[T | None] = [None] * self.size
-        with waiting(what, self.world):
-            dist.all_gather_object(found, mine, group=self.group)
-        return found  # type: ignore[return-value]  # every place was filled
+    def send_first(self, data: torch.Tensor, what: str) -> None:
+        """Fill a tensor, uint8 [bytes], with what the first rank has in it. Collective."""
+        if self.size > 1 and data.numel():
+            self.send(data, self.ranks[0], what)
 
-    def name(self, ranks: Sequence[int]) -> str:
+    def name(self, places: Sequence[int]) -> str:
         """Say which ranks, and where they run: ``rank 1 on host-a, rank 5 on host-b``."""
+        ranks = [self.ranks[place] for place in places]
         some = ", ".join(f"rank {rank} on {self.world.hosts[rank]}" for rank in ranks[:8])
         return some if len(ranks) <= 8 else f"{some}, and {len(ranks) - 8} more"
 
@@ -77,7 +63,7 @@ def find_replicas(call: str) -> Replicas:
         raise NotSetUpError(f"{call} before setup_torch(); expected ezpz.setup_torch() first")
     state = parallel_state()
     if state is None:
-        return Replicas(world, everyone, tuple(range(world.info.world_size)))
+        return _seen_from(world, everyone, range(world.info.world_size))
     # Ranks that share a sequence hold the same parameters, and each has a part of the gradient.
     axes = ("data", "context") if state.size("context") > 1 else ("data",)
     if not state.has_group(*axes):
@@ -86,7 +72,7 @@ def find_replicas(call: str) -> Replicas:
             f"{state.size('context')}), over which gradients are averaged; make it with the "
             'others: ezpz_tp.initialize_tensor_parallel(..., also=[("data", "context")])'
         )
-    return Replicas(world, state.group(*axes), tuple(state.ranks(*axes)))
+    return _seen_from(world, state.group(*axes), tuple(state.ranks(*axes)))
 
 
 def parallel_state() -> ParallelState | None:
@@ -107,19 +93,19 @@ def start_alike(tensors: Sequence[torch.Tensor], replicas: Replicas) -> None:
 
     Collective over the replicas. Tensors on the meta device have none, and are left.
     """
-    with torch.no_grad(), waiting("the model's start values", replicas.world):
+    device = replicas.world.device
+    with torch.no_grad():
         for tensor in tensors:
             if tensor.is_meta:
                 continue
-            if tensor.device != replicas.world.device:
-                tensor.data = tensor.data.to(replicas.world.device)
-            if replicas.size > 1:
-                _broadcast(tensor.detach(), replicas)
+            if tensor.device != device:
+                tensor.data = tensor.data.to(device)
+            # As bytes: backends send few of torch's types, and contiguous memory only.
+            sent = as_bytes(tensor)
+            replicas.send_first(sent, "the model's start values")
+            if sent.data_ptr() != tensor.data_ptr() and not replicas.is_first:
+                tensor.copy_(sent.view(tensor.dtype).view(tensor.shape))
 
 
-def _broadcast(tensor: torch.Tensor, replicas: Replicas) -> None:
-    # Backends send contiguous memory only; a transposed weight is not.
-    sent = tensor.contiguous()
-    dist.broadcast(sent, src=replicas.ranks[0], group=replicas.group)
-    if sent.data_ptr() != tensor.data_ptr():
-        tensor.copy_(sent)
+def _seen_from(world: World, group: dist.ProcessGroup, ranks: Sequence[int]) -> Replicas:
+    return Replicas(world, group, ranks, ranks.index(world.info.rank), world.on_host)

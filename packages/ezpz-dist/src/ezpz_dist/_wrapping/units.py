@@ -33,13 +33,13 @@ def find_units(
         found = {name: module for name, module in modules if name and isinstance(module, wanted)}
     homes: dict[nn.Parameter, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        homes.setdefault(parameter, set()).add(_home(name, found))
+        homes.setdefault(parameter, set()).add(home_of(name, found))
     used = {home for used_in in homes.values() for home in used_in}
     shared = {home for used_in in homes.values() if len(used_in) > 1 for home in used_in}
     return {name: found[name] for name in reversed(found) if name in used - shared}
 
 
-def _home(name: str, found: dict[str, nn.Module]) -> str:
+def home_of(name: str, found: dict[str, nn.Module]) -> str:
     """Return the innermost of the modules found that a parameter is in, or "", the root."""
     while name:
         name = name.rpartition(".")[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
@@ -12,8 +12,11 @@ from torch.optim import Optimizer
 from ezpz_dist._errors import WrapError
 from ezpz_dist._hangs.waiting import waiting
 
-from .agreement import agreed
+from .agreement import agreed, refuse_options
 from .replicas import find_replicas
+
+if TYPE_CHECKING:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
 
 _CALL = "wrap_optimizer_for_zero1()"
 
@@ -22,7 +25,7 @@ def wrap_optimizer_for_zero1(
     optimizer_class: type[Optimizer],
     params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
     **options: Any,
-) -> Optimizer:
+) -> ZeroRedundancyOptimizer:
     """Share an optimizer's state out over the ranks, for a model wrapped by DDP (ZeRO-1).
 
     Parameters and gradients stay whole on every rank; each rank updates those that are its own
@@ -40,38 +43,34 @@ def wrap_optimizer_for_zero1(
         options: The optimizer's own (``lr``, ...), and ZeroRedundancyOptimizer's
             (``parameters_as_bucket_view``).
 
-    Returns:
-        torch's ZeroRedundancyOptimizer; on one data-parallel rank the plain optimizer.
-
     Raises:
+        MismatchError: The ranks called something else, or with other options.
         NotSetUpError: `setup_torch` was not called.
-        WrapError: The parameters are FSDP2's, which shards the optimizer's state as well; or they
-            differ between ranks.
+        WrapError: The parameters are FSDP's, which shards the optimizer's state as well; or they
+            differ between ranks; or ``process_group`` is given.
     """
     replicas = find_replicas(_CALL)
     given: list[Any] = list(params)
-    tensors = [one for entry in given for one in _tensors(entry)]
-    with agreed(
-        _CALL,
-        {f"parameter {number}": one for number, one in enumerate(tensors)},
-        {"optimizer_class": optimizer_class.__name__, **options},
-        replicas,
-    ):
-        if any(hasattr(one, "device_mesh") for one in tensors):
-            raise WrapError(
-                f"{_CALL}: the parameters are FSDP2's shards; expected those of a DDP model; use "
-                f"{optimizer_class.__name__} itself: its state is sharded as they are"
-            )
-    if replicas.size == 1:
-        for name in ("parameters_as_bucket_view", "overlap_with_ddp"):
-            options.pop(name, None)
-        return optimizer_class(given, **options)
-    with warnings.catch_warnings(), waiting("ZeRO-1's start", replicas.world):
+    tensors: dict[str, torch.Tensor] = {}
+    asked = {"optimizer_class": getattr(optimizer_class, "__name__", None), **options}
+    with agreed(_CALL, tensors, asked, replicas):
+        every = [one for entry in given for one in _tensors(entry)]
+        tensors |= {f"parameter {number}": one for number, one in enumerate(every)}
+        refuse_options(
+            _CALL, options, {"process_group": "it is chosen by the set-up: leave it out"}
+        )
+        for sharded, by in (("device_mesh", "FSDP2"), ("_fsdp_flattened", "FSDP1")):
+            if any(hasattr(one, sharded) for one in every):
+                raise WrapError(
+                    f"{_CALL}: the parameters are {by}'s shards; expected those of a DDP model; "
+                    f"use {optimizer_class.__name__} itself: its state is sharded as they are"
+                )
+    with warnings.catch_warnings(), waiting("ZeRO-1's start", replicas.world, replicas.ranks):
         # Importing it warns of TorchScript, which is not used here.
         warnings.simplefilter("ignore")
-        from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: PLC0415
+        from torch.distributed import optim  # noqa: PLC0415
 
-        return ZeroRedundancyOptimizer(
+        return optim.ZeroRedundancyOptimizer(
             given, optimizer_class=optimizer_class, process_group=replicas.group, **options
         )
 

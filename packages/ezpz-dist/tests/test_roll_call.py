@@ -1,0 +1,62 @@
+"""A roll call of more ranks than a test can start: what it costs, and what it tells others."""
+
+import json
+import threading
+import time
+import zlib
+
+import torch.distributed as dist
+
+from ezpz_dist._hangs import doing, waiting
+from ezpz_dist._hangs.board import Board
+from ezpz_dist._hangs.roll_call import RollCall, call_roll
+from ezpz_dist._hangs.standing import Standing
+from ezpz_dist._hangs.watcher import Watcher
+
+
+def test_a_node_that_is_gone_is_told_in_time():
+    # 0.05 s for each of its ranks, one after the other, took longer than there is.
+    size = 200
+    store = dist.HashStore()
+    for rank in range(size):
+        store.set(f"facts/{rank}", json.dumps([f"n{rank // 100}", 1000 + rank, 1, {}]))
+    store.set("left/120", "cleanup() at train.py:9")
+    hosts = [f"n{rank // 100}" for rank in range(size)]
+    watcher = Watcher(Board(0, hosts, store, lambda seconds: store))
+    began = time.monotonic()
+    call = call_roll(watcher)
+    assert time.monotonic() - began < 2
+    assert len(call.silent) == size - 1
+    text, missing = waiting.tell_missing(call, 0)
+    assert missing == list(range(1, size))
+    assert "rank 1 on n0 does not answer" in text
+    assert "199 ranks in all do not answer: 1-199" in text
+
+
+def test_what_is_told_to_thousands_is_short():
+    hosts = [f"nid{rank // 4:06d}" for rank in range(10_000)]
+    standings = {
+        rank: Standing(rank, hosts[rank], "train.py:7 in step", doing="barrier()", stack=("a",) * 9)
+        for rank in range(10_000)
+        if rank != 77
+    }
+    call = RollCall(standings, {77: "has ended (pid 3)"}, {77: hosts[77]})
+    said = json.dumps(call.as_json())
+    assert len(zlib.compress(said.encode())) < 30_000
+    assert RollCall.from_json(json.loads(said), hosts) == call
+
+
+def test_another_threads_collective_is_not_the_main_threads():
+    def save():
+        doing.enter("save")
+        seen.append(doing.current())
+        doing.leave()
+
+    seen: list[str] = []
+    doing.enter("barrier()")
+    thread = threading.Thread(target=save)
+    thread.start()
+    thread.join()
+    assert seen == [doing.current()] == ["barrier()"]
+    doing.leave()
+    assert doing.current() == ""

@@ -1,0 +1,32 @@
+"""ezpz_dist on two hosts under bare mpiexec: every function, and a rank that is missing."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tests.hosts.sandbox import TwoHosts
+
+PROGRAM = Path(__file__).resolve().parents[1] / "worlds" / "every_function.py"
+STAYS = PROGRAM.read_text(encoding="utf-8").partition("# the missing rank")[0].count("\n") + 1
+
+
+def test_every_function(hosts: TwoHosts, tool: Callable[[str], str], tmp_path: Path) -> None:
+    hostfile = tmp_path / "hostfile"
+    hostfile.write_text("nodeA\nnodeB\n", encoding="utf-8")
+    hosts.run(
+        [tool("mpiexec"), "--envall", "--np=2", "--ppn=1", f"--hostfile={hostfile}",
+         sys.executable, str(PROGRAM), str(tmp_path), "--mpi"],
+        env={"TORCH_DEVICE": "cpu", "OMP_NUM_THREADS": "1"},
+        timeout=120,
+    )  # fmt: skip
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
+    assert (first["host"], second["host"]) == ("nodeA", "nodeB")
+    stands = rf"rank 1 on nodeB stands at every_function\.py:{STAYS} in load_batch"
+    assert re.search(rf"barrier\(\) at .* on rank 0 \(nodeA\) .* {stands}", first["missing"]), first
+    assert first["seconds"] < 2 + 2 + 5, "the time-out, two seconds for the name, a busy machine"

@@ -1,0 +1,33 @@
+"""Under mpiexec, and on one rank: every function of ezpz_dist, as on other worlds."""
+
+import importlib.util
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+import ezpz_dist
+
+PROGRAM = Path(__file__).resolve().parents[1] / "worlds" / "every_function.py"
+
+
+@pytest.fixture
+def program():
+    spec = importlib.util.spec_from_file_location("tests.worlds.every_function", PROGRAM)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_function(world, program, tmp_path):
+    rank, size = world
+    folder = Path(ezpz_dist.broadcast(str(tmp_path)))
+    program.exercise(rank, size, folder, mpi=True)
+
+
+def test_none_is_forgotten(program):
+    functions = {name for name in ezpz_dist.__all__ if inspect.isroutine(getattr(ezpz_dist, name))}
+    source = PROGRAM.read_text(encoding="utf-8")
+    called = set(re.findall(r"\bez\.(\w+)", source))
+    assert functions - called <= program.LEFT_OUT

@@ -1,0 +1,35 @@
+"""ezpz_dist on four nodes under srun: every function, and a rank that is missing."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tests.slurm.sandbox import SlurmSandbox
+
+PROGRAM = Path(__file__).resolve().parents[1] / "worlds" / "every_function.py"
+STAYS = PROGRAM.read_text(encoding="utf-8").partition("# the missing rank")[0].count("\n") + 1
+
+
+def test_every_function(slurm: SlurmSandbox, sandbox: ModuleType, tmp_path: Path) -> None:
+    # The names of the sandbox's nodes resolve to nothing: nobody else can name the address.
+    (port,) = sandbox.free_ports(1)
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    slurm.run(
+        ["srun", "-N", "4", "-n", "4", sys.executable, str(PROGRAM), str(tmp_path)],
+        env={"TORCH_DEVICE": "cpu", "OMP_NUM_THREADS": "1", **env},
+        timeout=150,
+    )
+    said = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
+    assert [one["size"] for one in said] == [4] * 4
+    host = re.escape(os.uname().nodename)
+    stands = rf"rank 3 on {host} stands at every_function\.py:{STAYS} in load_batch"
+    for rank, one in enumerate(said[:3]):
+        assert re.search(rf"barrier\(\) at .* on rank {rank} .* {stands}", one["missing"]), one
+        assert one["seconds"] < 2 + 2 + 5, "the time-out, two for the name, a busy machine"

@@ -1,0 +1,203 @@
+"""Call every function of ezpz_dist in whatever world this is started in, and check the answers.
+
+usage: every_function.py FOLDER [--mpi]     FOLDER: one that every rank sees
+
+A world of one runs the same bodies. In a larger one the last rank then stays away from a barrier,
+and the others report what they are told of it. ``--mpi``: the ranks are MPI's, too.
+"""
+
+import copy
+import json
+import sys
+import time
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import ezpz_dist as ez
+
+LEFT_OUT = {
+    "breakpoint", "watch",  # need a person, and end the job
+    "deepspeed_config", "wrap_model_for_deepspeed", "wrap_model_for_horovod",  # of other packages
+    "setup_torch", "cleanup",  # here by name
+}  # fmt: skip
+ROWS = 12  # divides by 1, 2, 3 and 4 ranks
+
+
+def collectives(rank: int, size: int, implementation: str) -> None:
+    """Numbers, tensors, dicts and objects come together on every rank."""
+    by = {"implementation": implementation}
+    assert ez.all_reduce(rank, **by) == size * (size - 1) // 2
+    assert ez.all_reduce(float(rank), "mean", **by) == (size - 1) / 2
+    assert ez.all_reduce(torch.full((3,), rank), "max", **by).tolist() == [size - 1] * 3
+    got = ez.all_reduce({"loss": 1.0, "seen": torch.ones(2, dtype=torch.int64)}, **by)
+    assert got["loss"] == size
+    assert got["seen"].tolist() == [size, size]
+    assert ez.broadcast({"from": rank}, root=size - 1) == {"from": size - 1}
+    assert ez.broadcast(torch.full((5000,), rank), root=size - 1).eq(size - 1).all()
+    assert ez.all_gather_object(("rank", rank)) == [("rank", one) for one in range(size)]
+    ez.synchronize()
+    ez.barrier(**by)
+    ez.barrier(timeout=30, **by)
+
+
+def this_world(rank: int, size: int) -> None:
+    """What it says of itself, and its seeds."""
+    info = ez.get_dist_info()
+    assert (info["rank"], info["world_size"]) == (rank, size), info
+    assert ez.query_environment()["rank"] == rank
+    assert str(size) in ez.print_dist_setup()
+    assert ez.data_share() == (rank, size)
+    seeds = ez.all_gather_object(ez.seed_everything(1))
+    assert seeds == [ez.seed_for_rank(1, one) for one in range(size)]
+    assert len(set(ez.all_gather_object(torch.rand(1).item()))) == size
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> list[float]:
+    """Train, and return the losses."""
+    losses = []
+    for _ in range(5):
+        loss = model(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def adamw(parameters: object) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)  # type: ignore[arg-type]
+
+
+def zero1(parameters: object) -> torch.optim.Optimizer:
+    return ez.wrap_optimizer_for_zero1(torch.optim.AdamW, parameters, lr=1e-2)  # type: ignore[arg-type]
+
+
+WRAPPERS: tuple[tuple[Callable[[nn.Module], nn.Module], Callable[..., torch.optim.Optimizer]], ...]
+WRAPPERS = (
+    (ez.wrap_model, adamw),
+    (lambda model: ez.wrap_model(model, use_fsdp=True), adamw),
+    (ez.wrap_model_for_ddp, zero1),
+    (ez.wrap_model_for_fsdp, adamw),
+    (ez.wrap_model_for_fsdp2, adamw),
+)
+
+
+def training(rank: int, size: int, folder: Path) -> None:
+    """Each wrapper follows one rank's curve; check-points are loaded into another's model."""
+    torch.manual_seed(0)
+    bare = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    x = torch.randn(ROWS, 5, dtype=torch.float64)
+    alone = copy.deepcopy(bare)
+    expected = steps(alone, adamw(alone.parameters()), x)
+    for wrap, optimizer_of in WRAPPERS:
+        model = wrap(copy.deepcopy(bare))
+        optimizer = optimizer_of(model.parameters())
+        found = [ez.all_reduce(loss, "mean") for loss in steps(model, optimizer, x[rank::size])]
+        assert torch.allclose(torch.tensor(found), torch.tensor(expected), rtol=1e-12), (
+            wrap,
+            found,
+        )
+        assert ez.describe(model).units
+    checkpoints = folder / "checkpoints"
+    ez.save_checkpoint(checkpoints, model=model, optimizer=optimizer, step=5, asynchronous=True)
+    ez.finish_saving()
+    assert ez.verify_checkpoint(checkpoints).step == 5
+    assert [one.step for one in ez.list_checkpoints(checkpoints)] == [5]
+    newest = ez.latest_checkpoint(checkpoints)
+    assert newest is not None
+    assert newest.world_size == size
+    loaded = ez.wrap_model_for_ddp(copy.deepcopy(bare))
+    assert ez.load_checkpoint(checkpoints, model=loaded) is not None
+    weights = loaded.module.state_dict()
+    for name, weight in alone.state_dict().items():
+        assert torch.allclose(weights[name], weight, rtol=1e-12), name
+
+    plain = folder / "plain.pt"
+    if rank == 0:
+        torch.save(weights, plain)
+    assert ez.load_on_one_rank(plain)["0.weight"].equal(weights["0.weight"])
+    sharded = ez.wrap_model_for_fsdp2(copy.deepcopy(bare))
+    ez.load_into(sharded, plain)
+    assert torch.allclose(sharded(x), loaded(x), rtol=1e-12)
+    with ez.SnapshotOnSignal(lambda step: None) as snapshot:
+        snapshot.step(6)
+
+
+def data(rank: int, size: int, folder: Path) -> None:
+    """Every sample, file and row is some rank's, once."""
+
+    def together(mine: list[int]) -> list[int]:
+        return sorted(one for theirs in ez.all_gather_object(mine) for one in theirs)
+
+    assert together(list(ez.DataParallelSampler(ROWS))) == list(range(ROWS))
+    batches = ez.DataLoader(torch.arange(ROWS), batch_size=1, shuffle=True, num_workers=1)
+    assert together([int(batch) for batch in batches]) == list(range(ROWS))
+    assert together(ez.share_of(list(range(ROWS)))) == list(range(ROWS))
+    numbers = folder / "numbers"
+    if rank == 0:
+        numbers.write_bytes(array("q", range(ROWS)).tobytes())
+    ez.barrier()
+    mine = ez.read_share(numbers, torch.int64, [-1])
+    assert together(mine.tolist()) == list(range(ROWS))
+    here = ez.all_gather_object(ez.get_dist_info()["hostname"])
+    ranks = [one for one in range(size) if here[one] == here[rank]]
+    assert ez.scatter_from_one_reader(lambda: [[one] for one in ranks]) == [rank]
+    assert ez.share_on_node(lambda: torch.tensor([ranks[0]])).item() == ranks[0]
+
+
+def times() -> None:
+    """The timers run, and the ranks compare theirs."""
+    stragglers, timers = ez.Stragglers(window=2), ez.Timers()
+    for _ in range(3):
+        with timers("work"), ez.timed("work"), ez.Timer("work"), stragglers.compute():
+            assert ez.timeitlogit()(abs)(-1) == 1
+        stragglers.step()
+    assert timers.timings()["work"].count == 3
+    stragglers.close()
+
+
+def exercise(rank: int, size: int, folder: Path, *, mpi: bool) -> None:
+    """Call all of it. Collective: every rank calls this, set up."""
+    this_world(rank, size)
+    collectives(rank, size, "torch")
+    if mpi:
+        collectives(rank, size, "mpi")
+    training(rank, size, folder)
+    data(rank, size, folder)
+    times()
+
+
+def load_batch(folder: Path, others: int) -> None:
+    """Stay here until the others have said what they are told."""
+    deadline = time.monotonic() + 30
+    while len(list(folder.glob("*.json"))) < others and time.monotonic() < deadline:
+        time.sleep(0.05)  # the missing rank
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    rank = ez.setup_torch(seed=1, timeout=60)
+    info = ez.get_dist_info()
+    size = info["world_size"]
+    exercise(rank, size, folder, mpi="--mpi" in sys.argv)
+    said = {"rank": rank, "size": size, "host": info["hostname"], "missing": "", "seconds": 0.0}
+    if size > 1 and rank == size - 1:
+        load_batch(folder, size - 1)
+    elif size > 1:
+        began = time.monotonic()
+        try:
+            ez.barrier(timeout=2)
+        except ez.HangError as error:
+            said |= {"missing": str(error), "seconds": time.monotonic() - began}
+    draft = folder / f"{rank}.draft"
+    draft.write_text(json.dumps(said), encoding="utf-8")
+    draft.rename(folder / f"{rank}.json")
+    ez.cleanup()
+
+
+if __name__ == "__main__":
+    main()
