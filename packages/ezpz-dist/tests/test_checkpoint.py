@@ -115,6 +115,19 @@ def test_everything_comes_back(tmp_path, model, optimizer, caplog, monkeypatch):
     assert torch.equal(plain["model"]["0.weight"], model[0].weight)
 
 
+def test_progress_is_the_highest_step_and_no_reason_to_fail(tmp_path, model, monkeypatch, caplog):
+    progress = tmp_path / "progress"
+    monkeypatch.setenv("EZPZ_PROGRESS_FILE", str(progress))
+    for before, step, after in (("", 3, "3\n"), ("3\n", 2, "3\n"), ("half\xe9", 4, "4\n")):
+        progress.write_text(before)
+        save_checkpoint(tmp_path / "c", model=model, step=step)
+        assert progress.read_text() == after
+    assert sorted(os.listdir(tmp_path)) == ["c", "progress"]
+    monkeypatch.setenv("EZPZ_PROGRESS_FILE", str(progress / "below"))
+    assert save_checkpoint(tmp_path / "c", model=model, step=5).done
+    assert "step 5 is saved, but not reported in" in caplog.text
+
+
 def test_an_optimizer_without_a_step_is_saved_without_making_one(tmp_path, model):
     made = torch.optim.AdamW(model.parameters())
     save_checkpoint(tmp_path, model=model, optimizer=made, step=0)

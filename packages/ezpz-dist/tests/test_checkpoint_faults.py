@@ -181,7 +181,7 @@ if {first}:
     save_checkpoint(where, model=model, step=1)
 else:
     assert load_checkpoint(where, model=model).step == 1
-if rank in {dying!r}:
+if rank == {dying}:
     # The kernel ends the process within its write(), as kill -9 would: no handler, no clean-up.
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, resource.RLIM_INFINITY))
@@ -204,7 +204,7 @@ assert entries() == ["latest", "step-00000001", "step-00000002"], entries()
 
 
 def dies(first, dying, background):
-    told = {"{first}": first, "{dying!r}": dying, "{background}": background}
+    told = {"{first}": first, "{dying}": dying, "{background}": background}
     body = DIES
     for name, value in told.items():
         body = body.replace(name, repr(value))
@@ -213,9 +213,8 @@ def dies(first, dying, background):
 
 def test_killed_in_the_middle_of_a_write(ranks, tmp_path):
     where = tmp_path / "checkpoints"
-    # One rank, at once and in the background; then both.
     for dying, background, kind in ((1, False, "LostRankError"), (0, True, "CheckpointError")):
-        body = script(dies(not background, (dying,), background), where)
+        body = script(dies(not background, dying, background), where)
         told = ranks(2, body, check=False)
         assert told[dying][0] < 0, told
         status, said, _ = told[1 - dying]
@@ -223,8 +222,6 @@ def test_killed_in_the_middle_of_a_write(ranks, tmp_path):
         assert float(said.split()[0]) < 15
         assert said.split()[1] == kind
         assert re.search(rf"rank {dying} on \S+ has ended", said), said
-    for status, *_ in ranks(2, script(dies(False, (0, 1), False), where), check=False):
-        assert status < 0
     half = [name for name in os.listdir(where) if name.startswith(".step-00000002.tmp-")]
     assert half  # and it is only the next save that removes it
     ranks(2, script(AGAIN, where))

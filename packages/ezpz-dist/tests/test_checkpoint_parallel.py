@@ -127,14 +127,16 @@ optimizer.param_groups[1]["lr"] = 0
 load_checkpoint(where + "/pp", model=part, optimizer=optimizer)
 assert part["tied"].weight[0, 0] == 1 and part[f"layer{stage}"].weight[0, 0] == stage
 assert optimizer.param_groups[1]["lr"] == 1.0 + stage
-# Each data-parallel rank holds some rows of what is tied.
+# Each data-parallel rank holds some rows of what is tied, and none of what has none.
 sharded = nn.ModuleDict({"tied": nn.Linear(3, 3, bias=False), f"layer{stage}": nn.Linear(3, 3)})
 sharded.load_state_dict(part.state_dict())
+sharded["tied"].none = nn.Parameter(torch.zeros(0, 3))
 fully_shard(sharded["tied"], mesh=ezpz_tp.get_state().to_mesh("cpu")["dp"])
 save_checkpoint(where + "/pp-fsdp2", model=sharded, step=1)
 with torch.no_grad():
     part["tied"].weight.zero_()
-load_checkpoint(where + "/pp-fsdp2", model=part)
+for model in (sharded, part):
+    assert load_checkpoint(where + "/pp-fsdp2", model=model).notes == ()
 assert (part["tied"].weight == 1).all()
 with torch.no_grad():
     part["tied"].weight.fill_(stage)

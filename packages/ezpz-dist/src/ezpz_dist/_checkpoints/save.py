@@ -74,7 +74,7 @@ def save_checkpoint(
         CheckpointError: On all ranks, with the rank, host and file: the disk is full, the folder
             cannot be written, something cannot be saved, or ranks differ; or the asynchronous save
             before failed. Nothing half-done is left.
-        HangError: A rank does not come.
+        HangError: A rank does not come, or writes for longer than the timeout of `setup_torch`.
         LostRankError: A rank has ended.
         NotSetUpError: There are several ranks and `setup_torch` was not called.
     """
