@@ -63,7 +63,8 @@ def ends_at_once(started: Launch, guilty: int, *, mpi: bool = False) -> None:
     # MPI may have ended them before.
     assert said or mpi, stderr
     assert not said or stderr.index("ValueError: boo") < said.start(), "its traceback first"
-    started.leaves_nothing()
+    # torchrun leaves an empty folder of logs; ezpz-launch removes it.
+    started.leaves_nothing(files=bool(started.bare))
 
 
 @pytest.mark.with_torchrun
@@ -98,4 +99,17 @@ def test_a_missing_rank_is_named_with_host_and_line(launch: Start) -> None:
     host = re.escape(os.uname().nodename)
     named = rf"HangError: barrier.* rank 2 on {host} stands at train\.py:{HANGS} in load_batch"
     assert re.search(named, started.stderr), started.stderr
+    started.leaves_nothing()
+
+
+@pytest.mark.without("openmpi", "srun", "spawn")
+def test_a_rank_that_never_comes_ends_all(launch: Start) -> None:
+    """Not even MPI_Finalize waits for it, of a script that has initialised MPI itself."""
+    env = {"OMP_NUM_THREADS": "1"}
+    started = train(launch, "never-comes", 2, environment=env, bare=BARE["hydra"])
+    started.ends(within=30)
+    began = float((started.folder / "time").read_text())
+    assert time.time() - began < 2 + 2 + 2 + SLACK, started.stderr
+    told = r"SetupError: rank [01] of 3 on .*: rank 2 of 3 did not come to setup_torch in 2 s"
+    assert re.search(told, started.stderr), started.stderr
     started.leaves_nothing()

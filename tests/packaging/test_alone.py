@@ -54,8 +54,12 @@ SIBLINGS = {
 }
 
 
+# Nothing but the wheel is to be imported; and what is imported is compiled once, as for a user.
+NOT_OURS = {"PYTHONPATH", "PYTHONDONTWRITEBYTECODE"}
+
+
 def run(words: list[str], *, cwd: Path | None = None, more: dict[str, str] | None = None) -> str:
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    env = {name: value for name, value in os.environ.items() if name not in NOT_OURS}
     done = subprocess.run(
         words, capture_output=True, text=True, check=False, timeout=900, cwd=cwd,
         env={**env, **(more or {})},
@@ -159,8 +163,7 @@ class Environments:
     def torch(self) -> Environment:
         """Torch alone, to be linked: it takes longer to install, and to compile, than the rest."""
         made = Environment(self.folder / "torch", self.built)
-        made.install("torch")
-        run([made.python, "-W", "ignore", "-c", "import torch.distributed.fsdp"])
+        made.install("--compile", "torch")
         return made
 
     def make(self, name: str) -> Environment:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import ezpz_dist as ez
@@ -145,6 +146,8 @@ def data(rank: int, size: int, folder: Path) -> None:
     assert together(mine.tolist()) == list(range(ROWS))
     here = ez.all_gather_object(ez.get_dist_info()["hostname"])
     ranks = [one for one in range(size) if here[one] == here[rank]]
+    node = ez.node_group()
+    assert (size == 1 and node is None) or len(dist.get_process_group_ranks(node)) == len(ranks)
     assert ez.scatter_from_one_reader(lambda: [[one] for one in ranks]) == [rank]
     assert ez.share_on_node(lambda: torch.tensor([ranks[0]])).item() == ranks[0]
 

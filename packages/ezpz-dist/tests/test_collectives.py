@@ -1,14 +1,14 @@
-"""Every collective in every world: the same body on one, two and three real ranks."""
+"""Every collective in every world: the same body on one rank and on several real ones."""
 
 import pytest
 
 from ezpz_dist import NotSetUpError, all_reduce, barrier, broadcast
 from ezpz_dist._collectives.gather import all_gather_object
 
-pytest_n = pytest.mark.parametrize("n", [1, 2, 3])
+pytest_n = pytest.mark.parametrize("n", [1, 3])
 
 
-@pytest_n
+@pytest.mark.parametrize("n", [1, 2, 3])  # of two, rows are combined in one go
 def test_numbers_tensors_and_dicts(ranks, n):
     ranks(
         n,

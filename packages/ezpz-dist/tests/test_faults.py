@@ -188,6 +188,7 @@ def child(kind):
     except ez.CollectiveError as error:
         print(error, flush=True)
     if kind == "waits":
+        is_there.set()
         time.sleep(50)
     try:
         ez.setup_torch(timeout=60)
@@ -196,11 +197,13 @@ def child(kind):
     ez.cleanup()
     sys.excepthook(ValueError, ValueError("in the child"), None)
 fork = multiprocessing.get_context("fork")
+is_there = fork.Event()
 ended = fork.Process(target=child, args=("ends",))
 waits = fork.Process(target=child, args=("waits",))
 if rank == 1:
     ended.start(); waits.start()
     ended.join()
+    is_there.wait()
     waits.terminate()
     waits.join()
     print(ended.exitcode, waits.exitcode)

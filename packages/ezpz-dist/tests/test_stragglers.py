@@ -110,12 +110,21 @@ found.append([report.rank, report.ratio, report.means, report.waits])
 for seconds in (1.0, 3.0):
     report = Stragglers(window=1).record(seconds * (rank + 1))
 found.append([report.rank, report.ratio, report.means, report.waits])
+# Of another window: named, not mixed up.
+if size > 1:
+    odd = Stragglers(window=2 if rank == size - 1 else 1)
+    try:
+        odd.record(1.0), odd.record(1.0)
+    except MismatchError as error:
+        assert "calls Stragglers(window=2).step() at <string>:" in str(error), error
+    else:
+        raise AssertionError("nothing raised")
 print(json.dumps([found, log.getvalue()]))
 cleanup()
 """
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 4])
 def test_the_slow_rank_is_named_though_all_steps_are_equally_long(ranks, size):
     outs = [json.loads(out) for out in ranks(size, SCRIPT)]
     assert all(found == outs[0][0] for found, _ in outs)
@@ -124,7 +133,7 @@ def test_the_slow_rank_is_named_though_all_steps_are_equally_long(ranks, size):
     assert len(under_ddp) == (2 if size == 4 else 0)
     assert recorded[:3] == [
         size - 1,
-        {1: 1.0, 2: 2.0, 4: 2.0}[size],
+        {1: 1.0, 4: 2.0}[size],
         [3.0 * (rank + 1) for rank in range(size)],
     ]
     if size == 1:

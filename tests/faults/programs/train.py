@@ -1,6 +1,6 @@
 """A training script under ezpz_dist, in which one rank fails.
 
-usage: train.py FOLDER (raises|hangs) RANK
+usage: train.py FOLDER (raises|hangs|never-comes) RANK
 """
 
 import sys
@@ -10,7 +10,6 @@ from pathlib import Path
 import ezpz_dist
 
 folder, what, guilty = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-rank = ezpz_dist.setup_torch(timeout=60)
 
 
 def load_batch():
@@ -18,6 +17,13 @@ def load_batch():
     time.sleep(100)  # the line that hangs
 
 
+if what == "never-comes":
+    from mpi4py import MPI  # the script's own
+
+    if MPI.COMM_WORLD.rank == guilty:
+        (folder / "time").write_text(repr(time.time()))
+        load_batch()
+rank = ezpz_dist.setup_torch(timeout=2 if what == "never-comes" else 60)
 ezpz_dist.barrier()
 if rank == guilty:
     (folder / "time").write_text(repr(time.time()))

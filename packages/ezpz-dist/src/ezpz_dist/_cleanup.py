@@ -62,8 +62,7 @@ exception"; torch 2.13, 15 of 50 launches of four ranks on two cores, and none o
 """
 
 _FAREWELL = 5.0
-"""Seconds that rank 0, whose process may hold the store, waits at clean-up for the others to
-leave it: a connection that breaks under a sleeping watcher costs a page of torch's warnings."""
+"""Seconds that rank 0, whose process may hold the store, waits at clean-up for the others."""
 
 
 def find_made() -> Made | None:
@@ -177,8 +176,10 @@ def _leave(world: World) -> None:
         own.stop(world.store)
         if not own.lost and world.store.add("left", 1) == world.info.world_size:
             world.store.set("all left", "")
-        if stay:
-            arrived(world.store, ["all left"], _FAREWELL)
+        if stay and not arrived(world.store, ["all left"], _FAREWELL):
+            # A connection that breaks under a sleeping watcher costs a page of torch's warnings.
+            own.board.post(world.store, "closed")
+            time.sleep(_LAST_TENSOR)
 
     try:
         within(_FAREWELL + 1.0 if stay else 1.0, leave)

@@ -100,13 +100,13 @@ def setup_torch(
         group = make_group(info, device, chosen, asked)
     except BaseException:
         # MPI_Finalize, and so the end of this rank, would wait for one that is missing.
-        mpi.abort_on_uncaught()
+        mpi.abort_on_uncaught(info.world_size)
         left_by_failure(hook)
         raise
     enter(World(info, device, chosen, asked.timeout, group.store, group.roster.hosts))
     if info.world_size > 1:
         ending.install()
-    mpi.abort_on_uncaught()
+    mpi.abort_on_uncaught(info.world_size)
     to_undo(Made(asked, _export(info, device, group), (hook, sys.excepthook)))
     if asked.degrees != (1, 1, 1):
         _make_groups(asked)

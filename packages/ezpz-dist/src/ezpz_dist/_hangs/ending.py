@@ -109,7 +109,7 @@ def end_job(text: str, status: int) -> bool:
     """
     global _failed
     watcher = find_watcher()
-    if watcher is None:
+    if watcher is None or watcher.lost:
         return False
     _failed = True
     board = watcher.board
@@ -131,7 +131,7 @@ def end_job(text: str, status: int) -> bool:
 def leave_word(text: str) -> None:
     """Leave a note of why this rank goes, for those who will look for it."""
     watcher = find_watcher()
-    if watcher is None:
+    if watcher is None or watcher.lost:
         return
     board = watcher.board
     # The first reason is the true one: what follows is the way out.

@@ -88,7 +88,8 @@ class Watch(AbstractContextManager["Watch"]):
             if left <= 0:
                 self._end()
                 return
-            faulthandler.dump_traceback_later(left + _OVERDUE, exit=True)
+            # The descriptor: what stands for sys.stderr in a notebook has none.
+            faulthandler.dump_traceback_later(left + _OVERDUE, exit=True, file=2)
             if self._over.wait(left):
                 return
 

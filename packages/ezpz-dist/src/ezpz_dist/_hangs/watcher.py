@@ -41,7 +41,7 @@ class Watcher(threading.Thread):
     Attributes:
         board: Where events are.
         pid: The process that it was started in; a forked child has none.
-        lost: Whether the store's server ended before this thread was told to.
+        lost: Whether rank 0, which holds the store, has left before this rank.
     """
 
     def __init__(self, board: Board) -> None:
@@ -78,6 +78,8 @@ class Watcher(threading.Thread):
         """
         self._leaving.set()
         self._stopped.set()
+        if self.lost:
+            return
         try:
             self.board.wake_myself(store)
         except LOST:
@@ -91,6 +93,9 @@ class Watcher(threading.Thread):
             store.set(f"standing/{event['roll']}/{self.board.rank}", json.dumps(said))
         elif kind == "look":
             self._look(store, event)
+        elif kind == "closed":
+            self.lost = True
+            self._leaving.set()
         elif kind == "end":
             self._leaving.set()
             if event["from"] != self.board.rank:

@@ -98,13 +98,14 @@ def _broadcast(message: bytes, info: RankInfo, deadline: float, timeout: float) 
     return bytes(buffer)
 
 
-def abort_on_uncaught() -> None:
-    """After an uncaught exception end the whole job: the peers would wait for ever.
+def abort_on_uncaught(world_size: int) -> None:
+    """After an uncaught exception end the whole job: peers and MPI_Finalize would wait for ever.
 
-    Does nothing where the script initialised MPI itself, or nobody did. To be called
-    after ``init_process_group``, whose own hook captures stderr while it calls ours.
+    Does nothing where MPI is not initialised, nor where it was by the script, for more ranks
+    than ours. To be called after ``init_process_group``, whose own hook captures stderr while
+    it calls ours.
     """
-    mpi, previous = _ours, sys.excepthook
+    mpi, previous = _ours or _the_scripts(world_size), sys.excepthook
     if mpi is None:
         return
 
@@ -118,6 +119,13 @@ def abort_on_uncaught() -> None:
             mpi.COMM_WORLD.Abort(1)
 
     sys.excepthook = hook
+
+
+def _the_scripts(world_size: int) -> ModuleType | None:
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
+        return None
+    return mpi if mpi.COMM_WORLD.size == world_size > 1 else None
 
 
 def _load() -> ModuleType:
