@@ -270,6 +270,25 @@ def test_mpi_that_knows_nothing_of_this_job(ranks, n):
         n,
         """
         rank, n = setup_torch(timeout=60), dist.get_world_size()
+
+        def refused(text):
+            try:
+                barrier(implementation="mpi")
+            except CollectiveError as error:
+                assert n > 1 and (text in str(error) or "cannot load an MPI" in str(error)), error
+            else:
+                assert n == 1
+
+        # The next call of MPI's would end the process.
+        import mpi4py
+        mpi4py.rc.initialize = mpi4py.rc.finalize = False
+        refused("implementation='mpi' where MPI is not initialized; expected the script to leave")
+        try:
+            from mpi4py import MPI
+        except (ImportError, RuntimeError):
+            pass
+        else:
+            MPI.Init()
         for call in (barrier, lambda **mpi: all_reduce(1, **mpi)):
             try:
                 call(implementation="mpi")
@@ -289,6 +308,9 @@ def test_mpi_that_knows_nothing_of_this_job(ranks, n):
                     assert error.ranks == (1,) and "for the first time" in str(error), error
                 else:
                     raise AssertionError("nothing raised")
+        if "mpi4py.MPI" in sys.modules:
+            MPI.Finalize()
+        refused("implementation='mpi' where MPI was finalized; expected the script to leave that")
         cleanup()
         """,
     )

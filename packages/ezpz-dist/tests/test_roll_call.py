@@ -6,6 +6,7 @@ import time
 import zlib
 
 import torch.distributed as dist
+from torch.distributed import DistNetworkError
 
 from ezpz_dist._hangs import doing, waiting
 from ezpz_dist._hangs.board import Board
@@ -60,3 +61,20 @@ def test_another_threads_collective_is_not_the_main_threads():
     assert seen == [doing.current()] == ["barrier()"]
     doing.leave()
     assert doing.current() == ""
+
+
+def test_a_watcher_that_finds_no_store_at_first_tries_again():
+    store, tries = dist.HashStore(), []
+
+    def connect(seconds):
+        tries.append(seconds)
+        if len(tries) == 1:
+            raise DistNetworkError("the server stands still")
+        return store
+
+    watcher = Watcher(Board(0, ["a", "b"], store, connect))
+    watcher.start()
+    watcher.board.post(store, "closed", [0])
+    watcher.join(5)
+    assert not watcher.is_alive()
+    assert (watcher.lost, len(tries)) == (True, 2)

@@ -137,15 +137,18 @@ def finish(request: Any, memory: object, what: str, world: World, timeout: float
 
 def _open(operation: str, members: Members) -> OverMpi:
     global _opened
+    ours = _opened if _opened is not None and _opened.world is members.world else None
+    if ours is not None and ours._mpi.Is_finalized():  # noqa: SLF001  # our own
+        raise _ended(ours._mpi)  # noqa: SLF001
+    # Once those who were missing have come after all, MPI is in step again.
+    _abandoned[:] = [each for each in _abandoned if not each[0].Test()]
     if _abandoned:
         raise CollectiveError(
-            f"{operation} with implementation='mpi' after one that not all ranks came to: MPI "
-            "cannot take it back; expected implementation='torch', or a new job"
+            f"{operation} with implementation='mpi' after one that not all ranks have come to yet: "
+            "MPI cannot take it back; expected implementation='torch' until then"
         )
-    if _opened is not None and _opened.world is members.world:
-        if _opened._mpi.Is_finalized():  # noqa: SLF001  # our own
-            raise _ended(_opened._mpi)  # noqa: SLF001
-        return _opened
+    if ours is not None:
+        return ours
     # MPI may only now be initialised, and waits for all ranks, without a time-out.
     call = Call(f"{operation} with implementation='mpi', for the first time")
     exchange(call, members)

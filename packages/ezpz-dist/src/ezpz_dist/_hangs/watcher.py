@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -27,6 +28,8 @@ FIRST_WORDS = 1.0
 its exit status the one that the launcher sees first. The whole job is to end within two."""
 
 JOIN = 0.5
+
+_CONNECTING = 60.0
 
 _LAST = 5
 
@@ -58,7 +61,7 @@ class Watcher(threading.Thread):
         """Serve events until `stop`, or until the store is gone."""
         try:
             # Not on the caller's time: set-up need not wait for this connection.
-            store = self.board.connect(FOREVER.total_seconds())
+            store = self._connect()
             seen = 0
             while not self._leaving.is_set():
                 for event in self.board.events_after(store, seen):
@@ -69,6 +72,22 @@ class Watcher(threading.Thread):
         except LOST as error:
             self.lost = not self._leaving.is_set()
             logger.debug("rank %d: the side store is gone: %s", self.board.rank, error)
+
+    def _connect(self) -> Store:
+        """Try again and again: the server stands still while torch asks the name service."""
+        until = time.monotonic() + _CONNECTING
+        while True:
+            try:
+                return self.board.connect(FOREVER.total_seconds())
+            except LOST as error:
+                if self._leaving.wait(1.0):
+                    raise
+                if time.monotonic() > until:
+                    logger.warning(
+                        "rank %d will not hear of the other ranks' failures: %s",
+                        self.board.rank, error,
+                    )  # fmt: skip
+                    raise
 
     def stop(self, store: Store) -> None:
         """End the thread; harmless when it has ended.
