@@ -33,7 +33,7 @@ TEST_NEEDS = {
     "ezpz-topo": ["hypothesis", "pytest-xdist"],
     "ezpz-tp": ["numpy", "pytest-xdist", "safetensors"],
     "ezpz-launch": ["mpich", "mpi4py", "py-spy", "pytest-xdist"],
-    "ezpz-dist": ["mpich", "pytest-xdist"],
+    "ezpz-dist": ["mpich", "numpy", "pytest-xdist", "safetensors"],
     "ezpz-obs": ["numpy"],
 }
 # How many of its tests run at once, where they mostly wait for each other.

@@ -89,12 +89,15 @@ def ranks(fork_server, clean_env, tmp_path):
     has variables for single ranks. ``program`` is a file to run instead of a script, as an
     interpreter would.
     """
-    started = []
+    started, held = [], []
 
     def run(n, script, *, check=True, env=None, timeout=60, program=None, each=None):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        # Held, without listening, so that no test beside this one is given the same port.
+        probe = socket.socket()
+        held.append(probe)
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
         mine = []
         for rank in range(n):
             place = {
@@ -135,6 +138,8 @@ def ranks(fork_server, clean_env, tmp_path):
     for process in started:
         process.kill()
         process.join()
+    for probe in held:
+        probe.close()
 
 
 @pytest.fixture
