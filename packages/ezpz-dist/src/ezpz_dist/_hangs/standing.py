@@ -24,8 +24,8 @@ class Standing:
         host: Its host's name.
         line: ``"train.py:41 in load_batch"``: the innermost frame of code that is neither
             Python's own, installed, nor ours.
-        inside: What that line called last, ``"time.sleep"`` being shown as its caller:
-            the innermost Python function; empty where it is the line's own.
+        inside: The innermost Python function that this line called; empty where it is the
+            line's own (a C function, such as ``time.sleep``, has no frame).
         doing: The collective that it waits in, in words; empty where it is in none of ours.
         stack: The whole stack, outermost first; only where it was asked for.
         collectives: torch's last ones, ours or not, the latest last.
