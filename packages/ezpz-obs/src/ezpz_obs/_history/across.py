@@ -1,0 +1,253 @@
+"""What all ranks say of a metric, by one collective: mean, spread, and who is at the ends."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ezpz_obs._context import Place
+from ezpz_obs._errors import HistoryError
+
+from .roll_call import call_roll
+from .statistics import by_metric, other_names, other_steps, statistic_names, statistics
+
+_HEAD = 4
+"""What each rank sends before its values: digest of their names, how many, step, bytes of names."""
+_WARNINGS = 20  # of one kind; names that change at every step need no more
+_ROOM = 28  # values at first: with the head 256 bytes, which take no longer than eight
+_GROUP_OF_ITS_OWN = 1024
+"""Up to so many ranks a group is made for metrics alone, so that a rank that forgets to call
+`update` cannot have its neighbours' metrics taken for another collective. Each rank connects to
+all others in it."""
+
+_made = itertools.count()
+
+class Answer(NamedTuple):
+    """What came of one exchange."""
+
+    values: dict[str, Any]
+    """``{"loss/mean": .., "loss/std": .., ...}``; empty where the ranks were at different steps."""
+    warning: str | None
+    """What differs between ranks, in words; said once for each difference."""
+
+
+class _Plan(NamedTuple):
+    """What does not change while the same names are recorded in the same order."""
+
+    names: tuple[str, ...]
+    order: list[str]
+    head: tuple[float, int]
+    text: bytes
+    keys: list[str]
+
+
+class Across:
+    """The exchange of one `History`, on every rank. Collective: every rank makes one.
+
+    Args:
+        place: Who this process is.
+        timeout: Seconds to wait for the others at each update; None: as torch.distributed does.
+
+    Raises:
+        HistoryError: torch.distributed is not set up, or a rank did not come.
+    """
+
+    def __init__(self, place: Place, timeout: float | None) -> None:
+        dist = _distributed(place)
+        self._timeout = None if timeout is None else timedelta(seconds=timeout)
+        self._torch = sys.modules["torch"]
+        self._dist = dist
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        own = self.ranks <= _GROUP_OF_ITS_OWN
+        self._group = dist.new_group(timeout=self._timeout) if own else dist.group.WORLD
+        self._name = f"ezpz_obs/history/{next(_made)}"
+        self._device = _device_of(self._torch, dist, self._group)
+        self._plans: dict[tuple[str, ...], _Plan] = {}
+        self._named: dict[float, tuple[str, ...]] = {}
+        self._said: set[tuple[float, ...]] = set()
+        self._last: list[int | None] = [None] * self.ranks
+        self._room(_ROOM)
+        self.hosts = ["?"] * self.ranks
+        with self._everybody(None):
+            self.hosts = [text.decode() for text in self._texts(place.host.encode())]
+
+    def begin(self, step: int, metrics: Mapping[str, Any]) -> Exchange:
+        """Send this rank's numbers; the others' are waited for by `Exchange.end`."""
+        plan = self._plans.get(tuple(metrics)) or self._plan(tuple(metrics))
+        mine = [_as_float(metrics[name]) for name in plan.order]
+        if len(mine) <= self._fits:
+            self._mine[_HEAD : _HEAD + len(mine)] = mine
+        self._mine[:_HEAD] = (*plan.head, step, len(plan.text))
+        return Exchange(self, plan, mine, step, self._send())
+
+    # What follows is for Exchange.
+
+    def _send(self) -> Any:
+        inward = self._inward if self._device is None else self._inward.to(self._device)
+        return self._dist.all_gather_into_tensor(
+            self._outward, inward, group=self._group, async_op=True
+        )
+
+    def _receive(self, work: Any, step: int) -> NDArray[np.float64]:
+        with self._everybody(step):
+            if self._timeout is None or self._device is not None:
+                work.wait()
+            else:
+                work.wait(self._timeout)
+        if self._device is None:
+            return self._all
+        received: NDArray[np.float64] = self._outward.cpu().numpy().reshape(self._all.shape)
+        return received
+
+    @contextmanager
+    def _everybody(self, step: int | None) -> Iterator[None]:
+        """Name who is missing where a collective fails.
+
+        Raises:
+            HistoryError: It failed.
+        """
+        try:
+            yield
+        except RuntimeError as error:  # torch's for time-outs, closed connections and aborts
+            raise self._absent(step, error) from None
+
+    def _absent(self, step: int | None, error: Exception) -> HistoryError:
+        missing = call_roll(self._dist, f"{self._name}/{step}", self.rank, self.ranks)
+        if isinstance(missing, str):
+            who = missing
+        else:
+            who = "; ".join(
+                f"rank {rank} on {self.hosts[rank]} recorded "
+                f"{'nothing' if self._last[rank] is None else f'step {self._last[rank]} last'}"
+                for rank in missing[:8]
+            ) + (f"; and {len(missing) - 8} more" if len(missing) > 8 else "")
+        return HistoryError(
+            f"History {'begins' if step is None else f'at step {step}'}: {who or 'all ranks came, and the exchange failed'}; expected "
+            f"every rank to call update() at every step (cross_rank=True). torch says: {error}"
+        )
+
+    def _room(self, values: int) -> None:
+        """Make the buffers for so many values a rank."""
+        torch, size = self._torch, _HEAD + values
+        self._fits = values
+        self._inward = torch.zeros(size, dtype=torch.float64)
+        self._mine: NDArray[np.float64] = self._inward.numpy()
+        self._outward = torch.empty(self.ranks * size, dtype=torch.float64, device=self._device)
+        host = self._outward if self._device is None else torch.empty(self.ranks * size)
+        self._all: NDArray[np.float64] = host.numpy().reshape(self.ranks, size)
+
+    def _texts(self, mine: bytes, longest: int = 0) -> list[bytes]:
+        """Return every rank's text. Collective."""
+        torch, device = self._torch, self._device
+        if not longest:
+            length = torch.tensor([len(mine)], dtype=torch.int64, device=device)
+            self._dist.all_reduce(length, op=self._dist.ReduceOp.MAX, group=self._group)
+            longest = int(length.item())
+        sent = torch.frombuffer(bytearray(mine.ljust(longest, b"\0")), dtype=torch.uint8)
+        got = torch.empty(self.ranks * longest, dtype=torch.uint8, device=device)
+        sent = sent if device is None else sent.to(device)
+        self._dist.all_gather_into_tensor(got, sent, group=self._group)
+        whole = got.cpu().numpy().tobytes()
+        return [whole[i : i + longest].rstrip(b"\0") for i in range(0, len(whole), longest)]
+
+    def _plan(self, names: tuple[str, ...]) -> _Plan:
+        order = sorted(names)
+        text = "\0".join(order).encode()
+        # 52 bits are a double exactly.
+        digest = int.from_bytes(blake2b(text, digest_size=8).digest()) >> 12
+        plan = _Plan(names, order, (float(digest), len(order)), text, statistic_names(order))
+        if len(self._plans) > 1000:  # names that change at each step would be kept for ever
+            self._plans.clear()
+        self._plans[names] = plan
+        return plan
+
+    def _is_new(self, difference: tuple[float, ...]) -> bool:
+        """Say whether this difference between ranks was not said yet, nor too many others."""
+        if difference in self._said or len(self._said) >= _WARNINGS:
+            return False
+        self._said.add(difference)
+        return True
+
+    def _names_of(self, table: NDArray[np.float64], plan: _Plan) -> list[tuple[str, ...]]:
+        """Return the names that each rank sent, asking for those not heard of. Collective."""
+        digests = table[:, 0].tolist()
+        if any(digest not in self._named for digest in digests):
+            with self._everybody(int(table[0, 2])):
+                texts = self._texts(plan.text, max(1, int(table[:, 3].max())))
+            for digest, text in zip(digests, texts, strict=True):
+                self._named[digest] = tuple(text.decode().split("\0")) if text else ()
+        return [self._named[digest] for digest in digests]
+
+
+class Exchange:
+    """One update on its way to the others."""
+
+    def __init__(
+        self, across: Across, plan: _Plan, mine: list[float], step: int, work: Any
+    ) -> None:
+        self._across, self._plan, self._mine = across, plan, mine
+        self._step, self._work = step, work
+
+    def end(self) -> Answer:
+        """Wait for the other ranks. Collective.
+
+        Raises:
+            HistoryError: A rank did not come; it is named, with its host and last step.
+        """
+        across, plan, step = self._across, self._plan, self._step
+        table = across._receive(self._work, step)  # noqa: SLF001  # one thing in two halves
+        most = int(table[:, 1].max())
+        if most > across._fits:  # noqa: SLF001
+            # All ranks see that, make room, and send once more.
+            across._room(max(most, 2 * across._fits))  # noqa: SLF001
+            return across.begin(step, dict(zip(plan.order, self._mine, strict=True))).end()
+        heads = table[:, :3]
+        if (heads == heads[0]).all():
+            across._last = [step] * across.ranks  # noqa: SLF001
+            count = len(plan.order)
+            return Answer(statistics(table[:, _HEAD : _HEAD + count], plan.keys), None)
+        steps = table[:, 2].astype(np.int64).tolist()
+        across._last = steps  # noqa: SLF001
+        names = across._names_of(table, plan)  # noqa: SLF001
+        if len(set(steps)) > 1:
+            new = across._is_new(tuple(other - steps[0] for other in steps))  # noqa: SLF001
+            return Answer({}, other_steps(steps, across.hosts) if new else None)
+        new = across._is_new(tuple(table[:, 0].tolist()))  # noqa: SLF001
+        values = by_metric(table[:, _HEAD:], names)
+        return Answer(values, other_names(names, across.hosts) if new else None)
+
+
+def _as_float(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # an integer beyond 1.8e308
+        return float("inf") if value > 0 else float("-inf")
+
+
+def _distributed(place: Place) -> Any:
+    torch = sys.modules.get("torch")
+    dist = None if torch is None else torch.distributed
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        raise HistoryError(
+            f"cross_rank=True on rank {place.rank} of {place.world_size}, and torch.distributed "
+            "is not set up; expected ezpz_dist.setup_torch() (or init_process_group) before "
+            "History(cross_rank=True)"
+        )
+    return dist
+
+
+def _device_of(torch: Any, dist: Any, group: Any) -> Any:
+    """Return where tensors of this group must lie, None for the CPU."""
+    # "cpu:gloo,cuda:nccl": the CPU where it may be, which spares the device's queue.
+    kinds = [pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")]
+    if "cpu" in kinds:
+        return None
+    return torch.device(kinds[0], torch.get_device_module(kinds[0]).current_device())

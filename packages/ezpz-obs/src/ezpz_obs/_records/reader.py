@@ -1,0 +1,225 @@
+"""A run on disk: its attempts, records and events, read as they are asked for."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ezpz_obs._errors import HistoryError
+
+from .lines import EVENT, HEADER, RECORD, SCHEMA, decode
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+FILE_NAME = "metrics.jsonl"
+_OF_RANKS = "metrics-rank*.jsonl"
+_BUFFER = 1 << 20
+
+
+def rank_file_name(rank: int) -> str:
+    """Return the name of the file that one rank writes where all do."""
+    return f"metrics-rank{rank:05d}.jsonl"
+
+
+@dataclass(frozen=True)
+class Block:
+    """Consecutive records with the same names."""
+
+    names: tuple[str, ...]
+    steps: NDArray[np.int64]
+    times: NDArray[np.float64]
+    """Seconds since 1970, one a record."""
+    values: NDArray[np.float64]
+    """(records, names); integers beyond 2^53 are rounded here."""
+
+
+class Run:
+    """A run's file. Nothing is read before it is asked for, and records never all at once.
+
+    Attributes:
+        path: The JSONL file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def name(self) -> str:
+        """The name that the run was given; else its folder's."""
+        said = self.headers[0].get("run") if self.headers else None
+        return str(said) if said else self.path.resolve().parent.name
+
+    @property
+    def headers(self) -> list[dict[str, Any]]:
+        """What each attempt wrote first; one more after each restart."""
+        return self._overview[0]
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """Warnings, alarms, ends and the user's own, in the order they were written."""
+        return self._overview[1]
+
+    @property
+    def rank_files(self) -> list[Path]:
+        """The files of single ranks beside this one, by rank."""
+        return sorted(self.path.parent.glob(_OF_RANKS))
+
+    def records(self, *, superseded: bool = False) -> Iterator[dict[str, Any]]:
+        """Read the records one by one: ``{"step", "time", **metrics}``.
+
+        A restarted run replays the steps since its last check-point. The later attempt wins:
+        of an earlier one, the steps from which a later one began again are left out.
+
+        Args:
+            superseded: Give those too, in the order they were written.
+
+        Raises:
+            HistoryError: A line is damaged.
+        """
+        ends = self._overview[2]
+        attempt = 0
+        for number, line in _lines(self.path):
+            if line.startswith(HEADER):
+                attempt += 1
+            elif line.startswith(RECORD):
+                record = _decoded(line, number, self.path)
+                if superseded or record["step"] < ends[attempt]:
+                    yield record
+
+    def blocks(self, rows: int = 16_384) -> Iterator[Block]:
+        """Read the records as arrays, at most so many rows at once.
+
+        Raises:
+            HistoryError: A line is damaged.
+        """
+        names: tuple[str, ...] = ()
+        kept: list[tuple[Any, ...]] = []
+        for record in self.records():
+            record.pop("replay", None)
+            these = tuple(record)
+            if these != names or len(kept) == rows:
+                if kept:
+                    yield _block(names, kept)
+                names, kept = these, []
+            kept.append(tuple(record.values()))
+        if kept:
+            yield _block(names, kept)
+
+    @cached_property
+    def _overview(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[float]]:
+        """Headers, events, and for each attempt the step from which a later one took over."""
+        headers: list[dict[str, Any]] = []
+        events: list[dict[str, Any]] = []
+        firsts: list[float] = [float("inf")]  # before any header: a file whose first line is lost
+        for number, line in _lines(self.path):
+            if line.startswith(RECORD):
+                if firsts[-1] == float("inf"):
+                    firsts[-1] = _decoded(line, number, self.path)["step"]
+            elif line.startswith(HEADER):
+                header = _decoded(line, number, self.path)
+                _check_schema(header, self.path)
+                headers.append(header)
+                firsts.append(float("inf"))
+            elif line.startswith(EVENT):
+                events.append(_decoded(line, number, self.path))
+            else:
+                raise HistoryError(
+                    f"line {number} of {self.path} is {line[:60]!r}; expected a line that a "
+                    "History wrote"
+                )
+        ends = [float("inf")] * len(firsts)
+        for later, earlier in pairwise(reversed(range(len(firsts)))):
+            ends[earlier] = min(ends[later], firsts[later])
+        return headers, events, ends
+
+
+def read_run(path: str | os.PathLike[str]) -> Run:
+    """Return the run in a folder, or of a file.
+
+    Raises:
+        HistoryError: There is none.
+    """
+    found = Path(path)
+    if found.is_dir():
+        ranks = sorted(found.glob(_OF_RANKS))
+        found = found / FILE_NAME if (found / FILE_NAME).exists() or not ranks else ranks[0]
+    if not found.is_file():
+        raise HistoryError(
+            f"no run at {os.fspath(path)}; expected a folder with {FILE_NAME}, or such a file: "
+            "the outdir of a History"
+        )
+    return Run(found)
+
+
+def follow(
+    path: str | os.PathLike[str], *, stop: Callable[[], bool], every: float = 0.2
+) -> Iterator[dict[str, Any]]:
+    """Read what is written to a run's file, as it is written, whatever kind of line.
+
+    Args:
+        path: As of `read_run`.
+        stop: Asked whenever there is nothing new; true ends.
+        every: Seconds between looks.
+
+    Raises:
+        HistoryError: There is no run, or a whole line is damaged.
+    """
+    run = read_run(path)
+    rest, number = b"", 0
+    with open(run.path, "rb") as file:
+        while True:
+            block = file.read(_BUFFER)
+            if not block:
+                if stop():
+                    return
+                time.sleep(every)  # a file on a shared file system tells nobody that it grew
+                continue
+            lines = (rest + block).split(b"\n")
+            rest = lines.pop()
+            for number, line in enumerate(lines, start=number + 1):  # noqa: B020  # counts on
+                yield _decoded(line, number, run.path)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Read whole lines, numbered from 1; a last one without a newline is left out if torn."""
+    with open(path, "rb", buffering=_BUFFER) as file:
+        for number, line in enumerate(file, start=1):
+            if line.endswith(b"\n"):
+                yield number, line[:-1]
+            else:
+                try:
+                    decode(line)
+                except HistoryError:
+                    return
+                yield number, line
+
+
+def _decoded(line: bytes, number: int, path: Path) -> dict[str, Any]:
+    try:
+        return decode(line)
+    except HistoryError as error:
+        raise HistoryError(f"line {number} of {path}: {error}") from None
+
+
+def _check_schema(header: dict[str, Any], path: Path) -> None:
+    schema = header["ezpz_obs"]
+    if not isinstance(schema, int) or schema > SCHEMA:
+        raise HistoryError(
+            f"{path} is of schema {schema!r}; expected at most {SCHEMA}: read it with a newer ezpz-obs"
+        )
+
+
+def _block(names: tuple[str, ...], rows: list[tuple[Any, ...]]) -> Block:
+    import numpy as np
+
+    table = np.array([row[1:] for row in rows], dtype=np.float64)
+    steps = np.array([row[0] for row in rows], dtype=np.int64)
+    return Block(names[2:], steps, table[:, 0], table[:, 1:])
