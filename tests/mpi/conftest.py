@@ -3,6 +3,7 @@
 Rank 0 reports as pytest always does; the others say only what failed on them.
 """
 
+import os
 import sys
 
 import pytest
@@ -14,7 +15,12 @@ from ezpz_topo import get_rank_info
 
 @pytest.hookimpl(trylast=True)  # after the reporter has registered itself
 def pytest_configure(config):
-    if get_rank_info().rank > 0:
+    rank = get_rank_info().rank
+    # At its end pytest tidies the folder of all its runs: ranks at the same would meet there.
+    folder = config.rootpath / ".hatch" / "mpi" / f"rank-{rank}"
+    folder.mkdir(parents=True, exist_ok=True)
+    os.environ["PYTEST_DEBUG_TEMPROOT"] = str(folder)
+    if rank > 0:
         reporter = config.pluginmanager.get_plugin("terminalreporter")
         config.pluginmanager.unregister(reporter)
         config.pluginmanager.register(_OnlyFailures(), "only-failures")
