@@ -2,7 +2,8 @@
 
 In one launch of gloo ranks on this machine, in turn (A B A B ...), compared as ratios:
 set-up against a bare init_process_group; a training step of a model that we wrapped against one
-wrapped by hand, with DDP and with FSDP2; our collectives against torch's own.
+wrapped by hand, with DDP and with FSDP2; our collectives against torch's own. Two models wrapped by
+hand tell how much of a step's ratio is chance.
 """
 
 import json as json_module
@@ -24,6 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 import ezpz_dist
 
 Figures = dict[str, dict[str, float]]
+Wrap = Callable[[nn.Module], nn.Module]
+_MODELS = 6
 
 
 def free_ports(count: int) -> list[int]:
@@ -45,6 +48,11 @@ def network(width: int = 256, depth: int = 8) -> nn.Module:
         for _ in range(depth)
     ]
     return nn.Sequential(nn.Sequential(*blocks))
+
+
+def bare_ddp(model: nn.Module) -> nn.Module:
+    """Wrap by hand."""
+    return DistributedDataParallel(model)
 
 
 def bare_fsdp2(model: nn.Module) -> nn.Module:
@@ -70,8 +78,8 @@ def stepper(model: nn.Module) -> Callable[[], None]:
 
 def paired(
     ours: Callable[[], object], theirs: Callable[[], object], rounds: int
-) -> dict[str, float]:
-    """Time two things in turn; return medians (ms) and the quartiles of their ratio."""
+) -> list[tuple[float, float]]:
+    """Time two things in turn; return seconds of both, round by round."""
     samples: list[tuple[float, float]] = []
     for turn in range(rounds + 3):
         taken = {}
@@ -82,6 +90,24 @@ def paired(
             taken[name] = time.perf_counter() - began
         if turn >= 3:
             samples.append((taken["ours"], taken["theirs"]))
+    return samples
+
+
+def paired_steps(ours: Wrap, theirs: Wrap, rounds: int) -> list[tuple[float, float]]:
+    """Time training steps of models that are made anew six times, each first in turn.
+
+    Where a model's memory happens to lie makes up to a tenth of such a step.
+    """
+    samples: list[tuple[float, float]] = []
+    for turn in range(_MODELS):
+        made = [stepper(wrap(network())) for wrap in (ours, theirs)[:: 1 if turn % 2 else -1]]
+        our_step, their_step = made[:: 1 if turn % 2 else -1]
+        samples += paired(our_step, their_step, -(-rounds // _MODELS))
+    return samples
+
+
+def figure_of(samples: list[tuple[float, float]]) -> dict[str, float]:
+    """Return medians (ms) and the quartiles of the ratio."""
     ratios = sorted(one / other for one, other in samples)
     return {
         "ours_ms": statistics.median(one for one, _ in samples) * 1e3,
@@ -136,15 +162,15 @@ def measure(place: tuple[int, int], rounds: int, ports: list[int], start: Any, s
     ezpz_dist.setup_torch(timeout=60)
     one, numbers = torch.ones(1), {f"m{i}": float(i) for i in range(10)}
     gathered = [torch.empty(10) for _ in range(ranks)]
+    wraps: dict[str, tuple[Wrap, Wrap]] = {
+        "DDP step": (ezpz_dist.wrap_model_for_ddp, bare_ddp),
+        "DDP step, both by hand": (bare_ddp, bare_ddp),
+        "FSDP2 step": (ezpz_dist.wrap_model_for_fsdp2, bare_fsdp2),
+        "FSDP2 step, both by hand": (bare_fsdp2, bare_fsdp2),
+    }
+    for name, (our_wrap, their_wrap) in wraps.items():
+        figures[name] = figure_of(paired_steps(our_wrap, their_wrap, 3 * rounds))
     pairs: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
-        "DDP step": (
-            stepper(ezpz_dist.wrap_model_for_ddp(network())),
-            stepper(DistributedDataParallel(network())),
-        ),
-        "FSDP2 step": (
-            stepper(ezpz_dist.wrap_model_for_fsdp2(network())),
-            stepper(bare_fsdp2(network())),
-        ),
         "barrier": (ezpz_dist.barrier, dist.barrier),
         "all_reduce(float)": (lambda: ezpz_dist.all_reduce(1.0), lambda: dist.all_reduce(one)),
         "all_reduce(10 numbers) / all_gather": (
@@ -153,7 +179,7 @@ def measure(place: tuple[int, int], rounds: int, ports: list[int], start: Any, s
         ),
     }
     for name, (ours, theirs) in pairs.items():
-        figures[name] = paired(ours, theirs, rounds * (1 if "step" in name else 5))
+        figures[name] = figure_of(paired(ours, theirs, 5 * rounds))
     ezpz_dist.cleanup()
     said.put((rank, figures))
 
@@ -162,7 +188,7 @@ def main(rounds: int = 40, ranks: int = 2, json: str = "") -> None:
     """Print the figures, and write them to a file if one is named.
 
     Args:
-        rounds: Pairs of steps, and of set-ups; collectives five times as many.
+        rounds: Pairs of set-ups; of steps three times as many, of collectives five times.
         ranks: Gloo processes on this machine.
         json: A file to write the figures to.
     """
