@@ -1,6 +1,5 @@
 """One unchanged training script under every launcher: the right world, the same loss."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -8,6 +7,8 @@ import sys
 import sysconfig
 
 import pytest
+
+import ezpz_obs
 
 MODULE = ("-m", "ezpz.examples.minimal", "--epochs", "3")
 LAUNCHERS = {
@@ -35,8 +36,7 @@ def runs(tmp_path_factory):
             capture_output=True, text=True, timeout=180, check=False,
         )  # fmt: skip
         assert process.returncode == 0, process.stderr
-        last = (out / "metrics.jsonl").read_text().splitlines()[-1]
-        done[name] = json.loads(last), process.stderr
+        done[name] = ezpz_obs.History.read(out)[-1], process.stderr
     return done
 
 

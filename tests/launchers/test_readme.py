@@ -1,12 +1,13 @@
 """The Python of every README runs and prints what stands below it; the training script trains."""
 
-import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import ezpz_obs
 
 ROOT = Path(__file__).resolve().parents[2]
 READMES = sorted(ROOT.glob("packages/*/README.md"))
@@ -29,8 +30,7 @@ def test_the_twelve_lines_train(tmp_path):
     assert len([line for line in script.splitlines() if line.strip()]) == 12
     (tmp_path / "train.py").write_text(script)
     run([sys.executable, "-m", "ezpz_launch", "-n", "2", sys.executable, "train.py"], tmp_path)
-    lines = (tmp_path / "outputs" / "readme" / "metrics.jsonl").read_text().splitlines()
-    losses = [json.loads(line)["loss"] for line in lines]
+    losses = [record["loss"] for record in ezpz_obs.History.read(tmp_path / "outputs" / "readme")]
     assert len(losses) == 200
     assert losses[-1] < losses[0] / 10
 

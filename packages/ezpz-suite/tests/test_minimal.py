@@ -1,11 +1,12 @@
 """The example trains on real data, in a process of its own."""
 
-import json
 import os
 import subprocess
 import sys
 
 import pytest
+
+import ezpz_obs
 
 pytest.importorskip("sklearn", reason="the digits come with scikit-learn: ezpz-suite[examples]")
 
@@ -25,8 +26,7 @@ def test_one_rank_learns_the_digits(tmp_path):
     done = run("--outdir", str(tmp_path / "out"))
     assert done.returncode == 0, done.stderr
     assert str(tmp_path / "out" / "metrics.jsonl") in done.stderr
-    metrics = (tmp_path / "out" / "metrics.jsonl").read_text()
-    records = [json.loads(line) for line in metrics.splitlines()]
+    records = ezpz_obs.History.read(tmp_path / "out")
     assert [record["epoch"] for record in records] == list(range(12))
     assert records[-1]["accuracy"] >= 0.95
     assert records[-1]["loss"] < records[0]["loss"] / 10
