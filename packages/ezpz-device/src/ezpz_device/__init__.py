@@ -1,4 +1,4 @@
-"""Which torch device this process uses, and which backend goes with it.
+"""Which torch device this process uses, and which backend goes with it, and what it can do.
 
 >>> import ezpz_device
 >>> ezpz_device.get_torch_device_type(env={"TORCH_DEVICE": "cpu"})
@@ -10,17 +10,25 @@
 from ._backend import available_backends, get_torch_backend, is_backend_available
 from ._dtypes import TORCH_DTYPES_MAP, as_dtype
 from ._errors import DeviceError
+from ._memory import Memory, get_memory, reset_peak_memory
+from ._peaks import get_peak_flops
+from ._properties import get_device_properties
 from ._select import get_torch_device, get_torch_device_type
 from ._version import __version__
 
 __all__ = [
     "TORCH_DTYPES_MAP",
     "DeviceError",
+    "Memory",
     "__version__",
     "as_dtype",
     "available_backends",
+    "get_device_properties",
+    "get_memory",
+    "get_peak_flops",
     "get_torch_backend",
     "get_torch_device",
     "get_torch_device_type",
     "is_backend_available",
+    "reset_peak_memory",
 ]

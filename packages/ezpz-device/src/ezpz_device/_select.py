@@ -71,6 +71,36 @@ def get_torch_device(env: Mapping[str, str] | None = None) -> str:
     return f"{device_type}:{_index(get_local_device(env), count, device_type, env)}"
 
 
+def device_in_use(
+    device: str | torch.device | None = None, env: Mapping[str, str] | None = None
+) -> torch.device:
+    """Return the device asked for, else the one that this process is using.
+
+    That is torch's current one once torch has initialized it (``set_device`` may have chosen
+    another than the local rank's), before that `get_torch_device`'s.
+
+    Args:
+        device: A CUDA or XPU device without an index is the current one.
+        env: The environment to read; default ``os.environ``.
+
+    Raises:
+        DeviceError: The device cannot be used.
+        ezpz_topo.TopoError: The local rank is needed and cannot be known.
+    """
+    if device is not None:
+        chosen = _device_of(str(device), "device")
+    else:
+        chosen = torch.device(get_torch_device_type(env))
+    if chosen.type in {"cpu", "mps"}:
+        return torch.device(chosen.type)
+    if ":" in str(chosen):
+        return chosen
+    module = getattr(torch, chosen.type)
+    if device is None and not module.is_initialized():
+        return torch.device(get_torch_device(env))
+    return torch.device(chosen.type, module.current_device())
+
+
 def _index(local_rank: int, count: int, device_type: str, env: Mapping[str, str]) -> int:
     if local_rank < count:
         return local_rank
@@ -82,21 +112,21 @@ def _index(local_rank: int, count: int, device_type: str, env: Mapping[str, str]
     )
 
 
-def _device_of(text: str) -> torch.device:
+def _device_of(text: str, name: str = "TORCH_DEVICE") -> torch.device:
     try:
         device = torch.device(text)
     except RuntimeError as error:
         raise DeviceError(
-            f"TORCH_DEVICE={text!r} is no device; expected one of {', '.join(DEVICE_TYPES)}"
+            f"{name}={text!r} is no device; expected one of {', '.join(DEVICE_TYPES)}"
         ) from error
     usable = DEVICE_TYPES.get(device.type)
     if usable is None:
         raise DeviceError(
-            f"TORCH_DEVICE={text!r} is not supported; expected one of {', '.join(DEVICE_TYPES)}"
+            f"{name}={text!r} is not supported; expected one of {', '.join(DEVICE_TYPES)}"
         )
     if not usable():
         raise DeviceError(
-            f"TORCH_DEVICE={text!r}, but torch {torch.__version__} sees no {device.type} device; "
-            "unset TORCH_DEVICE, or install a torch built for it"
+            f"{name}={text!r}, but torch {torch.__version__} sees no {device.type} device; "
+            f"unset {name}, or install a torch built for it"
         )
     return device

@@ -1,0 +1,174 @@
+"""How fast a device can be at best, from a table of what the vendors state."""
+
+from __future__ import annotations
+
+import math
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from ._dtypes import TORCH_DTYPES_MAP
+from ._errors import DeviceError
+from ._select import device_in_use
+
+OVERRIDE = "EZPZ_PEAK_FLOPS"
+
+KINDS = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "int8")
+"""What the table has rates of."""
+
+_KIND_OF: Mapping[torch.dtype, str] = MappingProxyType(
+    {
+        torch.float64: "fp64",
+        torch.float32: "fp32",
+        torch.bfloat16: "bf16",
+        torch.float16: "fp16",
+        torch.float8_e4m3fn: "fp8",
+        torch.float8_e4m3fnuz: "fp8",
+        torch.float8_e5m2: "fp8",
+        torch.float8_e5m2fnuz: "fp8",
+        torch.int8: "int8",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Peaks:
+    """One row of the table: what a vendor states of one device.
+
+    Attributes:
+        name: For people.
+        match: Names as torch reports them.
+        units: Multiprocessors, compute units or vector engines that the rates are of.
+        memory_gb: The sizes it is sold with.
+        flops: Operations a second, dense, by kind.
+        source: The vendor's document.
+        date: Year and month of the last comparison with it.
+    """
+
+    name: str
+    match: tuple[str, ...]
+    units: int
+    memory_gb: tuple[float, ...]
+    flops: Mapping[str, float]
+    source: str
+    date: str
+
+
+def get_peak_flops(
+    dtype: str | torch.dtype = "bf16",
+    device: str | torch.device | None = None,
+    *,
+    peak_flops: float | None = None,
+    env: Mapping[str, str] | None = None,
+) -> float | None:
+    """Return the floating-point operations a second that a device does at best.
+
+    Of matrix products, dense, as the vendor states it; of a part of a device (a tile of Intel's,
+    a MIG slice of NVIDIA's, a partition of AMD's) its share of the compute units.
+
+    >>> get_peak_flops("bf16", "cpu") is None
+    True
+    >>> get_peak_flops("bf16", "cpu", env={"EZPZ_PEAK_FLOPS": "2e12"})
+    2000000000000.0
+
+    Args:
+        dtype: What the products are of: a torch dtype, or "fp64", "fp32", "tf32", "bf16",
+            "fp16", "fp8", "int8". With ``torch.set_float32_matmul_precision("high")`` products
+            of fp32 run as "tf32".
+        device: Default: the one in use, see `get_device_properties`.
+        peak_flops: Known better: it is returned.
+        env: The environment to read; default ``os.environ``. ``EZPZ_PEAK_FLOPS`` comes after
+            ``peak_flops`` and before the table, whatever the dtype.
+
+    Returns:
+        FLOP/s of this one device; None where the table does not have it (any CPU, and devices or
+        dtypes that no datasheet was found for): there is no guess.
+
+    Raises:
+        DeviceError: The device cannot be used, or ``EZPZ_PEAK_FLOPS`` is no number above 0.
+        ValueError: ``dtype`` is none of these, or ``peak_flops`` is no number above 0.
+    """
+    env = os.environ if env is None else env
+    kind = _kind(dtype)
+    if peak_flops is not None:
+        if not 0 < peak_flops < math.inf:
+            raise ValueError(f"peak_flops={peak_flops}; expected FLOP/s above 0, such as 312e12")
+        return float(peak_flops)
+    if env.get(OVERRIDE):
+        return _override(env[OVERRIDE])
+    here = device_in_use(device, env)
+    if here.type not in {"cuda", "xpu"}:
+        return None
+    properties = getattr(torch, here.type).get_device_properties(here)
+    return peak_of(properties.name, compute_units(properties), kind)
+
+
+def peak_of(name: str, units: int, kind: str) -> float | None:
+    """Return FLOP/s of a device that torch reports under a name with so many compute units."""
+    # "NVIDIA A100-SXM4-40GB MIG 1g.5gb": a slice, which shows its own multiprocessors only.
+    whole = name.partition(" MIG ")[0].strip()
+    for row in read_peaks():
+        if whole in row.match:
+            # More than the datasheet's is another product under the same name.
+            rate = row.flops.get(kind) if 0 < units <= row.units else None
+            return None if rate is None else rate * units / row.units
+    return None
+
+
+def compute_units(properties: Any) -> int:
+    """Return how many multiprocessors (CUDA, ROCm) or vector engines (XPU) torch reports."""
+    units = getattr(properties, "multi_processor_count", None)
+    return int(properties.max_compute_units if units is None else units)
+
+
+@cache
+def read_peaks() -> tuple[Peaks, ...]:
+    """Return the table, ``peaks.toml``."""
+    text = files(__package__).joinpath("peaks.toml").read_text(encoding="utf-8")
+    return tuple(
+        Peaks(
+            name=row["name"],
+            match=tuple(row["match"]),
+            units=row["units"],
+            memory_gb=tuple(row["memory_gb"]),
+            flops=MappingProxyType({kind: rate * 1e12 for kind, rate in row["tflops"].items()}),
+            source=row["source"],
+            date=row["date"],
+        )
+        for row in tomllib.loads(text)["device"]
+    )
+
+
+def _kind(dtype: str | torch.dtype) -> str:
+    if isinstance(dtype, str):
+        if dtype in KINDS:
+            return dtype
+        found = TORCH_DTYPES_MAP.get(dtype)
+    else:
+        found = dtype
+    kind = None if found is None else _KIND_OF.get(found)
+    if kind is None:
+        raise ValueError(
+            f"dtype {dtype!r}; expected one of {', '.join(KINDS)}, or a torch.dtype of these"
+        )
+    return kind
+
+
+def _override(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise DeviceError(
+            f"{OVERRIDE}={text!r} is no number above 0; expected FLOP/s of one device, such as "
+            "312e12, or nothing"
+        )
+    return value

@@ -1,0 +1,154 @@
+import math
+import re
+
+import pytest
+import torch
+
+from ezpz_device import DeviceError, get_peak_flops
+from ezpz_device._peaks import KINDS, compute_units, peak_of, read_peaks
+
+ROWS = read_peaks()
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_a_row_is_sane(row):
+    assert row.match
+    assert all(name == name.strip() and " MIG " not in name for name in row.match)
+    assert 1 <= row.units <= 2048
+    assert all(8 <= size <= 512 for size in row.memory_gb)
+    assert row.flops
+    assert set(row.flops) <= set(KINDS)
+    # FLOP/s, not TFLOP/s, and nothing with a zero too many.
+    assert all(1e12 < rate < 1e16 for rate in row.flops.values())
+    assert row.source
+    assert re.fullmatch(r"20\d\d-[01]\d", row.date)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_fewer_bits_are_no_slower(row):
+    rates = [
+        row.flops[kind] for kind in ("fp64", "fp32", "tf32", "bf16", "fp8") if kind in row.flops
+    ]
+    assert rates == sorted(rates)
+    if {"bf16", "fp16"} <= set(row.flops) and "MI100" not in row.name:
+        assert row.flops["bf16"] == row.flops["fp16"]
+    for wide, narrow in (("tf32", "bf16"), ("bf16", "fp8")):
+        if {wide, narrow} <= set(row.flops):
+            # A figure with sparsity in one column and a dense one in the other would be 4 or 1.
+            assert 1.95 < row.flops[narrow] / row.flops[wide] < 2.05
+
+
+def test_no_name_stands_in_two_rows():
+    names = [name for row in ROWS for name in row.match]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize(
+    ("name", "units", "kind", "teraflops"),
+    [
+        ("Tesla V100-SXM2-32GB", 80, "fp16", 125),
+        ("NVIDIA A100-SXM4-40GB", 108, "bf16", 312),
+        ("NVIDIA A100-SXM4-40GB", 108, "tf32", 156),
+        ("NVIDIA A100 80GB PCIe", 108, "fp64", 19.5),
+        ("NVIDIA H100 80GB HBM3", 132, "bf16", 989.4),
+        ("NVIDIA H100 PCIe", 114, "bf16", 756),
+        ("NVIDIA H200", 132, "bf16", 989.5),
+        ("NVIDIA GH200 120GB", 132, "fp8", 1979),
+        ("AMD Instinct MI250X", 110, "bf16", 191.5),
+        ("AMD Instinct MI250X / MI250", 104, "bf16", 181.05),
+        ("AMD Instinct MI250X/MI250", 110, "fp64", 47.85),
+        ("AMD Instinct MI300X", 304, "bf16", 1307.4),
+        ("Intel(R) Data Center GPU Max 1550", 1024, "bf16", 839),
+        ("Intel(R) Data Center GPU Max 1550", 512, "bf16", 419.5),  # a tile
+        ("Intel(R) Data Center GPU Max 1550", 448, "bf16", 367.0625),  # a tile of Aurora's
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", 14, "bf16", 312 * 14 / 108),
+        ("AMD Instinct MI300X", 38, "bf16", 1307.4 / 8),  # one of eight partitions
+    ],
+)
+def test_names_as_torch_reports_them(name, units, kind, teraflops):
+    assert peak_of(name, units, kind) == pytest.approx(teraflops * 1e12, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "units", "kind"),
+    [
+        ("NVIDIA A10G", 80, "bf16"),  # not A10, nor A100
+        ("NVIDIA A100-SXM-64GB", 124, "bf16"),
+        ("NVIDIA A100-SXM4-40GB", 124, "bf16"),  # more than the datasheet's: something else
+        ("NVIDIA H200 NVLX", 132, "bf16"),
+        ("Tesla V100-SXM2-32GB", 80, "bf16"),  # has none
+        ("NVIDIA GeForce RTX 4090", 128, "bf16"),
+        ("", 1, "bf16"),
+        ("NVIDIA H200", 0, "bf16"),
+    ],
+)
+def test_what_is_not_known_is_not_guessed(name, units, kind):
+    assert peak_of(name, units, kind) is None
+
+
+def test_a_cpu_has_none_unless_the_user_knows():
+    assert get_peak_flops("bf16", "cpu", env={}) is None
+    assert get_peak_flops("bf16", "cpu", env={"EZPZ_PEAK_FLOPS": "3.5e12"}) == 3.5e12
+    assert get_peak_flops(peak_flops=1e12, env={"EZPZ_PEAK_FLOPS": "3.5e12"}) == 1e12
+    assert get_peak_flops("bf16", "cpu", env={"EZPZ_PEAK_FLOPS": ""}) is None
+
+
+def test_the_environment_is_read_when_it_is_asked(monkeypatch):
+    monkeypatch.setenv("EZPZ_PEAK_FLOPS", "7e12")
+    assert get_peak_flops("fp8", "cpu") == 7e12
+
+
+@pytest.mark.parametrize("text", ["fast", "0", "-1e12", "nan", "inf", "312 TFLOPS"])
+def test_an_override_that_is_no_rate(text):
+    with pytest.raises(DeviceError, match=f"EZPZ_PEAK_FLOPS='{text}' .* expected FLOP/s"):
+        get_peak_flops(device="cpu", env={"EZPZ_PEAK_FLOPS": text})
+
+
+@pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf])
+def test_an_argument_that_is_no_rate(value):
+    with pytest.raises(ValueError, match="expected FLOP/s above 0"):
+        get_peak_flops(peak_flops=value, device="cpu")
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, "bf16", "bfloat16", "tf32", "int8", torch.int8, torch.float8_e4m3fn]
+)
+def test_the_dtypes_that_have_rates(dtype):
+    assert get_peak_flops(dtype, "cpu", env={}) is None
+
+
+@pytest.mark.parametrize("dtype", ["bf15", torch.int64, torch.complex64])
+def test_a_dtype_that_has_none(dtype):
+    with pytest.raises(ValueError, match=r"expected one of fp64, fp32, tf32"):
+        get_peak_flops(dtype, "cpu")
+
+
+@pytest.mark.parametrize("device", ["gpu", "meta"])
+def test_a_device_that_is_none(device):
+    with pytest.raises(DeviceError, match=f"device='{device}'.*expected one of xpu"):
+        get_peak_flops("bf16", device)
+
+
+# What torch's properties of an accelerator look like, as of torch 2.13: captured, not run here.
+
+
+class Cuda:
+    name = "NVIDIA H200"
+    multi_processor_count = 132
+
+
+class Xpu:
+    name = "Intel(R) Data Center GPU Max 1550"
+    max_compute_units = 512
+
+
+@pytest.mark.parametrize(("properties", "units"), [(Cuda(), 132), (Xpu(), 512)])
+def test_compute_units(properties, units):
+    assert compute_units(properties) == units
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_this_machines_device():
+    name = torch.cuda.get_device_name()
+    known = any(name in row.match for row in ROWS)
+    assert (get_peak_flops("bf16", "cuda", env={}) is not None) == known
