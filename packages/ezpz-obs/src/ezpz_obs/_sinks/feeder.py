@@ -1,0 +1,143 @@
+"""Between training and one sink: a queue that never blocks, a thread, and one that watches it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .protocol import Sink
+
+logger = logging.getLogger("ezpz_obs")
+
+_OPEN_SECONDS = 10.0
+_WRITE_SECONDS = 60.0  # a server may be restarted meanwhile: training does not wait, records do
+_BUSY, _IDLE = 0.02, 0.2  # between looks at the queue: to be woken by each record costs training
+_BATCH = 1000
+
+
+class Feeder:
+    """Feeds one sink, from a thread of its own.
+
+    A sink that raises or hangs is warned about once and left behind; training, the other sinks
+    and the run's file go on.
+
+    Args:
+        sink: Where to.
+        header: The first line of this attempt.
+        folder: The run's folder.
+        capacity: Records that may wait. Of more, the oldest are left out, and counted.
+    """
+
+    def __init__(
+        self,
+        sink: Sink,
+        header: Mapping[str, Any],
+        folder: Path | None,
+        capacity: int = 10_000,
+    ) -> None:
+        self._sink, self._folder = sink, folder
+        # A deque with a length drops its oldest by itself: no branch, no lock in `put`.
+        self._queue: deque[Mapping[str, Any]] = deque(maxlen=capacity)
+        self._put = 0
+        self._sent = 0
+        self._doing: tuple[str, float, float] | None = None
+        self._lock = threading.Lock()
+        self._left = False
+        self._closing, self._ended = threading.Event(), threading.Event()
+        for target, args in (self._feed, (header, folder)), (self._watch, ()):
+            name = f"ezpz_obs {sink.name}"
+            # Daemons: whatever they wait for, the interpreter's end does not.
+            threading.Thread(target=target, args=args, name=name, daemon=True).start()
+
+    def put(self, record: Mapping[str, Any]) -> None:
+        """Hand over a record, which is not changed afterwards. Never blocks."""
+        self._queue.append(record)
+        self._put += 1
+
+    def close(self, seconds: float = 10.0) -> None:
+        """Wait until all is sent, at most so long; say what was not. Harmless twice."""
+        self._closing.set()
+        if not self._ended.wait(seconds):
+            self._leave(f"has not finished {seconds:.3g} s after the end of training")
+        missing, self._put = self._put - self._sent, self._sent
+        if missing > 0:
+            logger.warning(
+                "sink %s: %d records were not sent; they are in the run's file: "
+                "ezpz-obs replay %s --to %s",
+                self._sink.name, missing, self._folder or "RUN", self._sink.name,
+            )  # fmt: skip
+
+    def _feed(self, header: Mapping[str, Any], folder: Path | None) -> None:
+        try:
+            self._begin("open", getattr(self._sink, "open_seconds", _OPEN_SECONDS))
+            self._sink.open(header, folder)
+            self._doing = None
+            self._send_all()
+            self._begin("close", float("inf"))  # `close` bounds it
+            self._sink.close()
+        # A sink is somebody else's code, and talks to servers and disks: whatever it raises,
+        # training goes on. SystemExit is what some libraries end with.
+        except (Exception, SystemExit) as error:  # noqa: BLE001
+            doing = self._doing[0] if self._doing else "write"
+            self._leave(f"failed to {doing}: {_say(error)}")
+        finally:
+            self._doing = None
+            self._ended.set()
+
+    def _send_all(self) -> None:
+        """Send what comes, until closing and the queue is empty."""
+        while not self._left:
+            last = self._closing.is_set()  # asked first: what is put before closing is sent
+            batch = _take(self._queue)
+            if batch:
+                self._begin("write", _WRITE_SECONDS)
+                self._sink.write(batch)
+                self._doing = None
+                self._sent += len(batch)
+            elif last:
+                return
+            self._closing.wait(_BUSY if batch else _IDLE) if not last else None
+
+    def _begin(self, what: str, seconds: float) -> None:
+        self._doing = (what, time.monotonic() + seconds, seconds)
+
+    def _watch(self) -> None:
+        while not self._ended.wait(0.5):
+            doing = self._doing
+            if doing is not None and time.monotonic() > doing[1]:
+                self._leave(f"hangs: {doing[0]} takes more than {doing[2]:.3g} s")
+                return
+
+    def _leave(self, why: str) -> None:
+        with self._lock:
+            if self._left:
+                return
+            self._left = True
+        self._queue = deque(maxlen=0)  # `put` goes on, and keeps nothing
+        logger.warning("sink %s %s; training goes on without it", self._sink.name, why)
+        abandon = getattr(self._sink, "abandon", None)
+        if abandon is not None:
+            try:
+                abandon()
+            except Exception as error:  # noqa: BLE001  # as above; it is left behind already
+                logger.debug("sink %s: %s", self._sink.name, _say(error))
+
+
+def _take(queue: deque[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    batch: list[Mapping[str, Any]] = []
+    try:
+        while len(batch) < _BATCH:
+            batch.append(queue.popleft())
+    except IndexError:
+        pass
+    return batch
+
+
+def _say(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text:.500}" if text else type(error).__name__

@@ -1,0 +1,121 @@
+"""The sink "mlflow": a run at ``MLFLOW_TRACKING_URI``, else in the folder ``RUN/mlruns``."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from ezpz_obs._errors import SinkError
+
+from .values import as_float, metrics_of, plain_config, project_of, run_key
+
+_TAG = "ezpz_obs.run"
+_MOST = 1000  # metrics a request, MLflow's own limit
+_LONGEST_NAME, _LONGEST_VALUE = 250, 500
+_NOT_IN_NAMES = re.compile(r"[^\w\-. :/]")
+
+
+class MlflowSink:
+    """Logs to one MLflow run, found again by a tag after a restart.
+
+    The experiment is ``MLFLOW_EXPERIMENT_NAME``, else the script's name. Letters that MLflow does
+    not take in a name become ``_``.
+    """
+
+    name = "mlflow"
+
+    def __init__(self, *_: Any) -> None:
+        # Server or file, one that does not answer is said so by MLflow after minutes.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
+        from mlflow.entities import Metric, Param
+        from mlflow.tracking import MlflowClient
+
+        self._metric, self._param, self._make = Metric, Param, MlflowClient
+        self._client: Any = None
+        self._run = ""
+        self._names: dict[str, str] = {}
+        self.place = ""
+
+    def open(self, header: Mapping[str, Any], folder: Path | None) -> None:
+        """Find or make the run.
+
+        Raises:
+            SinkError: There is neither a folder nor a server.
+        """
+        where = os.environ.get("MLFLOW_TRACKING_URI")
+        if not where:
+            if folder is None:
+                raise SinkError(
+                    'sink "mlflow" of a run without a folder; expected History(outdir=...) or '
+                    "MLFLOW_TRACKING_URI"
+                )
+            where = (folder / "mlruns").absolute().as_uri()
+            # Plain files need no database; MLflow 3 wants to be told that they are meant.
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        self._client = client = self._make(tracking_uri=where)
+        experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME") or project_of(header)
+        found = client.get_experiment_by_name(experiment)
+        number = found.experiment_id if found else client.create_experiment(experiment)
+        key = run_key(header, folder)
+        runs = client.search_runs([number], f"tags.`{_TAG}` = '{key}'", max_results=1)
+        if runs:
+            self._run = runs[0].info.run_id
+            client.set_terminated(self._run, "RUNNING")
+        else:
+            run = client.create_run(number, tags={_TAG: key}, run_name=str(header.get("run", key)))
+            self._run = run.info.run_id
+            self._log_parameters(header)
+        self.place = f"run {self._run} of {experiment} at {where}"
+
+    def write(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Log metrics, up to 1000 a request."""
+        metrics = [
+            self._metric(
+                self._shown(name), as_float(value), int(record["time"] * 1000), record["step"]
+            )
+            for record in records
+            for name, value in metrics_of(record)
+        ]
+        for first in range(0, len(metrics), _MOST):
+            self._client.log_batch(self._run, metrics=metrics[first : first + _MOST])
+
+    def close(self) -> None:
+        """Mark the run as finished."""
+        if self._run:
+            self._client.set_terminated(self._run)
+
+    def _log_parameters(self, header: Mapping[str, Any]) -> None:
+        flat = dict(_flat(plain_config(header)))
+        parameters = [
+            self._param(self._shown(name), str(value)[:_LONGEST_VALUE])
+            for name, value in flat.items()
+        ]
+        for first in range(0, len(parameters), 100):  # MLflow's limit
+            self._client.log_batch(self._run, params=parameters[first : first + 100])
+
+    def _shown(self, name: str) -> str:
+        """Return a name that MLflow takes; two names never become one."""
+        shown = self._names.get(name)
+        if shown is None:
+            shown = _NOT_IN_NAMES.sub("_", name)
+            parts = shown.split("/")
+            if shown != name or len(shown) > _LONGEST_NAME or {"", ".", ".."} & set(parts):
+                mark = blake2b(name.encode(errors="replace"), digest_size=3).hexdigest()
+                clean = "/".join(part for part in parts if part not in ("", ".", ".."))
+                shown = f"{clean[: _LONGEST_NAME - 7]}_{mark}"
+            self._names[name] = shown
+        return shown
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            found += _flat(value, f"{prefix}{name}.")
+        else:
+            found.append((f"{prefix}{name}", value))
+    return found

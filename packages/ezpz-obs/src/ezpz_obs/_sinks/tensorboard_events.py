@@ -1,0 +1,82 @@
+"""The sink "tensorboard": event files in ``RUN/tensorboard``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ezpz_obs._errors import SinkError
+
+from .values import as_float, metrics_of
+
+FOLDER = "tensorboard"
+_FLUSH_SECONDS = 10
+
+
+class TensorboardSink:
+    """Writes event files by tensorboard's own writer, one event a record.
+
+    Each attempt adds a file to the same folder; TensorBoard shows of each step the latest.
+    Its numbers are of 32 bits.
+    """
+
+    name = "tensorboard"
+
+    def __init__(self, *_: Any) -> None:
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._events, self._summaries, self._make = event_pb2, summary_pb2, EventFileWriter
+        self._writer: Any = None
+        self._begins = False
+        self.place = ""
+
+    def open(self, header: Mapping[str, Any], folder: Path | None) -> None:
+        """Begin a file.
+
+        Raises:
+            SinkError: The run has no folder.
+        """
+        if folder is None:
+            raise SinkError(
+                'sink "tensorboard" of a run without a folder; expected History(outdir=...)'
+            )
+        self._writer = self._make(
+            str(folder / FOLDER), max_queue_size=1000, flush_secs=_FLUSH_SECONDS
+        )
+        self._begins = bool(header.get("attempt")) or "replayed" in header
+
+    def write(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Add one event a record."""
+        if self._begins:
+            # Tells TensorBoard to leave out what earlier files have from this step on.
+            log = self._events.SessionLog(status=self._events.SessionLog.START)
+            first = records[0]
+            self._writer.add_event(
+                self._events.Event(session_log=log, step=_step(first), wall_time=first["time"])
+            )
+            self._begins = False
+        value = self._summaries.Summary.Value
+        for record in records:
+            values = [
+                value(tag=name, simple_value=as_float(number))
+                for name, number in metrics_of(record)
+            ]
+            self._writer.add_event(
+                self._events.Event(
+                    summary=self._summaries.Summary(value=values),
+                    step=_step(record),
+                    wall_time=record["time"],
+                )
+            )
+
+    def close(self) -> None:
+        """Write what is in the buffer."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+def _step(record: Mapping[str, Any]) -> int:
+    """Return a step that fits 64 bits."""
+    return int(max(-(1 << 63), min(record["step"], (1 << 63) - 1)))
