@@ -1,0 +1,150 @@
+"""How far a loop has got: a bar for a person, a line now and then for a file."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any, Generic, TypeVar
+
+from ezpz_obs._context import find_place
+
+from .levels import wants_json
+from .logger import get_logger
+
+T = TypeVar("T")
+
+
+def progress(
+    iterable: Iterable[T],
+    *,
+    total: int | None = None,
+    desc: str | None = None,
+    unit: str = "it",
+    every: float = 30.0,
+) -> Progress[T]:
+    """Return the iterable, which shows on rank 0 how far it has got.
+
+    A bar on a terminal, which log lines leave whole; else lines of the log, with the rate and the
+    time that is left: at most one in ``every`` seconds, and one at the end. Other ranks iterate
+    only. Any iterable will do, generators and those without an end too.
+
+    Args:
+        iterable: What to iterate over.
+        total: How many there are; default: its length, where it has one.
+        desc: What is being done.
+        unit: What is counted.
+        every: Seconds between two lines.
+
+    Raises:
+        ValueError: ``EZPZ_LOG_LEVEL`` is no level, or ``EZPZ_LOG_FORMAT`` no format.
+        ezpz_topo.TopoError: The rank cannot be known.
+
+    >>> sum(progress(range(4)))
+    6
+    """
+    return Progress(iterable, total, desc, unit, every)
+
+
+class Progress(Generic[T]):
+    """An iterable that shows how far it has got; see `progress`."""
+
+    def __init__(
+        self, iterable: Iterable[T], total: int | None, desc: str | None, unit: str, every: float
+    ) -> None:
+        self._iterable = iterable
+        self._total = total
+        self._desc = desc
+        self._unit = unit
+        self._every = every
+        self._speaks = find_place().rank == 0
+        self._logger = get_logger("progress")
+        self._is_total_known = total is not None
+
+    def __len__(self) -> int:
+        """Return how many there are.
+
+        Raises:
+            TypeError: Nobody knows.
+        """
+        total = self._find_total()
+        if total is None:
+            raise TypeError(f"a {type(self._iterable).__name__} without a length; give total=")
+        return total
+
+    def __iter__(self) -> Iterator[T]:
+        if not self._speaks:
+            return iter(self._iterable)
+        if self._wants_bar():
+            return self._with_bar()
+        return self._with_lines()
+
+    def _find_total(self) -> int | None:
+        if not self._is_total_known:
+            self._is_total_known = True
+            # A loader's length may be costly, or an error where it has none: asked for once.
+            try:
+                self._total = len(self._iterable)  # type: ignore[arg-type]
+            except (TypeError, NotImplementedError, AttributeError):
+                self._total = None
+        return self._total
+
+    def _wants_bar(self) -> bool:
+        if not self._logger.is_enabled_for(20) or wants_json(os.environ):
+            return False
+        try:
+            return sys.stderr is not None and sys.stderr.isatty()
+        except ValueError:  # closed
+            return False
+
+    def _with_bar(self) -> Iterator[T]:
+        from tqdm import tqdm  # type: ignore[import-untyped]  # 20 ms
+
+        # An iterator, since tqdm would ask for the length itself.
+        bar: Any = tqdm(
+            iter(self._iterable), total=self._find_total(), desc=self._desc, unit=self._unit,
+            dynamic_ncols=True, file=sys.stderr,
+        )  # fmt: skip
+        try:
+            yield from bar
+        finally:
+            bar.close()
+
+    def _with_lines(self) -> Iterator[T]:
+        total = self._find_total()
+        start = last = time.monotonic()
+        count, is_whole = 0, False
+        try:
+            for item in self._iterable:
+                yield item
+                count += 1
+                now = time.monotonic()
+                if now - last >= self._every:
+                    last = now
+                    self._logger.info(self._say(count, total, now - start))
+            is_whole = True
+        finally:
+            passed = time.monotonic() - start
+            text = self._say(count, total if not is_whole else None, passed)
+            self._logger.info(f"{text}, {'done' if is_whole else 'left'} after {_span(passed)}")
+
+    def _say(self, count: int, total: int | None, seconds: float) -> str:
+        """Return such as ``train: 37/100 (37%), 12.3 it/s, 0:05 left``."""
+        rate = count / seconds if seconds > 0 else 0.0
+        # Below one a second, how long one takes is the better number.
+        slow = 0 < rate < 1
+        speed = f"{1 / rate:.3g} s/{self._unit}" if slow else f"{rate:.3g} {self._unit}/s"
+        text = f"{self._desc}: " if self._desc else ""
+        if total is None:
+            return f"{text}{count} {self._unit}, {speed}"
+        share = f" ({count / total:.0%})" if total else ""
+        left = f", {_span((total - count) / rate)} left" if rate and count <= total else ""
+        return f"{text}{count}/{total}{share}, {speed}{left}"
+
+
+def _span(seconds: float) -> str:
+    """Return such as 0:07, 12:34 or 26:03:04."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
