@@ -1,0 +1,290 @@
+"""What a report says in words and tables, as text that page and Markdown write each their way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .names import clean
+from .notices import Notices
+from .numbers import NOTHING, TIMES, moment, number, seconds, share
+from .panels import STEP_PARTS, find, last_part
+from .series import Series
+from .survey import STATISTICS, Survey, say_end
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A figure that is worth being seen first."""
+
+    label: str
+    value: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of texts; ``marked`` are the rows that a reader should see."""
+
+    columns: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+    marked: frozenset[int] = field(default_factory=frozenset)
+    note: str = ""
+
+
+def tiles(survey: Survey) -> list[Tile]:
+    """Return the headline numbers of a run."""
+    found = []
+    loss = find(survey, "loss") or next((n for n in survey.groups if "loss" in last_part(n)), None)
+    if loss is not None:
+        of = _main(survey, loss)
+        lowest = f"lowest {number(of.min[1])} at step {of.min[0]:,}" if of.min else "no number"
+        found.append(Tile(loss, number(of.last[1] if of.last else None), lowest))
+    times = survey.step_times
+    if times.count:
+        high = times.quantile(0.99)
+        found.append(
+            Tile("step time", seconds(times.quantile(0.5)), f"99 % within {seconds(high)}")
+        )
+    for part, label in (("tokens_per_s", "tokens/s"), ("samples_per_s", "samples/s"),
+                        ("tflops", "TFLOP/s")):  # fmt: skip
+        name = find(survey, part)
+        if name is not None and _main(survey, name).max is not None:
+            of = _main(survey, name)
+            found.append(Tile(label, number(of.mean), f"up to {number(of.max and of.max[1])}"))
+    name = find(survey, "mfu")
+    if name is not None and (of := _main(survey, name)).max is not None:
+        found.append(Tile("MFU", share(of.mean or 0.0), f"up to {share(of.max[1])}"))
+    name = find(survey, "memory_peak_gib") or find(survey, "memory_gib")
+    if name is not None and (of := _main(survey, name)).max is not None:
+        fraction = find(survey, "memory_fraction")
+        most = _main(survey, fraction).max if fraction is not None else None
+        note = f"{share(most[1])} of the device" if most else "at most"
+        found.append(Tile("memory", f"{of.max[1]:.3g} GiB", note))
+    return found
+
+
+def course(survey: Survey) -> list[str]:
+    """Return how far a run got, in few words each."""
+    last = survey.last_step
+    header = survey.header
+    ranks, hosts = header.get("world_size"), header.get("hosts")
+    said = [
+        "no records" if last is None else f"{survey.records:,} records, last step {last:,}",
+        seconds(survey.span) if survey.records else "",
+        f"{ranks:,} rank{'s' if ranks != 1 else ''}" if isinstance(ranks, int) else "",
+        f"on {clean(_hosts(hosts))}" if hosts else "",
+        clean(header["machine"]) if header.get("machine") else "",
+    ]
+    if len(survey.attempts) > 1:
+        said.append(f"{len(survey.attempts) - 1} restart{'s' if len(survey.attempts) > 2 else ''}")
+    return [part for part in said if part]
+
+
+def attempts(survey: Survey) -> Table:
+    """Return the starts of a run."""
+    rows: list[tuple[str, ...]] = []
+    marked: set[int] = set()
+    for attempt in survey.attempts:
+        last = attempt is survey.attempts[-1]
+        kind, words = say_end(attempt.end, survey.age, last=last)
+        if kind == "bad":
+            marked.add(len(rows))
+        reached = attempt.reached
+        steps = NOTHING
+        if reached.first_step is not None:
+            steps = f"{reached.first_step:,} {NOTHING} {reached.last_step:,}"
+        replayed = f"{attempt.replayed:,}" if attempt.replayed else NOTHING
+        rows.append(
+            (str(attempt.number), moment(attempt.begun), seconds(attempt.span), steps, replayed,
+             clean(words))
+        )  # fmt: skip
+    columns = ("attempt", "begun", "lasted", "steps that count", "replayed", "end")
+    return Table(columns, rows, frozenset(marked))
+
+
+def metrics(survey: Survey) -> Table:
+    """Return all metrics of a run; of those over ranks their mean."""
+    rows: list[tuple[str, ...]] = []
+    marked: set[int] = set()
+    for name in survey.groups:
+        of = _main(survey, name)
+        odd = of.nan + of.infinite
+        if odd:
+            marked.add(len(rows))
+        rows.append(
+            (name, number(of.last[1] if of.last else None), number(of.mean), number(of.std),
+             _at(of.min), _at(of.max), f"{of.count:,}", f"{odd:,}" if odd else NOTHING)
+        )  # fmt: skip
+    columns = ("metric", "last", "mean", "std", "least", "greatest", "values", "NaN, ∞")
+    return Table(columns, rows, frozenset(marked))
+
+
+def comparison(surveys: Sequence[Survey]) -> Table:
+    """Return the runs side by side: how they went, and the last value of each metric."""
+    rows: list[tuple[str, ...]] = [
+        ("end", *(survey.outcome[1] for survey in surveys)),
+        ("last step", *(number(survey.last_step) for survey in surveys)),
+        ("lasted", *(seconds(survey.span) for survey in surveys)),
+        ("ranks", *(clean(survey.header.get("world_size", NOTHING)) for survey in surveys)),
+        ("step time, median", *(seconds(s.step_times.quantile(0.5)) for s in surveys)),
+    ]
+    for name in dict.fromkeys(name for survey in surveys for name in survey.groups):
+        cells = []
+        for survey in surveys:
+            if name not in survey.groups:
+                cells.append(NOTHING)
+                continue
+            of = _main(survey, name)
+            cells.append(f"{number(of.last[1] if of.last else None)} (mean {number(of.mean)})")
+        rows.append((name, *cells))
+    return Table(("", *(survey.label for survey in surveys)), rows)
+
+
+def ranks(survey: Survey) -> Table | None:
+    """Return which ranks are at the extremes; None where that is not known."""
+    rows: list[tuple[str, ...]] = []
+    for name, spread in survey.groups.items():
+        if not spread or f"{name}/max_rank" not in survey.series:
+            continue
+        std, mean = (survey.series[f"{name}/{part}"].mean for part in ("std", "mean"))
+        rows.append(
+            (name, _often(survey.series[f"{name}/max_rank"]),
+             _often(survey.series.get(f"{name}/min_rank")), number(std, 3),
+             share(abs(std / mean)) if std is not None and mean else NOTHING)
+        )  # fmt: skip
+    if not rows:
+        return None
+    # Times first: whoever is slow there holds up all others.
+    rows.sort(key=lambda row: last_part(row[0]) not in ("step_s", *STEP_PARTS))
+    columns = (
+        "metric",
+        "most often the greatest",
+        "most often the least",
+        "std, usually",
+        "of mean",
+    )
+    return Table(columns, rows, note=_slowest(survey))
+
+
+def _slowest(survey: Survey) -> str:
+    for part in ("step_s", "forward_s", "backward_s", "data_s"):
+        name = find(survey, part)
+        counts = survey.series.get(f"{name}/max_rank")
+        if name is None or counts is None or not counts.ranks or not survey.groups[name]:
+            continue
+        ((rank, times),) = counts.ranks.most_common(1)
+        greatest, mean = (survey.series[f"{name}/{which}"].mean for which in ("max", "mean"))
+        more = ""
+        if greatest and mean:
+            more = f"; the slowest takes {number(greatest / mean, 3)} {TIMES} the mean"
+        often = share(times / counts.count)
+        return f"Slowest by {clean(name)}: rank {rank}, in {often} of the records{more}."
+    return ""
+
+
+def pauses(survey: Survey) -> list[str]:
+    """Return the longest gaps between records, where they stand out."""
+    median = survey.step_times.quantile(0.5)
+    return [
+        f"{seconds(took)} before step {step:,}"
+        for took, step in survey.step_times.pauses
+        if median is not None and took > max(1.0, 10 * median)
+    ]
+
+
+def notices(of: Notices) -> Table:
+    """Return warnings, alarms, errors and other events."""
+    rows: list[tuple[str, ...]] = []
+    marked: set[int] = set()
+    for notice in of.shown:
+        if notice.kind in ("error", "critical", "alarm", "exception", "fatal"):
+            marked.add(len(rows))
+        whose = ", ".join(map(str, sorted(notice.ranks)[:8])) + (
+            ", …" if len(notice.ranks) > 8 else ""
+        )
+        rows.append(
+            (moment(notice.time).removesuffix(" UTC"), number(notice.step), whose or NOTHING,
+             clean(notice.kind), clean(notice.text),
+             f"{notice.times:,} {TIMES}" if notice.times > 1 else "")
+        )  # fmt: skip
+    note = f"{of.left_out:,} others in between are left out." if of.left_out else ""
+    if of.unreadable:
+        note += f" {of.unreadable:,} lines of the logs are no JSON."
+    return Table(
+        ("UTC", "step", "rank", "kind", "message", ""), rows, frozenset(marked), note.strip()
+    )
+
+
+def environment(surveys: Sequence[Survey]) -> list[tuple[str, Table]]:
+    """Return what the runs ran with, a column each; marked is what differs between them."""
+    found = []
+    for title, of in (
+        ("Configuration", [_flat(survey.header.get("config")) for survey in surveys]),
+        ("Where and with what", [_surroundings(survey) for survey in surveys]),
+        ("Versions", [_flat(survey.header.get("versions")) for survey in surveys]),
+    ):
+        names = list(dict.fromkeys(name for facts in of for name in facts))
+        rows = [(name, *(facts.get(name, NOTHING) for facts in of)) for name in names]
+        # What differs is what one looks for.
+        rows.sort(key=lambda row: len(set(row[1:])) == 1)
+        marked = {place for place, row in enumerate(rows) if len(set(row[1:])) > 1}
+        if rows:
+            columns = ("", *(survey.label for survey in surveys))
+            found.append((title, Table(columns, rows, frozenset(marked))))
+    return found
+
+
+def _surroundings(survey: Survey) -> dict[str, str]:
+    header = survey.header
+    git = header.get("git")
+    commit = None
+    if isinstance(git, Mapping):
+        commit = f"{git.get('commit')}{' + changes' if git.get('dirty') else ''}"
+    argv = header.get("argv")
+    facts = {
+        "file": survey.run.path.absolute(),
+        "command": " ".join(map(str, argv)) if isinstance(argv, list) else argv,
+        "commit": commit,
+        "machine": header.get("machine"),
+        "hosts": _hosts(header.get("hosts")),
+        "ranks": header.get("world_size"),
+        "begun": moment(survey.attempts[0].begun) if survey.attempts else None,
+    }
+    facts |= _flat(header.get("job"), "job ")
+    return {name: clean(value) for name, value in facts.items() if value not in (None, "", "None")}
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, str]:
+    if not isinstance(value, Mapping):
+        return {}
+    found: dict[str, str] = {}
+    for key, inner in value.items():
+        if isinstance(inner, Mapping) and inner:
+            found |= _flat(inner, f"{prefix}{key}.")
+        elif inner is not None or not prefix.startswith("job"):
+            found[f"{prefix}{key}"] = clean("null" if inner is None else inner)
+    return found
+
+
+def _main(survey: Survey, name: str) -> Series:
+    """Return what stands for a metric: its mean over the ranks where that is known."""
+    if survey.groups.get(name):
+        return survey.series[f"{name}/{STATISTICS[0]}"]
+    return survey.series[name if name in survey.series else f"{name}/{STATISTICS[0]}"]
+
+
+def _at(extreme: tuple[int, float] | None) -> str:
+    return NOTHING if extreme is None else f"{number(extreme[1])} @ {extreme[0]:,}"
+
+
+def _often(series: Series | None) -> str:
+    if series is None or not series.ranks:
+        return NOTHING
+    ((rank, times),) = series.ranks.most_common(1)
+    return f"rank {rank} ({share(times / series.count)})"
+
+
+def _hosts(hosts: Any) -> str:
+    return ", ".join(map(str, hosts)) if isinstance(hosts, list) else str(hosts or "")

@@ -1,0 +1,115 @@
+"""Numbers, times and spans as people read them."""
+
+from __future__ import annotations
+
+import math
+from datetime import UTC, datetime
+from itertools import pairwise
+from typing import Final
+
+NOTHING: Final = "\N{EN DASH}"
+"""Stands in a table where there is nothing to say."""
+
+TIMES: Final = "\N{MULTIPLICATION SIGN}"
+
+_MINUS: Final = "\N{MINUS SIGN}"
+_SPANS: Final = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """Return a number with so many significant digits.
+
+    >>> number(0.253412), number(1234567), number(123456.7), number(1e-7), number(float("nan"))
+    ('0.2534', '1,234,567', '123,457', '1e-07', 'NaN')
+    """
+    if value is None:
+        return NOTHING
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "∞" if value > 0 else f"{_MINUS}∞"
+    if float(value).is_integer() and abs(value) < 1e9:
+        return f"{int(value):,}".replace("-", _MINUS)
+    if 1e3 <= abs(value) < 1e9:
+        return f"{value:,.0f}".replace("-", _MINUS)
+    return f"{value:.{digits}g}"
+
+
+def share(value: float) -> str:
+    """Return a fraction as a percentage."""
+    return f"{100 * value:.3g} %"
+
+
+def seconds(value: float | None) -> str:
+    """Return a span of time with its unit.
+
+    >>> seconds(0.0123), seconds(1.5), seconds(4000), seconds(3e-5), seconds(200_000)
+    ('12.3 ms', '1.5 s', '1 h 7 min', '30 µs', '2 d 8 h')
+    """
+    if value is None or math.isnan(value):
+        return NOTHING
+    if value < 60:
+        for factor, unit in ((1.0, "s"), (1e3, "ms")):
+            if value * factor >= 0.9995:
+                return f"{value * factor:.3g} {unit}"
+        return f"{value * 1e6:.3g} µs"
+    for (size, unit), (below, unit_below) in pairwise(_SPANS):
+        if value >= size:
+            whole, rest = divmod(round(value / below), round(size / below))
+            return f"{whole} {unit}" + (f" {rest} {unit_below}" if rest else "")
+    return f"{value:.0f} s"
+
+
+def moment(value: object) -> str:
+    """Return seconds since 1970 as a date and time of day, UTC; NOTHING where they are none."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return NOTHING
+    try:
+        return f"{datetime.fromtimestamp(value, UTC):%Y-%m-%d %H:%M:%S} UTC"
+    except (ValueError, OverflowError, OSError):
+        return NOTHING
+
+
+def compact(value: float, digits: int) -> str:
+    """Return a number in few letters, for the axes of plots: 20k, 1.5M, 3e-05.
+
+    >>> compact(20000, 1), compact(1.5e6, 2), compact(3e-5, 1), compact(0.25, 2)
+    ('20k', '1.5M', '3e-05', '0.25')
+    """
+    for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if size <= abs(value) < 1e15:
+            scaled = value / (1e3 if unit == "k" else size)
+            whole = len(f"{abs(scaled):.0f}")
+            return f"{scaled:.{max(digits, whole)}g}{unit}".replace("-", _MINUS)
+    if 1 <= abs(value) < 1e4:
+        digits = max(digits, len(f"{abs(value):.0f}"))
+    return (
+        f"{value:.{digits}g}".replace("-", _MINUS) if abs(value) >= 1e-3 else f"{value:.{digits}g}"
+    )
+
+
+def tick_labels(values: list[float]) -> list[str]:
+    """Return labels for an axis's ticks: as few digits as are right.
+
+    >>> tick_labels([100_000.0, 100_250.0]), tick_labels([0.0, 0.5, 1.0])
+    (['100k', '100.25k'], ['0', '0.5', '1'])
+    """
+    if not values:
+        return []
+    labels: list[str] = []
+    ordered = sorted(values)
+    apart = min((b - a for a, b in pairwise(ordered) if b > a), default=abs(ordered[0]))
+    for digits in range(1, 16):
+        labels = [compact(value, digits) for value in values]
+        # A label that is off by more than a hair is a wrong answer.
+        if all(
+            abs(value - _read(label)) <= 0.01 * apart
+            for value, label in zip(values, labels, strict=True)
+        ):
+            break
+    return labels
+
+
+def _read(label: str) -> float:
+    factor = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}.get(label[-1:], 1.0)
+    return float((label if factor == 1.0 else label[:-1]).replace(_MINUS, "-")) * factor
