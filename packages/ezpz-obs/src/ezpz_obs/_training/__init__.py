@@ -1,0 +1,1 @@
+"""What a training loop needs: times, rates, memory, the gradient's norm, alarms, profiles."""

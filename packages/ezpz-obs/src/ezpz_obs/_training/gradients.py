@@ -1,0 +1,180 @@
+"""The norm of a gradient, whole, wherever its parts are."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from ezpz_obs._errors import ObsError
+
+
+def gradient_norm(parameters: Any, norm_type: float = 2.0) -> Any:
+    """Return the norm of the gradients of all the parameters together.
+
+    Call it after the backward pass, once the gradients have been averaged (DDP and FSDP2 do so
+    themselves), and before they are clipped or set to None. Nothing waits for the device: the
+    result may go into a record as it is.
+
+    Of DTensors (FSDP2 and torch's own tensor parallelism) the whole counts: one collective of one
+    number for each mesh dim that shards. With ezpz_tp this is ``ezpz_tp.get_grad_norm``, which
+    counts what its layers shard over the tensor and pipeline groups.
+
+    Collective where gradients are sharded: every rank calls this, with all of its parameters.
+
+    Args:
+        parameters: A module, or parameters; those without a gradient do not count.
+        norm_type: The p of the p-norm, above 0; ``inf`` for the largest absolute value.
+
+    Returns:
+        A 0-dim tensor on the gradients' device, fp32 (fp64 if a gradient is).
+
+    Raises:
+        ObsError: The parameters are sharded by what keeps the parts to itself (FSDP1, DeepSpeed,
+            Megatron's layers without ezpz_tp), so that only a local norm could be had; or none of
+            them has a gradient.
+        ValueError: ``norm_type`` is not above 0.
+    """
+    order = float(norm_type)
+    if not order > 0:
+        raise ValueError(f"norm_type {norm_type}; expected a number above 0, or inf")
+    several = _listed(parameters)
+    torch: Any = sys.modules.get("torch")
+    if torch is None:
+        raise ObsError("gradient_norm() of no torch parameters: torch is not imported")
+    whole = _norm_of_ezpz_tp(several, order)
+    if whole is not None:
+        return whole
+    _refuse_hidden_shards(torch, several)
+    grads = [one.grad for one in several if one.grad is not None]
+    if not grads:
+        raise ObsError(
+            f"none of {len(several)} parameters has a gradient; call gradient_norm() after "
+            "backward() and before zero_grad() (with DeepSpeed's ZeRO ask "
+            "engine.get_global_grad_norm())"
+        )
+    with torch.no_grad():
+        return _norm(torch, grads, order)
+
+
+def _listed(parameters: Any) -> list[Any]:
+    if hasattr(parameters, "parameters"):
+        return list(parameters.parameters())
+    return [parameters] if hasattr(parameters, "grad") else list(parameters)
+
+
+def _norm_of_ezpz_tp(parameters: list[Any], order: float) -> Any:
+    """Return what ezpz_tp says, where it is in use; else None."""
+    is_parallel = any(getattr(one, "tensor_model_parallel", False) for one in parameters)
+    tp: Any = sys.modules.get("ezpz_tp")
+    if tp is not None and (is_parallel or tp.current_state() is not None):
+        return tp.get_grad_norm(parameters, order)
+    if is_parallel:
+        raise ObsError(
+            "parameters with tensor_model_parallel=True: their gradients are parts, and a norm of "
+            "this rank's would be wrong; use ezpz_tp.get_grad_norm, or what Megatron returns from "
+            "its optimizer's step"
+        )
+    return None
+
+
+def _refuse_hidden_shards(torch: Any, parameters: list[Any]) -> None:
+    """Raise for parameters whose gradients do not show that they are parts."""
+    dist = torch.distributed
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return
+    for one in parameters:
+        if hasattr(one, "ds_id"):
+            raise ObsError(
+                "parameters of DeepSpeed's ZeRO stage 3: their gradients are kept in parts; "
+                "use engine.get_global_grad_norm()"
+            )
+        if getattr(one, "_fsdp_flattened", False) or getattr(one, "_is_flat_param", False):
+            raise ObsError(
+                "parameters of FullyShardedDataParallel (FSDP1): their gradients are parts, and a "
+                "norm of this rank's would be wrong; use what model.clip_grad_norm_() returns, or "
+                "FSDP2 (fully_shard)"
+            )
+
+
+def _norm(torch: Any, grads: list[Any], order: float) -> Any:
+    """Return the norm of plain gradients, and of DTensors with the ranks that have the rest."""
+    by_groups: dict[tuple[Any, ...], list[Any]] = {}
+    known: dict[Any, tuple[Any, ...]] = {}
+    for grad in grads:
+        local, groups = _local(torch, grad, known)
+        by_groups.setdefault(groups, []).append(local)
+    wide = any(grad.dtype in {torch.float64, torch.complex128} for grad in grads)
+    dtype = torch.float64 if wide else torch.float32
+    device = grads[0].device
+    norms = []
+    for groups, locals_ in by_groups.items():
+        norm = _local_norm(torch, locals_, order).to(device, dtype)
+        for group in groups:
+            norm = _norm_over(torch, norm, group, order)
+        norms.append(norm)
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), order)
+
+
+def _local(torch: Any, grad: Any, known: dict[Any, tuple[Any, ...]]) -> tuple[Any, tuple[Any, ...]]:
+    """Return what this rank has of a gradient, and the groups that share the rest."""
+    mesh = getattr(grad, "device_mesh", None)
+    if mesh is not None:
+        tensor = sys.modules["torch.distributed.tensor"]
+        if any(placement.is_partial() for placement in grad.placements):
+            grad = grad.redistribute(
+                placements=[
+                    tensor.Replicate() if placement.is_partial() else placement
+                    for placement in grad.placements
+                ]
+            )
+        # In general all have the same, and asking a mesh is slow.
+        key = (mesh, tuple(grad.placements))
+        if key not in known:
+            known[key] = tuple(
+                mesh.get_group(dim)
+                for dim, placement in enumerate(grad.placements)
+                if not placement.is_replicate() and mesh.size(dim) > 1
+            )
+        return grad.to_local(), known[key]
+    if grad.layout != torch.strided:
+        grad = grad.coalesce().values()
+    return grad, ()
+
+
+def _local_norm(torch: Any, grads: Iterable[Any], order: float) -> Any:
+    """Return the norm over a few kernels for all, rather than one for each."""
+    by_kind: dict[Any, list[Any]] = {}
+    device = None
+    for grad in grads:
+        device = device or grad.device
+        if grad.numel():  # an empty shard has no largest value
+            by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
+    norms = []
+    for (_, dtype), same in by_kind.items():
+        narrow = dtype in {torch.bfloat16, torch.float16}
+        wide = torch.float32 if narrow else None
+        found = torch._foreach_norm(same, order, dtype=wide)  # noqa: SLF001  # as torch.nn.utils
+        norms.append(torch.stack(found))
+    if not norms:
+        return torch.zeros((), device=device)
+    if len(norms) == 1:
+        return torch.linalg.vector_norm(norms[0], order)
+    widest = max((norm.dtype for norm in norms), key=lambda dtype: dtype.itemsize)
+    joined = torch.cat([norm.to(device, widest) for norm in norms])
+    return torch.linalg.vector_norm(joined, order)
+
+
+def _norm_over(torch: Any, norm: Any, group: Any, order: float) -> Any:
+    """Return the norm over a group's ranks from this rank's. Collective."""
+    dist = torch.distributed
+    if order == math.inf:
+        # Backends differ in what the larger of a number and NaN is.
+        is_nan = torch.isnan(norm)
+        pair = torch.stack([torch.where(is_nan, 0.0, norm), is_nan.to(norm.dtype)])
+        dist.all_reduce(pair, dist.ReduceOp.MAX, group=group)
+        return torch.where(pair[1] > 0, math.nan, pair[0])
+    total = norm**order
+    dist.all_reduce(total, group=group)
+    return total ** (1 / order)

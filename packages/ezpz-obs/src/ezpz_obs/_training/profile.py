@@ -1,0 +1,182 @@
+"""torch's profiler for a few steps of a few ranks."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import sys
+from collections.abc import Collection
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from ezpz_obs._context import find_place
+from ezpz_obs._errors import ObsError
+
+logger = logging.getLogger("ezpz_obs")
+
+_ROWS = 40
+
+
+def profile(
+    directory: str | os.PathLike[str],
+    *,
+    steps: tuple[int, int] = (10, 13),
+    ranks: Collection[int] | None = (0,),
+    first: int = 0,
+    shapes: bool = False,
+    memory: bool = False,
+    stacks: bool = False,
+) -> Profile:
+    """Profile a few steps of a few ranks by torch's profiler; all the others cost nothing.
+
+    A context manager around the loop; call its ``step()`` at the end of each step::
+
+        with profile("outputs/profile", steps=(10, 13)) as profiler:
+            for batch in loader:
+                train(batch)
+                profiler.step()
+
+    Each rank that is chosen writes ``trace-rank00000-steps10-12.json`` (for Perfetto or
+    ``chrome://tracing``) and beside it a table of the operators, ``.txt``. The step before the
+    first runs under the profiler too, but is not recorded: starting takes long. A loop that ends
+    early, or fails, has what there is by then. What cannot be written is a warning.
+
+    Args:
+        directory: Where to write; made by the ranks that are chosen.
+        steps: The first step to record, and the one after the last.
+        ranks: Whose; None: everybody's.
+        first: The number of the loop's first step: of a run that goes on, the step it goes on at.
+        shapes: Record the operators' input shapes.
+        memory: Record what is allocated and freed.
+        stacks: Record the Python lines that called; slow.
+
+    Raises:
+        ObsError: This rank is chosen, and torch is not imported.
+        ValueError: ``steps`` is empty or lies before ``first``.
+        ezpz_topo.TopoError: The rank cannot be known.
+    """
+    begin, end = steps
+    if not first <= begin < end:
+        raise ValueError(
+            f"steps={steps!r}; expected (first, one after the last), the first at least {first}"
+        )
+    rank = find_place().rank
+    is_chosen = ranks is None or rank in ranks
+    if is_chosen and "torch" not in sys.modules:
+        raise ObsError(
+            "profile() uses torch's profiler, and torch is not imported; import it first"
+        )
+    options = {"record_shapes": shapes, "profile_memory": memory, "with_stack": stacks}
+    return Profile(Path(directory), (begin, end), rank if is_chosen else None, first, options)
+
+
+class Profile:
+    """The profile of a loop, made by `profile`.
+
+    Attributes:
+        trace: The trace's file, once it is written.
+        table: The operators, as text, once the steps are over.
+
+    Args:
+        directory: See `profile`.
+        steps: See `profile`.
+        rank: This rank, if it is chosen.
+        first: See `profile`.
+        options: Of ``torch.profiler.profile``.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        steps: tuple[int, int],
+        rank: int | None,
+        first: int,
+        options: dict[str, Any],
+    ) -> None:
+        self.trace: Path | None = None
+        self.table = ""
+        self._directory, self._rank, self._options = directory, rank, options
+        self._begin, self._end = steps
+        self._step = self._first = first
+        self._profiler: Any = None
+        self._is_over = rank is None
+        # The step at which something is to be done next.
+        self._next: float = math.inf if rank is None else max(self._begin - 1, first)
+
+    def __enter__(self) -> Self:
+        self._turn()
+        return self
+
+    def step(self) -> None:
+        """End a step. Other than near the chosen ones it costs a tenth of a microsecond."""
+        self._step += 1
+        if self._step >= self._next:
+            self._turn()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._profiler is not None:
+            self._stop()
+        elif not self._is_over:
+            logger.warning(
+                "nothing was profiled: the loop ended at step %d, and step %d was to be the first",
+                self._step, self._begin,
+            )  # fmt: skip
+        self._is_over, self._next = True, math.inf
+
+    def _turn(self) -> None:
+        """Do what is due between two steps."""
+        if self._step < self._next:
+            return
+        if self._profiler is None:
+            self._start()
+        elif self._step >= self._end:
+            self._stop()
+        else:
+            self._profiler.step()
+
+    def _start(self) -> None:
+        torch: Any = sys.modules["torch"]
+        warm_up, record = torch.profiler.ProfilerAction.WARMUP, torch.profiler.ProfilerAction.RECORD
+        offset = self._step
+
+        def schedule(step: int) -> Any:
+            return warm_up if step + offset < self._begin else record
+
+        self._profiler = torch.profiler.profile(schedule=schedule, **self._options)
+        # So that the trace calls the steps by their numbers: ProfilerStep#10.
+        self._profiler.step_num, offset = self._step, 0
+        self._profiler.start()
+        self._next = self._step + 1
+
+    def _stop(self) -> None:
+        profiler, self._profiler = self._profiler, None
+        self._is_over, self._next = True, math.inf
+        profiler.stop()
+        last = min(self._step, self._end) - 1
+        if last < self._begin:
+            logger.warning("nothing was profiled: the loop ended while the profiler warmed up")
+            return
+        torch: Any = sys.modules["torch"]
+        device = next((k for k in ("cuda", "xpu") if getattr(torch, k).is_initialized()), "cpu")
+        name = f"trace-rank{self._rank:05}-steps{self._begin}-{last}"
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            averages = profiler.key_averages()
+            self.table = averages.table(sort_by=f"self_{device}_time_total", row_limit=_ROWS)
+            (self._directory / f"{name}.txt").write_text(self.table, encoding="utf-8")
+            # Under its name once it is whole.
+            part = self._directory / f"{name}.json.part"
+            profiler.export_chrome_trace(str(part))
+            self.trace = part.replace(self._directory / f"{name}.json")
+        except (OSError, RuntimeError) as error:
+            # A profile that cannot be written (Kineto's errors are RuntimeError) ends no training.
+            logger.warning("no profile in %s: %s", self._directory, error)
+        else:
+            logger.info("profile of steps %d to %d: %s", self._begin, last, self.trace)

@@ -1,0 +1,217 @@
+import math
+import sys
+import textwrap
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from ezpz_obs import ObsError  # noqa: E402
+from ezpz_obs._training.gradients import gradient_norm  # noqa: E402
+
+
+def model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.ReLU(), torch.nn.Linear(5, 3))
+
+
+def with_gradients(module):
+    module(torch.arange(14.0).reshape(2, 7)).square().sum().backward()
+    return module
+
+
+@pytest.mark.parametrize("order", [1.0, 2.0, 3.5, math.inf])
+def test_it_is_torchs_own(order):
+    module = with_gradients(model())
+    expected = torch.nn.utils.get_total_norm([one.grad for one in module.parameters()], order)
+    for given in (module, module.parameters(), list(module.parameters())):
+        found = gradient_norm(given, order)
+        assert found.shape == ()
+        torch.testing.assert_close(found, expected)
+    assert not found.requires_grad
+
+
+def test_one_parameter_and_some_without_a_gradient():
+    module = with_gradients(model())
+    module[0].weight.grad = None
+    expected = torch.nn.utils.get_total_norm(
+        [one.grad for one in module.parameters() if one.grad is not None]
+    )
+    torch.testing.assert_close(gradient_norm(module), expected)
+    bias = module[2].bias
+    torch.testing.assert_close(gradient_norm(bias), bias.grad.norm())
+
+
+def test_half_precision_is_summed_in_single():
+    parameter = torch.nn.Parameter(torch.zeros(100_000, dtype=torch.bfloat16))
+    parameter.grad = torch.ones_like(parameter)
+    found = gradient_norm([parameter])
+    assert found.dtype == torch.float32
+    assert found.item() == pytest.approx(100_000**0.5, rel=1e-5)
+
+
+def test_several_dtypes_and_an_empty_one():
+    dtypes = (torch.float16, torch.float32, torch.float64, torch.complex64)
+    parameters = [torch.nn.Parameter(torch.zeros(4, dtype=dtype)) for dtype in dtypes]
+    parameters.append(torch.nn.Parameter(torch.zeros(0)))
+    for one in parameters:
+        one.grad = torch.full_like(one, 3)
+    found = gradient_norm(parameters)
+    assert found.dtype == torch.float64
+    assert found.item() == pytest.approx((4 * 4 * 9) ** 0.5)
+    assert gradient_norm(parameters, math.inf).item() == 3
+
+
+def test_sparse_gradients():
+    table = torch.nn.Embedding(10, 4, sparse=True)
+    table(torch.tensor([1, 1, 3])).sum().backward()
+    assert gradient_norm(table).item() == pytest.approx((4 * 2**2 + 4) ** 0.5)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("order", [2.0, math.inf])
+def test_what_is_not_finite_is_seen(value, order):
+    module = with_gradients(model())
+    module[0].bias.grad[2] = value
+    assert not gradient_norm(module, order).isfinite()
+
+
+def test_no_gradient_at_all_is_no_norm_of_zero():
+    with pytest.raises(ObsError, match=r"none of 4 parameters has a gradient; .*backward\(\)"):
+        gradient_norm(model())
+    with pytest.raises(ValueError, match="norm_type 0"):
+        gradient_norm(with_gradients(model()), 0)
+
+
+def test_megatrons_parts_without_ezpz_tp(monkeypatch):
+    monkeypatch.delitem(sys.modules, "ezpz_tp", raising=False)
+    module = with_gradients(model())
+    module[0].weight.tensor_model_parallel = True
+    with pytest.raises(ObsError, match=r"ezpz_tp\.get_grad_norm"):
+        gradient_norm(module)
+
+
+MODEL = """
+import math
+from ezpz_obs._training.gradients import gradient_norm
+def model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.ReLU(), torch.nn.Linear(5, 3))
+def with_gradients(module, x=None):
+    module(torch.arange(14.0).reshape(2, 7) if x is None else x).square().sum().backward()
+    return module
+"""
+
+
+def test_fsdp2_on_two_ranks(ranks):
+    code = """
+    from torch.distributed.fsdp import fully_shard
+    module = model()
+    plain = with_gradients(model())
+    for layer in module:
+        fully_shard(layer)
+    fully_shard(module)
+    with_gradients(module)
+    for order in (1.0, 2.0, math.inf):
+        say([gradient_norm(module, order).item(), gradient_norm(plain, order).item()])
+    # Of DTensors beside plain parameters.
+    extra = torch.nn.Parameter(torch.zeros(2)); extra.grad = torch.ones(2)
+    say([gradient_norm([*module.parameters(), extra]).item() ** 2,
+         gradient_norm(plain).item() ** 2 + 2])
+    # NaN on one rank is NaN on both.
+    if RANK == 1:
+        next(module.parameters()).grad.to_local().fill_(math.nan)
+    say([gradient_norm(module, order).isnan().item() for order in (2.0, math.inf)])
+    """
+    for rank in ranks(MODEL + textwrap.dedent(code), 2):
+        assert rank.status == 0, rank.err
+        *pairs, nans = rank.said
+        assert len(pairs) == 4
+        for found, expected in pairs:
+            assert found == pytest.approx(expected, rel=1e-5)
+        assert nans == [True, True]
+
+
+def test_replicated_and_partial_dtensors(ranks):
+    code = """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+    mesh = init_device_mesh("cpu", (2, 2))
+    whole = torch.arange(1.0, 13.0).reshape(4, 3)
+    for placements in ([Replicate(), Replicate()], [Shard(0), Replicate()], [Replicate(), Shard(1)],
+                       [Shard(0), Shard(1)], [Shard(0), Shard(0)]):
+        from torch.distributed.tensor import distribute_tensor
+        one = torch.nn.Parameter(distribute_tensor(torch.zeros(4, 3), mesh, placements))
+        one.grad = distribute_tensor(whole, mesh, placements)
+        say([gradient_norm([one]).item(), gradient_norm([one], math.inf).item()])
+    one = torch.nn.Parameter(distribute_tensor(torch.zeros(4, 3), mesh, [Replicate()] * 2))
+    one.grad = DTensor.from_local(whole / 2, mesh, [Partial(), Replicate()])
+    say([gradient_norm([one]).item(), gradient_norm([one], math.inf).item()])
+    """
+    expected = torch.arange(1.0, 13.0).norm().item()
+    for rank in ranks(MODEL + textwrap.dedent(code), 4):
+        assert rank.status == 0, rank.err
+        assert len(rank.said) == 6
+        for norm, largest in rank.said:
+            assert norm == pytest.approx(expected)
+            assert largest == 12
+
+
+@pytest.mark.parametrize("originals", [False, True])
+def test_fsdp1_is_no_silently_local_norm(ranks, originals):
+    code = f"""
+    import warnings
+    warnings.simplefilter("ignore")
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    cpu = torch.device("cpu")
+    module = FullyShardedDataParallel(model(), device_id=cpu, use_orig_params={originals})
+    with_gradients(module)
+    try:
+        gradient_norm(module)
+    except Exception as error:
+        say(f"{{type(error).__name__}}: {{error}}")
+    """
+    for rank in ranks(MODEL + textwrap.dedent(code), 2):
+        assert rank.status == 0, rank.err
+        assert rank.said[0].startswith("ObsError: parameters of FullyShardedDataParallel"), (
+            rank.said
+        )
+
+
+def test_ezpz_tps_shards_are_counted_by_ezpz_tp(ranks):
+    pytest.importorskip("ezpz_tp")
+    code = """
+    import ezpz_tp
+    ezpz_tp.initialize_tensor_parallel(2)
+    torch.manual_seed(0)
+    column = ezpz_tp.ColumnParallelLinear(7, 4, gather_output=True)
+    x = torch.arange(14.0).reshape(2, 7)
+    column(x).square().sum().backward()
+    say([gradient_norm(column).item(), ezpz_tp.get_grad_norm(column).item()])
+    local = math.sqrt(sum(one.grad.square().sum().item() for one in column.parameters()))
+    say(local)
+    """
+    found = ranks(MODEL + textwrap.dedent(code), 2)
+    for rank in found:
+        assert rank.status == 0, rank.err
+        ours, theirs = rank.said[0]
+        assert ours == theirs
+        whole = math.hypot(*[each.said[1] for each in found])
+        assert ours == pytest.approx(whole, rel=1e-5)
+    assert found[0].said[0] == found[1].said[0]
+
+
+def test_ddp_is_the_averaged_gradients(ranks):
+    code = """
+    module = torch.nn.parallel.DistributedDataParallel(model())
+    x = torch.arange(28.0).reshape(2, 2, 7)
+    with_gradients(module, x[RANK])
+    say(gradient_norm(module).item())
+    """
+    found = ranks(MODEL + textwrap.dedent(code), 2)
+    assert [rank.status for rank in found] == [0, 0], found[0].err
+    assert found[0].said == found[1].said
+    module = model()
+    x = torch.arange(28.0).reshape(2, 2, 7)
+    sum(module(one).square().sum() / 2 for one in x).backward()
+    assert found[0].said[0] == pytest.approx(gradient_norm(module).item(), rel=1e-5)

@@ -1,0 +1,34 @@
+import subprocess
+import sys
+
+import pytest
+
+from ezpz_obs._training.memory import memory_metrics
+
+
+def test_the_cpu():
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("ezpz_device")
+    before = memory_metrics("cpu")
+    block = torch.ones(1 << 24)  # 64 MiB
+    after = memory_metrics("cpu")
+    assert after["memory_gib"] - before["memory_gib"] == pytest.approx(1 / 16, abs=1 / 100)
+    assert after["memory_peak_gib"] >= after["memory_gib"] - 1 / 100
+    assert 0 < after["memory_fraction"] < 1
+    assert block.numel() == 1 << 24
+
+
+def test_torch_is_not_imported_for_it():
+    code = "from ezpz_obs._training.memory import memory_metrics; memory_metrics()"
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert "ObsError: memory_metrics() asks torch, which is not imported" in done.stderr
+
+
+def test_without_ezpz_device_the_extra_is_named():
+    pytest.importorskip("torch")
+    code = (
+        "import sys, torch; sys.modules['ezpz_device'] = None;"
+        "from ezpz_obs._training.memory import memory_metrics; memory_metrics()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert "pip install 'ezpz-obs[device]'" in done.stderr
