@@ -47,7 +47,7 @@ class Feeder:
         self._sent = 0
         self._doing: tuple[str, float, float] | None = None
         self._lock = threading.Lock()
-        self._left = False
+        self._left = self._said_end = False
         self._closing, self._ended = threading.Event(), threading.Event()
         for target, args in (self._feed, (header, folder)), (self._watch, ()):
             name = f"ezpz_obs {sink.name}"
@@ -59,18 +59,27 @@ class Feeder:
         self._queue.append(record)
         self._put += 1
 
+    def end(self) -> None:
+        """Say that nothing more comes: what waits is sent, and the sink closed."""
+        self._closing.set()
+
     def close(self, seconds: float = 10.0) -> None:
         """Wait until all is sent, at most so long; say what was not. Harmless twice."""
-        self._closing.set()
+        self.end()
         if not self._ended.wait(seconds):
-            self._leave(f"has not finished {seconds:.3g} s after the end of training")
+            self._leave("has not finished in the time there is at the end of training")
         missing, self._put = self._put - self._sent, self._sent
         if missing > 0:
-            logger.warning(
-                "sink %s: %d records were not sent; they are in the run's file: "
-                "ezpz-obs replay %s --to %s",
-                self._sink.name, missing, self._folder or "RUN", self._sink.name,
-            )  # fmt: skip
+            what = f"{missing:,} records were not sent"
+        elif self._left and not self._said_end:
+            what = "what it was sent last may be missing there"
+        else:
+            return
+        self._said_end = True
+        logger.warning(
+            "sink %s: %s; all are in the run's file: ezpz-obs replay %s --to %s",
+            self._sink.name, what, self._folder or "RUN", self._sink.name,
+        )  # fmt: skip
 
     def _feed(self, header: Mapping[str, Any], folder: Path | None) -> None:
         try:
@@ -126,6 +135,18 @@ class Feeder:
                 abandon()
             except Exception as error:  # noqa: BLE001  # as above; it is left behind already
                 logger.debug("sink %s: %s", self._sink.name, _say(error))
+
+
+def close_all(feeders: Sequence[Feeder], seconds: float = 9.0) -> None:
+    """Close several at once, none waiting for another: so long in all.
+
+    The default leaves a second for the interpreter's own end.
+    """
+    until = time.monotonic() + seconds
+    for feeder in feeders:
+        feeder.end()
+    for feeder in feeders:
+        feeder.close(max(0.0, until - time.monotonic()))
 
 
 def _take(queue: deque[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:

@@ -104,6 +104,9 @@ def start_run(warn: Callable[[str], None], settings: Mapping[str, Any], **option
     if mode != "offline" and (why := _why_not_online()) is not None:
         warn(f"{why}; offline: send it later by `wandb sync`")
         mode = "offline"
+    if mode == "offline":
+        # Else W&B's reports of its own health wait for its server, at the end.
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     import wandb
 
     if mode != "offline":

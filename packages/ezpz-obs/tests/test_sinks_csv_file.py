@@ -1,0 +1,94 @@
+import csv
+import logging
+import math
+
+import pytest
+
+from ezpz_obs import History, SinkError
+from ezpz_obs._sinks.csv_file import CsvSink
+
+HEADER = {"ezpz_obs": 1, "attempt": 0, "run": "r", "time": 1.0}
+
+
+def rows(folder):
+    with open(folder / "metrics.csv", newline="") as file:
+        return list(csv.DictReader(file, strict=True))
+
+
+def write(folder, *batches):
+    sink = CsvSink()
+    sink.open(HEADER, folder)
+    for batch in batches:
+        sink.write(batch)
+    sink.close()
+
+
+def test_pandas_reads_what_a_run_recorded(tmp_path):
+    pandas = pytest.importorskip("pandas")
+    with History(tmp_path, sinks=["csv"], summary=False) as history:
+        for step in range(1000):
+            history.record({"loss": 1 / (step + 1), "flag": step % 2 == 0, "big": 1 << 70})
+        history.record({"loss": math.nan, "flag": True, "big": 10**400}, step=2000)
+    table = pandas.read_csv(tmp_path / "metrics.csv")
+    assert list(table.columns) == ["step", "time", "loss", "flag", "big"]
+    assert table["step"].tolist() == [*range(1000), 2000]
+    assert table["loss"][:1000].tolist() == [1 / (step + 1) for step in range(1000)]
+    assert math.isnan(table["loss"][1000])
+    assert table["flag"].dtype == bool
+    assert table["big"][0] == 2.0**70
+    assert table["big"][1000] == math.inf
+
+
+def test_a_metric_that_comes_late_gets_a_column(tmp_path):
+    first = [{"step": 0, "time": 1.0, "a": 1}, {"step": 1, "time": 2.0, "a": 2}]
+    late = [{"step": 2, "time": 3.0, "b": 5, "a": 3}, {"step": 3, "time": 4.0, "c": 6}]
+    write(tmp_path, first, late)
+    found = rows(tmp_path)
+    assert [row["a"] for row in found] == ["1", "2", "3", ""]
+    assert [row["b"] for row in found] == ["", "", "5", ""]
+    assert [row["c"] for row in found] == ["", "", "", "6"]
+    assert list(found[0]) == ["step", "time", "a", "b", "c"]
+
+
+def test_a_new_metric_at_each_step_loses_nothing(tmp_path):
+    batches = [[{"step": step, "time": 0.5, f"m{step}": step}] for step in range(300)]
+    write(tmp_path, *batches)
+    found = rows(tmp_path)
+    assert [int(row[f"m{step}"]) for step, row in enumerate(found)] == list(range(300))
+
+
+def test_names_with_commas_quotes_and_newlines(tmp_path):
+    hostile = ['a,b', '"', "two\nlines", "=1+1", "<script>", "é" * 10_000]  # fmt: skip
+    write(tmp_path, [{"step": 0, "time": 1.0, hostile[0]: 1}],
+          [{"step": 1, "time": 1.0, **dict.fromkeys(hostile, 2)}])  # fmt: skip
+    found = rows(tmp_path)
+    assert [found[1][name] for name in hostile] == ["2"] * len(hostile)
+    assert found[0]["a,b"] == "1"
+
+
+def test_a_restarted_run_goes_on_and_the_later_rows_win(tmp_path):
+    with History(tmp_path, sinks=["csv"], summary=False) as history:
+        for step in range(10):
+            history.record({"loss": step})
+    with open(tmp_path / "metrics.csv", "a") as file:
+        file.write("10,1732.5,1")  # torn
+    with History(tmp_path, sinks=["csv"], summary=False) as history:
+        for step in range(7, 12):
+            history.record({"loss": -step, "more": 1}, step=step)
+    found = rows(tmp_path)
+    assert [int(row["step"]) for row in found] == list(range(12))
+    assert [int(row["loss"]) for row in found] == [*range(7), *range(-7, -12, -1)]
+
+
+def test_another_table_is_left_alone(tmp_path):
+    (tmp_path / "metrics.csv").write_text("name,value\na,1\n")
+    with pytest.raises(SinkError, match=r"has the columns \['name', 'value'\]"):
+        write(tmp_path, [{"step": 0, "time": 1.0}])
+    assert (tmp_path / "metrics.csv").read_text() == "name,value\na,1\n"
+
+
+def test_a_run_without_a_folder_is_told(caplog):
+    with History(sinks=["csv"]) as history:
+        history.record({"loss": 1})
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "expected History(outdir=...)" in said[0]

@@ -1,0 +1,155 @@
+import logging
+import sys
+import threading
+import time
+
+import pytest
+
+from ezpz_obs import History
+from ezpz_obs._sinks import Feeder, close_all
+from ezpz_obs._sinks.feeder import _IDLE
+
+HEADER = {"ezpz_obs": 1, "attempt": 0, "run": "r", "time": 1.0}
+
+
+class Keeping:
+    """Keeps what it gets; does what it is told where it is told."""
+
+    name = "keeping"
+
+    def __init__(self, **does):
+        self.does, self.said, self.records = does, [], []
+
+    def _now(self, where):
+        self.said.append(where)
+        self.does.get(where, lambda: None)()
+
+    def open(self, header, folder):
+        self._now("open")
+
+    def write(self, records):
+        self._now("write")
+        self.records += records
+
+    def close(self):
+        self._now("close")
+
+
+def fail():
+    raise OSError(28, "No space left on device")
+
+
+def records(count):
+    return [{"step": step, "time": float(step), "loss": 1.0} for step in range(count)]
+
+
+def warnings(caplog):
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.fixture
+def hang():
+    """A call that hangs until the test is over."""
+    over = threading.Event()
+    yield lambda: over.wait(60)
+    over.set()
+
+
+def test_all_records_arrive_in_order(caplog):
+    sink = Keeping()
+    feeder = Feeder(sink, HEADER, None)
+    for record in records(5000):
+        feeder.put(record)
+    feeder.close()
+    feeder.close()
+    assert [record["step"] for record in sink.records] == list(range(5000))
+    assert sink.said[0] == "open"
+    assert sink.said[-1] == "close"
+    assert not warnings(caplog)
+
+
+def test_what_comes_while_it_opens_waits():
+    opened = threading.Event()
+    sink = Keeping(open=lambda: opened.wait(60))
+    feeder = Feeder(sink, HEADER, None)
+    for record in records(10):
+        feeder.put(record)
+    opened.set()
+    feeder.close()
+    assert len(sink.records) == 10
+
+
+@pytest.mark.parametrize("where", ["open", "write", "close"])
+def test_one_that_fails_is_said_once_and_the_others_go_on(where, caplog, tmp_path):
+    bad, good = Keeping(**{where: fail}), Keeping()
+    with History(tmp_path, sinks=[bad, good], summary=False) as history:
+        for step in range(100):
+            history.record({"loss": step})
+            if step % 50 == 0:
+                time.sleep(2 * _IDLE)
+    assert len(good.records) == 100
+    assert len(History.read(tmp_path)) == 100
+    first, last = warnings(caplog)
+    assert f"sink keeping failed to {where}: OSError" in first
+    assert f"ezpz-obs replay {tmp_path} --to keeping" in last
+    if where != "close":
+        assert "100 records were not sent" in last
+
+
+def test_one_that_ends_the_interpreter_ends_itself(caplog):
+    sink = Keeping(open=lambda: sys.exit(3))
+    feeder = Feeder(sink, HEADER, None)
+    feeder.close()
+    assert "failed to open: SystemExit: 3" in warnings(caplog)[0]
+
+
+def test_a_slow_one_loses_the_oldest_and_says_how_many(caplog, tmp_path):
+    inside = threading.Event()
+    go_on = threading.Event()
+
+    def wait():
+        inside.set()
+        go_on.wait(60)
+
+    sink = Keeping(write=wait)
+    feeder = Feeder(sink, HEADER, tmp_path, capacity=100)
+    given = records(1001)
+    feeder.put(given[0])
+    assert inside.wait(10)
+    for record in given[1:]:
+        feeder.put(record)
+    go_on.set()
+    feeder.close()
+    steps = [record["step"] for record in sink.records]
+    assert steps == [0, *range(901, 1001)]
+    (said,) = warnings(caplog)
+    assert "900 records were not sent" in said
+
+
+def test_one_that_hangs_is_left_behind(caplog, hang):
+    abandoned = threading.Event()
+    sink = Keeping(open=hang)
+    sink.open_seconds = 0.3
+    sink.abandon = abandoned.set
+    feeder = Feeder(sink, HEADER, None)
+    assert abandoned.wait(10)
+    for record in records(1000):
+        feeder.put(record)
+    feeder.close(0.0)
+    first, last = warnings(caplog)
+    assert "hangs: open takes more than 0.3 s" in first
+    assert "1,000 records were not sent" in last
+
+
+def test_several_that_hang_are_waited_for_together(caplog, hang):
+    feeders = [Feeder(Keeping(close=hang), HEADER, None) for _ in range(4)]
+    good = Keeping()
+    feeders.append(Feeder(good, HEADER, None))
+    for record in records(10):
+        for feeder in feeders:
+            feeder.put(record)
+    began = time.monotonic()
+    close_all(feeders)
+    assert time.monotonic() - began < 10  # what is promised
+    assert good.said[-1] == "close"
+    assert len(warnings(caplog)) == 2 * 4
