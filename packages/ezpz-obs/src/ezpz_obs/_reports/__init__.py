@@ -3,6 +3,7 @@
 from .dataset import dataset_of
 from .export import export
 from .report import write_report
-from .terminal import plot, tail
+from .tail import tail
+from .terminal import plot
 
 __all__ = ["dataset_of", "export", "plot", "tail", "write_report"]

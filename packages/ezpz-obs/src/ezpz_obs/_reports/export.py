@@ -65,6 +65,9 @@ def export(
         try:
             count = write(found, aside, columns)
             os.replace(aside, path)
+        except OSError as error:
+            error.filename, error.filename2 = str(path), None  # what was asked for
+            raise
         finally:
             aside.unlink(missing_ok=True)
     return count

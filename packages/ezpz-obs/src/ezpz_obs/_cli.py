@@ -1,0 +1,214 @@
+"""The command ``ezpz-obs``: what a run's numbers look like."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from ._errors import ObsError
+from ._version import __version__
+
+HELP: Final = """\
+usage: ezpz-obs report RUN... [--out=FOLDER]
+       ezpz-obs plot RUN [METRIC...]
+       ezpz-obs tail RUN [--lines=N] [--no-follow]
+       ezpz-obs export RUN --csv=FILE | --parquet=FILE
+       ezpz-obs replay RUN --to=SINK
+
+Show the metrics that a History wrote. A RUN is its folder, or its metrics.jsonl.
+
+commands:
+  report    write report/index.html (one page that needs no network), report.md and plots
+            into RUN; of several runs a comparison, into the first one's comparison/
+  plot      draw metrics on the terminal; without METRIC the losses
+  tail      say what a live run records, until it ends (or Ctrl-C)
+  export    write the records as a table: step, time, a column for each metric
+  replay    send the records to another sink: csv, tensorboard, wandb, mlflow, trackio
+
+options:
+  -h, --help   this page
+  --version    the version
+
+examples:
+  ezpz-obs report outputs/run
+  ezpz-obs report outputs/run-a outputs/run-b --out=outputs/a-or-b
+  ezpz-obs plot outputs/run loss eval/loss
+  ezpz-obs tail outputs/run --lines=3
+  ezpz-obs export outputs/run --parquet=run.parquet
+  ezpz-obs replay outputs/run --to=tensorboard
+
+exit status: 0; 1 it could not be done, and one line says why; 2 the words make no sense"""
+
+_OPTIONS: Final = {
+    "report": ("out",),
+    "plot": (),
+    "tail": ("lines", "no-follow"),
+    "export": ("csv", "parquet"),
+    "replay": ("to",),
+}
+_FLAGS: Final = ("no-follow",)
+
+
+class UsageError(ObsError):
+    """The words of the command line make no sense."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``ezpz-obs`` with these words (default: the process's) and return its exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        _answer(words)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except UsageError as error:
+        _complain(str(error))
+        return 2
+    except ObsError as error:
+        _complain(str(error))
+        return 1
+    except BrokenPipeError:
+        # `ezpz-obs tail RUN | head -1` is no failure, nor is the interpreter's own flush.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        _complain(f"{error.filename or 'standard output'}: {error.strerror or error}")
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _complain(text: str) -> None:
+    with contextlib.suppress(
+        OSError, ValueError, AttributeError
+    ):  # closed: there is nobody to tell
+        line = " ".join(text.split("\n"))
+        print(f"ezpz-obs: {line}", file=sys.stderr, flush=True)
+
+
+def _answer(words: list[str]) -> None:
+    """Let Fire call the command that is meant."""
+    if sys.stdout is None:
+        raise UsageError("standard output is closed; expected somewhere to write to")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    if {"-h", "--help"} & set(words):
+        print(HELP)
+        return
+    if words == ["--version"]:
+        print(__version__)
+        return
+    if not words or words[0] not in _OPTIONS:
+        said = repr(words[0]) if words else "nothing"
+        raise UsageError(f"{said}; expected one of {', '.join(_OPTIONS)}; see ezpz-obs --help")
+    _refuse_options(words[0], words[1:])
+    _meant(words)()
+
+
+def _refuse_options(command: str, words: Sequence[str]) -> None:
+    """Fire takes a missing value for True, and has options of its own: none of that."""
+    for place, word in enumerate(words):
+        if not word.startswith("-"):
+            continue
+        name, equals, _ = word[2:].partition("=")
+        if not word.startswith("--") or name not in _OPTIONS[command]:
+            known = ", ".join(f"--{option}" for option in _OPTIONS[command]) or "none"
+            raise UsageError(
+                f"{command}: unknown option {word!r}; expected {known}; see ezpz-obs --help"
+            )
+        if (name in _FLAGS) == bool(equals):
+            form = f"--{name}" if name in _FLAGS else f"--{name}=VALUE"
+            raise UsageError(f"{command}: {word!r}; expected {form}")
+        if word.endswith("="):
+            raise UsageError(f"{command}: {word!r} is empty; expected a value")
+        if name in _FLAGS and place + 1 < len(words) and not words[place + 1].startswith("-"):
+            # Fire would take the next word for its value.
+            raise UsageError(f"{command}: expected --{name} after the other words")
+
+
+def _meant(words: Sequence[str]) -> Callable[[], None]:
+    """Let Fire find out what is meant; it is done afterwards, out of Fire's hands."""
+    import fire  # 50 ms, and only this command pays for it
+    from fire.core import FireExit
+
+    # The commands return nothing, so that Fire has no member to look left-over words up in.
+    found: list[Callable[[], None]] = []
+
+    def report(*runs: str, out: str = "") -> None:
+        found.append(lambda: _report(runs, out))
+
+    def plot(run: str, *metrics: str) -> None:
+        found.append(lambda: _plot(run, metrics))
+
+    def tail(run: str, *, lines: str = "10", no_follow: str = "") -> None:
+        found.append(lambda: _tail(run, lines, follow=not no_follow))
+
+    def export(run: str, *, csv: str = "", parquet: str = "") -> None:
+        found.append(lambda: _export(run, csv, parquet))
+
+    def replay(run: str, *, to: str) -> None:
+        found.append(lambda: _replay(run, to))
+
+    known: dict[str, Callable[..., None]] = {
+        "report": report, "plot": plot, "tail": tail, "export": export, "replay": replay,
+    }  # fmt: skip
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            # Names of runs and metrics are text, also those that look like numbers or lists.
+            command = fire.decorators.SetParseFn(str)(known[words[0]])
+            fire.Fire(command, command=list(words[1:]), name="ezpz-obs")
+    except FireExit as error:
+        # Below its own line Fire has a page of usage.
+        first = next((line for line in complaint.getvalue().splitlines() if line.strip()), "")
+        raise UsageError(
+            f"{' '.join(words)!r}: {first.removeprefix('ERROR: ') or 'not understood'}; expected "
+            "one of the forms of ezpz-obs --help"
+        ) from error
+    return found[0]
+
+
+def _say(text: str) -> None:
+    """Say on standard error how far it is; standard output is for answers."""
+    _complain(text)
+
+
+def _report(runs: Sequence[str], out: str) -> None:
+    if not runs:
+        raise UsageError("report: no RUN; expected one at least: ezpz-obs report outputs/run")
+    from ._reports import write_report
+
+    page, text, *_ = write_report(runs, out or None, say=_say)
+    print(f"{page}\n{text}")
+
+
+def _plot(run: str, metrics: Sequence[str]) -> None:
+    from ._reports import plot
+
+    plot(run, *metrics)
+
+
+def _tail(run: str, lines: str, *, follow: bool) -> None:
+    if not lines.isdecimal():
+        raise UsageError(f"tail: --lines={lines}; expected how many: --lines=10")
+    from ._reports import tail
+
+    tail(run, follow=follow, lines=int(lines))
+
+
+def _export(run: str, csv: str, parquet: str) -> None:
+    if not csv and not parquet:
+        raise UsageError("export: no file; expected --csv=FILE or --parquet=FILE")
+    from ._reports import export
+
+    count = export(run, csv=csv or None, parquet=parquet or None)
+    print(f"{count:,} records in {' and '.join(name for name in (csv, parquet) if name)}")
+
+
+def _replay(run: str, to: str) -> None:
+    from ._sinks import replay
+
+    print(f"{replay(run, to):,} records sent to {to}")
