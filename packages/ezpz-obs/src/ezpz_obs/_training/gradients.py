@@ -66,7 +66,8 @@ def _listed(parameters: Any) -> list[Any]:
 
 def _norm_of_ezpz_tp(parameters: list[Any], order: float) -> Any:
     """Return what ezpz_tp says, where it is in use; else None."""
-    is_parallel = any(getattr(one, "tensor_model_parallel", False) for one in parameters)
+    # A lookup in the dict; getattr of what is not there costs ten times that.
+    is_parallel = any(vars(one).get("tensor_model_parallel", False) for one in parameters)
     tp: Any = sys.modules.get("ezpz_tp")
     if tp is not None and (is_parallel or tp.current_state() is not None):
         return tp.get_grad_norm(parameters, order)
@@ -100,24 +101,30 @@ def _refuse_hidden_shards(torch: Any, parameters: list[Any]) -> None:
 
 def _norm(torch: Any, grads: list[Any], order: float) -> Any:
     """Return the norm of plain gradients, and of DTensors with the ranks that have the rest."""
-    by_groups: dict[tuple[Any, ...], list[Any]] = {}
+    by_groups: dict[tuple[Any, ...], dict[Any, list[Any]]] = {}
     known: dict[Any, tuple[Any, ...]] = {}
+    plain, strided = torch.Tensor, torch.strided
+    nobody: tuple[Any, ...] = ()
     for grad in grads:
-        local, groups = _local(torch, grad, known)
-        by_groups.setdefault(groups, []).append(local)
-    wide = any(grad.dtype in {torch.float64, torch.complex128} for grad in grads)
-    dtype = torch.float64 if wide else torch.float32
+        if type(grad) is plain and grad.layout is strided:
+            local, groups = grad, nobody
+        else:
+            local, groups = _local(grad, known)
+        kinds = by_groups.setdefault(groups, {})
+        kinds.setdefault((local.device, local.dtype), []).append(local)
+    dtypes = {dtype for kinds in by_groups.values() for _, dtype in kinds}
+    dtype = torch.float64 if dtypes & {torch.float64, torch.complex128} else torch.float32
     device = grads[0].device
     norms = []
-    for groups, locals_ in by_groups.items():
-        norm = _local_norm(torch, locals_, order).to(device, dtype)
+    for groups, kinds in by_groups.items():
+        norm = _local_norm(torch, kinds.values(), order, device, dtype)
         for group in groups:
             norm = _norm_over(torch, norm, group, order)
         norms.append(norm)
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), order)
 
 
-def _local(torch: Any, grad: Any, known: dict[Any, tuple[Any, ...]]) -> tuple[Any, tuple[Any, ...]]:
+def _local(grad: Any, known: dict[Any, tuple[Any, ...]]) -> tuple[Any, tuple[Any, ...]]:
     """Return what this rank has of a gradient, and the groups that share the rest."""
     mesh = getattr(grad, "device_mesh", None)
     if mesh is not None:
@@ -138,32 +145,25 @@ def _local(torch: Any, grad: Any, known: dict[Any, tuple[Any, ...]]) -> tuple[An
                 if not placement.is_replicate() and mesh.size(dim) > 1
             )
         return grad.to_local(), known[key]
-    if grad.layout != torch.strided:
-        grad = grad.coalesce().values()
-    return grad, ()
+    return (grad.coalesce().values() if grad.is_sparse else grad), ()
 
 
-def _local_norm(torch: Any, grads: Iterable[Any], order: float) -> Any:
-    """Return the norm over a few kernels for all, rather than one for each."""
-    by_kind: dict[Any, list[Any]] = {}
-    device = None
-    for grad in grads:
-        device = device or grad.device
-        if grad.numel():  # an empty shard has no largest value
-            by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
+def _local_norm(
+    torch: Any, by_kind: Iterable[list[Any]], order: float, device: Any, dtype: Any
+) -> Any:
+    """Return this rank's norm, by a few kernels for all rather than one for each."""
     norms = []
-    for (_, dtype), same in by_kind.items():
-        narrow = dtype in {torch.bfloat16, torch.float16}
-        wide = torch.float32 if narrow else None
-        found = torch._foreach_norm(same, order, dtype=wide)  # noqa: SLF001  # as torch.nn.utils
-        norms.append(torch.stack(found))
+    for same in by_kind:
+        if order == math.inf:  # an empty shard has no largest value
+            same = [grad for grad in same if grad.numel()]  # noqa: PLW2901
+        if same:
+            narrow = same[0].dtype in {torch.bfloat16, torch.float16}
+            wide = torch.float32 if narrow else None
+            found = torch._foreach_norm(same, order, dtype=wide)  # noqa: SLF001  # torch's own way
+            norms.append(torch.stack(found).to(device, dtype))
     if not norms:
-        return torch.zeros((), device=device)
-    if len(norms) == 1:
-        return torch.linalg.vector_norm(norms[0], order)
-    widest = max((norm.dtype for norm in norms), key=lambda dtype: dtype.itemsize)
-    joined = torch.cat([norm.to(device, widest) for norm in norms])
-    return torch.linalg.vector_norm(joined, order)
+        return torch.zeros((), device=device, dtype=dtype)
+    return torch.linalg.vector_norm(norms[0] if len(norms) == 1 else torch.cat(norms), order)
 
 
 def _norm_over(torch: Any, norm: Any, group: Any, order: float) -> Any:
