@@ -38,6 +38,12 @@ def test_fewer_bits_are_no_slower(row):
             assert 1.95 < row.flops[narrow] / row.flops[wide] < 2.05
 
 
+def test_what_could_not_be_compared_is_marked():
+    assert {row.name for row in ROWS if row.unverified} == {
+        "NVIDIA H100 NVL", "NVIDIA H200 NVL", "NVIDIA GH200", "Intel Data Center GPU Max 1100",
+    }  # fmt: skip
+
+
 def test_no_name_stands_in_two_rows():
     names = [name for row in ROWS for name in row.match]
     assert len(names) == len(set(names))

@@ -49,7 +49,8 @@ class Peaks:
         memory_gb: The sizes it is sold with.
         flops: Operations a second, dense, by kind.
         source: The vendor's document.
-        date: Year and month of the last comparison with it.
+        date: Year and month in which the rates were last compared.
+        unverified: Whether there was nothing to compare them with.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Peaks:
     flops: Mapping[str, float]
     source: str
     date: str
+    unverified: bool
 
 
 def get_peak_flops(
@@ -141,6 +143,7 @@ def read_peaks() -> tuple[Peaks, ...]:
             flops=MappingProxyType({kind: rate * 1e12 for kind, rate in row["tflops"].items()}),
             source=row["source"],
             date=row["date"],
+            unverified=row.get("unverified", False),
         )
         for row in tomllib.loads(text)["device"]
     )
