@@ -206,6 +206,17 @@ def _describe(value: object) -> object:
         return list(value)
     if isinstance(value, Mapping):
         return dict(value)
+    return _item(value)
+
+
+def _item(value: Any) -> object:
+    """Return the number that a 0-d array or tensor holds; of anything else its text."""
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "dtype"):
+        try:
+            return value.item()
+        # What only looks like one is told as text.
+        except Exception:  # noqa: BLE001, S110
+            pass
     return _text(value)
 
 
@@ -226,12 +237,8 @@ def _plain(value: Any, depth: int) -> Any:
         return {_plain(_text(key), 0): _plain(inner, depth + 1) for key, inner in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [_plain(inner, depth + 1) for inner in value]
-    if getattr(value, "ndim", None) == 0 and hasattr(value, "dtype"):
-        try:  # numpy's numbers and 0-d arrays
-            value = value.item()
-        # What only looks like one is told as text.
-        except Exception:  # noqa: BLE001
-            value = _text(value)
+    if not isinstance(value, str | int | float):
+        value = value if value is None else _item(value)
     return _simple(value)
 
 

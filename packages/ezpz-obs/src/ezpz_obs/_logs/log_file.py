@@ -88,9 +88,7 @@ class LogFile:
             was_open = self._descriptor >= 0
             self.close()
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(
-                self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644
-            )
+            self._descriptor = _open(self.path)
             size = os.fstat(self._descriptor).st_size
             self._is_torn = size > 0 and os.pread(self._descriptor, 1, size - 1) != b"\n"
         if was_open:
@@ -116,3 +114,20 @@ class LogFile:
         if not self._has_complained:
             self._has_complained = True
             self._complain(text)
+
+
+def _open(path: Path) -> int:
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o644)
+    if descriptor > 2:
+        return descriptor
+    # In a process without a standard error this file would be it, and get what native code prints.
+    lower = []
+    try:
+        while descriptor <= 2:
+            lower.append(descriptor)
+            descriptor = os.dup(descriptor)
+    finally:
+        for each in lower:
+            os.close(each)
+    return descriptor

@@ -101,10 +101,15 @@ class Progress(Generic[T]):
     def _with_bar(self) -> Iterator[T]:
         from tqdm import tqdm  # type: ignore[import-untyped]  # 20 ms
 
+        try:
+            width = os.get_terminal_size(sys.stderr.fileno()).columns
+        except (OSError, ValueError):
+            width = 0
+        # Some pseudo-terminals are 0 columns wide, where tqdm shows nothing.
         # An iterator, since tqdm would ask for the length itself.
         bar: Any = tqdm(
             iter(self._iterable), total=self._find_total(), desc=self._desc, unit=self._unit,
-            dynamic_ncols=True, file=sys.stderr,
+            dynamic_ncols=width > 0, ncols=None if width else 80, file=sys.stderr,
         )  # fmt: skip
         try:
             yield from bar
@@ -127,7 +132,7 @@ class Progress(Generic[T]):
         finally:
             passed = time.monotonic() - start
             text = self._say(count, total if not is_whole else None, passed)
-            self._logger.info(f"{text}, {'done' if is_whole else 'left'} after {_span(passed)}")
+            self._logger.info(f"{text}, {'done' if is_whole else 'stopped'} after {_span(passed)}")
 
     def _say(self, count: int, total: int | None, seconds: float) -> str:
         """Return such as ``train: 37/100 (37%), 12.3 it/s, 0:05 left``."""
