@@ -4,52 +4,98 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
 
-from ezpz_obs import History
+import ezpz_obs
+from ezpz_obs import History, HistoryError
+from ezpz_obs._context import NOW
+
+HEADER = {"ezpz_obs", "attempt", "run", "world_size", "machine", "git", "versions", "config"}
+
+
+def kinds(path):
+    return [next(iter(json.loads(line))) for line in path.read_text().splitlines()]
 
 
 def test_update_records_writes_and_says(tmp_path):
-    with History(tmp_path / "run") as history:
+    with History(tmp_path / "run", config={"lr": 0.1, "dtype": np.float32}) as history:
         assert history.update({"loss": 0.5, "n": 3}) == "step=0 loss=0.5 n=3"
-        assert history.update({"loss": 0.25}, step=10) == "step=10 loss=0.25"
+        assert history.record({"loss": 0.25}, step=10) is None
         assert history.update({"loss": 0.125}) == "step=11 loss=0.125"
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["loss"] for line in lines] == [0.5, 0.25, 0.125]
-    assert [record["step"] for record in History.read(history.path)] == [0, 10, 11]
+        assert NOW.step == 11, "log lines show it"
+    assert kinds(history.path) == ["ezpz_obs", "step", "step", "step", "event"]
+    records = History.read(tmp_path / "run")
+    assert [(one["step"], one["loss"]) for one in records] == [(0, 0.5), (10, 0.25), (11, 0.125)]
+    assert all(abs(one["time"] - time.time()) < 60 for one in records)
+    run = ezpz_obs.read_run(tmp_path / "run")
+    (header,) = run.headers
+    assert header.keys() >= HEADER
+    assert (run.name, header["config"]["lr"]) == ("run", 0.1)
+    assert [event["message"] for event in run.events] == ["closed"]
 
 
-def test_numpy_and_other_scalars(tmp_path):
-    record = History(tmp_path).record(
-        {
-            "a": np.float32(0.5),
-            "b": np.array(3),
-            "c": True,
-            "d": np.float64(0.25),
-            "e": np.mean([2.0]),
-        }
-    )
-    assert (record["d"], record["e"]) == (0.25, 2.0)
-    assert (record["a"], record["b"], record["c"]) == (0.5, 3, True)
-    assert type(record["a"]) is float
+def test_a_record_is_on_disk_when_update_returns(tmp_path):
+    history = History(tmp_path)
+    for step in range(3):
+        history.update({"loss": 1.0})
+        assert [one["step"] for one in History.read(tmp_path)] == list(range(step + 1))
+    history.close()
 
 
-def test_what_is_not_finite_comes_back_distinct(tmp_path):
+def test_without_a_summary(tmp_path):
+    assert History(tmp_path, summary=False).update({"loss": 1.0}) == ""
+
+
+def test_numpy_torch_and_nested(tmp_path):
+    torch = pytest.importorskip("torch")
     with History(tmp_path) as history:
-        history.update({"a": math.nan, "b": math.inf, "c": -math.inf})
-    text = history.path.read_text()
-    json.loads(text, parse_constant=pytest.fail)  # valid JSON: no bare NaN
-    (record,) = History.read(history.path)
-    assert math.isnan(record["a"])
-    assert (record["b"], record["c"]) == (math.inf, -math.inf)
+        history.update(
+            {
+                "a": np.float32(0.5), "b": np.array(3), "c": True, "d": np.float64(0.25),
+                "train": {"loss": torch.tensor(2.5, requires_grad=True), "x": {"y": 1}},
+                "e/f": torch.tensor(3, dtype=torch.int16), "g": torch.tensor(0.5).bfloat16(),
+            }
+        )  # fmt: skip
+    (record,) = History.read(tmp_path)
+    del record["step"], record["time"]
+    assert record == {
+        "a": 0.5, "b": 3, "c": True, "d": 0.25, "train/loss": 2.5, "train/x/y": 1, "e/f": 3,
+        "g": 0.5,
+    }  # fmt: skip
+    assert [type(record[name]) for name in "abc"] == [float, int, bool]
+
+
+def test_what_json_has_no_numbers_for_comes_back_as_it_was(tmp_path):
+    values = {"a": math.nan, "b": math.inf, "c": -math.inf, "d": 10**40, "e": -(2**63),
+              "f": 2**64 - 1, "g": 2**64, "null": 1.0, "h": 5e-324, "i": -0.0}  # fmt: skip
+    with History(tmp_path) as history:
+        history.update(values)
+        history.update({"a": 1.0})
+    for line in history.path.read_text().splitlines():
+        json.loads(line, parse_constant=pytest.fail)  # valid JSON: no bare NaN
+    first, second = History.read(tmp_path)
+    assert math.isnan(first.pop("a"))
+    assert {name: first[name] for name in values if name != "a"} == {
+        name: value for name, value in values.items() if name != "a"
+    }
+    assert [type(first[name]) for name in "deg"] == [int] * 3
+    assert math.copysign(1, first["i"]) == -1
+    assert second["a"] == 1.0
 
 
 def test_no_folder_no_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    History().update({"loss": 1.0})
+    history = History()
+    for step in range(3):
+        history.update({"loss": step / 4, **({"n": 2} if step == 1 else {})})
     assert list(tmp_path.iterdir()) == []
+    kept = list(history._kept)
+    assert [(one["step"], one["loss"], one.get("n")) for one in kept] == [
+        (0, 0.0, None), (1, 0.25, 2.0), (2, 0.5, None),
+    ]  # fmt: skip
 
 
 def test_other_ranks_write_nothing(tmp_path, monkeypatch):
@@ -58,92 +104,184 @@ def test_other_ranks_write_nothing(tmp_path, monkeypatch):
     history = History(tmp_path / "run")
     assert history.update({"loss": 1.0}) == "step=0 loss=1"
     assert history.path is None
+    history.close()
     assert not (tmp_path / "run").exists()
+    assert history.finalize() is None
 
 
-@pytest.mark.parametrize("bad", ["0.5", None, [1.0], np.zeros(2), 1 << 70, 1j])
-def test_a_metric_that_is_no_number(bad):
-    with pytest.raises(TypeError, match="metric 'loss'"):
-        History().update({"loss": bad})
+@pytest.mark.parametrize("bad", ["0.5", None, [1.0], np.zeros(2), 1j, b"1", object()])
+def test_a_metric_that_is_no_number(bad, tmp_path):
+    with History(tmp_path) as history:
+        with pytest.raises(TypeError, match="metric 'a/loss'"):
+            history.update({"a": {"loss": bad}})
+        with pytest.raises(TypeError, match="metric 'loss'"):
+            history.update({"loss": bad})
+        assert history.update({"loss": 1.0}) == "step=0 loss=1", "nothing of it was recorded"
 
 
-@pytest.mark.parametrize("bad", ["x", 1.5, None])
-def test_steps_and_names_that_are_none(bad):
-    history = History()
-    if bad is not None:
-        with pytest.raises(TypeError):
-            history.update({"loss": 1.0}, step=bad)
-    with pytest.raises(TypeError, match="name to be a string"):
-        history.update({3: 1.0})
-    assert history.update({"loss": 1.0}, step=np.int64(3)) == "step=3 loss=1"
+@pytest.mark.parametrize("bad", ["x", 1.5])
+def test_a_step_that_is_none(bad):
+    with pytest.raises(TypeError):
+        History().update({"loss": 1.0}, step=bad)
+    assert History().update({"loss": 1.0}, step=np.int64(3)) == "step=3 loss=1"
 
 
-@pytest.mark.parametrize("name", ["step", "time"])
+@pytest.mark.parametrize("name", ["step", "time", "replay", "event", "crc", "ezpz_obs"])
 def test_names_that_history_uses_itself(name):
     with pytest.raises(ValueError, match=name):
         History().update({name: 1})
 
 
-def test_a_second_history_goes_on_in_the_same_file(tmp_path):
+def test_names_that_cannot_be():
+    with pytest.raises(TypeError, match="name to be a string"):
+        History().update({3: 1.0})
+    with pytest.raises(ValueError, match="two metrics called 'a/b'"):
+        History().update({"a": {"b": 1}, "a/b": 2})
+    with pytest.raises(ValueError, match="has no name"):
+        History().update({"a": {"": 1}})
+    with pytest.raises(ValueError, match="every=0"):
+        History(every=0)
+
+
+def test_a_restarted_run_goes_on_and_marks_what_it_replays(tmp_path):
+    with History(tmp_path) as history:
+        for step in range(5):
+            history.update({"loss": float(step)})
+    with History(tmp_path) as history:  # from its check-point of step 3
+        for step in range(3, 7):
+            history.update({"loss": step + 0.5}, step=step)
+        assert history.update({"loss": 7.0}) == "step=7 loss=7"
+    run = ezpz_obs.read_run(tmp_path)
+    assert [(header["attempt"], header["continues"]) for header in run.headers] == [
+        (0, None),
+        (1, 4),
+    ]
+    assert [(one["step"], one["loss"], one.get("replay")) for one in run.records()] == [
+        (0, 0.0, None), (1, 1.0, None), (2, 2.0, None), (3, 3.5, True), (4, 4.5, True),
+        (5, 5.5, None), (6, 6.5, None), (7, 7.0, None),
+    ]  # fmt: skip
+    assert len(list(run.records(superseded=True))) == 10
+
+
+def test_steps_count_on_where_none_is_given(tmp_path):
     for loss in (1.0, 2.0):
         with History(tmp_path) as history:
             history.update({"loss": loss})
-    assert [(r["step"], r["loss"]) for r in History.read(history.path)] == [(0, 1.0), (1, 2.0)]
+    assert [(r["step"], r["loss"]) for r in History.read(tmp_path)] == [(0, 1.0), (1, 2.0)]
 
 
-@pytest.mark.parametrize("torn", [b"{", b'{"step":7,"lo', b'{"step":7,"' + b"x" * 200_000])
-@pytest.mark.parametrize("before", [0, 1, 5000])
-def test_a_run_goes_on_after_a_crash(tmp_path, before, torn):
+def test_two_writers_of_one_file_are_refused(tmp_path):
+    first = History(tmp_path)
+    with pytest.raises(HistoryError, match="is being written by another History"):
+        History(tmp_path)
+    first.update({"loss": 1.0})
+    first.close()
     with History(tmp_path) as history:
-        for step in range(before):
-            history.update({"loss": 0.5}, step=step)
-    with history.path.open("ab") as file:
-        file.write(torn)
-    with History(tmp_path) as history:
-        history.update({"loss": 0.25})
-    assert [record["step"] for record in History.read(history.path)] == list(range(before + 1))
+        assert history.update({"loss": 1.0}) == "step=1 loss=1"
 
 
-def test_a_file_that_is_none_of_ours_is_not_continued(tmp_path):
-    for text, said in (("hello\n", "is no JSON"), ("hello", "expected records of a History")):
-        (tmp_path / "metrics.jsonl").write_text(text)
-        with pytest.raises(ValueError, match=said):
-            History(tmp_path)
-        assert (tmp_path / "metrics.jsonl").read_text() == text
+def test_events_and_alarms(tmp_path, caplog):
+    class TooHigh:
+        def check(self, record):
+            return f"loss is {record['loss']}" if record["loss"] > 5 else None
 
-
-def test_a_torn_last_line_is_left_out_and_a_torn_middle_is_an_error(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"step":0}\n{"step":1,"lo')
-    assert History.read(path) == [{"step": 0}]
-    path.write_bytes(b'{"step":0}\n{"ste\n{"step":2}\n')
-    with pytest.raises(ValueError, match=r"line 2 of .* is no JSON"):
-        History.read(path)
-
-
-def test_kill_9_loses_nothing_that_was_said(tmp_path):
-    code = (
-        "import sys, ezpz_obs\n"
-        "h = ezpz_obs.History(sys.argv[1])\n"
-        "while True: print(h.update({'x': 1.0}), flush=True)\n"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True
-    )
-    for _ in range(500):
-        process.stdout.readline()
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate()
-    steps = [record["step"] for record in History.read(tmp_path / "metrics.jsonl")]
-    assert steps == list(range(len(steps)))
-    assert steps[-1] >= 499
-
-
-def test_a_full_disk_is_an_error_not_silence():
-    if not os.path.exists("/dev/full"):
-        pytest.skip("no /dev/full on this system")
-    history = History()
-    history._fd = os.open("/dev/full", os.O_WRONLY)
-    with pytest.raises(OSError, match="No space left"):
+    with History(tmp_path, alarms=[TooHigh()]) as history:
         history.update({"loss": 1.0})
+        history.update({"loss": 9.0})
+        history.event("checkpoint", "saved", path=tmp_path / "x", value=math.nan)
+    assert [record.message for record in caplog.records] == ["loss is 9.0"]
+    alarm, checkpoint, end = ezpz_obs.read_run(tmp_path).events
+    assert (alarm["event"], alarm["step"], alarm["message"]) == ("alarm", 1, "loss is 9.0")
+    assert (checkpoint["path"], checkpoint["value"]) == (str(tmp_path / "x"), "NaN")
+    assert end["message"] == "closed"
+
+
+def test_the_end_says_what_ended_it(tmp_path):
+    with pytest.raises(ZeroDivisionError), History(tmp_path / "a"):
+        raise ZeroDivisionError("of what")
+    program = "import sys, ezpz_obs; h = ezpz_obs.History(sys.argv[1]); h.update({'x': 1}); "
+    subprocess.run([sys.executable, "-c", program, tmp_path / "b"], check=True)
+    failed = [sys.executable, "-c", program + "raise KeyError('boo')", tmp_path / "c"]
+    assert subprocess.run(failed, check=False, capture_output=True).returncode == 1
+    said = [ezpz_obs.read_run(tmp_path / name).events[-1]["message"] for name in "abc"]
+    assert said == ["ZeroDivisionError: of what", "exit", "KeyError: 'boo'"]
+
+
+def test_a_deferred_record_comes_with_the_next(tmp_path):
+    history = History(tmp_path, deferred=True)
+    assert history.update({"loss": 1.0}) == ""
+    assert History.read(tmp_path) == []
+    assert history.update({"loss": 2.0}) == "step=0 loss=1"
+    assert len(History.read(tmp_path)) == 1
+    history.flush()
+    assert len(History.read(tmp_path)) == 2
+    history.update({"loss": 3.0})
     history.close()
+    assert [one["loss"] for one in History.read(tmp_path)] == [1.0, 2.0, 3.0]
+
+
+def test_progress_is_told_to_the_launcher(tmp_path, monkeypatch):
+    monkeypatch.setenv("EZPZ_PROGRESS_FILE", str(tmp_path / "progress"))
+    with History() as history:
+        history.update({"loss": 1.0}, step=7)
+        assert (tmp_path / "progress").read_text() == "7\n"
+        history.update({"loss": 1.0}, step=9)
+        history.update({"loss": 1.0}, step=8)
+    assert (tmp_path / "progress").read_text() == "9\n"
+    assert os.listdir(tmp_path) == ["progress"]
+
+
+def test_a_forked_child_writes_no_end(tmp_path):
+    history = History(tmp_path)
+    history.update({"loss": 1.0})
+    if (child := os.fork()) == 0:
+        history.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert kinds(history.path) == ["ezpz_obs", "step"]
+    history.close()
+    assert kinds(history.path) == ["ezpz_obs", "step", "event"]
+
+
+def test_memory_does_not_grow_with_the_run(tmp_path):
+    code = """
+import sys, ezpz_obs
+def peak():
+    return int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0])
+names = [f"metric{i}" for i in range(10)]
+history = ezpz_obs.History(sys.argv[1], summary=False)
+for steps in (1000, 100_000):
+    for step in range(steps):
+        history.update({name: step * 0.1 for name in names})
+    print(peak())
+"""
+    if not os.path.exists("/proc/self/status"):
+        pytest.skip("no /proc on this system")
+    words = [sys.executable, "-c", code, str(tmp_path)]
+    before, after = map(int, subprocess.check_output(words, text=True).split())
+    assert after - before < 2048, "kB; 100,000 records are 25 MB on disk"
+
+
+@pytest.mark.parametrize("options", [{}, {"checksum": True}, {"deferred": True}])
+def test_kill_9_loses_nothing_that_was_said(tmp_path, options):
+    """At random moments, each run going on with the file of the one before."""
+    moments = np.random.default_rng(7).integers(1, 400, 67)  # 201 with the other options
+    last = -1
+    for moment in moments:
+        reading, writing = os.pipe()
+        if (child := os.fork()) == 0:
+            history = History(tmp_path, **options)
+            while True:
+                os.write(writing, f"{history.update({'x': 1.0, 'y': 0.125})}\n".encode())
+        os.close(writing)
+        with os.fdopen(reading) as pipe:
+            said = [pipe.readline() for _ in range(moment)]
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        steps = [record["step"] for record in History.read(tmp_path)]
+        assert steps == list(range(len(steps)))
+        assert steps[-1:] >= [last], "nothing is lost of the run before"
+        heard = [int(line.split()[0].removeprefix("step=")) for line in said if line.strip()]
+        assert not heard or steps[-1] >= heard[-1]
+        last = steps[-1] if steps else last
+    assert len(ezpz_obs.read_run(tmp_path).headers) == len(moments)

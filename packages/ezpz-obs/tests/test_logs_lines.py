@@ -114,6 +114,15 @@ def test_a_traceback_takes_lines_of_its_own():
         assert line.endswith("\nTraceback\nE: x\n")
 
 
+def test_a_text_of_several_lines():
+    for colours in (False, True):
+        line = Console(colours=colours).line(event("[config]:\n- lr=0.1\n- x=2", a=1), FOUR, 0.0)
+        first, *rest = line.splitlines()
+        assert "train" in first
+        assert "a" in first
+        assert rest == ["- lr=0.1", "- x=2"]
+
+
 def test_tracebacks_of_all_that_exc_info_may_be():
     error = ValueError("boom")
     assert traceback_text(error) == "ValueError: boom"

@@ -1,3 +1,5 @@
+import io
+import json
 import re
 import subprocess
 import sys
@@ -113,6 +115,18 @@ def test_other_ranks_iterate_only(monkeypatch, capsys):
         assert number == expected
     assert (loader.asked, loader.opened) == (0, 1)
     assert capsys.readouterr().err == ""
+
+
+def test_a_terminal_that_shows_json_has_no_bar(monkeypatch):
+    class Tty(io.StringIO):
+        def isatty(self):
+            return True
+
+    stream = Tty()
+    monkeypatch.setattr("sys.stderr", stream)
+    monkeypatch.setenv("EZPZ_LOG_FORMAT", "json")
+    assert sum(progress(range(4))) == 6
+    assert "done after" in json.loads(stream.getvalue())["event"]
 
 
 def test_without_a_standard_error():

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from ezpz_obs._context import Place
 from ezpz_obs._errors import HistoryError
+from ezpz_obs._records.numbers import as_float
 
 from .roll_call import call_roll
 from .statistics import by_metric, other_names, other_steps, statistic_names, statistics
@@ -29,6 +30,7 @@ _GROUP_OF_ITS_OWN = 1024
 all others in it."""
 
 _made = itertools.count()
+
 
 class Answer(NamedTuple):
     """What came of one exchange."""
@@ -54,13 +56,14 @@ class Across:
 
     Args:
         place: Who this process is.
+        first_step: From which this rank's file goes on.
         timeout: Seconds to wait for the others at each update; None: as torch.distributed does.
 
     Raises:
         HistoryError: torch.distributed is not set up, or a rank did not come.
     """
 
-    def __init__(self, place: Place, timeout: float | None) -> None:
+    def __init__(self, place: Place, first_step: int, timeout: float | None) -> None:
         dist = _distributed(place)
         self._timeout = None if timeout is None else timedelta(seconds=timeout)
         self._torch = sys.modules["torch"]
@@ -77,31 +80,39 @@ class Across:
         self._room(_ROOM)
         self.hosts = ["?"] * self.ranks
         with self._everybody(None):
-            self.hosts = [text.decode() for text in self._texts(place.host.encode())]
+            said = [text.decode() for text in self._texts(f"{first_step} {place.host}".encode())]
+        self.hosts = [text.partition(" ")[2] for text in said]
+        self.first_step = max(int(text.partition(" ")[0]) for text in said)
 
     def begin(self, step: int, metrics: Mapping[str, Any]) -> Exchange:
         """Send this rank's numbers; the others' are waited for by `Exchange.end`."""
-        plan = self._plans.get(tuple(metrics)) or self._plan(tuple(metrics))
-        mine = [_as_float(metrics[name]) for name in plan.order]
-        if len(mine) <= self._fits:
-            self._mine[_HEAD : _HEAD + len(mine)] = mine
-        self._mine[:_HEAD] = (*plan.head, step, len(plan.text))
+        names = tuple(metrics)
+        plan = self._plans.get(names) or self._plan(names)
+        mine = [metrics[name] for name in plan.order]
+        head = (*plan.head, step, len(plan.text))
+        if len(mine) > self._fits:
+            self._mine[:_HEAD] = head
+        else:
+            try:
+                self._mine[: _HEAD + len(mine)] = (*head, *mine)
+            except OverflowError:  # an integer beyond 1.8e308
+                self._mine[: _HEAD + len(mine)] = (*head, *map(as_float, mine))
         return Exchange(self, plan, mine, step, self._send())
 
     # What follows is for Exchange.
 
     def _send(self) -> Any:
         inward = self._inward if self._device is None else self._inward.to(self._device)
-        return self._dist.all_gather_into_tensor(
-            self._outward, inward, group=self._group, async_op=True
-        )
+        return self._dist.all_gather(self._slots, inward, group=self._group, async_op=True)
 
     def _receive(self, work: Any, step: int) -> NDArray[np.float64]:
-        with self._everybody(step):
+        try:
             if self._timeout is None or self._device is not None:
                 work.wait()
             else:
                 work.wait(self._timeout)
+        except RuntimeError as error:  # torch's for time-outs, closed connections and aborts
+            raise self._absent(step, error) from None
         if self._device is None:
             return self._all
         received: NDArray[np.float64] = self._outward.cpu().numpy().reshape(self._all.shape)
@@ -129,9 +140,10 @@ class Across:
                 f"{'nothing' if self._last[rank] is None else f'step {self._last[rank]} last'}"
                 for rank in missing[:8]
             ) + (f"; and {len(missing) - 8} more" if len(missing) > 8 else "")
+        at = "begins" if step is None else f"at step {step}"
         return HistoryError(
-            f"History {'begins' if step is None else f'at step {step}'}: {who or 'all ranks came, and the exchange failed'}; expected "
-            f"every rank to call update() at every step (cross_rank=True). torch says: {error}"
+            f"History {at}: {who or 'all ranks came, and the exchange failed'}; expected every "
+            f"rank to call update() at every step (cross_rank=True). torch says: {error}"
         )
 
     def _room(self, values: int) -> None:
@@ -141,6 +153,7 @@ class Across:
         self._inward = torch.zeros(size, dtype=torch.float64)
         self._mine: NDArray[np.float64] = self._inward.numpy()
         self._outward = torch.empty(self.ranks * size, dtype=torch.float64, device=self._device)
+        self._slots = list(self._outward.split(size))
         host = self._outward if self._device is None else torch.empty(self.ranks * size)
         self._all: NDArray[np.float64] = host.numpy().reshape(self.ranks, size)
 
@@ -154,7 +167,7 @@ class Across:
         sent = torch.frombuffer(bytearray(mine.ljust(longest, b"\0")), dtype=torch.uint8)
         got = torch.empty(self.ranks * longest, dtype=torch.uint8, device=device)
         sent = sent if device is None else sent.to(device)
-        self._dist.all_gather_into_tensor(got, sent, group=self._group)
+        self._dist.all_gather(list(got.split(longest)), sent, group=self._group)
         whole = got.cpu().numpy().tobytes()
         return [whole[i : i + longest].rstrip(b"\0") for i in range(0, len(whole), longest)]
 
@@ -187,12 +200,15 @@ class Across:
         return [self._named[digest] for digest in digests]
 
 
+def _is_same(table: NDArray[np.float64], head: NDArray[np.float64]) -> bool:
+    """Say whether all ranks sent the same names, of the same step."""
+    return bool((table[:, :3] == head[:3]).all())
+
+
 class Exchange:
     """One update on its way to the others."""
 
-    def __init__(
-        self, across: Across, plan: _Plan, mine: list[float], step: int, work: Any
-    ) -> None:
+    def __init__(self, across: Across, plan: _Plan, mine: list[Any], step: int, work: Any) -> None:
         self._across, self._plan, self._mine = across, plan, mine
         self._step, self._work = step, work
 
@@ -209,8 +225,7 @@ class Exchange:
             # All ranks see that, make room, and send once more.
             across._room(max(most, 2 * across._fits))  # noqa: SLF001
             return across.begin(step, dict(zip(plan.order, self._mine, strict=True))).end()
-        heads = table[:, :3]
-        if (heads == heads[0]).all():
+        if _is_same(table, across._mine):  # noqa: SLF001
             across._last = [step] * across.ranks  # noqa: SLF001
             count = len(plan.order)
             return Answer(statistics(table[:, _HEAD : _HEAD + count], plan.keys), None)
@@ -223,13 +238,6 @@ class Exchange:
         new = across._is_new(tuple(table[:, 0].tolist()))  # noqa: SLF001
         values = by_metric(table[:, _HEAD:], names)
         return Answer(values, other_names(names, across.hosts) if new else None)
-
-
-def _as_float(value: float) -> float:
-    try:
-        return float(value)
-    except OverflowError:  # an integer beyond 1.8e308
-        return float("inf") if value > 0 else float("-inf")
 
 
 def _distributed(place: Place) -> Any:

@@ -16,8 +16,10 @@ from ezpz_obs._records.file import Before
 from ezpz_obs._records.lines import SCHEMA
 from ezpz_topo import TopoError, detect, fold_nodelist
 
-_WORTH_KNOWING = ("ezpz", "ezpz_device", "ezpz_dist", "ezpz_obs", "ezpz_topo", "ezpz_tp",
-                  "accelerate", "deepspeed", "mpi4py", "numpy", "torch", "transformers")  # fmt: skip
+_WORTH_KNOWING = (
+    "ezpz", "ezpz_device", "ezpz_dist", "ezpz_obs", "ezpz_topo", "ezpz_tp", "torch",
+    "accelerate", "deepspeed", "mpi4py", "numpy", "transformers",
+)  # fmt: skip
 _GIT_SECONDS = 2.0  # a working tree on a busy file system is not worth more
 
 

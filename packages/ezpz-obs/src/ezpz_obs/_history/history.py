@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
@@ -18,7 +19,7 @@ from ezpz_obs._errors import HistoryError
 from ezpz_obs._records.fetch import Copies
 from ezpz_obs._records.file import Before, LineFile
 from ezpz_obs._records.lines import is_quick
-from ezpz_obs._records.numbers import RESERVED, flatten
+from ezpz_obs._records.numbers import flatten
 from ezpz_obs._records.reader import FILE_NAME, rank_file_name, read_run
 
 from .header import make_header
@@ -137,7 +138,9 @@ class History:
         if cross_rank and place.world_size > 1:
             from .across import Across
 
-            self._across = Across(place, timeout)
+            self._across = Across(place, self._next, timeout)
+            # Rank 0 goes on in its file, and the others with it.
+            self._next = self._across.first_step
         self._alone = cross_rank and place.world_size == 1
         # Quick: nothing to wait for, nothing to add.
         self._quick = not (deferred or cross_rank)
@@ -198,8 +201,8 @@ class History:
             attributes; a dict of arrays where xarray is not installed; None on ranks that
             write nothing.
         """
-        from ezpz_obs._reports import dataset_of, write_report  # above this room: reads runs
         from ezpz_obs._errors import ReportError
+        from ezpz_obs._reports import dataset_of, write_report  # above this room: reads runs
 
         self.close()
         if self._kept is not None:
@@ -255,19 +258,20 @@ class History:
         return self._take_slowly(metrics, step, now)
 
     def _take_slowly(self, metrics: Mapping[str, Any], step: int, now: float) -> str | None:
-        flat = flatten(metrics)
+        quick = is_quick(metrics)
+        flat = dict(metrics) if quick else flatten(metrics)
         before = self._settle()
-        record = {"step": step, "time": now}
+        record: dict[str, Any] = {"step": step, "time": now}
         if step <= self._replayed:
             record["replay"] = True
         self._next = step + 1
         self._updates += 1
-        copies = Copies(flat)
+        copies = None if quick else Copies(flat)
         exchange = None
         if self._across is not None and (self._updates - 1) % self._every == 0:
             # The others are to be sent numbers, so these are waited for.
-            exchange = self._across.begin(step, copies.settle())
-        self._pending = _Pending(record, copies, exchange)
+            exchange = self._across.begin(step, copies.settle() if copies else flat)
+        self._pending = _Pending(record, flat, copies, exchange)
         if self._deferred:
             return before or ""
         return self._settle()
@@ -277,7 +281,8 @@ class History:
         pending, self._pending = self._pending, None
         if pending is None:
             return None
-        record: dict[str, Any] = {**pending.record, **pending.copies.settle()}
+        flat = pending.copies.settle() if pending.copies else pending.flat
+        record = {**pending.record, **flat}
         statistics: dict[str, Any] = {}
         try:
             if pending.exchange is not None:
@@ -286,7 +291,7 @@ class History:
                     logger.warning("%s", warning)
                     self.event("warning", warning)
             elif self._alone and (self._updates - 1) % self._every == 0:
-                statistics = _of_one_rank(pending.copies.settle())
+                statistics = _of_one_rank(flat)
         finally:  # this rank's own numbers are not lost where another rank is
             self._put({**record, **statistics})
         if not self._summary:
@@ -347,11 +352,14 @@ class History:
         self._close("exit" if value is None else _say(value))
 
 
+@dataclass(slots=True)
 class _Pending:
     """A record whose numbers are on their way."""
 
-    def __init__(self, record: dict[str, Any], copies: Copies, exchange: Exchange | None) -> None:
-        self.record, self.copies, self.exchange = record, copies, exchange
+    record: dict[str, Any]
+    flat: dict[str, Any]
+    copies: Copies | None
+    exchange: Exchange | None
 
 
 def _of_one_rank(flat: Mapping[str, Any]) -> dict[str, Any]:

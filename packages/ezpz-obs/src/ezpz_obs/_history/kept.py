@@ -6,6 +6,8 @@ from array import array
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ezpz_obs._records.numbers import as_float
+
 
 class Kept:
     """Records by the names they have, one double after the other.
@@ -24,7 +26,7 @@ class Kept:
         if names != self._names:
             self._names, self._values = names, array("d")
             self._runs.append((names, self._values))
-        self._values.extend(record.values())
+        self._values.extend([as_float(value) for value in record.values()])
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Give the records in order; every metric is a float here."""

@@ -20,8 +20,7 @@ class Progress:
 
     def report(self, step: int, now: float) -> None:
         """Remember a step, and write it when it is time."""
-        if step > self._highest:
-            self._highest = step
+        self._highest = max(self._highest, step)
         if now >= self._next or self._next > now + _SECONDS:
             self._next = now + _SECONDS
             self._write()

@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 STATISTICS = ("mean", "std", "min", "max", "min_rank", "max_rank")
 """What follows a metric's name: ``loss/mean``, ..."""
 
+_sum, _least, _greatest = np.add.reduce, np.minimum.reduce, np.maximum.reduce
+
 
 def statistics(values: NDArray[np.float64], keys: Sequence[str]) -> dict[str, Any]:
     """Return mean, standard deviation (of the population), least and greatest, and whose they are.
@@ -19,12 +21,16 @@ def statistics(values: NDArray[np.float64], keys: Sequence[str]) -> dict[str, An
         values: (ranks, metrics).
         keys: As of `statistic_names`.
     """
-    # Of the ranks' deviations from their mean, not of sums of squares: 1e5 ± 20 stays exact.
+    ranks = len(values)
+    # Reductions by name, which are three times as quick as the methods for a few numbers.
     with np.errstate(invalid="ignore", over="ignore"):  # NaN and infinities are allowed
-        mean = values.mean(0)
-        std = np.sqrt(np.square(values - mean).mean(0))
-    rows = (mean, std, values.min(0), values.max(0), values.argmin(0), values.argmax(0))
-    return dict(zip(keys, [number for row in rows for number in row.tolist()], strict=True))
+        mean = _sum(values, 0) / ranks
+        # Of the deviations from the mean, not of sums of squares: 1e5 ± 20 stays exact.
+        apart = values - mean
+        std = np.sqrt(_sum(apart * apart, 0) / ranks)
+    numbers = np.concatenate((mean, std, _least(values, 0), _greatest(values, 0))).tolist()
+    whose = np.concatenate((values.argmin(0), values.argmax(0))).tolist()
+    return dict(zip(keys, numbers + whose, strict=True))
 
 
 def statistic_names(metrics: Sequence[str]) -> list[str]:

@@ -127,7 +127,8 @@ def _survey(fd: int, path: Path) -> Before:
     Raises:
         HistoryError: What is there was not written by a History.
     """
-    attempts, last = 0, None
+    attempts = 0
+    last: int | None = None
     refused = f"{path} holds {{!r}}; expected lines that a History wrote: give another outdir"
 
     def see(line: bytes) -> None:

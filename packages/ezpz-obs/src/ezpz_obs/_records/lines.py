@@ -27,6 +27,7 @@ HEADER, RECORD, EVENT = b'{"ezpz_obs":', b'{"step":', b'{"event":'
 _CRC = b',"crc":"'
 _CRC_LENGTH = len(_CRC) + 8 + len(b'"}')
 _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_STRING = frozenset({str})
 _LONGEST_INTEGER = 4000  # digits; Python's own limit is 4,300
 
 
@@ -53,7 +54,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float):
         if math.isfinite(value):
             return float(value)
-        return "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, int) and not isinstance(value, bool):
         return value if -(1 << 63) <= value < 1 << 64 else _digits(value)
     if isinstance(value, Mapping):
@@ -67,7 +68,8 @@ def _plain(value: Any) -> Any:
 def _digits(value: int) -> str:
     if value.bit_length() > 3.3 * _LONGEST_INTEGER:
         raise ValueError(
-            f"an integer of {value.bit_length():,} bits; expected at most {_LONGEST_INTEGER:,} digits"
+            f"an integer of {value.bit_length():,} bits; "
+            f"expected at most {_LONGEST_INTEGER:,} digits"
         )
     return str(value)
 
@@ -119,5 +121,9 @@ def _number(text: str) -> float | int:
 
 
 def is_quick(metrics: Mapping[str, Any]) -> bool:
-    """Say whether all values are plain numbers and no name is the file's own."""
-    return PLAIN.issuperset(map(type, metrics.values())) and RESERVED.isdisjoint(metrics)
+    """Say whether all values are plain numbers, and all names strings and not the file's own."""
+    return (
+        PLAIN.issuperset(map(type, metrics.values()))
+        and RESERVED.isdisjoint(metrics)
+        and _STRING.issuperset(map(type, metrics))
+    )

@@ -32,7 +32,9 @@ def flatten(metrics: Mapping[str, Any]) -> dict[str, Any]:
             )
         if name in flat:
             raise ValueError(f"two metrics called {name!r}; expected each name once")
-        flat[name] = value if type(value) in PLAIN or is_on_device(value) else to_number(name, value)
+        flat[name] = (
+            value if type(value) in PLAIN or is_on_device(value) else to_number(name, value)
+        )
     return flat
 
 
@@ -79,3 +81,11 @@ def is_on_device(value: Any) -> bool:
     if torch is None or not isinstance(value, torch.Tensor):
         return False
     return bool(value.device.type not in ("cpu", "meta"))
+
+
+def as_float(value: float) -> float:
+    """Return a number as a double; an integer beyond 1.8e308 as an infinity."""
+    try:
+        return float(value)
+    except OverflowError:
+        return float("inf") if value > 0 else float("-inf")

@@ -213,7 +213,8 @@ def _check_schema(header: dict[str, Any], path: Path) -> None:
     schema = header["ezpz_obs"]
     if not isinstance(schema, int) or schema > SCHEMA:
         raise HistoryError(
-            f"{path} is of schema {schema!r}; expected at most {SCHEMA}: read it with a newer ezpz-obs"
+            f"{path} is of schema {schema!r}; expected at most {SCHEMA}: "
+            "read it with a newer ezpz-obs"
         )
 
 

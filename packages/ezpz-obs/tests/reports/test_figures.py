@@ -1,0 +1,93 @@
+import re
+import xml.etree.ElementTree as ET
+
+import matplotlib as mpl
+import numpy as np
+import pytest
+
+from ezpz_obs._reports.figures import Drawn, curves, step_histogram
+from ezpz_obs._reports.series import Series
+from ezpz_obs._reports.step_times import StepTimes
+
+
+def series(values, name="loss"):
+    found = Series(name)
+    found.add(np.arange(len(values)), np.array(values, np.float64))
+    return found
+
+
+def noise(count=500):
+    return np.random.default_rng(0).normal(1, 0.1, count)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [noise(), noise(5000), [1.0], [2.0] * 10, [np.nan] * 30, [1.0, np.nan, 2.0, np.nan],
+     [np.inf, -np.inf, 0.0], [1e308, -1e308], [1e-320, 5e-324], [0.0] * 50, []],
+)  # fmt: skip
+def test_any_values_can_be_drawn(values):
+    svg, _ = curves([Drawn("loss", series(values), None, 0)], title="loss")
+    ET.fromstring(svg)
+    assert "nan" not in svg.lower().replace("nan (", "")
+
+
+def test_what_is_no_number_is_marked_and_said():
+    values = noise()
+    values[100:103] = np.nan
+    values[200] = np.inf
+    svg, notes = curves([Drawn("loss", series(values), None, 0)], title="loss")
+    assert "var(--alarm" in svg
+    assert "3 NaN and 1 infinite (\N{MULTIPLICATION SIGN}), first at step 100" in notes
+
+
+def test_colours_are_the_pages():
+    svg, _ = curves([Drawn("loss", series(noise()), None, 0)], title="loss")
+    assert "currentColor" in svg
+    assert "var(--series-0, #0072b2)" in svg
+    assert not re.search(r"#0[123][0-9a-f]{2}0[1-9a-f]", svg)
+
+
+@pytest.mark.parametrize(
+    "name", ["<script>alert(1)</script>", "$x_2$", "a & b", '"q" \'p\'', "$\\frac{", "a\nb", "_x"]
+)
+def test_names_are_text(name):
+    lines = [Drawn(name, series(noise()), None, 0), Drawn("other", series(noise()), None, 1)]
+    svg, _ = curves(lines, title=name)
+    texts = ["".join(text.itertext()) for text in ET.fromstring(svg).iter() if "text" in text.tag]
+    assert name.replace("\n", "\\n") in texts
+    assert "<script" not in svg
+
+
+def test_spread_over_ranks_is_drawn_as_bands():
+    mean = series(noise())
+    spread = {"mean": mean, "std": series([0.1] * 500), "min": series(noise() - 0.3),
+              "max": series(noise() + 0.3)}  # fmt: skip
+    svg, notes = curves([Drawn("loss", mean, spread, 0)], title="loss")
+    plain, _ = curves([Drawn("loss", mean, None, 0)], title="loss")
+    assert svg.count("<path") > plain.count("<path")
+    assert any("ranks" in note for note in notes)
+
+
+def test_nothing_of_the_users_matplotlib_is_changed():
+    before = dict(mpl.rcParams)
+    curves([Drawn("loss", series(noise()), None, 0)], title="loss")
+    assert dict(mpl.rcParams) == before
+
+
+def test_step_times():
+    found = StepTimes([0.0])
+    took = np.random.default_rng(0).lognormal(-2, 0.1, 3000)
+    found.add(np.arange(3001), np.concatenate([[0], np.cumsum(took)]) + 5)
+    found.settle()
+    svg, notes = step_histogram([("run", found)], title="step times")
+    ET.fromstring(svg)
+    assert any(re.search(r"median \(dashed\) 13\d ms", note) for note in notes)
+    svg, _ = step_histogram([("a", found), ("b", found)], title="step times")
+    assert "var(--series-1" in svg
+
+
+def test_a_single_step_time():
+    found = StepTimes([0.0])
+    found.add(np.array([0, 1]), np.array([1.0, 1.0]))
+    found.settle()
+    ET.fromstring(step_histogram([("run", found)], title="step times")[0])

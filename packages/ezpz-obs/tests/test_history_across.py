@@ -1,0 +1,265 @@
+"""Statistics over real ranks, by gloo."""
+
+import json
+
+import numpy as np
+import pytest
+
+import ezpz_obs
+from ezpz_obs import History, HistoryError
+
+STATISTICS = ("mean", "std", "min", "max", "min_rank", "max_rank")
+
+
+def test_every_statistic(ranks, tmp_path):
+    out = tmp_path / "run"
+    done = ranks(
+        f"""
+        import ezpz_obs
+        with ezpz_obs.History({str(out)!r}, cross_rank=True) as history:
+            say(history.update({{"loss": 1e5 + 20 * RANK, "n": RANK == 2}}))
+            say(history.update({{"n": 7, "loss": torch.tensor(float(RANK), requires_grad=True)}}))
+            say(history.last)
+        """,
+        4,
+    )
+    assert [one.status for one in done] == [0] * 4, done[0].err
+    assert len({json.dumps(one.said[:2]) for one in done}) == 1, "the line is of all ranks"
+    assert done[1].said[1] == "step=1 n=7 loss=1.5±1.1"
+    first, second = History.read(out)
+    values = np.array([1e5, 1e5 + 20, 1e5 + 40, 1e5 + 60])
+    assert [first[f"loss/{name}"] for name in STATISTICS] == [
+        values.mean(), pytest.approx(values.std(), rel=1e-14), 1e5, 1e5 + 60, 0, 3
+    ]  # fmt: skip
+    assert (first["n/mean"], first["n/max_rank"], first["n/min_rank"]) == (0.25, 2, 0)
+    assert (second["loss"], second["loss/mean"], second["loss/max_rank"]) == (0.0, 1.5, 3)
+    assert second["n/std"] == 0.0
+    assert not list(out.glob("metrics-rank*")), "rank 0 writes"
+
+
+def test_values_near_1e5_with_a_spread_of_20(ranks):
+    (one, _) = ranks(
+        """
+        import ezpz_obs
+        history = ezpz_obs.History(cross_rank=True)
+        history.update({"x": 1e5 - 10 + 20 * RANK, "y": 1e15 + RANK})
+        say([history.last["x/std"], history.last["y/std"]])
+        """,
+        2,
+    )
+    assert one.said == [[10.0, 0.5]]
+
+
+def test_what_is_not_finite(ranks):
+    (one, _) = ranks(
+        """
+        import ezpz_obs, math
+        history = ezpz_obs.History(cross_rank=True)
+        history.update({"x": [1.0, math.nan][RANK], "y": [math.inf, 2.0][RANK], "z": 10 ** 400})
+        say({name: str(value) for name, value in history.last.items()})
+        """,
+        2,
+    )
+    (said,) = one.said
+    assert (said["x/mean"], said["x/max_rank"]) == ("nan", "1"), "who has it is named"
+    assert (said["y/mean"], said["y/max_rank"], said["y/min"]) == ("inf", "0", "2.0")
+    assert said["z"] == "1" + "0" * 400
+    assert said["z/mean"] == "inf"
+    assert "Warning" not in one.err
+
+
+def test_one_collective_an_update_and_one_of_every_n(ranks):
+    (one, _) = ranks(
+        """
+        import ezpz_obs
+        from torch.profiler import profile
+        names = {f"m{i}": 1.0 for i in range(10)}
+        for every in (1, 3):
+            history = ezpz_obs.History(cross_rank=True, every=every)
+            with profile() as trace:
+                have = []
+                for step in range(6):
+                    history.update(names)
+                    have.append("m9/mean" in history.last)
+            events = [event for event in trace.events() if event.name.startswith("gloo:")]
+            say([len(events), sorted({event.name for event in events}), have])
+        """,
+        2,
+    )
+    assert one.said[0] == [6, ["gloo:all_gather"], [True] * 6]
+    assert one.said[1] == [2, ["gloo:all_gather"], [True, False, False] * 2]
+
+
+def test_keys_in_another_order_are_not_mixed(ranks):
+    (one, other) = ranks(
+        """
+        import ezpz_obs
+        history = ezpz_obs.History(cross_rank=True)
+        history.update([{"a": 1.0, "b": 100.0}, {"b": 100.0, "a": 1.0}][RANK])
+        say([history.last["a/mean"], history.last["b/mean"]])
+        """,
+        2,
+    )
+    assert one.said == other.said == [[1.0, 100.0]]
+    assert one.err == ""
+
+
+def test_keys_that_differ_are_named_once_and_never_mixed(ranks, tmp_path):
+    done = ranks(
+        f"""
+        import ezpz_obs
+        history = ezpz_obs.History({str(tmp_path / "run")!r}, cross_rank=True)
+        for step in range(3):
+            metrics = {{"b": 1.0 + RANK, "a": 10.0}}
+            if RANK == 2:
+                metrics["c"] = 5.0
+            if RANK == 1:
+                del metrics["a"]
+            history.update(metrics)
+        say(history.last)
+        history.update({{"b": 1.0}})  # and together again
+        say(history.last["b/mean"])
+        history.close()
+        """,
+        3,
+    )
+    assert [one.status for one in done] == [0, 0, 0], done[0].err
+    last = done[0].said[0]
+    assert (last["b/mean"], last["a/mean"], last["c/mean"]) == (2.0, 10.0, 5.0)
+    assert (last["b/max_rank"], last["c/min_rank"], last["c/max_rank"]) == (2, 2, 2)
+    assert done[0].said[1] == 1.0
+    assert done[0].err.count("metrics differ between ranks") == 1, done[0].err
+    assert "'a' not on rank 1 (" in done[0].err
+    assert "'c' only on rank 2 (" in done[0].err
+    (warning,) = [e for e in ezpz_obs.read_run(tmp_path / "run").events if e["event"] == "warning"]
+    assert "'a' not on rank 1" in warning["message"]
+
+
+def test_more_metrics_than_there_was_room_for(ranks):
+    (one, other) = ranks(
+        """
+        import ezpz_obs
+        history = ezpz_obs.History(cross_rank=True)
+        for count in (3, 40, [50, 200][RANK], 3, 500):
+            history.update({f"m{i:03}": float(i + RANK) for i in range(count)})
+            say([history.last["m002/mean"], history.last.get(f"m{count - 1:03}/mean")])
+        """,
+        2,
+    )
+    assert one.said == [[2.5, 2.5], [2.5, 39.5], [2.5, 49.5], [2.5, 2.5], [2.5, 499.5]], one.err
+    assert other.said[2] == [2.5, 200.0], "alone with it"
+
+
+def test_ranks_at_different_steps(ranks):
+    done = ranks(
+        """
+        import ezpz_obs
+        history = ezpz_obs.History(cross_rank=True)
+        for step in range(3):
+            history.update({"loss": 1.0}, step=step + (RANK == 2))
+            say(sorted(history.last))
+        """,
+        3,
+    )
+    assert done[0].said == [["loss", "step", "time"]] * 3
+    assert done[0].err.count("ranks record different steps: rank 2 (") == 1, done[0].err
+    assert "at step 1, the others at step 0" in done[0].err
+
+
+@pytest.mark.parametrize("how", ["stays away", "dies", "rank 0 dies"])
+def test_a_rank_that_stops_calling_is_named(ranks, how):
+    guilty = 0 if how.startswith("rank 0") else 2
+    done = ranks(
+        f"""
+        import ezpz_obs, os, time
+        history = ezpz_obs.History(cross_rank=True, timeout=2)
+        for step in range(5):
+            if step == 3 and RANK == {guilty}:
+                if "dies" in {how!r}:
+                    os.kill(os.getpid(), 9)
+                time.sleep(60)
+            try:
+                history.update({{"loss": 1.0}})
+            except ezpz_obs.HistoryError as error:
+                say(str(error))
+                say(history.last["step"])
+                break
+        """,
+        3,
+        wait=[rank for rank in range(3) if rank != guilty],
+    )
+    for rank in {0, 1, 2} - {guilty}:
+        text, last = done[rank].said
+        assert last == 3, "its own numbers are recorded"
+        if guilty == 0:
+            assert "rank 0" in text
+        else:
+            assert text.startswith("History at step 3: rank 2 on "), text
+            assert (
+                "recorded step 2 last; expected every rank to call update() at every step" in text
+            )
+
+
+def test_deferred_statistics_come_a_step_later(ranks, tmp_path):
+    (one, _) = ranks(
+        f"""
+        import ezpz_obs
+        with ezpz_obs.History({str(tmp_path / "run")!r}, cross_rank=True, deferred=True) as history:
+            for step in range(4):
+                say(history.update({{"loss": float(step + RANK)}}))
+        """,
+        2,
+    )
+    assert one.said == ["", "step=0 loss=0.5±0.5", "step=1 loss=1.5±0.5", "step=2 loss=2.5±0.5"]
+    records = History.read(tmp_path / "run")
+    assert [(r["step"], r["loss"], r["loss/mean"]) for r in records] == [
+        (step, float(step), step + 0.5) for step in range(4)
+    ]
+
+
+def test_every_rank_a_file_of_its_own(ranks, tmp_path):
+    ranks(
+        f"""
+        import ezpz_obs
+        with ezpz_obs.History({str(tmp_path / "run")!r}, per_rank=True) as history:
+            history.update({{"loss": float(RANK)}})
+        """,
+        3, set_up=False,
+    )  # fmt: skip
+    run = ezpz_obs.read_run(tmp_path / "run")
+    assert [path.name for path in run.rank_files] == [
+        "metrics-rank00001.jsonl", "metrics-rank00002.jsonl",
+    ]  # fmt: skip
+    files = [run.path, *run.rank_files]
+    assert [History.read(path)[0]["loss"] for path in files] == [0.0, 1.0, 2.0]
+    assert [ezpz_obs.read_run(path).headers[0]["rank"] for path in files] == [0, 1, 2]
+
+
+def test_without_torch_distributed(monkeypatch):
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(
+        HistoryError, match=r"cross_rank=True on rank 1 of 2, and torch\.distributed"
+    ):
+        History(cross_rank=True)
+
+
+def test_one_rank_has_the_same_names(tmp_path):
+    with History(tmp_path, cross_rank=True) as history:
+        assert history.update({"loss": 0.5}) == "step=0 loss=0.5"
+    (record,) = History.read(tmp_path)
+    assert {f"loss/{name}" for name in STATISTICS} <= record.keys()
+
+
+def test_a_restart_goes_on_at_one_step_on_all_ranks(ranks, tmp_path):
+    with History(tmp_path / "run") as history:
+        history.update({"loss": 1.0}, step=41)
+    done = ranks(
+        f"""
+        import ezpz_obs
+        history = ezpz_obs.History({str(tmp_path / "run")!r}, cross_rank=True)
+        say(history.update({{"loss": 1.0}}))
+        """,
+        2,
+    )
+    assert [one.said for one in done] == [["step=42 loss=1"]] * 2, done[0].err

@@ -1,0 +1,203 @@
+"""The processes that sinks of libraries have: servers that hang, kills, and the end."""
+
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from ezpz_obs import History
+
+TRAIN = """
+import logging, os, sys, time
+logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
+from ezpz_obs import History
+history = History("run", sinks=sys.argv[1].split(","), summary=False)
+for step in range(int(sys.argv[2])):
+    history.record({"loss": step})
+print("trained", flush=True)
+exec(sys.argv[3])
+print("ended", time.time(), flush=True)
+"""
+CLOSE = "end = time.time(); history.close(); print('close', time.time() - end)"
+
+
+def needs(*modules):
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"not installed: {missing}")
+
+
+@pytest.fixture
+def hanging_server():
+    """The address of a server that accepts and never answers."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen(100)
+        kept = []
+
+        def accept():
+            while True:
+                try:
+                    kept.append(server.accept())
+                except OSError:
+                    return
+
+        threading.Thread(target=accept, daemon=True).start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+        for connection, _ in kept:
+            connection.close()
+        server.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.fixture
+def train(tmp_path):
+    home = tmp_path / "home"
+    home.mkdir()
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("WANDB_", "MLFLOW_", "TRACKIO_", "HF_", "NETRC"))
+    }
+    started = []
+
+    def start(sinks, *, steps=200, then=CLOSE, **env):
+        process = subprocess.Popen(
+            [sys.executable, "-c", TRAIN, sinks, str(steps), then],
+            cwd=tmp_path, env={**kept, "HOME": str(home), **env},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def children_of(pid):
+    listed = subprocess.run(
+        ["ps", "-A", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True
+    )
+    rows = (line.split(None, 2) for line in listed.stdout.splitlines())
+    return {int(row[0]): row[2] for row in rows if int(row[1]) == pid}
+
+
+def helper_of(pid):
+    """Wait for the process that a sink has made."""
+    found = []
+
+    def look():
+        children = children_of(pid).items()
+        found[:] = [child for child, command in children if "_sinks.child" in command]
+        return found
+
+    wait_until(look)
+    return found[0]
+
+
+def wait_until(true, seconds=30):
+    until = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+@needs("wandb", "mlflow", "trackio")
+@pytest.mark.parametrize(
+    "then", [CLOSE, "", "raise SystemExit(3)"], ids=["close", "exit", "status"]
+)
+def test_servers_that_never_answer(train, hanging_server, tmp_path, then):
+    process = train(
+        "wandb,mlflow,trackio,csv", then=then, WANDB_BASE_URL=hanging_server,
+        WANDB_API_KEY="a" * 40, MLFLOW_TRACKING_URI=hanging_server,
+        TRACKIO_SERVER_URL=f"{hanging_server}?write_token=t",
+    )  # fmt: skip
+    assert process.stdout.readline() == "trained\n"
+    trained = time.monotonic()
+    _, errors = process.communicate(timeout=60)
+    assert time.monotonic() - trained < 10  # what is promised
+    assert process.returncode == (3 if "3" in then else 0), errors
+    assert len(History.read(tmp_path / "run")) == 200
+    assert len((tmp_path / "run" / "metrics.csv").read_text().splitlines()) == 201
+    for name in ("mlflow", "trackio"):
+        said = [line for line in errors.splitlines() if f"sink {name}" in line]
+        assert len(said) == 2, errors
+        assert "training goes on without it" in said[0]
+        assert "200 records were not sent; all are in the run's file: ezpz-obs replay" in said[1]
+    said = [line for line in errors.splitlines() if "sink wandb" in line and "WARN" in line]
+    assert len(said) == 1
+    assert "does not answer within 4 s; offline" in said[0]
+    assert list((tmp_path / "run" / "wandb").glob("offline-run-*"))
+
+
+@needs("wandb", "mlflow", "trackio", "tensorboard")
+def test_a_home_that_cannot_be_written(train, tmp_path):
+    (tmp_path / "file").touch()
+    process = train("wandb,mlflow,trackio,tensorboard", HOME=str(tmp_path / "file" / "home"))
+    _, errors = process.communicate(timeout=60)
+    assert "WARNING" not in errors
+    run = tmp_path / "run"
+    for kept in ("wandb/offline-run-*", "mlruns/*", "trackio/*.db", "tensorboard/events*"):
+        assert list(run.glob(kept)), kept
+
+
+@needs("tensorboard")
+def test_a_killed_process_is_warned_about_and_training_goes_on(train, tmp_path):
+    then = (
+        "import subprocess; time.sleep(3); pid = str(os.getpid()); "
+        "subprocess.run(['pkill', '-KILL', '-P', pid, '-f', 'ezpz_obs._sinks.child']); "
+        "[(history.record({'loss': 1}), time.sleep(0.01)) for _ in range(100)]; "
+    ) + CLOSE
+    process = train("tensorboard,csv", then=then)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "sink tensorboard failed to write: SinkError: its process ended with status -9" in errors
+    assert "ezpz-obs replay" in errors
+    assert len((tmp_path / "run" / "metrics.csv").read_text().splitlines()) == 301
+
+
+@needs("tensorboard")
+def test_what_it_was_given_is_sent_where_training_is_killed(train, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    process = train("tensorboard", then="time.sleep(60)")
+    assert process.stdout.readline() == "trained\n"
+    helper = helper_of(process.pid)
+    wait_until(lambda: list((tmp_path / "run").glob("tensorboard/*")))
+    time.sleep(1)  # the feeder looks at its queue several times a second
+    process.kill()
+    process.wait()
+    wait_until(lambda: not Path("/proc", str(helper)).exists(), seconds=12)
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    assert len(events.Scalars("loss")) == 200
+
+
+@needs("tensorboard")
+@pytest.mark.parametrize("which", ["SIGINT", "SIGTERM", "SIGUSR1"])
+def test_signals_to_all_processes_do_not_end_it(train, which):
+    process = train("tensorboard", then="time.sleep(3); " + CLOSE)
+    assert process.stdout.readline() == "trained\n"
+    time.sleep(2)
+    os.kill(helper_of(process.pid), getattr(signal, which))
+    _, errors = process.communicate(timeout=60)
+    assert "WARNING" not in errors
+
+
+@needs("wandb")
+def test_no_process_is_left(train):
+    process = train("wandb", then="time.sleep(5); " + CLOSE)
+    assert process.stdout.readline() == "trained\n"
+    helper = helper_of(process.pid)
+    wait_until(lambda: any("wandb-core" in command for command in children_of(helper).values()))
+    services = children_of(helper)
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+    wait_until(lambda: not any(Path("/proc", str(pid)).exists() for pid in (helper, *services)))
