@@ -1,19 +1,36 @@
-import types
+import subprocess
+import sys
+
+import pytest
 
 import ezpz_obs
 
+HEAVY = ("torch", "matplotlib", "jinja2", "wandb", "mlflow", "tensorboard", "xarray", "fire")
+
 
 def test_all_is_what_is_there():
-    public = {
-        name
-        for name, value in vars(ezpz_obs).items()
-        if not name.startswith("_") and not isinstance(value, types.ModuleType)
-    }
-    assert set(ezpz_obs.__all__) == public | {"__version__"}
+    for name in ezpz_obs.__all__:
+        assert getattr(ezpz_obs, name) is not None
+    assert set(ezpz_obs._LATER) <= set(ezpz_obs.__all__) <= set(dir(ezpz_obs))
+    with pytest.raises(AttributeError, match="no attribute 'Histroy'"):
+        ezpz_obs.Histroy  # noqa: B018
 
 
 def test_public_names_have_docstrings():
     for name in set(ezpz_obs.__all__) - {"__version__"}:
-        value = getattr(ezpz_obs, name)
-        if callable(value):
-            assert value.__doc__, name
+        assert getattr(ezpz_obs, name).__doc__, name
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import ezpz_obs",
+        "import ezpz_obs; ezpz_obs.History().update({'loss': 1.0})",
+        "import ezpz_obs; ezpz_obs.get_logger('x').info('hello')",
+        "import ezpz_obs; [getattr(ezpz_obs, name) for name in ezpz_obs.__all__]",
+    ],
+)
+def test_what_is_heavy_is_imported_when_it_is_used(code):
+    code += f"; import sys; print([name for name in {HEAVY!r} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

@@ -10,29 +10,84 @@ from ._version import __version__
 
 # Imported when first used: a program that logs has no need of what draws.
 _LATER = {
+    "Alarms": "_training.alarms",
     "History": "_history",
+    "LogSetup": "_logs.setup",
     "Run": "_records",
-    "get_log_level": "_logs",
-    "get_logger": "_logs",
+    "Sink": "_sinks.protocol",
+    "StepTimer": "_training.timer",
+    "Throughput": "_training.throughput",
+    "configure_logs": "_logs.setup",
+    "export": "_reports.export",
+    "get_log_level": "_logs.levels",
+    "get_logger": "_logs.logger",
+    "gradient_norm": "_training.gradients",
+    "log_dict_as_bulleted_list": "_logs.bullets",
+    "memory_metrics": "_training.memory",
+    "plot": "_reports.terminal",
+    "profile": "_training.profile",
+    "progress": "_logs.progress",
     "read_run": "_records",
+    "replay": "_sinks.replay",
+    "setup_wandb": "_sinks.wandb_start",
+    "tail": "_reports.tail",
+    "transformer_flops": "_training.throughput",
+    "verify_wandb": "_sinks.wandb_start",
+    "write_report": "_reports.report",
 }
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from ._history import History
-    from ._logs import get_log_level, get_logger
+    from ._logs.bullets import log_dict_as_bulleted_list
+    from ._logs.levels import get_log_level
+    from ._logs.logger import get_logger
+    from ._logs.progress import progress
+    from ._logs.setup import LogSetup, configure_logs
     from ._records import Run, read_run
+    from ._reports.export import export
+    from ._reports.report import write_report
+    from ._reports.tail import tail
+    from ._reports.terminal import plot
+    from ._sinks.protocol import Sink
+    from ._sinks.replay import replay
+    from ._sinks.wandb_start import setup_wandb, verify_wandb
+    from ._training.alarms import Alarms
+    from ._training.gradients import gradient_norm
+    from ._training.memory import memory_metrics
+    from ._training.profile import profile
+    from ._training.throughput import Throughput, transformer_flops
+    from ._training.timer import StepTimer
 
 __all__ = [
+    "Alarms",
     "History",
     "HistoryError",
+    "LogSetup",
     "ObsError",
     "ReportError",
     "Run",
+    "Sink",
     "SinkError",
+    "StepTimer",
+    "Throughput",
     "__version__",
+    "configure_logs",
+    "export",
     "get_log_level",
     "get_logger",
+    "gradient_norm",
+    "log_dict_as_bulleted_list",
+    "memory_metrics",
+    "plot",
+    "profile",
+    "progress",
     "read_run",
+    "replay",
+    "setup_wandb",
+    "tail",
+    "transformer_flops",
+    "verify_wandb",
+    "write_report",
 ]
 
 
