@@ -101,9 +101,14 @@ def test_a_line_for_people(colours):
 @pytest.mark.parametrize("colours", [False, True])
 def test_what_cannot_be_shown_to_people(colours):
     console = Console(colours=colours)
-    line = console.line(event(a=Rude(), b=[Rude()], c="two\nlines", d="", e="\ud800"), ONE, 0.0)
+    line = console.line(event(a=Rude(), b=[Rude()], d="", e="\ud800"), ONE, 0.0)
     assert line.count("cannot be shown") == 2
     assert line.count("\n") == 1
+
+
+def test_a_value_of_several_lines_takes_one():
+    line = Console(colours=False).line(event(a="two\nlines"), ONE, 0.0)
+    assert line.endswith(" a='two\\nlines'\n")
 
 
 def test_a_traceback_takes_lines_of_its_own():

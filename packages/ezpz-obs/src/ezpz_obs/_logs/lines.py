@@ -118,10 +118,11 @@ class Console:
         shown = {
             name: value if _is_simple(value) else _show(value) for name, value in shown.items()
         }
-        shown |= {"timestamp": stamp, "level": event.label, "event": event.text}
-        more = (("logger", event.logger), ("stack", event.stack), ("exception", event.exception))
-        shown |= {name: text for name, text in more if text is not None}
-        return f"{self._colourful(None, event.label, shown)}\n"
+        first, _, rest = event.text.partition("\n")
+        shown |= {"timestamp": stamp, "level": event.label, "event": first}
+        if event.logger is not None:
+            shown["logger"] = event.logger
+        return _with_more(self._colourful(None, event.label, shown), rest, event)
 
     def _stamp(self, second: int) -> str:
         known, text = self._second
@@ -135,9 +136,15 @@ def _uncoloured(event: Event, shown: Mapping[str, Any], stamp: str) -> str:
     """Return a line as structlog's renderer does, without its columns' machinery."""
     logger = "" if event.logger is None else f" [{event.logger}]"
     fields = "".join([f" {name}={_show(value)}" for name, value in shown.items()])
-    line = f"{stamp} [{event.label:<9}] {event.text:<30}{logger}{fields}".rstrip(" ")
-    for more in (event.stack, event.exception):
-        if more is not None:
+    first, _, rest = event.text.partition("\n")
+    line = f"{stamp} [{event.label:<9}] {first:<30}{logger}{fields}".rstrip(" ")
+    return _with_more(line, rest, event)
+
+
+def _with_more(line: str, rest: str, event: Event) -> str:
+    """Return the line with what has lines of its own below it."""
+    for more in (rest, event.stack, event.exception):
+        if more:
             line = f"{line}\n{more}"
     return f"{line}\n"
 

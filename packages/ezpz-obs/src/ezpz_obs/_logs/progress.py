@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -10,8 +11,8 @@ from typing import Any, Generic, TypeVar
 
 from ezpz_obs._context import find_place
 
-from .levels import wants_json
 from .logger import get_logger
+from .output import process_output
 
 T = TypeVar("T")
 
@@ -91,12 +92,8 @@ class Progress(Generic[T]):
         return self._total
 
     def _wants_bar(self) -> bool:
-        if not self._logger.is_enabled_for(20) or wants_json(os.environ):
-            return False
-        try:
-            return sys.stderr is not None and sys.stderr.isatty()
-        except ValueError:  # closed
-            return False
+        terminal = process_output().terminal
+        return terminal.level <= logging.INFO and not terminal.as_json and terminal.is_tty()
 
     def _with_bar(self) -> Iterator[T]:
         from tqdm import tqdm  # type: ignore[import-untyped]  # 20 ms

@@ -38,6 +38,7 @@ class Terminal:
         self._no_colours = bool(env.get("NO_COLOR")) or env.get("TERM") == "dumb"
         self._seen: TextIO | None = None
         self._is_tty = False
+        self._is_torn = False
         self._console = Console(colours=False)
 
     def stream(self) -> TextIO | None:
@@ -65,9 +66,9 @@ class Terminal:
         try:
             if self._is_tty:
                 with _without_bars(stream):
-                    _write(stream, line)
+                    self._write(stream, line)
             else:
-                _write(stream, line)
+                self._write(stream, line)
         # A full disk, a reader that has gone, a stream that is closed or somebody's own object
         # that raises anything: logging must not end a training. Tried again at the next line.
         except Exception as error:  # noqa: BLE001
@@ -75,6 +76,29 @@ class Terminal:
             self.trouble = error
             return False
         return True
+
+    def _write(self, stream: TextIO, line: str | bytes) -> None:
+        descriptor = _descriptor(stream)
+        if descriptor is None:
+            text = line.decode() if isinstance(line, bytes) else line
+            encoding = getattr(stream, "encoding", None)
+            if isinstance(encoding, str):
+                text = text.encode(encoding, "backslashreplace").decode(encoding)
+            stream.write(text)
+            stream.flush()
+            return
+        if isinstance(line, str):
+            line = line.encode(stream.encoding, "backslashreplace")
+        stream.flush()  # what the script has printed comes first
+        if self._is_torn:
+            line = b"\n" + line
+        # Past Python's buffer: what cannot be written is not tried again at exit, which would
+        # change the exit status to 120; and ranks that share the stream do not mix their lines.
+        written = os.write(descriptor, line)
+        while written < len(line):
+            self._is_torn = True
+            written += os.write(descriptor, line[written:])
+        self._is_torn = False
 
     def _look(self, stream: TextIO | None) -> None:
         """See what kind of stream this is, once for each."""
@@ -86,26 +110,6 @@ class Terminal:
         except (OSError, ValueError, AttributeError):  # closed, or hardly a stream
             self._is_tty = False
         self._console = Console(colours=self._is_tty and not self._no_colours)
-
-
-def _write(stream: TextIO, line: str | bytes) -> None:
-    descriptor = _descriptor(stream)
-    if descriptor is None:
-        text = line.decode() if isinstance(line, bytes) else line
-        encoding = getattr(stream, "encoding", None)
-        if isinstance(encoding, str):
-            text = text.encode(encoding, "backslashreplace").decode(encoding)
-        stream.write(text)
-        stream.flush()
-        return
-    if isinstance(line, str):
-        line = line.encode(stream.encoding, "backslashreplace")
-    stream.flush()  # what the script has printed comes first
-    # Past Python's buffer: what cannot be written is not tried again at exit, which would
-    # change the exit status to 120; and ranks that share the stream do not mix their lines.
-    written = os.write(descriptor, line)
-    while written < len(line):
-        written += os.write(descriptor, line[written:])
 
 
 def _descriptor(stream: TextIO) -> int | None:
