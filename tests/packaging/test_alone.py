@@ -34,15 +34,17 @@ TEST_NEEDS = {
     "ezpz-tp": ["numpy", "pytest-xdist", "safetensors"],
     "ezpz-launch": ["mpich", "mpi4py", "py-spy", "pytest-xdist"],
     "ezpz-dist": ["mpich", "numpy", "pytest-xdist", "safetensors"],
-    "ezpz-obs": ["numpy"],
+    "ezpz-obs": ["hypothesis", "pytest-xdist"],
 }
 # How many of its tests run at once, where they mostly wait for each other.
-AT_ONCE = {"ezpz-topo": 4, "ezpz-launch": 4, "ezpz-tp": 2, "ezpz-dist": 2}
+AT_ONCE = {"ezpz-topo": 4, "ezpz-launch": 4, "ezpz-tp": 2, "ezpz-dist": 2, "ezpz-obs": 2}
 # Two that compute, with a thread for each core of their own, would be in each other's way.
 ENVIRONMENT = {"ezpz-tp": {"OMP_NUM_THREADS": "1"}}
 EXTRAS = {"ezpz-suite": "[examples]"}
 # Those that ask for torch, by themselves or by a sibling: `installed` would tell of another.
 WITH_TORCH = {"ezpz-device", "ezpz-tp", "ezpz-dist", "ezpz-suite"}
+# Those that use torch where the user's is there: their tests have one.
+TORCH_FOR_TESTS = {"ezpz-obs"}
 SIBLINGS = {
     "ezpz-topo": set(),
     "ezpz-tp": set(),
@@ -121,7 +123,7 @@ class Environment:
 
     def link(self, other: Environment) -> None:
         """Take over what is installed in another: files by links, commands with this Python."""
-        shutil.copytree(other.packages, self.packages, copy_function=os.link, dirs_exist_ok=True)
+        shutil.copytree(other.packages, self.packages, copy_function=_link, dirs_exist_ok=True)
         for command in (other.folder / "bin").iterdir():
             here = self.folder / "bin" / command.name
             if not here.exists():
@@ -153,6 +155,12 @@ class Environment:
         return {name for name, _ in found}
 
 
+def _link(source: str, target: str) -> None:
+    # What both ask for, in the version that the constraints give both.
+    if not os.path.exists(target):
+        os.link(source, target)
+
+
 class Environments:
     """An environment for each wheel, with it and with what it asks for, and nothing else."""
 
@@ -181,6 +189,8 @@ class Environments:
         ours = {each for each in installed if each.startswith("ezpz-")}
         assert ours == {name} | SIBLINGS[name], "only itself, and the siblings that it needs"
 
+        if name in TORCH_FOR_TESTS:
+            made.link(self.torch)
         made.install("pytest", "pytest-timeout", *TEST_NEEDS.get(name, []))
         return made
 

@@ -92,7 +92,7 @@ def test_no_folder_no_file(tmp_path, monkeypatch):
     for step in range(3):
         history.update({"loss": step / 4, **({"n": 2} if step == 1 else {})})
     assert list(tmp_path.iterdir()) == []
-    kept = list(history._kept)
+    kept = list(history._places.kept)
     assert [(one["step"], one["loss"], one.get("n")) for one in kept] == [
         (0, 0.0, None), (1, 0.25, 2.0), (2, 0.5, None),
     ]  # fmt: skip
@@ -168,6 +168,14 @@ def test_steps_count_on_where_none_is_given(tmp_path):
         with History(tmp_path) as history:
             history.update({"loss": loss})
     assert [(r["step"], r["loss"]) for r in History.read(tmp_path)] == [(0, 1.0), (1, 2.0)]
+
+
+def test_a_record_after_the_end_is_an_error(tmp_path):
+    with History(tmp_path) as history:
+        history.update({"loss": 1.0})
+    with pytest.raises(HistoryError, match=r"a record of step 1 after close\(\)"):
+        history.update({"loss": 1.0})
+    history.close()
 
 
 def test_two_writers_of_one_file_are_refused(tmp_path):

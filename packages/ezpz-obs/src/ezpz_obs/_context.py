@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -23,11 +24,19 @@ class Place:
 def find_place(env: Mapping[str, str] | None = None) -> Place:
     """Return who this process is; ``host`` is the name up to its first dot.
 
+    torch.distributed knows best, where it is set up: ranks of ``torch.multiprocessing.spawn``
+    have no variables that say who they are.
+
     Raises:
         ezpz_topo.TopoError: The rank cannot be known.
     """
+    host = socket.gethostname().partition(".")[0]
+    torch = sys.modules.get("torch")
+    dist = getattr(torch, "distributed", None)  # None while torch is being imported
+    if env is None and dist is not None and dist.is_available() and dist.is_initialized():
+        return Place(dist.get_rank(), dist.get_world_size(), host)
     info = get_rank_info(os.environ if env is None else env)
-    return Place(info.rank, info.world_size, socket.gethostname().partition(".")[0])
+    return Place(info.rank, info.world_size, host)
 
 
 class Now:

@@ -4,43 +4,30 @@ from __future__ import annotations
 
 import atexit
 import logging
-import operator
 import os
 import sys
-import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from ezpz_obs._context import NOW, find_place
+from ezpz_obs._context import find_place
 from ezpz_obs._errors import HistoryError
-from ezpz_obs._records.fetch import Copies
 from ezpz_obs._records.file import Before, LineFile
-from ezpz_obs._records.lines import is_quick
-from ezpz_obs._records.numbers import flatten
 from ezpz_obs._records.reader import FILE_NAME, rank_file_name, read_run
 
 from .header import make_header
 from .kept import Kept
 from .progress import Progress
-from .summary import summarize, summarize_ranks
+from .recorder import Check, Places, Recorder
 from .writer import Writer
 
 if TYPE_CHECKING:
     from ezpz_obs._sinks import Sink
 
-    from .across import Exchange
+    from .across import Across
 
 logger = logging.getLogger("ezpz_obs")
-
-
-class Check(Protocol):
-    """What looks at every record: `Alarms`, or anything of the same form."""
-
-    def check(self, record: Mapping[str, Any]) -> str | None:
-        """Return what is wrong, or None."""
 
 
 class History:
@@ -107,44 +94,42 @@ class History:
             raise ValueError(f"every={every}; expected 1 (each update) or more")
         self._place = place = find_place()
         self.path: Path | None = None
-        self.last: dict[str, Any] = {}
-        """The latest record."""
-        self._kept = Kept() if outdir is None else None
-        self._writer: Writer | None = None
-        before = Before()
-        if outdir is not None and (place.rank == 0 or per_rank):
-            file = FILE_NAME if place.rank == 0 else rank_file_name(place.rank)
-            self.path = Path(outdir).absolute() / file
-            lines = LineFile(self.path)
-            before = lines.before
-            self._writer = Writer(lines, checksum=checksum, sync=sync)
-        self._next = 0 if before.last_step is None else before.last_step + 1
-        self._replayed = -1 if before.last_step is None else before.last_step
-        self._summary, self._deferred, self._every = summary, deferred, every
-        self._alarms = tuple(alarms)
-        self._updates = 0
-        self._pending: _Pending | None = None
-        self._progress = Progress() if place.rank == 0 else None
-        self._feeders: list[Any] = []
-        self._across = None
         self._closed = False
         self._pid = os.getpid()
-        run = name or (Path(outdir).absolute().name if outdir is not None else "run")
-        header = make_header(place, before, run=run, config=config or {})
-        if self._writer is not None:
-            self._writer.put(header, header["time"])
-        if place.rank == 0:
-            self._open_sinks(sinks, header)
-        if cross_rank and place.world_size > 1:
-            from .across import Across
-
-            self._across = Across(place, self._next, timeout)
-            # Rank 0 goes on in its file, and the others with it.
-            self._next = self._across.first_step
-        self._alone = cross_rank and place.world_size == 1
-        # Quick: nothing to wait for, nothing to add.
-        self._quick = not (deferred or cross_rank)
+        first = place.rank == 0
+        chosen = self._choose_sinks(sinks) if first else []
+        places = Places(alarms=tuple(alarms), progress=Progress() if first else None)
+        self._places, before = places, Before()
+        if outdir is None:
+            places.kept = Kept()
+        elif first or per_rank:
+            self.path = Path(outdir).absolute() / (
+                FILE_NAME if first else rank_file_name(place.rank)
+            )
+            lines = LineFile(self.path)
+            before = lines.before
+            places.writer = Writer(lines, checksum=checksum, sync=sync)
+        try:
+            run = name or (Path(outdir).absolute().name if outdir is not None else "run")
+            header = make_header(place, before, run=run, config=config or {})
+            if places.writer is not None:
+                places.writer.put(header, header["time"])
+            self._recorder = Recorder(
+                places, before.last_step, every=every, deferred=deferred, summary=summary,
+                across=self._meet(before, timeout) if cross_rank and place.world_size > 1 else None,
+                alone=cross_rank and place.world_size == 1,
+            )  # fmt: skip
+            self._open_sinks(chosen, header)
+        except BaseException:  # also Ctrl-C: the file is to be free for the next attempt
+            if places.writer is not None:
+                places.writer.close()
+            raise
         atexit.register(self._at_exit)
+
+    @property
+    def last(self) -> dict[str, Any]:
+        """The latest record, with its step, time and statistics; empty before the first."""
+        return self._recorder.last
 
     def update(self, metrics: Mapping[str, Any], step: int | None = None) -> str:
         """Record the metrics of one step, write them, and return a one-line summary.
@@ -159,16 +144,16 @@ class History:
             ``step=3 loss=0.25``; where deferred, of the record before.
 
         Raises:
-            HistoryError: With ``cross_rank``, a rank did not come; it is named.
+            HistoryError: With ``cross_rank``, a rank did not come; it is named. Or after `close`.
             TypeError: A metric or the step is no number, a name no string.
             ValueError: A name is History's own, such as ``step``.
         """
-        text = self._take(metrics, step)
-        return text if text is not None else summarize(self.last) if self._summary else ""
+        text = self._recorder.take(metrics, step)
+        return self._recorder.summarize() if text is None else text
 
     def record(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Record and write as `update` does, without a summary."""
-        self._take(metrics, step)
+        self._recorder.take(metrics, step)
 
     def event(self, kind: str, message: str = "", **fields: Any) -> None:
         """Write something that happened, with the time and the last step: a check-point, say.
@@ -178,14 +163,11 @@ class History:
             message: For people.
             fields: Anything else; what JSON does not have is written as text.
         """
-        line = {"event": kind, "time": time.time(), "step": self.last.get("step"),
-                "message": message, **fields}  # fmt: skip
-        if self._writer is not None:
-            self._writer.put(line, line["time"])
+        self._recorder.event(kind, message, **fields)
 
     def flush(self) -> None:
         """Write what is deferred. Collective with ``cross_rank``."""
-        self._settle()
+        self._recorder.settle()
 
     def finalize(self, *, report: bool = True) -> Any:
         """Close, and return all records; rank 0 writes a report with plots beside its file.
@@ -205,8 +187,8 @@ class History:
         from ezpz_obs._reports import dataset_of, write_report  # above this room: reads runs
 
         self.close()
-        if self._kept is not None:
-            return dataset_of(self._kept)
+        if self._places.kept is not None:
+            return dataset_of(self._places.kept)
         if self.path is None:
             return None
         run = read_run(self.path)
@@ -241,87 +223,25 @@ class History:
         """
         return list(read_run(path).records())
 
-    def _take(self, metrics: Mapping[str, Any], step: int | None) -> str | None:
-        """Record one step; return the summary where it is not simply that of `last`."""
-        if step is None:
-            step = self._next
-        elif type(step) is not int:
-            step = operator.index(step)
-        now = time.time()
-        if self._quick and is_quick(metrics):
-            record = {"step": step, "time": now, **metrics}
-            if step <= self._replayed:
-                record["replay"] = True
-            self._next = step + 1
-            self._put(record)
-            return None
-        return self._take_slowly(metrics, step, now)
+    def _meet(self, before: Before, timeout: float | None) -> Across:
+        from .across import Across  # numpy and torch, which not every History needs
 
-    def _take_slowly(self, metrics: Mapping[str, Any], step: int, now: float) -> str | None:
-        quick = is_quick(metrics)
-        flat = dict(metrics) if quick else flatten(metrics)
-        before = self._settle()
-        record: dict[str, Any] = {"step": step, "time": now}
-        if step <= self._replayed:
-            record["replay"] = True
-        self._next = step + 1
-        self._updates += 1
-        copies = None if quick else Copies(flat)
-        exchange = None
-        if self._across is not None and (self._updates - 1) % self._every == 0:
-            # The others are to be sent numbers, so these are waited for.
-            exchange = self._across.begin(step, copies.settle() if copies else flat)
-        self._pending = _Pending(record, flat, copies, exchange)
-        if self._deferred:
-            return before or ""
-        return self._settle()
+        return Across(self._place, 0 if before.last_step is None else before.last_step + 1, timeout)
 
-    def _settle(self) -> str | None:
-        """Finish the record that waits; return its summary."""
-        pending, self._pending = self._pending, None
-        if pending is None:
-            return None
-        flat = pending.copies.settle() if pending.copies else pending.flat
-        record = {**pending.record, **flat}
-        statistics: dict[str, Any] = {}
-        try:
-            if pending.exchange is not None:
-                statistics, warning = pending.exchange.end()
-                if warning:
-                    logger.warning("%s", warning)
-                    self.event("warning", warning)
-            elif self._alone and (self._updates - 1) % self._every == 0:
-                statistics = _of_one_rank(flat)
-        finally:  # this rank's own numbers are not lost where another rank is
-            self._put({**record, **statistics})
-        if not self._summary:
-            return ""
-        return summarize_ranks(record, statistics) if statistics else summarize(record)
+    @staticmethod
+    def _choose_sinks(sinks: Iterable[str | Sink]) -> list[Sink]:
+        if not (sinks := list(sinks)):
+            return []
+        from ezpz_obs._sinks import make_sinks
 
-    def _put(self, record: dict[str, Any]) -> None:
-        step, now = record["step"], record["time"]
-        if self._writer is not None:
-            self._writer.put(record, now)
-        elif self._kept is not None:
-            self._kept.put(record)
-        for feeder in self._feeders:
-            feeder.put(record)
-        self.last = record
-        NOW.step = step
-        if self._progress is not None:
-            self._progress.report(step, now)
-        for alarm in self._alarms:
-            message = alarm.check(record)
-            if message is not None:
-                logger.warning("%s", message)
-                self.event("alarm", message)
+        return make_sinks(sinks)
 
-    def _open_sinks(self, sinks: Iterable[str | Sink], header: Mapping[str, Any]) -> None:
-        if sinks := list(sinks):
-            from ezpz_obs._sinks import Feeder, make_sinks
+    def _open_sinks(self, sinks: list[Sink], header: Mapping[str, Any]) -> None:
+        if sinks:
+            from ezpz_obs._sinks import Feeder
 
             folder = None if self.path is None else self.path.parent
-            self._feeders = [Feeder(sink, header, folder) for sink in make_sinks(sinks)]
+            self._places.feeders = [Feeder(sink, header, folder) for sink in sinks]
 
     def _close(self, cause: str) -> None:
         if self._closed:
@@ -330,47 +250,29 @@ class History:
         atexit.unregister(self._at_exit)
         if os.getpid() != self._pid:
             return  # a forked child: the file and the sinks are its parent's
+        places = self._places
         try:
-            self._settle()
+            self._recorder.settle()
         except HistoryError as error:
             # What failed is over; that the other ranks are gone is no reason to fail at the end.
             logger.warning("%s", error)
         self.event("end", cause)
-        if self._progress is not None:
-            self._progress.close()
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
-        until = time.monotonic() + 10.0
-        for feeder in self._feeders:
-            feeder.close(max(0.1, until - time.monotonic()))
-        self._feeders = []
+        if places.progress is not None:
+            places.progress.close()
+        if places.writer is not None:
+            places.writer.close()
+            places.writer = None
+        if places.feeders:
+            from ezpz_obs._sinks import close_all
+
+            close_all(places.feeders)
+            places.feeders = ()
+        places.closed = True
 
     def _at_exit(self) -> None:
         # Python keeps what ended a script; ezpz_dist and launchers may have ended it otherwise.
         value = getattr(sys, "last_value", None)
         self._close("exit" if value is None else _say(value))
-
-
-@dataclass(slots=True)
-class _Pending:
-    """A record whose numbers are on their way."""
-
-    record: dict[str, Any]
-    flat: dict[str, Any]
-    copies: Copies | None
-    exchange: Exchange | None
-
-
-def _of_one_rank(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the statistics in a world of one, so that a script's records have the same names."""
-    found: dict[str, Any] = {}
-    for name, value in flat.items():
-        found |= {
-            f"{name}/mean": value, f"{name}/std": 0.0, f"{name}/min": value,
-            f"{name}/max": value, f"{name}/min_rank": 0, f"{name}/max_rank": 0,
-        }  # fmt: skip
-    return found
 
 
 def _say(value: BaseException) -> str:
