@@ -83,7 +83,7 @@ def train(tmp_path):
 
 def children_of(pid):
     listed = subprocess.run(
-        ["ps", "-A", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True
+        ["ps", "-A", "-ww", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True
     )
     rows = (line.split(None, 2) for line in listed.stdout.splitlines())
     return {int(row[0]): row[2] for row in rows if int(row[1]) == pid}

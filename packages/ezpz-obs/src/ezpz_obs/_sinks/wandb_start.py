@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -204,12 +204,25 @@ def _end_with_main() -> None:
 
 def _find_services() -> list[int]:
     """Return the processes named wandb-core that this one started."""
+    return [
+        pid for pid, parent, name in _processes() if parent == os.getpid() and "wandb-core" in name
+    ]
+
+
+def _processes() -> Iterator[tuple[int, int, str]]:
+    """Return each process, its parent, and its name."""
+    if os.path.isdir("/proc/self"):  # containers often have no ps
+        for pid in filter(str.isdecimal, os.listdir("/proc")):
+            try:
+                text = Path("/proc", pid, "stat").read_text(encoding="utf-8", errors="replace")
+            except OSError:
+                continue  # it has ended
+            name, _, rest = text.partition("(")[2].rpartition(")")
+            yield int(pid), int(rest.split()[1]), name
+        return
     listed = subprocess.run(
         ["ps", "-A", "-o", "pid=,ppid=,comm="], capture_output=True, text=True, check=False
     )
-    rows = (line.split(None, 2) for line in listed.stdout.splitlines())
-    return [
-        int(row[0])
-        for row in rows
-        if len(row) == 3 and int(row[1]) == os.getpid() and "wandb-core" in row[2]
-    ]
+    for line in listed.stdout.splitlines():
+        pid, parent, name = line.split(None, 2)
+        yield int(pid), int(parent), name
