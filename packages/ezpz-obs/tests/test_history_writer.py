@@ -97,10 +97,12 @@ def test_a_file_replaced_by_another_is_not_touched(tmp_path, monkeypatch, caplog
 
 
 def test_a_closed_standard_error(tmp_path):
-    code = "import sys, ezpz_obs\nwith ezpz_obs.History(sys.argv[1]) as h: h.update({'x': 1.0})"
+    code = "import os, sys, ezpz_obs\nwith ezpz_obs.History(sys.argv[1]) as h:\n"
+    code += "    h.update({'x': 1.0})\n    os.system('echo native code >&2')"
     words = ["sh", "-c", 'exec "$0" -c "$1" "$2" 2>&-', sys.executable, code, str(tmp_path)]
     assert subprocess.run(words, check=False, timeout=60).returncode == 0
     assert len(History.read(tmp_path)) == 1
+    assert "native" not in (tmp_path / "metrics.jsonl").read_text()
 
 
 def test_a_home_that_cannot_be_written(tmp_path):

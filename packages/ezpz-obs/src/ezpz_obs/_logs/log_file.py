@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from ezpz_obs._descriptors import is_at, open_to_append
+
 _LOOK = 1.0  # seconds between two looks whether the file is still there
 
 
@@ -83,23 +85,16 @@ class LogFile:
         """Open the file where it is not open, or no longer the one at its path."""
         with self._lock:
             self._next_look = now + _LOOK
-            if self._descriptor >= 0 and self._is_there():
+            if self._descriptor >= 0 and is_at(self.path, self._descriptor):
                 return
             was_open = self._descriptor >= 0
             self.close()
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor = _open(self.path)
+            self._descriptor = open_to_append(self.path)
             size = os.fstat(self._descriptor).st_size
             self._is_torn = size > 0 and os.pread(self._descriptor, 1, size - 1) != b"\n"
         if was_open:
             self._say(f"{self.path} was removed; its lines are lost, and it was made anew")
-
-    def _is_there(self) -> bool:
-        try:
-            found, ours = os.stat(self.path), os.fstat(self._descriptor)
-        except OSError:
-            return False
-        return (found.st_dev, found.st_ino) == (ours.st_dev, ours.st_ino)
 
     def _failed(self, error: OSError) -> None:
         self.lost += 1
@@ -114,20 +109,3 @@ class LogFile:
         if not self._has_complained:
             self._has_complained = True
             self._complain(text)
-
-
-def _open(path: Path) -> int:
-    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-    descriptor = os.open(path, flags, 0o644)
-    if descriptor > 2:
-        return descriptor
-    # In a process without a standard error this file would be it, and get what native code prints.
-    lower = []
-    try:
-        while descriptor <= 2:
-            lower.append(descriptor)
-            descriptor = os.dup(descriptor)
-    finally:
-        for each in lower:
-            os.close(each)
-    return descriptor

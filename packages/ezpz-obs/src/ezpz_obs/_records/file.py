@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ezpz_obs._descriptors import is_at, open_to_append
 from ezpz_obs._errors import HistoryError
 
 from .lines import EVENT, HEADER, RECORD, decode
 
 _BLOCK = 1 << 20
-_FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class LineFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._fd = os.open(path, _FLAGS, 0o644)
+        self._fd = open_to_append(path)
         try:
             _claim(self._fd, path)
             self.before = _survey(self._fd, path)
@@ -68,11 +68,7 @@ class LineFile:
 
     def is_there(self) -> bool:
         """Say whether the path still leads to this file."""
-        try:
-            found, ours = os.stat(self.path), os.fstat(self._fd)
-        except OSError:
-            return False
-        return (found.st_dev, found.st_ino) == (ours.st_dev, ours.st_ino)
+        return is_at(self.path, self._fd)
 
     def restore(self) -> None:
         """Make the file anew where somebody removed it, with all that was in it.
@@ -81,7 +77,7 @@ class LineFile:
             OSError: It cannot be made.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        anew = os.open(self.path, _FLAGS | os.O_EXCL, 0o644)
+        anew = open_to_append(self.path, anew=True)
         try:
             _claim(anew, self.path)
             os.lseek(self._fd, 0, os.SEEK_SET)
