@@ -46,7 +46,8 @@ def test_one_outlier_does_not_hide_the_rest():
 def test_many_decades_are_logarithmic():
     low, high, log, _ = limits([table(np.logspace(0, -6, 300))])
     assert log
-    assert low < 1e-6 < 1 < high
+    assert low < 1e-6
+    assert high > 1
 
 
 @pytest.mark.parametrize(

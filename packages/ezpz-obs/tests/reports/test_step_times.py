@@ -44,7 +44,10 @@ def test_a_restart_is_no_step():
     found = feed([0, 1, 1, 2, 3], [1.0, 2.0, 503.0, 504.0, 505.0], begins=(0.0, 500.0))
     assert found.count == 3
     assert max(took for took, _ in found.pauses) < 2
-    assert [(a.records, a.first_step, a.last_step) for a in found.attempts] == [(2, 0, 1), (3, 1, 3)]
+    assert [(a.records, a.first_step, a.last_step) for a in found.attempts] == [
+        (2, 0, 1),
+        (3, 1, 3),
+    ]
 
 
 def test_nothing():

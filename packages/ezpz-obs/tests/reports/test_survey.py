@@ -132,7 +132,13 @@ def test_warnings_of_events_and_logs(write_run, records):
     folder = write_run(
         *records(range(4), loss=1.0),
         {"event": "alarm", "time": 1_732_000_001.0, "step": 2, "message": "loss spike"},
-        {"event": "checkpoint", "time": 1_732_000_002.0, "step": 3, "message": "saved", "path": "/x"},
+        {
+            "event": "checkpoint",
+            "time": 1_732_000_002.0,
+            "step": 3,
+            "message": "saved",
+            "path": "/x",
+        },
     )
     (folder / "logs").mkdir()
     slow = {"time": "2024-11-19T07:06:41.5+00:00", "level": "warning", "event": "slow", "rank": 1}

@@ -134,8 +134,10 @@ def _plot(surveys: Sequence[Survey], panel: Panel) -> Plot:
         several_runs = len(surveys) > 1
         drawn.append(Drawn(line.label, series, spread, line.run if several_runs else place))
     title = f"{panel.title} over steps"
+    # A metric may be called as several together are.
+    kind = "joint" if len({line.name for line in panel.lines}) > 1 else "curve"
     svg, notes = curves(drawn, title=title)
-    return Plot(panel.title, panel.unit, svg, tuple(notes), file_name("curve", panel.title))
+    return Plot(panel.title, panel.unit, svg, tuple(notes), file_name(kind, panel.title))
 
 
 def _of(survey: Survey) -> RunPart:

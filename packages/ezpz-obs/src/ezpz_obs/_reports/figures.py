@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import io
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Any, Final
 
 import numpy as np
 
-from .extras import require
+from .canvas import canvas, dress, legend, styled, svg
 from .names import shorten
-from .numbers import TIMES, seconds, tick_labels
-from .palette import DASHES, INK, alarm, colour, to_variables
+from .numbers import TIMES, seconds
+from .palette import DASHES, INK, alarm, colour
 from .series import COUNT, FROM, GREATEST, LEAST, MEAN, SIZE, TO, Floats, Series
 from .smoothing import limits, reach, smooth
 from .step_times import EDGES, StepTimes
@@ -22,28 +19,8 @@ from .step_times import EDGES, StepTimes
 POINTS: Final = 600
 """Of a curve: about one for each pixel of its width."""
 
-_PLACE: Final = (0.115, 0.155, 0.855, 0.81)
 _PARTS: Final = (0.5, 0.95, 0.99)
-
-_SIZE: Final = (6.1, 3.3)  # inches; the page scales it
-_STYLE: Final = {
-    "text.parse_math": False,  # a metric's name is text, dollars and all
-    "svg.fonttype": "none",
-    "font.family": ["sans-serif"],
-    "font.size": 10.5,
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "axes.edgecolor": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "axes.facecolor": "none",
-    "figure.facecolor": "none",
-    "savefig.facecolor": "none",
-    "axes.unicode_minus": True,
-    "path.simplify": True,
-    "path.sketch": None,
-    "text.usetex": False,
-}
+_LARGEST: Final = 1e300
 
 
 @dataclass(frozen=True)
@@ -77,17 +54,21 @@ def curves(lines: Sequence[Drawn], *, title: str) -> tuple[str, list[str]]:
     Raises:
         ReportError: matplotlib is not installed.
     """
-    with _styled():
-        figure, axes = _canvas()
+    with styled():
+        figure, axes = canvas()
         notes: list[str] = []
         tables = [_table(line) for line in lines]
         low, high, log, outside = limits(tables)
-        if outside:
+        if outside or any(
+            np.nanmax(np.abs(t[LEAST : GREATEST + 1]), initial=0) >= _LARGEST for t in tables
+        ):
             notes.append("outliers are outside the frame")
         if log:
             axes.set_yscale("log")
-        for line, table in zip(lines, tables, strict=True):
+        drawn = [
             _draw(axes, line, table, alone=len(lines) == 1)
+            for line, table in zip(lines, tables, strict=True)
+        ]
         axes.set_ylim(low, high)
         # Margins, or a single step's own place.
         first, last = reach(tables)
@@ -101,10 +82,10 @@ def curves(lines: Sequence[Drawn], *, title: str) -> tuple[str, list[str]]:
         if any(line.spread for line in lines):
             notes.append("bands: mean ± std, and least to greatest, of the ranks")
         axes.set_xlabel("step")
-        _dress(axes)
+        dress(axes)
         if len(lines) > 1:
-            _legend(figure, axes)
-        return _svg(figure, title), notes
+            legend(figure, axes, drawn, [line.label for line in lines])
+        return svg(figure, title), notes
 
 
 def step_histogram(of: Sequence[tuple[str, StepTimes]], *, title: str) -> tuple[str, list[str]]:
@@ -120,8 +101,8 @@ def step_histogram(of: Sequence[tuple[str, StepTimes]], *, title: str) -> tuple[
     Raises:
         ReportError: matplotlib is not installed.
     """
-    with _styled():
-        figure, axes = _canvas()
+    with styled():
+        figure, axes = canvas()
         notes = ["vertical: how many"]
         ranges = [times.reach(0.999) for _, times in of]
         first = max(0, min(least for least, _ in ranges) - 4)
@@ -135,56 +116,53 @@ def step_histogram(of: Sequence[tuple[str, StepTimes]], *, title: str) -> tuple[
         each = max(1, -(-(last - first + 1) // 72))
         starts = np.arange(first, last + 1, each)
         edges = EDGES[[*starts.tolist(), min(int(starts[-1]) + each, len(EDGES) - 1)]]
-        for place, (label, times) in enumerate(of):
+        drawn = []
+        for place, (_, times) in enumerate(of):
             counts = np.add.reduceat(times.histogram[: last + 1], starts)
             if len(of) == 1:
                 axes.stairs(counts, edges, fill=True, color=colour(0), alpha=0.75, linewidth=0)
             else:
-                axes.stairs(
-                    counts, edges, color=colour(place), linewidth=1.6, label=shorten(label, 24),
-                    linestyle=DASHES[place % len(DASHES)],
-                )  # fmt: skip
+                dashes = DASHES[place % len(DASHES)]
+                drawn.append(
+                    axes.stairs(counts, edges, color=colour(place), linewidth=1.6, linestyle=dashes)
+                )
         axes.set_xscale("log")
         axes.set_xlim(edges[0], edges[-1])
         if len(of) == 1:
             for part in (0.5, 0.99):
                 at = of[0][1].quantile(part)
                 axes.axvline(at, color=INK, linewidth=0.9, alpha=0.6, linestyle=DASHES[1])
-        _dress(axes)
+        dress(axes)
         axes.xaxis.set_major_formatter(lambda value, _: seconds(value))
         if len(of) > 1:
-            _legend(figure, axes)
-        return _svg(figure, title), notes
-
-
-def _styled() -> Any:
-    return require("matplotlib", "a plot").rc_context(_STYLE)
-
-
-def _canvas() -> tuple[Any, Any]:
-    figure = require("matplotlib.figure", "a plot").Figure(figsize=_SIZE, dpi=72)
-    axes = figure.add_axes(_PLACE)
-    return figure, axes
+            legend(figure, axes, drawn, [label for label, _ in of])
+        return svg(figure, title), notes
 
 
 def _table(line: Drawn) -> Floats:
     """Return a line's buckets; with a spread the mean's, and the least and greatest of all."""
     if line.spread is None:
-        return line.series.curve(POINTS)
+        return _within(line.series.curve(POINTS))
     table = line.spread["mean"].curve(POINTS).copy()
     least, greatest = (line.spread[name].curve(POINTS) for name in ("min", "max"))
     if least.shape == greatest.shape == table.shape:
         table[LEAST], table[GREATEST] = least[LEAST], greatest[GREATEST]
-    return table
+    return _within(table)
 
 
-def _draw(axes: Any, line: Drawn, table: Floats, *, alone: bool) -> None:
-    if not table.shape[1]:
-        return
+def _within(table: Floats) -> Floats:
+    """Leave matplotlib room to reckon in: it is lost beyond."""
+    found = table.copy()
+    found[[MEAN, LEAST, GREATEST]] = np.clip(found[[MEAN, LEAST, GREATEST]], -_LARGEST, _LARGEST)
+    return found
+
+
+def _draw(axes: Any, line: Drawn, table: Floats, *, alone: bool) -> Any:
+    """Draw a line with its shades; return what stands for it in a legend."""
     of, dashes = colour(line.place), DASHES[line.place % len(DASHES)]
     steps = (table[FROM] + table[TO]) / 2
     faint = 0.13 if alone else 0.07
-    if line.spread is not None or table[SIZE].max() > 1:
+    if line.spread is not None or table[SIZE].max(initial=0) > 1:
         axes.fill_between(steps, table[LEAST], table[GREATEST], color=of, alpha=faint, linewidth=0)
     if line.spread is not None:
         std = line.spread["std"].curve(POINTS)
@@ -202,10 +180,8 @@ def _draw(axes: Any, line: Drawn, table: Floats, *, alone: bool) -> None:
     known = np.isfinite(smoothed)
     beside = np.concatenate([[False], known, [False]])
     lonely = known & ~beside[:-2] & ~beside[2:]
-    axes.plot(
-        steps, smoothed, color=of, linewidth=1.7, linestyle=dashes, label=shorten(line.label, 24)
-    )
     axes.plot(steps[lonely], smoothed[lonely], color=of, linestyle="none", marker="o", markersize=4)
+    return axes.plot(steps, smoothed, color=of, linewidth=1.7, linestyle=dashes)[0]
 
 
 def _odd(axes: Any, line: Drawn, *, tag: bool) -> list[str]:
@@ -227,73 +203,3 @@ def _odd(axes: Any, line: Drawn, *, tag: bool) -> list[str]:
     ]
     whose = f"{shorten(line.label, 24)}: " if tag else ""
     return [f"{whose}{' and '.join(said)} ({TIMES}), first at step {series.first_odd:,}"]
-
-
-def _dress(axes: Any) -> None:
-    """Leave little but the curves."""
-    ticker = require("matplotlib.ticker", "a plot")
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.spines["bottom"].set(alpha=0.35, linewidth=0.8)
-    axes.tick_params(length=0, pad=5)
-    axes.tick_params(which="minor", length=0)
-    axes.set_axisbelow(True)
-    axes.grid(axis="y", color=INK, alpha=0.11, linewidth=0.8)
-    for axis in (axes.xaxis, axes.yaxis):
-        if axis.get_scale() == "log":
-            low, high = axis.get_view_interval()
-            if high / low < 30:
-                axis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0)))
-            if high / low < 3:
-                axis.set_major_locator(ticker.MaxNLocator(5))
-        else:
-            axis.set_major_locator(ticker.MaxNLocator(6 if axis is axes.xaxis else 5))
-        axis.set_minor_locator(ticker.NullLocator())
-        axis.set_major_formatter(_formatter(ticker))
-    axes.xaxis.label.set(alpha=0.7, fontsize=10)
-
-
-def _formatter(ticker: Any) -> Any:
-    class Labels(ticker.Formatter):  # type: ignore[misc]
-        def format_ticks(self, values: Any) -> list[str]:
-            return tick_labels([float(value) for value in values])
-
-        def __call__(self, x: float, pos: int | None = None) -> str:  # noqa: ARG002
-            return tick_labels([float(x)])[0]
-
-    return Labels()
-
-
-def _legend(figure: Any, axes: Any) -> None:
-    """Above the curves, where it hides none."""
-    count = len(axes.get_legend_handles_labels()[1])
-    rows = -(-count // 3)
-    axes.set_position((*_PLACE[:3], _PLACE[3] - 0.065 * rows))
-    figure.legend(
-        loc="upper left", bbox_to_anchor=(0.1, 1.005), ncols=min(count, 3), frameon=False,
-        fontsize=9.5, handlelength=2.2, columnspacing=1.4, borderpad=0.1, labelspacing=0.3,
-    )  # fmt: skip
-
-
-_HEAD = re.compile(r"^.*?(?=<svg)", re.DOTALL)
-_SIZES = re.compile(r'<svg[^>]* viewBox="([^"]*)"[^>]*>')
-_NEEDLESS = re.compile(r"<metadata>.*?</metadata>\s*|<style[^>]*>.*?</style>\s*", re.DOTALL)
-_IDS = re.compile(r"<g id=\"[^\"]*\"")
-_FONT = re.compile(r"font-family: 'DejaVu Sans'[^;\"]*")
-
-
-def _svg(figure: Any, title: str) -> str:
-    require("matplotlib.backends.backend_svg", "a plot").FigureCanvasSVG(figure)
-    found = io.StringIO()
-    with require("matplotlib", "a plot").rc_context({"svg.hashsalt": title}):
-        figure.savefig(found, format="svg", metadata={"Date": None, "Creator": None})
-    text = _NEEDLESS.sub("", _HEAD.sub("", found.getvalue(), count=1))
-    text = _FONT.sub("font-family: system-ui, sans-serif", text)
-    text = _SIZES.sub(
-        lambda match: (
-            f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
-            f'viewBox="{match[1]}" role="img" aria-label="{escape(shorten(title, 200))}">'
-        ),
-        text,
-        count=1,
-    )
-    return to_variables(_IDS.sub("<g", text)).strip()

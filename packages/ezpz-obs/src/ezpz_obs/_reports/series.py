@@ -55,6 +55,8 @@ class Series:
 
     def add(self, steps: NDArray[np.int64], values: Floats) -> None:
         """Take further values; (n,) each."""
+        if not len(steps):
+            return
         self._waiting.append((steps, values))
         self._waiting_count += len(steps)
         if self._waiting_count >= _WAIT:

@@ -69,7 +69,7 @@ def limits(tables: Sequence[Floats]) -> tuple[float, float, bool, bool]:
         return 0.0, 1.0, False, False
     least = min(float(np.nanmin(table[LEAST])) for table in tables if _known(table))
     greatest = max(float(np.nanmax(table[GREATEST])) for table in tables if _known(table))
-    usual_low, usual_high = (float(q) for q in np.quantile(means, (0.02, 0.98)))
+    usual_low, usual_high = (float(q) for q in np.quantile(means, (0.02, 0.98), method="nearest"))
     usual = usual_high / 2 - usual_low / 2  # halves: twice the largest double is none
     if usual_low > 0 and least > 0 and math.log10(usual_high) - math.log10(usual_low) > _DECADES:
         return least / 1.2, min(greatest * 1.2, 1e308), True, False

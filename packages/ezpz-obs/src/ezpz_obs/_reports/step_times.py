@@ -68,10 +68,11 @@ class StepTimes:
         if self._before is not None:
             steps = np.concatenate([[self._before[0]], steps])
             times = np.concatenate([[self._before[1]], times])
-        new = np.flatnonzero(np.concatenate([[True], steps[1:] != steps[:-1]]))
-        steps, times = steps[new], times[new]
-        self._before = (int(steps[-1]), float(times[-1]))
         attempts = np.searchsorted(self._begins, times, side="right")
+        other = (np.diff(steps) != 0) | (np.diff(attempts) != 0)
+        new = np.flatnonzero(np.concatenate([[True], other]))
+        steps, times, attempts = steps[new], times[new], attempts[new]
+        self._before = (int(steps[-1]), float(times[-1]))
         apart, took = np.diff(steps), np.diff(times)
         told = (apart > 0) & (took >= 0) & (np.diff(attempts) == 0)
         took, apart, after = took[told], apart[told], steps[1:][told]

@@ -1,0 +1,124 @@
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.fixture
+def run(write_run, records):
+    return write_run(*records(range(30), **{"loss": 1.0, "1e3": 2.0, "[1]": 3.0}))
+
+
+def test_help_is_one_screen(command):
+    done = command("--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(done.stdout.splitlines()) <= 40
+    assert max(map(len, done.stdout.splitlines())) <= 100
+    assert command("report", "-h").stdout == done.stdout
+    for name in ("report", "plot", "tail", "export", "replay"):
+        assert f"ezpz-obs {name} " in done.stdout
+
+
+def test_version(command):
+    from ezpz_obs import __version__
+
+    assert command("--version").stdout == f"{__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "expected one of report, plot"), (["nope"], "'nope'"), (["report"], "no RUN"),
+        (["plot"], "run"), (["report", "RUN", "--out"], "--out=VALUE"),
+        (["report", "RUN", "--out="], "is empty"), (["report", "RUN", "--open=1"], "unknown"),
+        (["report", "RUN", "-o"], "unknown"), (["report", "RUN", "--", "--trace"], "unknown"),
+        (["tail", "RUN", "--lines=some"], "--lines=some"), (["tail", "RUN", "more"], "more"),
+        (["tail", "--no-follow", "RUN"], "after the other words"), (["export", "RUN"], "no file"),
+        (["replay", "RUN"], "to"), (["tail", "RUN", "--no-follow=1"], "expected --no-follow"),
+    ],
+)  # fmt: skip
+def test_words_that_make_no_sense(command, run, words, said):
+    done = command(*[run if word == "RUN" else word for word in words])
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("ezpz-obs: ")
+    assert said in done.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["report", "nowhere"], ["plot", "nowhere"], ["tail", "nowhere"],
+     ["export", "nowhere", "--csv=x.csv"], ["replay", "nowhere", "--to=csv"],
+     ["plot", "RUN", "los"], ["export", "RUN", "--csv=none/x.csv"],
+     ["replay", "RUN", "--to=nobody"]],
+)  # fmt: skip
+def test_what_cannot_be_done_is_said_in_a_line(command, run, words):
+    done = command(*[run if word == "RUN" else word for word in words])
+    assert (done.returncode, done.stdout) == (1, "")
+    assert len(done.stderr.splitlines()) == 1
+    assert "expected" in done.stderr or "No such file" in done.stderr
+
+
+def test_report(command, run, tmp_path):
+    done = command("report", run, "--out=there")
+    assert done.returncode == 0
+    assert done.stdout.splitlines() == ["there/index.html", "there/report.md"]
+    assert (tmp_path / "there" / "index.html").is_file()
+    assert "plots drawn" in done.stderr
+
+
+def test_plot_takes_names_as_text(command, run):
+    done = command("plot", run, "1e3", "[1]")
+    assert done.returncode == 0
+    assert "1e3: last 2" in done.stdout
+    assert "[1]: last 3" in done.stdout
+    assert "\x1b" not in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_plot_where_only_ascii_is_known(command, run):
+    done = command("plot", run, "loss", PYTHONIOENCODING="ascii")
+    assert done.returncode == 0
+    assert done.stdout.isascii()
+    assert "\\u" not in done.stdout
+
+
+def test_tail(command, run):
+    done = command("tail", run, "--lines=2", "--no-follow")
+    assert done.returncode == 0
+    assert len(done.stdout.splitlines()) == 2
+
+
+def test_export(command, run, tmp_path):
+    done = command("export", run, "--csv=x.csv", "--parquet=x.parquet")
+    assert (done.returncode, done.stdout) == (0, "30 records in x.csv and x.parquet\n")
+    assert len((tmp_path / "x.csv").read_text().splitlines()) == 31
+
+
+def test_replay(command, run):
+    done = command("replay", run, "--to=csv")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "30 records sent to csv\n"
+
+
+def test_a_missing_extra(run, tmp_path):
+    code = (
+        "import sys; sys.modules['plotext'] = None\n"
+        "from ezpz_obs._cli import main; sys.exit(main())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "plot", run], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert 'pip install "ezpz-obs[report]"' in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_closed_pipe_is_no_failure(command, run):
+    code = "import sys; from ezpz_obs._cli import main; sys.exit(main())"
+    line = f"{sys.executable} -c '{code}' tail {run} --lines=1000 --no-follow | true"
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", line], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,187 @@
+import re
+import socket
+import threading
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from ezpz_obs._reports import write_report
+
+HOSTILE = [
+    "<script>alert(1)</script>", "\"quotes\" and 'these'", "$x_2$", "{{7*7}}", "{% raw %}",
+    "line\nbreak", "\u202egnirts", "<img src=http://h.invalid/x.png>", "</svg></style>",
+    "&lt;b&gt;", "javascript:alert(1)", "x" * 10_000,
+]  # fmt: skip
+BLUE = {False: (0x00, 0x72, 0xB2), True: (0x56, 0xB4, 0xE9)}
+
+
+class Reading(HTMLParser):
+    """What a browser's parser makes of a page: its elements, attributes and text."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.attributes, self.text = [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes.extend(attrs)
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+@pytest.fixture
+def page(write_run, records):
+    folder = write_run(
+        *records(
+            range(600),
+            loss=lambda n: 2 / (n + 1) ** 0.3, grad_norm=lambda n: 1 + n % 7 / 10,
+            mfu=0.4, memory_gib=3.0,
+        ),
+        {"event": "alarm", "time": 1_732_000_001.0, "step": 2, "message": "loss <b>spike</b>"},
+        {"event": "end", "time": 1_732_000_900.0, "step": 599, "message": "closed"},
+    )  # fmt: skip
+    return write_report(folder)[0]
+
+
+@pytest.fixture
+def hostile(write_run, records):
+    spread = {f"{HOSTILE[0]}/{part}": 1.0 for part in ("mean", "std", "min", "max")}
+    return write_run(
+        *records(range(30), **dict.fromkeys(HOSTILE, 1.0), **spread),
+        *[
+            {"event": name, "time": 1_732_000_001.0, "step": 2, "message": name, name: name}
+            for name in HOSTILE
+        ],
+        {"event": "end", "time": 1_732_000_900.0, "step": 29, "message": HOSTILE[0]},
+        run=HOSTILE[0], machine=HOSTILE[7], argv=HOSTILE, hosts=HOSTILE,
+        config={name: {name: name} for name in HOSTILE}, versions={HOSTILE[0]: HOSTILE[1]},
+        git={"commit": HOSTILE[0], "dirty": False},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [1280, 500])
+def test_curves_are_seen(page, browser, tmp_path, dark, width):
+    picture = tmp_path / "page.png"
+    browser(page, f"--screenshot={picture}", width=width, height=2200, dark=dark)
+    pixels = np.asarray(Image.open(picture).convert("RGB")).astype(int)
+    assert pixels.shape[1] == width
+    paper = pixels[2, 2]
+    assert (paper.max() < 60) if dark else (paper.min() > 240)
+    blue = np.abs(pixels - BLUE[dark]).sum(-1) < 24
+    assert blue.sum() > 1500
+    # All across a curve, not in one place.
+    assert blue.any(0).sum() > 0.6 * width
+    # Text is readable on its ground: its darkest (brightest) are far from the paper.
+    assert np.abs(pixels - paper).sum(-1).max() > 500
+
+
+def test_a_phone_needs_no_sideways_scrolling(hostile, browser, tmp_path):
+    page = write_report(hostile)[0]
+    text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page.read_text())
+    script = "<script>document.title = document.documentElement.scrollWidth</script></body>"
+    probe = tmp_path / "probe.html"
+    probe.write_text(text.replace("</body>", script))
+    seen = browser(probe, "--dump-dom", width=500)
+    assert re.search(r"<title>(\d+)", seen)[1] == "500"
+
+
+def test_no_request_leaves_the_page(hostile, write_run, records, browser, tmp_path):
+    """Counted by a proxy that all of Chromium's requests have to go through."""
+    asked = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer():
+            while True:
+                try:
+                    connection, _ = server.accept()
+                except OSError:
+                    return
+                with connection:
+                    connection.settimeout(10)
+                    asked.append(connection.recv(4096).decode(errors="replace").split(" ")[1:2])
+
+        threading.Thread(target=answer, daemon=True).start()
+
+        def hosts_of(page):
+            asked.clear()
+            browser(
+                page, f"--screenshot={tmp_path / 'x.png'}", "--proxy-bypass-list=<-loopback>",
+                f"--proxy-server=http://127.0.0.1:{server.getsockname()[1]}",
+            )  # fmt: skip
+            found = {re.sub(r"^https?://|[:/].*$", "", target) for [target] in filter(None, asked)}
+            # Chromium's own: updates, accounts, time.
+            return {h for h in found if not re.search(r"(^|\.)(google|googleapis|gvt1)\.com$", h)}
+
+        control = tmp_path / "control.html"
+        control.write_text('<img src="http://h.invalid/x.png">')
+        assert hosts_of(control) == {"h.invalid"}
+        other = write_run(*records(range(9), loss=1.0), folder="other")
+        page = write_report([hostile, other])[0]
+        assert hosts_of(page) == set()
+        # Nor without the policy that forbids it.
+        bare = tmp_path / "bare.html"
+        text = page.read_text()
+        bare.write_text(re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", text))
+        assert bare.read_text() != text
+        assert hosts_of(bare) == set()
+        server.shutdown(socket.SHUT_RDWR)
+
+
+def test_hostile_names_are_text(hostile, browser, write_run, records):
+    page = write_report(hostile)[0]
+    text = page.read_text()
+    found = Reading(text)
+    assert not {"script", "img", "link", "iframe", "object", "a"} & set(found.tags) - {"a"}
+    said = "".join(found.text)
+    for name in HOSTILE[:-1]:
+        assert name.replace("\n", "\\n").replace("\u202e", "\\u202e") in said
+    assert "49" not in {part.strip() for part in found.text}
+    assert "x" * 500 not in said
+    assert any(value == "x" * 10_000 for name, value in found.attributes if name == "title")
+    addresses = [
+        v for name, v in found.attributes if name in ("href", "src", "xlink:href", "action")
+    ]
+    assert all(value.startswith("#") for value in addresses)
+    assert not any(name.startswith("on") for name, _ in found.attributes)
+    seen = Reading(browser(page, "--dump-dom"))  # what Chromium made of it
+    assert sorted(set(seen.tags) - {"tbody"}) == sorted(set(found.tags) - {"tbody"})
+    assert seen.tags.count("svg") == found.tags.count("svg") == len(HOSTILE) + 1
+
+
+def test_a_page_stands_alone(page):
+    text = page.read_text()
+    assert "default-src 'none'" in text
+    addresses = set(re.findall(r"https?://[^\s\"'<]+", text))
+    assert addresses <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
+    found = Reading(text)
+    pictures = found.tags.count("svg")
+    assert pictures == 5
+    assert sum(pair == ("role", "img") for pair in found.attributes) == pictures
+    assert ("aria-label", "loss over steps") in found.attributes
+    assert "loss <b>spike</b>" in "".join(found.text)
+
+
+def test_what_differs_is_marked(write_run, records):
+    runs = [
+        write_run(
+            *records(range(50), loss=lr), folder=f"run{n}", run="same", config={"lr": lr, "seed": 1}
+        )
+        for n, lr in enumerate((0.1, 0.2))
+    ]
+    page, markdown, *_ = write_report(runs)
+    assert page.parent == runs[0] / "comparison"
+    text = page.read_text()
+    (row,) = re.findall(r"<tr[^>]*>(?=<th[^>]*><bdi>lr</bdi>)", text)
+    assert "marked" in row
+    (row,) = re.findall(r"<tr[^>]*>(?=<th[^>]*><bdi>seed</bdi>)", text)
+    assert "marked" not in row
+    said = "".join(Reading(text).text)
+    assert "2 runs compared" in said
+    assert f"same ({runs[1]})"[:20] in said
+    assert "var(--series-1" in text
+    assert "0\\.1" in markdown.read_text() or "0.1" in markdown.read_text()

@@ -1,0 +1,143 @@
+import html
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from ezpz_obs import HistoryError, ReportError
+from ezpz_obs._reports import write_report
+
+
+@pytest.fixture
+def run(write_run, records):
+    return write_run(*records(range(30), **{"loss": 1.0, "train/acc": 0.5, "a|b`c": 1.0}))
+
+
+def test_what_is_written(run):
+    page, text, *plots = write_report(run)
+    assert (page, text) == (run / "report" / "index.html", run / "report" / "report.md")
+    assert {plot.name for plot in plots} >= {"curve-loss.svg", "step-times.svg"}
+    assert sorted(path.name for path in (run / "report").iterdir()) == sorted(
+        path.name for path in (page, text, *plots)
+    )
+    said = text.read_text()
+    assert all((page.parent / name).is_file() for name in re.findall(r"\]\(([^)]*)\)", said))
+    # Shown as they are: no column of the table is split by a metric's name.
+    assert r"| a\|b\`c |" in said
+    for line in said.splitlines():
+        if line.startswith("| ") and "---" not in line:
+            assert line.endswith(" |")
+    svg = (page.parent / "curve-loss.svg").read_text()
+    assert svg.startswith("<svg xmlns=")
+    assert "prefers-color-scheme: dark" in svg
+
+
+def test_markdown_has_no_html_of_others(write_run, records):
+    folder = write_run(*records(range(5), **{"<img src=x>": 1.0}), run="<script>a</script>\n# b")
+    said = write_report(folder)[1].read_text()
+    assert "<img" not in said
+    assert "<script" not in said
+    assert html.unescape(said).startswith("# <script>a</script>")
+    assert "\n# b" not in said
+
+
+def test_a_report_is_replaced_and_other_files_left_alone(run):
+    write_report(run)
+    (run / "report" / "notes.txt").write_text("mine")
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"step": 30, "time": 1.8e9, "new": 7.0}) + "\n")
+    page = write_report(run)[0]
+    assert "new" in page.read_text()
+    assert (run / "report" / "notes.txt").read_text() == "mine"
+
+
+def test_elsewhere(run, tmp_path):
+    page = write_report(str(run), tmp_path / "a" / "b")[0]
+    assert page == tmp_path / "a" / "b" / "index.html"
+    assert not (run / "report").exists()
+
+
+def test_refused(run, tmp_path):
+    with pytest.raises(ReportError, match="no runs"):
+        write_report([])
+    with pytest.raises(HistoryError, match="no run at"):
+        write_report(tmp_path / "nowhere")
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        write_report(run, tmp_path / "file")
+
+
+def test_an_empty_run_has_a_report(write_run):
+    page, text = write_report(write_run())
+    assert "no records" in page.read_text()
+    assert "no records" in text.read_text()
+
+
+def test_many_metrics_are_for_the_table(write_run, records):
+    page, _, *plots = write_report(
+        write_run(*records(range(3), **{f"layer{n}/norm": 1.0 for n in range(300)}))
+    )
+    assert len(plots) <= 50
+    said = page.read_text()
+    assert "layer299/norm" in said
+    assert "more metrics are not drawn" in said
+
+
+def test_without_the_extra_it_says_what_to_install(run):
+    code = (
+        "import sys; sys.modules['matplotlib'] = None\n"
+        "from ezpz_obs import ReportError\n"
+        "from ezpz_obs._reports import write_report\n"
+        "try: write_report(sys.argv[1])\n"
+        "except ReportError as error: print(error)\n"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", code, run], capture_output=True, text=True, check=True
+    ).stdout
+    assert 'pip install "ezpz-obs[report]"' in said
+
+
+def test_importing_reports_imports_nothing_heavy():
+    code = (
+        "import sys, ezpz_obs._reports\n"
+        "heavy = {'matplotlib', 'jinja2', 'xarray', 'plotext', 'pyarrow', 'torch'}\n"
+        "print(*heavy & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
+def test_a_million_steps_take_little_room_and_ten_seconds(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    names = [f"metric{n}" for n in range(10)]
+    with open(path, "w") as file:
+        file.write('{"ezpz_obs":1,"attempt":0,"time":1.7e9,"run":"long","world_size":1}\n')
+        values = [
+            ",".join(
+                f'"{name}":{0.1234567 * (1 + (7 * n + place) % 97)!r}'
+                for place, name in enumerate(names)
+            )
+            for n in range(997)
+        ]
+        file.writelines(
+            f'{{"step":{step},"time":{1.7e9 + 0.25 * step!r},{values[step % 997]}}}\n'
+            for step in range(1_000_000)
+        )
+    code = (
+        "import re, sys, time\n"
+        "from ezpz_obs._reports import write_report\n"
+        "begun = time.process_time()\n"
+        "write_report(sys.argv[1])\n"
+        "print(time.process_time() - begun)\n"
+        # Not getrusage: its figure is the parent's where that was larger.
+        "print(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=True
+    )
+    seconds, kib = map(float, done.stdout.split())
+    assert seconds <= 10  # the promise; of this process, whatever else the machine does
+    assert kib / 1024 <= 150
