@@ -8,6 +8,8 @@ import textwrap
 
 import pytest
 
+from ezpz_obs._context import NOW
+
 LAUNCHERS = ("SLURM_", "PBS_", "PMI", "OMPI_", "MPI_LOCAL", "EZPZ_", "TORCHELASTIC", "LOG_FROM")
 RANK_VARIABLES = {
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK",
@@ -40,6 +42,7 @@ def one_process(monkeypatch):
     for name in list(os.environ):
         if name.startswith(LAUNCHERS) or name in RANK_VARIABLES:
             monkeypatch.delenv(name)
+    monkeypatch.setattr(NOW, "step", None)
 
 
 @pytest.fixture(scope="session")

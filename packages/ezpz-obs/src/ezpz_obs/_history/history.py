@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from ezpz_obs._context import find_place
+from ezpz_obs._context import NOW, find_place
 from ezpz_obs._errors import HistoryError
 from ezpz_obs._records.file import Before, LineFile
 from ezpz_obs._records.reader import FILE_NAME, rank_file_name, read_run
@@ -268,6 +268,7 @@ class History:
             close_all(places.feeders)
             places.feeders = ()
         places.closed = True
+        NOW.step = None  # what is logged now is of no step
 
     def _at_exit(self) -> None:
         # Python keeps what ended a script; ezpz_dist and launchers may have ended it otherwise.
