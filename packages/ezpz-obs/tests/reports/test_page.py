@@ -83,11 +83,15 @@ def test_curves_are_seen(page, browser, tmp_path, dark, width):
 def test_a_phone_needs_no_sideways_scrolling(hostile, browser, tmp_path):
     page = write_report(hostile)[0]
     text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page.read_text())
-    script = "<script>document.title = document.documentElement.scrollWidth</script></body>"
-    probe = tmp_path / "probe.html"
-    probe.write_text(text.replace("</body>", script))
-    seen = browser(probe, "--dump-dom", width=500)
-    assert re.search(r"<title>(\d+)", seen)[1] == "500"
+    script = "<script>parent.postMessage(document.documentElement.scrollWidth, '*')</script></body>"
+    (tmp_path / "probe.html").write_text(text.replace("</body>", script))
+    phone = tmp_path / "phone.html"
+    phone.write_text(
+        "<script>onmessage = event => document.title = event.data</script>"
+        '<iframe src="probe.html" width="360" height="800"></iframe>'
+    )
+    seen = browser(phone, "--dump-dom", "--virtual-time-budget=5000")
+    assert re.search(r"<title>(\d+)", seen)[1] == "360"
 
 
 def test_no_request_leaves_the_page(hostile, write_run, records, browser, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -45,63 +46,65 @@ def dataset_of(run: Run | Iterable[Mapping[str, Any]]) -> Any:
     except ImportError:  # an extra; arrays do as well
         return {"step": steps, "time": times, **columns}
     stamps = np.round(times * 1e6).astype("int64").astype("datetime64[us]")
-    dataset = xarray.Dataset(
+    return xarray.Dataset(
+        {
+            name: xarray.Variable("step", values, _attributes(gathered.series[name]))
+            for name, values in columns.items()
+        },
         coords={"step": steps, "time": ("step", stamps.astype("datetime64[ns]"))},
         attrs=_facts(run) if isinstance(run, Run) else {},
     )
-    for name, values in columns.items():
-        attributes = _attributes(gathered.series[name])
-        dataset[name] = xarray.Variable("step", values, attributes)
-    return dataset
 
 
 class _Columns:
-    """Blocks side by side, each metric's numbers apart."""
+    """Blocks side by side, each metric's numbers apart.
+
+    In arrays that the system lengthens where they are: nothing is ever there twice.
+    """
 
     def __init__(self) -> None:
         self.series: dict[str, Series] = {}
-        self._pieces: dict[str, list[tuple[int, NDArray[np.float64]]]] = {}
-        self._steps: list[NDArray[np.int64]] = []
-        self._times: list[NDArray[np.float64]] = []
-        self._rows = 0
+        self._columns: dict[str, array[float]] = {}
+        self._steps: array[int] = array("q")
+        self._times: array[float] = array("d")
         self._last: tuple[int, set[str]] | None = None
 
     def add(self, block: Block) -> None:
         # A block's first record may go with the last before it: train's and eval's of one step.
-        joins = (
-            self._last is not None
-            and self._last[0] == int(block.steps[0])
-            and self._last[1].isdisjoint(block.names)
-        )
-        start = self._rows - int(joins)
-        self._steps.append(block.steps[int(joins) :])
-        self._times.append(block.times[int(joins) :])
-        self._rows = start + len(block.steps)
-        for column, name in enumerate(block.names):
-            values = np.ascontiguousarray(block.values[:, column])
+        before = self._last if self._last and self._last[0] == int(block.steps[0]) else None
+        joins = int(before is not None and before[1].isdisjoint(block.names))
+        start = len(self._steps) - joins
+        self._steps.frombytes(block.steps[joins:].tobytes())
+        self._times.frombytes(block.times[joins:].tobytes())
+        for place, name in enumerate(block.names):
             if name not in self.series:
-                self.series[name], self._pieces[name] = Series(name), []
-            self.series[name].add(block.steps, values)
-            self._pieces[name].append((start, values))
-        before = self._last[1] if joins and len(block.steps) == 1 and self._last else set()
-        self._last = (int(block.steps[-1]), before | set(block.names))
+                self.series[name], self._columns[name] = Series(name), array("d")
+            column = self._columns[name]
+            self.series[name].add(block.steps, block.values[:, place])
+            _lengthen(column, start)
+            column.frombytes(block.values[:, place].tobytes())
+        names = set(block.names)
+        if joins and before is not None and len(block.steps) == 1:
+            names |= before[1]
+        self._last = (int(block.steps[-1]), names)
 
     def arrays(
         self,
     ) -> tuple[NDArray[np.int64], NDArray[np.float64], dict[str, NDArray[np.float64]]]:
         """Return steps, times and metrics, (rows,) each."""
-        columns = {}
-        for name in self.series:
-            column = np.full(self._rows, np.nan)
-            # Taken out as they are copied, so that only one metric is there twice.
-            for start, values in self._pieces.pop(name):
-                column[start : start + len(values)] = values
-            columns[name] = column
+        for column in self._columns.values():
+            _lengthen(column, len(self._steps))
         return (
-            np.concatenate([np.empty(0, np.int64), *self._steps]),
-            np.concatenate([np.empty(0), *self._times]),
-            columns,
+            np.frombuffer(self._steps, np.int64),
+            np.frombuffer(self._times, np.float64),
+            {name: np.frombuffer(column, np.float64) for name, column in self._columns.items()},
         )
+
+
+def _lengthen(column: array[float], count: int) -> None:
+    """Fill a column up with NaN."""
+    if len(column) < count:
+        column.frombytes(np.full(count - len(column), np.nan).tobytes())
 
 
 def _blocks(records: Iterable[Mapping[str, Any]]) -> Iterator[Block]:

@@ -231,7 +231,8 @@ def environment(surveys: Sequence[Survey]) -> list[tuple[str, Table]]:
         rows.sort(key=lambda row: len(set(row[1:])) == 1)
         marked = {place for place, row in enumerate(rows) if len(set(row[1:])) > 1}
         if rows:
-            columns = ("", *(survey.label for survey in surveys))
+            labels = [survey.label for survey in surveys] if len(surveys) > 1 else [""]
+            columns = ("", *labels)
             found.append((title, Table(columns, rows, frozenset(marked))))
     return found
 

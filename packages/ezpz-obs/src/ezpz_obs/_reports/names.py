@@ -39,7 +39,7 @@ def file_name(kind: str, name: str) -> str:
     """Return a name for a plot's file that every file system takes, one for each metric.
 
     >>> file_name("curve", "loss"), file_name("curve", "a/b")
-    ('curve-loss', 'curve-a-b-70262a28')
+    ('curve-loss', 'curve-a-b-07f4401c')
     """
     if _PLAIN.fullmatch(name):
         return f"{kind}-{name}"

@@ -51,7 +51,12 @@ def write_report(
     for module in ("matplotlib", "jinja2"):  # before a million records are read for nothing
         require(module, "a report")
     found = [run if isinstance(run, Run) else read_run(run) for run in given]
-    labels = distinct([run.name for run in found], [str(run.path.parent) for run in found])
+    # Of one folder the files of single ranks may be compared.
+    several = len({run.path.parent for run in found}) < len(found)
+    labels = distinct(
+        [run.name for run in found],
+        [str(run.path if several else run.path.parent) for run in found],
+    )
     say = say or logger.info
     surveys = [survey(run, label, say) for run, label in zip(found, labels, strict=True)]
     report = compose(surveys, say)
