@@ -1,10 +1,15 @@
 import csv
 import logging
 import math
+import shutil
+import subprocess
+import sys
+import time
 
 import pytest
 
 from ezpz_obs import History, SinkError
+from ezpz_obs._sinks import replay
 from ezpz_obs._sinks.csv_file import CsvSink
 
 HEADER = {"ezpz_obs": 1, "attempt": 0, "run": "r", "time": 1.0}
@@ -92,3 +97,44 @@ def test_a_run_without_a_folder_is_told(caplog):
         history.record({"loss": 1})
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert "expected History(outdir=...)" in said[0]
+
+
+def test_a_folder_that_is_removed_is_said(tmp_path, caplog):
+    with History(tmp_path / "run", sinks=["csv"], summary=False) as history:
+        history.record({"loss": 1})
+        until = time.monotonic() + 10
+        while not (tmp_path / "run" / "metrics.csv").exists():
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        shutil.rmtree(tmp_path / "run")
+        history.record({"loss": 2})
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert any("metrics.csv was removed while it was written" in text for text in said)
+    assert any("ezpz-obs replay" in text for text in said)
+
+
+def test_a_replay_makes_it_anew(tmp_path):
+    with History(tmp_path, summary=False) as history:
+        for step in range(2500):
+            history.record({"loss": step})
+    (tmp_path / "metrics.csv").write_text("step,time,loss\n0,1.0,-1\n9000,1.0,-1\n")
+    assert replay(tmp_path, "csv") == 2500
+    assert [int(row["loss"]) for row in rows(tmp_path)] == list(range(2500))
+
+
+def test_a_full_disk(tmp_path):
+    program = (
+        "import logging, resource; logging.basicConfig(format='%(message)s')\n"
+        "from ezpz_obs._sinks import Feeder, make_sinks\n"
+        "from pathlib import Path\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
+        "feeder = Feeder(make_sinks(['csv'])[0], {}, Path())\n"
+        "for step in range(1000): feeder.put({'step': step, 'time': 1.0, 'loss': 0.5})\n"
+        "feeder.close()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    first, last = done.stderr.splitlines()
+    assert "sink csv failed to write: OSError: [Errno 27] File too large" in first
+    assert "ezpz-obs replay" in last

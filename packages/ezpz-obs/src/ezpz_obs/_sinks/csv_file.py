@@ -69,11 +69,18 @@ class CsvSink:
         self._flush()
 
     def close(self) -> None:
-        """Write what is held back for want of a column."""
+        """Write what is held back for want of a column.
+
+        Raises:
+            OSError: It cannot be written.
+            SinkError: Somebody removed the file.
+        """
         if self._file is not None:
             self._flush()
             self._file.close()
             self._file = None
+            if not self._path.exists():
+                raise SinkError(f"{self._path} was removed while it was written")
 
     def _flush(self) -> None:
         if self._find_new():

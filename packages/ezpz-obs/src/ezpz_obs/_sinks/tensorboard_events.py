@@ -72,9 +72,16 @@ class TensorboardSink:
             )
 
     def close(self) -> None:
-        """Write what is in the buffer."""
+        """Write what is in the buffer.
+
+        Raises:
+            SinkError: Somebody removed the files.
+        """
         if self._writer is not None:
             self._writer.close()
+            folder = Path(self._writer.get_logdir())
+            if not any(folder.glob("events.*")):
+                raise SinkError(f"the events in {folder} were removed while they were written")
 
 
 def _step(record: Mapping[str, Any]) -> int:

@@ -42,7 +42,11 @@ class WandbSink:
         """
         key = run_key(header, folder)
         name = str(header.get("run", key))
-        options: dict[str, Any] = {"dir": str(folder)} if folder is not None else {}
+        options: dict[str, Any] = {}
+        if folder is not None and not os.environ.get("WANDB_DIR"):
+            options["dir"] = str(folder)
+        if "replayed" not in header:
+            key = os.environ.get("WANDB_RUN_ID") or key
         settings: dict[str, Any] = {"console": "off", "silent": True}
         if hasattr(self._wandb.Settings, "model_fields"):
             # The process whose memory and processors are worth a curve is training's.
