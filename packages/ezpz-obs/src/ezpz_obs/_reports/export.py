@@ -14,7 +14,6 @@ from ezpz_obs._records import Run, read_run
 from .extras import require
 
 _ROWS: Final = 16_384
-_FILE: Final = ("replay",)
 _INT64: Final = range(-(1 << 63), 1 << 63)
 
 
@@ -74,15 +73,14 @@ def export(
 
 
 def _columns(run: Run) -> dict[str, str]:
-    """Return all metrics and what holds their values: "bool", "int", "float" or "text"."""
+    """Return step, time and all metrics, and what holds their values: "bool", "int", "float" or "text"."""
     kinds: dict[str, set[str]] = {}
     for record in run.records():
         for name, value in record.items():
             kinds.setdefault(name, set()).add(_kind(value))
-    kinds.pop("step", None)
-    kinds.pop("time", None)
-    for name in _FILE:
-        kinds.pop(name, None)
+    kinds.pop("replay", None)
+    # Both first, and there where there are no records.
+    kinds = {"step": kinds.pop("step", {"int"}), "time": kinds.pop("time", {"float"}), **kinds}
     return {name: _joint(of) for name, of in kinds.items()}
 
 
@@ -95,10 +93,10 @@ def _kind(value: Any) -> str:
 
 
 def _joint(kinds: set[str]) -> str:
-    if "float" in kinds:
-        return "float"
     if "text" in kinds:
         return "text"
+    if "float" in kinds:
+        return "float"
     return "bool" if kinds == {"bool"} else "int"
 
 
@@ -106,11 +104,9 @@ def _write_csv(run: Run, path: Path, columns: dict[str, str]) -> int:
     count = 0
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
-        writer.writerow(["step", "time", *columns])
+        writer.writerow(list(columns))
         for record in run.records():
-            writer.writerow(
-                [record["step"], repr(record["time"]), *(record.get(name, "") for name in columns)]
-            )
+            writer.writerow([record.get(name, "") for name in columns])
             count += 1
     return count
 
@@ -122,21 +118,14 @@ def _write_parquet(run: Run, path: Path, columns: dict[str, str]) -> int:
         "bool": pyarrow.bool_(), "int": pyarrow.int64(), "float": pyarrow.float64(),
         "text": pyarrow.string(),
     }  # fmt: skip
-    # Steps may be of any size too, though nobody has seen one.
-    schema = pyarrow.schema(
-        [("step", pyarrow.int64()), ("time", pyarrow.float64())]
-        + [(name, types[kind]) for name, kind in columns.items()]
-    )
+    schema = pyarrow.schema([(name, types[kind]) for name, kind in columns.items()])
     makers: dict[str, Callable[[Any], Any]] = {
         "bool": bool, "int": int, "float": float, "text": str,
     }  # fmt: skip
     count = 0
     with pq.ParquetWriter(path, schema) as writer:
         for rows in _batches(run):
-            table: dict[str, list[Any]] = {
-                "step": [row["step"] for row in rows],
-                "time": [row["time"] for row in rows],
-            }
+            table: dict[str, list[Any]] = {}
             for name, kind in columns.items():
                 make = makers[kind]
                 table[name] = [None if name not in row else make(row[name]) for row in rows]
