@@ -73,7 +73,7 @@ def export(
 
 
 def _columns(run: Run) -> dict[str, str]:
-    """Return step, time and all metrics, and what holds their values: "bool", "int", "float" or "text"."""
+    """Return step, time, all metrics, and what holds each: "bool", "int", "float" or "text"."""
     kinds: dict[str, set[str]] = {}
     for record in run.records():
         for name, value in record.items():
