@@ -124,6 +124,8 @@ def test_a_step_that_is_none(bad):
     with pytest.raises(TypeError):
         History().update({"loss": 1.0}, step=bad)
     assert History().update({"loss": 1.0}, step=np.int64(3)) == "step=3 loss=1"
+    with pytest.raises(ValueError, match="expected an integer of 64 bits"):
+        History().update({"loss": 1.0}, step=1 << 63)
 
 
 @pytest.mark.parametrize("name", ["step", "time", "replay", "event", "crc", "ezpz_obs"])

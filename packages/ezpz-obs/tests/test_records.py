@@ -100,6 +100,22 @@ def test_blocks_are_the_records(tmp_path):
     assert (np.diff(np.concatenate([block.times for block in blocks])) >= 0).all()
 
 
+def test_what_is_odd_among_many_records(tmp_path):
+    with History(tmp_path) as history:
+        for step in range(3000):
+            history.update({"a": 10**400 if step == 1500 else step})
+    assert [record["a"] for record in read_run(tmp_path).records()][1499:1502] == [
+        1499, 10**400, 1501,
+    ]  # fmt: skip
+    values = np.concatenate([block.values[:, 0] for block in read_run(tmp_path).blocks()])
+    assert np.isinf(values).nonzero()[0].tolist() == [1500]
+    lines = history.path.read_bytes().splitlines(keepends=True)
+    lines[2000] = lines[2000].replace(b":", b";", 1)
+    history.path.write_bytes(b"".join(lines))
+    with pytest.raises(HistoryError, match="line 2001"):
+        History.read(tmp_path)
+
+
 def test_following_a_live_run(tmp_path):
     history = History(tmp_path)
     seen, stopped = [], threading.Event()

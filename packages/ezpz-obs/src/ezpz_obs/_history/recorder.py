@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("ezpz_obs")
 
+_FAR = 1 << 63
+
 
 class Check(Protocol):
     """What looks at every record: `Alarms`, or anything of the same form."""
@@ -111,6 +113,8 @@ class Recorder:
             step = self._next
         elif type(step) is not int:
             step = operator.index(step)
+        if not -_FAR <= step < _FAR:
+            raise ValueError(f"step {step}; expected an integer of 64 bits")
         now = time.time()
         if self._quick and is_quick(metrics):
             record = {"step": step, "time": now, **metrics}

@@ -11,9 +11,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import orjson
+
 from ezpz_obs._errors import HistoryError
 
 from .lines import EVENT, HEADER, RECORD, SCHEMA, decode
+from .numbers import as_float
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
 FILE_NAME = "metrics.jsonl"
 _OF_RANKS = "metrics-rank*.jsonl"
 _BUFFER = 1 << 20
+_AT_ONCE = 1024
 
 
 def rank_file_name(rank: int) -> str:
@@ -38,7 +42,7 @@ class Block:
     times: NDArray[np.float64]
     """Seconds since 1970, one a record."""
     values: NDArray[np.float64]
-    """(records, names); integers beyond 2^53 are rounded here."""
+    """(records, names); integers beyond 2^53 are rounded here, beyond 1.8e308 infinite."""
 
 
 class Run:
@@ -85,14 +89,20 @@ class Run:
             HistoryError: A line is damaged.
         """
         ends = self._overview[2]
-        attempt = 0
+        attempt, waiting = 0, []
         for number, line in _lines(self.path):
-            if line.startswith(HEADER):
-                attempt += 1
-            elif line.startswith(RECORD):
-                record = _decoded(line, number, self.path)
-                if superseded or record["step"] < ends[attempt]:
-                    yield record
+            if line.startswith(RECORD):
+                waiting.append((number, line))
+                if len(waiting) < _AT_ONCE:
+                    continue
+            elif not line.startswith(HEADER):
+                continue
+            end = float("inf") if superseded else ends[attempt]
+            yield from (one for one in _decode_many(waiting, self.path) if one["step"] < end)
+            waiting = []
+            attempt += line.startswith(HEADER)
+        end = float("inf") if superseded else ends[attempt]
+        yield from (one for one in _decode_many(waiting, self.path) if one["step"] < end)
 
     def blocks(self, rows: int = 16_384) -> Iterator[Block]:
         """Read the records as arrays, at most so many rows at once.
@@ -209,6 +219,19 @@ def _decoded(line: bytes, number: int, path: Path) -> dict[str, Any]:
         raise HistoryError(f"line {number} of {path}: {error}") from None
 
 
+def _decode_many(lines: list[tuple[int, bytes]], path: Path) -> list[dict[str, Any]]:
+    """Decode records together: half the time of one by one, which whatever is odd still takes."""
+    together = b"[%b]" % b",".join(line for _, line in lines)
+    if b':"' not in together:  # no number in words, no checksum
+        try:
+            found: list[dict[str, Any]] = orjson.loads(together)
+        except orjson.JSONDecodeError:
+            pass  # one by one says which
+        else:
+            return found
+    return [_decoded(line, number, path) for number, line in lines]
+
+
 def _check_schema(header: dict[str, Any], path: Path) -> None:
     schema = header["ezpz_obs"]
     if not isinstance(schema, int) or schema > SCHEMA:
@@ -221,6 +244,9 @@ def _check_schema(header: dict[str, Any], path: Path) -> None:
 def _block(names: tuple[str, ...], rows: list[tuple[Any, ...]]) -> Block:
     import numpy as np
 
-    table = np.array([row[1:] for row in rows], dtype=np.float64)
+    try:
+        table = np.array([row[1:] for row in rows], dtype=np.float64)
+    except OverflowError:  # an integer beyond 1.8e308
+        table = np.array([[as_float(value) for value in row[1:]] for row in rows])
     steps = np.array([row[0] for row in rows], dtype=np.int64)
     return Block(names[2:], steps, table[:, 0], table[:, 1:])
