@@ -75,6 +75,15 @@ def test_a_folder_that_is_removed_comes_back_with_all_records(tmp_path, monkeypa
     ]
 
 
+def test_a_folder_that_is_removed_when_all_is_over_stays_so(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(writer_module, "_LOOK", 0.0)
+    with History(tmp_path / "run") as history:
+        history.update({"loss": 1.0})
+        shutil.rmtree(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    assert not caplog.records
+
+
 def test_a_folder_that_is_removed_for_good(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(writer_module, "_LOOK", 0.0)
     folder = tmp_path / "run"

@@ -105,7 +105,8 @@ class Recorder:
         if self.places.writer is not None:
             now = time.time()
             line = {"event": kind, "time": now, "step": self.last.get("step"), "message": message}
-            self.places.writer.put({**line, **fields}, now)
+            # A folder that is gone when all is over was taken away on purpose.
+            self.places.writer.put({**line, **fields}, now, look=kind != "end")
 
     def take(self, metrics: Mapping[str, Any], step: int | None) -> str | None:
         """Record one step; return the summary where it is not simply that of `last`."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +13,8 @@ from numpy.typing import NDArray
 STATISTICS = ("mean", "std", "min", "max", "min_rank", "max_rank")
 """What follows a metric's name: ``loss/mean``, ..."""
 
-_sum, _least, _greatest = np.add.reduce, np.minimum.reduce, np.maximum.reduce
+FEW = 16
+"""Ranks up to which Python is quicker than numpy: of 2 ranks and 10 metrics, 20 µs against 60."""
 
 
 def statistics(values: NDArray[np.float64], keys: Sequence[str]) -> dict[str, Any]:
@@ -21,21 +24,46 @@ def statistics(values: NDArray[np.float64], keys: Sequence[str]) -> dict[str, An
         values: (ranks, metrics).
         keys: As of `statistic_names`.
     """
-    ranks = len(values)
-    # Reductions by name, which are three times as quick as the methods for a few numbers.
+    if len(values) <= FEW:
+        found = statistics_of_few(values.tolist(), keys)
+        if found is not None:
+            return found
     with np.errstate(invalid="ignore", over="ignore"):  # NaN and infinities are allowed
-        mean = _sum(values, 0) / ranks
+        mean = values.mean(0)
         # Of the deviations from the mean, not of sums of squares: 1e5 ± 20 stays exact.
-        apart = values - mean
-        std = np.sqrt(_sum(apart * apart, 0) / ranks)
-    numbers = np.concatenate((mean, std, _least(values, 0), _greatest(values, 0))).tolist()
-    whose = np.concatenate((values.argmin(0), values.argmax(0))).tolist()
-    return dict(zip(keys, numbers + whose, strict=True))
+        std = np.sqrt(np.square(values - mean).mean(0))
+    rows = (mean, std, values.min(0), values.max(0), values.argmin(0), values.argmax(0))
+    by_metric = zip(*(row.tolist() for row in rows), strict=True)
+    return dict(zip(keys, itertools.chain.from_iterable(by_metric), strict=True))
+
+
+def statistics_of_few(
+    rows: Sequence[Sequence[float]], keys: Sequence[str]
+) -> dict[str, Any] | None:
+    """Return what `statistics` does, or None where a number is not finite.
+
+    Args:
+        rows: The metrics of each rank.
+        keys: As of `statistic_names`.
+    """
+    ranks = len(rows)
+    numbers: list[float] = []
+    for column in zip(*rows, strict=True):
+        mean = sum(column) / ranks
+        spread = sum([(value - mean) * (value - mean) for value in column])
+        if not spread < math.inf:  # NaN is not either
+            return None
+        least, greatest = min(column), max(column)
+        numbers += (
+            mean, math.sqrt(spread / ranks), least, greatest,
+            column.index(least), column.index(greatest),
+        )  # fmt: skip
+    return dict(zip(keys, numbers, strict=True))
 
 
 def statistic_names(metrics: Sequence[str]) -> list[str]:
-    """Return ``loss/mean``, ... for all metrics, statistic by statistic."""
-    return [f"{name}/{statistic}" for statistic in STATISTICS for name in metrics]
+    """Return ``loss/mean``, ``loss/std``, ... metric by metric."""
+    return [f"{name}/{statistic}" for name in metrics for statistic in STATISTICS]
 
 
 def by_metric(table: NDArray[np.float64], names: Sequence[tuple[str, ...]]) -> dict[str, Any]:

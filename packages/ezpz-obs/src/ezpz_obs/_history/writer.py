@@ -34,8 +34,14 @@ class Writer:
         self.lost = 0
         """Lines that are not in the file."""
 
-    def put(self, line: Mapping[str, Any], now: float) -> None:
-        """Write a header, event or record."""
+    def put(self, line: Mapping[str, Any], now: float, *, look: bool = True) -> None:
+        """Write a header, event or record.
+
+        Args:
+            line: What to write.
+            now: Seconds since 1970.
+            look: Where the folder is gone, make it anew.
+        """
         text = encode_record(line) or encode_anything(line)
         try:
             self._file.write(seal(text) if self._checksum else text)
@@ -48,7 +54,7 @@ class Writer:
                 self._synced = now
         except OSError as error:
             self._fail(error)
-        if now - self._looked >= _LOOK or now < self._looked:
+        if look and (now - self._looked >= _LOOK or now < self._looked):
             self._look(now)
 
     def _look(self, now: float) -> None:
