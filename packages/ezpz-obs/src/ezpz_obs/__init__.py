@@ -18,6 +18,7 @@ _LATER = {
     "StepTimer": "_training.timer",
     "Throughput": "_training.throughput",
     "configure_logs": "_logs.setup",
+    "dataset_of": "_reports.dataset",
     "export": "_reports.export",
     "get_log_level": "_logs.levels",
     "get_logger": "_logs.logger",
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from ._logs.progress import progress
     from ._logs.setup import LogSetup, configure_logs
     from ._records import Run, read_run
+    from ._reports.dataset import dataset_of
     from ._reports.export import export
     from ._reports.report import write_report
     from ._reports.tail import tail
@@ -72,6 +74,7 @@ __all__ = [
     "Throughput",
     "__version__",
     "configure_logs",
+    "dataset_of",
     "export",
     "get_log_level",
     "get_logger",
