@@ -61,7 +61,7 @@ def recorders(folder: Path) -> dict[str, Callable[[], object]]:
         history = ezpz_obs.History(folder / name.replace(", ", "-"), **options)  # type: ignore[arg-type]
         calls[name] = lambda history=history: history.update(METRICS)
     try:
-        from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415  # where it is installed
 
         writer = SummaryWriter(str(folder / "tensorboard"))
         calls["TensorBoard"] = lambda: [
@@ -70,7 +70,7 @@ def recorders(folder: Path) -> dict[str, Callable[[], object]]:
     except ImportError as error:
         print(f"TensorBoard is not measured: {error}")
     try:
-        import wandb
+        import wandb  # noqa: PLC0415  # where it is installed
 
         run = wandb.init(mode="offline", dir=str(folder), settings=wandb.Settings(console="off"))
         calls["W&B offline"] = lambda: run.log(METRICS)
