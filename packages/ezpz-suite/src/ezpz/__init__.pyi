@@ -1,16 +1,46 @@
 from ezpz_device import TORCH_DTYPES_MAP as TORCH_DTYPES_MAP
+from ezpz_device import get_device_properties as get_device_properties
+from ezpz_device import get_peak_flops as get_peak_flops
 from ezpz_device import get_torch_backend as get_torch_backend
 from ezpz_device import get_torch_device as get_torch_device
 from ezpz_device import get_torch_device_type as get_torch_device_type
+from ezpz_dist import DataLoader as DataLoader
+from ezpz_dist import DataParallelSampler as DataParallelSampler
+from ezpz_dist import SnapshotOnSignal as SnapshotOnSignal
+from ezpz_dist import all_gather_object as all_gather_object
 from ezpz_dist import all_reduce as all_reduce
 from ezpz_dist import barrier as barrier
+from ezpz_dist import breakpoint as breakpoint
 from ezpz_dist import broadcast as broadcast
 from ezpz_dist import cleanup as cleanup
+from ezpz_dist import describe as describe
+from ezpz_dist import get_dist_info as get_dist_info
+from ezpz_dist import latest_checkpoint as latest_checkpoint
+from ezpz_dist import load_checkpoint as load_checkpoint
+from ezpz_dist import print_dist_setup as print_dist_setup
+from ezpz_dist import query_environment as query_environment
+from ezpz_dist import save_checkpoint as save_checkpoint
 from ezpz_dist import seed_everything as seed_everything
 from ezpz_dist import setup_torch as setup_torch
+from ezpz_dist import synchronize as synchronize
+from ezpz_dist import timeitlogit as timeitlogit
 from ezpz_dist import wrap_model as wrap_model
+from ezpz_dist import wrap_model_for_ddp as wrap_model_for_ddp
+from ezpz_dist import wrap_model_for_deepspeed as wrap_model_for_deepspeed
+from ezpz_dist import wrap_model_for_fsdp as wrap_model_for_fsdp
+from ezpz_dist import wrap_model_for_fsdp2 as wrap_model_for_fsdp2
+from ezpz_dist import wrap_optimizer_for_zero1 as wrap_optimizer_for_zero1
+from ezpz_obs import Alarms as Alarms
 from ezpz_obs import History as History
+from ezpz_obs import StepTimer as StepTimer
+from ezpz_obs import Throughput as Throughput
+from ezpz_obs import configure_logs as configure_logs
 from ezpz_obs import get_logger as get_logger
+from ezpz_obs import log_dict_as_bulleted_list as log_dict_as_bulleted_list
+from ezpz_obs import progress as progress
+from ezpz_obs import setup_wandb as setup_wandb
+from ezpz_obs import verify_wandb as verify_wandb
+from ezpz_obs import write_report as write_report
 from ezpz_topo import get_cpus_per_node as get_cpus_per_node
 from ezpz_topo import get_gpus_per_node as get_gpus_per_node
 from ezpz_topo import get_hostfile_with_fallback as get_hostfile_with_fallback
@@ -32,13 +62,25 @@ from ._version import __version__ as __version__
 
 __all__ = [
     "TORCH_DTYPES_MAP",
+    "Alarms",
+    "DataLoader",
+    "DataParallelSampler",
     "History",
+    "SnapshotOnSignal",
+    "StepTimer",
+    "Throughput",
     "__version__",
+    "all_gather_object",
     "all_reduce",
     "barrier",
+    "breakpoint",
     "broadcast",
     "cleanup",
+    "configure_logs",
+    "describe",
     "get_cpus_per_node",
+    "get_device_properties",
+    "get_dist_info",
     "get_gpus_per_node",
     "get_hostfile_with_fallback",
     "get_hostname",
@@ -49,6 +91,7 @@ __all__ = [
     "get_node_index",
     "get_nodes_from_hostfile",
     "get_num_nodes",
+    "get_peak_flops",
     "get_rank",
     "get_torch_backend",
     "get_torch_device",
@@ -56,9 +99,26 @@ __all__ = [
     "get_world_size",
     "get_world_size_in_use",
     "get_world_size_total",
+    "latest_checkpoint",
+    "load_checkpoint",
+    "log_dict_as_bulleted_list",
+    "print_dist_setup",
+    "progress",
+    "query_environment",
+    "save_checkpoint",
     "seed_everything",
     "setup_torch",
+    "setup_wandb",
+    "synchronize",
+    "timeitlogit",
+    "verify_wandb",
     "wrap_model",
+    "wrap_model_for_ddp",
+    "wrap_model_for_deepspeed",
+    "wrap_model_for_fsdp",
+    "wrap_model_for_fsdp2",
+    "wrap_optimizer_for_zero1",
     "write_hostfile_from_list_of_hosts",
     "write_localhost_to_hostfile",
+    "write_report",
 ]
