@@ -21,7 +21,8 @@ group = torch.distributed.group.WORLD
 TAIL = """
 assert torch.distributed.group.WORLD is group, "a group of its own"
 ezpz_dist.cleanup()
-print("rank", rank, "agrees")
+sys.stdout.write(f"rank {rank} agrees\n")  # whole: the ranks share the pipe
+sys.stdout.flush()
 """
 
 LIBRARIES = {
