@@ -11,7 +11,9 @@ from ezpz_obs import History, HistoryError, read_run
 from ezpz_obs._records import follow
 
 
-@pytest.mark.parametrize("torn", [b"{", b'{"step":7,"lo', b'{"step":7,"' + b"x" * 2_000_000])
+@pytest.mark.parametrize(
+    "torn", [b"{", b"\0" * 100, b'{"step":7,"lo', b'{"step":7,"' + b"x" * 2_000_000]
+)
 @pytest.mark.parametrize("before", [0, 1, 5000])
 def test_a_run_goes_on_after_a_crash(tmp_path, before, torn):
     with History(tmp_path) as history:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,13 +19,13 @@ from ezpz_obs._context import Place
 from ezpz_obs._errors import HistoryError
 from ezpz_obs._records.numbers import as_float
 
+from .names import statistic_names
 from .roll_call import call_roll
 from .statistics import (
     FEW,
     by_metric,
     other_names,
     other_steps,
-    statistic_names,
     statistics,
     statistics_of_few,
 )
@@ -77,16 +79,17 @@ class Across:
         self._torch = sys.modules["torch"]
         self._dist = dist
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        own = self.ranks <= _GROUP_OF_ITS_OWN
-        self._group = dist.new_group(timeout=self._timeout) if own else dist.group.WORLD
         self._name = f"ezpz_obs/history/{next(_made)}"
+        self.last_steps: list[int | None] = [None] * self.ranks
+        self.hosts = ["?"] * self.ranks
+        own = self.ranks <= _GROUP_OF_ITS_OWN
+        with self._everybody(None):
+            self._group = dist.new_group(timeout=self._timeout) if own else dist.group.WORLD
         self._device = _device_of(self._torch, dist, self._group)
         self._plans: dict[tuple[str, ...], _Plan] = {}
         self._named: dict[float, tuple[str, ...]] = {}
         self._said: set[tuple[float, ...]] = set()
-        self.last_steps: list[int | None] = [None] * self.ranks
         self.make_room(_ROOM)
-        self.hosts = ["?"] * self.ranks
         with self._everybody(None):
             said = [text.decode() for text in self._texts(f"{first_step} {place.host}".encode())]
         self.hosts = [text.partition(" ")[2] for text in said]
@@ -105,7 +108,10 @@ class Across:
                 self._mine[: _HEAD + len(mine)] = (*head, *mine)
             except OverflowError:  # an integer beyond 1.8e308
                 self._mine[: _HEAD + len(mine)] = (*head, *map(as_float, mine))
-        return Exchange(self, plan, mine, step, self._send())
+        try:
+            return Exchange(self, plan, mine, step, self._send())
+        except RuntimeError as error:  # torch's for connections that are closed already
+            raise self._absent(step, error) from None
 
     # What follows is for Exchange.
 
@@ -114,12 +120,18 @@ class Across:
         # The group's own method: what torch.distributed.all_gather logs of each call takes 50 µs.
         return self._group.allgather([self._slots], [inward])
 
-    def receive(self, work: Any, step: int) -> NDArray[np.float64]:
+    def receive(self, work: Any, step: int, seconds: float | None) -> NDArray[np.float64]:
+        limit = self._timeout if seconds is None else timedelta(seconds=seconds)
+        until = time.monotonic() + (seconds or 0.0)
         try:
-            if self._timeout is None or self._device is not None:
+            if limit is not None and self._device is None:
+                work.wait(limit)
+            else:  # of a device's work the wait is its queue's, without a limit
+                while seconds is not None and not work.is_completed():
+                    if time.monotonic() > until:
+                        raise RuntimeError(f"no answer within {seconds:.3g} s")
+                    time.sleep(0.01)
                 work.wait()
-            else:
-                work.wait(self._timeout)
         except RuntimeError as error:  # torch's for time-outs, closed connections and aborts
             raise self._absent(step, error) from None
         if self._device is None:
@@ -182,7 +194,7 @@ class Across:
 
     def _plan(self, names: tuple[str, ...]) -> _Plan:
         order = sorted(names)
-        text = "\0".join(order).encode()
+        text = json.dumps(order).encode()  # whatever is in a name
         # 52 bits are a double exactly.
         digest = int.from_bytes(blake2b(text, digest_size=8).digest()) >> 12
         plan = _Plan(names, order, (float(digest), len(order)), text, statistic_names(order))
@@ -203,9 +215,9 @@ class Across:
         digests = table[:, 0].tolist()
         if any(digest not in self._named for digest in digests):
             with self._everybody(int(table[0, 2])):
-                texts = self._texts(plan.text, max(1, int(table[:, 3].max())))
+                texts = self._texts(plan.text, int(table[:, 3].max()))
             for digest, text in zip(digests, texts, strict=True):
-                self._named[digest] = tuple(text.decode().split("\0")) if text else ()
+                self._named[digest] = tuple(json.loads(text))
         return [self._named[digest] for digest in digests]
 
 
@@ -216,14 +228,17 @@ class Exchange:
         self._across, self._plan, self._mine = across, plan, mine
         self._step, self._work = step, work
 
-    def end(self) -> Answer:
+    def end(self, seconds: float | None = None) -> Answer:
         """Wait for the other ranks. Collective.
+
+        Args:
+            seconds: At most so long.
 
         Raises:
             HistoryError: A rank did not come; it is named, with its host and last step.
         """
         across, plan, step = self._across, self._plan, self._step
-        table = across.receive(self._work, step)
+        table = across.receive(self._work, step, seconds)
         found = self._alike(table)
         if found is not None:
             return Answer(found, None)
@@ -231,7 +246,7 @@ class Exchange:
         if most > across.fits:
             # All ranks see that, make room, and send once more.
             across.make_room(max(most, 2 * across.fits))
-            return across.begin(step, dict(zip(plan.order, self._mine, strict=True))).end()
+            return across.begin(step, dict(zip(plan.order, self._mine, strict=True))).end(seconds)
         steps = table[:, 2].astype(np.int64).tolist()
         across.last_steps = steps
         names = across.names_of(table, plan)

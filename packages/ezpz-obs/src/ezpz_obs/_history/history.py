@@ -6,6 +6,7 @@ import atexit
 import logging
 import os
 import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -16,6 +17,7 @@ from ezpz_obs._errors import HistoryError
 from ezpz_obs._records.file import Before, LineFile
 from ezpz_obs._records.reader import FILE_NAME, rank_file_name, read_run
 
+from .forked import disown_in_children
 from .header import make_header
 from .kept import Kept
 from .progress import Progress
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
     from .across import Across
 
 logger = logging.getLogger("ezpz_obs")
+
+_END_SECONDS = 9.0  # leaves one for the interpreter's own end
+_OTHERS_SECONDS = 3.0  # and up to 4 for finding who of them is missing
 
 
 class History:
@@ -125,6 +130,7 @@ class History:
                 places.writer.close()
             raise
         atexit.register(self._at_exit)
+        disown_in_children(places)
 
     @property
     def last(self) -> dict[str, Any]:
@@ -162,6 +168,10 @@ class History:
             kind: "checkpoint", "warning", ...
             message: For people.
             fields: Anything else; what JSON does not have is written as text.
+
+        Raises:
+            HistoryError: After `close`.
+            ValueError: A field is one of the file's own: event, time, crc or ezpz_obs.
         """
         self._recorder.event(kind, message, **fields)
 
@@ -200,7 +210,10 @@ class History:
         return dataset_of(run)
 
     def close(self) -> None:
-        """Write what is deferred and the end; close file and sinks, within 10 s. Harmless twice."""
+        """Write what is deferred and the end; close file and sinks, within 10 s. Harmless twice.
+
+        Statistics that are deferred are waited for 3 s; `flush` waits as `update` does.
+        """
         self._close("closed")
 
     def __enter__(self) -> Self:
@@ -230,7 +243,8 @@ class History:
 
     @staticmethod
     def _choose_sinks(sinks: Iterable[str | Sink]) -> list[Sink]:
-        if not (sinks := list(sinks)):
+        sinks = sinks if isinstance(sinks, str) else list(sinks)
+        if not sinks:
             return []
         from ezpz_obs._sinks import make_sinks
 
@@ -251,8 +265,9 @@ class History:
         if os.getpid() != self._pid:
             return  # a forked child: the file and the sinks are its parent's
         places = self._places
+        until = time.monotonic() + _END_SECONDS
         try:
-            self._recorder.settle()
+            self._recorder.settle(_OTHERS_SECONDS)
         except HistoryError as error:
             # What failed is over; that the other ranks are gone is no reason to fail at the end.
             logger.warning("%s", error)
@@ -265,9 +280,9 @@ class History:
         if places.feeders:
             from ezpz_obs._sinks import close_all
 
-            close_all(places.feeders)
+            close_all(places.feeders, until - time.monotonic())
             places.feeders = ()
-        places.closed = True
+        places.closed = "after close()"
         NOW.step = None  # what is logged now is of no step
 
     def _at_exit(self) -> None:

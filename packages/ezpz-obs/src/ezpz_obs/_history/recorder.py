@@ -13,8 +13,9 @@ from ezpz_obs._context import NOW
 from ezpz_obs._errors import HistoryError
 from ezpz_obs._records.fetch import Copies
 from ezpz_obs._records.lines import is_quick
-from ezpz_obs._records.numbers import flatten
+from ezpz_obs._records.numbers import RESERVED, flatten
 
+from .names import refuse_statistics
 from .summary import summarize, summarize_ranks
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ezpz_obs")
 
 _FAR = 1 << 63
+_EVENTS_OWN = RESERVED - {"step", "replay"}
 
 
 class Check(Protocol):
@@ -47,7 +49,7 @@ class Places:
         feeders: The sinks, each with a thread of its own.
         progress: The launcher's file.
         alarms: What looks at every record.
-        closed: Nothing more goes anywhere.
+        closed: Why nothing more goes anywhere: "after close()".
     """
 
     writer: Writer | None = None
@@ -55,7 +57,7 @@ class Places:
     feeders: Sequence[Feeder] = ()
     progress: Progress | None = None
     alarms: Sequence[Check] = ()
-    closed: bool = False
+    closed: str = ""
 
 
 class Recorder:
@@ -102,6 +104,12 @@ class Recorder:
 
     def event(self, kind: str, message: str, **fields: Any) -> None:
         """Write something that happened."""
+        self._refuse_closed(f"event {kind!r}")
+        if taken := _EVENTS_OWN.intersection(fields):
+            raise ValueError(
+                f"an event with a field {min(taken)!r}; expected another name: History writes one "
+                "of its own"
+            )
         if self.places.writer is not None:
             now = time.time()
             line = {"event": kind, "time": now, "step": self.last.get("step"), "message": message}
@@ -129,24 +137,35 @@ class Recorder:
     def _take_slowly(self, metrics: Mapping[str, Any], step: int, now: float) -> str | None:
         quick = is_quick(metrics)
         flat = dict(metrics) if quick else flatten(metrics)
-        before = self.settle()
+        self._refuse_closed(f"record of step {step}")
+        if self._alone or self._across is not None:
+            refuse_statistics(flat)
+        copies = None if quick else Copies(flat)
         record: dict[str, Any] = {"step": step, "time": now}
         if step <= self._replayed:
             record["replay"] = True
         self._next = step + 1
-        self._updates += 1
-        copies = None if quick else Copies(flat)
         exchange = None
-        if self._across is not None and (self._updates - 1) % self._every == 0:
-            # The others are to be sent numbers, so these are waited for.
-            exchange = self._across.begin(step, copies.settle() if copies else flat)
+        try:
+            before = self.settle()
+            self._updates += 1
+            if self._across is not None and (self._updates - 1) % self._every == 0:
+                # The others are to be sent numbers, so these are waited for.
+                exchange = self._across.begin(step, copies.settle() if copies else flat)
+        except HistoryError:  # nor are this rank's numbers lost where another rank was
+            self._put({**record, **(copies.settle() if copies else flat)})
+            raise
         self._pending = _Pending(record, flat, copies, exchange)
         if self._deferred:
             return before or ""
         return self.settle()
 
-    def settle(self) -> str | None:
-        """Finish the record that waits; return its summary."""
+    def settle(self, seconds: float | None = None) -> str | None:
+        """Finish the record that waits; return its summary.
+
+        Args:
+            seconds: How long to wait for the other ranks, where that is less than their time-out.
+        """
         pending, self._pending = self._pending, None
         if pending is None:
             return None
@@ -155,26 +174,30 @@ class Recorder:
         statistics: dict[str, Any] = {}
         try:
             if pending.exchange is not None:
-                statistics, warning = pending.exchange.end()
+                statistics, warning = pending.exchange.end(seconds)
                 if warning:
                     logger.warning("%s", warning)
                     self.event("warning", warning)
             elif self._alone and (self._updates - 1) % self._every == 0:
                 statistics = _of_one_rank(flat)
         finally:  # this rank's own numbers are not lost where another rank is
-            self._put({**record, **statistics})
+            self._put({**record, **statistics, **flat})
         if not self._summary:
             return ""
         return summarize_ranks(record, statistics) if statistics else summarize(record)
+
+    def _refuse_closed(self, what: str) -> None:
+        if self.places.closed:
+            raise HistoryError(
+                f"a {what} {self.places.closed}; expected none: make a new History in the same "
+                "folder, which goes on with the file, and use it in the process that made it"
+            )
 
     def _put(self, record: dict[str, Any]) -> None:
         step, now = record["step"], record["time"]
         places = self.places
         if places.closed:
-            raise HistoryError(
-                f"a record of step {step} after close(); expected none: make a new History in the "
-                "same folder, which goes on with the file"
-            )
+            self._refuse_closed(f"record of step {step}")
         if places.writer is not None:
             places.writer.put(record, now)
         elif places.kept is not None:

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-STATISTICS = ("mean", "std", "min", "max", "min_rank", "max_rank")
-"""What follows a metric's name: ``loss/mean``, ..."""
+from .names import statistic_names
 
 FEW = 16
 """Ranks up to which Python is quicker than numpy: of 2 ranks and 10 metrics, 20 µs against 60."""
@@ -59,11 +58,6 @@ def statistics_of_few(
             column.index(least), column.index(greatest),
         )  # fmt: skip
     return dict(zip(keys, numbers, strict=True))
-
-
-def statistic_names(metrics: Sequence[str]) -> list[str]:
-    """Return ``loss/mean``, ``loss/std``, ... metric by metric."""
-    return [f"{name}/{statistic}" for name in metrics for statistic in STATISTICS]
 
 
 def by_metric(table: NDArray[np.float64], names: Sequence[tuple[str, ...]]) -> dict[str, Any]:

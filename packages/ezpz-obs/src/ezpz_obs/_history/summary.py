@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .statistics import STATISTICS
+from .names import STATISTICS
 
 _LEFT_OUT = {"time", "replay"}
 

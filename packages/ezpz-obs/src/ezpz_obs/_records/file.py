@@ -139,7 +139,9 @@ def _survey(fd: int, path: Path) -> Before:
 
     torn = _each_line(fd, see)
     if torn:
-        if not any(torn.startswith(kind[: len(torn)]) for kind in (HEADER, RECORD, EVENT)):
+        # A host that crashes leaves zeros where it had no time to write.
+        begun = torn.rstrip(b"\0")
+        if not any(begun.startswith(kind[: len(begun)]) for kind in (HEADER, RECORD, EVENT)):
             raise HistoryError(refused.format(torn[:40]))
         os.ftruncate(fd, os.fstat(fd).st_size - len(torn))
     return Before(attempts, last)

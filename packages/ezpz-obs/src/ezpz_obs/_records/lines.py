@@ -47,7 +47,7 @@ def encode_record(record: Mapping[str, Any]) -> bytes | None:
 
 def encode_anything(line: Mapping[str, Any]) -> bytes:
     """Return a header, an event or a record as a line, whatever numbers are in it."""
-    return orjson.dumps(_plain(line), option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS)
+    return orjson.dumps(_plain(line), option=orjson.OPT_APPEND_NEWLINE)
 
 
 def _plain(value: Any) -> Any:
@@ -58,11 +58,20 @@ def _plain(value: Any) -> Any:
     if isinstance(value, int) and not isinstance(value, bool):
         return value if -(1 << 63) <= value < 1 << 64 else _digits(value)
     if isinstance(value, Mapping):
-        return {str(key): _plain(inner) for key, inner in value.items()}
+        return {_text(str(key)): _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [_plain(inner) for inner in value]
     # A configuration may hold paths, dtypes and anything else: what they say will do.
-    return value if value is None or isinstance(value, bool | str) else str(value)
+    return (
+        value
+        if value is None or isinstance(value, bool)
+        else _text(value if isinstance(value, str) else str(value))
+    )
+
+
+def _text(value: str) -> str:
+    # Names of files in another encoding hold surrogates, which UTF-8 has not.
+    return value.encode(errors="backslashreplace").decode()
 
 
 def _digits(value: int) -> str:

@@ -137,11 +137,8 @@ class Feeder:
                 logger.debug("sink %s: %s", self._sink.name, _say(error))
 
 
-def close_all(feeders: Sequence[Feeder], seconds: float = 9.0) -> None:
-    """Close several at once, none waiting for another: so long in all.
-
-    The default leaves a second for the interpreter's own end.
-    """
+def close_all(feeders: Sequence[Feeder], seconds: float) -> None:
+    """Close several at once, none waiting for another: so long in all."""
     until = time.monotonic() + seconds
     for feeder in feeders:
         feeder.end()
