@@ -103,11 +103,11 @@ for batch in torch.utils.data.DataLoader(Data()):
     ends = programs(3, text(3, body))
     assert [status for status, _, _ in ends] == [1, 1, 1]
     told = f"in a collective, because rank 1 on {HOST} stands at train.py:10 in __getitem__"
-    for rank in (0, 2):
-        assert (
-            f"ezpz: rank {rank} on {HOST} failed at train.py:14 in <module>: {told}"
-            in (ends[rank][2])
-        )
+    # Whichever of the two times out first ends the other, which may have no time left to say it.
+    assert any(
+        f"ezpz: rank {rank} on {HOST} failed at train.py:14 in <module>: {told}" in ends[rank][2]
+        for rank in (0, 2)
+    ), ends
 
 
 def test_ranks_that_took_other_branches_in_torchs_own_collectives(programs):

@@ -1,5 +1,6 @@
 """Real ranks for tests: processes with torchrun's variables, forked where torch is loaded once."""
 
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -16,6 +17,10 @@ RANK_VARIABLES = {
     "MASTER_ADDR", "MASTER_PORT",
 }  # fmt: skip
 
+
+# Without them there is nothing to test in that folder; test_extras.py says so.
+EXTRAS = ("jinja2", "matplotlib", "plotext", "pyarrow", "xarray")
+collect_ignore = [] if all(map(importlib.util.find_spec, EXTRAS)) else ["reports"]
 
 PRELUDE = """
 import json, os, sys, traceback
