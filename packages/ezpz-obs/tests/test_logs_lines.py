@@ -5,7 +5,7 @@ from datetime import datetime, timedelta
 import numpy as np
 import pytest
 
-from ezpz_obs._context import Place
+from ezpz_obs._context import NOW, Place
 from ezpz_obs._logs.lines import Console, Event, json_line, traceback_text
 
 ONE, FOUR = Place(0, 1, "n0"), Place(2, 4, "n0")
@@ -81,6 +81,13 @@ def test_no_field_hides_what_the_line_says_itself():
 
 def test_the_same_rank_is_not_said_twice():
     assert "rank_" not in read(rank=2)
+
+
+def test_the_step_of_a_summary_is_said_once(monkeypatch):
+    monkeypatch.setattr(NOW, "step", 3)
+    console = Console(colours=False)
+    assert console.line(event("step=3 loss=0.5"), FOUR, 0.0).count("step=3") == 1
+    assert console.line(event("saved"), FOUR, 0.0).count("step=3") == 1
 
 
 @pytest.mark.parametrize("colours", [False, True])

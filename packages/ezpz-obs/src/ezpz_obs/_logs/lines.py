@@ -111,6 +111,8 @@ class Console:
         if place.world_size > 1:
             shown = {"rank": place.rank, "host": place.host}
         shown |= _fields(event, place if shown else None)
+        if event.text.startswith(f"step={NOW.step} "):
+            shown.pop("step", None)  # what `History.update` returned begins with it
         stamp = self._stamp(int(now))
         if self._colourful is None:
             return _uncoloured(event, shown, stamp)
