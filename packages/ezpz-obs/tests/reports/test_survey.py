@@ -204,3 +204,14 @@ def test_a_file_without_a_header(write_run, records, tmp_path):
     found = look(folder)
     assert found.records == 3
     assert attempts(found).rows
+
+
+def test_ten_thousand_metrics(write_run):
+    """Of which each once took a walk over all: minutes."""
+    names = [f"layer{number}/norm" for number in range(10_000)]
+    lines = [{"step": step, "time": 0.0, **dict.fromkeys(names, 0.5)} for step in range(150)]
+    found = look(write_run(*lines))
+    assert found.groups is found.groups
+    assert (len(found.groups), found.records) == (10_000, 150)
+    assert len(metrics(found).rows) == 10_000
+    assert max(len(block.steps) for block in found.run.blocks()) < 150, "a part of 1.5e6 numbers"

@@ -26,6 +26,7 @@ FILE_NAME = "metrics.jsonl"
 _OF_RANKS = "metrics-rank*.jsonl"
 _BUFFER = 1 << 20
 _AT_ONCE = 1024
+_NUMBERS = 1 << 20  # of a block at most: of 10,000 metrics 16,384 rows are 5 GB
 
 
 def rank_file_name(rank: int) -> str:
@@ -105,20 +106,22 @@ class Run:
         yield from (one for one in _decode_many(waiting, self.path) if one["step"] < end)
 
     def blocks(self, rows: int = 16_384) -> Iterator[Block]:
-        """Read the records as arrays, at most so many rows at once.
+        """Read the records as arrays, at most so many rows at once; fewer of many metrics.
 
         Raises:
             HistoryError: A line is damaged.
         """
         names: tuple[str, ...] = ()
         kept: list[tuple[Any, ...]] = []
+        most = rows
         for record in self.records():
             record.pop("replay", None)
             these = tuple(record)
-            if these != names or len(kept) == rows:
+            if these != names or len(kept) == most:
                 if kept:
                     yield _block(names, kept)
                 names, kept = these, []
+                most = max(1, min(rows, _NUMBERS // len(names)))
             kept.append(tuple(record.values()))
         if kept:
             yield _block(names, kept)

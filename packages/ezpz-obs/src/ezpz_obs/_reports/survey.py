@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final
 
 from ezpz_obs._records import Run
@@ -60,7 +61,7 @@ class Survey:
     age: float
     """Seconds from the last write to the file until this survey."""
 
-    @property
+    @cached_property
     def groups(self) -> dict[str, bool]:
         """Names of metrics, and whether there are statistics over ranks; these not by themselves.
 
