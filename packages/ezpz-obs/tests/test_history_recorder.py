@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from pickle import UnpicklingError
 
 import pytest
@@ -83,3 +84,13 @@ def test_a_child_leaves_the_file_to_its_parent(tmp_path):
             os.close(writing)
     assert said.startswith("a record of step 1 in a process forked from its own; expected none")
     assert [record["loss"] for record in History.read(tmp_path)] == [1.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [(0, "exit"), (None, "exit"), (3, "SystemExit: 3"), ("no", "SystemExit: no")],
+)
+def test_a_script_may_end_by_sys_exit(tmp_path, status, said):
+    with pytest.raises(SystemExit), History(tmp_path):
+        sys.exit(status)
+    assert ezpz_obs.read_run(tmp_path).events[-1]["message"] == said

@@ -91,7 +91,7 @@ def test_one_that_fails_is_said_once_and_the_others_go_on(where, caplog, tmp_pat
     assert len(History.read(tmp_path)) == 100
     first, last = warnings(caplog)
     assert f"sink keeping failed to {where}: OSError" in first
-    assert f"ezpz-obs replay {tmp_path} --to keeping" in last
+    assert f"ezpz_obs.replay({str(tmp_path)!r}, sink)" in last
     if where != "close":
         assert "100 records were not sent" in last
 
@@ -153,3 +153,14 @@ def test_several_that_hang_are_waited_for_together(caplog, hang):
     assert time.monotonic() - began < 10  # what is promised
     assert good.said[-1] == "close"
     assert len(warnings(caplog)) == 2 * 4
+
+
+def test_what_can_be_replayed_and_how(caplog, tmp_path):
+    """The command knows no object of a user's, and without a folder there is no file."""
+    for folder in (tmp_path, None):
+        feeder = Feeder(Keeping(open=fail), HEADER, folder)
+        feeder.put({"step": 0, "time": 0.0})
+        feeder.close()
+    texts = [text for text in warnings(caplog) if "not sent" in text]
+    assert texts[0].endswith(f"all are in the run's file: ezpz_obs.replay({str(tmp_path)!r}, sink)")
+    assert texts[1].endswith("1 records were not sent; the run has no file to replay")

@@ -271,3 +271,14 @@ def test_the_server_that_wandb_login_kept(clean, monkeypatch):
     assert find_server() == "https://wandb.example.org"
     monkeypatch.setenv("WANDB_BASE_URL", "http://other/")
     assert find_server() == "http://other"
+
+
+def test_a_run_of_ones_own_id_goes_offline_too(start, server):
+    """W&B's service has the id of the start that failed still in use."""
+    server.hangs_at = lambda path, name: False
+    server.status = 404
+    found = start(WANDB_BASE_URL=server.url, WANDB_API_KEY=KEY, WANDB_RUN_ID="mine")
+    assert found["offline"]
+    assert found["took"] < 10
+    (said,) = found["warned"]
+    assert "offline: send it later by `wandb sync`" in said

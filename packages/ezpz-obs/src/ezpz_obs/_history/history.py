@@ -292,5 +292,7 @@ class History:
 
 
 def _say(value: BaseException) -> str:
+    if isinstance(value, SystemExit) and not value.code:
+        return "exit"
     text = str(value).partition("\n")[0]
     return f"{type(value).__name__}: {text}" if text else type(value).__name__

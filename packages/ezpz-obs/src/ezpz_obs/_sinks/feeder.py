@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from .names import NAMES
 from .protocol import Sink
 
 logger = logging.getLogger("ezpz_obs")
@@ -76,10 +77,19 @@ class Feeder:
         else:
             return
         self._said_end = True
-        logger.warning(
-            "sink %s: %s; all are in the run's file: ezpz-obs replay %s --to %s",
-            self._sink.name, what, self._folder or "RUN", self._sink.name,
-        )  # fmt: skip
+        logger.warning("sink %s: %s; %s", self._sink.name, what, self._remedy())
+
+    def _remedy(self) -> str:
+        if self._folder is None:
+            return "the run has no file to replay"
+        name = self._sink.name
+        known = name in NAMES  # the command can make those only
+        how = (
+            f"ezpz-obs replay {self._folder} --to {name}"
+            if known
+            else (f"ezpz_obs.replay({str(self._folder)!r}, sink)")
+        )
+        return f"all are in the run's file: {how}"
 
     def _feed(self, header: Mapping[str, Any], folder: Path | None) -> None:
         try:

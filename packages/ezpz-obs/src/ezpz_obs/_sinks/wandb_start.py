@@ -28,7 +28,8 @@ logger = logging.getLogger("ezpz_obs")
 
 _SECONDS = 10.0
 _ANSWER_SECONDS = 4.0
-_OFFLINE_SECONDS = 2.0  # kept of the ten for starting offline
+_OFFLINE_SECONDS = 2.0  # kept of the ten for starting offline,
+_FREE_SECONDS = 1.0  # and for ending a start that failed
 _EXIT_SECONDS = 9.0
 HOMES = {"WANDB_CONFIG_DIR": "wandb/config", "WANDB_CACHE_DIR": "wandb/cache",
           "WANDB_DATA_DIR": "wandb/data", "WANDB_DIR": "."}  # fmt: skip
@@ -110,7 +111,7 @@ def start_run(warn: Callable[[str], None], settings: Mapping[str, Any], **option
     import wandb
 
     if mode != "offline":
-        left = until - time.monotonic() - _OFFLINE_SECONDS
+        left = until - time.monotonic() - _OFFLINE_SECONDS - _FREE_SECONDS
         done, outcome = _within(left, lambda: _init(wandb, mode, left, settings, options))
         if not done:
             warn(f"{find_server()} does not answer within {_SECONDS:.0f} s; going on without W&B")
@@ -118,6 +119,9 @@ def start_run(warn: Callable[[str], None], settings: Mapping[str, Any], **option
         if not isinstance(outcome, wandb.errors.Error):
             return outcome
         warn(f"{_first_line(outcome)}; offline: send it later by `wandb sync`")
+        if wandb.run is None:
+            # The service, else, has the run's id in use: of the start that failed.
+            _within(_FREE_SECONDS, wandb.teardown)
     left = max(_OFFLINE_SECONDS, until - time.monotonic())
     done, outcome = _within(left, lambda: _init(wandb, "offline", left, settings, options))
     if not done or isinstance(outcome, wandb.errors.Error):
