@@ -29,7 +29,7 @@ def test_several_metrics_have_a_legend(write_run, records):
 
 
 @pytest.mark.parametrize(
-    "values", [[1.0], [2.0] * 20, [1.0, "NaN", 3.0], [1e300, -1e300], [1e-320]]
+    "values", [[1.0], [2.0] * 20, [1.0, "NaN", 3.0], [1e300, -1e300], [-1e308, 1e308], [1e-320]]
 )
 def test_any_values(write_run, values):
     lines = [{"step": n, "time": 1.0, "loss": value} for n, value in enumerate(values)]

@@ -21,6 +21,7 @@ from .smoothing import smooth
 from .survey import Survey, survey
 
 _HEIGHT: Final = 22
+_LARGEST: Final = 1e300  # the height of a frame is to be a number too
 _FRAME: Final = str.maketrans("┌┐└┘├┤┬┴─│┼…", "++++++++-|+.")
 _COLOURS: Final = (33, 208, 35, 170)
 """Of 256: blue, orange, green, pink; readable on black and on white."""
@@ -65,7 +66,8 @@ def plot(
         curve = table[MEAN] if smoothed is None else smoothed
         known = np.isfinite(curve)
         if known.any():
-            steps, values = ((table[FROM] + table[TO]) / 2)[known], curve[known]
+            steps = ((table[FROM] + table[TO]) / 2)[known]
+            values = np.clip(curve[known], -_LARGEST, _LARGEST)
             drawn.append((steps, values))
             of_plot = plotext.marker(marker, (_COLOURS[place % len(_COLOURS)], "none"))
             signal = figure.signal(steps.tolist(), values.tolist(), marker=of_plot).lines()

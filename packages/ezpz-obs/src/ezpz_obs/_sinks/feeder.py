@@ -82,13 +82,9 @@ class Feeder:
     def _remedy(self) -> str:
         if self._folder is None:
             return "the run has no file to replay"
-        name = self._sink.name
-        known = name in NAMES  # the command can make those only
-        how = (
-            f"ezpz-obs replay {self._folder} --to {name}"
-            if known
-            else (f"ezpz_obs.replay({str(self._folder)!r}, sink)")
-        )
+        how = f"ezpz_obs.replay({str(self._folder)!r}, sink)"
+        if self._sink.name in NAMES:  # the command can make those only
+            how = f"ezpz-obs replay {self._folder} --to {self._sink.name}"
         return f"all are in the run's file: {how}"
 
     def _feed(self, header: Mapping[str, Any], folder: Path | None) -> None:
