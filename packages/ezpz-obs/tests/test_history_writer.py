@@ -53,6 +53,27 @@ def test_a_full_disk(tmp_path):
     assert [record["step"] for record in records[:-1]] == list(range(len(records) - 1))
 
 
+def test_a_part_of_a_line_that_cannot_be_cut_off_at_once(tmp_path, monkeypatch):
+    """A disk in trouble: nothing is written behind a torn line, which no reader could read."""
+    history = History(tmp_path)
+    write, refused = os.write, [OSError(5, "Input/output error")] * 2
+    monkeypatch.setattr(os, "write", lambda fd, line: write(fd, line[: len(line) // 2]))
+    truncate = os.ftruncate
+
+    def cut(fd, size):
+        if refused:
+            raise refused.pop()
+        truncate(fd, size)
+
+    monkeypatch.setattr(os, "ftruncate", cut)
+    history.update({"loss": 0.0})
+    monkeypatch.setattr(os, "write", write)
+    for loss in (1.0, 2.0, 3.0):
+        history.update({"loss": loss})
+    history.close()
+    assert [record["loss"] for record in History.read(tmp_path)] == [2.0, 3.0]
+
+
 def test_a_disk_that_is_full_from_the_start(tmp_path):
     done = run(FULL, tmp_path)
     assert done.returncode == 0, done.stderr

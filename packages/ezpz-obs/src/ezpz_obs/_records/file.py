@@ -43,6 +43,7 @@ class LineFile:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._fd = open_to_append(path)
+        self._torn = 0  # bytes of a line at the end that are still to be cut off
         try:
             _claim(self._fd, path)
             self.before = _survey(self._fd, path)
@@ -56,11 +57,18 @@ class LineFile:
         Raises:
             OSError: It is not in the file; nothing of it is.
         """
+        if self._torn:
+            self._cut()
         written = os.write(self._fd, line)
         if written != len(line):
-            # A full disk takes a part: cut it off, so that the next line begins a line.
-            os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
+            self._torn = written
+            self._cut()
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+
+    def _cut(self) -> None:
+        """Cut off what a full disk took of a line, so that the next one begins a line."""
+        os.ftruncate(self._fd, os.fstat(self._fd).st_size - self._torn)
+        self._torn = 0
 
     def sync(self) -> None:
         """Wait until what was written is on the disk."""

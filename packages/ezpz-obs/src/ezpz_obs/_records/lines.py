@@ -75,7 +75,7 @@ def _text(value: str) -> str:
 
 
 def _digits(value: int) -> str:
-    if value.bit_length() > math.log2(10) * _LONGEST_INTEGER:
+    if value.bit_length() > 1 + math.log2(10) * _LONGEST_INTEGER:
         raise ValueError(
             f"an integer of {value.bit_length():,} bits; "
             f"expected at most {_LONGEST_INTEGER:,} digits"
