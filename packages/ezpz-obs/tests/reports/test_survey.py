@@ -159,7 +159,6 @@ def test_warnings_of_events_and_logs(write_run, records):
         (nothing, "checkpoint", "saved path=/x", ""),
         ("2", "error", "uncaught: ValueError: no", ""),
     ]
-    assert found.notices.grave == 8
     assert found.notices.unreadable == 2
     assert "2 lines" in table.note
 

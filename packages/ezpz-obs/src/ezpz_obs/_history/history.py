@@ -144,7 +144,7 @@ class History:
             metrics: Name to number: int, float, bool, 0-d arrays and tensors (of any device, with
                 or without a gradient); or to more of such, ``{"train": {"loss": ..}}`` being
                 ``train/loss``. NaN and the infinities come back from the file as they were.
-            step: The step, any integer; default: one more than the last.
+            step: The step, of 64 bits; default: one more than the last.
 
         Returns:
             ``step=3 loss=0.25``; where deferred, of the record before.

@@ -42,11 +42,6 @@ class Notices:
     unreadable: int
     """Lines of logs that are no JSON."""
 
-    @property
-    def grave(self) -> int:
-        """How many warnings, errors and alarms there were."""
-        return sum(notice.times for notice in self.shown if notice.kind in _GRAVE)
-
 
 def collect(events: Iterable[dict[str, Any]], folder: Path) -> Notices:
     """Read what the events of a run and ``folder/logs/*.jsonl`` say, from WARNING upward.
