@@ -32,7 +32,7 @@ cases() {
     printf '%s\n' "$host" "x3005c0s13b0n0|PBS_JOBID=1.pbs-0001|PBS_O_HOST=$host|PBS_NODEFILE=nodes"
   done
   for host in x1000c0s0b1n1 x1921c1s2b0n0 login01 nid001234 x1 my-aurora-uan-0010 frontier frontier-x1 frontier0a \
-    notaurora.alcf.anl.gov aurora.alcf.anl.gov.example.org polaris-login- laptop.local POLARIS-LOGIN-02 aurora.alcf.anl.gov; do
+    notaurora.alcf.anl.gov aurora.alcf.anl.gov.example.org laptop.local POLARIS-LOGIN-02 aurora.alcf.anl.gov; do
     printf '%s\n' "$host"
   done
   for server in 2287864.aurora-pbs-0001.hostmgmt.cm.aurora.alcf.anl.gov 308834.polaris-pbs-01.hsn.cm.polaris.alcf.anl.gov \
@@ -194,7 +194,8 @@ for name, machine in known_machines({}).items(): print(name, machine.devices_per
   [ "$(wc -l <expected)" -ge 11 ]
   while read -r name _; do
     # no device here, and no job: those of the machine's nodes
-    HOST_NAME=login1 VARS=(EZPZ_MACHINE="$name") here '. "$1"; echo "$EZPZ_MACHINE $(ezpz_get_gpus_per_node)"' "$REPO/utils.sh"
+    VARS=(EZPZ_MACHINE="$name")
+    HOST_NAME=login1 here '. "$1"; echo "$EZPZ_MACHINE $(ezpz_get_gpus_per_node)"' "$REPO/utils.sh"
     printf '%s\n' "${lines[-1]}" >>got
   done <expected
   compgen -G '/dev/nvidia[0-9]*' >/dev/null && skip 'this host has devices of its own'

@@ -70,56 +70,35 @@ no_python() {
 
 # --- nothing may be written
 
-# Permissions do not hold root back: an ordinary user is needed.
-as_nobody() {
-  [ "$(id -u)" != 0 ] || setpriv --reuid=65534 --regid=65534 --clear-groups true 2>/dev/null || cannot 'setpriv cannot become an ordinary user'
-  AS=()
-  [ "$(id -u)" != 0 ] || AS=(setpriv --reuid=65534 --regid=65534 --clear-groups)
-  # up to here, others may pass
-  chmod a+rX "$BATS_RUN_TMPDIR" "$BATS_FILE_TMPDIR" "$(dirname "$BATS_TEST_TMPDIR")" "$BATS_TEST_TMPDIR" 2>/dev/null || :
-  "${AS[@]}" test -r "$CLONE/utils.sh" || cannot "an ordinary user cannot read $CLONE"
-  "${AS[@]}" "$BIN/python3" -c '' 2>/dev/null || cannot "an ordinary user cannot run $PYTHON"
-  mkdir work && chmod 777 work
-}
-nobody_says() { # SCRIPT
-  run "${AS[@]}" env -i HOME="$HOME_DIR" TMPDIR="$PWD/work" PATH="${BIN_DIR:-$UV:$BIN}" "${VARS[@]}" "${SH:-bash}" -c "cd work; $1" sh "$CLONE" </dev/null
-  printf '%s\nexit status %s, expected %s\n' "$output" "$status" "${EXPECT:-0}"
-  [ "$status" = "${EXPECT:-0}" ]
-}
-
 @test "neither the clone nor HOME can be written: an error with both paths and the remedy, nothing left" {
-  as_nobody
   local machine
+  READ_ONLY=("$CLONE" "$HOME_DIR")
   for machine in polaris workstation; do
     VARS=(EZPZ_MACHINE="$machine" EZPZ_MODULES='')
-    EXPECT=1 nobody_says "$KEPT $SURVIVES"' ; exit $s'
-    has 'cannot write'
-    has EZPZ_VENV
-    has "$CLONE"
+    BIN_DIR=$UV:$BIN survives 'cannot write' EZPZ_VENV "$CLONE"
   done
   [ ! -e "$CLONE/.venv" ]
   [ -z "$(ls -A "$HOME_DIR")" ]
 }
 
 @test "the clone cannot be written: the environment goes below XDG_DATA_HOME, else HOME" {
-  as_nobody
-  mkdir data && chmod 777 data "$HOME_DIR"
-  VARS=(EZPZ_MACHINE=polaris EZPZ_MODULES='' XDG_DATA_HOME="$PWD/data")
-  nobody_says 'set -eu; . "$1/utils.sh"; ezpz_setup_env 2>/dev/null; echo "$VIRTUAL_ENV"'
-  [[ ${lines[-1]} == "$PWD/data/ezpz/"*polaris-py* ]]
-  VARS=(EZPZ_MACHINE=polaris EZPZ_MODULES='')
-  nobody_says 'set -eu; . "$1/utils.sh"; ezpz_setup_env 2>/dev/null; echo "$VIRTUAL_ENV"'
+  READ_ONLY=("$CLONE")
+  VARS+=(EZPZ_MACHINE=polaris EZPZ_MODULES='')
+  BIN_DIR=$UV:$BIN here 'set -eu; . "$1/utils.sh"; ezpz_setup_env 2>/dev/null; echo "$VIRTUAL_ENV"' "$CLONE"
   [[ ${lines[-1]} == "$HOME_DIR/.local/share/ezpz/"*polaris-py* ]]
+  VARS+=(XDG_DATA_HOME="$PWD/data")
+  BIN_DIR=$UV:$BIN here 'set -eu; . "$1/utils.sh"; ezpz_setup_env 2>/dev/null; echo "$VIRTUAL_ENV"' "$CLONE"
+  [[ ${lines[-1]} == "$PWD/data/ezpz/"*polaris-py* ]]
   [ ! -e "$CLONE/.venv" ]
 }
 
 @test "HOME cannot be written: save_env without a file says so; the job's host file goes elsewhere" {
-  as_nobody
+  READ_ONLY=("$HOME_DIR")
   printf '%s\n' x1n0 x1n1 >nodes
-  VARS=(PBS_JOBID=1.pbs-0001 PBS_NODEFILE="$PWD/nodes")
-  EXPECT=1 nobody_says '. "$1/utils.sh"; ezpz_save_env'
+  VARS+=(PBS_JOBID=1.pbs-0001 PBS_NODEFILE="$PWD/nodes")
+  EXPECT=1 here '. "$1/utils.sh"; ezpz_save_env' "$CLONE"
   has "$HOME_DIR"
-  nobody_says 'set -eu; . "$1/utils.sh"; cat "$(ezpz_write_hostfile)"'
+  here 'set -eu; . "$1/utils.sh"; cat "$(ezpz_write_hostfile)"' "$CLONE"
   [ "$output" = $'x1n0\nx1n1' ]
 }
 

@@ -60,8 +60,8 @@ answers() {
   mkdir scheduler
   make_script scheduler/qsub :
   make_script scheduler/sbatch :
-  BIN_DIR=$BIN:$PWD/scheduler VARS=(PBS_O_HOST=login1 SLURM_CONF=/etc/slurm.conf)
-  here 'set -eu; . "$1"; ezpz_get_scheduler_type; ezpz_get_num_nodes' "$REPO/utils.sh"
+  VARS=(PBS_O_HOST=login1 SLURM_CONF=/etc/slurm.conf)
+  BIN_DIR=$BIN:$PWD/scheduler here 'set -eu; . "$1"; ezpz_get_scheduler_type; ezpz_get_num_nodes' "$REPO/utils.sh"
   [ "$output" = $'none\n1' ]
 }
 
@@ -71,7 +71,7 @@ answers() {
     # shellcheck disable=SC2206
     VARS=($variables)
     EXPECT=1 here '. "$1"; ezpz_get_scheduler_type' "$REPO/utils.sh"
-    has "${variables%%=*}"
+    case $variables in LSB* | FLUX*) has 'hosts cannot be read' ;; *) has "${variables%%=*}" ;; esac
     EXPECT=1 here '. "$1"; ezpz_setup_job || { s=$?; env | grep EZPZ_ | grep -v LOG_LEVEL; exit $s; }' "$REPO/utils.sh"
     has_not 'EZPZ_SCHEDULER=' # nothing half-done
   done
@@ -93,7 +93,8 @@ answers() {
 
 @test "without Python each answer takes at most 50 ms" {
   need_hostname
-  HOST_NAME=x3005c0s13b0n0 VARS=("${BATCH[@]}")
+  HOST_NAME=x3005c0s13b0n0
+  VARS=("${BATCH[@]}")
   local name
   here '. "$1"; for f in get_machine_name get_scheduler_type get_job_id get_num_nodes get_gpus_per_node write_hostfile; do
       best=9999999
@@ -234,8 +235,8 @@ save_and_load() { # FROM TO
   VARS=("${BATCH[@]}" VIRTUAL_ENV="$PWD/env" LOADEDMODULES=frameworks/1 _LMFILES_=/a MODULEPATH=/m)
   BIN_DIR=$PWD/env/bin:$BIN here 'set -eu; . "$1"; ezpz_save_env saved' "$REPO/utils.sh"
   VARS=()
-  here 'set -eu; . "$1"; ezpz_load_env saved; echo "$VIRTUAL_ENV $LOADEDMODULES $MODULEPATH"; p=$PATH
-    ezpz_load_env saved; [ "$p" = "$PATH" ]; echo "$PATH"' "$REPO/utils.sh"
+  here 'set -eu; . "$1"; ezpz_load_env saved 2>/dev/null; echo "$VIRTUAL_ENV $LOADEDMODULES $MODULEPATH"; p=$PATH
+    ezpz_load_env saved 2>/dev/null; [ "$p" = "$PATH" ]; echo "$PATH"' "$REPO/utils.sh"
   [ "${lines[-2]}" = "$PWD/env frameworks/1 /m" ]
   [[ ":${lines[-1]}:" == ":$PWD/env/bin:"* ]]
 }
@@ -260,25 +261,16 @@ refuses() { # EXPECTED-WORDS
   [ ! -e pwned ]
 }
 
-@test "load refuses a file that others can write, another's, one that is not there, or holds anything but exports" {
+@test "load refuses a file that others can write, another's, a pipe, and one that is not there" {
   VARS=("${BATCH[@]}")
   here '. "$1"; ezpz_save_env saved' "$REPO/utils.sh"
   VARS=()
-  local mode line
+  local mode
   for mode in 660 602; do
     chmod "$mode" saved
     refuses saved
   done
   chmod 600 saved
-  cp saved good
-  for line in 'touch pwned' 'export PBS_A=$(touch pwned)' 'export PBS_A=b; touch pwned' 'PBS_A=`touch pwned`' \
-    'export PBS_A="b"$(touch pwned)' "export PBS_A='b' ; touch pwned" $'export PBS_A=\'b\n\'; touch pwned; : \'\n\''; do
-    { cat good && printf '%s\n' "$line"; } >saved
-    refuses saved
-    { printf '%s\n' "$line" && cat good; } >saved
-    refuses saved
-  done
-  cp good saved
   if [ "$(id -u)" = 0 ]; then
     chown 65534 saved
     refuses saved
@@ -297,19 +289,23 @@ refuses() { # EXPECTED-WORDS
   refuses saved
 }
 
-@test "load does not turn the loader of programs, or PATH's first places, over to a changed file" {
+changed_file() {
   VARS=("${BATCH[@]}")
-  here '. "$1"; ezpz_save_env saved' "$REPO/utils.sh"
+  here '. "$1"; ezpz_save_env good' "$REPO/utils.sh"
+  VARS=()
   local line
-  for line in LD_PRELOAD BASH_ENV PROMPT_COMMAND IFS; do
-    { cat saved && sed -n "s/PBS_JOBID/$line/p" saved; } >changed
-    [ "$(wc -l <changed)" -gt "$(wc -l <saved)" ] || skip "another format: $(head -n 1 saved)"
-    chmod 600 changed
-    VARS=()
-    here '. "$1"; ezpz_load_env changed; env | grep -e ^LD_PRELOAD= -e ^BASH_ENV= -e ^PROMPT_COMMAND= -e ^IFS=; :' "$REPO/utils.sh"
-    has_not "$line=1"
+  for line in 'touch pwned' 'export PBS_A=$(touch pwned)' 'PBS_A=b; touch pwned' 'PBS_A=`touch pwned`' 'PBS_A="b"$(touch pwned)' \
+    'PBS_A[$(touch pwned)]=1' 'PBS_A=1 touch pwned' '$(touch pwned)=1' 'PBS_$(touch pwned)=1' 'PBS_A;touch pwned;=1' \
+    LD_PRELOAD=/evil.so BASH_ENV=/evil PROMPT_COMMAND='touch pwned' IFS=x PYTHONSTARTUP=/evil 'BASH_FUNC_ls%%=() { touch pwned; }'; do
+    { cat good && printf '%s\n' "$line"; } >saved
+    here '. "$1"; ezpz_load_env saved; ls >/dev/null; env | grep -i evil; env | grep ^BASH_FUNC; printf %s "$IFS" | grep x; :' "$REPO/utils.sh"
+    [ ! -e pwned ]
+    has_not evil
+    has_not BASH_FUNC
   done
 }
+@test "bash: nothing in a changed file is executed, and only the names that are saved are exported" { changed_file; }
+@test "zsh: nothing in a changed file is executed, and only the names that are saved are exported" { in_zsh changed_file; }
 
 @test "save where nothing may be written: an error with the path; no file is left open to others meanwhile" {
   VARS=("${BATCH[@]}")

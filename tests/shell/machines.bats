@@ -13,7 +13,7 @@ setup_file() {
   PYTHON=$(base_python)
   export PYTHON
   MINOR=$("$PYTHON" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
-  export MINOR BIN=$BATS_FILE_TMPDIR/bin UV=$BATS_FILE_TMPDIR/uv "SITES=$BATS_FILE_TMPDIR/all sites" HOME_DIR=$BATS_FILE_TMPDIR/home
+  export MINOR BIN=$BATS_FILE_TMPDIR/bin UV=$BATS_FILE_TMPDIR/uv SITES=$BATS_FILE_TMPDIR/sites HOME_DIR=$BATS_FILE_TMPDIR/home
   export CLONE="$BATS_FILE_TMPDIR/it's a clone" WHEELS=$BATS_FILE_TMPDIR/wheels
   make_site_bin "$BIN" "$PYTHON"
   make_uv "$UV" "$PYTHON"

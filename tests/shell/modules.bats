@@ -9,7 +9,7 @@ load site_helper
 setup_file() {
   load test_helper
   load site_helper
-  export BIN=$BATS_FILE_TMPDIR/bin SITES="$BATS_FILE_TMPDIR/all sites"
+  export BIN=$BATS_FILE_TMPDIR/bin SITES=$BATS_FILE_TMPDIR/sites
   make_site_bin "$BIN"
   make_sites "$SITES"
   local tree=$SITES/odd

@@ -8,7 +8,7 @@ LMOD=/usr/share/lmod/lmod/init
 make_site_bin() { # DIR [PYTHON]
   make_bin "$@"
   local tool
-  for tool in chmod cut head hostname id mktemp stat tee uname uniq wc; do
+  for tool in chmod cmp comm cut diff head hostname id mktemp stat tee uname uniq wc; do
     ! command -v "$tool" >/dev/null || ln -sf "$(type -P "$tool")" "$1/$tool"
   done
   # The real one; outside a real Slurm it wants a configuration, whatever stands there.
@@ -28,12 +28,18 @@ need_hostname() { unshare --uts true 2>/dev/null || cannot 'unshare --uts fails:
 need_lmod() { [ -r "$LMOD/bash" ] || cannot 'lmod is not installed'; }
 
 # shellcheck disable=SC2154 # output and status are set by bats' run
-# As in_shell, on the host HOST if that is set, and with nothing in the environment but VARS.
+# As in_shell, with nothing in the environment but VARS; on the host HOST_NAME if that is set; where the
+# directories READ_ONLY cannot be written (for root neither: permissions would not hold it back).
 here() { # SCRIPT [ARGUMENT...]
   local options=(--norc --noprofile) on=()
   [ "${SH:-bash}" = bash ] || options=(-f)
   # shellcheck disable=SC2016 # for that sh
   [ -z "${HOST_NAME-}" ] || on=(unshare --uts sh -c 'hostname "$1" && shift && exec "$@"' sh "$HOST_NAME")
+  local place
+  for place in "${READ_ONLY[@]}"; do
+    # shellcheck disable=SC2016
+    on=(unshare --mount sh -c 'mount --bind "$1" "$1" && mount -o remount,ro,bind "$1" && shift && exec "$@"' sh "$place" "${on[@]}")
+  done
   run "${on[@]}" env -i HOME="$HOME_DIR" TMPDIR="$BATS_TEST_TMPDIR" PATH="${BIN_DIR:-$BIN}" EZPZ_LOG_LEVEL=INFO \
     "${VARS[@]}" "${SH:-bash}" "${options[@]}" -c "$1" "${SH:-bash}" "${@:2}" </dev/null
   printf '%s\nexit status %s, expected %s\n' "$output" "$status" "${EXPECT:-0}" # shown when the test fails
@@ -45,7 +51,8 @@ in_zsh() { need_zsh && SH=zsh "$@"; }
 
 # What a person's shell keeps, whatever our functions do: options, traps, IFS, working directory, aliases, umask.
 # shellcheck disable=SC2016,SC2034 # for the shells under test
-KEPT='kept() { set +o; trap; alias; umask; pwd; printf "%s|" "$IFS"; if [ -n "${ZSH_VERSION-}" ]; then setopt; else shopt -p; fi; }'
+KEPT='kept() { set +o; trap; alias; umask; pwd; printf "%s|" "$IFS"; if [ -n "${ZSH_VERSION-}" ]; then setopt; else shopt -p; fi; }
+'
 
 # --- module trees
 
