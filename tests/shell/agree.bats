@@ -7,13 +7,6 @@ bats_require_minimum_version 1.5.0
 load test_helper
 load site_helper
 
-setup_file() {
-  load test_helper
-  load site_helper
-  export BIN=$BATS_FILE_TMPDIR/bin
-  make_site_bin "$BIN" # with scontrol, which unfolds Slurm's nodelists
-}
-
 setup() {
   HOME_DIR=$BATS_TEST_TMPDIR/home VARS=()
   mkdir "$HOME_DIR"
@@ -103,21 +96,55 @@ make_node_files() {
   : >empty
 }
 
-# Answers of one function for every case, one a line; "error" where it fails.
-ask_shell() { # FUNCTION
-  cases >cases.txt
-  unshare --uts "$(type -P bash)" -c '
-    while IFS="|" read -ra part; do
+# What the shell says for every case, one a line: each answer or "error", with a bar between.
+ask() { # bash|zsh
+  local options=(--norc)
+  [ "$1" = bash ] || options=(-f)
+  cat >"ask.$1" <<'SCRIPT'
+set -euo pipefail
+. "$1"
+say() { # FUNCTION...
+  if answer=$("$@" 2>said) || { [ "$*" = ezpz_get_job_id ] && [ "$scheduler" = none ] && answer=; }; then
+    [ "$*" != 'ezpz_write_hostfile hosts.of.job' ] || answer=$(tr '\n' ' ' <hosts.of.job)
+  elif [ -s said ]; then
+    answer=error
+  else
+    answer='silent error'
+  fi
+}
+scheduler=
+for name in machine_name scheduler_type job_id num_nodes; do
+  say ezpz_get_$name
+  [ "$name" != scheduler_type ] || scheduler=$answer
+  printf '%s|' "$answer"
+done
+say ezpz_write_hostfile hosts.of.job
+printf '%s\n' "${answer% }"
+SCRIPT
+  unshare --uts "$(type -P bash)" -c 'while IFS="|" read -ra part; do
       hostname "${part[0]}"
-      answer=$(env -i HOME="$1" PATH="$2" TMPDIR="$3" "${part[@]:1}" "$4" '"$([ "${SH:-bash}" = bash ] && echo --norc || echo -f)"' -c "
-        set -euo pipefail; . \"\$1\"; $5" sh "$6" 2>said </dev/null) || answer=error
-      [ "$answer" != error ] || [ -s said ] || answer="silent error"
-      printf "%s\n" "$answer"
-    done <cases.txt' bash "$HOME_DIR" "$BIN" "$BATS_TEST_TMPDIR" "${SH:-bash}" "$1" "$REPO/utils.sh" >shell.txt
+      env -i HOME="$1" PATH="$2" TMPDIR="$PWD" "${part[@]:1}" "${@:3}" </dev/null || echo "the shell is dead"
+    done <cases.txt' bash "$PWD" "$BIN" "$1" "${options[@]}" "ask.$1" "$REPO/utils.sh" >"$1.txt"
+}
+
+setup_file() {
+  load test_helper
+  load site_helper
+  export BIN=$BATS_FILE_TMPDIR/bin
+  make_site_bin "$BIN" # with scontrol, which unfolds Slurm's nodelists
+  cd "$BATS_FILE_TMPDIR" || return 1
+  make_node_files
+  cases >cases.txt
+  unshare --uts true 2>/dev/null || return 0 # the tests say so
+  ask bash
+  ! command -v zsh >/dev/null || ask zsh
 }
 
 # The same of ezpz_topo, by an expression with env and host in it; says where they differ.
-agrees() { # EXPRESSION
+agrees() { # bash|zsh FIELD EXPRESSION
+  need_hostname
+  [ "$1" = bash ] || need_zsh
+  cd "$BATS_FILE_TMPDIR" || return 1
   topo '
 import os, sys
 import ezpz_topo
@@ -128,63 +155,41 @@ host = ""
 for module in list(sys.modules.values()):
     if getattr(module, "__name__", "").startswith("ezpz_topo") and hasattr(module, "get_hostname"):
         module.get_hostname = lambda: host
-cases, answers = open("cases.txt").read().splitlines(), open("shell.txt").read().splitlines()
+cases, answers = (open(f).read().splitlines() for f in ("cases.txt", sys.argv[1] + ".txt"))
 assert len(cases) == len(answers) > 60, (len(cases), len(answers))
 wrong = 0
-for case, answer in zip(cases, answers):
+for case, answers in zip(cases, answers):
+    answer = answers.split("|")[int(sys.argv[2])]
     host, *variables = case.split("|")
-    env = {"HOME": sys.argv[2], "PATH": "/nonexistent", **dict(v.split("=", 1) for v in variables)}
+    env = {"HOME": os.getcwd(), "PATH": "/nonexistent", **dict(v.split("=", 1) for v in variables)}
     try:
-        expected = str(eval(sys.argv[1]))
+        expected = str(eval(sys.argv[3]))
     except TopoError as error:
         expected = "error"
     if answer != expected:
         wrong += 1
         print(f"{case}: the shell says {answer}, ezpz_topo {expected}")
-sys.exit(wrong > 0)' "$1" "$HOME_DIR"
+sys.exit(wrong > 0)' "$@"
 }
 
-same_machine() {
-  need_hostname
-  make_node_files
-  ask_shell ezpz_get_machine_name
-  agrees 'get_machine_info(env, hostname=host).name'
-}
-@test "bash: the machine's name for every captured environment" { same_machine; }
-@test "zsh: the machine's name for every captured environment" { in_zsh same_machine; }
+# In the order of the answers. A job of a scheduler that nobody can read is an error to both.
+MACHINE='get_machine_info(env, hostname=host).name'
+SCHEDULER='(lambda s: s if s in ("pbs", "slurm", "none") else "error")(_allocation.scheduler_of(env))'
+JOB='(lambda s: {"slurm": env.get("SLURM_JOB_ID"), "pbs": env.get("PBS_JOBID"), "none": ""}.get(s, "error"))(_allocation.scheduler_of(env))'
+NODES='get_allocation(env).num_nodes'
+# Without a job the one host is this one, by either name.
+HOSTS='(lambda job: "localhost" if job.scheduler == "none" and answer == "localhost" else " ".join(job.hosts))(get_allocation(env))'
 
-same_scheduler() {
-  need_hostname
-  make_node_files
-  ask_shell ezpz_get_scheduler_type
-  # A job of a scheduler that nobody can read is an error to both.
-  agrees '(lambda s: s if s in ("pbs", "slurm", "none") else "error")(_allocation.scheduler_of(env))'
-}
-@test "bash: the scheduler for every captured environment" { same_scheduler; }
-@test "zsh: the scheduler for every captured environment" { in_zsh same_scheduler; }
-
-@test "the job's id for every captured environment" {
-  need_hostname
-  make_node_files
-  ask_shell 'ezpz_get_scheduler_type >/dev/null; ezpz_get_job_id || [ "$(ezpz_get_scheduler_type)" = none ]'
-  agrees '{"slurm": env.get("SLURM_JOB_ID"), "pbs": env.get("PBS_JOBID"), "none": ""}.get(_allocation.scheduler_of(env)) if _allocation.scheduler_of(env) in ("pbs", "slurm", "none") else "error"'
-}
-
-@test "the number of nodes for every captured environment" {
-  need_hostname
-  make_node_files
-  ask_shell ezpz_get_num_nodes
-  agrees 'get_allocation(env).num_nodes'
-}
-
-@test "the hosts for every captured environment" {
-  need_hostname
-  make_node_files
-  ask_shell 'rm -f hosts.of.job; f=$(ezpz_write_hostfile ./hosts.of.job); tr "\n" " " <"$f"'
-  sed -i -e 's/ $//' -e 's/^localhost$/HERE/' shell.txt
-  # without a job the one host is this one, by either name
-  agrees '(lambda job: " ".join(job.hosts) if job.scheduler != "none" or " ".join(job.hosts) == answer else "HERE")(get_allocation(env))'
-}
+@test "bash: the machine's name for every captured environment" { agrees bash 0 "$MACHINE"; }
+@test "bash: the scheduler for every captured environment" { agrees bash 1 "$SCHEDULER"; }
+@test "bash: the job's id for every captured environment" { agrees bash 2 "$JOB"; }
+@test "bash: the number of nodes for every captured environment" { agrees bash 3 "$NODES"; }
+@test "bash: the hosts for every captured environment" { agrees bash 4 "$HOSTS"; }
+@test "zsh: the machine's name for every captured environment" { agrees zsh 0 "$MACHINE"; }
+@test "zsh: the scheduler for every captured environment" { agrees zsh 1 "$SCHEDULER"; }
+@test "zsh: the job's id for every captured environment" { agrees zsh 2 "$JOB"; }
+@test "zsh: the number of nodes for every captured environment" { agrees zsh 3 "$NODES"; }
+@test "zsh: the hosts for every captured environment" { agrees zsh 4 "$HOSTS"; }
 
 @test "the devices of a node on every machine's login node" {
   need_hostname
@@ -201,6 +206,67 @@ for name, machine in known_machines({}).items(): print(name, machine.devices_per
   compgen -G '/dev/nvidia[0-9]*' >/dev/null && skip 'this host has devices of its own'
   diff expected got
 }
+
+# What the kernel shows of devices, in a mount namespace of its own: DIR/dev and DIR/sys in place of /dev and /sys.
+make_devices() {
+  local node card
+  mkdir -p nvidia/dev nvidia/sys none/dev none/sys amd/dev amd/sys intel/dev/dri intel/sys
+  touch nvidia/dev/nvidia{0,1,2,3} nvidia/dev/nvidiactl nvidia/dev/nvidia-uvm amd/dev/kfd
+  for node in 0 1 2 3; do
+    mkdir -p amd/sys/class/kfd/kfd/topology/nodes/$node
+    printf 'cpu_cores_count 0\nsimd_count %s\n' $((node > 0 ? 440 : 0)) >amd/sys/class/kfd/kfd/topology/nodes/$node/properties
+  done
+  for card in 128:38000:0000:18:00.0 129:38000:0000:19:00.0 130:30000:0000:00:02.0; do # the last is inside the CPU
+    node=intel/sys/class/drm/renderD${card%%:*}/device
+    mkdir -p "$node/tile0" "$node/tile1"
+    touch "intel/dev/dri/renderD${card%%:*}"
+    printf 'DRIVER=xe\nPCI_CLASS=%s\nPCI_ID=8086:0BD5\nPCI_SLOT_NAME=%s\n' "$(cut -d: -f2 <<<"$card")" "$(cut -d: -f3- <<<"$card")" >"$node/uevent"
+  done
+}
+
+same_devices() {
+  unshare --mount true 2>/dev/null || cannot 'unshare --mount fails'
+  make_devices
+  local kind
+  for kind in none nvidia amd intel; do
+    for variables in - CUDA_VISIBLE_DEVICES=0,1 CUDA_VISIBLE_DEVICES= CUDA_VISIBLE_DEVICES=0,-1,2 CUDA_VISIBLE_DEVICES=0,1,7 \
+      CUDA_VISIBLE_DEVICES=1,1 CUDA_VISIBLE_DEVICES=GPU-8f3a,GPU-77 CUDA_VISIBLE_DEVICES=NoDevFiles ROCR_VISIBLE_DEVICES=0 \
+      'ROCR_VISIBLE_DEVICES=0,1 HIP_VISIBLE_DEVICES=0' HIP_VISIBLE_DEVICES=0,2 ZE_AFFINITY_MASK=0,1,2 ZE_AFFINITY_MASK=0.1 ZE_AFFINITY_MASK=default \
+      ZE_FLAT_DEVICE_HIERARCHY=COMPOSITE 'ZE_FLAT_DEVICE_HIERARCHY=COMPOSITE ZE_AFFINITY_MASK=0.1,1' TORCH_DEVICE=cpu; do
+      printf '%s|%s\n' "$kind" "${variables#-}"
+    done
+  done >cases
+  for kind in none nvidia amd intel; do
+    unshare --mount sh -c 'cd "$1"
+      for f in null zero urandom tty; do touch dev/$f && mount --bind /dev/$f dev/$f; done
+      ln -sf /proc/self/fd dev/fd
+      cd .. && mount --rbind "$1/dev" /dev && mount --rbind "$1/sys" /sys
+      while IFS="|" read -r kind variables; do
+        [ "$kind" != "$1" ] ||
+          printf "%s|%s|%s\n" "$kind" "$variables" "$(env -i HOME="$2" PATH="$3" $variables "$4" -c ". \"\$1\"; ezpz_get_gpus_per_node 2>/dev/null || echo error" sh "$5" </dev/null)"
+      done <cases' sh "$kind" "$HOME_DIR" "$BIN" "${SH:-bash}" "$REPO/utils.sh"
+  done >got
+  [ "$(wc -l <got)" = "$(wc -l <cases)" ]
+  topo '
+import sys
+from ezpz_topo import get_accelerators
+from ezpz_topo._errors import TopoError
+wrong = 0
+for line in open("got"):
+    kind, variables, answer = line.rstrip("\n").split("|")
+    try:
+        expected = str(get_accelerators(dict(v.split("=", 1) for v in variables.split()), root=kind, tools=False).count)
+    except TopoError:
+        expected = "error"
+    if answer != expected:
+        wrong += 1
+        print(f"{kind} {variables}: the shell says {answer}, ezpz_topo {expected}")
+sys.exit(wrong > 0)'
+  grep -qx 'intel||4' got
+  grep -qx 'nvidia|CUDA_VISIBLE_DEVICES=0,1|2' got
+}
+@test "bash: the devices that the kernel shows and variables leave" { same_devices; }
+@test "zsh: the devices that the kernel shows and variables leave" { in_zsh same_devices; }
 
 # --- machine files
 

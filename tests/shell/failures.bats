@@ -25,12 +25,14 @@ setup() {
   cd "$BATS_TEST_TMPDIR" || return 1
 }
 
-# The shell after a call that failed: alive, as it was, nothing on stdout, nothing activated or exported.
+# The shell after a call that failed: alive, as it was, nothing on stdout, nothing activated, and nothing exported
+# but the job's facts, which are right.
 # shellcheck disable=SC2016
 SURVIVES='
-  . "$1/utils.sh"; kept >kept.before; env | sort | grep -v ^_= >before; s=0
+  . "$1/utils.sh"; kept >kept.before; facts="^_=|^EZPZ_(JOB|SCHEDULER|NODES|GPUS_PER_NODE)="
+  env | sort | grep -vE "$facts" >before; s=0
   ezpz_setup_env >stdout || s=$?
-  kept >kept.after; env | sort | grep -v ^_= | diff before -; cmp kept.before kept.after; [ ! -s stdout ]
+  kept >kept.after; env | sort | grep -vE "$facts" | diff before -; cmp kept.before kept.after; [ ! -s stdout ]
   [ "$s" != 0 ] && echo "alive $s"'
 
 survives() { # WORDS...
@@ -70,12 +72,12 @@ no_python() {
 
 # --- nothing may be written
 
-@test "neither the clone nor HOME can be written: an error with both paths and the remedy, nothing left" {
+@test "neither the clone nor HOME can be written: an error with the path and the remedy, nothing left" {
   local machine
   READ_ONLY=("$CLONE" "$HOME_DIR")
   for machine in polaris workstation; do
     VARS=(EZPZ_MACHINE="$machine" EZPZ_MODULES='')
-    BIN_DIR=$UV:$BIN survives 'cannot write' EZPZ_VENV "$CLONE"
+    BIN_DIR=$UV:$BIN survives 'cannot write' EZPZ_VENV "$HOME_DIR"
   done
   [ ! -e "$CLONE/.venv" ]
   [ -z "$(ls -A "$HOME_DIR")" ]
@@ -92,12 +94,15 @@ no_python() {
   [ ! -e "$CLONE/.venv" ]
 }
 
-@test "HOME cannot be written: save_env without a file says so; the job's host file goes elsewhere" {
+@test "HOME cannot be written: what save_env and the host file write goes to TMPDIR, and is found there" {
   READ_ONLY=("$HOME_DIR")
   printf '%s\n' x1n0 x1n1 >nodes
   VARS+=(PBS_JOBID=1.pbs-0001 PBS_NODEFILE="$PWD/nodes")
-  EXPECT=1 here '. "$1/utils.sh"; ezpz_save_env' "$CLONE"
-  has "$HOME_DIR"
+  here 'set -eu; . "$1/utils.sh"; ezpz_save_env' "$CLONE"
+  [[ $output == "$BATS_TEST_TMPDIR"/* ]]
+  [ "$(stat -c '%a' "$output") $(stat -c '%a' "$(dirname "$output")")" = '600 700' ]
+  here 'set -eu; unset PBS_JOBID; . "$1/utils.sh"; ezpz_load_env 2>/dev/null; echo "$PBS_JOBID"' "$CLONE"
+  [ "$output" = 1.pbs-0001 ]
   here 'set -eu; . "$1/utils.sh"; cat "$(ezpz_write_hostfile)"' "$CLONE"
   [ "$output" = $'x1n0\nx1n1' ]
 }
@@ -159,12 +164,13 @@ no_python() {
   [ "${lines[-1]}" = "$PWD/env/bin/python" ]
 }
 
-@test "a step that fails stops the call: what ran before it is undone" {
+@test "a step that fails stops the call: no environment, no proxy" {
   need_lmod
   VARS+=(SITES="$PWD" EZPZ_MACHINE=aurora MODULEPATH="$PWD/none" PBS_JOBID=1.aurora-pbs PBS_NODEFILE="$PWD/nodes")
   echo x1 >nodes
   # shellcheck disable=SC2153
-  EXPECT=1 here "$WITH_LMOD"' . "$1/utils.sh"; ezpz_setup_env; s=$?; echo "${VIRTUAL_ENV-none} ${http_proxy-none}"; exit $s' "$CLONE"
+  EXPECT=1 here "$WITH_LMOD"'
+    . "$1/utils.sh"; ezpz_setup_env; s=$?; echo "${VIRTUAL_ENV-none} ${http_proxy-none}"; exit $s' "$CLONE"
   has frameworks
   [ "${lines[-1]}" = 'none none' ]
 }
@@ -215,7 +221,7 @@ every_function() {
     [ "${lines[-1]}" = "$PWD/env" ]
     SH=$shell BIN_DIR=$UV:$BIN here 'set -eu; cd "$1"; source <(cat utils.sh); ezpz_setup_env; echo "$VIRTUAL_ENV"' "$CLONE"
     [ "${lines[-1]}" = "$PWD/env" ]
-    SH=$shell here 'source <(cat "$1/utils.sh"); ezpz_help | grep -c "^ezpz_"' "$CLONE"
+    SH=$shell here 'source <(cat "$1/utils.sh"); EZPZ_ROOT=$1 ezpz_help | grep -c "^ezpz_"' "$CLONE"
     [ "${lines[-1]}" -ge 15 ]
   done
 }

@@ -215,7 +215,7 @@ save_and_load() { # FROM TO
   nasty
   SH=$1 here 'set -eu; . "$1"; ezpz_setup_job; ezpz_save_env saved' "$REPO/utils.sh"
   [ "$(stat -c %a saved)" = 600 ]
-  ! grep -e hunter2 -e SECRET_TOKEN saved
+  no grep -e hunter2 -e SECRET_TOKEN saved
   VARS=()
   SH=$2 here "$KEPT"' set -eu; . "$1"; kept >kept.before; ezpz_load_env saved; kept >kept.after; cmp kept.before kept.after
     env >loaded; printf "%s|" "$PBS_JOBNAME"' "$REPO/utils.sh"
@@ -223,7 +223,7 @@ save_and_load() { # FROM TO
   grep -qx PBS_JOBID=1.pbs-0001 loaded
   grep -qx MASTER_PORT=29500 loaded
   grep -qx EZPZ_NODES=2 loaded
-  ! grep -e '^PBS_INJECTED' -e SECRET_TOKEN loaded
+  no grep -e '^PBS_INJECTED' -e SECRET_TOKEN loaded
   [ ! -e pwned ]
 }
 @test "save in bash, load in bash: every variable of the job, verbatim, and no other" { save_and_load bash bash; }

@@ -46,6 +46,9 @@ here() { # SCRIPT [ARGUMENT...]
   [ "$status" = "${EXPECT:-0}" ]
 }
 
+# `! command` alone would not end a test.
+no() { ! "$@"; }
+
 # A test as two: in bash and in zsh.
 in_zsh() { need_zsh && SH=zsh "$@"; }
 

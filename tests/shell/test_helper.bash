@@ -13,7 +13,7 @@ make_bin() { # DIR [PYTHON]
   mkdir -p "$1"
   local tool
   for tool in awk cat cksum cp date dirname env find grep ln ls mkdir mv readlink rm sed sh \
-    bash zsh sort tail test touch tr; do
+    bash head id uname zsh sort tail test touch tr; do
     ! command -v "$tool" >/dev/null || ln -sf "$(type -P "$tool")" "$1/$tool"
   done
   [ -z "${2-}" ] || make_script "$1/python3" "exec '$2' \"\$@\""
