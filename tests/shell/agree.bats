@@ -233,7 +233,9 @@ same_devices() {
       CUDA_VISIBLE_DEVICES=1,1 CUDA_VISIBLE_DEVICES=GPU-8f3a,GPU-77 CUDA_VISIBLE_DEVICES=NoDevFiles ROCR_VISIBLE_DEVICES=0 \
       'ROCR_VISIBLE_DEVICES=0,1 HIP_VISIBLE_DEVICES=0' HIP_VISIBLE_DEVICES=0,2 ZE_AFFINITY_MASK=0,1,2 ZE_AFFINITY_MASK=0.1 ZE_AFFINITY_MASK=default \
       ZE_FLAT_DEVICE_HIERARCHY=COMPOSITE 'ZE_FLAT_DEVICE_HIERARCHY=COMPOSITE ZE_AFFINITY_MASK=0.1,1' TORCH_DEVICE=cpu; do
-      printf '%s|%s\n' "$kind" "${variables#-}"
+      case $kind$variables in # those that one may meet there
+        *- | nvidiaCUDA* | amdROCR* | amdHIP* | amdCUDA*=0,1 | intelZE* | noneCUDA*= | noneCUDA*=0,1 | noneZE*2 | *TORCH*) printf '%s|%s\n' "$kind" "${variables#-}" ;;
+      esac
     done
   done >cases
   for kind in none nvidia amd intel; do

@@ -66,6 +66,7 @@ make_module() { # TREE NAME LINE...
 }
 
 # The module tree of each site, with names and effects as the sites have them; conda's is in /soft/modulefiles.
+# shellcheck disable=SC2016 # for that conda
 make_sites() { # DIR
   local site=$1 conda
   make_module "$site/aurora" frameworks/2025.2.0 'setenv("ZE_FLAT_DEVICE_HIERARCHY", "FLAT")' \
@@ -103,6 +104,7 @@ WITH_LMOD='
   }'
 
 # A uv that makes real environments and records what else it is asked for: its index is not reached from here.
+# shellcheck disable=SC2016 # for that uv
 make_uv() { # DIR PYTHON
   mkdir -p "$1"
   make_script "$1/uv" 'printf "%s\n" "uv $*${MPICC:+ MPICC=$MPICC}" >>"$HOME/uv.said"' \
