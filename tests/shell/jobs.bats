@@ -357,12 +357,11 @@ reset_job() {
 
 @test "a real Slurm: salloc, sbatch, srun, a heterogeneous job" {
   [ "$(id -u)" = 0 ] && command -v slurmctld munged >/dev/null || cannot 'slurmctld and munged, and root, are needed'
-  cp "$REPO/utils.sh" .
-  run -0 python3 - "$REPO/tests/slurm" "$PWD" "$BIN" <<'PY'
+  run -0 python3 - "$REPO" "$PWD" "$BIN" <<'PY'
 import sys
-sys.path.insert(0, sys.argv[1])
+sys.path.insert(0, sys.argv[1] + "/tests/slurm")
 import sandbox
-ask = f"""cd {sys.argv[2]}; . ./utils.sh; PATH={sys.argv[3]}
+ask = f"""cd {sys.argv[2]}; . {sys.argv[1]}/utils.sh; PATH={sys.argv[3]}
 echo "$(ezpz_get_scheduler_type) $([ "$(ezpz_get_job_id)" = "$SLURM_JOB_ID" ] && echo same) $(ezpz_get_num_nodes) $(cat "$(ezpz_write_hostfile "$PWD/hosts.$SLURM_JOB_ID.${{SLURM_PROCID-0}}")" | tr '\\n' ' ')" """
 with sandbox.SlurmSandbox() as slurm:
     bash = ["bash", "--norc", "-c", ask]

@@ -29,10 +29,11 @@ need_lmod() { [ -r "$LMOD/bash" ] || cannot 'lmod is not installed'; }
 
 # shellcheck disable=SC2154 # output and status are set by bats' run
 # As in_shell, with nothing in the environment but VARS; on the host HOST_NAME if that is set; where the
-# directories READ_ONLY cannot be written (for root neither: permissions would not hold it back).
+# directories READ_ONLY cannot be written (for root neither: permissions would not hold it back). Another bash,
+# such as a 3.2, takes the tests with EZPZ_TEST_BASH=/path/to/it.
 here() { # SCRIPT [ARGUMENT...]
-  local options=(--norc --noprofile) on=()
-  [ "${SH:-bash}" = bash ] || options=(-f)
+  local options=(--norc --noprofile) on=() shell=${SH:-${EZPZ_TEST_BASH:-bash}}
+  [ "$shell" != zsh ] || options=(-f)
   # shellcheck disable=SC2016 # for that sh
   [ -z "${HOST_NAME-}" ] || on=(unshare --uts sh -c 'hostname "$1" && shift && exec "$@"' sh "$HOST_NAME")
   local place
@@ -41,7 +42,7 @@ here() { # SCRIPT [ARGUMENT...]
     on=(unshare --mount sh -c 'mount --bind "$1" "$1" && mount -o remount,ro,bind "$1" && shift && exec "$@"' sh "$place" "${on[@]}")
   done
   run "${on[@]}" env -i HOME="$HOME_DIR" TMPDIR="$BATS_TEST_TMPDIR" PATH="${BIN_DIR:-$BIN}" EZPZ_LOG_LEVEL=INFO \
-    "${VARS[@]}" "${SH:-bash}" "${options[@]}" -c "$1" "${SH:-bash}" "${@:2}" </dev/null
+    "${VARS[@]}" "$shell" "${options[@]}" -c "$1" "$shell" "${@:2}" </dev/null
   printf '%s\nexit status %s, expected %s\n' "$output" "$status" "${EXPECT:-0}" # shown when the test fails
   [ "$status" = "${EXPECT:-0}" ]
 }
