@@ -4,7 +4,7 @@
 # For bash >= 3.2 and zsh; needs Python >= 3.11. Sourcing it only defines functions: ezpz_* for you (ezpz_help
 # lists them), _ezpz_* for itself. Messages go to stderr, answers to stdout. Settings, all optional:
 #   EZPZ_MACHINE          the machine, where it cannot be told
-#   EZPZ_MODULES          modules to load instead of the machine's, with a space between; empty: none
+#   EZPZ_MODULES          modules to load instead of the machine's, with spaces between; empty: none
 #   EZPZ_PYTHON           the Python to build the environment with (default: look for one)
 #   EZPZ_VENV             where the environment is (default: as ezpz_setup_python says)
 #   EZPZ_SITE_PACKAGES=0  do not re-use the torch, mpi4py and numpy of that Python
@@ -13,57 +13,55 @@
 #   EZPZ_LOG_LEVEL        WARNING: only warnings and errors
 #   PIP_*, UV_*, MPICC    as pip, uv and mpi4py read them; an empty MPICC asks for mpi4py's wheel
 
-# ezpz_setup_env: all of it, in order: job, modules, proxy, Python. Call it again to repair.
+# ezpz_setup_env: all of it, in this order: job, modules, proxy, Python. Call it again to repair.
 #   usage: ezpz_setup_env; exports what these export
 #   exit codes: 0 ready, 1 a step failed, 2 there is no whole clone
 ezpz_setup_env() {
   local start
   start=$(command date +%s)
-  { _ezpz_root >/dev/null && ezpz_setup_job && ezpz_load_modules && ezpz_set_proxy && _ezpz_python; } || return $?
+  { _ezpz_root >/dev/null && ezpz_setup_job && ezpz_load_modules && ezpz_set_proxy "" && _ezpz_python; } || return $?
   _ezpz_say "$(ezpz_get_machine_name), scheduler $EZPZ_SCHEDULER, job $EZPZ_JOB, $EZPZ_NODES nodes x $EZPZ_GPUS_PER_NODE devices"
   _ezpz_report "$start"
 }
-
 # ezpz_setup_job: tell the job's facts. One that is set stays, unless EZPZ_JOB is another job (qsub -V).
 #   usage: ezpz_setup_job; exports EZPZ_JOB (its id, or none) EZPZ_SCHEDULER (pbs, slurm, none) EZPZ_NODES
-#     EZPZ_GPUS_PER_NODE, and in a job EZPZ_HOSTFILE. None of them is read by ezpz_topo.
+#     EZPZ_GPUS_PER_NODE, and in a job EZPZ_HOSTFILE; ezpz-launch's own EZPZ_* are others
 #   exit codes: 0, 1 the job's variables contradict each other, or its hosts cannot be known here
 ezpz_setup_job() { _ezpz_import _ezpz_job_facts; }
-
 # ezpz_setup_python: make (or find) the environment of the clone, install the packages, activate it. An active
-#   one is used as it is; else $EZPZ_VENV; else .venv in the clone (on a known machine .venv/<machine>-py<minor>;
-#   where the clone cannot be written, in ~/.local/share/ezpz). What torch, mpi4py and MPI the site has are kept.
+#   one is used as it is; else $EZPZ_VENV; else .venv in the clone, on a known machine .venv/<machine>-py<minor>
+#   (~/.local/share/ezpz where the clone cannot be written). The site's torch, mpi4py and MPI are kept.
 #   usage: ezpz_setup_python; exports what bin/activate does (VIRTUAL_ENV, PATH)
 #   exit codes: 0 active, 1 a step failed, 2 there is no whole clone
-ezpz_setup_python() { ezpz_install; }
-
+ezpz_setup_python() { ezpz_install "$@"; }
 # ezpz_install: install packages of the clone, editable, with what they need, into that environment.
 #   usage: ezpz_install [ezpz-tp...] (default: all); exports what ezpz_setup_python does
 #   exit codes: as ezpz_setup_python
 ezpz_install() {
   local start
-  start=$(command date +%s)
-  _ezpz_python "$@" && _ezpz_report "$start"
+  start=$(command date +%s) && _ezpz_python "$@" && _ezpz_report "$start"
 }
-
-# ezpz_load_modules: load the machine's modules, or $EZPZ_MODULES, and its conda environment, where none is active.
+# ezpz_load_modules: load the machine's modules, or $EZPZ_MODULES, and its conda environment if none is active.
 #   usage: ezpz_load_modules; exports what the modules do
-#   exit codes: 0 all are loaded, 1 one is not, or there are no modules to choose from
-ezpz_load_modules() { _ezpz_calmly _ezpz_load_modules; }
-
+#   exit codes: 0 all are loaded, 1 one is not, or there are none to choose from
+ezpz_load_modules() { _ezpz_calmly _ezpz_load; }
 # ezpz_get_machine_name: print aurora, crux, frontier, perlmutter, polaris, sirius, sophia or sunspot, else
-#   generic-pbs, generic-slurm or workstation: what ezpz_topo says, but for the match rules of your own files.
-#   usage: ezpz_get_machine_name; exports nothing
+#   generic-pbs, generic-slurm or workstation: as ezpz_topo does, without the match rules of your own files.
+#   usage: ezpz_get_machine_name
 #   exit codes: 0, 1 EZPZ_MACHINE names none, or as ezpz_get_scheduler_type
 ezpz_get_machine_name() (
   _ezpz_plain
-  known='aurora crux frontier perlmutter polaris sirius sophia sunspot' best=0 found=''
-  asked=$(printf %s "${EZPZ_MACHINE-}" | command tr '[:upper:]' '[:lower:]')
-  [ -z "$asked" ] || _ezpz_is_machine "$asked" ||
-    _ezpz_error "EZPZ_MACHINE=$EZPZ_MACHINE; expected one of $known generic-pbs generic-slurm workstation, or a machine file of yours" || return 1
+  known='aurora crux frontier perlmutter polaris sirius sophia sunspot' best=0 found='' server='' host=$(command uname -n)
   job=$(_ezpz_scheduler) || return 1
-  [ -z "$asked" ] || { printf '%s\n' "$asked" && return 0; }
-  host=$(command uname -n) server=''
+  if [ -n "${EZPZ_MACHINE-}" ]; then
+    found=$(printf %s "$EZPZ_MACHINE" | command tr '[:upper:]' '[:lower:]')
+    known="$known generic-pbs generic-slurm workstation" IFS=:
+    for folder in ${EZPZ_MACHINES:-"${XDG_CONFIG_HOME:-${HOME-}/.config}/ezpz/machines"}; do
+      [ ! -f "$folder/$found.toml" ] || known="$known $found"
+    done
+    case "$found $known " in *[!a-z0-9_-]*' aurora '*) ;; "$found "*" $found "*) printf '%s\n' "$found" && return 0 ;; esac
+    _ezpz_error "EZPZ_MACHINE=$EZPZ_MACHINE; expected one of $known, or the name of a machine file of yours" || return 1
+  fi
   case ${PBS_JOBID-} in *.*) server=${PBS_JOBID#*.} ;; esac
   for name in $known; do
     _ezpz_facts "$name"
@@ -71,391 +69,255 @@ ezpz_get_machine_name() (
     # Believed are first the scheduler and the kernel (3), then what is inherited (2), short names last (1).
     stands=0 against=0
     for sign in $signs; do
-      eval "value=\${$sign-}" && level=2
-      [ "$sign $job" != 'SLURM_CLUSTER_NAME slurm' ] || level=3
+      eval "value=\${$sign-}"
+      case "$sign $job" in 'SLURM_CLUSTER_NAME slurm') level=3 ;; *) level=2 ;; esac
       case $value in
-        '') ;;
-        "$name")
-          stands=$((level > stands ? level : stands))
-          case $host in *.*) _ezpz_under "$host" || against=$((against > 2 ? against : 2)) ;; esac
-          ;;
-        *) against=$((level > against ? level : against)) ;;
+        "$name") stands=$((stands | level)) && case $host in *.*) _ezpz_under "$host" || against=$((against | 2)) ;; esac ;;
+        ?*) against=$((against | level)) ;;
       esac
     done
-    if _ezpz_under "$host" || _ezpz_under "$server" || _ezpz_called "$server"; then
-      stands=3
-    elif _ezpz_under "${PBS_O_HOST-}" || _ezpz_called "${PBS_O_HOST-}"; then
-      stands=$((stands > 2 ? stands : 2))
-    elif _ezpz_called "$host"; then
-      stands=$((stands > 1 ? stands : 1))
-    fi
+    ! _ezpz_called "${PBS_O_HOST-}" || stands=$((stands | 2))
+    ! _ezpz_under "$host" && ! _ezpz_called "$server" || stands=3
+    [ "$stands" != 0 ] || ! _ezpz_called "$host" || stands=1
     [ "$stands" -gt "$against" ] && [ "$stands" -ge "$best" ] || continue
     [ "$stands" -gt "$best" ] || name="$found or $name"
     best=$stands found=$name
   done
-  case $found in *' or '*) _ezpz_warn "this is $found: set EZPZ_MACHINE to the right one" && found='' ;; esac
+  case $found in *' or '*) _ezpz_say "warning: this is $found: set EZPZ_MACHINE to the right one" && found='' ;; esac
   case ${found:-$job} in slurm | pbs) found=generic-$job ;; esac
   printf '%s\n' "${found:-workstation}"
 )
-
 # ezpz_get_scheduler_type: print pbs, slurm or none, as the job's variables have it.
-#   usage: ezpz_get_scheduler_type; exports nothing
+#   usage: ezpz_get_scheduler_type
 #   exit codes: 0, 1 two jobs at once, half of a job's variables, or another scheduler's job
 ezpz_get_scheduler_type() (
-  _ezpz_plain
   job=$(_ezpz_scheduler) || return 1
-  case $job in slurm | pbs | none) printf '%s\n' "$job" ;; *)
-    _ezpz_error "this is a job of $job, whose hosts cannot be read here; expected PBS or Slurm: use ezpz-launch with a HOSTFILE"
-    ;;
-  esac
+  case $job in slurm | pbs | none) printf '%s\n' "$job" && return 0 ;; esac
+  _ezpz_error "a job of $job, whose hosts cannot be read here; expected PBS or Slurm: use ezpz-launch with a HOSTFILE"
 )
-
 # ezpz_get_job_id: print the id of the job.
-#   usage: ezpz_get_job_id; exports nothing
+#   usage: ezpz_get_job_id
 #   exit codes: 0, 1 no job is running in this shell, or as ezpz_get_scheduler_type
-ezpz_get_job_id() (
-  job=$(ezpz_get_scheduler_type) || return 1
-  [ "$job" != none ] || _ezpz_error 'neither PBS_JOBID nor SLURM_JOB_ID is set; expected a job: call this in one, or ezpz_load_env before' || return 1
-  printf '%s\n' "${SLURM_JOB_ID:-${PBS_JOBID-}}"
-)
-
+ezpz_get_job_id() {
+  ezpz_get_scheduler_type >/dev/null || return 1
+  [ -z "${SLURM_JOB_ID-}${PBS_JOBID-}" ] || { printf '%s\n' "${SLURM_JOB_ID:-${PBS_JOBID-}}" && return 0; }
+  _ezpz_error 'PBS_JOBID and SLURM_JOB_ID are not set; expected a job: call this in one, or ezpz_load_env before'
+}
 # ezpz_get_num_nodes: print the number of nodes of the job (in a Slurm step: of the step); 1 without a job.
-#   usage: ezpz_get_num_nodes; exports nothing
+#   usage: ezpz_get_num_nodes
 #   exit codes: 0, 1 the hosts cannot be known here
-ezpz_get_num_nodes() (
-  _ezpz_plain
-  hosts=$(_ezpz_hosts) || return 1
-  printf '%s\n' "$hosts" | command awk 'END { print NR }'
-)
-
-# ezpz_get_gpus_per_node: print the number of devices (tiles on Intel) that this node shows and the variables
-#   for visible devices leave; off the job's nodes, where there are none, those of a node of this machine.
-#   usage: ezpz_get_gpus_per_node; exports nothing
-#   exit codes: 0, 1 a variable is wrong, or as ezpz_get_num_nodes
+ezpz_get_num_nodes() (hosts=$(_ezpz_hosts) && printf '%s\n' "$hosts" | command awk 'END { print NR }')
+# ezpz_get_gpus_per_node: print the number of devices (Intel: tiles) that this node shows and the variables for
+#   visible devices leave; off the job's nodes, if there are none, that of a node of this machine.
+#   usage: ezpz_get_gpus_per_node
+#   exit codes: 0, 1 such a variable is wrong, or as ezpz_get_num_nodes, 2 there is no whole clone
 ezpz_get_gpus_per_node() (
   _ezpz_plain
-  devices='' count=$(_ezpz_devices "") || return 1
-  if [ -z "$count" ] && ! _ezpz_is_on_node; then
-    machine=$(ezpz_get_machine_name) || return 1
-    _ezpz_facts "$machine"
+  devices='' count=$(_ezpz_script devices) || return $?
+  if [ -z "$count" ]; then
+    host=${SLURMD_NODENAME:-$(command uname -n)} on=${SLURM_JOB_ID-}${PBS_JOBID-}
+    [ -z "$on" ] || on=$(_ezpz_hosts | command awk -F. -v host="${host%%.*}" 'tolower($1) == tolower(host)')
+    [ -n "$on" ] || { machine=$(ezpz_get_machine_name) && _ezpz_facts "$machine"; } || return 1
   fi
   printf '%s\n' "${count:-${devices:-0}}"
 )
-
-# ezpz_write_hostfile: write the job's hosts (without one: localhost), one a line and each once; print the path.
-#   usage: ezpz_write_hostfile [file] (default: ~/.ezpz/hosts-JOBID); exports nothing
+# ezpz_write_hostfile: write the job's hosts (without one: localhost), a line each, and print the file's path.
+#   usage: ezpz_write_hostfile [file] (default: ~/.ezpz/hosts-JOBID)
 #   exit codes: 0, 1 the hosts cannot be known here, or the file cannot be written
-ezpz_write_hostfile() (
-  _ezpz_plain
-  hosts=$(_ezpz_hosts) && file=$(_ezpz_file "${1-}" hosts) || return 1
-  _ezpz_put "$file" "$hosts" && printf '%s\n' "$file"
-)
-
-# ezpz_set_proxy: reach the network through $1; by default, in a job, through the machine's proxy, if it has one.
-#   usage: ezpz_set_proxy [http://host:port]; exports http_proxy https_proxy no_proxy, and in capitals; none that is set
+ezpz_write_hostfile() (hosts=$(_ezpz_hosts) && _ezpz_put "${1-}" hosts "$hosts")
+# ezpz_set_proxy: reach the network through a proxy; by default, in a job, the machine's, if it has one.
+#   usage: ezpz_set_proxy [http://host:port]; exports of http_proxy https_proxy no_proxy, small and capital, those not set
 #   exit codes: 0, 1 that is no URL, or as ezpz_get_machine_name
-ezpz_set_proxy() { _ezpz_import _ezpz_proxy_facts "$@"; }
-
-# ezpz_save_env: write the job's variables, with those of modules and environment, for another shell to load.
-#   usage: ezpz_save_env [file] (default: ~/.ezpz/env-JOBID; mode 600); prints its path; exports nothing
+ezpz_set_proxy() { _ezpz_import _ezpz_proxy_facts "${1-}"; }
+# ezpz_save_env: write the job's variables, and those of modules and environment, for ezpz_load_env; print the path.
+#   usage: ezpz_save_env [file] (default: ~/.ezpz/env-JOBID); its mode is 600
 #   exit codes: 0, 1 it cannot be written
-ezpz_save_env() (
-  _ezpz_plain
-  umask 077
-  file=$(_ezpz_file "${1-}" env) || return 1
-  _ezpz_put "$file" "$(_ezpz_saved </dev/null)" && printf '%s\n' "$file"
-)
-
-# ezpz_load_env: export what ezpz_save_env wrote. The file is read, never executed.
+ezpz_save_env() (umask 077 && _ezpz_put "${1-}" env "$(_ezpz_saved </dev/null)")
+# ezpz_load_env: export what ezpz_save_env wrote: a job's shell in another one. The file is read, never executed.
 #   usage: ezpz_load_env [file] (default: the newest in ~/.ezpz); exports the variables in it
-#   exit codes: 0, 1 there is none, or it is not yours alone to write
-ezpz_load_env() { _ezpz_import _ezpz_load_facts "$@" && hash -r; }
-
-# ezpz_reset: undo what the functions above did in this shell: environment, modules, variables; what you changed stays.
+#   exit codes: 0, 1 there is none, or others may write to it
+ezpz_load_env() { _ezpz_import _ezpz_env_facts "${1-}" && hash -r; }
+# ezpz_reset: undo what the functions above did in this shell: environment, conda, modules, variables.
 #   usage: ezpz_reset; exports what was there before
 #   exit codes: 0, 1 something could not be undone
 ezpz_reset() {
   local line did=${_ezpz_did-} code=0
   unset _ezpz_did
-  while [ -n "$did" ]; do
+  while [ -n "$did" ]; do # the last thing done comes first
     line=${did%%$'\n'*} did=${did#*$'\n'}
-    case $line in
-      'unset '*) unset "${line#* }" ;;
-      'export '*) export "${line#* }" ;;
-      *) _ezpz_calmly _ezpz_undo "${line%% *}" "${line#* }" || code=1 ;;
-    esac
+    _ezpz_calmly _ezpz_undo "${line%% *}" "${line#* }" || code=1
   done
   hash -r
   return "$code"
 }
-
 # ezpz_help: list these functions.
-#   usage: ezpz_help; exports nothing
-#   exit codes: 0, 1 utils.sh came from a pipe, and is not in the clone
+#   usage: ezpz_help
+#   exit codes: 0, 1 utils.sh came from a pipe, and the clone is not to be found
 ezpz_help() {
-  [ -r "$(_ezpz_self)" ] || _ezpz_error "no utils.sh at $(_ezpz_self): set EZPZ_ROOT to the clone" || return 1
-  command awk '/^#/ { text = text "\n" substr($0, 3); next }
-    /^ezpz_[a-z_]*\(\)/ { print substr(text, 2) "\n" }
-    { text = "" }' "$(_ezpz_self)"
+  [ -r "$(_ezpz_self)" ] || _ezpz_error "no $(_ezpz_self): set EZPZ_ROOT to the clone" || return 1
+  command awk '/^#/ { text = text "\n" substr($0, 3); next } /^ezpz_[a-z_]*\(\)/ { print substr(text, 2) "\n" } { text = "" }' "$(_ezpz_self)"
 }
 
 _ezpz_error() { printf 'ezpz: error: %s\n' "$*" >&2 && return 1; }
-_ezpz_warn() { case ${EZPZ_LOG_LEVEL-} in [EeCc]*) ;; *) printf 'ezpz: warning: %s\n' "$*" >&2 ;; esac }
-_ezpz_say() { case ${EZPZ_LOG_LEVEL-} in [WwEeCc]*) ;; *) printf 'ezpz: %s\n' "$*" >&2 ;; esac }
-
-# In a subshell: with our options, not yours. -f: unquoted lists are split, never globbed.
+_ezpz_say() { case ${EZPZ_LOG_LEVEL-}:$* in [WwEeCc]*:[!w]* | [EeCc]*) ;; *) printf 'ezpz: %s\n' "$*" >&2 ;; esac }
+_ezpz_report() { _ezpz_say "$(command cat "$VIRTUAL_ENV/.ezpz/summary"), environment $VIRTUAL_ENV, $(($(command date +%s) - $1)) s"; }
+# In a subshell: our options, not yours. -f: unquoted lists are split, never globbed.
 _ezpz_plain() {
   [ -z "${ZSH_VERSION-}" ] || emulate sh
-  set +euC -f
-  set +o pipefail
+  set +euC -f && set +o pipefail
   trap - ERR DEBUG
   IFS=$' \t\n'
 }
-
 # In your shell: what others wrote (modules, conda) bears neither -u nor -e.
 _ezpz_calmly() {
   local IFS=$' \t\n' nounset=+u code=0
-  [ -z "${ZSH_VERSION-}" ] || emulate -L sh # and its options end with this function
+  [ -z "${ZSH_VERSION-}" ] || emulate -L sh # until this function ends
   case $- in *u*) nounset=-u ;; esac
   set +u
   "$@" || code=$?
   set "$nounset"
   return "$code"
 }
-
 # Exports the lines NAME=value that a function prints (~n is a line end in them, ~t a tilde), for ezpz_reset to undo.
 _ezpz_import() {
-  local text line name value was nl=$'\n' n='~n' t='~t'
+  local text line name value was nl=$'\n' n='~n' t='~t' tilde='~'
   text=$("$@") || return $?
   while [ -n "$text" ]; do
     line=${text%%"$nl"*} text=${text#"$line"} text=${text#"$nl"}
-    name=${line%%=*} value=${line#*=}
-    value=${value//"$n"/$nl} value=${value//"$t"/'~'}
+    name=${line%%=*} value=${line#*=} value=${value//"$n"/$nl} value=${value//"$t"/$tilde}
     eval "was=\${$name-} line=\${$name+export}"
-    [ "$line$was" = "export$value" ] || case $was in *"$nl"*) ;; *)
-      _ezpz_note_did "${line:-unset} $name${line:+=$was}"
-      ;;
-    esac
+    case $line$was in "export$value" | *"$nl"*) ;; *) _ezpz_done "${line:-unset} $name${line:+=$was}" ;; esac
     export "$name=$value"
   done
 }
-_ezpz_note_did() { _ezpz_did="$1"$'\n'"${_ezpz_did-}"; }
+_ezpz_done() { _ezpz_did="$1"$'\n'"${_ezpz_did-}"; }
+_ezpz_undo() {
+  case $1 in
+    unset) unset "$2" ;;
+    export) export "${2?}" ;;
+    use) module unuse "$2" >&2 ;;
+    load) module unload "$2" >&2 ;;
+    conda) conda deactivate >&2 ;;
+    venv) [ "${VIRTUAL_ENV-}" != "$2" ] || deactivate ;;
+  esac || _ezpz_error "cannot undo: $*"
+}
+_ezpz_first() { # on PATH
+  local rest=":$PATH:"
+  case $rest in *":$1:"*) rest=${rest%%":$1:"*}:${rest#*":$1:"} ;; esac
+  rest=${rest#:} && export PATH="$1:${rest%:}"
+}
 
 # What ezpz_topo/machines/*.toml say of machine $1; a test holds both together.
 # shellcheck disable=SC2034 # read by the callers, each some of them
 _ezpz_facts() {
-  local site=alcf.anl.gov
-  scheduler=pbs hosts='' signs='' folders='' wanted='' conda='' devices='' suffix='' proxy=http://proxy.alcf.anl.gov:3128
+  local site=alcf.anl.gov soft=/soft/modulefiles
+  scheduler=pbs hosts='' signs='' folders='' wanted='' conda='' devices='' domain='' proxy=http://proxy.alcf.anl.gov:3128
   case $1 in
     aurora) hosts=aurora-uan- wanted=frameworks devices=12 ;;
     sunspot) wanted=frameworks devices=12 ;;
     crux) hosts='crux-login- crux-uan-' devices=0 ;;
-    polaris) hosts=polaris-login- folders=/soft/modulefiles wanted=conda conda=base devices=4 ;;
-    sirius) hosts=sirius-uan- folders=/soft/modulefiles wanted=conda conda=base devices=4 ;;
-    sophia) hosts='sophia-login- sophia-gpu- sophia-pbs-' folders=/soft/modulefiles wanted=conda conda=base devices=8 ;;
-    perlmutter) scheduler=slurm site=nersc.gov signs='NERSC_HOST SLURM_CLUSTER_NAME' wanted=pytorch devices=4 proxy='' ;;
-    frontier)
-      scheduler=slurm site=olcf.ornl.gov hosts=frontier signs='LMOD_SYSTEM_NAME SLURM_CLUSTER_NAME'
-      wanted=rocm devices=8 proxy=http://proxy.ccs.ornl.gov:3128
-      ;;
+    polaris) hosts=polaris-login- folders=$soft wanted=conda conda=base devices=4 ;;
+    sirius) hosts=sirius-uan- folders=$soft wanted=conda conda=base devices=4 ;;
+    sophia) hosts='sophia-login- sophia-gpu- sophia-pbs-' folders=$soft wanted=conda conda=base devices=8 ;;
+    perlmutter) site=nersc.gov signs='NERSC_HOST SLURM_CLUSTER_NAME' wanted=pytorch devices=4 proxy='' ;;
+    frontier) site=olcf.ornl.gov hosts=frontier signs='LMOD_SYSTEM_NAME SLURM_CLUSTER_NAME' wanted=rocm devices=8 proxy=http://proxy.ccs.ornl.gov:3128 ;;
     *) proxy='' && return 0 ;;
   esac
-  domain=$1.$site suffix=.$site
+  domain=$1.$site
+  [ -z "$signs" ] || scheduler=slurm
 }
 _ezpz_under() { case .$1 in *."$domain") ;; *) return 1 ;; esac }
-_ezpz_called() { # a short host name: a stem of the machine's, then digits
+_ezpz_called() { # in its domain, or a short name: one of its stems, then digits
   local name=${1%%.*} digits
   digits=${name##*[!0-9]}
   name=${name%"$digits"}
-  [ -n "$digits" ] && [ -n "$name" ] && case " $hosts " in *" $name "*) ;; *) return 1 ;; esac
+  case ${digits:+${name:+" $hosts "}} in *" $name "*) ;; *) _ezpz_under "$1" ;; esac
 }
-_ezpz_is_machine() {
-  local IFS=: folder
-  case " $known generic-pbs generic-slurm workstation " in *" $1 "*) return 0 ;; esac
-  case $1 in *[!a-z0-9_-]*) return 1 ;; esac
-  for folder in ${EZPZ_MACHINES:-${XDG_CONFIG_HOME:-${HOME-}/.config}/ezpz/machines}; do [ ! -f "$folder/$1.toml" ] || return 0; done
-  return 1
-}
-
 # Whose job this is, by its variables.
 _ezpz_scheduler() {
-  case ${SLURM_JOB_ID:+slurm}${PBS_JOBID:+pbs} in
-    slurmpbs) _ezpz_error "SLURM_JOB_ID=$SLURM_JOB_ID and PBS_JOBID=$PBS_JOBID; expected one job: unset the one left over from another shell" ;;
-    ?*) printf '%s\n' "${SLURM_JOB_ID:+slurm}${PBS_JOBID:+pbs}" ;;
-    *)
-      [ -z "${SLURM_JOBID-}${SLURM_JOB_NODELIST-}" ] ||
-        _ezpz_error "SLURM_JOBID=${SLURM_JOBID-} SLURM_JOB_NODELIST=${SLURM_JOB_NODELIST-} without SLURM_JOB_ID; expected a job to set it: set it, or unset these" || return 1
-      [ -z "${PBS_ENVIRONMENT-}" ] ||
-        _ezpz_error "PBS_ENVIRONMENT=$PBS_ENVIRONMENT without PBS_JOBID; expected a job to set both: set PBS_JOBID, or unset this" || return 1
-      set -- ${FLUX_JOB_ID:+flux} ${LSB_JOBID:+lsf} ${COBALT_JOBID:+cobalt} none
-      printf '%s\n' "$1"
-      ;;
-  esac
+  local wrong=''
+  [ -z "${PBS_ENVIRONMENT-}" ] || [ -n "${PBS_JOBID-}${SLURM_JOB_ID-}" ] || wrong="PBS_ENVIRONMENT=$PBS_ENVIRONMENT without PBS_JOBID"
+  [ -z "${SLURM_JOBID-}${SLURM_JOB_NODELIST-}" ] || [ -n "${PBS_JOBID-}${SLURM_JOB_ID-}" ] || wrong='SLURM_JOBID or SLURM_JOB_NODELIST without SLURM_JOB_ID'
+  [ -z "${SLURM_JOB_ID-}" ] || [ -z "${PBS_JOBID-}" ] || wrong="SLURM_JOB_ID=$SLURM_JOB_ID and PBS_JOBID=$PBS_JOBID"
+  [ -z "$wrong" ] || _ezpz_error "$wrong; expected the variables of one job: unset what is left over from another shell" || return 1
+  wrong=${SLURM_JOB_ID:+slurm}${PBS_JOBID:+pbs}
+  [ -n "$wrong" ] || wrong=${FLUX_JOB_ID:+flux}${LSB_JOBID:+lsf}${COBALT_JOBID:+cobalt}
+  printf '%s\n' "${wrong:-none}"
 }
-
-# The job's hosts, one a line, each once (by short name) and in order.
-_ezpz_hosts() {
-  local job list found
-  job=$(ezpz_get_scheduler_type) || return 1
-  case $job in
-    none) found=localhost ;;
-    pbs) found=$(command cat "${PBS_NODEFILE-}" 2>/dev/null) ||
-      _ezpz_error "PBS_NODEFILE=${PBS_NODEFILE-} cannot be read; expected the node file, which is on the job's first node only: call this there" || return 1 ;;
-    slurm)
-      list=$(_ezpz_nodelist) || return 1
-      found=$(_ezpz_expand "$list") || return 1
-      # A step's variables are handed on to a job submitted in it: then they are of other nodes.
-      case ${SLURM_STEP_ID:-42949672} in 42949672*) ;; *)
-        list=$(_ezpz_expand "${SLURM_STEP_NODELIST-}") || return 1
-        ! printf '%s\n' "$found" | command awk -v step="$list" 'BEGIN { n = split(step, s, "\n") } { job[$1] } END { for (i = 1; i <= n; i++) if (!(s[i] in job)) exit 1 }' ||
-          found=$list
-        ;;
-      esac
-      ;;
-  esac
-  printf '%s\n' "$found" | command awk '{ sub(/#.*/, ""); sub(/\r$/, "") } !NF { next }
-    $1 !~ /^[A-Za-z0-9_:][A-Za-z0-9_.:-]*$/ { bad = 1; exit }
-    { key = tolower($1); if (key !~ /:|^[0-9.]+$/) sub(/[.].*/, "", key) } !(key in seen) { seen[key]; print $1 }
-    END { exit bad || !NR }' || _ezpz_error "the hosts of this $job job are no names, one a line: '$(printf %s "$found" | command head -c 60)'"
-}
-_ezpz_nodelist() {
-  local list=${SLURM_JOB_NODELIST-} k=0
-  [ -z "${SLURM_HET_SIZE-}" ] || list=''
-  while [ "$k" -lt "${SLURM_HET_SIZE:-0}" ]; do eval "list=\$list\${list:+,}\${SLURM_JOB_NODELIST_HET_GROUP_$k-}" && k=$((k + 1)); done
-  [ -n "$list" ] || _ezpz_error "SLURM_JOB_ID=$SLURM_JOB_ID without SLURM_JOB_NODELIST; expected Slurm to set both: unset SLURM_JOB_ID if no job is running" || return 1
-  printf '%s\n' "$list"
-}
-_ezpz_expand() {
-  case $1 in
-    *\[*) command scontrol show hostnames "$1" 2>/dev/null || _ezpz_error "scontrol cannot expand '$1'; expected Slurm's commands on PATH and a nodelist: load the site's slurm module" ;;
-    *) printf '%s\n' "$1" | command tr ', ' '\n\n' ;;
-  esac
-}
-_ezpz_is_on_node() {
-  local host
-  [ -n "${SLURM_JOB_ID-}${PBS_JOBID-}" ] || return 1
-  host=${SLURMD_NODENAME:-$(command uname -n)}
-  _ezpz_hosts | command awk -v host="${host%%.*}" '{ sub(/[.].*/, "") } tolower($1) == tolower(host) { found = 1 } END { exit !found }'
-}
-
-# The devices of this host, counted as ezpz_topo does without the vendors' tools; nothing where none is to be
-# seen, and none is hidden. $1: where dev and sys are.
-_ezpz_devices() {
-  local n=0 file
-  case ${TORCH_DEVICE-} in cpu*) printf '0\n' && return 0 ;; esac
-  set +f
-  for file in "$1"/dev/nvidia[0-9]*; do case ${file##*nvidia} in *[!0-9]*) ;; *) n=$((n + 1)) ;; esac done
-  [ "$n" = 0 ] || { _ezpz_visible "$n" CUDA_VISIBLE_DEVICES && return 0 || return 1; }
-  if [ -e "$1/dev/kfd" ]; then
-    n=$(command cat "$1"/sys/class/kfd/kfd/topology/nodes/*/properties 2>/dev/null | command awk '$1 == "simd_count" && $2 > 0 { n++ } END { print n + 0 }')
-    file=${HIP_VISIBLE_DEVICES+HIP}
-    [ "$n" = 0 ] || { n=$(_ezpz_visible "$n" ROCR_VISIBLE_DEVICES) && _ezpz_visible "$n" "${file:-CUDA}_VISIBLE_DEVICES" && return 0 || return 1; }
-  fi
-  for file in "$1"/sys/class/drm/renderD*; do # Intel's cards, but not the graphics inside a CPU
-    [ -e "$1/dev/dri/${file##*/}" ] && command grep -qi '^PCI_ID=8086:' "$file/device/uevent" &&
-      command grep -q '^PCI_CLASS=3.....*' "$file/device/uevent" && ! command grep -q '^PCI_SLOT_NAME=0000:00:02[.]' "$file/device/uevent" || continue
-    set -- "$1" "$file"/device/tile[0-9]*
-    [ -e "$2" ] || set -- "$1" "$file"/device/drm/card*/gt/gt[0-9]*
-    [ -e "${2-}" ] && [ "${ZE_FLAT_DEVICE_HIERARCHY-}" != COMPOSITE ] && n=$((n + $# - 1)) || n=$((n + 1))
-  done
-  [ "$n" = 0 ] || { _ezpz_visible "$n" ZE_AFFINITY_MASK && return 0 || return 1; }
-  [ "$(command uname -sm)" != 'Darwin arm64' ] || { printf '1\n' && return 0; }
-  for file in CUDA_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES HIP_VISIBLE_DEVICES; do
-    n=$(_ezpz_visible 999999 "$file") || return 1
-    [ "$n" != 0 ] || { printf '0\n' && return 0; }
-  done
-}
-# How many of $1 devices the variable $2 leaves.
-_ezpz_visible() {
-  local list
-  eval "list=\${$2-} && set -- \"\$@\" \${$2+set}"
-  [ -n "${3-}" ] && case $2$list in ZE_AFFINITY_MASK | ZE_AFFINITY_MASKdefault) false ;; esac || { printf '%s\n' "$1" && return 0; }
-  printf '%s\n' "$list" | command awk -F, -v n="$1" -v mask="${2%%_*}" '{ for (i = 1; i <= NF; i++) { x = $i; gsub(/[ \t]/, "", x)
-    if (mask == "ZE") { if (x !~ /^[0-9]+([.][0-9]+)*$/) bad = 1; else if (int(x) < n && !(int(x) in seen)) { seen[int(x)]; k++ } continue }
-    if (x !~ /^([0-9]+$|GPU-|MIG-)/) break
-    if (x in seen) bad = 1
-    if (x !~ /^MIG-/ && n <= (x ~ /^[0-9]+$/ ? x + 0 : k + 0)) break
-    seen[x]; k++; if (x ~ /^MIG-/) mig = 1 } } END { print (mig && k > 1) ? 1 : k + 0; exit bad }' ||
-    _ezpz_error "$2=$list; expected devices, each once, such as 0,1,2: correct or unset it"
-}
-
+# Runs a script of the clone, which may read these variables, exported or not.
+_ezpz_script() (
+  root=$(_ezpz_root) || return 2
+  for name in MACHINE VENV PYTHON SITE_PACKAGES WHEELS LOG_LEVEL; do eval "export EZPZ_$name=\"\${EZPZ_$name-}\""; done
+  BASH_ENV='' command bash "$root/scripts/$1" "${@:2}"
+)
+_ezpz_hosts() { job=$(ezpz_get_scheduler_type) && _ezpz_script hosts "$job"; }
 _ezpz_job_facts() (
   _ezpz_plain
+  scheduler=$(ezpz_get_scheduler_type) || return 1
   job=${SLURM_JOB_ID:-${PBS_JOBID:-none}}
   [ "${EZPZ_JOB:-$job}" = "$job" ] || unset EZPZ_SCHEDULER EZPZ_NODES EZPZ_GPUS_PER_NODE EZPZ_HOSTFILE
-  scheduler=$(ezpz_get_scheduler_type) && nodes=${EZPZ_NODES:-$(ezpz_get_num_nodes)} && devices=${EZPZ_GPUS_PER_NODE:-$(ezpz_get_gpus_per_node)} || return 1
+  nodes=${EZPZ_NODES:-$(ezpz_get_num_nodes)} && devices=${EZPZ_GPUS_PER_NODE:-$(ezpz_get_gpus_per_node)} || return $?
   printf '%s\n' "EZPZ_JOB=$job" "EZPZ_SCHEDULER=${EZPZ_SCHEDULER:-$scheduler}" "EZPZ_NODES=$nodes" "EZPZ_GPUS_PER_NODE=$devices"
   [ "$job" = none ] || { file=${EZPZ_HOSTFILE:-$(ezpz_write_hostfile)} && printf '%s\n' "EZPZ_HOSTFILE=$file"; }
 )
-
 _ezpz_proxy_facts() (
   _ezpz_plain
   machine=$(ezpz_get_machine_name) || return 1
   _ezpz_facts "$machine"
-  # Login nodes have a network of their own.
-  [ -n "${SLURM_JOB_ID-}${PBS_JOBID-}" ] || proxy=''
+  [ -n "${SLURM_JOB_ID-}${PBS_JOBID-}" ] || proxy='' # login nodes have a network
   url=${1:-$proxy}
-  case $url in
-    '') return 0 ;;
-    http://?* | https://?* | socks*://?*) ;;
-    *) _ezpz_error "$url is no proxy; expected its URL, such as http://proxy.example.org:3128" || return 1 ;;
+  case $url in '') return 0 ;; http://?* | https://?* | socks*://?*) ;; *)
+    _ezpz_error "$url is no proxy; expected its URL, such as http://proxy.example.org:3128" || return 1
+    ;;
   esac
   for name in http_proxy:HTTP_PROXY https_proxy:HTTPS_PROXY no_proxy:NO_PROXY; do
-    [ "$name" != no_proxy:NO_PROXY ] || url=localhost,127.0.0.1,::1${suffix:+,$suffix}
-    # The one that is set is the other's, too.
-    eval "url_here=\${${name%:*}-\${${name#*:}-\$url}}; set -- \${${name%:*}+set} && [ \$# = 1 ] || printf '%s\n' \"${name%:*}=\$url_here\"
-      set -- \${${name#*:}+set} && [ \$# = 1 ] || printf '%s\n' \"${name#*:}=\$url_here\""
+    small=${name%:*} capital=${name#*:}
+    [ "$small" != no_proxy ] || url=localhost,127.0.0.1,::1${domain:+,.${domain#*.}}
+    eval "value=\${$small-\${$capital-\$url}} set=\${$small+1} SET=\${$capital+1}" # one that is set holds for both
+    [ -n "$set" ] || printf '%s\n' "$small=$value"
+    [ -n "$SET" ] || printf '%s\n' "$capital=$value"
   done
 )
-
-# The lines of standard input, or without any of the environment, whose variables are saved: those of the job, not
-# of a rank or of a step in it, and those of modules and environments.
+# The lines of standard input, or, if it is empty, of the environment, whose variables are saved: those of the
+# job, but not of a rank or a step in it, and those of modules and environments.
 _ezpz_saved() {
-  command awk 'function kept(n) {
-      return n ~ /^[A-Za-z0-9_]+$/ && n !~ /^(SLURM_(STEP|PROCID|LOCALID|NODEID|GTIDS|TASK_PID|SRUN)|PBS_JOBCOOKIE|EZPZ_(RANK|LOCAL_|WORLD_SIZE|NODE_RANK|NUM_NODES|JOB_ID|LAUNCH|CONTROL|SPAWN))/ &&
-        n ~ /^((PBS|SLURM|EZPZ|MASTER|LMOD|CONDA|CCL|FI|NCCL|ZE|MPICH|CUDA|ROCM)_.*|__LMOD.*|_ModuleTable.*|MODULE.*|LOADEDMODULES|_LMFILES_|VIRTUAL_ENV|(LD_LIBRARY_|LIBRARY_|PYTHON|C|MAN)?PATH|(http|https|no)_proxy|(HTTP|HTTPS|NO)_PROXY)$/ }
+  command awk 'function kept(n) { return n !~ /^(SLURM_(STEP|PROCID|LOCALID|NODEID|GTIDS|TASK_PID|SRUN)|PBS_JOBCOOKIE)/ &&
+      n !~ /^EZPZ_(RANK|LOCAL_|WORLD_SIZE|NODE_RANK|NUM_NODES|JOB_ID|LAUNCH|CONTROL|SPAWN)/ &&
+      n ~ /^((PBS|SLURM|EZPZ|MASTER|LMOD|CONDA|CCL|FI|NCCL|ZE|MPICH|CUDA|ROCM|__LMOD)_[A-Za-z0-9_]+|_ModuleTable[A-Za-z0-9_]+|MODULE[A-Z]+|LOADEDMODULES|_LMFILES_|VIRTUAL_ENV|(LD_LIBRARY_|LIBRARY_|PYTHON|C|MAN)?PATH|(http|https|no)_proxy|(HTTP|HTTPS|NO)_PROXY)$/ }
     { n = $0; sub(/=.*/, "", n); if (/=/ && kept(n)) print }
     END { if (!NR) for (n in ENVIRON) if (kept(n)) { v = ENVIRON[n]; gsub(/~/, "~t", v); gsub(/\n/, "~n", v); print n "=" v } }'
 }
-_ezpz_load_facts() (
+_ezpz_env_facts() (
   _ezpz_plain
-  file=${1-}
-  if [ -z "$file" ]; then
-    folder=$(_ezpz_folder) || return 1
-    file=$(command ls -t "$folder" | command grep '^env-' | command head -n 1)
-    [ -n "$file" ] || _ezpz_error "no env-* in $folder; expected a saved environment: call ezpz_save_env in the job" || return 1
-    file=$folder/$file
-  fi
-  [ -f "$file" ] && [ -r "$file" ] || _ezpz_error "$file cannot be read; expected a file of ezpz_save_env" || return 1
+  file=$1
+  [ -n "$file" ] || { folder=$(_ezpz_folder) && file=$folder/$(command ls -t "$folder" | command grep -m 1 '^env-'); } || return 1
+  [ -f "$file" ] && [ -r "$file" ] || _ezpz_error "$file is no saved environment; expected a file of ezpz_save_env: call that in the job" || return 1
   [ -O "$file" ] && [ -z "$(command find -H "$file" -prune \( -perm -020 -o -perm -002 \))" ] ||
-    _ezpz_error "$file is another user's, or others may write to it; expected one of yours with mode 600: save it again" || return 1
+    _ezpz_error "$file is not yours alone to write; expected a file of your own with mode 600: save it again" || return 1
   _ezpz_say "variables of $file"
   _ezpz_saved <"$file"
 )
-
 _ezpz_folder() {
-  local folder
   for folder in "${HOME:-/nowhere}/.ezpz" "${TMPDIR:-/tmp}/ezpz-$(command id -u)"; do
     command mkdir -p -m 700 "$folder" 2>/dev/null
     [ -d "$folder" ] && [ -O "$folder" ] && [ -w "$folder" ] && printf '%s\n' "$folder" && return 0
   done
   _ezpz_error "${HOME-}/.ezpz and ${TMPDIR:-/tmp} cannot be written; expected a place for a small file: name one, or set TMPDIR"
 }
-# The path $1, made absolute, or of a file $2-JOBID in our folder.
-_ezpz_file() {
-  case $1 in
-    /*) printf '%s\n' "$1" ;;
-    ?*) printf '%s\n' "$PWD/$1" ;;
-    *) folder=$(_ezpz_folder) && printf '%s\n' "$folder/$2-$(printf %s "${SLURM_JOB_ID:-${PBS_JOBID:-local}}" | command tr -c 'A-Za-z0-9.-' _)" ;;
+# Writes the text $3, so that it is seen whole or not at all, into the file $1, or if empty $2-JOBID in our folder.
+_ezpz_put() {
+  _ezpz_plain
+  case $1 in /*) file=$1 ;; ?*) file=$PWD/$1 ;; *)
+    folder=$(_ezpz_folder) || return 1
+    file=$folder/$2-$(printf %s "${SLURM_JOB_ID:-${PBS_JOBID:-local}}" | command tr -c 'A-Za-z0-9.-' _)
+    ;;
   esac
+  { { [ ! -e "$file" ] || [ -f "$file" ]; } && printf '%s\n' "$3" >"$file.$$" && command mv -f "$file.$$" "$file"; } 2>/dev/null ||
+    _ezpz_error "$file cannot be written; expected a file in a folder of yours: name another" || return 1
+  printf '%s\n' "$file"
 }
-_ezpz_put() { # a file that is seen whole or not at all
-  { { [ ! -e "$1" ] || [ -f "$1" ]; } && printf '%s\n' "$2" >"$1.$$" && command mv -f "$1.$$" "$1"; } 2>/dev/null ||
-    _ezpz_error "$1 cannot be written; expected a file in a folder of yours: name another"
-}
-
-_ezpz_load_modules() {
-  local machine scheduler hosts signs folders wanted conda devices suffix proxy domain name was=$PATH venv=${VIRTUAL_ENV-} prefix=${CONDA_PREFIX-} code=0
+_ezpz_load() {
+  local machine scheduler hosts signs folders wanted conda devices proxy domain name code=0 was=$PATH venv=${VIRTUAL_ENV-} prefix=${CONDA_PREFIX-}
   machine=$(ezpz_get_machine_name) || return 1
   _ezpz_facts "$machine"
   wanted=${EZPZ_MODULES-$wanted}
@@ -464,58 +326,30 @@ _ezpz_load_modules() {
     _ezpz_error "no command 'module' in this shell, and $machine needs: $wanted. Remedy: a login shell (bash -l), . \$MODULESHOME/init/bash, or EZPZ_MODULES= for none" || return 1
   [ -n "${MODULEPATH-}" ] ||
     _ezpz_error "MODULEPATH is empty, so 'module load $wanted' would do nothing; expected the site's folders: start a login shell, or EZPZ_MODULES= for none" || return 1
-  for name in $folders; do
-    case :$MODULEPATH: in *":$name:"*) continue ;; esac
-    module use "$name" >&2 && _ezpz_note_did "use $name"
-  done
   for name in $wanted; do
     ! _ezpz_is_loaded "$name" || continue
-    module load "$name" >&2 && _ezpz_is_loaded "$name" && _ezpz_note_did "load $name" && continue
+    case :$MODULEPATH: in *":${folders:-$MODULEPATH}:"*) ;; *) module use "$folders" >&2 && _ezpz_done "use $folders" && folders='' ;; esac
+    module load "$name" >&2 && _ezpz_is_loaded "$name" && _ezpz_done "load $name" && continue
     _ezpz_error "module load $name failed on $machine (loaded: ${LOADEDMODULES:-none}): see above, and module avail $name; or name others in EZPZ_MODULES"
     code=1 && break
   done
-  case $code$prefix" $wanted " in 0*" conda "* | 0*" conda/"*)
-    if [ -n "$conda" ] && [ -z "$prefix" ]; then
-      { command -v conda >/dev/null 2>&1 && conda activate "$conda" >&2 && _ezpz_note_did "conda $conda"; } ||
-        _ezpz_error "conda activate $conda failed after module load $wanted: see above, and module show $wanted" || code=1
-    fi
+  case "$code$prefix ${conda:+$wanted }" in '0 '*' conda '* | '0 conda'[\ /]*)
+    { conda activate "$conda" >&2 && _ezpz_done "conda $conda"; } || _ezpz_error "conda activate $conda failed: see above, and module show $wanted" || code=1
     ;;
   esac
-  # What was active stays so, whatever a module put in its place.
-  [ -z "$prefix" ] || _ezpz_keep CONDA_PREFIX "$prefix"
-  [ -z "$venv" ] || _ezpz_keep VIRTUAL_ENV "$venv"
+  _ezpz_keep CONDA_PREFIX "$prefix" && _ezpz_keep VIRTUAL_ENV "$venv"
   return "$code"
 }
 _ezpz_is_loaded() { case :${LOADEDMODULES-}: in *":$1:"* | *":$1/"*) ;; *) return 1 ;; esac }
+# What was active stays so, whatever a module put in its place.
 _ezpz_keep() {
-  case :$was: in *":$2/bin:"*) ;; *) return 0 ;; esac
-  case :$PATH: in
+  case :$was: in *":${2:-/}/bin:"*) export "$1=$2" ;; *) return 0 ;; esac
+  case :$was:$'\n':$PATH: in # the first of both, or on both behind something else
+    ":$2/bin:"*$'\n':"$2/bin:"*) return 0 ;;
     ":$2/bin:"*) ;;
-    *":$2/bin:"*) case :$was: in ":$2/bin:"*) ;; *) false ;; esac ;;
-    *) ;;
-  esac || return 0
-  case :$PATH: in ":$2/bin:"*) ;; *)
-    _ezpz_warn "a module took $2/bin, which is active, from the front of PATH: put back"
-    _ezpz_first "$2/bin"
-    ;;
+    *$'\n'*":$2/bin:"*) return 0 ;;
   esac
-  export "$1=$2"
-}
-_ezpz_undo() {
-  case $1 in
-    use) module unuse "$2" >&2 ;;
-    load) module unload "$2" >&2 ;;
-    conda) conda deactivate >&2 ;;
-    venv)
-      if [ "${VIRTUAL_ENV-}" != "$2" ]; then
-        return 0
-      elif command -v deactivate >/dev/null 2>&1; then
-        deactivate
-      else
-        _ezpz_first "$2/bin" && export PATH="${PATH#*:}" && unset VIRTUAL_ENV
-      fi
-      ;;
-  esac || _ezpz_error "cannot undo: $*"
+  _ezpz_say "warning: a module took $2/bin, which is active, from its place on PATH: put back" && _ezpz_first "$2/bin"
 }
 
 # The clone's folder.
@@ -525,32 +359,15 @@ _ezpz_root() {
   { [ -f "$root/constraints.txt" ] && [ -f "$root/packages/ezpz-suite/pyproject.toml" ] && printf '%s\n' "$root"; } ||
     _ezpz_error "no packages/ and constraints.txt beside $(_ezpz_self): source the utils.sh of a whole clone, or set EZPZ_ROOT to it" || return 2
 }
+# Makes the environment in a process of its own, and activates it here; where it is active, its bin comes first on PATH.
 _ezpz_python() {
-  local root machine venv
-  root=$(_ezpz_root) || return $?
-  machine=$(ezpz_get_machine_name) || return 1
-  venv=$(
-    for name in EZPZ_VENV EZPZ_PYTHON EZPZ_SITE_PACKAGES EZPZ_WHEELS EZPZ_LOG_LEVEL; do eval "export $name=\"\${$name-}\""; done
-    BASH_ENV='' command bash "$root/scripts/environment" "$root" "$machine" "$@"
-  ) || return 1
-  _ezpz_activate "$venv"
-}
-_ezpz_report() { _ezpz_say "$(command cat "$VIRTUAL_ENV/.ezpz/summary"), environment $VIRTUAL_ENV, $(($(command date +%s) - $1)) s"; }
-
-# In your shell: activate, unless it is active; then only see that its bin is first on PATH.
-_ezpz_activate() {
-  local rest=":$PATH:"
-  if [ "${VIRTUAL_ENV-}" -ef "$1" ]; then
-    case $rest in *":$VIRTUAL_ENV/bin:"*) rest=${rest%%":$VIRTUAL_ENV/bin:"*}:${rest#*":$VIRTUAL_ENV/bin:"} ;; esac
-    rest=${rest%:}
-    export PATH="$VIRTUAL_ENV/bin:${rest#:}"
-    return 0
-  fi
+  local venv
+  venv=$(ezpz_get_machine_name) && venv=$(_ezpz_script environment "$venv" "$@") || return $?
+  [ ! "${VIRTUAL_ENV-}" -ef "$venv" ] || { _ezpz_first "$VIRTUAL_ENV/bin" && return 0; }
   # shellcheck disable=SC1091 # made by python -m venv, not there when checking
-  . "$1/bin/activate" && [ "${VIRTUAL_ENV-}" -ef "$1" ] && return 0
-  _ezpz_error "$1/bin/activate activated ${VIRTUAL_ENV:-nothing}: remove $1 and call ezpz_setup_env again"
+  . "$venv/bin/activate" && [ "${VIRTUAL_ENV-}" -ef "$venv" ] && _ezpz_done "venv $VIRTUAL_ENV" && return 0
+  _ezpz_error "$venv/bin/activate activated ${VIRTUAL_ENV:-nothing}: remove $venv and call ezpz_setup_env again"
 }
-
 # Defines _ezpz_self, which prints the absolute path of this file: only now can it be asked. From a pipe there is
 # none, and the clone is $EZPZ_ROOT or the working directory.
 _ezpz_locate() {
@@ -566,12 +383,9 @@ _ezpz_locate() {
     done
     file=$(CDPATH='' builtin cd -P -- "$(command dirname -- "$file")" >/dev/null && builtin pwd -P)/${file##*/}
   fi
-  if [ -f "$file" ]; then
-    eval "_ezpz_self() { printf '%s\\n' $(printf '%q' "$file"); }"
-  else
-    _ezpz_self() { printf '%s\n' "${EZPZ_ROOT:-$PWD}/utils.sh"; }
-  fi
+  [ ! -f "$file" ] || eval "_ezpz_self() { printf '%s\\n' $(printf '%q' "$file"); }"
 }
+_ezpz_self() { printf '%s\n' "${EZPZ_ROOT:-$PWD}/utils.sh"; }
 
 # Executed, or sourced from another shell, it could not do its work.
 case ${BASH_VERSION:+bash}${ZSH_VERSION:+zsh:${ZSH_EVAL_CONTEXT-}} in

@@ -64,7 +64,7 @@ install_for_user() { # WHEEL...
 make_clone() { # DIR
   mkdir -p "$1/scripts"
   cp "$REPO/utils.sh" "$REPO/constraints.txt" "$1"
-  cp "$REPO/scripts/environment" "$1/scripts"
+  cp "$REPO"/scripts/{devices,environment,hosts} "$1/scripts"
   # Other tests may run meanwhile, and compile what they import.
   python3 -c 'import shutil, sys
 shutil.copytree(*sys.argv[1:], ignore=shutil.ignore_patterns("__pycache__"))' "$REPO/packages" "$1/packages"
