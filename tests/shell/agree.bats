@@ -35,6 +35,9 @@ cases() {
       "x1000c0s0b1n1|PBS_JOBID=$server|PBS_NODEFILE=nodes|PBS_O_HOST=aurora-uan-0010" \
       "x1000c0s0b1n1|PBS_JOBID=$server|PBS_NODEFILE=nodes|NERSC_HOST=perlmutter"
   done
+  for host in aurora crux frontier perlmutter polaris sirius sophia sunspot generic-pbs generic-slurm workstation; do
+    printf '%s\n' "box|EZPZ_MACHINE=$host"
+  done
   cat <<'CASES'
 login05|NERSC_HOST=perlmutter
 nid001234|NERSC_HOST=perlmutter
@@ -58,8 +61,10 @@ x1000c0s0b1n1|PBS_JOBID=1.pbs-0001|PBS_O_HOST=login01|PBS_NODEFILE=nodes
 x1|PBS_JOBID=1.pbs-0001|PBS_NODEFILE=nodes|NERSC_HOST=perlmutter
 box|NERSC_HOST=|EZPZ_MACHINE=|SLURM_JOB_ID=|EZPZ_MACHINES=
 polaris-login-02|EZPZ_MACHINE=Frontier|NERSC_HOST=perlmutter
-box|EZPZ_MACHINE=sunspot
-box|EZPZ_MACHINE=generic-slurm
+box|EZPZ_MACHINES=machines|EZPZ_MACHINE=utopia
+box|EZPZ_MACHINES=machines|EZPZ_MACHINE=Crux
+box|EZPZ_MACHINE=utopia
+box|EZPZ_MACHINE=aurora crux
 x1|EZPZ_MACHINE=frontier|PBS_JOBID=1.pbs-0001|PBS_NODEFILE=nodes
 box|EZPZ_MACHINE=auroa
 box|EZPZ_MACHINE=../aurora
@@ -94,6 +99,8 @@ make_node_files() {
   printf 'b.x\r\na.x\r\n\r\nb.x' >odd
   printf '%s\n' x1n0.site.gov X1N0.other.domain >packed
   : >empty
+  mkdir machines # of the user's own
+  printf '%s\n' 'site = "nowhere"' 'source = ["a test"]' 'date = "2026-08-01"' 'scheduler = "slurm"' 'launcher = "srun"' >machines/utopia.toml
 }
 
 # What the shell says for every case, one a line: each answer or "error", with a bar between.
