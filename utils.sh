@@ -9,7 +9,7 @@
 #   EZPZ_VENV             where the environment is (default: as ezpz_setup_python says)
 #   EZPZ_SITE_PACKAGES=0  do not re-use the torch, mpi4py and numpy of that Python
 #   EZPZ_WHEELS           a folder of wheels to install from, instead of an index
-#   EZPZ_ROOT             the clone, where this comes from a pipe: source <(cat utils.sh)
+#   EZPZ_ROOT             the clone, if this comes from a pipe: source <(cat utils.sh); bash 3: . /dev/stdin <<<"$(cat utils.sh)"
 #   EZPZ_LOG_LEVEL        WARNING: only warnings and errors
 #   PIP_*, UV_*, MPICC    as pip, uv and mpi4py read them; an empty MPICC asks for mpi4py's wheel
 
@@ -59,7 +59,8 @@ ezpz_get_machine_name() (
     for folder in ${EZPZ_MACHINES:-"${XDG_CONFIG_HOME:-${HOME-}/.config}/ezpz/machines"}; do
       [ ! -f "$folder/$found.toml" ] || known="$known $found"
     done
-    case "$found $known " in *[!a-z0-9_-]*' aurora '*) ;; "$found "*" $found "*) printf '%s\n' "$found" && return 0 ;; esac
+    case $found in *[!a-z0-9_-]*) found=/ ;; esac
+    case " $known " in *" $found "*) printf '%s\n' "$found" && return 0 ;; esac
     _ezpz_error "EZPZ_MACHINE=$EZPZ_MACHINE; expected one of $known, or the name of a machine file of yours" || return 1
   fi
   case ${PBS_JOBID-} in *.*) server=${PBS_JOBID#*.} ;; esac
@@ -79,7 +80,7 @@ ezpz_get_machine_name() (
     ! _ezpz_called "${PBS_O_HOST-}" || stands=$((stands | 2))
     ! _ezpz_under "$host" && ! _ezpz_called "$server" || stands=3
     [ "$stands" != 0 ] || ! _ezpz_called "$host" || stands=1
-    [ "$stands" -gt "$against" ] && [ "$stands" -ge "$best" ] || continue
+    { [ "$stands" -gt "$against" ] && [ "$stands" -ge "$best" ]; } || continue
     [ "$stands" -gt "$best" ] || name="$found or $name"
     best=$stands found=$name
   done
@@ -159,7 +160,7 @@ ezpz_help() {
 }
 
 _ezpz_error() { printf 'ezpz: error: %s\n' "$*" >&2 && return 1; }
-_ezpz_say() { case ${EZPZ_LOG_LEVEL-}:$* in [WwEeCc]*:[!w]* | [EeCc]*) ;; *) printf 'ezpz: %s\n' "$*" >&2 ;; esac }
+_ezpz_say() { case ${EZPZ_LOG_LEVEL-}:$* in [Ww]*:'warning: '* | [!WwEeCc]*) printf 'ezpz: %s\n' "$*" >&2 ;; esac }
 _ezpz_report() { _ezpz_say "$(command cat "$VIRTUAL_ENV/.ezpz/summary"), environment $VIRTUAL_ENV, $(($(command date +%s) - $1)) s"; }
 # In a subshell: our options, not yours. -f: unquoted lists are split, never globbed.
 _ezpz_plain() {
@@ -172,8 +173,7 @@ _ezpz_plain() {
 _ezpz_calmly() {
   local IFS=$' \t\n' nounset=+u code=0
   [ -z "${ZSH_VERSION-}" ] || emulate -L sh # until this function ends
-  case $- in *u*) nounset=-u ;; esac
-  set +u
+  case $- in *u*) nounset=-u && set +u ;; esac
   "$@" || code=$?
   set "$nounset"
   return "$code"
@@ -258,7 +258,7 @@ _ezpz_job_facts() (
   [ "${EZPZ_JOB:-$job}" = "$job" ] || unset EZPZ_SCHEDULER EZPZ_NODES EZPZ_GPUS_PER_NODE EZPZ_HOSTFILE
   nodes=${EZPZ_NODES:-$(ezpz_get_num_nodes)} && devices=${EZPZ_GPUS_PER_NODE:-$(ezpz_get_gpus_per_node)} || return $?
   printf '%s\n' "EZPZ_JOB=$job" "EZPZ_SCHEDULER=${EZPZ_SCHEDULER:-$scheduler}" "EZPZ_NODES=$nodes" "EZPZ_GPUS_PER_NODE=$devices"
-  [ "$job" = none ] || { file=${EZPZ_HOSTFILE:-$(ezpz_write_hostfile)} && printf '%s\n' "EZPZ_HOSTFILE=$file"; }
+  [ "$job" = none ] || { file=${EZPZ_HOSTFILE:-$(ezpz_write_hostfile "")} && printf '%s\n' "EZPZ_HOSTFILE=$file"; }
 )
 _ezpz_proxy_facts() (
   _ezpz_plain
@@ -330,8 +330,7 @@ _ezpz_load() {
     ! _ezpz_is_loaded "$name" || continue
     case :$MODULEPATH: in *":${folders:-$MODULEPATH}:"*) ;; *) module use "$folders" >&2 && _ezpz_done "use $folders" && folders='' ;; esac
     module load "$name" >&2 && _ezpz_is_loaded "$name" && _ezpz_done "load $name" && continue
-    _ezpz_error "module load $name failed on $machine (loaded: ${LOADEDMODULES:-none}): see above, and module avail $name; or name others in EZPZ_MODULES"
-    code=1 && break
+    _ezpz_error "module load $name failed on $machine (loaded: ${LOADEDMODULES:-none}): see above, and module avail $name; or name others in EZPZ_MODULES" || { code=1 && break; }
   done
   case "$code$prefix ${conda:+$wanted }" in '0 '*' conda '* | '0 conda'[\ /]*)
     { conda activate "$conda" >&2 && _ezpz_done "conda $conda"; } || _ezpz_error "conda activate $conda failed: see above, and module show $wanted" || code=1
