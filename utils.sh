@@ -137,7 +137,7 @@ ezpz_save_env() (umask 077 && _ezpz_put "${1-}" env "$(_ezpz_saved </dev/null)")
 # ezpz_load_env: export what ezpz_save_env wrote: a job's shell in another one. The file is read, never executed.
 #   usage: ezpz_load_env [file] (default: the newest in ~/.ezpz); exports the variables in it
 #   exit codes: 0, 1 there is none, or others may write to it
-ezpz_load_env() { _ezpz_import _ezpz_env_facts "${1-}" && hash -r; }
+ezpz_load_env() { _ezpz_import _ezpz_env_facts "${1-}" && { hash -r 2>/dev/null || :; }; }
 # ezpz_reset: undo what the functions above did in this shell: environment, conda, modules, variables.
 #   usage: ezpz_reset; exports what was there before
 #   exit codes: 0, 1 something could not be undone
@@ -148,7 +148,7 @@ ezpz_reset() {
     line=${did%%$'\n'*} did=${did#*$'\n'}
     _ezpz_calmly _ezpz_undo "${line%% *}" "${line#* }" || code=1
   done
-  hash -r
+  hash -r 2>/dev/null || :
   return "$code"
 }
 # ezpz_help: list these functions.
