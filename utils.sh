@@ -283,7 +283,8 @@ _ezpz_proxy_facts() (
 _ezpz_saved() {
   command awk 'function kept(n) { return n !~ /^(SLURM_(STEP|PROCID|LOCALID|NODEID|GTIDS|TASK_PID|SRUN)|PBS_JOBCOOKIE)/ &&
       n !~ /^EZPZ_(RANK|LOCAL_|WORLD_SIZE|NODE_RANK|NUM_NODES|JOB_ID|LAUNCH|CONTROL|SPAWN)/ &&
-      n ~ /^((PBS|SLURM|EZPZ|MASTER|LMOD|CONDA|CCL|FI|NCCL|ZE|MPICH|CUDA|ROCM|__LMOD)_[A-Za-z0-9_]+|_ModuleTable[A-Za-z0-9_]+|MODULE[A-Z]+|LOADEDMODULES|_LMFILES_|VIRTUAL_ENV|(LD_LIBRARY_|LIBRARY_|PYTHON|C|MAN)?PATH|(http|https|no)_proxy|(HTTP|HTTPS|NO)_PROXY)$/ }
+      (n ~ /^((PBS|SLURM|EZPZ|MASTER|LMOD|CONDA|CCL|FI|NCCL|ZE|MPICH|CUDA|ROCM|__LMOD)_|_ModuleTable)[A-Za-z0-9_]+$/ ||
+        n ~ /^(MODULE[A-Z]+|LOADEDMODULES|_LMFILES_|VIRTUAL_ENV|(LD_LIBRARY_|LIBRARY_|PYTHON|C|MAN)?PATH|(http|https|no)_proxy|(HTTP|HTTPS|NO)_PROXY)$/) }
     { n = $0; sub(/=.*/, "", n); if (/=/ && kept(n)) print }
     END { if (!NR) for (n in ENVIRON) if (kept(n)) { v = ENVIRON[n]; gsub(/~/, "~t", v); gsub(/\n/, "~n", v); print n "=" v } }'
 }
