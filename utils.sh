@@ -291,12 +291,12 @@ _ezpz_saved() {
 _ezpz_env_facts() (
   _ezpz_plain
   file=$1
-  [ -n "$file" ] || { folder=$(_ezpz_folder) && file=$folder/$(command ls -t "$folder" | command grep -m 1 '^env-'); } || return 1
-  [ -f "$file" ] && [ -r "$file" ] || _ezpz_error "$file is no saved environment; expected a file of ezpz_save_env: call that in the job" || return 1
+  [ -n "$file" ] || { folder=$(_ezpz_folder) && file=$folder/$(command ls -t "$folder" | command grep -m 1 '^env-'); }
+  { [ -f "$file" ] && command grep -q '^PATH=' "$file"; } ||
+    _ezpz_error "$file is no saved environment; expected a file of ezpz_save_env: call that in the job" || return 1
   [ -O "$file" ] && [ -z "$(command find -H "$file" -prune \( -perm -020 -o -perm -002 \))" ] ||
     _ezpz_error "$file is not yours alone to write; expected a file of your own with mode 600: save it again" || return 1
-  _ezpz_say "variables of $file"
-  _ezpz_saved <"$file"
+  _ezpz_say "variables of $file" && _ezpz_saved <"$file"
 )
 _ezpz_folder() {
   for folder in "${HOME:-/nowhere}/.ezpz" "${TMPDIR:-/tmp}/ezpz-$(command id -u)"; do
@@ -333,7 +333,7 @@ _ezpz_load() {
     module load "$name" >&2 && _ezpz_is_loaded "$name" && _ezpz_done "load $name" && continue
     _ezpz_error "module load $name failed on $machine (loaded: ${LOADEDMODULES:-none}): see above, and module avail $name; or name others in EZPZ_MODULES" || { code=1 && break; }
   done
-  case "$code$prefix ${conda:+$wanted }" in '0 '*' conda '* | '0 conda'[\ /]*)
+  case "$code$prefix ${conda:+$wanted }" in '0 '*' conda'[\ /]* | '0 conda'[\ /]*)
     { conda activate "$conda" >&2 && _ezpz_done "conda $conda"; } || _ezpz_error "conda activate $conda failed: see above, and module show $wanted" || code=1
     ;;
   esac
