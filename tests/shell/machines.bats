@@ -240,6 +240,7 @@ plain() { # SCHEDULER MACHINE NODES
   has_not numpy
   # what is kept is the site's
   in_pbs 308834.polaris-pbs-01.hsn.cm.polaris.alcf.anl.gov
+  rm -rf "$CLONE/.venv/polaris-py$MINOR"
   VARS+=(EZPZ_VENV= MODULEPATH="$SITES/empty")
   HOST_NAME=x3005c0s13b0n0 here "$WITH_LMOD"'
     set -eu; . "$1/utils.sh"; ezpz_install ezpz-tp; python -m pip list --format=freeze --disable-pip-version-check --local' "$CLONE"
