@@ -208,20 +208,23 @@ every_function() {
 # --- from standard input
 
 @test "source <(cat utils.sh): answers; what needs the clone finds it by EZPZ_ROOT or the directory, or says so" {
-  local shell
+  local shell piped
   for shell in bash zsh; do
     command -v "$shell" >/dev/null || continue
+    piped='source <(cat "$1/utils.sh")'
+    # Before 4.0 bash reads nothing there, and says 0.
+    [[ $shell != bash || ! "$("$BIN/bash" --version)" =~ version\ 3 ]] || piped='source /dev/stdin <<<"$(cat "$1/utils.sh")"'
     VARS=(EZPZ_MACHINE=aurora)
-    SH=$shell here 'set -eu; source <(cat "$1/utils.sh"); ezpz_get_machine_name' "$CLONE"
+    SH=$shell here 'set -eu; '"$piped"'; ezpz_get_machine_name' "$CLONE"
     [ "$output" = aurora ]
     VARS=(EZPZ_VENV="$PWD/env")
-    SH=$shell EXPECT=2 here 'source <(cat "$1/utils.sh"); ezpz_setup_env' "$CLONE"
+    SH=$shell EXPECT=2 here 'set -u; '"$piped"'; ezpz_setup_env' "$CLONE"
     has EZPZ_ROOT
-    SH=$shell BIN_DIR=$UV:$BIN here 'set -eu; source <(cat "$1/utils.sh"); export EZPZ_ROOT=$1; ezpz_setup_env; echo "$VIRTUAL_ENV"' "$CLONE"
+    SH=$shell BIN_DIR=$UV:$BIN here 'set -eu; '"$piped"'; export EZPZ_ROOT=$1; ezpz_setup_env; echo "$VIRTUAL_ENV"' "$CLONE"
     [ "${lines[-1]}" = "$PWD/env" ]
-    SH=$shell BIN_DIR=$UV:$BIN here 'set -eu; cd "$1"; source <(cat utils.sh); ezpz_setup_env; echo "$VIRTUAL_ENV"' "$CLONE"
+    SH=$shell BIN_DIR=$UV:$BIN here 'set -eu; cd "$1"; '"$piped"'; ezpz_setup_env; echo "$VIRTUAL_ENV"' "$CLONE"
     [ "${lines[-1]}" = "$PWD/env" ]
-    SH=$shell here 'source <(cat "$1/utils.sh"); EZPZ_ROOT=$1 ezpz_help | grep -c "^ezpz_"' "$CLONE"
+    SH=$shell here 'set -u; '"$piped"'; EZPZ_ROOT=$1 ezpz_help | grep -c "^ezpz_"' "$CLONE"
     [ "${lines[-1]}" -ge 15 ]
   done
 }

@@ -11,6 +11,7 @@ make_site_bin() { # DIR [PYTHON]
   for tool in chmod cmp comm cut diff head hostname id mktemp stat tee uname uniq wc; do
     ! command -v "$tool" >/dev/null || ln -sf "$(type -P "$tool")" "$1/$tool"
   done
+  [ -z "${EZPZ_TEST_BASH-}" ] || ln -sf "$EZPZ_TEST_BASH" "$1/bash" # scripts/* are executed with the one on PATH
   # The real one; outside a real Slurm it wants a configuration, whatever stands there.
   printf '%s\n' ClusterName=none SlurmctldHost=localhost NodeName=none >"$1/slurm.conf"
   tool=$(type -P scontrol) && make_script "$1/scontrol" "SLURM_CONF=\${SLURM_CONF:-'$1/slurm.conf'} exec '$tool' \"\$@\""
