@@ -26,7 +26,7 @@ ezpz_setup_env() {
 # ezpz_setup_job: tell the job's facts. One that is set stays, unless EZPZ_JOB is another job (qsub -V).
 #   usage: ezpz_setup_job; exports EZPZ_JOB (its id, or none) EZPZ_SCHEDULER (pbs, slurm, none) EZPZ_NODES
 #     EZPZ_GPUS_PER_NODE, and in a job EZPZ_HOSTFILE; ezpz-launch's own EZPZ_* are others
-#   exit codes: 0, 1 the job's variables contradict each other, or its hosts cannot be known here
+#   exit codes: 0, 1 the job's variables contradict each other, or as ezpz_get_num_nodes
 ezpz_setup_job() { _ezpz_import _ezpz_job_facts; }
 # ezpz_setup_python: make (or find) the environment of the clone, install the packages, activate it. An active
 #   one is used as it is; else $EZPZ_VENV; else .venv in the clone, on a known machine .venv/<machine>-py<minor>
@@ -106,12 +106,12 @@ ezpz_get_job_id() {
 }
 # ezpz_get_num_nodes: print the number of nodes of the job (in a Slurm step: of the step); 1 without a job.
 #   usage: ezpz_get_num_nodes
-#   exit codes: 0, 1 the hosts cannot be known here
+#   exit codes: 0, 1 the hosts cannot be known here, 2 there is no whole clone
 ezpz_get_num_nodes() (hosts=$(_ezpz_hosts) && printf '%s\n' "$hosts" | command awk 'END { print NR }')
 # ezpz_get_gpus_per_node: print the number of devices (Intel: tiles) that this node shows and the variables for
 #   visible devices leave; off the job's nodes, if there are none, that of a node of this machine.
 #   usage: ezpz_get_gpus_per_node
-#   exit codes: 0, 1 such a variable is wrong, or as ezpz_get_num_nodes, 2 there is no whole clone
+#   exit codes: 0, 1 such a variable is wrong, or as ezpz_get_num_nodes
 ezpz_get_gpus_per_node() (
   _ezpz_plain
   devices='' count=$(_ezpz_script devices) || return $?
@@ -124,7 +124,7 @@ ezpz_get_gpus_per_node() (
 )
 # ezpz_write_hostfile: write the job's hosts (without one: localhost), a line each, and print the file's path.
 #   usage: ezpz_write_hostfile [file] (default: ~/.ezpz/hosts-JOBID)
-#   exit codes: 0, 1 the hosts cannot be known here, or the file cannot be written
+#   exit codes: 0, 1 the file cannot be written, or as ezpz_get_num_nodes
 ezpz_write_hostfile() (hosts=$(_ezpz_hosts) && _ezpz_put "${1-}" hosts "$hosts")
 # ezpz_set_proxy: reach the network through a proxy; by default, in a job, the machine's, if it has one.
 #   usage: ezpz_set_proxy [http://host:port]; exports of http_proxy https_proxy no_proxy, small and capital, those not set
