@@ -13,7 +13,7 @@ make_bin() { # DIR [PYTHON]
   mkdir -p "$1"
   local tool
   for tool in awk cat cksum cp date dirname env find grep ln ls mkdir mv readlink rm sed sh \
-    bash zsh sort tail test touch tr; do
+    bash head id uname zsh sort tail test touch tr; do
     ! command -v "$tool" >/dev/null || ln -sf "$(type -P "$tool")" "$1/$tool"
   done
   [ -z "${2-}" ] || make_script "$1/python3" "exec '$2' \"\$@\""
@@ -62,8 +62,9 @@ install_for_user() { # WHEEL...
 }
 
 make_clone() { # DIR
-  mkdir -p "$1"
+  mkdir -p "$1/scripts"
   cp "$REPO/utils.sh" "$REPO/constraints.txt" "$1"
+  cp "$REPO"/scripts/{devices,environment,hosts} "$1/scripts"
   # Other tests may run meanwhile, and compile what they import.
   python3 -c 'import shutil, sys
 shutil.copytree(*sys.argv[1:], ignore=shutil.ignore_patterns("__pycache__"))' "$REPO/packages" "$1/packages"

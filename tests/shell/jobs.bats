@@ -1,0 +1,379 @@
+#!/usr/bin/env bats
+# Scheduler, job, nodes and host files: in captured PBS environments and in a real Slurm. Saving a job's
+# environment and loading it in a second shell. No Python is on PATH but for the sandbox's own.
+
+bats_require_minimum_version 1.5.0
+load test_helper
+load site_helper
+
+# What ezpz_setup_job exports. None of them is a name that ezpz_topo reads.
+FACTS='EZPZ_GPUS_PER_NODE EZPZ_HOSTFILE EZPZ_JOB EZPZ_NODES EZPZ_SCHEDULER'
+
+setup_file() {
+  load test_helper
+  load site_helper
+  export BIN=$BATS_FILE_TMPDIR/bin
+  make_site_bin "$BIN"
+}
+
+setup() {
+  HOME_DIR=$BATS_TEST_TMPDIR/home VARS=()
+  mkdir "$HOME_DIR" elsewhere 2>/dev/null || mkdir "$BATS_TEST_TMPDIR/elsewhere"
+  cd "$BATS_TEST_TMPDIR" || return 1
+  # as PBS writes it: a line for each slot, full names
+  printf '%s\n' x1n0.site.gov x1n0.site.gov x1n1.site.gov x1n1.site.gov >nodes
+  # captured from a real OpenPBS 23.06
+  BATCH=(ENVIRONMENT=BATCH PBS_ENVIRONMENT=PBS_BATCH PBS_JOBID=1.pbs-0001 PBS_JOBNAME=probe PBS_QUEUE=workq
+    PBS_NODEFILE="$PWD/nodes" PBS_NODENUM=0 PBS_TASKNUM=1 PBS_MOMPORT=15003 NCPUS=2 OMP_NUM_THREADS=2
+    PBS_JOBCOOKIE=0123456789ABCDEF PBS_JOBDIR=/home/alice PBS_O_HOME=/home/alice PBS_O_HOST=login1 PBS_O_LANG=C
+    PBS_O_LOGNAME=alice PBS_O_PATH=/usr/bin PBS_O_QUEUE=workq PBS_O_SHELL=/bin/bash PBS_O_SYSTEM=Linux
+    PBS_O_WORKDIR=/home/alice/run)
+  SLURM=(SLURM_JOB_ID=7 SLURM_JOBID=7 SLURM_JOB_NODELIST='nid[001-002,007]' SLURM_NODELIST='nid[001-002,007]'
+    SLURM_JOB_NUM_NODES=3 SLURM_NNODES=3 SLURM_NTASKS=6 SLURM_TASKS_PER_NODE='2(x3)' SLURM_CLUSTER_NAME=lumi)
+}
+
+# --- what the job is
+
+# shellcheck disable=SC2016
+ASK='set -euo pipefail; . "$1"
+  printf "%s\n" "$(ezpz_get_scheduler_type) $(ezpz_get_job_id) $(ezpz_get_num_nodes)"'
+
+answers() {
+  VARS=("${BATCH[@]}")
+  here "$ASK" "$REPO/utils.sh"
+  [ "$output" = 'pbs 1.pbs-0001 2' ]
+  VARS=("${BATCH[@]:1}" PBS_ENVIRONMENT=PBS_INTERACTIVE) # no ENVIRONMENT there
+  here "$ASK" "$REPO/utils.sh"
+  [ "$output" = 'pbs 1.pbs-0001 2' ]
+  cp nodes '40[1].pbs-0001' # an array's node file: a pattern to a careless shell
+  VARS=("${BATCH[@]}" 'PBS_JOBID=40[1].pbs-0001' PBS_ARRAY_INDEX=1 'PBS_ARRAY_ID=40[].pbs-0001' "PBS_NODEFILE=$PWD/40[1].pbs-0001")
+  here "$ASK" "$REPO/utils.sh"
+  [ "$output" = 'pbs 40[1].pbs-0001 2' ]
+  VARS=("${SLURM[@]}")
+  here "$ASK" "$REPO/utils.sh"
+  [ "$output" = 'slurm 7 3' ]
+}
+@test "bash: a batch job, an interactive one, an array's, Slurm's" { answers; }
+@test "zsh: a batch job, an interactive one, an array's, Slurm's" { in_zsh answers; }
+
+@test "no job: none, one node, and qsub on PATH proves nothing" {
+  mkdir scheduler
+  make_script scheduler/qsub :
+  make_script scheduler/sbatch :
+  VARS=(PBS_O_HOST=login1 SLURM_CONF=/etc/slurm.conf)
+  BIN_DIR=$BIN:$PWD/scheduler here 'set -eu; . "$1"; ezpz_get_scheduler_type; ezpz_get_num_nodes' "$REPO/utils.sh"
+  [ "$output" = $'none\n1' ]
+}
+
+@test "two jobs at once, half a job, a scheduler that cannot be read: an error that names the variable" {
+  local variables
+  for variables in 'SLURM_JOB_ID=7 PBS_JOBID=1.pbs' 'SLURM_JOB_NODELIST=nid001' 'PBS_ENVIRONMENT=PBS_BATCH' LSB_JOBID=5 FLUX_JOB_ID=f5; do
+    # shellcheck disable=SC2206
+    VARS=($variables)
+    EXPECT=1 here '. "$1"; ezpz_get_scheduler_type' "$REPO/utils.sh"
+    case $variables in LSB* | FLUX*) has 'hosts cannot be read' ;; *) has "${variables%%=*}" ;; esac
+    EXPECT=1 here '. "$1"; ezpz_setup_job || { s=$?; env | grep EZPZ_ | grep -v LOG_LEVEL; exit $s; }' "$REPO/utils.sh"
+    has_not 'EZPZ_SCHEDULER=' # nothing half-done
+  done
+}
+
+@test "a node file that is missing, empty or no host file: an error that names it, never this host" {
+  : >empty
+  printf 'x1n0 x1n1\n-x\n' >odd
+  local file
+  for file in missing empty odd; do
+    VARS=("${BATCH[@]}" PBS_NODEFILE="$PWD/$file")
+    EXPECT=1 here '. "$1"; ezpz_get_num_nodes' "$REPO/utils.sh"
+    has "$PWD/$file"
+    EXPECT=1 here '. "$1"; ezpz_write_hostfile out' "$REPO/utils.sh"
+    has "$PWD/$file"
+    [ ! -e out ]
+  done
+}
+
+@test "without Python each answer takes at most 50 ms" {
+  need_hostname
+  HOST_NAME=x3005c0s13b0n0
+  VARS=("${BATCH[@]}")
+  local name
+  here '. "$1"; for f in get_machine_name get_scheduler_type get_job_id get_num_nodes get_gpus_per_node write_hostfile; do
+      best=9999999
+      for i in 1 2 3 4 5 6 7; do
+        start=${EPOCHREALTIME/[.,]/}; "ezpz_$f" >/dev/null; now=$((${EPOCHREALTIME/[.,]/} - start))
+        [ $now -ge $best ] || best=$now
+      done
+      echo "$f $best"
+    done' "$REPO/utils.sh"
+  [ "${#lines[@]}" = 6 ]
+  local line
+  for line in "${lines[@]}"; do [ "${line#* }" -le 50000 ]; done
+}
+
+# --- devices
+
+@test "devices: a machine's on its login node; what a variable leaves of them; none where none is known" {
+  need_hostname
+  compgen -G '/dev/nvidia[0-9]*' >/dev/null && skip 'this host has devices of its own'
+  HOST_NAME=aurora-uan-0010 here '. "$1"; ezpz_get_gpus_per_node' "$REPO/utils.sh"
+  [ "$output" = 12 ]
+  HOST_NAME=frontier00144 here '. "$1"; ezpz_get_gpus_per_node' "$REPO/utils.sh"
+  [ "$output" = 8 ]
+  HOST_NAME=laptop.local here '. "$1"; ezpz_get_gpus_per_node' "$REPO/utils.sh"
+  [ "$output" = 0 ]
+}
+
+# --- the exported facts
+
+setup_job() {
+  VARS=("${BATCH[@]}")
+  here "$KEPT"'
+    set -euo pipefail; . "$1"; kept >kept.before; env | sort >before
+    ezpz_setup_job; env | sort >after; kept >kept.after; ezpz_setup_job; env | sort | cmp - after
+    cmp kept.before kept.after; cat "$EZPZ_HOSTFILE"' "$REPO/utils.sh"
+  [ "${lines[-2]} ${lines[-1]}" = 'x1n0.site.gov x1n1.site.gov' ]
+  run comm -13 before after
+  [ "$(sed 's/=.*//' <<<"$output" | grep -v '^_$' | tr '\n' ' ')" = "$FACTS " ]
+  has EZPZ_SCHEDULER=pbs
+  has EZPZ_JOB=1.pbs-0001
+  has EZPZ_NODES=2
+  # what ezpz_topo sees is what it saw without them
+  env -i PYTHONPATH="$REPO/packages/ezpz-topo/src" "${VARS[@]}" "$(type -P python3)" -c 'import ezpz_topo, sys
+before, after = (dict(l.rstrip("\n").split("=", 1) for l in open(f) if "=" in l) for f in ("before", "after"))
+assert ezpz_topo.get_rank_info(before) == ezpz_topo.get_rank_info(after)
+assert ezpz_topo.get_allocation(before) == ezpz_topo.get_allocation(after)
+assert ezpz_topo.get_machine_info(before) == ezpz_topo.get_machine_info(after)'
+}
+@test "bash: setup_job exports the facts, once, and nothing that misleads ezpz_topo" { setup_job; }
+@test "zsh: setup_job exports the facts, once, and nothing that misleads ezpz_topo" { in_zsh setup_job; }
+
+@test "setup_job keeps what somebody set, but not what another job exported (qsub -V)" {
+  echo mine >mine
+  VARS=("${BATCH[@]}" EZPZ_GPUS_PER_NODE=3 EZPZ_HOSTFILE="$PWD/mine")
+  here '. "$1"; ezpz_setup_job; echo "$EZPZ_GPUS_PER_NODE $EZPZ_HOSTFILE"; cat "$EZPZ_HOSTFILE"' "$REPO/utils.sh"
+  [ "${lines[-2]} ${lines[-1]}" = "3 $PWD/mine mine" ]
+  VARS=("${BATCH[@]}" EZPZ_SCHEDULER=slurm EZPZ_JOB=6 EZPZ_NODES=99 EZPZ_GPUS_PER_NODE=9 EZPZ_HOSTFILE="$PWD/mine")
+  here '. "$1"; ezpz_setup_job; echo "$EZPZ_SCHEDULER $EZPZ_JOB $EZPZ_NODES"; cat "$EZPZ_HOSTFILE"' "$REPO/utils.sh"
+  [ "${lines[-3]} ${lines[-2]} ${lines[-1]}" = 'pbs 1.pbs-0001 2 x1n0.site.gov x1n1.site.gov' ]
+}
+
+# --- host files
+
+hostfile() {
+  VARS=("${BATCH[@]}")
+  here 'set -eu; . "$1"; ezpz_write_hostfile "a file"; cat "a file"; cd elsewhere; f=$(ezpz_write_hostfile); cat "$f"
+    g=$(ezpz_write_hostfile); [ "$f" = "$g" ]; case $f in /*) ;; *) false ;; esac; [ -z "$(ls)" ]' "$REPO/utils.sh"
+  [ "${lines[0]}" = "$PWD/a file" ] || [ "${lines[0]}" = 'a file' ]
+  [ "${lines[*]:1}" = 'x1n0.site.gov x1n1.site.gov x1n0.site.gov x1n1.site.gov' ]
+  VARS=("${SLURM[@]}")
+  here 'set -eu; . "$1"; cat "$(ezpz_write_hostfile)"' "$REPO/utils.sh"
+  [ "$output" = $'nid001\nnid002\nnid007' ]
+  VARS=()
+  here 'set -eu; . "$1"; cat "$(ezpz_write_hostfile)"' "$REPO/utils.sh"
+  [ "$output" = localhost ] || [ "$output" = "$(uname -n)" ]
+}
+@test "bash: a host file: one host a line, each once, not in the working directory" { hostfile; }
+@test "zsh: a host file: one host a line, each once, not in the working directory" { in_zsh hostfile; }
+
+@test "a host file of 10,000 nodes takes less than a second" {
+  local n
+  for ((n = 0; n < 10000; n++)); do printf 'x%dn0.site.gov\nx%dn0.site.gov\n' $n $n; done >nodes
+  VARS=("${BATCH[@]}")
+  here '. "$1"; SECONDS=0; ezpz_write_hostfile out >/dev/null; ezpz_get_num_nodes; echo $SECONDS' "$REPO/utils.sh"
+  [ "${lines[0]}" = 10000 ]
+  [ "${lines[1]}" -le 1 ]
+  [ "$(wc -l <out)" = 10000 ]
+}
+
+@test "a host file that cannot be written: an error with its path, and nothing left" {
+  VARS=("${BATCH[@]}")
+  EXPECT=1 here '. "$1"; ezpz_write_hostfile /proc/none/hosts' "$REPO/utils.sh"
+  has /proc/none/hosts
+  EXPECT=1 here '. "$1"; ezpz_write_hostfile elsewhere' "$REPO/utils.sh" # a directory
+  [ -z "$(ls -A elsewhere)" ]
+}
+
+@test "Slurm without scontrol on PATH: an error that says so, not this host" {
+  mkdir less
+  cp -P "$BIN"/* less
+  rm -f less/scontrol
+  VARS=("${SLURM[@]}")
+  BIN_DIR=$PWD/less EXPECT=1 here '. "$1"; ezpz_write_hostfile out' "$REPO/utils.sh"
+  has scontrol
+  [ ! -e out ]
+}
+
+# --- a second shell
+
+# What a careless writer or reader would let out.
+nasty() {
+  NASTY=$'a b\n\'"$(touch pwned)`touch pwned`;touch pwned #\\ \t!x %s é'
+  VARS=("${BATCH[@]}" PBS_JOBNAME="$NASTY" MASTER_ADDR=x1n0 MASTER_PORT=29500 EZPZ_MACHINE=polaris SECRET_TOKEN=hunter2
+    OTHER=$'x\nPBS_INJECTED=1\nexport PBS_INJECTED=1' 'PBS_BAD-NAME;touch pwned=1')
+}
+
+save_and_load() { # FROM TO
+  nasty
+  SH=$1 here 'set -eu; . "$1"; ezpz_setup_job; ezpz_save_env saved' "$REPO/utils.sh"
+  [ "$(stat -c %a saved)" = 600 ]
+  no grep -e hunter2 -e SECRET_TOKEN saved
+  VARS=()
+  SH=$2 here "$KEPT"' set -eu; . "$1"; kept >kept.before; ezpz_load_env saved; kept >kept.after; cmp kept.before kept.after
+    env >loaded; printf "%s|" "$PBS_JOBNAME"' "$REPO/utils.sh"
+  [ "${output##*$'\n'exit}" ] && [[ $output == *"$NASTY|"* ]]
+  grep -qx PBS_JOBID=1.pbs-0001 loaded
+  grep -qx MASTER_PORT=29500 loaded
+  grep -qx EZPZ_NODES=2 loaded
+  no grep -e '^PBS_INJECTED' -e SECRET_TOKEN loaded
+  [ ! -e pwned ]
+}
+@test "save in bash, load in bash: every variable of the job, verbatim, and no other" { save_and_load bash bash; }
+@test "save in zsh, load in bash" { need_zsh && save_and_load zsh bash; }
+@test "save in bash, load in zsh" { need_zsh && save_and_load bash zsh; }
+
+@test "the active environment and the modules are saved, too; PATH grows once" {
+  mkdir -p env/bin
+  VARS=("${BATCH[@]}" VIRTUAL_ENV="$PWD/env" LOADEDMODULES=frameworks/1 _LMFILES_=/a MODULEPATH=/m)
+  BIN_DIR=$PWD/env/bin:$BIN here 'set -eu; . "$1"; ezpz_save_env saved' "$REPO/utils.sh"
+  VARS=()
+  here 'set -eu; . "$1"; ezpz_load_env saved 2>/dev/null; echo "$VIRTUAL_ENV $LOADEDMODULES $MODULEPATH"; p=$PATH
+    ezpz_load_env saved 2>/dev/null; [ "$p" = "$PATH" ]; echo "$PATH"' "$REPO/utils.sh"
+  [ "${lines[-2]}" = "$PWD/env frameworks/1 /m" ]
+  [[ ":${lines[-1]}:" == ":$PWD/env/bin:"* ]]
+}
+
+@test "without a file: saved under HOME, for this user alone, and found by the second shell" {
+  nasty
+  here 'umask 000; . "$1"; ezpz_save_env; umask' "$REPO/utils.sh"
+  [[ ${lines[-1]} =~ ^0*$ ]]
+  run -0 find "$HOME_DIR" -type f
+  [ "${#lines[@]}" = 1 ]
+  [ "$(stat -c %a "${lines[0]}")" = 600 ]
+  [[ ${lines[0]} == *1.pbs-0001* ]]
+  VARS=()
+  here '. "$1"; ezpz_load_env; echo "$PBS_JOBID"' "$REPO/utils.sh"
+  [ "${lines[-1]}" = 1.pbs-0001 ]
+}
+
+refuses() { # EXPECTED-WORDS
+  EXPECT=1 here '. "$1"; ezpz_load_env saved; s=$?; env | grep PBS_; exit $s' "$REPO/utils.sh"
+  has "$1"
+  has_not 'PBS_JOBID=1'
+  [ ! -e pwned ]
+}
+
+@test "load refuses a file that others can write, another's, a pipe, and one that is not there" {
+  VARS=("${BATCH[@]}")
+  here '. "$1"; ezpz_save_env saved' "$REPO/utils.sh"
+  VARS=()
+  local mode
+  for mode in 660 602; do
+    chmod "$mode" saved
+    refuses saved
+  done
+  chmod 600 saved
+  if [ "$(id -u)" = 0 ]; then
+    chown 65534 saved
+    refuses saved
+    mv saved theirs
+    ln -s theirs saved
+    refuses saved
+    rm saved
+  else
+    rm saved
+  fi
+  refuses saved # not there
+  mkdir saved
+  refuses saved
+  rmdir saved
+  mkfifo -m 600 saved
+  refuses saved
+}
+
+changed_file() {
+  VARS=("${BATCH[@]}")
+  here '. "$1"; ezpz_save_env good' "$REPO/utils.sh"
+  VARS=()
+  local line
+  for line in 'touch pwned' 'export PBS_A=$(touch pwned)' 'PBS_A=b; touch pwned' 'PBS_A=`touch pwned`' 'PBS_A="b"$(touch pwned)' \
+    'PBS_A[$(touch pwned)]=1' 'PBS_A=1 touch pwned' '$(touch pwned)=1' 'PBS_$(touch pwned)=1' 'PBS_A;touch pwned;=1' \
+    LD_PRELOAD=/evil.so BASH_ENV=/evil PROMPT_COMMAND='touch pwned' IFS=x PYTHONSTARTUP=/evil 'BASH_FUNC_ls%%=() { touch pwned; }'; do
+    { cat good && printf '%s\n' "$line"; } >saved
+    here '. "$1"; ezpz_load_env saved; ls >/dev/null; env | grep -i evil; env | grep ^BASH_FUNC; printf %s "$IFS" | grep x; :' "$REPO/utils.sh"
+    [ ! -e pwned ]
+    has_not evil
+    has_not BASH_FUNC
+  done
+}
+@test "bash: nothing in a changed file is executed, and only the names that are saved are exported" { changed_file; }
+@test "zsh: nothing in a changed file is executed, and only the names that are saved are exported" { in_zsh changed_file; }
+
+@test "save where nothing may be written: an error with the path; no file is left open to others meanwhile" {
+  VARS=("${BATCH[@]}")
+  EXPECT=1 here '. "$1"; ezpz_save_env /proc/none/saved' "$REPO/utils.sh"
+  has /proc/none/saved
+  touch saved && chmod 666 saved # an older one
+  here '. "$1"; ezpz_save_env saved' "$REPO/utils.sh"
+  [ "$(stat -c %a saved)" = 600 ]
+}
+
+# --- undone
+
+reset_job() {
+  VARS=("${BATCH[@]}" EZPZ_MACHINE=polaris EZPZ_GPUS_PER_NODE=3)
+  here "$KEPT"'
+    set -euo pipefail; . "$1"; env | sort | grep -v ^_= >before; kept >kept.before
+    ezpz_setup_job; ezpz_set_proxy >/dev/null; [ "$(env | sort | grep -v ^_=)" != "$(cat before)" ]
+    ezpz_reset; env | sort | grep -v ^_= >after; ezpz_reset; env | sort | grep -v ^_= >again; kept >kept.after' "$REPO/utils.sh"
+  diff before after
+  diff after again
+  diff kept.before kept.after
+  # and without any setup before
+  here 'set -eu; . "$1"; env | sort | grep -v ^_= >before; ezpz_reset; env | sort | grep -v ^_= | diff before -' "$REPO/utils.sh"
+}
+@test "bash: reset leaves the environment as it was, and what somebody set" { reset_job; }
+@test "zsh: reset leaves the environment as it was, and what somebody set" { in_zsh reset_job; }
+
+# --- the proxy
+
+@test "set_proxy: the machine's, another, never over one that is set; no_proxy has localhost" {
+  VARS=("${BATCH[@]}" EZPZ_MACHINE=polaris)
+  HOST_NAME=x1n0 && need_hostname
+  here 'set -eu; . "$1"; ezpz_set_proxy >/dev/null; env | grep -i proxy | sort' "$REPO/utils.sh"
+  local name
+  for name in http_proxy https_proxy HTTP_PROXY HTTPS_PROXY; do has "$name=http://proxy.alcf.anl.gov:3128"; done
+  [[ $output =~ no_proxy=.*localhost ]]
+  has alcf.anl.gov
+  here 'set -eu; . "$1"; ezpz_set_proxy http://other:1 >/dev/null; echo "$https_proxy"' "$REPO/utils.sh"
+  [ "${lines[-1]}" = http://other:1 ]
+  VARS+=(https_proxy=http://mine:2)
+  here 'set -eu; . "$1"; ezpz_set_proxy >/dev/null; echo "$https_proxy"' "$REPO/utils.sh"
+  [ "${lines[-1]}" = http://mine:2 ]
+  VARS=()
+  here 'set -u; . "$1"; ezpz_set_proxy >/dev/null 2>&1; env | grep -ci _proxy= || :' "$REPO/utils.sh"
+  [ "${lines[-1]}" = 0 ]
+}
+
+# --- a real Slurm
+
+@test "a real Slurm: salloc, sbatch, srun, a heterogeneous job" {
+  [ "$(id -u)" = 0 ] && command -v slurmctld munged >/dev/null || cannot 'slurmctld and munged, and root, are needed'
+  run -0 python3 - "$REPO" "$PWD" "$BIN" <<'PY'
+import sys
+sys.path.insert(0, sys.argv[1] + "/tests/slurm")
+import sandbox
+ask = f"""cd {sys.argv[2]}; . {sys.argv[1]}/utils.sh; PATH={sys.argv[3]}
+echo "$(ezpz_get_scheduler_type) $([ "$(ezpz_get_job_id)" = "$SLURM_JOB_ID" ] && echo same) $(ezpz_get_num_nodes) $(cat "$(ezpz_write_hostfile "$PWD/hosts.$SLURM_JOB_ID.${{SLURM_PROCID-0}}")" | tr '\\n' ' ')" """
+with sandbox.SlurmSandbox() as slurm:
+    bash = ["bash", "--norc", "-c", ask]
+    print("salloc:", slurm.run(["salloc", "-Q", "-N3", *bash]).stdout.strip())
+    print("sbatch:", slurm.batch(f"bash --norc -c '{ask.replace(chr(39), chr(39) + chr(92) + chr(39) * 2)}'", "-N", "4").strip())
+    print("srun:", slurm.run(["srun", "-N2", "-w", "nid[002-003]", *bash]).stdout.strip().splitlines()[0])
+    print("zsh:", slurm.run(["salloc", "-Q", "-N2", "zsh", "-f", "-c", ask]).stdout.strip())
+    print("hetjob:", slurm.run(["salloc", "-Q", "-N1", ":", "-N2", *bash]).stdout.strip())
+PY
+  has 'salloc: slurm same 3 nid001 nid002 nid003'
+  has 'sbatch: slurm same 4 nid001 nid002 nid003 nid004'
+  has 'srun: slurm same 2 nid002 nid003'
+  has 'zsh: slurm same 2 nid001 nid002'
+  has 'hetjob: slurm same 3 nid'
+}
