@@ -21,7 +21,7 @@ group = torch.distributed.group.WORLD
 TAIL = """
 assert torch.distributed.group.WORLD is group, "a group of its own"
 ezpz_dist.cleanup()
-sys.stdout.write(f"rank {rank} agrees\n")  # whole: the ranks share the pipe
+sys.stdout.write(f"rank {rank} agrees\\n")  # whole: the ranks share the pipe
 sys.stdout.flush()
 """
 
