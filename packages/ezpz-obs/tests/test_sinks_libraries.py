@@ -21,7 +21,7 @@ def a_home_of_its_own(tmp_path_factory, monkeypatch):
         if name.startswith(("MLFLOW_", "TRACKIO_", "WANDB_", "HF_")):
             monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
-    # What is sent is tested here: on a busy machine importing a library takes longer than an end may.
+    # What is sent is tested: importing a library may take longer than an end does.
     monkeypatch.setattr(history_module, "_END_SECONDS", 90.0)
 
 
