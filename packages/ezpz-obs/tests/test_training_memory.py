@@ -16,10 +16,10 @@ def test_the_cpu():
     for page in range(0, len(block), mmap.PAGESIZE):
         block[page] = 1
     after = memory_metrics("cpu")
+    block.close()
     assert after["memory_gib"] - before["memory_gib"] == pytest.approx(1 / 16, abs=1 / 100)
     assert after["memory_peak_gib"] >= after["memory_gib"] - 1 / 100
     assert 0 < after["memory_fraction"] < 1
-    assert block.numel() == 1 << 24
 
 
 def test_torch_is_not_imported_for_it():
