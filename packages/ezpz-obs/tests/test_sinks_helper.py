@@ -132,11 +132,15 @@ def test_servers_that_never_answer(train, hanging_server, tmp_path, then):
         assert "training goes on without it" in said[0]
         assert "200 records were not sent; all are in the run's file: ezpz-obs replay" in said[1]
     said = [line for line in errors.splitlines() if "sink wandb" in line and "WARN" in line]
-    if "in the time there is" in "".join(said):
-        return  # importing W&B takes seconds on a busy machine: its deadline came first
-    (line,) = said
-    assert "does not answer within 4 s; offline" in line
-    assert list((tmp_path / "run" / "wandb").glob("offline-run-*"))
+    late = [line for line in said if "has not finished in the time there is" in line]
+    if late:  # importing W&B takes seconds on a busy machine: its deadline came first
+        assert len(late) == 1
+        assert "ezpz-obs replay" in said[-1], "what may be missing can be sent"
+        said = [line for line in said if line not in (late[0], said[-1])]
+    else:
+        assert list((tmp_path / "run" / "wandb").glob("offline-run-*"))
+        assert len(said) == 1
+    assert all("does not answer within 4 s; offline" in line for line in said)
 
 
 @needs("wandb", "mlflow", "trackio", "tensorboard")
