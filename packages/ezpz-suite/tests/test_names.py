@@ -2,14 +2,17 @@
 
 import ast
 import importlib
+import inspect
 import subprocess
 import sys
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
 
 import ezpz
-from ezpz._names import HOMES
+import ezpz_tp
+from ezpz._names import HOMES, MODULES
 
 
 def test_table_stub_and_all_are_equal():
@@ -20,7 +23,7 @@ def test_table_stub_and_all_are_equal():
         if isinstance(statement, ast.ImportFrom)
         for alias in statement.names
     }
-    assert imported == {**HOMES, "__version__": "_version"}
+    assert imported == {**HOMES, **dict.fromkeys(MODULES), "__version__": "_version"}
     (listed,) = (node.value for node in stub.body if isinstance(node, ast.Assign))
     assert set(ast.literal_eval(listed)) == set(imported) == set(ezpz.__all__)
 
@@ -39,6 +42,93 @@ def test_a_misspelt_name_suggests_the_right_one():
         AttributeError, match="no attribute 'setup_troch'; did you mean 'setup_torch'"
     ):
         ezpz.setup_troch  # noqa: B018
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_is_reached_by_its_name_alone(name):
+    code = f"import ezpz; print(ezpz.{name}.__name__, ezpz.{name}.__doc__.count('.') > 0)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.split() == [f"ezpz.{name}", "True"]
+
+
+def test_tp_is_all_of_ezpz_tp():
+    assert ezpz.tp.__all__ == ezpz_tp.__all__
+    assert set(ezpz_tp.__all__) <= set(dir(ezpz.tp))
+    for name in ezpz_tp.__all__:
+        assert getattr(ezpz.tp, name) is getattr(ezpz_tp, name)
+    with pytest.raises(
+        AttributeError, match=r"'ezpz.tp' has no .* did you mean 'get_tensor_parallel_rank'"
+    ):
+        ezpz.tp.get_tensor_paralel_rank  # noqa: B018
+
+
+# What the documents promise: the name, and the arguments under their names and in their order.
+PROMISED = {
+    "setup_torch": "framework backend seed",
+    "cleanup": "",
+    "wrap_model": "model use_fsdp dtype",
+    "wrap_model_for_ddp": "model",
+    "wrap_model_for_fsdp": "model",
+    "wrap_model_for_fsdp2": "model",
+    "get_rank": "",
+    "get_local_rank": "",
+    "get_world_size": "total in_use",
+    "get_world_size_total": "",
+    "get_world_size_in_use": "",
+    "get_num_nodes": "",
+    "get_gpus_per_node": "",
+    "get_cpus_per_node": "",
+    "get_node_index": "",
+    "get_device_properties": "device",
+    "get_torch_device": "",
+    "get_torch_device_type": "",
+    "get_torch_backend": "",
+    "synchronize": "",
+    "barrier": "group implementation",
+    "broadcast": "obj root",
+    "all_reduce": "obj op implementation",
+    "get_dist_info": "",
+    "get_hostname": "",
+    "get_machine": "",
+    "print_dist_setup": "",
+    "query_environment": "",
+    "seed_everything": "seed",
+    "setup_wandb": "project_name",
+    "verify_wandb": "",
+    "timeitlogit": "rank",
+    "log_dict_as_bulleted_list": "d name",
+    "get_nodes_from_hostfile": "hostfile",
+    "get_hostfile_with_fallback": "hostfile",
+    "write_localhost_to_hostfile": "hostfile",
+    "write_hostfile_from_list_of_hosts": "hosts hostfile",
+    "get_logger": "name",
+    "History": "",
+    "breakpoint": "rank",
+    "tp.initialize_tensor_parallel": (
+        "tensor_parallel_size pipeline_parallel_size context_parallel_size"
+    ),
+    "tp.destroy_tensor_parallel": "",
+    **{
+        f"tp.get_{axis}_parallel_{what}": ""
+        for axis in ("tensor", "data", "pipeline", "context")
+        for what in ("group", "rank", "world_size")
+    },
+}
+
+
+@pytest.mark.parametrize("name", PROMISED)
+def test_what_is_promised_is_there_documented_and_typed(name):
+    value = attrgetter(name)(ezpz)
+    assert inspect.getdoc(value)
+    signature = inspect.signature(value)
+    asked = [each for each in signature.parameters if each in PROMISED[name].split()]
+    assert asked == PROMISED[name].split()
+    assert signature.return_annotation is not inspect.Signature.empty
+    for parameter in signature.parameters.values():
+        assert parameter.annotation is not inspect.Parameter.empty
+        wanted = parameter.default is inspect.Parameter.empty
+        if wanted and parameter.kind is not inspect.Parameter.VAR_KEYWORD:
+            assert parameter.name in PROMISED[name].split(), "callable as the documents call it"
 
 
 def test_importing_ezpz_loads_nothing():

@@ -4,30 +4,24 @@ Importing ``ezpz`` loads nothing: each name is fetched from its package when it 
 used, and kept.
 """
 
-from ._names import HOMES
+from ._names import HOMES, MODULES, unknown
 from ._version import __version__
 
-__all__ = ["__version__", *HOMES]  # noqa: PLE0604  # HOMES maps strings to strings
+__all__ = ["__version__", *HOMES, *MODULES]  # noqa: PLE0604  # all are strings
 
 
 def __getattr__(name: str) -> object:
+    from importlib import import_module
+
+    if name in MODULES:
+        return import_module(f"{__name__}.{name}")
     home = HOMES.get(name)
     if home is None:
-        raise AttributeError(_unknown(name))
-    import importlib
-
-    value = getattr(importlib.import_module(home), name)
+        raise unknown(__name__, name, [*HOMES, *MODULES])
+    value = getattr(import_module(home), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *HOMES})
-
-
-def _unknown(name: str) -> str:
-    import difflib
-
-    close = difflib.get_close_matches(name, HOMES, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
-    return f"module 'ezpz' has no attribute {name!r}{hint}"
+    return sorted({*globals(), *HOMES, *MODULES})

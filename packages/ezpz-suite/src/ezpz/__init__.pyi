@@ -58,6 +58,7 @@ from ezpz_topo import get_world_size_total as get_world_size_total
 from ezpz_topo import write_hostfile_from_list_of_hosts as write_hostfile_from_list_of_hosts
 from ezpz_topo import write_localhost_to_hostfile as write_localhost_to_hostfile
 
+from . import tp as tp
 from ._version import __version__ as __version__
 
 __all__ = [
@@ -111,6 +112,7 @@ __all__ = [
     "setup_wandb",
     "synchronize",
     "timeitlogit",
+    "tp",
     "verify_wandb",
     "wrap_model",
     "wrap_model_for_ddp",

@@ -4,6 +4,13 @@
 reality equal.
 """
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+MODULES: tuple[str, ...] = ("tp",)
+"""Modules of ``ezpz`` that ``import ezpz`` makes reachable: ``ezpz.tp`` and so on."""
+
 HOMES: dict[str, str] = {
     "Alarms": "ezpz_obs",
     "DataLoader": "ezpz_dist",
@@ -65,3 +72,12 @@ HOMES: dict[str, str] = {
     "write_localhost_to_hostfile": "ezpz_topo",
     "write_report": "ezpz_obs",
 }
+
+
+def unknown(module: str, name: str, known: "Iterable[str]") -> AttributeError:
+    """Return the error for a name that a module has not, with the one that was meant."""
+    import difflib  # noqa: PLC0415  # only a mistake needs it
+
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return AttributeError(f"module {module!r} has no attribute {name!r}{hint}")
