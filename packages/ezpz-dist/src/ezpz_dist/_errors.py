@@ -38,7 +38,7 @@ class CollectiveError(DistError):
 
     def __init__(self, message: str, ranks: Iterable[int] = ()) -> None:
         super().__init__(message)
-        self.ranks = tuple(ranks)
+        self.ranks: tuple[int, ...] = tuple(ranks)
 
 
 class MismatchError(CollectiveError):

@@ -25,7 +25,8 @@ class Saving:
     """
 
     def __init__(self, step: int, folder: str) -> None:
-        self.step, self.folder = step, folder
+        self.step: int = step
+        self.folder: str = folder
         self._done = threading.Event()
         self._error: BaseException | None = None
         self._told = False

@@ -82,8 +82,8 @@ class Timer:
         enabled: bool = True,
         device: torch.device | str | None = None,
     ) -> None:
-        self.name = name
-        self.enabled = enabled
+        self.name: str = name
+        self.enabled: bool = enabled
         self._device = None if device is None else torch.device(device)
         self._synchronize = synchronize
         self._open: list[tuple[Clock, Mark] | None] = []

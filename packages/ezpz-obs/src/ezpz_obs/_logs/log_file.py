@@ -32,7 +32,7 @@ class LogFile:
     def __init__(self, path: Path, *, level: int, complain: Callable[[str], None]) -> None:
         self.path = path
         self.level = level
-        self.lost = 0
+        self.lost: int = 0
         """How many lines it did not take since the last that it took."""
         self.trouble: Exception | None = None
         """Why the latest was not taken."""

@@ -76,9 +76,9 @@ class Channel:
     __slots__ = ("name", "output", "standard")
 
     def __init__(self, output: Output, name: str | None) -> None:
-        self.output = output
-        self.name = name
-        self.standard = logging.getLogger(name)
+        self.output: Output = output
+        self.name: str | None = name
+        self.standard: logging.Logger = logging.getLogger(name)
 
     def wants(self, level: int) -> bool:
         """Say whether anybody hears events of this level."""

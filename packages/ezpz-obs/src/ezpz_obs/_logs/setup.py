@@ -47,7 +47,7 @@ class LogSetup:
     def __init__(
         self, asked: _Asked, uncaught: Uncaught | None, undo: list[Callable[[], None]]
     ) -> None:
-        self.path = asked.path
+        self.path: Path | None = asked.path
         self._asked = asked
         self._uncaught = uncaught
         self._undo = undo

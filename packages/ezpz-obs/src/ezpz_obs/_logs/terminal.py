@@ -30,7 +30,7 @@ class Terminal:
     ) -> None:
         self.level = level
         self.as_json = as_json
-        self.lost = 0
+        self.lost: int = 0
         """How many lines it did not take since the last that it took."""
         self.trouble: Exception | None = None
         """Why the latest was not taken."""

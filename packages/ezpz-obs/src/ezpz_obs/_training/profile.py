@@ -96,7 +96,7 @@ class Profile:
         options: dict[str, Any],
     ) -> None:
         self.trace: Path | None = None
-        self.table = ""
+        self.table: str = ""
         self._directory, self._rank, self._options = directory, rank, options
         self._begin, self._end = steps
         self._step = self._first = first

@@ -148,9 +148,9 @@ class Phase:
     __slots__ = ("_marks", "_start", "clock", "depth", "host_seconds")
 
     def __init__(self, clock: Clock) -> None:
-        self.clock = clock
-        self.depth = 0
-        self.host_seconds = 0.0
+        self.clock: Clock = clock
+        self.depth: int = 0
+        self.host_seconds: float = 0.0
         """What needs no clock any more."""
         self._start: Mark = None
         self._marks: list[tuple[Mark, Mark]] = []

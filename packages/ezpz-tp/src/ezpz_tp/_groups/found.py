@@ -41,8 +41,10 @@ class Groups(Positions):
         self._groups = {axes: group for axes, group in groups.items() if group is not None}
         self._ranks = dict(ranks or {})
         # What layers and mappings ask for at every call: None where there is nothing to do.
-        self.several = {axis: self._groups.get(self._spanned((axis,))) for axis in self._sizes}
-        self.key = str(next(_numbers))  # no other state of this process has it
+        self.several: dict[str, ProcessGroup | None] = {
+            axis: self._groups.get(self._spanned((axis,))) for axis in self._sizes
+        }
+        self.key: str = str(next(_numbers))  # no other state of this process has it
         self._closed = False
 
     def group(self, *axes: str) -> ProcessGroup:

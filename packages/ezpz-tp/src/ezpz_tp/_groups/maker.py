@@ -50,7 +50,7 @@ class Maker:
         stages: tuple[str, ...] = (),
     ) -> None:
         world = initialized_world(str(layout))
-        self.world = weakref.ref(world)
+        self.world: weakref.ref[ProcessGroup] = weakref.ref(world)
         self._layout = layout
         self._rank = rank
         self._backend = backend

@@ -228,7 +228,7 @@ class ParallelState(Groups):
         while self._attached:
             self._attached.pop().destroy()
         self._groups.clear()
-        self.several = dict.fromkeys(self.several)
+        self.several: dict[str, ProcessGroup | None] = dict.fromkeys(self.several)
         if self._alone is not None:
             self._alone.forget()
             self._alone = None

@@ -82,11 +82,11 @@ class VocabParallelEmbedding(EmbeddingTable):
             seed=seed,
         )
         # With one rank there is no sequence to share.
-        self.sequence_parallel = sequence_parallel and self.tp_group is not None
-        self.num_embeddings_per_partition = -(-num_embeddings // self.tp_size)
+        self.sequence_parallel: bool = sequence_parallel and self.tp_group is not None
+        self.num_embeddings_per_partition: int = -(-num_embeddings // self.tp_size)
         rows = self.num_embeddings_per_partition
-        self.vocab_start_index = min(self.tp_rank * rows, num_embeddings)
-        self.vocab_end_index = min(self.vocab_start_index + rows, num_embeddings)
+        self.vocab_start_index: int = min(self.tp_rank * rows, num_embeddings)
+        self.vocab_end_index: int = min(self.vocab_start_index + rows, num_embeddings)
         self.make_weight(rows, embedding_dim, device=device, dtype=dtype)
 
     def forward(self, input_: Tensor) -> Tensor:
@@ -193,11 +193,13 @@ class ParallelEmbedding(EmbeddingTable):
             seed=seed,
         )
         self.gather_output = gather_output
-        self.embedding_dim_per_partition = self.shard_size("embedding_dim", embedding_dim)
+        self.embedding_dim_per_partition: int = self.shard_size("embedding_dim", embedding_dim)
         self.make_weight(
             num_embeddings, self.embedding_dim_per_partition, device=device, dtype=dtype
         )
-        self.master_weight = self.get_master_weight() if keep_master_weight_for_test else None
+        self.master_weight: Tensor | None = (
+            self.get_master_weight() if keep_master_weight_for_test else None
+        )
 
     def forward(self, input_: Tensor) -> Tensor:
         """Look up ids ``[...]``, of int32 or int64, the same on every rank.

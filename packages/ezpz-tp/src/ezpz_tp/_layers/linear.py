@@ -68,6 +68,9 @@ class ColumnParallelLinear(ShardedLinear):
     """
 
     partition_dim = 0
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    master_weight: Tensor | None
 
     def __init__(
         self,
@@ -110,8 +113,8 @@ class ColumnParallelLinear(ShardedLinear):
         else:
             rows = self.stacked_shard_size("out_features", out_features)
         # How many of this rank's outputs are real; the rest is padding.
-        self.own_features = max(0, min(rows, out_features - self.tp_rank * rows))
-        self.padded = self.own_features != rows
+        self.own_features: int = max(0, min(rows, out_features - self.tp_rank * rows))
+        self.padded: bool = self.own_features != rows
         self.weight = empty_parameter(rows, in_features, device=device, dtype=dtype)
         self.tag(self.weight, out_features, in_features, padded=pad_output)
         if bias:
@@ -193,6 +196,9 @@ class RowParallelLinear(ShardedLinear):
     """
 
     partition_dim = 1
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    master_weight: Tensor | None
     scatters_sequence = True
 
     def __init__(

@@ -29,9 +29,9 @@ class ParallelModule(nn.Module):
 
     def __init__(self, tp_group: ProcessGroup | None) -> None:
         super().__init__()
-        self.tp_group = tensor_group(tp_group)
-        self.tp_size = 1 if self.tp_group is None else self.tp_group.size()
-        self.tp_rank = 0 if self.tp_group is None else self.tp_group.rank()
+        self.tp_group: ProcessGroup | None = tensor_group(tp_group)
+        self.tp_size: int = 1 if self.tp_group is None else self.tp_group.size()
+        self.tp_rank: int = 0 if self.tp_group is None else self.tp_group.rank()
         # Whole because nothing was initialized yet, and not because the degree is one.
         self._built_early = tp_group is None and current_state() is None
 

@@ -20,6 +20,10 @@ class ShardedLinear(ParallelModule):
     """One weight, split along ``partition_dim``, and what both layers do with it."""
 
     partition_dim: int
+    in_features: int
+    out_features: int
+    init_method: InitMethod
+    seed: int | None
     weight: nn.Parameter
     bias: nn.Parameter | None
     master_weight: Tensor | None
@@ -41,9 +45,9 @@ class ShardedLinear(ParallelModule):
                 raise DegreeError(f"{type(self).__name__}: {what}={size}; expected at least 1")
         self.in_features, self.out_features = in_features, out_features
         self.init_method, self.seed = init_method, seed
-        self.stride = stride if isinstance(stride, int) else tuple(stride)
+        self.stride: int | tuple[int, ...] = stride if isinstance(stride, int) else tuple(stride)
         # With one rank there is no sequence to share.
-        self.sequence_parallel = sequence_parallel and self.tp_group is not None
+        self.sequence_parallel: bool = sequence_parallel and self.tp_group is not None
         self.skip_bias_add = skip_bias_add
         self.master_weight = None
 
@@ -127,6 +131,7 @@ class ShardedLinear(ParallelModule):
         return full.narrow(0, 0, self.out_features)
 
     def extra_repr(self) -> str:
+        """Return the sizes, the options and this rank's place."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, tp={self.tp_rank}/{self.tp_size}"

@@ -24,6 +24,15 @@ class EmbeddingTable(ParallelModule):
 
     partition_dim: int
     weight: nn.Parameter
+    num_embeddings: int
+    embedding_dim: int
+    padding_idx: int | None
+    max_norm: float | None
+    norm_type: float
+    scale_grad_by_freq: bool
+    sparse: bool
+    init_method: InitMethod
+    seed: int | None
 
     def __init__(
         self,

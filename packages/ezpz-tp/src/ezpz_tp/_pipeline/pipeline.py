@@ -97,9 +97,10 @@ class Pipeline:
             module = _built(build, ranges[number], number, self._total)
             modules.append(module)
             self._chunks[number] = Chunk(module, number, self._total, loss, microbatches)
-        self.module = joined(modules)
-        self.layers = tuple(ranges[number] for number in numbers)
-        self.is_first, self.is_last = 0 in numbers, self._total - 1 in numbers
+        self.module: nn.Module = joined(modules)
+        self.layers: tuple[range, ...] = tuple(ranges[number] for number in numbers)
+        self.is_first: bool = 0 in numbers
+        self.is_last: bool = self._total - 1 in numbers
         self._trial: Trial | None = None
         self._schedule: Any = None
 

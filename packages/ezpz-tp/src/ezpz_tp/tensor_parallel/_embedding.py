@@ -47,7 +47,8 @@ class VocabParallelEmbedding(ShardedStateDict, _embedding.VocabParallelEmbedding
     ) -> None:
         settings = read_settings("VocabParallelEmbedding", config, tp_group, pg_collection)
         # Known before the parameters are reset, at the end of the parent's constructor.
-        self.config, self.initialize = config, settings.initialize
+        self.config: Any = config
+        self.initialize: bool = settings.initialize
         super().__init__(
             num_embeddings,
             embedding_dim,

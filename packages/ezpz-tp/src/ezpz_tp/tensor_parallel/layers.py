@@ -78,6 +78,7 @@ class ColumnParallelLinear(ExtraState, _layers.ColumnParallelLinear):
     """
 
     weight: nn.Parameter | None  # type: ignore[assignment]
+    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -115,7 +116,8 @@ class ColumnParallelLinear(ExtraState, _layers.ColumnParallelLinear):
                 stacklevel=2,
             )
         # Known before the parameters are reset, at the end of the parent's constructor.
-        self.config, self.initialize = config, settings.initialize
+        self.config: Any = config
+        self.initialize: bool = settings.initialize
         super().__init__(
             input_size,
             output_size,
@@ -138,10 +140,14 @@ class ColumnParallelLinear(ExtraState, _layers.ColumnParallelLinear):
                 here = nn.Parameter(torch.zeros_like(self.bias, device=settings.device))
                 copy_tensor_model_parallel_attributes(here, self.bias)
                 self.bias = here
-        self.input_size, self.output_size = input_size, output_size
-        self.output_size_per_partition = output_size // self.tp_size
-        self.is_expert, self.disable_grad_reduce = is_expert, disable_grad_reduce
-        self.reduce_input_gradient = not (disable_grad_reduce or settings.leaves_communication)
+        self.input_size: int = input_size
+        self.output_size: int = output_size
+        self.output_size_per_partition: int = output_size // self.tp_size
+        self.is_expert: bool = is_expert
+        self.disable_grad_reduce: bool = disable_grad_reduce
+        self.reduce_input_gradient: bool = not (
+            disable_grad_reduce or settings.leaves_communication
+        )
         for parameter in self.parameters():
             parameter.allreduce = settings.is_reduced_with_model  # type: ignore[attr-defined]
         allow_without_extra_state(self)
@@ -252,7 +258,8 @@ class RowParallelLinear(ExtraState, _layers.RowParallelLinear):
                 f"{layer}: is_expert needs skip_bias_add=True: the caller sums the partial "
                 "products, and the bias comes after the sum"
             )
-        self.config, self.initialize = config, settings.initialize
+        self.config: Any = config
+        self.initialize: bool = settings.initialize
         super().__init__(
             input_size,
             output_size,
@@ -268,9 +275,11 @@ class RowParallelLinear(ExtraState, _layers.RowParallelLinear):
             device=settings.device,
             dtype=settings.dtype,
         )
-        self.input_size, self.output_size = input_size, output_size
-        self.input_size_per_partition = input_size // self.tp_size
-        self.is_expert, self.leaves_communication = is_expert, settings.leaves_communication
+        self.input_size: int = input_size
+        self.output_size: int = output_size
+        self.input_size_per_partition: int = input_size // self.tp_size
+        self.is_expert: bool = is_expert
+        self.leaves_communication: bool = settings.leaves_communication
         for parameter in self.parameters():
             parameter.allreduce = settings.is_reduced_with_model  # type: ignore[attr-defined]
         if self.bias is not None:

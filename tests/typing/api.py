@@ -1,0 +1,149 @@
+"""Documented usage of `ezpz` and `ezpz.tp`, for type checkers only: it is checked, never run.
+
+`assert_type` fails the check where a name's type becomes another one, or unknown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, assert_type
+
+import structlog
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
+
+import ezpz
+import ezpz.tp
+import ezpz_device
+import ezpz_dist
+import ezpz_launch
+import ezpz_obs
+import ezpz_topo
+import ezpz_tp
+
+
+def who_am_i() -> None:
+    """Ranks, hosts, machine and devices."""
+    assert_type(ezpz.get_rank(), int)
+    assert_type(ezpz.get_local_rank(), int)
+    assert_type(ezpz.get_world_size(), int)
+    assert_type(ezpz.get_world_size(total=True), int)
+    assert_type(ezpz.get_world_size_total(), int)
+    assert_type(ezpz.get_world_size_in_use(), int)
+    assert_type(ezpz.get_num_nodes(), int)
+    assert_type(ezpz.get_node_index(), int)
+    assert_type(ezpz.get_gpus_per_node(), int)
+    assert_type(ezpz.get_cpus_per_node(), int)
+    assert_type(ezpz.get_rank({"RANK": "0"}), int)
+    assert_type(ezpz.get_hostname(), str)
+    assert_type(ezpz.get_machine(), str)
+    assert_type(ezpz.get_nodes_from_hostfile("nodes"), list[str])
+    assert_type(ezpz.get_hostfile_with_fallback(), Path)
+    assert_type(ezpz.write_localhost_to_hostfile("nodes"), Path)
+    assert_type(ezpz.write_hostfile_from_list_of_hosts(["a", "b"], "nodes"), Path)
+    assert_type(ezpz.get_torch_device(), str)
+    assert_type(ezpz.get_torch_device_type(), str)
+    assert_type(ezpz.get_torch_backend(), str)
+    assert_type(ezpz.get_device_properties(), dict[str, Any])
+    assert_type(ezpz.get_peak_flops("bf16"), float | None)
+    assert_type(ezpz.TORCH_DTYPES_MAP["bf16"], torch.dtype)
+    assert_type(ezpz.get_dist_info(), dict[str, Any])
+    assert_type(ezpz.query_environment(), dict[str, Any])
+    assert_type(ezpz.print_dist_setup(), str)
+
+
+def collectives(loss: Tensor) -> None:
+    """What all ranks call; a broadcast keeps its argument's type."""
+    assert_type(ezpz.broadcast({"lr": 0.1}), dict[str, float])
+    assert_type(ezpz.broadcast(loss, root=1), Tensor)
+    assert_type(ezpz.all_gather_object(3), list[Any])
+    ezpz.all_reduce(loss, op="mean")
+    ezpz.barrier(timeout=60)
+    ezpz.synchronize()
+
+
+@ezpz.timeitlogit(rank=0)
+def scaled(values: list[float], factor: float = 2.0) -> list[float]:
+    """A decorated function keeps its signature."""
+    return [value * factor for value in values]
+
+
+def training(build: type[nn.Module], outdir: Path) -> None:
+    """The script of the README, with what may be added to it."""
+    rank = ezpz.setup_torch(
+        seed=42, tensor_parallel_size=2, pipeline_parallel_size=1, context_parallel_size=1
+    )
+    assert_type(rank, int)
+    assert_type(ezpz.seed_everything(1), int)
+    model = ezpz.wrap_model(build(), use_fsdp=True, dtype="bf16")
+    assert_type(model, nn.Module)
+    assert_type(ezpz.wrap_model_for_ddp(build()), DistributedDataParallel)
+    assert_type(ezpz.wrap_model_for_fsdp2(build(), shard_size=4), nn.Module)
+    optimizer = ezpz.wrap_optimizer_for_zero1(torch.optim.AdamW, model.parameters(), lr=1e-3)
+    optimizer.step()
+    logger = ezpz.get_logger(__name__)
+    assert_type(logger, structlog.typing.FilteringBoundLogger)
+    history = ezpz.History(outdir, sinks=["tensorboard"], cross_rank=True)
+    assert_type(history, ezpz_obs.History)
+    loaded = ezpz.load_checkpoint(outdir, model=model, optimizer=optimizer)
+    first = 0 if loaded is None else loaded.step + 1
+    assert_type(first, int)
+    for step in ezpz.progress(range(first, 10)):
+        assert_type(step, int)
+        logger.info(history.update({"loss": 1.0}))
+        saving = ezpz.save_checkpoint(
+            outdir, model=model, optimizer=optimizer, step=step, asynchronous=True
+        )
+        assert_type(saving, ezpz_dist.Saving)
+    assert_type(ezpz.latest_checkpoint(outdir), ezpz_dist.Checkpoint | None)
+    assert_type(ezpz.verify_wandb(), bool)
+    assert_type(ezpz.write_report(outdir), tuple[Path, ...])
+    ezpz.log_dict_as_bulleted_list({"lr": 1e-3}, name="settings")
+    assert_type(scaled([1.0], factor=3.0), list[float])
+    ezpz.breakpoint(0)
+    ezpz.cleanup()
+
+
+def tensor_parallel(tokens: Tensor) -> None:
+    """Groups and layers, by ezpz.tp and by ezpz_tp: the same."""
+    ezpz.tp.initialize_tensor_parallel(
+        tensor_parallel_size=2, pipeline_parallel_size=2, context_parallel_size=1
+    )
+    assert_type(ezpz.tp.get_tensor_parallel_group(), ProcessGroup)
+    assert_type(ezpz.tp.get_tensor_parallel_rank(), int)
+    assert_type(ezpz.tp.get_tensor_parallel_world_size(), int)
+    assert_type(ezpz.tp.get_data_parallel_group(), ProcessGroup)
+    assert_type(ezpz.tp.get_data_parallel_rank(), int)
+    assert_type(ezpz.tp.get_data_parallel_world_size(), int)
+    assert_type(ezpz.tp.get_pipeline_parallel_group(), ProcessGroup)
+    assert_type(ezpz.tp.get_pipeline_parallel_rank(), int)
+    assert_type(ezpz.tp.get_pipeline_parallel_world_size(), int)
+    assert_type(ezpz.tp.get_context_parallel_group(), ProcessGroup)
+    assert_type(ezpz.tp.get_context_parallel_rank(), int)
+    assert_type(ezpz.tp.get_context_parallel_world_size(), int)
+    up = ezpz.tp.ColumnParallelLinear(64, 256, gather_output=False)
+    assert_type(up, ezpz_tp.ColumnParallelLinear)
+    assert_type(up.weight, nn.Parameter)
+    assert_type(up.bias, nn.Parameter | None)
+    assert_type(up.tp_size, int)
+    table = ezpz_tp.VocabParallelEmbedding(1000, 64)
+    assert_type(table.vocab_start_index, int)
+    assert_type(table(tokens), Any)  # as nn.Module declares every call
+    ezpz_tp.finalize_grads(up)
+    ezpz.tp.destroy_tensor_parallel()
+
+
+def alone(env: Mapping[str, str]) -> None:
+    """Each package by itself."""
+    topology = ezpz_topo.detect(env)
+    assert_type(topology, ezpz_topo.Topology)
+    assert_type(topology.rank.rank, int)
+    assert_type(topology.rank.sources["rank"], str)
+    assert_type(ezpz_topo.expand_nodelist("nid[1-3]"), list[str])
+    assert_type(ezpz_topo.fold_nodelist(["nid1", "nid2"]), str)
+    assert_type(ezpz_device.get_memory(), ezpz_device.Memory)
+    assert_type(ezpz_launch.main(["--dry-run", "true"]), int)
+    assert_type(ezpz_tp.RankLayout(8, tensor=2), ezpz_tp.RankLayout)

@@ -1,0 +1,92 @@
+"""What type checkers and editors see of the public packages: everything, with its type."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+PACKAGES = (
+    "ezpz", "ezpz_device", "ezpz_dist", "ezpz_launch", "ezpz_obs", "ezpz_topo", "ezpz_tp",
+)  # fmt: skip
+# What documented usage must not be: each line is one error.
+MISTAKES = """\
+import ezpz
+
+ezpz.get_rnak()
+ezpz.get_rank().upper()
+ezpz.tp.initialize_tensor_paralell(2)
+ezpz.setup_torch(sead=42)
+"""
+
+
+def pyright(*words: str) -> dict[str, Any]:
+    """Run pyright with the Python of these tests; return its answer."""
+    # It takes the packages of the first `python` on PATH.
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = subprocess.run(
+        [sys.executable, "-m", "pyright", "--outputjson", *words],
+        env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.stdout.startswith("{"), done.stdout + done.stderr
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+@pytest.fixture(scope="session")
+def answers() -> dict[str, Future[dict[str, Any]]]:
+    """Ask about all packages, two at a time."""
+    with ThreadPoolExecutor(2) as pool:
+        return {
+            name: pool.submit(pyright, "--verifytypes", name, "--ignoreexternal")
+            for name in PACKAGES
+        }
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_public_name_has_a_known_type(
+    answers: dict[str, Future[dict[str, Any]]], package: str
+) -> None:
+    answer = answers[package].result()["typeCompleteness"]
+    # A package that was not found is complete, too.
+    assert answer["exportedSymbolCounts"]["withKnownType"] > 0
+    unknown = [
+        "{}: {}".format(each["name"], "; ".join(d["message"] for d in each["diagnostics"]))
+        for each in answer["symbols"]
+        if each["isExported"] and (not each["isTypeKnown"] or each["isTypeAmbiguous"])
+    ]
+    assert not unknown, "\n".join(unknown)
+    assert answer["completenessScore"] == 1
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_public_name_has_a_docstring(
+    answers: dict[str, Future[dict[str, Any]]], package: str
+) -> None:
+    answer = answers[package].result()["typeCompleteness"]
+    assert answer["missingFunctionDocStringCount"] == 0
+    assert answer["missingClassDocStringCount"] == 0
+
+
+def test_documented_usage_is_typed_as_documented() -> None:
+    answer = pyright(str(HERE / "api.py"))
+    assert [
+        f"{Path(each['file']).name}:{each['range']['start']['line'] + 1}: {each['message']}"
+        for each in answer["generalDiagnostics"]
+    ] == []
+    assert answer["summary"]["filesAnalyzed"] == 1
+
+
+def test_a_mistake_is_told(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(MISTAKES, encoding="utf-8")
+    answer = pyright(str(script))
+    told = {each["range"]["start"]["line"] + 1 for each in answer["generalDiagnostics"]}
+    assert told == {3, 4, 5, 6}
