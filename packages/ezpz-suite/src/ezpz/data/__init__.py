@@ -1,0 +1,49 @@
+"""Real data for training, each rank reading its own part: digits, text as tokens, loaders.
+
+>>> from ezpz.data import TokenBlocks, python_sources, write_tokens
+>>> path = write_tokens("stdlib.tokens", python_sources(most=100_000))  # doctest: +SKIP
+>>> tokens, targets = TokenBlocks(path, block=256)[0]                   # doctest: +SKIP
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ._digits import digits
+    from ._tokens.blocks import TokenBlocks
+    from ._tokens.files import python_sources, text_files
+    from ._tokens.format import TokenHeader, read_header
+    from ._tokens.writer import write_tokens
+
+_HOMES = {
+    "TokenBlocks": "_tokens.blocks",
+    "TokenHeader": "_tokens.format",
+    "digits": "_digits",
+    "python_sources": "_tokens.files",
+    "read_header": "_tokens.format",
+    "text_files": "_tokens.files",
+    "write_tokens": "_tokens.writer",
+}
+
+__all__ = [
+    "TokenBlocks",
+    "TokenHeader",
+    "digits",
+    "python_sources",
+    "read_header",
+    "text_files",
+    "write_tokens",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module  # noqa: PLC0415  # importing this loads nothing
+
+    value: object = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

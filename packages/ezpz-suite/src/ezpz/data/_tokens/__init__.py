@@ -1,0 +1,1 @@
+"""Text in files, tokens in one file, blocks of tokens in a training."""

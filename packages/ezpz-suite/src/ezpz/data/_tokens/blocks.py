@@ -1,0 +1,99 @@
+"""Blocks of a file of tokens, in the order of the file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from ezpz_dist import DataError
+
+from .format import HEADER_SIZE, read_header
+
+_ALWAYS_VERIFIED = 1 << 26
+"""Bytes up to which a file is read whole once to compare its checksum: less than 0.1 s."""
+
+
+class TokenBlocks(Dataset[tuple[Tensor, Tensor]]):
+    """Consecutive blocks of tokens, each with the token that follows each of its tokens.
+
+    The file is mapped to memory, and a rank reads those blocks only that it asks for:
+    `DataLoader` deals them out. Processes of one node share what the system has cached. A copy
+    that goes to a worker, forked or spawned, maps the file anew.
+
+    >>> from tempfile import mkdtemp
+    >>> from ezpz.data import python_sources, write_tokens
+    >>> files = python_sources(most=100_000)
+    >>> path = write_tokens(mkdtemp() + "/stdlib.tokens", files, progress=False)
+    >>> tokens, targets = TokenBlocks(path, block=256)[0]
+    >>> bool((tokens[1:] == targets[:-1]).all())
+    True
+
+    Args:
+        path: What `write_tokens` wrote.
+        block: Tokens of a block, from 1.
+        verify: Read the file whole once, and compare its checksum; None: if it has at most
+            64 MiB. That the file has the size that its header says is always checked.
+
+    Attributes:
+        header: What the file says of itself.
+        block: Tokens of a block.
+
+    Raises:
+        DataError: The file is missing, no file of tokens, truncated, damaged, or too short for
+            one block.
+    """
+
+    def __init__(self, path: str | Path, block: int, *, verify: bool | None = None) -> None:
+        self.path, self.block = Path(path), block
+        self.header = read_header(path)
+        if verify or (verify is None and self.header.file_size <= _ALWAYS_VERIFIED):
+            self.header = read_header(path, verify=True)
+        if block < 1 or len(self) < 1:
+            raise DataError(
+                f"{path}: blocks of {block} tokens; expected 1 to {self.header.tokens - 1}: it has "
+                f"{self.header.tokens:,} tokens, and the last is a target only"
+            )
+        self._map()
+
+    def __len__(self) -> int:
+        """Return the number of blocks; what is left behind the last is not used."""
+        return (self.header.tokens - 1) // self.block
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        """Return tokens and targets of a block: each ``[block]``, int64."""
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"block {index} of {len(self)}")
+        start = index % len(self) * self.block
+        found = torch.from_numpy(self._tokens[start : start + self.block + 1].astype(np.int64))
+        return found[:-1], found[1:]
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens are below it."""
+        return self.header.vocab_size
+
+    @property
+    def documents(self) -> Tensor:
+        """Where each document begins, counted in tokens: ``[documents]``, int64."""
+        header = self.header
+        places = np.fromfile(
+            self.path, dtype="<u8", count=header.documents, offset=header.documents_at
+        )
+        return torch.from_numpy(places.astype(np.int64))
+
+    def _map(self) -> None:
+        self._tokens = np.memmap(
+            self.path, self.header.dtype, "r", HEADER_SIZE, (self.header.tokens,)
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_tokens"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._map()

@@ -1,0 +1,1 @@
+"""Llama, plain or parallel."""

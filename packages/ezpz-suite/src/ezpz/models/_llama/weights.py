@@ -1,0 +1,167 @@
+"""The weights of Hugging Face's Llama, into and out of this one, at any degree."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol
+
+import orjson
+import torch
+from torch import Tensor, nn
+
+import ezpz_tp
+from ezpz.models._errors import ModelError
+
+from .model import Llama
+
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_HEAD, _TABLE = "lm_head.weight", "model.embed_tokens.weight"
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+
+
+class _Slices(Protocol):
+    """A tensor, or one in a file, of which a part is read."""
+
+    def __getitem__(self, part: Any, /) -> Tensor: ...
+
+
+@torch.no_grad()
+def load_huggingface(model: Llama, source: str | Path | Mapping[str, Tensor]) -> None:
+    """Fill a Llama with the weights of transformers' ``LlamaForCausalLM``.
+
+    Each rank reads its own parts and no more; nothing is sent, so only ranks that hold a model's
+    part need to call it. The weights are converted to the dtype that the parameters have. Do it
+    before DDP or FSDP2 wraps the model, and after ``to_empty`` if it was built on the meta device.
+
+    >>> from ezpz.models import LlamaConfig
+    >>> config = LlamaConfig(dim=64, layers=2, heads=4)
+    >>> one, other = Llama(config, seed=1), Llama(config, seed=2)
+    >>> load_huggingface(one, huggingface_state_dict(other))
+    >>> bool((one.lm_head.weight == other.lm_head.weight).all())
+    True
+
+    Args:
+        model: Plain, parallel, or a pipeline's stage (``pipeline.module``).
+        source: A folder with ``model.safetensors`` (or several such files and their index), or a
+            state dict.
+
+    Raises:
+        ModelError: A tensor is missing, unknown or of another shape (before anything is changed);
+            the model is wrapped, or has no data; or safetensors is not installed.
+    """
+    named = _parameters(model)
+    with ExitStack() as stack:
+        tensors, shapes, where = _open(source, stack)
+        _check(named, shapes, model, where)
+        for name, (parameter, shard, index, degree) in named.items():
+            found = tensors[name if name in tensors else _TABLE]
+            parameter.zero_()  # what pads a vocabulary
+            for into, start, length in shard.pieces(index, degree):
+                dim = shard.dim or 0
+                part = (slice(None),) * dim + (slice(start, start + length),)
+                parameter.narrow(dim, into, length).copy_(found[part])
+
+
+def huggingface_state_dict(model: Llama) -> dict[str, Tensor]:
+    """Return the weights as transformers' ``LlamaForCausalLM`` names them, whole, on every rank.
+
+    Collective, where parallel: every rank of the model calls this. For models of any size
+    ``ezpz_tp.save_shards`` and ``save_huggingface`` write files without making a tensor whole.
+
+    Args:
+        model: Plain, parallel, or a pipeline's stage (``pipeline.module``).
+    """
+    whole = ezpz_tp.gather_state_dict(model) if model.is_parallel else model.state_dict()
+    return {_their_name(name): tensor.detach() for name, tensor in whole.items()}
+
+
+_Part = tuple[nn.Parameter, ezpz_tp.Shard, int, int]
+"""A parameter, what it is a part of, and which part of how many."""
+
+
+def _parameters(model: Llama) -> dict[str, _Part]:
+    """Return the parameters of this rank by their names."""
+    found: dict[str, _Part] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        place = getattr(module, "tp_rank", 0), getattr(module, "tp_size", 1)
+        for name, parameter in module.named_parameters(recurse=False):
+            key = f"{path}.{name}"
+            if parameter.is_meta or hasattr(parameter, "device_mesh"):
+                state = "has no data: call to_empty" if parameter.is_meta else "is sharded by FSDP2"
+                raise ModelError(f"{key} {state}; load weights into a model after the one and "
+                                 "before the other")  # fmt: skip
+            shard = ezpz_tp.shard_of(parameter)
+            assert shard is not None  # ezpz_tp's own layers say it
+            found[_their_name(key)] = parameter, shard, *place
+    if not found or not all(re.match(r"(model|lm_head)\.", name) for name in found):
+        raise ModelError(f"{type(model).__name__}; expected a Llama that is not wrapped")
+    return found
+
+
+def _their_name(name: str) -> str:
+    return name if name.startswith("lm_head.") else f"model.{name}"
+
+
+def _check(
+    named: Mapping[str, _Part], shapes: Mapping[str, tuple[int, ...]], model: Llama, where: str
+) -> None:
+    """Raise if what is there is not what is wanted."""
+    tied = model.config.tie_embeddings
+    for name, (_, shard, _, _) in named.items():
+        other = _TABLE if tied and name == _HEAD and name not in shapes else name
+        if other not in shapes:
+            raise ModelError(f"{where}: has no {other}; expected the weights of a Llama")
+        if shapes[other] != shard.full_shape:
+            raise ModelError(
+                f"{where}: {other} has shape {shapes[other]}; expected {shard.full_shape}: make "
+                "the model by LlamaConfig.from_huggingface"
+            )
+    blocks = {match[2] for name in named if (match := _LAYER.match(name))}
+    for name in shapes:
+        match = _LAYER.match(name)
+        known = name in named or name in (_HEAD, _TABLE, "model.norm.weight")
+        if match and int(match[1]) < model.config.layers:
+            known = known or match[2] in blocks or not blocks
+        if not known and not name.endswith("rotary_emb.inv_freq"):
+            raise ModelError(
+                f"{where}: has {name}, which this model of {model.config.layers} layers has not; "
+                "expected the weights of the same model"
+            )
+
+
+def _open(
+    source: str | Path | Mapping[str, Tensor], stack: ExitStack
+) -> tuple[Mapping[str, _Slices], dict[str, tuple[int, ...]], str]:
+    """Return what can be read, and the shapes, by name; and what to call it."""
+    if isinstance(source, Mapping):
+        return source, {name: tuple(one.shape) for name, one in source.items()}, "the state dict"
+    try:
+        from safetensors import safe_open  # noqa: PLC0415  # an extra
+    except ImportError as error:
+        raise ModelError(
+            f"{source}: reading it takes safetensors ({error}); "
+            "pip install 'ezpz-suite[huggingface]'"
+        ) from error
+    tensors: dict[str, _Slices] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in _files(Path(source)):
+        try:
+            file: Any = stack.enter_context(safe_open(path, framework="pt"))
+        except Exception as error:  # safetensors' own is no class that it documents
+            raise ModelError(f"{path}: {error}; expected a whole safetensors file") from error
+        for name in file.keys():  # noqa: SIM118  # it is no mapping
+            tensors[name] = file.get_slice(name)
+            shapes[name] = tuple(file.get_slice(name).get_shape())
+    return tensors, shapes, str(source)
+
+
+def _files(folder: Path) -> list[Path]:
+    if (folder / _INDEX).is_file():
+        names = orjson.loads((folder / _INDEX).read_bytes())["weight_map"].values()
+        return [folder / name for name in sorted(set(names))]
+    if (folder / _SINGLE).is_file():
+        return [folder / _SINGLE]
+    raise ModelError(f"{folder}: has neither {_SINGLE} nor {_INDEX}; expected a model's folder")
