@@ -12,6 +12,7 @@ same parameters' names and the same first weights at every degree:
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ._dit import DiT, DiTConfig
     from ._errors import ModelError
     from ._llama.config import LlamaConfig, RopeScaling
     from ._llama.model import Llama
@@ -19,14 +20,21 @@ if TYPE_CHECKING:
     from ._llama.sizes import LLAMA_SIZES
     from ._llama.weights import huggingface_state_dict, load_huggingface
     from ._mlp import MLP
+    from ._noise import NoiseSchedule
+    from ._vit import VisionTransformer, ViTConfig
 
 _HOMES = {
+    "DiT": "_dit",
+    "DiTConfig": "_dit",
     "LLAMA_SIZES": "_llama.sizes",
     "Llama": "_llama.model",
     "LlamaConfig": "_llama.config",
     "MLP": "_mlp",
     "ModelError": "_errors",
+    "NoiseSchedule": "_noise",
     "RopeScaling": "_llama.config",
+    "ViTConfig": "_vit",
+    "VisionTransformer": "_vit",
     "huggingface_state_dict": "_llama.weights",
     "llama_pipeline": "_llama.pipeline",
     "load_huggingface": "_llama.weights",
@@ -35,10 +43,15 @@ _HOMES = {
 __all__ = [
     "LLAMA_SIZES",
     "MLP",
+    "DiT",
+    "DiTConfig",
     "Llama",
     "LlamaConfig",
     "ModelError",
+    "NoiseSchedule",
     "RopeScaling",
+    "ViTConfig",
+    "VisionTransformer",
     "huggingface_state_dict",
     "llama_pipeline",
     "load_huggingface",
