@@ -15,10 +15,12 @@ _LATER = {
     "UsageError": "_errors",
     "main": "_cli",
     "plan": "_planning.plan",
+    "split": "_argv",
 }
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from ._argv import split
     from ._cli import main
     from ._errors import (
         CommandNotExecutableError,
@@ -39,6 +41,7 @@ __all__ = [
     "__version__",
     "main",
     "plan",
+    "split",
 ]
 
 

@@ -1,0 +1,129 @@
+"""The command ``ezpz``: all commands of the packages under one name."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
+
+from ._version import __version__
+
+HELP: Final = """\
+usage: ezpz COMMAND [WORD...]
+       ezpz COMMAND --help
+
+Train with PyTorch anywhere, from a laptop to a supercomputer.
+
+run:
+  launch    start a command on every rank of this job, or of this host (ezpz-launch)
+  test      train a small model on all ranks: does this machine work, and how fast is it?
+  history   the launches so far, and how they ended (ezpz-launch history)
+
+look:
+  doctor    check scheduler, MPI, device, network, disk and versions, each with a remedy
+  topo      who is this process, who else is there, on what machine (ezpz-topo)
+  report    write a run's metrics as a page with plots (ezpz-obs report)
+  plot      draw them on the terminal
+  tail      say what a live run records, until it ends
+  export    write them as a table, CSV or Parquet
+  replay    send them to another sink, such as W&B
+
+options:
+  -h, --help   this page
+  --version    the version
+
+examples:
+  ezpz doctor                               what is missing here?
+  ezpz test                                 a real training on all devices of this job
+  ezpz test --tp=2 --pairs                  tensor parallel; the bandwidth between all nodes
+  ezpz launch python train.py --lr 1e-4     your own, on every rank
+  ezpz launch --dry-run python train.py     what would be started, and why
+  ezpz report outputs/run                   outputs/run/report/index.html
+
+exit status: that of the command; 2 there is no such command"""
+
+
+class Command(NamedTuple):
+    """Where a command lives: what its own console script calls.
+
+    Attributes:
+        module: Which has ``main(words) -> exit status``; imported when it is called.
+        words: What it is called with before the user's words.
+    """
+
+    module: str
+    words: tuple[str, ...] = ()
+
+
+COMMANDS: Final = {
+    "launch": Command("ezpz_launch"),
+    "test": Command("ezpz._test.command"),
+    "history": Command("ezpz_launch", ("history",)),
+    "doctor": Command("ezpz.doctor"),
+    "topo": Command("ezpz_topo._cli"),
+    "report": Command("ezpz_obs._cli", ("report",)),
+    "plot": Command("ezpz_obs._cli", ("plot",)),
+    "tail": Command("ezpz_obs._cli", ("tail",)),
+    "export": Command("ezpz_obs._cli", ("export",)),
+    "replay": Command("ezpz_obs._cli", ("replay",)),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``ezpz`` with these words (default: the process's) and return its exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        return _page(words)
+    if words == ["--version"]:
+        return _print(__version__)
+    found = COMMANDS.get(words[0])
+    if found is None:
+        return _complain(_unknown(words[0]))
+    from importlib import import_module  # noqa: PLC0415  # only a command needs it
+
+    run: Callable[[Sequence[str]], int] = import_module(found.module).main
+    # What stands behind its name is the command's own, to the last byte.
+    return run([*found.words, *words[1:]])
+
+
+def _page(words: list[str]) -> int:
+    """Print a page of help: `ezpz`, `ezpz --help`, `ezpz help launch`."""
+    if words[:1] == ["help"] and words[1:]:
+        return main([words[1], "--help"])
+    status = _print(HELP)
+    # Nothing was asked for, and nothing was done.
+    return status if words else 2
+
+
+def _unknown(word: str) -> str:
+    import difflib  # noqa: PLC0415  # only a wrong word needs it
+
+    close = difflib.get_close_matches(word, COMMANDS, n=1)
+    if close:
+        return f"{word!r} is no command; did you mean {close[0]!r}? See ezpz --help"
+    known = f"{word!r} is no command; expected one of {', '.join(COMMANDS)}"
+    return f"{known}; a script of yours is started by ezpz launch"
+
+
+def _print(text: str) -> int:
+    if sys.stdout is None:
+        return 0  # closed: nobody wants it
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # `ezpz --help | head -1` is no failure, nor is the interpreter's own flush.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _complain(f"standard output: {error.strerror}")
+        return 1
+    return 0
+
+
+def _complain(text: str) -> int:
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError):  # nobody reads it
+            print(f"ezpz: {text}", file=sys.stderr, flush=True)
+    return 2

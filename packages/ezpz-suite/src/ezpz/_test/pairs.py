@@ -1,0 +1,128 @@
+"""All-reduce within each pair of nodes: which of them is slow?"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import ezpz_dist
+from ezpz_topo import get_hostname, get_rank_info
+
+from .bandwidth import Bandwidth, measure_one
+
+Pair = tuple[int, int]
+"""Two numbers of nodes, the smaller first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """The bandwidth within each pair of nodes.
+
+    Attributes:
+        hosts: The name of each node, by its number.
+        found: By pair.
+    """
+
+    hosts: tuple[str, ...]
+    found: dict[Pair, Bandwidth]
+
+    def slowest(self) -> Pair:
+        """Return the pair that took longest for its size."""
+        return min(self.found, key=lambda pair: self.found[pair].bus)
+
+    def median(self) -> float:
+        """Return the median of the pairs' bus bandwidths, B/s."""
+        return statistics.median(one.bus for one in self.found.values())
+
+    def of_node(self, node: int) -> float:
+        """Return the median bus bandwidth of the pairs that a node is in, B/s."""
+        return statistics.median(one.bus for pair, one in self.found.items() if node in pair)
+
+    def facts(self) -> dict[str, Any]:
+        """Return what is written for programs."""
+        each = [
+            {"hosts": [self.hosts[node] for node in pair], "nodes": list(pair), **one.facts()}
+            for pair, one in sorted(self.found.items())
+        ]
+        return {"slowest": list(self.slowest()), "pairs": each}
+
+
+def rounds(nodes: int) -> list[list[Pair]]:
+    """Return all pairs of nodes, in rounds in which no node is in two pairs.
+
+    The circle method of round-robin tournaments: one stays, the others turn. That makes n - 1
+    rounds of n / 2 pairs; with an odd n, n rounds in each of which another node rests.
+
+    >>> rounds(4)
+    [[(0, 3), (1, 2)], [(0, 2), (1, 3)], [(0, 1), (2, 3)]]
+
+    Args:
+        nodes: How many there are.
+    """
+    places: list[int | None] = [*range(nodes)]
+    if nodes % 2:
+        places.append(None)
+    found = []
+    for _ in range(len(places) - 1):
+        half = len(places) // 2
+        facing = zip(places[:half], reversed(places[half:]), strict=True)
+        found.append([(min(a, b), max(a, b)) for a, b in facing if a is not None and b is not None])
+        places = [places[0], places[-1], *places[1:-1]]
+    return found
+
+
+def measure_pairs(
+    size: int, device: torch.device, say: Callable[[int, int], object]
+) -> Pairs | None:
+    """Time all-reduces of a size within each pair of nodes. Collective: every rank calls this.
+
+    All ranks of both nodes take part, and disjoint pairs run at the same time.
+
+    Args:
+        size: Bytes, a multiple of 4.
+        device: Where the messages lie.
+        say: Told of the rounds that are done and of their number.
+
+    Returns:
+        What was found, on every rank; None where there is one node only.
+    """
+    info = get_rank_info()
+    host = get_hostname()
+    # Not every launcher numbers the nodes.
+    node = host if info.node_rank is None else info.node_rank
+    members: dict[int | str, list[int]] = {}
+    hosts: dict[int | str, str] = {}
+    for rank, (key, name) in enumerate(ezpz_dist.all_gather_object((node, host))):
+        members.setdefault(key, []).append(rank)
+        hosts[key] = name
+    if len(members) < 2:
+        return None
+    ranks = list(members.values())
+    mine: dict[Pair, Bandwidth] = {}
+    schedule = rounds(len(ranks))
+    for number, pairs in enumerate(schedule):
+        # Together, so that each pair has the network to share with all others of its round.
+        ezpz_dist.barrier()
+        for first, second in pairs:
+            both = sorted(ranks[first] + ranks[second])
+            if info.rank in both:
+                found = _within(both, size, device)
+                if info.rank == both[0]:
+                    mine[first, second] = found
+        say(number + 1, len(schedule))
+    every = {pair: one for part in ezpz_dist.all_gather_object(mine) for pair, one in part.items()}
+    return Pairs(tuple(hosts.values()), every)
+
+
+def _within(ranks: Sequence[int], size: int, device: torch.device) -> Bandwidth:
+    # The other ranks make their own at the same time, so nobody waits for all.
+    group = dist.new_group(list(ranks), use_local_synchronization=True)
+    try:
+        return measure_one(size, device, group)
+    finally:
+        dist.destroy_process_group(group)

@@ -1,0 +1,266 @@
+"""What each rank of a test does."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import math
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TextIO
+
+import orjson
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+import ezpz_dist
+import ezpz_obs
+import ezpz_tp
+from ezpz.models import LlamaConfig, ModelError
+from ezpz_device import get_device_properties, get_torch_backend, get_torch_device
+from ezpz_topo import get_num_nodes, get_rank, get_world_size
+
+from .bandwidth import Bandwidth, default_sizes, measure
+from .command import complain
+from .options import UsageError, take
+from .page import write_page
+from .pairs import measure_pairs
+from .result import Place, Result
+from .settings import Settings, parse
+from .text import batch, load_text
+from .trainers import Trainer, make_trainer
+
+_LINES = 8
+"""So many lines tell how far the training is."""
+
+_SMALL = {"seq": 128, "layers": 4, "dim": 128, "dtype": "fp32"}
+_LARGE = {"seq": 1024, "layers": 12, "dim": 1024, "dtype": "bf16"}
+"""What is trained where nothing is said: in seconds, on a CPU and on an accelerator."""
+
+
+def run(words: Sequence[str]) -> int:
+    """Run the test that the words ask for; return the exit status, the same on every rank.
+
+    Collective: every rank calls this, with the same words.
+    """
+    try:
+        ours, others = take(words)
+        if others:
+            raise UsageError(f"{others[0]!r} is no option of a test; see ezpz test --help")
+        settings = parse(ours)
+        with _standard_output(settings) as out:
+            return _run(settings, out)
+    except (UsageError, ezpz_tp.DegreeError, ModelError) as error:
+        # Of the words and the number of ranks, so the same everywhere: one says it.
+        if get_rank() == 0:
+            complain(str(error))
+        return 2
+
+
+def _run(settings: Settings, out: TextIO) -> int:
+    if settings.wrap == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
+        raise UsageError(
+            "--wrap=deepspeed: DeepSpeed is not installed; pip install 'ezpz-suite[deepspeed]'"
+        )
+    ezpz_dist.setup_torch(
+        framework="deepspeed" if settings.wrap == "deepspeed" else "DDP",
+        seed=settings.seed,
+        tensor_parallel_size=settings.tp,
+        pipeline_parallel_size=settings.pp,
+        context_parallel_size=settings.cp,
+    )
+    if not ezpz_tp.tensor_parallel_is_initialized():
+        # Of degree 1: the checks of equal ranks want to know whose data are whose.
+        ezpz_tp.initialize_tensor_parallel()
+    device = torch.device(get_torch_device())
+    chosen = _SMALL if device.type == "cpu" else _LARGE
+    missing = {name: value for name, value in chosen.items() if not getattr(settings, name)}
+    settings = dataclasses.replace(settings, **missing)  # type: ignore[arg-type]  # names are fields
+    with _folder(settings) as folder:
+        result = _test(settings, device, folder)
+        failed = bool(result.failures())
+        if get_rank() == 0:
+            _tell(result, settings, folder, out)
+    ezpz_tp.destroy_tensor_parallel()
+    ezpz_dist.cleanup()
+    return int(failed)
+
+
+def _test(settings: Settings, device: torch.device, folder: Path | None) -> Result:
+    """Train, compare the ranks, and measure. Collective; all ranks return the same verdict."""
+    config = _config(settings)
+    trainer = make_trainer(settings, config, device=device)
+    state = ezpz_tp.get_state()
+    degrees = {axis: state.size(axis) for axis in ("tensor", "pipeline", "context", "data")}
+    place = Place(
+        ranks=get_world_size(), nodes=get_num_nodes(), device=_name_of(device),
+        backend=get_torch_backend(), degrees=degrees, wrap=trainer.wrap,
+        parameters=config.parameters(),
+    )  # fmt: skip
+    result = Result(place, tokens_per_step=settings.batch * settings.seq * degrees["data"])
+    log = ezpz_obs.get_logger("test")
+    _say(log, f"training on {place.ranks} ranks", wrap=place.wrap, **degrees)
+    _train(settings, trainer, config, result, folder)
+    result.disagreement = _disagreement(trainer)
+    if place.ranks > 1:
+        sizes = default_sizes(device.type) if settings.sizes is None else settings.sizes
+
+        def say(one: Bandwidth) -> None:
+            _say(log, "all-reduce", bytes=one.size, seconds=float(f"{one.seconds:.3g}"))
+
+        result.bandwidths = measure(sizes, device, say)
+        if settings.pairs:
+            largest = max(sizes, default=default_sizes(device.type)[-1])
+            result.pairs = measure_pairs(
+                largest, device, lambda done, of: _say(log, f"pairs of nodes: round {done} of {of}")
+            )
+    return result
+
+
+def _train(
+    settings: Settings,
+    trainer: Trainer,
+    config: LlamaConfig,
+    result: Result,
+    folder: Path | None,
+) -> None:
+    """Train, until a value is not finite at the latest."""
+    log = ezpz_obs.get_logger("test")
+    text = load_text()
+    device = torch.device(get_torch_device())
+    rates = ezpz_obs.Throughput(
+        tokens_per_step=result.tokens_per_step,
+        flops_per_token=config.flops_per_token(settings.seq),
+        dtype=settings.dtype,
+    )
+    # Rank 0 alone has a folder, and writes.
+    with contextlib.ExitStack() as stack:
+        history = None
+        if folder is not None:
+            settings_of = dataclasses.asdict(settings)
+            history = stack.enter_context(ezpz_obs.History(folder, config=settings_of))
+        for step in range(settings.steps):
+            drawn = batch(
+                text, step, seed=settings.seed, sequences=settings.batch, length=settings.seq
+            ).to(device)
+            begun = time.perf_counter()
+            loss, norm = trainer.step(drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous())
+            result.not_finite, mean = _over_ranks(loss, norm)
+            # The sum over the ranks has waited for the device.
+            result.seconds.append(time.perf_counter() - begun)
+            result.losses.append(mean)
+            if history is not None:
+                seconds = result.seconds[-1]
+                metrics = {"loss": mean, "gradient_norm": norm, "step_s": seconds}
+                line = history.update({**metrics, **rates.metrics(seconds)}, step=step)
+                if step % max(1, settings.steps // _LINES) == 0 or step == settings.steps - 1:
+                    log.info(line)
+            if result.not_finite:
+                break
+        if history is not None:
+            result.rates = rates.metrics(result.median_seconds())
+
+
+def _over_ranks(loss: torch.Tensor | None, norm: torch.Tensor) -> tuple[str, float]:
+    """Return what is not finite, or nothing, and the mean loss. Collective."""
+    own = None if loss is None else float(loss)
+    bad_loss = own is not None and not math.isfinite(own)
+    bad_norm = not math.isfinite(float(norm))
+    total = ezpz_dist.all_reduce(
+        {
+            "loss": own or 0.0, "known": int(own is not None),
+            "bad_losses": int(bad_loss), "bad_norms": int(bad_norm),
+        }
+    )  # fmt: skip
+    ranks = get_world_size()
+    said = [
+        f"the {what} is not finite on {total[name]} of {ranks} ranks"
+        for what, name in (("loss", "bad_losses"), ("gradient's norm", "bad_norms"))
+        if total[name]
+    ]
+    return "; ".join(said), total["loss"] / total["known"]
+
+
+def _disagreement(trainer: Trainer) -> str:
+    """Return in what ranks differ that should not, the same text on all. Collective."""
+    said = ""
+    whole: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+    if isinstance(trainer.model, FullyShardedDataParallel):
+        # It keeps shards where parameters were: compared is what they make together.
+        whole = FullyShardedDataParallel.summon_full_params(trainer.model, writeback=False)
+    try:
+        with whole:
+            ezpz_tp.verify_replicated(trainer.model)
+    except ezpz_tp.ReplicaError as error:
+        said = " ".join(str(error).split())
+    # Only the ranks of one group may have seen it.
+    return next((one for one in ezpz_dist.all_gather_object(said) if one), "")
+
+
+def _config(settings: Settings) -> LlamaConfig:
+    heads = max(8, settings.dim // 128)
+    return LlamaConfig(
+        vocab_size=256, dim=settings.dim, layers=settings.layers, heads=heads, kv_heads=heads // 2,
+        max_seq_len=settings.seq,
+    )  # fmt: skip
+
+
+def _name_of(device: torch.device) -> str:
+    return "cpu" if device.type == "cpu" else f"{get_device_properties()['name']} ({device.type})"
+
+
+def _say(log: object, event: str, **values: object) -> None:
+    if get_rank() == 0:
+        log.info(event, **values)  # type: ignore[attr-defined]  # structlog's logger has no type
+
+
+def _tell(result: Result, settings: Settings, folder: Path | None, out: TextIO) -> None:
+    """Write what was found, on rank 0."""
+    assert folder is not None  # rank 0 has one
+    facts = orjson.dumps(result.facts(), option=orjson.OPT_INDENT_2).decode() + "\n"
+    if settings.json:
+        out.write(facts)
+        out.flush()
+    else:
+        write_page(result, folder, out, pairs_asked=settings.pairs)
+    if settings.outdir:
+        (folder / "result.json").write_text(facts)
+        complain(f"kept: {folder}/metrics.jsonl and result.json")
+    for failure in result.failures() if settings.json else ():
+        complain(failure)
+
+
+@contextlib.contextmanager
+def _folder(settings: Settings) -> Iterator[Path | None]:
+    """Give rank 0 a folder for the run, which is kept only where the user named it."""
+    if get_rank() != 0:
+        yield None
+    elif settings.outdir:
+        yield Path(settings.outdir).absolute()
+    else:
+        with tempfile.TemporaryDirectory(prefix="ezpz-test-") as made:
+            folder = Path(made) / "test"
+            yield folder
+
+
+@contextlib.contextmanager
+def _standard_output(settings: Settings) -> Iterator[TextIO]:
+    """Keep standard output for JSON, if that is asked for: what libraries print goes elsewhere."""
+    if not settings.json:
+        yield sys.stdout
+        return
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with open(kept, "w", encoding="utf-8", closefd=False) as out:
+            yield out
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
