@@ -12,6 +12,7 @@ from ._allocation import Allocation, get_allocation
 from ._cpus import get_cpu_count, get_cpus_per_node
 from ._env import FAMILIES, Family, family
 from ._errors import (
+    CheckError,
     HostfileError,
     IncompleteLauncherError,
     InvalidVariableError,
@@ -47,6 +48,7 @@ from ._world import (
 # What `detect` does not need is imported when it is used: each of these takes 1 to 4 ms.
 _LATER = {
     "Ancestor": "_ancestors",
+    "CheckResult": "_checks.result",
     "HostSlots": "_hostfile",
     "Hosts": "_fallback",
     "get_hostfile_with_fallback": "_fallback",
@@ -62,6 +64,7 @@ _LATER = {
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from ._ancestors import Ancestor, launching_ancestors
+    from ._checks.result import CheckResult
     from ._fallback import (
         Hosts,
         get_hostfile_with_fallback,
@@ -77,6 +80,8 @@ __all__ = [
     "Accelerators",
     "Allocation",
     "Ancestor",
+    "CheckError",
+    "CheckResult",
     "Family",
     "HostSlots",
     "HostfileError",

@@ -43,3 +43,7 @@ class IncompleteLauncherError(TopoError):
 
 class LauncherConflictError(TopoError):
     """Two launchers both claim this process and give it different ranks."""
+
+
+class CheckError(TopoError):
+    """What a check of ``ezpz doctor`` returned is no result."""

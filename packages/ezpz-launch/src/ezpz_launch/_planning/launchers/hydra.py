@@ -6,6 +6,7 @@ manager "user") is unverified, and none of it has been run.
 
 from __future__ import annotations
 
+from ezpz_launch._planning.identify import Launcher
 from ezpz_launch._planning.plan import LaunchPlan
 from ezpz_topo import family
 
@@ -17,12 +18,18 @@ def argv(plan: LaunchPlan) -> list[str]:
     placement, intel = plan.placement, plan.launcher.flavour == "intel"
     words = [plan.launcher.path, "-n", str(placement.nproc)]
     if plan.on_this_host:
-        # Inside a Slurm step Hydra would start its proxy by another srun, which waits for
-        # cores that the step holds, and would take its hosts from the job (MPICH 5.0.2).
-        fork = ["-launcher", "fork", "-rmk", "user", "-host", "localhost"]
-        words += ["-bootstrap", "fork", "-hosts", "localhost"] if intel else fork
+        words += on_this_host(plan.launcher)
     else:
         words += ["-ppn", str(placement.ppn)]
         words += [] if intel else ["-rmk", "user"]
         words += ["-hostfile", plan.hostfile]
     return [*words, *plan.launcher_args, *shim_argv(plan, family("pmi"), separator=":")]
+
+
+def on_this_host(launcher: Launcher) -> list[str]:
+    """Return the words that keep the ranks on this host, whatever job it is in."""
+    # Inside a Slurm step Hydra would start its proxy by another srun, which waits for
+    # cores that the step holds, and would take its hosts from the job (MPICH 5.0.2).
+    if launcher.flavour == "intel":
+        return ["-bootstrap", "fork", "-hosts", "localhost"]
+    return ["-launcher", "fork", "-rmk", "user", "-host", "localhost"]

@@ -1,0 +1,1 @@
+"""What ezpz_device has ``ezpz doctor`` look at: the accelerator."""

@@ -1,0 +1,190 @@
+"""The check ``all-reduce``: two ranks of this host meet and add, by gloo and by their devices.
+
+The part for accelerators is not run on hardware.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import socket
+import time
+from collections.abc import Mapping, MutableMapping
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import NamedTuple
+
+import torch
+
+from ezpz_device import get_torch_backend, get_torch_device_type
+from ezpz_dist._cleanup import cleanup
+from ezpz_dist._collectives.reduce import all_reduce
+from ezpz_dist._setup import setup_torch
+from ezpz_topo import FAMILIES, CheckResult
+
+_RANKS = 2
+_ELEMENTS = 1 << 20
+"""4 MiB of fp32: more than goes in one message."""
+
+_OF_THE_STAMP = ("EZPZ_LAUNCHER", "EZPZ_LOCAL_DEVICE", "EZPZ_CONTROL", "MASTER_ADDR", "MASTER_PORT")
+
+
+class Said(NamedTuple):
+    """What a rank says: the backend, milliseconds of one all-reduce, and what was wrong."""
+
+    backend: str
+    milliseconds: float
+    wrong: str
+
+
+class _Rank(NamedTuple):
+    process: BaseProcess
+    pipe: Connection
+
+
+def check(seconds: float) -> CheckResult:
+    """Start two ranks on this host, and add a tensor of each, by every backend that they have.
+
+    Args:
+        seconds: How long it may take.
+    """
+    said = _of_ranks(0.85 * seconds)
+    facts: dict[str, object] = {}
+    for rank, words in enumerate(said):
+        for each in words:
+            if each.wrong:
+                return _failed(f"rank {rank} of {_RANKS} by {each.backend}: {each.wrong}")
+    for rank, words in enumerate(said):
+        if not words or words[-1].backend != "end":
+            doing = words[-1].backend if words else "the start"
+            return _failed(
+                f"rank {rank} of {_RANKS} stopped, or did not end in time, after {doing}"
+            )
+    for each in said[0][:-1]:
+        facts[each.backend] = {"milliseconds": round(each.milliseconds, 2)}
+    shown = " and ".join(f"{each.backend} ({each.milliseconds:.1f} ms)" for each in said[0][:-1])
+    return CheckResult.ok(
+        f"two ranks add {4 * _ELEMENTS >> 20} MiB by {shown}", bytes=4 * _ELEMENTS, **facts
+    )
+
+
+def _failed(message: str) -> CheckResult:
+    return CheckResult.error(
+        message,
+        "see the check network; then run it by hand, with more words: TORCH_CPP_LOG_LEVEL=INFO "
+        "NCCL_DEBUG=INFO ezpz-launch -n 2 python -c 'import ezpz; ezpz.setup_torch()'",
+    )
+
+
+def _of_ranks(seconds: float) -> list[list[Said]]:
+    """Run both ranks for at most so long and return what each said; none is left afterwards."""
+    until = time.monotonic() + seconds
+    # A copy of this process has torch already, whose import takes a second; and no device is in
+    # use here yet. macOS forbids what torch does to a copy.
+    linux = os.uname().sysname == "Linux"
+    get = multiprocessing.get_context
+    context = get("fork") if linux else get("spawn")
+    port = _free_port()
+    ranks: list[_Rank] = []
+    try:
+        for rank in range(_RANKS):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=run_rank, args=(rank, port, seconds, theirs))
+            process.start()
+            theirs.close()
+            ranks.append(_Rank(process, ours))
+        return _listen(ranks, until)
+    finally:
+        for each in ranks:
+            each.process.kill()
+            each.process.join()
+            each.pipe.close()
+
+
+def _listen(ranks: list[_Rank], until: float) -> list[list[Said]]:
+    said: list[list[Said]] = [[] for _ in ranks]
+    talking = {each.pipe: words for each, words in zip(ranks, said, strict=True)}
+    while talking:
+        heard = wait(list(talking), max(0.0, until - time.monotonic()))
+        if not heard:
+            return said
+        for pipe in heard:
+            assert isinstance(pipe, Connection)
+            try:
+                talking[pipe].append(pipe.recv())
+            except EOFError:
+                del talking[pipe]
+                continue
+            if talking[pipe][-1].wrong:
+                return said  # the other one waits for it
+    return said
+
+
+def run_rank(rank: int, port: int, seconds: float, pipe: Connection) -> None:
+    """Be one of the ranks, say how each backend did, and ``end`` at the end."""
+    asked = dict(os.environ)
+    become(rank, port, os.environ)
+    # What it prints is said in other words, or of no interest to who asked for a table.
+    with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stderr(nowhere):
+        for device, backend in _ways(asked):
+            os.environ["TORCH_DEVICE"] = device
+            os.environ.pop("TORCH_BACKEND", None)
+            try:
+                said = Said(backend, _add(rank, device, backend, seconds), "")
+            except Exception as error:  # noqa: BLE001  # whatever it is, it is what was wrong
+                first = str(error).partition("\n")[0][:300]
+                said = Said(backend, 0.0, f"{type(error).__name__}: {first}")
+            pipe.send(said)
+            if said.wrong:
+                return
+        pipe.send(Said("end", 0.0, ""))
+
+
+def _ways(asked: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return (device type, backend) of each way to talk: gloo, and that of two devices."""
+    ways = [("cpu", "gloo")]
+    device_type = get_torch_device_type(asked)
+    if device_type in ("cuda", "xpu") and getattr(torch, device_type).device_count() >= _RANKS:
+        ways.append((device_type, get_torch_backend(asked)))
+    return ways
+
+
+def _add(rank: int, device: str, backend: str, seconds: float) -> float:
+    """Set up, add, and return the milliseconds of an all-reduce after the first."""
+    setup_torch(backend=backend, timeout=seconds)
+    try:
+        where = "cpu" if device == "cpu" else f"{device}:{rank}"
+        for _ in range(2):
+            tensor = torch.full((_ELEMENTS,), float(rank + 1), device=where)
+            begun = time.perf_counter()
+            total = all_reduce(tensor)
+            low, high = float(total.min()), float(total.max())
+            took = 1e3 * (time.perf_counter() - begun)
+            if (low, high) != (3.0, 3.0):
+                raise ArithmeticError(f"1 + 2 is {low:g} to {high:g}; expected 3")
+    finally:
+        cleanup()
+    return took
+
+
+def become(rank: int, port: int, env: MutableMapping[str, str]) -> None:
+    """Make this environment that of a rank of a world of two, and of no other."""
+    for family in FAMILIES:
+        for names in (
+            family.rank, family.world_size, family.local_rank, family.local_world_size,
+            family.node_rank, family.num_nodes, family.proof,
+        ):  # fmt: skip
+            for name in names:
+                env.pop(name, None)
+    for name in _OF_THE_STAMP:
+        env.pop(name, None)
+    world = {"RANK": rank, "WORLD_SIZE": _RANKS, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": _RANKS}
+    env.update({name: str(value) for name, value in world.items()})
+    env.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
+
+
+def _free_port() -> int:
+    with socket.socket() as asked:
+        asked.bind(("127.0.0.1", 0))
+        return int(asked.getsockname()[1])

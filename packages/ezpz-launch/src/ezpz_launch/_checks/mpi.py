@@ -1,0 +1,165 @@
+"""The check ``mpi``: the library that mpi4py loads belongs to the mpiexec that starts the ranks.
+
+Where it does not, nothing fails: each of n ranks is rank 0 of a world of one, and trains alone.
+Run on MPICH and Open MPI; PALS's part is not run on hardware.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+
+from ezpz_launch._errors import CommandNotFoundError, LaunchError
+from ezpz_launch._planning.identify import Launcher, find_command, find_mpiexec
+from ezpz_launch._planning.launchers import hydra, openmpi
+from ezpz_launch._planning.nested import outside_of_launch
+from ezpz_topo import CheckResult, TopoError, get_allocation
+
+from .command import Ended, run
+
+_NO_MPI4PY, _NO_LIBRARY = 81, 82
+
+# One write a rank, so that two lines do not mix.
+_PROGRAM = f"""\
+import sys
+try:
+    import mpi4py
+except ImportError:
+    sys.exit({_NO_MPI4PY})
+try:
+    from mpi4py import MPI
+except (ImportError, RuntimeError) as error:
+    print(error, file=sys.stderr)
+    sys.exit({_NO_LIBRARY})
+world, version = MPI.COMM_WORLD, MPI.Get_library_version().splitlines()[0]
+version = " ".join(version.replace(chr(0), "").split())
+total = world.allreduce(world.rank + 1)
+sys.stdout.write(f"ezpz-mpi {{world.rank}} {{world.size}} {{total}} {{version}}\\n")
+"""
+
+_SAID = re.compile(r"ezpz-mpi ([0-9]+) ([0-9]+) ([0-9]+) (.*)")
+_RANKS = 2
+_NO_OUTPUT = 141
+"""Hydra's exit status, without any output, once in 200 starts of ranks that end at once."""
+
+
+def check(seconds: float, env: Mapping[str, str] | None = None) -> CheckResult:
+    """Start two ranks of mpi4py by the mpiexec that ezpz-launch would use.
+
+    Args:
+        seconds: How long it may take.
+        env: The environment to read, and the ranks'; default ``os.environ``.
+    """
+    env = outside_of_launch(os.environ if env is None else env)
+    beside = os.path.dirname(sys.executable)
+    try:
+        launcher = find_mpiexec(env, beside=beside)
+    except CommandNotFoundError as error:
+        return _without_mpiexec(error, env, beside, seconds)
+    except LaunchError as error:
+        return CheckResult.of(error)
+    if launcher.kind == "pals" and not _in_job(env):
+        # PALS starts ranks on the nodes of a job only.
+        return _alone(launcher, _try([], env, seconds))
+    ended = _try(_words(launcher), env, seconds)
+    if ended.status == _NO_OUTPUT and not ended.stdout:
+        ended = _try(_words(launcher), env, seconds)
+    return _judged(launcher, ended, seconds)
+
+
+def _words(launcher: Launcher) -> list[str]:
+    start = [launcher.path, "-n", str(_RANKS)]
+    if launcher.kind == "hydra":
+        return [*start, *hydra.on_this_host(launcher)]
+    if launcher.kind == "openmpi":
+        return [*start, *openmpi.anywhere(as_root=os.geteuid() == 0)]
+    return [*start, "--ppn", str(_RANKS), "--envall"]
+
+
+def _try(words: Sequence[str], env: Mapping[str, str], seconds: float) -> Ended:
+    return run([*words, sys.executable, "-P", "-c", _PROGRAM], env, 0.8 * seconds)
+
+
+def _in_job(env: Mapping[str, str]) -> bool:
+    try:
+        job = get_allocation(env, ask=False)
+    except TopoError:
+        return False  # the check "scheduler" says so
+    return job.scheduler != "none" and job.on_node
+
+
+def _judged(launcher: Launcher, ended: Ended, seconds: float) -> CheckResult:
+    whose = f"{launcher.path} ({launcher.kind})"
+    facts = {"mpiexec": launcher.path, "kind": launcher.kind}
+    if failed := _without_mpi4py(ended):
+        return failed
+    if ended.status is None:
+        return CheckResult.error(
+            f"two ranks of mpi4py by {whose} did not end in {0.8 * seconds:.1f} s",
+            f"run it by hand: {launcher.path} -n 2 {sys.executable} -m mpi4py.bench helloworld",
+            **facts,
+        )
+    said = [match.groups() for match in _SAID.finditer(ended.stdout)]
+    versions = sorted({version for *_, version in said})
+    facts["library"] = ", ".join(versions)
+    if ended.status or len(said) != _RANKS:
+        return CheckResult.error(
+            f"two ranks of mpi4py by {whose} ended with {ended.status}: {ended.last_words}",
+            "load one MPI: the module of the MPI that mpi4py was built with, or: pip install mpich",
+            **facts,
+        )
+    worlds = sorted((int(rank), int(size), int(total)) for rank, size, total, _ in said)
+    if worlds != [(0, _RANKS, 3), (1, _RANKS, 3)]:
+        return CheckResult.error(
+            f"mpi4py loads {versions[0]}, and {whose} starts another MPI's ranks: each of two is "
+            f"rank {worlds[0][0]} of a world of {worlds[0][1]}",
+            "put the mpiexec of that library first on PATH, or reinstall mpi4py for this one: "
+            "pip install --no-cache-dir --no-binary=mpi4py --force-reinstall mpi4py",
+            **facts,
+        )
+    if launcher.notes:
+        note, _, remedy = launcher.notes[-1].rpartition("; ")
+        return CheckResult.warning(note, remedy, **facts)
+    return CheckResult.ok(f"two ranks of {versions[0]} by {whose}", **facts)
+
+
+def _without_mpi4py(ended: Ended) -> CheckResult | None:
+    if ended.status == _NO_MPI4PY:
+        return CheckResult.ok("mpi4py is not installed: no rank of this environment needs MPI")
+    if ended.status == _NO_LIBRARY:
+        return CheckResult.error(
+            f"mpi4py cannot load an MPI library: {ended.last_words}",
+            "load the site's MPI module, or: pip install mpich",
+        )
+    return None
+
+
+def _without_mpiexec(
+    error: Exception, env: Mapping[str, str], beside: str, seconds: float
+) -> CheckResult:
+    alone = _try([], env, seconds)
+    if failed := _without_mpi4py(alone):
+        return failed
+    try:
+        srun = find_command("srun", "srun", env, beside=beside)
+    except CommandNotFoundError:
+        return CheckResult.of(error, "warning")
+    return CheckResult.ok(f"no mpiexec; {srun.path} starts the ranks", srun=srun.path)
+
+
+def _alone(launcher: Launcher, ended: Ended) -> CheckResult:
+    """Judge by names alone: PALS goes with the MPICH of its vendor."""
+    if failed := _without_mpi4py(ended):
+        return failed
+    match = _SAID.search(ended.stdout)
+    version = match[4] if match else ended.last_words
+    facts = {"mpiexec": launcher.path, "kind": launcher.kind, "library": version}
+    if "MPICH" not in version.upper():
+        return CheckResult.error(
+            f"mpi4py loads {version}, and {launcher.path} is PALS, which starts ranks of MPICH",
+            "load the modules of the site's MPICH and of an mpi4py for it",
+            **facts,
+        )
+    return CheckResult.ok(f"{version} and PALS; ranks are tried inside a job only", **facts)

@@ -1,0 +1,180 @@
+"""One check's process, as its parent sees it: what it has said, and how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from dataclasses import replace
+from typing import Any
+
+from ezpz_topo import CheckResult
+
+from .found import Check
+
+_MOST = 1 << 20
+"""Bytes of an answer."""
+
+_TAIL = 1 << 16
+_SHOWN = 2000
+"""Bytes of what it prints that are kept, and characters that are shown."""
+
+_CHILD = """\
+import json, sys
+path, job = json.load(sys.stdin)
+sys.path[:] = path
+from ezpz._doctor.child import main
+main(*job)
+"""
+
+_TIME_OVER = "Timeout (0:"
+_FRAME = re.compile(r'^  File "(.*)", line ([0-9]+) in (.*)$', re.MULTILINE)
+"""What `faulthandler` writes: when the time is over, and for each place."""
+
+
+class Running:
+    """A check that runs in a process, and a process group, of its own.
+
+    Attributes:
+        check: Which one.
+        answer: The descriptor that its answer comes from.
+        printed: The descriptor of what it prints.
+    """
+
+    def __init__(self, check: Check, deadline: float) -> None:
+        self.check = check
+        self._said = {0: bytearray(), 1: bytearray()}
+        self._begun = time.monotonic()
+        self._allowed = deadline - self._begun
+        # Not what lies in the working directory: where to look is told.
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-c", _CHILD],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        job = [sys.path, [check.name, check.value, deadline]]
+        # Less than a pipe holds: it does not wait. A process that has ended is seen below.
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as told:
+            told.write(json.dumps(job).encode())
+        self.answer = self._process.stdout.fileno()
+        self.printed = self._process.stderr.fileno()
+        for descriptor in (self.answer, self.printed):
+            os.set_blocking(descriptor, False)
+
+    def read(self, descriptor: int) -> bool | None:
+        """Take what there is to read; return whether there was any, None at the end of it."""
+        try:
+            chunk = os.read(descriptor, 1 << 16)
+        except BlockingIOError:
+            return False
+        said = self._said[int(descriptor == self.printed)]
+        said += chunk
+        if descriptor == self.printed:
+            del said[:-_TAIL]
+        return True if chunk else None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has answered, said too much, or ended."""
+        return self._line is not None or len(self._said[0]) > _MOST or self._has_ended()
+
+    def _has_ended(self) -> bool:
+        # Not waited for: its number, which is its group's, would be another's some day.
+        try:
+            options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+            return os.waitid(os.P_PID, self._process.pid, options) is not None
+        except AttributeError:  # macOS, before Python 3.13
+            return self._process.poll() is not None
+
+    @property
+    def _line(self) -> bytes | None:
+        line, newline, _ = bytes(self._said[0]).partition(b"\n")
+        return line if newline else None
+
+    def end(self) -> CheckResult:
+        """End it, and all that it started; return what came of it, whatever that is."""
+        self.kill()
+        for descriptor in (self.answer, self.printed):
+            while len(self._said[0]) <= _MOST and self.read(descriptor):
+                pass
+        for pipe in (self._process.stdout, self._process.stderr):
+            if pipe is not None:
+                pipe.close()
+        result = self._answered() if self._line else self._unanswered()
+        took = time.monotonic() - self._begun
+        return replace(
+            result, name=self.check.name, source=self.check.source, seconds=round(took, 3)
+        )
+
+    def kill(self) -> None:
+        """End it, and every process of its group."""
+        if self._process.returncode is not None:
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        # In uninterruptible sleep (a hung file system) not even that ends it.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(0.2)
+
+    def _answered(self) -> CheckResult:
+        answer: dict[str, Any] = json.loads(self._line or b"")
+        if "broken" in answer:
+            return self._broken(answer["broken"], answer["details"])
+        return CheckResult(**answer)
+
+    def _unanswered(self) -> CheckResult:
+        status, words = self._process.returncode, self._said[1].decode(errors="replace")
+        details = {"exit_status": status, "printed": words[-_SHOWN:]}
+        if len(self._said[0]) > _MOST:
+            return self._broken(f"answered more than {_MOST >> 20} MiB", details)
+        # Its own watch ends it with this status, and says where it stood.
+        if _TIME_OVER in words or status in (None, -signal.SIGKILL):
+            remedy = (
+                f"give it more time: ezpz doctor --timeout=60 --only={self.check.name}; if that "
+                "does not help, what it waits for hangs"
+            )
+            return CheckResult.error(
+                f"hangs: did not end in {self._allowed:.1f} s{_standing(words)}", remedy, **details
+            )
+        if status < 0:
+            name = signal.Signals(-status).name
+            return self._broken(f"crashed by {name}{_standing(words)}", details)
+        return self._broken(f"ended with exit status {status} and without a result", details)
+
+    def _broken(self, message: str, details: dict[str, Any]) -> CheckResult:
+        package = self.check.package.partition(" ")[0]
+        return CheckResult.error(
+            message, f"install {package} again, or report it to its authors with --json", **details
+        )
+
+
+def _standing(words: str) -> str:
+    where = place_of(words)
+    return f"; it stands in {where}" if where else ""
+
+
+def place_of(words: str) -> str:
+    """Return where a process stood, of what `faulthandler` wrote of it; empty if it did not.
+
+    That is its main thread, which comes last, and there the innermost place that is not the
+    standard library's own.
+    """
+    thread = re.split(r"(?m)^.*\(most recent call first\):$", words)[-1]
+    frames = _FRAME.findall(thread)
+    own = sysconfig.get_path("stdlib")
+    inner = (own, "<frozen ")
+    theirs = [f for f in frames if not f[0].startswith(inner) or "site-packages" in f[0]]
+    for path, line, function in (theirs or frames)[:1]:
+        return f"{function} ({path}:{line})"
+    return ""
