@@ -9,29 +9,41 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ._digits import digits
+    from ._huggingface import huggingface_texts
+    from ._loader import DataLoader
+    from ._options import loader_options
     from ._tokens.blocks import TokenBlocks
     from ._tokens.files import python_sources, text_files
     from ._tokens.format import TokenHeader, read_header
+    from ._tokens.once import write_tokens_once
     from ._tokens.writer import write_tokens
 
 _HOMES = {
+    "DataLoader": "_loader",
     "TokenBlocks": "_tokens.blocks",
     "TokenHeader": "_tokens.format",
     "digits": "_digits",
+    "huggingface_texts": "_huggingface",
+    "loader_options": "_options",
     "python_sources": "_tokens.files",
     "read_header": "_tokens.format",
     "text_files": "_tokens.files",
     "write_tokens": "_tokens.writer",
+    "write_tokens_once": "_tokens.once",
 }
 
 __all__ = [
+    "DataLoader",
     "TokenBlocks",
     "TokenHeader",
     "digits",
+    "huggingface_texts",
+    "loader_options",
     "python_sources",
     "read_header",
     "text_files",
     "write_tokens",
+    "write_tokens_once",
 ]
 
 

@@ -1,0 +1,80 @@
+"""Real ranks for the tests of data: processes that meet over loopback, as a launcher's would.
+
+They are forked from a server that has imported torch once, because the import takes longer than
+the tests.
+"""
+
+import multiprocessing
+import os
+import socket
+import textwrap
+
+import pytest
+
+PRELUDE = """
+import os
+for fd, path in ((1, {out!r}), (2, {err!r})):
+    os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), fd)
+os.environ.clear()
+os.environ.update({env!r})
+import torch, ezpz_dist, ezpz_tp
+torch.set_num_threads(1)
+from ezpz.data import *
+"""
+LAUNCHERS = ("SLURM_", "PBS_", "PMI", "OMPI_", "EZPZ_", "TORCHELASTIC", "MASTER_")
+PLACE = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"}
+
+
+@pytest.fixture(scope="session")
+def fork_server():
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed", "ezpz_dist", "ezpz_tp"])
+    return context
+
+
+@pytest.fixture
+def ranks(fork_server, tmp_path):
+    """Run a script on n real ranks; return what each printed, or (status, output, errors)."""
+    started = []
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(LAUNCHERS) and name not in PLACE
+    }
+
+    def run(n, script, *, check=True, timeout=60, each=None):
+        with socket.socket() as probe:
+            # Held, without listening, so that no test beside this one is given the same port.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+            mine = []
+            for rank in range(n):
+                files = [tmp_path / f"{len(started)}.{name}" for name in ("out", "err")]
+                env = {
+                    **clean, "OMP_NUM_THREADS": "1", "NO_COLOR": "1",
+                    "RANK": str(rank), "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n),
+                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                    **((each or {}).get(rank, {})),
+                }  # fmt: skip
+                text = PRELUDE.format(out=str(files[0]), err=str(files[1]), env=env)
+                process = fork_server.Process(
+                    target=exec, args=(text + textwrap.dedent(script), {"__name__": "__rank__"})
+                )
+                process.start()
+                started.append(process)
+                mine.append((process, files))
+            done = []
+            for process, files in mine:
+                process.join(timeout)
+                out, err = (path.read_text() for path in files)
+                assert process.exitcode is not None, f"still running after {timeout} s: {err}"
+                assert not check or process.exitcode == 0, err
+                done.append(out if check else (process.exitcode, out, err))
+            return done
+
+    yield run
+    for process in started:
+        process.kill()
+        process.join()

@@ -1,0 +1,259 @@
+"""Files of tokens: written whole or not at all, read in blocks, refused when they are not right."""
+
+import pickle
+import textwrap
+
+import numpy as np
+import pytest
+import torch
+
+from ezpz.data import (
+    TokenBlocks,
+    huggingface_texts,
+    python_sources,
+    read_header,
+    text_files,
+    write_tokens,
+)
+from ezpz_dist import DataError
+
+
+@pytest.fixture
+def path(tmp_path):
+    return write_tokens(
+        tmp_path / "text.tokens", texts=["first", "", "second", "third"], progress=False
+    )
+
+
+def test_bytes_and_documents(path):
+    header = read_header(path, verify=True)
+    assert (header.vocab_size, header.tokens, header.documents) == (256, 19, 3)
+    blocks = TokenBlocks(path, 5)
+    assert len(blocks) == 3
+    tokens, targets = blocks[0]
+    assert tokens.dtype == targets.dtype == torch.int64
+    assert bytes(tokens.tolist()) == b"first"
+    assert bytes(targets.tolist()) == b"irst\0"
+    assert bytes(blocks[-1][1].tolist()) == b"d\0thi"
+    assert blocks.documents.tolist() == [0, 6, 13]
+    with pytest.raises(IndexError, match="block 3 of 3"):
+        blocks[3]
+
+
+def test_real_files_come_back_as_they_were(tmp_path):
+    files = python_sources(most=300_000)
+    assert sum(file.stat().st_size for file in files) <= 300_000
+    path = write_tokens(tmp_path / "stdlib.tokens", files, progress=False)
+    text = b"".join(file.read_bytes() + b"\0" for file in files if file.stat().st_size)
+    block = 1000
+    blocks = TokenBlocks(path, block)
+    for number in (0, len(blocks) // 2, len(blocks) - 1):
+        tokens, targets = blocks[number]
+        start = number * block
+        assert bytes(tokens.tolist()) == text[start : start + block]
+        assert bytes(targets.tolist()) == text[start + 1 : start + block + 1]
+
+
+@pytest.mark.parametrize(("vocab_size", "itemsize"), [(256, 1), (257, 2), (65_537, 4)])
+def test_a_tokenizer(tmp_path, vocab_size, itemsize):
+    def encode(text):
+        return [len(text), vocab_size - 2]
+
+    path = write_tokens(
+        tmp_path / "a", texts=["abc", "abcd"], encode=encode, vocab_size=vocab_size,
+        separator=vocab_size - 1, progress=False,
+    )  # fmt: skip
+    assert read_header(path).itemsize == itemsize
+    blocks = TokenBlocks(path, 5)
+    assert blocks[0][0].tolist() == [3, vocab_size - 2, vocab_size - 1, 4, vocab_size - 2]
+    assert blocks.vocab_size == vocab_size
+
+
+def test_a_real_tokenizer(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    learned = tokenizers.ByteLevelBPETokenizer()
+    texts = [file.read_text() for file in python_sources(most=60_000)]
+    learned.train_from_iterator(texts, vocab_size=500, show_progress=False)
+    path = write_tokens(
+        tmp_path / "bpe", texts=texts, encode=lambda text: learned.encode(text).ids,
+        vocab_size=500, progress=False,
+    )  # fmt: skip
+    blocks = TokenBlocks(path, 200)
+    assert texts[0].startswith(learned.decode(blocks[0][0].tolist()))
+    assert blocks.header.tokens < sum(map(len, texts)) / 1.5
+
+
+def test_a_copy_for_a_worker_maps_the_file_itself(path):
+    blocks = TokenBlocks(path, 5)
+    raw = pickle.dumps(blocks)
+    assert len(raw) < 2000
+    assert torch.equal(pickle.loads(raw)[1][0], blocks[1][0])
+
+
+def change(path, at, by):
+    raw = bytearray(path.read_bytes())
+    raw[at : at + len(by)] = by
+    path.write_bytes(raw)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "it is truncated"),
+        (lambda path: path.write_bytes(path.read_bytes() + b"x"), "longer than it says"),
+        (lambda path: path.write_bytes(path.read_bytes()[:20]), "no file of tokens"),
+        (
+            lambda path: path.write_text("text " * 50),
+            "no file of tokens, it begins with b'text tex'",
+        ),
+        (lambda path: change(path, 64 + 3, b"X"), "mixed from two files"),
+        (lambda path: change(path, 16, b"\7"), "its header is damaged"),
+        (lambda path: path.unlink(), r"No such file or directory; write it by write_tokens\(\)"),
+    ],
+    ids=["truncated", "longer", "short", "text", "mixed", "header", "missing"],
+)
+def test_what_is_not_right_is_refused(path, damage, words):
+    damage(path)
+    with pytest.raises(DataError, match=words):
+        TokenBlocks(path, 5)
+
+
+def test_blocks_that_are_too_long_are_refused(path):
+    assert len(TokenBlocks(path, 18)) == 1
+    for block in (0, 19):
+        with pytest.raises(DataError, match="expected 1 to 18"):
+            TokenBlocks(path, block)
+
+
+def test_a_writer_that_fails_leaves_what_was_there(path, tmp_path):
+    before = path.read_bytes()
+
+    def texts():
+        yield "more"
+        raise RuntimeError("no more texts")
+
+    with pytest.raises(RuntimeError, match="no more texts"):
+        write_tokens(path, texts=texts(), progress=False)
+    (tmp_path / "latin").write_bytes(b"caf\xe9")
+    options = {"encode": list, "vocab_size": 3, "progress": False}
+    for more, words in (
+        ({"texts": ["a"], "encode": lambda text: [5], "vocab_size": 3}, r"token 5; expected 0 to"),
+        ({"texts": ["a"], "encode": lambda text: [-1], "vocab_size": 3}, "token -1"),
+        ({"files": [tmp_path / "latin"], **options}, "latin: .*; expected UTF-8"),
+        ({"files": [tmp_path / "none"]}, "No such file"),
+        ({"texts": []}, "no documents"),
+        ({"texts": [b"bytes"]}, r"texts\[0\] is bytes; expected a text"),
+        ({"encode": list}, "expected both, or neither"),
+        ({"separator": 256}, "expected a token, 0 to 255"),
+    ):
+        with pytest.raises(DataError, match=words):
+            write_tokens(path, **{"progress": False, **more})
+    assert path.read_bytes() == before
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["latin", "text.tokens"]
+
+
+def test_progress_is_shown(tmp_path, capfd):
+    write_tokens(tmp_path / "a.tokens", texts=["a", "b"])
+    assert "writing a.tokens" in "".join(capfd.readouterr())
+
+
+def test_which_files(tmp_path):
+    for name in ("b.txt", "a.txt", "c.md"):
+        (tmp_path / name).write_text("text")
+    assert [file.name for file in text_files(tmp_path)] == ["a.txt", "b.txt"]
+    assert [file.name for file in text_files(tmp_path, "")] == ["a.txt", "b.txt", "c.md"]
+    assert text_files(tmp_path / "c.md") == [tmp_path / "c.md"]
+    assert [file.name for file in text_files(tmp_path, most=5)] == ["a.txt"]
+    with pytest.raises(DataError, match=r"no text files in .* within 3 bytes"):
+        text_files(tmp_path, most=3)
+    with pytest.raises(DataError, match="no text files"):
+        text_files(tmp_path / "nowhere")
+    names = {file.name for file in python_sources()}
+    assert {"this.py", "decoder.py"} <= names
+    assert not any("site-packages" in str(file) for file in python_sources(most=2_000_000))
+
+
+ONCE = """
+import pathlib
+ezpz_dist.setup_torch()
+calls = 0
+def files():
+    global calls
+    calls += 1
+    return python_sources(most=50_000)
+path = write_tokens_once({path!r}, files, per={per!r}, progress=False)
+print(calls, len(TokenBlocks(path, 100)), read_header(path).checksum)
+ezpz_dist.cleanup()
+"""
+
+
+@pytest.mark.parametrize("per", ["job", "node"])
+def test_one_rank_writes_and_all_read(ranks, tmp_path, per):
+    done = [line.split() for line in ranks(3, ONCE.format(path=str(tmp_path / "once"), per=per))]
+    assert [calls for calls, *_ in done] == ["1", "0", "0"]
+    assert len({tuple(rest) for _, *rest in done}) == 1
+    assert (tmp_path / "once").exists()
+
+
+def test_a_writer_that_fails_or_is_late_is_everybodys_error(ranks, tmp_path):
+    script = """
+    import time
+    ezpz_dist.setup_torch()
+    def late():
+        time.sleep(5)
+        return []
+    for more in ({{"files": ["/nowhere/a.txt"]}}, {{"files": late, "timeout": 0.3}}):
+        try:
+            write_tokens_once({path!r}, progress=False, **more)
+        except ezpz_dist.DataError as error:
+            print(error)
+    ezpz_dist.cleanup()
+    """
+    target = tmp_path / "once"
+    first, second = ranks(2, textwrap.dedent(script).format(path=str(target)))
+    assert first == second
+    failed, late = first.splitlines()
+    start = f"rank 0, which writes {target}, failed: "
+    assert failed == f"{start}DataError: write_tokens: /nowhere/a.txt: No such file or directory"
+    assert late == f"{start}it is not done after 0.3 s; give a longer timeout="
+    assert not target.exists()
+
+
+def test_reuse_takes_what_is_there(ranks, path):
+    script = f"""
+    ezpz_dist.setup_torch()
+    path = write_tokens_once({str(path)!r}, texts=["other"], reuse=True, progress=False)
+    print(read_header(path).tokens)
+    ezpz_dist.cleanup()
+    """
+    assert [int(text) for text in ranks(2, script)] == [19, 19]
+
+
+def test_hugging_faces_data_sets(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    made = datasets.Dataset.from_dict({"text": ["one", "two"], "number": [1, 2]})
+    datasets.disable_progress_bars()
+    made.save_to_disk(tmp_path / "set")
+    datasets.DatasetDict({"train": made}).save_to_disk(tmp_path / "dict")
+    for source in (made, tmp_path / "set", str(tmp_path / "dict")):
+        assert list(huggingface_texts(source)) == ["one", "two"]
+    path = write_tokens(tmp_path / "a", texts=huggingface_texts(made), progress=False)
+    assert bytes(np.fromfile(path, np.uint8, 8, offset=64)) == b"one\0two\0"
+    for source, options, words in (
+        (made, {"column": "body"}, "no column 'body'; expected one of 'text', 'number'"),
+        (made, {"column": "number"}, "column 'number' has a int; expected texts"),
+        (tmp_path / "dict", {"split": "dev"}, "no split 'dev'; expected one of 'train'"),
+        ("squad", {}, "squad: no folder; expected one that Dataset.save_to_disk wrote"),
+        (tmp_path, {}, "expected what Dataset.save_to_disk wrote"),
+        ([], {}, "a list; expected a Hugging Face Dataset, or a folder"),
+    ):
+        with pytest.raises(DataError, match=words):
+            list(huggingface_texts(source, **options))
+
+
+def test_a_data_set_of_hugging_face_goes_into_the_loader():
+    datasets = pytest.importorskip("datasets")
+    from ezpz.data import DataLoader
+
+    made = datasets.Dataset.from_dict({"x": [1.0, 2.0, 3.0]}).with_format("torch")
+    assert [batch["x"].tolist() for batch in DataLoader(made, 2)] == [[1.0, 2.0], [3.0]]
