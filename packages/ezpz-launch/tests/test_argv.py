@@ -41,6 +41,24 @@ def test_modules_and_code_are_run_by_this_python(words, command):
     assert split(["-n", "2", *words]) == ({"nproc": "2"}, (sys.executable, *command))
 
 
+@pytest.mark.parametrize(
+    ("code", "run"),
+    [
+        ("'import os; os.getpid()'", "import os; os.getpid()"),  # as quotes within quotes arrive
+        ('"print(1)"', "print(1)"),
+        ("print('x')", "print('x')"),
+        ("'a' in 'banana' or exit('b')", "'a' in 'banana' or exit('b')"),
+        ("'a' + f('b')", "'a' + f('b')"),
+        ("'a' 'b'", "'a' 'b'"),
+        ("'a\\nb'", "'a\\nb'"),
+        ("'", "'"),
+        ("", ""),
+    ],
+)
+def test_quotes_around_the_whole_code_are_taken_off(code, run):
+    assert split(["-c", code, "'x'"]) == ({}, (sys.executable, "-c", run, "'x'"))
+
+
 def test_only_the_first_separator_is_ours():
     assert split(["--", "--", "x"]) == ({}, ("--", "x"))
 

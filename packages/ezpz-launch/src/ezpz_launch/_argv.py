@@ -94,7 +94,7 @@ def split(argv: Sequence[str]) -> tuple[Options, tuple[str, ...]]:
     """Split ``argv`` at the first word that is not ours, or at ``--``.
 
     Returns:
-        Our options by long name, and the user's command.
+        Our options by long name, and the user's command, as it is; but for ``-c``, see `_unquoted`.
 
     Raises:
         UsageError: An option is unknown, is given twice, lacks its value, or has one that
@@ -114,7 +114,8 @@ def split(argv: Sequence[str]) -> tuple[Options, tuple[str, ...]]:
             raise UsageError(f"{flag} is given twice; expected once")
         value = _value_of(option, flag, text if attached else None, words)
         if option.last:
-            return options, (sys.executable, f"-{option.short}", str(value), *words)
+            text = _unquoted(str(value)) if option.name == "code" else str(value)
+            return options, (sys.executable, f"-{option.short}", text, *words)
         if option.many:
             held = options.setdefault(option.name, [])
             assert isinstance(held, list)
@@ -122,6 +123,17 @@ def split(argv: Sequence[str]) -> tuple[Options, tuple[str, ...]]:
         else:
             options[option.name] = value
     return options, tuple(words)
+
+
+def _unquoted(code: str) -> str:
+    """Take off quotes that are left around the whole code.
+
+    Who writes ``-c "'import ezpz'"`` means what is within: Python would take it for a mere text,
+    do nothing, and end with 0.
+    """
+    quote, within = code[:1], code[1:-1]
+    is_quoted = quote in ("'", '"') and len(code) > 1 and code.endswith(quote)
+    return within if is_quoted and quote not in within and "\\" not in within else code
 
 
 def _flag_of(word: str) -> tuple[str, bool, str]:

@@ -5,18 +5,30 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 import ezpz_dist
-from ezpz_topo import get_hostname, get_rank_info
+from ezpz_topo import get_hostname, get_rank, get_rank_info
 
 from .bandwidth import Bandwidth, measure_one
 
 Pair = tuple[int, int]
 """Two numbers of nodes, the smaller first."""
+
+
+class Node(NamedTuple):
+    """A node of the job.
+
+    Attributes:
+        host: Its name.
+        ranks: Those that run there.
+    """
+
+    host: str
+    ranks: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +88,28 @@ def rounds(nodes: int) -> list[list[Pair]]:
     return found
 
 
+def find_nodes() -> list[Node]:
+    """Return the nodes of all ranks, in the order of their first. Collective: every rank calls it.
+
+    Not every launcher says how many there are, or numbers them: the ranks ask each other.
+    """
+    info, host = get_rank_info(), get_hostname()
+    node = host if info.node_rank is None else info.node_rank
+    found: dict[int | str, Node] = {}
+    for rank, (key, name) in enumerate(ezpz_dist.all_gather_object((node, host))):
+        found.setdefault(key, Node(name, [])).ranks.append(rank)
+    return list(found.values())
+
+
 def measure_pairs(
-    size: int, device: torch.device, say: Callable[[int, int], object]
+    nodes: Sequence[Node], size: int, device: torch.device, say: Callable[[int, int], object]
 ) -> Pairs | None:
     """Time all-reduces of a size within each pair of nodes. Collective: every rank calls this.
 
     All ranks of both nodes take part, and disjoint pairs run at the same time.
 
     Args:
+        nodes: As of `find_nodes`.
         size: Bytes, a multiple of 4.
         device: Where the messages lie.
         say: Told of the rounds that are done and of their number.
@@ -91,18 +117,10 @@ def measure_pairs(
     Returns:
         What was found, on every rank; None where there is one node only.
     """
-    info = get_rank_info()
-    host = get_hostname()
-    # Not every launcher numbers the nodes.
-    node = host if info.node_rank is None else info.node_rank
-    members: dict[int | str, list[int]] = {}
-    hosts: dict[int | str, str] = {}
-    for rank, (key, name) in enumerate(ezpz_dist.all_gather_object((node, host))):
-        members.setdefault(key, []).append(rank)
-        hosts[key] = name
-    if len(members) < 2:
+    ranks = [node.ranks for node in nodes]
+    if len(ranks) < 2:
         return None
-    ranks = list(members.values())
+    rank = get_rank()
     mine: dict[Pair, Bandwidth] = {}
     schedule = rounds(len(ranks))
     for number, pairs in enumerate(schedule):
@@ -110,13 +128,13 @@ def measure_pairs(
         ezpz_dist.barrier()
         for first, second in pairs:
             both = sorted(ranks[first] + ranks[second])
-            if info.rank in both:
+            if rank in both:
                 found = _within(both, size, device)
-                if info.rank == both[0]:
+                if rank == both[0]:
                     mine[first, second] = found
         say(number + 1, len(schedule))
     every = {pair: one for part in ezpz_dist.all_gather_object(mine) for pair, one in part.items()}
-    return Pairs(tuple(hosts.values()), every)
+    return Pairs(tuple(node.host for node in nodes), every)
 
 
 def _within(ranks: Sequence[int], size: int, device: torch.device) -> Bandwidth:

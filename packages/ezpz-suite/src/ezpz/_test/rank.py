@@ -23,13 +23,13 @@ import ezpz_obs
 import ezpz_tp
 from ezpz.models import LlamaConfig, ModelError
 from ezpz_device import get_device_properties, get_torch_backend, get_torch_device
-from ezpz_topo import get_num_nodes, get_rank, get_world_size
+from ezpz_topo import get_rank, get_world_size
 
 from .bandwidth import Bandwidth, default_sizes, measure
 from .command import complain
 from .options import UsageError, take
 from .page import write_page
-from .pairs import measure_pairs
+from .pairs import find_nodes, measure_pairs
 from .result import Place, Result
 from .settings import Settings, parse
 from .text import batch, load_text
@@ -95,10 +95,11 @@ def _test(settings: Settings, device: torch.device, folder: Path | None) -> Resu
     """Train, compare the ranks, and measure. Collective; all ranks return the same verdict."""
     config = _config(settings)
     trainer = make_trainer(settings, config, device=device)
+    nodes = find_nodes()
     state = ezpz_tp.get_state()
     degrees = {axis: state.size(axis) for axis in ("tensor", "pipeline", "context", "data")}
     place = Place(
-        ranks=get_world_size(), nodes=get_num_nodes(), device=_name_of(device),
+        ranks=get_world_size(), nodes=len(nodes), device=_name_of(device),
         backend=get_torch_backend(), degrees=degrees, wrap=trainer.wrap,
         parameters=config.parameters(),
     )  # fmt: skip
@@ -116,9 +117,11 @@ def _test(settings: Settings, device: torch.device, folder: Path | None) -> Resu
         result.bandwidths = measure(sizes, device, say)
         if settings.pairs:
             largest = max(sizes, default=default_sizes(device.type)[-1])
-            result.pairs = measure_pairs(
-                largest, device, lambda done, of: _say(log, f"pairs of nodes: round {done} of {of}")
-            )
+
+            def say_round(done: int, of: int) -> None:
+                _say(log, f"pairs of nodes: round {done} of {of}")
+
+            result.pairs = measure_pairs(nodes, largest, device, say_round)
     return result
 
 
