@@ -58,6 +58,9 @@ from ezpz_topo import get_world_size_total as get_world_size_total
 from ezpz_topo import write_hostfile_from_list_of_hosts as write_hostfile_from_list_of_hosts
 from ezpz_topo import write_localhost_to_hostfile as write_localhost_to_hostfile
 
+from . import data as data
+from . import doctor as doctor
+from . import models as models
 from . import tp as tp
 from ._version import __version__ as __version__
 
@@ -78,7 +81,9 @@ __all__ = [
     "broadcast",
     "cleanup",
     "configure_logs",
+    "data",
     "describe",
+    "doctor",
     "get_cpus_per_node",
     "get_device_properties",
     "get_dist_info",
@@ -103,6 +108,7 @@ __all__ = [
     "latest_checkpoint",
     "load_checkpoint",
     "log_dict_as_bulleted_list",
+    "models",
     "print_dist_setup",
     "progress",
     "query_environment",

@@ -8,7 +8,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-MODULES: tuple[str, ...] = ("tp",)
+MODULES: tuple[str, ...] = ("data", "doctor", "models", "tp")
 """Modules of ``ezpz`` that ``import ezpz`` makes reachable: ``ezpz.tp`` and so on."""
 
 HOMES: dict[str, str] = {
