@@ -12,7 +12,7 @@ from ezpz_topo import CheckResult
 from .found import find_checks
 from .running import Running
 
-TIMEOUT: Final = 4.5
+TIMEOUT: Final = 4.3
 """Seconds that all checks have together: the whole command then takes 5 at most."""
 
 _LOOK = 0.1
@@ -45,7 +45,7 @@ def run_checks(
     deadline = time.monotonic() + timeout
     running: list[Running] = []
     try:
-        running.extend(Running(check, deadline) for check in checks)
+        running.extend(Running(check, timeout, deadline) for check in checks)
         results = [each.end() for each in _as_they_end(running, deadline, watch)]
     finally:
         for each in running:

@@ -47,11 +47,11 @@ class Running:
         printed: The descriptor of what it prints.
     """
 
-    def __init__(self, check: Check, deadline: float) -> None:
+    def __init__(self, check: Check, timeout: float, deadline: float) -> None:
         self.check = check
+        self._timeout = timeout
         self._said = {0: bytearray(), 1: bytearray()}
         self._begun = time.monotonic()
-        self._allowed = deadline - self._begun
         # Not what lies in the working directory: where to look is told.
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", _CHILD],
@@ -145,7 +145,7 @@ class Running:
                 "does not help, what it waits for hangs"
             )
             return CheckResult.error(
-                f"hangs: did not end in {self._allowed:.1f} s{_standing(words)}", remedy, **details
+                f"hangs: did not end in {self._timeout:g} s{_standing(words)}", remedy, **details
             )
         if status < 0:
             name = signal.Signals(-status).name

@@ -1,0 +1,332 @@
+"""The doctor: real entry points, real processes; checks that lie, crash, hang, or leave others."""
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from ezpz.doctor import DoctorError, find_checks, main, run_checks
+
+OURS = {
+    "accelerator", "all-reduce", "disk", "hostfile", "mpi", "network", "scheduler",
+    "shared-memory", "versions", "wandb",
+}  # fmt: skip
+
+PROBES = '''
+import os, re, subprocess, sys, time
+from ezpz_topo import CheckResult
+
+def well(seconds):
+    print("not an answer")
+    return CheckResult.ok("it is well", seconds=seconds)
+def warns(seconds):
+    return {"status": "warning", "message": "a mapping does, too", "remedy": "nothing"}
+def raises(seconds):
+    raise ZeroDivisionError("what broke\\nand more")
+def leaves(seconds):
+    sys.exit("on purpose")
+def segfaults(seconds):
+    import ctypes
+    ctypes.string_at(0)
+def exits(seconds):
+    print("last words", file=sys.stderr, flush=True)
+    os._exit(7)
+def hangs(seconds):
+    time.sleep(3600)
+def hangs_in_c(seconds):
+    re.match("(a+)+$", "a" * 64 + "b")
+def stops(seconds):
+    import signal
+    os.kill(os.getpid(), signal.SIGSTOP)
+def says_nothing(seconds):
+    pass
+def says_much(seconds):
+    return CheckResult.ok("x" * (3 << 20))
+def lies(seconds):
+    return {"status": "fine", "message": "", "colour": 3}
+def leaves_others(seconds):
+    """A process that runs on, a copy of this one with all that it has open, and an exit."""
+    child = subprocess.Popen(["sleep", "3600"])
+    copy = os.fork()
+    if copy == 0:
+        time.sleep(3600)
+    with open(os.environ["PROBE_PIDS"], "w") as file:
+        file.write(f"{child.pid} {copy}")
+    os._exit(0)
+'''
+
+
+@pytest.fixture
+def probes(tmp_path):
+    """An installed distribution with checks: its metadata is what an installer writes."""
+
+    def install(*names, module=PROBES):
+        name = "probes"
+        info = tmp_path / "site" / f"{name}-1.2.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.2\n")
+        entries = "".join(f"probe-{each} = probes:{each}\n" for each in names)
+        (info / "entry_points.txt").write_text(f"[ezpz.checks]\n{entries}")
+        (tmp_path / "site" / "probes.py").write_text(module)
+        return str(tmp_path / "site")
+
+    return install
+
+
+def doctor(*words, site="", cwd=None, **variables):
+    path = os.pathsep.join(filter(None, [site, os.environ.get("PYTHONPATH", "")]))
+    return subprocess.run(
+        [sys.executable, "-P", "-c", "import sys; from ezpz.doctor import main; sys.exit(main())",
+         *words],
+        capture_output=True, text=True, check=False, timeout=120, cwd=cwd,
+        env={**os.environ, "PYTHONPATH": path, **variables},
+    )  # fmt: skip
+
+
+def results_of(done):
+    return {each["name"].removeprefix("probe-"): each for each in json.loads(done.stdout)["checks"]}
+
+
+def is_there(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory):
+    """One run of everything that a check can do to the doctor and end by itself."""
+    folder = tmp_path_factory.mktemp("broken")
+    names = ["well", "warns", "raises", "leaves", "segfaults", "exits", "says_nothing",
+             "says_much", "lies", "not_there", "leaves_others"]  # fmt: skip
+    info = folder / "probes-1.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: probes\nVersion: 1.2\n")
+    entries = "".join(f"probe-{each} = probes:{each}\n" for each in names)
+    entries += "probe-unimportable = broken_probes:check\n"
+    (info / "entry_points.txt").write_text(f"[ezpz.checks]\n{entries}")
+    (folder / "probes.py").write_text(PROBES)
+    (folder / "broken_probes.py").write_text("import a_module_that_is_not_there\n")
+    words = ",".join(f"probe-{each}" for each in [*names, "unimportable"])
+    pids = folder / "pids"
+    done = doctor("--json", f"--only={words}", "--timeout=60", site=str(folder),
+                  PROBE_PIDS=str(pids))  # fmt: skip
+    return done, results_of(done), [int(pid) for pid in pids.read_text().split()]
+
+
+def test_a_package_of_somebody_else_contributes_checks(broken):
+    done, results, _ = broken
+    assert done.returncode == 1
+    well = results["well"]
+    assert (well["status"], well["message"]) == ("ok", "it is well")
+    assert 40 < well["details"]["seconds"] < 60, "told how long it may take"
+    assert well["source"] == "probes 1.2 (probes:well)"
+    assert 0 < well["seconds"] < 60
+    assert results["warns"]["status"] == "warning"
+    assert results["warns"]["remedy"] == "nothing"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("raises", "probes:raises raised ZeroDivisionError: what broke$"),
+        ("leaves", "probes:leaves raised SystemExit: on purpose"),
+        ("segfaults", r"crashed by SIGSEGV; it stands in segfaults \(.*probes.py:\d+\)"),
+        ("exits", "ended with exit status 7 and without a result"),
+        ("says_nothing", "probes:says_nothing returned None; expected an ezpz_topo.CheckResult"),
+        ("says_much", "answered more than 1 MiB"),
+        ("lies", "probes:lies returned what is no result: TypeError: .*colour"),
+        ("not_there", "probes:not_there cannot be loaded: AttributeError: .*not_there"),
+        ("unimportable", "broken_probes:check cannot be loaded: ModuleNotFoundError: .*a_module"),
+        ("leaves_others", "ended with exit status 0 and without a result"),
+    ],
+)
+def test_a_broken_check_is_an_error_that_names_it(broken, name, message):
+    _, results, _ = broken
+    result = results[name]
+    assert result["status"] == "error"
+    assert re.search(message, result["message"])
+    assert "probes 1.2" in result["source"]
+    assert "install probes again" in result["remedy"]
+
+
+def test_what_a_broken_check_printed_is_kept(broken):
+    _, results, _ = broken
+    assert "last words" in results["exits"]["details"]["printed"]
+    assert "ZeroDivisionError: what broke\nand more" in results["raises"]["details"]["traceback"]
+
+
+def test_nothing_that_a_check_started_is_left(broken):
+    _, _, pids = broken
+    assert len(pids) == 2
+    assert not any(is_there(pid) for pid in pids)
+
+
+def test_checks_that_hang_are_errors_and_the_whole_takes_five_seconds(probes, tmp_path):
+    site = probes("well", "hangs", "hangs_in_c", "stops")
+    begun = time.monotonic()
+    done = doctor("--json", site=site, cwd=tmp_path)
+    took = time.monotonic() - begun
+    # The bound that is promised, of everything that there is.
+    assert took < 5.0
+    results = results_of(done)
+    assert done.returncode == 1
+    assert OURS | {"well", "hangs", "hangs_in_c", "stops"} <= set(results)
+    assert results["well"]["status"] == "ok"
+    for name in ("hangs", "hangs_in_c", "stops"):
+        assert results[name]["status"] == "error"
+        assert "hangs: did not end in 4.3 s" in results[name]["message"]
+        assert f"--only=probe-{name}" in results[name]["remedy"]
+    assert re.search(r"stands in hangs \(.*probes.py:\d+\)", results["hangs"]["message"])
+    assert re.search(r"stands in hangs_in_c \(.*probes.py", results["hangs_in_c"]["message"])
+    # Nothing is written to the working directory.
+    assert [each.name for each in tmp_path.iterdir()] == ["site"]
+
+
+def test_what_this_host_has_is_well():
+    """The checks of our own packages; machines of tests have no scheduler, account or network."""
+    done = doctor("--json", "--timeout=100")
+    results = results_of(done)
+    assert set(results) >= OURS
+    errors = {name: each["message"] for name, each in results.items() if each["status"] == "error"}
+    assert done.returncode == int(bool(errors))
+    assert not errors
+    assert results["all-reduce"]["details"]["bytes"] == 4 << 20
+    assert results["all-reduce"]["details"]["gloo"]["milliseconds"] > 0
+
+
+def test_the_api_runs_some_of_them():
+    seen = []
+    results = run_checks(["versions", "hostfile"], timeout=60, watch=seen.append)
+    assert [result.name for result in results] == ["hostfile", "versions"]
+    assert seen[0] == ["hostfile", "versions"]
+    assert all(0 < result.seconds < 60 for result in results)
+    assert results[0].source.startswith("ezpz-topo ")
+
+
+def test_interrupted_it_leaves_nothing(probes, tmp_path):
+    module = PROBES.replace(
+        "time.sleep(3600)\ndef hangs_in_c", "open(os.environ['PROBE_PIDS'], 'w').write("
+        "str(os.getpid())); time.sleep(3600)\ndef hangs_in_c", 1,
+    )  # fmt: skip
+    site, pids = probes("hangs", module=module), tmp_path / "pids"
+    path = os.pathsep.join(filter(None, [site, os.environ.get("PYTHONPATH", "")]))
+    code = "import sys; from ezpz.doctor import main; sys.exit(main())"
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-c", code, "--only=probe-hangs", "--timeout=100"],
+        env={**os.environ, "PYTHONPATH": path, "PROBE_PIDS": str(pids)},
+    )
+    end = time.monotonic() + 60
+    while not pids.exists() or not pids.read_text():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
+    assert not is_there(int(pids.read_text()))
+
+
+def test_without_any_check_it_is_an_error(monkeypatch):
+    monkeypatch.setattr("ezpz._doctor.found.entry_points", lambda group: [])
+    with pytest.raises(DoctorError, match="no installed package has an entry point of the group"):
+        find_checks()
+
+
+def test_a_misspelt_name_is_told_the_right_one(capsys):
+    assert main(["--only=wandbb"]) == 2
+    assert "did you mean wandb?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--jsn"], "unknown word '--jsn'"),
+        (["disk"], "unknown word 'disk'"),
+        (["--"], "unknown word '--'"),
+        (["--only"], "expected --only=VALUE"),
+        (["--only="], "expected --only=VALUE"),
+        (["--json=1"], "expected --json;"),
+        (["--timeout=soon"], "--timeout=soon; expected seconds above 0"),
+        (["--timeout=nan"], "--timeout=nan; expected seconds above 0"),
+        (["--timeout=-1"], "expected seconds above 0"),
+    ],
+)
+def test_words_that_make_no_sense(words, said, capsys):
+    assert main(words) == 2
+    out, err = capsys.readouterr()
+    assert said in err
+    assert not out
+    assert err.count("\n") == 1
+
+
+def test_help_version_and_list(capsys):
+    assert main(["--help"]) == 0
+    assert "ezpz doctor --only=mpi,all-reduce" in capsys.readouterr().out
+    assert main(["--version"]) == 0
+    assert main(["--list"]) == 0
+    listed = capsys.readouterr().out
+    assert all(re.search(rf"(?m)^{name} +ezpz-", listed) for name in OURS)
+
+
+def on_a_terminal(*words, site, **variables):
+    """Run it on a terminal of 80 columns; return what it wrote there."""
+    code = "import sys; from ezpz.doctor import main; sys.exit(main())"
+    path = os.pathsep.join(filter(None, [site, os.environ.get("PYTHONPATH", "")]))
+    variables = {"PYTHONPATH": path, "TERM": "xterm", "COLUMNS": "80", **variables}
+    terminal, end = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-c", code, *words],
+        env={**os.environ, **variables}, stdin=end, stdout=end, stderr=end,
+    )  # fmt: skip
+    os.close(end)
+    said = b""
+    while True:
+        try:
+            chunk = os.read(terminal, 1 << 16)
+        except OSError:
+            break
+        if not chunk:
+            break
+        said += chunk
+    os.close(terminal)
+    process.wait(60)
+    return said.decode()
+
+
+LONG = """
+from ezpz_topo import CheckResult
+def well(seconds):
+    return CheckResult.ok("words " * 30)
+def warns(seconds):
+    return CheckResult.warning("steers \\x1b[2J a terminal", "read " + "/a-long-path" * 12)
+"""
+
+
+def test_on_a_terminal_it_is_a_table_of_80_columns(probes):
+    site = probes("well", "warns", module=LONG)
+    said = on_a_terminal("--only=probe-well,probe-warns", "--timeout=60", site=site)
+    assert "checking: probe-warns, probe-well" in said
+    assert "\x1b[32mok" in said
+    assert "\x1b[2J" not in said
+    plain = re.sub(r"\x1b\[[0-9;]*[mK]", "", said.rpartition("\r\x1b[K")[2])
+    lines = plain.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[0].startswith("warning  probe-warns  steers")
+    assert lines[1].startswith(" " * 22 + "remedy: read")
+    assert {line[:22].strip() for line in lines[1:-1]} == {"", "ok       probe-well"}
+    assert lines[-1].startswith("2 checks in ")
+    assert "1 warning (probe-warns)" in lines[-1]
+
+
+def test_no_colour_where_none_is_wanted(probes):
+    site = probes("well", "warns", module=LONG)
+    said = on_a_terminal("--only=probe-well", "--timeout=60", site=site, NO_COLOR="1")
+    assert "ok       probe-well" in said
+    assert "\x1b[3" not in said

@@ -1,0 +1,331 @@
+"""The checks of ``ezpz doctor``: good and bad states, with schedulers that answer as real ones."""
+
+import json
+import os
+import socket
+
+import pytest
+
+from ezpz_topo import CheckError, CheckResult, HostfileError
+from ezpz_topo._checks import hostfile, network, scheduler
+from ezpz_topo._checks.interfaces import chosen
+from ezpz_topo._hosts import get_hostname, short_name
+
+SCONTROL = """\
+case "$1" in
+ping) echo "Slurmctld(primary) at head is {state}"; exit {status} ;;
+show) if [ "$3" = 7 ]; then cat "{folder}/job"; else
+    echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1; fi ;;
+esac
+"""
+JOB = """\
+JobId=7 JobName=probe
+   UserId=alice(1000) GroupId=alice(1000) MCS_label=N/A
+   JobState=RUNNING Reason=None Dependency=(null)
+   StartTime=2026-11-21T02:00:00 EndTime=2026-11-21T02:05:00 Deadline=N/A
+   Partition=all AllocNode:Sid=head:1
+   NodeList=nid[001-002]
+"""
+IN_JOB = {
+    "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "nid[001-002]", "SLURM_NODELIST": "nid[001-002]",
+    "SLURM_JOB_NUM_NODES": "2", "SLURMD_NODENAME": "nid001",
+}  # fmt: skip
+NOTHING = {"PATH": "/nonexistent"}
+
+
+def command(folder, name, body):
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def slurm(tmp_path):
+    """A PATH with a scontrol that knows job 7 on nid001 and nid002."""
+
+    def make(state="UP", status=0):
+        (tmp_path / "job").write_text(JOB)
+        body = SCONTROL.format(state=state, status=status, folder=tmp_path)
+        command(tmp_path, "scontrol", body)
+        return {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+
+    return make
+
+
+@pytest.fixture
+def pbs(tmp_path):
+    """A PATH with a qstat that knows job 1 on x1n0 and x1n1."""
+    job = {
+        "Job_Name": "probe", "job_state": "R", "queue": "workq", "exec_host": "x1n0/0*2+x1n1/0*2",
+        "Resource_List": {"select": "2:ncpus=2:mpiprocs=2", "mpiprocs": "4"},
+    }  # fmt: skip
+    (tmp_path / "answer").write_text(json.dumps({"Jobs": {"1.pbs-0001": job}}))
+    command(tmp_path, "qstat", f'[ "$1" = -B ] && exit 0; cat "{tmp_path}/answer"')
+    return {
+        "PATH": f"{tmp_path}:/usr/bin:/bin", "PBS_JOBID": "1.pbs-0001",
+        "PBS_ENVIRONMENT": "PBS_BATCH",
+    }  # fmt: skip
+
+
+# What a result is.
+
+
+def test_a_result_without_its_remedy_is_none():
+    with pytest.raises(CheckError, match=r"warning without a remedy \('full'\); expected what"):
+        CheckResult.warning("full", " ")
+    with pytest.raises(CheckError, match="status is 'fine'; expected one of ok, warning, error"):
+        CheckResult("fine", "all is well")
+    with pytest.raises(CheckError, match="message is empty"):
+        CheckResult.ok("\n")
+    with pytest.raises(CheckError, match="message is 3; expected text"):
+        CheckResult.ok(3)
+    assert CheckResult.ok("well", free=3).details == {"free": 3}
+
+
+def test_an_error_of_ours_brings_its_remedy():
+    result = CheckResult.of(HostfileError("hostfile 'x' is empty; expected a host; write one"))
+    assert (result.status, result.remedy) == ("error", "write one")
+    assert result.message == "hostfile 'x' is empty; expected a host"
+    assert result.details == {"error": "HostfileError"}
+    bare = CheckResult.of(OSError(), "warning")
+    assert (bare.status, bare.message) == ("warning", "OSError")
+    assert bare.remedy
+
+
+# The scheduler.
+
+
+def test_without_a_scheduler_all_is_well():
+    result = scheduler.check(5, NOTHING)
+    assert (result.status, result.details) == ("ok", {"scheduler": "none"})
+
+
+def test_outside_of_a_job_the_controller_is_asked(slurm):
+    assert scheduler.check(5, slurm()).message == "Slurm answers; no job in this shell"
+    down = scheduler.check(5, slurm("DOWN"))
+    assert down.status == "warning"
+    assert "'Slurmctld(primary) at head is DOWN'" in down.message
+
+
+def test_a_controller_that_hangs_is_not_waited_for(tmp_path):
+    command(tmp_path, "scontrol", "exec sleep 100")
+    result = scheduler.check(0.5, {"PATH": f"{tmp_path}:/usr/bin:/bin"})
+    assert result.status == "warning"
+    assert "'scontrol ping' gave no answer in 0.4 s" in result.message
+
+
+def test_on_a_machine_with_a_scheduler_its_commands_are_missed():
+    result = scheduler.check(5, {**NOTHING, "EZPZ_MACHINE": "aurora"})
+    assert result.status == "warning"
+    assert "aurora has PBS, and 'qstat' cannot be started" in result.message
+    assert "add /opt/pbs/bin to PATH" in result.remedy
+
+
+def test_in_a_job_the_controller_knows_it(slurm):
+    result = scheduler.check(5, {**slurm(), **IN_JOB})
+    assert result.status == "ok"
+    assert "job 7 has 2 hosts: nid[001-002], ends at 2026-11-21 02:05 UTC" in result.message
+    assert result.details["hosts"] == ["nid001", "nid002"]
+
+
+def test_in_a_job_whose_controller_is_silent_the_variables_do(slurm):
+    result = scheduler.check(5, {**slurm("DOWN", 1), **IN_JOB})
+    assert result.status == "warning"
+    assert "job 7 of Slurm, by its variables; but 'scontrol ping' ended with" in result.message
+    gone = scheduler.check(5, {**NOTHING, **IN_JOB})
+    assert (gone.status, "cannot be started" in gone.message) == ("warning", True)
+
+
+def test_a_job_that_is_over_is_an_error(slurm):
+    result = scheduler.check(5, {**slurm(), **IN_JOB, "SLURM_JOB_ID": "8"})
+    assert result.status == "error"
+    assert "'scontrol show job 8'" in result.message
+    assert "Invalid job id" in result.message
+
+
+def test_two_jobs_at_once_are_an_error():
+    result = scheduler.check(5, {**NOTHING, **IN_JOB, "PBS_JOBID": "1.x"})
+    assert (result.status, result.remedy) == (
+        "error", "unset the one that is left over from another shell"
+    )  # fmt: skip
+
+
+def test_pbs_is_asked_for_its_job(pbs, tmp_path):
+    (tmp_path / "nodes").write_text("x1n0.site\nx1n1.site\n")
+    result = scheduler.check(5, {**pbs, "PBS_NODEFILE": str(tmp_path / "nodes")})
+    assert result.status == "ok"
+    assert result.message == "PBS answers; job 1.pbs-0001 has 2 hosts: x1n0.site,x1n1.site"
+
+
+# The hostfile.
+
+
+def test_without_a_hostfile_and_a_job_this_host_is_used(tmp_path):
+    result = hostfile.check(5, NOTHING)
+    assert (result.status, result.details["hosts"]) == ("ok", [get_hostname()])
+    (tmp_path / "hosts").write_text("a\nb slots=2\n")
+    named = hostfile.check(5, {**NOTHING, "HOSTFILE": str(tmp_path / "hosts")})
+    assert named.status == "ok"
+    assert "2 hosts (a, b); no job to compare with" in named.message
+
+
+def test_a_hostfile_that_cannot_be_read_is_an_error(tmp_path):
+    result = hostfile.check(5, {**NOTHING, "HOSTFILE": str(tmp_path / "none")})
+    assert result.status == "error"
+    assert "none' cannot be read" in result.message
+    assert "unset the variable that names it" in result.remedy
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "said"),
+    [
+        ("nid002\n", "ok", "1 of the 2 hosts of job 7"),
+        ("nid001.site.gov\nNID002\n", "ok", "2 of the 2 hosts of job 7"),
+        ("nid001\nnid003\n", "error", "names nid003, which job 7 does not have: nid001, nid002"),
+    ],
+)
+def test_a_hostfile_is_held_to_the_job(slurm, tmp_path, text, status, said):
+    (tmp_path / "hosts").write_text(text)
+    result = hostfile.check(5, {**slurm(), **IN_JOB, "HOSTFILE": str(tmp_path / "hosts")})
+    assert result.status == status
+    assert said in result.message
+    assert "(slurm's server)" in result.message or status == "ok"
+
+
+def test_variables_of_another_job_are_seen(slurm):
+    stale = {**IN_JOB, "SLURM_JOB_NODELIST": "nid[003-004]", "SLURM_NODELIST": "nid[003-004]"}
+    result = hostfile.check(5, {**slurm(), **stale})
+    assert result.status == "error"
+    assert "Slurm's variables name nid003, nid004, which job 7 does not have" in result.message
+    assert hostfile.check(5, {**slurm(), **IN_JOB}).status == "ok"
+
+
+def test_where_the_server_is_silent_the_variables_are_compared_with(tmp_path):
+    (tmp_path / "hosts").write_text("nid009\n")
+    env = {**NOTHING, **IN_JOB}
+    silent = hostfile.check(5, env)
+    assert silent.status == "ok"
+    assert "its server did not tell: 'scontrol' cannot be started" in silent.message
+    wrong = hostfile.check(5, {**env, "HOSTFILE": str(tmp_path / "hosts")})
+    assert wrong.status == "error"
+    assert "(SLURM_JOB_NODELIST)" in wrong.message
+
+
+def test_the_node_file_of_pbs_is_held_to_exec_host(pbs, tmp_path):
+    (tmp_path / "nodes").write_text("x1n0.site\nx1n7.site\n")
+    env = {**pbs, "PBS_NODEFILE": str(tmp_path / "nodes")}
+    wrong = hostfile.check(5, env)
+    assert wrong.status == "error"
+    assert "PBS_NODEFILE name x1n7.site, which job 1.pbs-0001 does not have" in wrong.message
+    (tmp_path / "nodes").write_text("x1n0.site\nx1n0.site\nx1n1.site\n")
+    assert hostfile.check(5, env).status == "ok"
+
+
+# The network.
+
+LOOPBACK = next(name for _, name in socket.if_nameindex() if name in ("lo", "lo0"))
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "names", "missing"),
+    [
+        ("names", "eth0,lo", ("eth0", "lo"), ()),
+        ("names", "eth0,ib9", ("eth0",), ("ib9",)),
+        ("prefixes", "eth", ("eth0", "eth1"), ()),
+        ("prefixes", "ib,eth1", ("eth1",), ()),
+        ("prefixes", "=eth", (), ("eth",)),
+        ("prefixes", "=eth1", ("eth1",), ()),
+        ("prefixes", "^lo", ("eth0", "eth1"), ()),
+        ("prefixes", "^=eth0,lo", ("eth1",), ()),
+    ],
+)
+def test_interfaces_are_chosen_as_each_library_does(form, text, names, missing):
+    assert chosen(form, text, ["lo", "eth0", "eth1"]) == (names, missing)
+
+
+def test_nothing_set_is_well():
+    assert network.check(5, NOTHING).status == "ok"
+    named = network.check(5, {**NOTHING, "GLOO_SOCKET_IFNAME": LOOPBACK})
+    assert named.status == "ok"
+    assert named.details["variables"] == {"GLOO_SOCKET_IFNAME": LOOPBACK}
+
+
+@pytest.mark.parametrize("variable", ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"])
+def test_an_interface_that_is_not_here_is_an_error(variable):
+    result = network.check(5, {**NOTHING, variable: "hsn7"})
+    assert result.status == "error"
+    assert f"{variable}=hsn7: no interface hsn7; this host has" in result.message
+
+
+def test_loopback_does_not_reach_the_other_hosts():
+    result = network.check(5, {**NOTHING, **IN_JOB, "GLOO_SOCKET_IFNAME": LOOPBACK})
+    assert result.status == "error"
+    assert "loopback alone does not reach the other hosts" in result.message
+
+
+def test_every_interface_left_out_is_an_error():
+    everything = ",".join(name for _, name in socket.if_nameindex())
+    result = network.check(5, {**NOTHING, "NCCL_SOCKET_IFNAME": f"^{everything}"})
+    assert (result.status, "no interface is left" in result.message) == ("error", True)
+
+
+def test_what_the_machines_file_has_is_compared():
+    aurora = {**NOTHING, "EZPZ_MACHINE": "aurora"}
+    unset = network.check(5, aurora)
+    assert unset.status == "ok"
+    assert "ezpz-launch sets CCL_PROCESS_LAUNCHER" in unset.message
+    other = network.check(5, {**aurora, "FI_MR_CACHE_MONITOR": "memhooks"})
+    assert other.status == "warning"
+    assert "=memhooks, where aurora.toml has userfaultfd" in other.message
+    assert network.check(5, {**aurora, "FI_MR_CACHE_MONITOR": "userfaultfd"}).status == "ok"
+
+
+def test_a_first_host_that_cannot_be_looked_up_is_an_error(tmp_path, monkeypatch):
+    asked = []
+
+    def no_such_name(name, port):
+        asked.append(name)
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    # Whether a resolver answers at once is not ours to test.
+    monkeypatch.setattr(socket, "getaddrinfo", no_such_name)
+    (tmp_path / "nodes").write_text(f"{get_hostname()}\nx1n1\n")
+    env = {
+        **NOTHING, "EZPZ_MACHINE": "aurora", "PBS_JOBID": "1.x", "PBS_ENVIRONMENT": "PBS_BATCH",
+        "PBS_NODEFILE": str(tmp_path / "nodes"),
+    }  # fmt: skip
+    result = network.check(5, env)
+    assert result.status == "error"
+    assert ".hsn.cm.aurora.alcf.anl.gov, the first host on the fast network" in result.message
+    assert "Name or service not known" in result.message
+    assert "MASTER_ADDR=" in result.remedy
+    monkeypatch.setattr(socket, "getaddrinfo", lambda name, port: asked.append(name))
+    assert network.check(5, env).status == "ok"
+    assert asked == 2 * [f"{short_name(get_hostname())}.hsn.cm.aurora.alcf.anl.gov"]
+
+
+def test_slingshot_without_a_card_is_an_error(tmp_path):
+    (tmp_path / "sys/class").mkdir(parents=True)
+    env = {**NOTHING, "FI_PROVIDER": "cxi"}
+    assert network.check(5, env, root=str(tmp_path)).status == "error"
+    (tmp_path / "sys/class/cxi").mkdir()
+    assert network.check(5, env, root=str(tmp_path)).status == "ok"
+
+
+def test_what_slows_is_a_warning(tmp_path):
+    (tmp_path / "sys/class/infiniband/mlx5_0").mkdir(parents=True)
+    root = str(tmp_path)
+    two_hosts = {**NOTHING, **IN_JOB, "NCCL_IB_DISABLE": "1"}
+    result = network.check(5, two_hosts, root=root)
+    assert result.status == "warning"
+    assert "NCCL_IB_DISABLE=1: NCCL leaves InfiniBand and RoCE alone (mlx5_0)" in result.message
+    assert network.check(5, {**NOTHING, "NCCL_IB_DISABLE": "1"}, root=root).status == "ok"
+    assert network.check(5, {**NOTHING, "NCCL_P2P_DISABLE": "1"}, root=root).status == "warning"
+    assert network.check(5, {**NOTHING, "NCCL_P2P_DISABLE": "0"}, root=root).status == "ok"
+
+
+def test_the_environment_is_only_read():
+    before = dict(os.environ)
+    for check in (scheduler.check, hostfile.check, network.check):
+        assert check(5).status in ("ok", "warning")
+    assert dict(os.environ) == before
