@@ -12,6 +12,7 @@ from ezpz_dist import DataError
 
 SETUP = """
 import json
+from ezpz.data import DataLoader
 ezpz_dist.setup_torch({degrees})
 
 class Numbers(torch.utils.data.Dataset):
@@ -122,6 +123,7 @@ def test_a_run_goes_on_with_another_data_parallel_degree(ranks):
 
 def test_a_failing_reader_is_everybodys_error(ranks):
     script = """
+    from ezpz.data import DataLoader
     ezpz_dist.setup_torch(tensor_parallel_size=2)
 
     class Broken(torch.utils.data.Dataset):

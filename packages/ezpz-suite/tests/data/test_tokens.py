@@ -174,7 +174,7 @@ def test_which_files(tmp_path):
 
 
 ONCE = """
-import pathlib
+from ezpz.data import *
 ezpz_dist.setup_torch()
 calls = 0
 def files():
@@ -198,6 +198,7 @@ def test_one_rank_writes_and_all_read(ranks, tmp_path, per):
 def test_a_writer_that_fails_or_is_late_is_everybodys_error(ranks, tmp_path):
     script = """
     import time
+    from ezpz.data import *
     ezpz_dist.setup_torch()
     def late():
         time.sleep(5)
@@ -221,6 +222,7 @@ def test_a_writer_that_fails_or_is_late_is_everybodys_error(ranks, tmp_path):
 
 def test_reuse_takes_what_is_there(ranks, path):
     script = f"""
+    from ezpz.data import *
     ezpz_dist.setup_torch()
     path = write_tokens_once({str(path)!r}, texts=["other"], reuse=True, progress=False)
     print(read_header(path).tokens)

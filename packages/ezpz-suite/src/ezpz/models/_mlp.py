@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from torch import Tensor, nn
 
 from ._errors import ModelError
 
 
-class MLP(nn.Sequential):
-    """Linear layers with ReLU between them (Rosenblatt 1958; Rumelhart et al. 1986).
+class MLP(nn.Module):
+    """Linear layers with ReLU between them (Rumelhart et al., Nature 323, 1986).
 
     >>> import torch
     >>> MLP((64, 32, 10))(torch.zeros(5, 8, 8)).shape
@@ -19,24 +20,25 @@ class MLP(nn.Sequential):
     Args:
         widths: Of the input, of each hidden layer, and of the output.
 
+    Attributes:
+        layers: The linear layers.
+
     Raises:
         ModelError: There are fewer than two widths, or one is below 1.
     """
 
     def __init__(self, widths: Sequence[int]) -> None:
-        self.widths = tuple(widths)
-        if len(self.widths) < 2 or min(self.widths) < 1:
+        super().__init__()
+        if len(widths) < 2 or min(widths) < 1:
             raise ModelError(
-                f"MLP{self.widths}; expected at least two widths from 1, those of input and output"
+                f"MLP({tuple(widths)}); expected at least two widths from 1, those of input and "
+                "output"
             )
-        modules: list[nn.Module] = []
-        for before, after in zip(self.widths, self.widths[1:], strict=False):
-            modules += [nn.Linear(before, after), nn.ReLU()]
-        super().__init__(*modules[:-1])
+        self.layers = nn.ModuleList(nn.Linear(*both) for both in pairwise(widths))
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # torch's name
+    def forward(self, inputs: Tensor) -> Tensor:
         """Return ``[batch, last width]`` of ``[batch, ...]``, which is flattened."""
-        hidden = input.flatten(1)
-        for module in self:
-            hidden = module(hidden)
+        hidden = inputs.flatten(1)
+        for number, layer in enumerate(self.layers):
+            hidden = layer(hidden if number == 0 else hidden.relu())
         return hidden

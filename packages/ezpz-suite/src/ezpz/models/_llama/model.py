@@ -62,7 +62,7 @@ class Llama(nn.Module):
 
     Attributes:
         config: Sizes.
-        layers: The blocks, by their numbers in the whole model.
+        layers: The blocks, named by their numbers in the whole model.
 
     Raises:
         ezpz_tp.DegreeError: Tensor-parallel ranks do not divide the heads or the hidden width.

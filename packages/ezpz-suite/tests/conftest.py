@@ -1,4 +1,4 @@
-"""Real ranks for the tests of data: processes that meet over loopback, as a launcher's would.
+"""Real ranks for tests: processes that meet over loopback, as a launcher's would.
 
 They are forked from a server that has imported torch once, because the import takes longer than
 the tests.
@@ -19,7 +19,6 @@ os.environ.clear()
 os.environ.update({env!r})
 import torch, ezpz_dist, ezpz_tp
 torch.set_num_threads(1)
-from ezpz.data import *
 """
 LAUNCHERS = ("SLURM_", "PBS_", "PMI", "OMPI_", "EZPZ_", "TORCHELASTIC", "MASTER_")
 PLACE = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"}

@@ -1,0 +1,152 @@
+"""The diffusion transformer, the noise that it learns to see, and the sampler."""
+
+import pytest
+import torch
+
+from ezpz.data import digits
+from ezpz.models import DiT, DiTConfig, ModelError, NoiseSchedule
+
+
+def test_at_first_it_predicts_no_noise():
+    model = DiT(DiTConfig()).eval()
+    images = torch.randn(3, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    predicted = model(images, torch.tensor([0, 5, 9]), torch.tensor([0, 1, 10]))
+    assert predicted.shape == images.shape
+    assert not predicted.any()
+    hidden = torch.randn(3, 16, 64, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(model.layers[0](hidden, torch.ones(3, 64)), hidden), "adaLN-Zero"
+
+
+def test_pixels_go_back_where_they_came_from():
+    """With a head that returns the patches' pixels in order, the image is its own output."""
+    model = DiT(DiTConfig(image_size=4, patch_size=2, channels=2, dim=8, layers=1)).eval()
+    image = torch.arange(32.0).view(1, 2, 4, 4)
+    patches = image.unfold(2, 2, 2).unfold(3, 2, 2)  # [1, c, rows, columns, 2, 2]
+    pixels = patches.permute(0, 2, 3, 4, 5, 1).reshape(1, 4, 8)
+    model.head.forward = lambda hidden: pixels
+    assert torch.equal(model(image, torch.zeros(1).long(), torch.zeros(1).long()), image)
+
+
+def test_it_depends_on_time_label_and_place():
+    torch.manual_seed(0)
+    model = DiT(DiTConfig(layers=1)).eval()
+    with torch.no_grad():
+        for one in model.parameters():
+            one.normal_(std=0.1)
+    images, times, labels = torch.zeros(1, 1, 8, 8), torch.tensor([3]), torch.tensor([3])
+    first = model(images, times, labels)
+    assert not torch.allclose(first, model(images, times + 1, labels))
+    assert not torch.allclose(first, model(images, times, labels + 1))
+    patches = first.unfold(2, 2, 2).unfold(3, 2, 2).reshape(16, 4)
+    assert len(patches.unique(dim=0)) == 16, "of an image that is alike everywhere"
+
+
+def test_labels_are_dropped_in_training_only():
+    torch.manual_seed(0)
+    model = DiT(DiTConfig(label_dropout=0.5))
+    seen = []
+    model.labels.register_forward_hook(lambda module, given, output: seen.append(given[0]))
+    arguments = torch.zeros(400, 1, 8, 8), torch.zeros(400).long(), torch.zeros(400).long()
+    model(*arguments)
+    model.eval()(*arguments)
+    assert 150 < (seen[0] == 10).sum() < 250
+    assert not seen[1].any()
+
+
+def test_noise_comes_in_step_by_step():
+    schedule = NoiseSchedule(100)
+    assert schedule.signal.shape == (100,)
+    assert (schedule.signal.diff() < 0).all()
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(20_000, 1, generator=generator)
+    images = torch.full((20_000, 1), 0.5)
+    for time in (0, 30, 99):
+        found = schedule.add_noise(images, noise, torch.full((20_000,), time))
+        kept = schedule.signal[time].item()
+        assert found.mean().item() == pytest.approx(0.5 * kept**0.5, abs=0.02)
+        assert found.var().item() == pytest.approx(1 - kept, abs=0.03)
+
+
+class Perfect:
+    """Knows the image of each label, and so what the noise is."""
+
+    def __init__(self, schedule):
+        self.schedule, self.times = schedule, []
+
+    def __call__(self, noisy, times, labels):
+        self.times.append(int(times[0]))
+        kept = self.schedule.signal[times].view(-1, 1)
+        return (noisy - kept.sqrt() * self.images(labels)) / (1 - kept).sqrt()
+
+    @staticmethod
+    def images(labels):
+        return labels.float().unsqueeze(1).expand(-1, 3) / 10 - 0.5
+
+
+@pytest.mark.parametrize("steps", [1, 7, 50])
+def test_who_knows_the_noise_finds_the_image(steps):
+    schedule = NoiseSchedule(50)
+    model, labels = Perfect(schedule), torch.arange(5)
+    found = schedule.sample(model, labels, (3,), steps=steps)
+    torch.testing.assert_close(found, model.images(labels), atol=1e-3, rtol=0)
+    assert len(model.times) == steps
+    assert model.times == sorted(model.times, reverse=True)
+    assert model.times[0] == 49
+
+
+def test_guidance_goes_away_from_no_label():
+    schedule = NoiseSchedule(50)
+    model, labels = Perfect(schedule), torch.tensor([7])
+    # Of one step only: the clean image is where both predictions, extrapolated, say it is.
+    found = schedule.sample(model, labels, (3,), steps=50, guidance=1.5, no_label=5)
+    torch.testing.assert_close(found, torch.full((1, 3), 0.3), atol=1e-2, rtol=0)
+
+
+def test_it_learns_and_samples():
+    pytest.importorskip("sklearn")
+    torch.manual_seed(0)
+    model, schedule = DiT(DiTConfig(dim=32, layers=2)), NoiseSchedule(100)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    images, labels = digits("train").tensors
+    images = images * 2 - 1
+    losses = []
+    for start in [*range(0, 1438, 64)] * 4:
+        part = slice(start, start + 64)
+        loss = schedule.loss(model, images[part], labels[part])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert sum(losses[:5]) / 5 > 0.8, "of noise of variance 1, of which nothing is known"
+    assert sum(losses[-20:]) / 20 < 0.4
+    generator = torch.Generator().manual_seed(1)
+    found = schedule.sample(
+        model.eval(), torch.arange(10).repeat(4), (1, 8, 8), steps=10, generator=generator
+    )
+    assert found.shape == (40, 1, 8, 8)
+    assert found.abs().max() <= 1
+    # The margins of the scans are empty, and their middle is not.
+    assert found[..., 0].mean() < found[..., 3:5].mean() - 0.4
+
+
+def test_from_the_meta_device():
+    wanted = DiT(DiTConfig()).positions
+    with torch.device("meta"):
+        model = DiT(DiTConfig())
+    model.to_empty(device="cpu")
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    assert torch.equal(model.positions, wanted)
+    assert not model.head.weight.any()
+
+
+def test_what_does_not_fit_is_refused():
+    for function, words in (
+        (lambda: DiTConfig(dim=66, heads=3), "expected a multiple of 4"),
+        (lambda: NoiseSchedule(1), "at least 2 steps"),
+        (lambda: NoiseSchedule(10).sample(None, None, (1,), steps=11), "expected 1 to 10"),
+        (lambda: NoiseSchedule().sample(None, None, (1,), guidance=2.0), "without no_label"),
+    ):
+        with pytest.raises(ModelError, match=words):
+            function()

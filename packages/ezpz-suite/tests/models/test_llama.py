@@ -1,0 +1,218 @@
+"""Llama on one rank: shapes, sizes, what it learns, and how it is built."""
+
+import copy
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+import ezpz_tp
+from ezpz.models import LLAMA_SIZES, Llama, LlamaConfig, ModelError
+from ezpz_obs import transformer_flops
+
+CONFIG = LlamaConfig(dim=64, layers=2, heads=4, kv_heads=2, hidden=96, max_seq_len=64)
+
+
+def batch(seed=0, size=2, length=32):
+    tokens = torch.randint(256, (size, length + 1), generator=torch.Generator().manual_seed(seed))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def test_logits_and_loss():
+    model, (tokens, targets) = Llama(CONFIG), batch()
+    logits = model(tokens)
+    assert logits.shape == (2, 32, 256)
+    loss = model.loss(tokens, targets)
+    assert loss.dtype == torch.float32
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(model(tokens, targets), loss)
+    assert 5 < loss < 6.2  # log 256 is 5.5
+    half = targets.clone()
+    half[:, 16:] = -100
+    torch.testing.assert_close(
+        model.loss(tokens, half),
+        torch.nn.functional.cross_entropy(logits[:, :16].flatten(0, 1), targets[:, :16].flatten()),
+    )
+
+
+def test_a_token_sees_those_before_it_only():
+    model, (tokens, _) = Llama(CONFIG), batch()
+    changed = tokens.clone()
+    changed[:, 20] = (changed[:, 20] + 1) % 256
+    before, after = model(tokens), model(changed)
+    torch.testing.assert_close(before[:, :20], after[:, :20])
+    assert (before[:, 20:] - after[:, 20:]).abs().amax(-1).min() > 1e-6
+
+
+def test_positions_are_relative():
+    """Rotary: a sequence that is shifted scores the same between its own tokens."""
+    from ezpz.models._llama.rotary import rotate, rotation
+
+    heads = torch.randn(1, 1, 8, 16, generator=torch.Generator().manual_seed(0))
+    scores = []
+    for start in (0, 37):
+        by = rotation(CONFIG, torch.arange(start, start + 8))
+        turned = rotate(heads, by)
+        scores.append(turned @ turned.transpose(-1, -2))
+    torch.testing.assert_close(*scores, atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(scores[0], heads @ heads.transpose(-1, -2), atol=0.1)
+
+
+def test_it_learns():
+    model, (tokens, targets) = Llama(CONFIG), batch()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(30):
+        loss = model.loss(tokens, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] / 2
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_parameters_and_operations(tied):
+    config = LlamaConfig(dim=64, layers=2, heads=4, kv_heads=2, hidden=96, tie_embeddings=tied)
+    model = Llama(config)
+    assert sum(one.numel() for one in model.parameters()) == config.parameters()
+    assert config.flops_per_token(32) == transformer_flops(config.parameters(), 2, 64, 32)
+    tokens, targets = batch()
+    # The one that the counter sees into.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model.loss(tokens, targets).backward()
+    # A look-up multiplies nothing, unless its table is the output layer's as well; nor do norms.
+    idle = 5 * 64 + (0 if tied else 256 * 64)
+    counted = transformer_flops(config.parameters() - idle, 2, 64, 32) * tokens.numel()
+    assert counter.get_total_flops() == counted
+
+
+def test_named_sizes_have_the_published_numbers_of_parameters():
+    published = {"1b": 1_235_814_400, "7b": 6_738_415_616, "8b": 8_030_261_248,
+                 "70b": 70_553_706_496}  # fmt: skip
+    for name, number in published.items():
+        assert LLAMA_SIZES[name].parameters() == number
+    for name in ("debug", "8b"):
+        with torch.device("meta"):
+            model = Llama(LlamaConfig.named(name))
+        assert sum(one.numel() for one in model.parameters()) == LLAMA_SIZES[name].parameters()
+    assert LlamaConfig.named("8b", layers=2).layers == 2
+    with pytest.raises(ModelError, match=r"no Llama of size '9b'; expected one of debug, 7b"):
+        LlamaConfig.named("9b")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({"dim": 60, "heads": 8}, "make dim a multiple of 16"),
+        ({"dim": 24, "heads": 8}, "heads of an even size"),
+        ({"heads": 8, "kv_heads": 3}, "expected kv_heads that divide heads"),
+        ({"layers": 0}, r"layers=0\); expected a whole number from 1"),
+        ({"vocab_size": 2.5}, "vocab_size=2.5"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(sizes, words):
+    with pytest.raises(ModelError, match=words):
+        LlamaConfig(**sizes)
+
+
+def test_options_that_contradict_each_other_are_refused():
+    for options, words in (
+        ({"sequence_parallel": True}, "expected parallel=True"),
+        ({"context_parallel": "ring"}, "expected parallel=True"),
+        ({"parallel": True, "context_parallel": "rings"}, "expected one of ring, ulysses, unified"),
+        ({"parallel": True, "context_parallel": "unified"}, r"expected ulysses= .* with 'unified'"),
+        ({"parallel": True, "context_parallel": "ring", "ulysses": 2}, "and only there"),
+    ):
+        with pytest.raises(ModelError, match=words):
+            Llama(CONFIG, **options)
+    with pytest.raises(ModelError, match="a sequence of 65 tokens; expected at most 64"):
+        Llama(CONFIG)(torch.zeros(1, 65, dtype=torch.int64))
+    with pytest.raises(ModelError, match="without the output layer has no loss"):
+        Llama(CONFIG, last=False).loss(*batch())
+
+
+def test_the_first_weights_depend_on_the_seed_alone():
+    torch.manual_seed(1)
+    model = Llama(CONFIG)
+    torch.manual_seed(2)
+    state = torch.get_rng_state()
+    again, other = Llama(CONFIG), Llama(CONFIG, seed=1)
+    assert torch.equal(torch.get_rng_state(), state), "nobody's random numbers change"
+    found = model.state_dict()
+    assert all(torch.equal(found[name], one) for name, one in again.state_dict().items())
+    matrices = [name for name, one in found.items() if one.dim() > 1]
+    assert not any(torch.equal(found[name], other.state_dict()[name]) for name in matrices)
+    seen = [found[name].flatten()[:64] for name in matrices]
+    assert len(torch.stack(seen).unique(dim=0)) == len(matrices), "no two are drawn alike"
+    assert found["layers.0.self_attn.q_proj.weight"].std() == pytest.approx(0.02, rel=0.05)
+    assert found["layers.1.mlp.down_proj.weight"].std() == pytest.approx(0.01, rel=0.05)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("parallel", [False, True])
+def test_from_the_meta_device(parallel, tied):
+    config = LlamaConfig(dim=64, layers=2, heads=4, tie_embeddings=tied)
+    wanted = Llama(config, parallel=parallel).state_dict()
+    model = Llama(config, parallel=parallel, device="meta")
+    assert all(one.is_meta for one in model.parameters())
+    model.to_empty(device="cpu")
+    model.reset_parameters()
+    assert (model.lm_head.weight is model.embed_tokens.weight) is tied
+    found = model.state_dict()
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], one) for name, one in wanted.items())
+
+
+def test_a_copy_is_alike_and_apart():
+    model = Llama(CONFIG, parallel=True)
+    for one in model.parameters():
+        one.marked = True
+    twin = copy.deepcopy(model)
+    assert all(one.marked for one in twin.parameters())
+    with torch.no_grad():
+        twin.norm.weight.zero_()
+    assert model.norm.weight.min() == 1
+    assert [number for number, _ in twin.layers.named_children()] == ["0", "1"]
+
+
+def test_checkpointed_blocks_have_the_same_gradients():
+    tokens, targets = batch()
+    models = [Llama(CONFIG, checkpoint=kept) for kept in (False, True)]
+    for model in models:
+        model.loss(tokens, targets).backward()
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(one.grad, other.grad)
+
+
+def test_half_precision():
+    model, (tokens, targets) = Llama(CONFIG, dtype=torch.bfloat16), batch()
+    loss = model.loss(tokens, targets)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, Llama(CONFIG).loss(tokens, targets), rtol=0.01, atol=0)
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = Llama(CONFIG).loss(tokens, targets)
+    torch.testing.assert_close(mixed, loss, rtol=0.01, atol=0)
+
+
+def test_stages_are_the_model():
+    tokens, targets = batch()
+    whole = Llama(CONFIG)
+    first = Llama(CONFIG, layers=range(1), last=False)
+    last = Llama(CONFIG, layers=range(1, 2), first=False)
+    torch.testing.assert_close(last(first(tokens), targets), whole.loss(tokens, targets))
+    names = {**first.state_dict(), **last.state_dict()}.keys()
+    assert names == whole.state_dict().keys()
+    assert [name for name, _ in last.layers.named_children()] == ["1"]
+
+
+def test_the_plain_model_knows_of_no_groups():
+    from ezpz_tp.testing import run_ranks
+
+    def loss():
+        assert ezpz_tp.get_tensor_parallel_world_size() == 2
+        return Llama(CONFIG).loss(*batch()).item()
+
+    assert run_ranks(loss, 2) == [Llama(CONFIG).loss(*batch()).item()] * 2

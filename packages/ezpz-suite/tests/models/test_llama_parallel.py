@@ -1,0 +1,206 @@
+"""Llama over several ranks is Llama on one: loss and every gradient, at every degree."""
+
+from functools import partial
+
+import pytest
+import torch
+
+import ezpz_tp
+from ezpz.models import Llama, LlamaConfig, llama_pipeline
+from ezpz_tp.testing import run_ranks
+
+CONFIG = LlamaConfig(dim=64, layers=2, heads=8, kv_heads=4, hidden=96, max_seq_len=64)
+ODD = LlamaConfig(vocab_size=251, dim=64, layers=2, heads=8, kv_heads=4, hidden=96)
+"""Its vocabulary does not divide."""
+
+
+def batch(size=2, length=32, vocabulary=251):
+    tokens = torch.randint(
+        vocabulary, (size, length + 1), generator=torch.Generator().manual_seed(0)
+    )
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def plain(config):
+    """The loss and the gradients, by name, of the model on one rank."""
+    model = Llama(config)
+    loss = model.loss(*batch())
+    loss.backward()
+    return loss.item(), {name: one.grad for name, one in model.named_parameters()}
+
+
+def differences(model, wanted):
+    """By how much this rank's gradients differ at most from their parts of the whole ones."""
+    found = []
+    for name, parameter in model.named_parameters():
+        module = model.get_submodule(name.rpartition(".")[0])
+        place = getattr(module, "tp_rank", 0), getattr(module, "tp_size", 1)
+        shard = ezpz_tp.shard_of(parameter)
+        for into, start, length in shard.pieces(*place):
+            dim = shard.dim or 0
+            part = parameter.grad.narrow(dim, into, length)
+            found.append((part - wanted[name].narrow(dim, start, length)).abs().max().item())
+    return max(found)
+
+
+def step(config, wanted, options, is_checked=False):
+    """Loss and differences on one rank."""
+    model = Llama(config, parallel=True, **options)
+    tokens, targets = (model.shard_sequence(each) for each in batch())
+    logits = model(tokens)
+    degree = ezpz_tp.get_tensor_parallel_world_size()
+    assert logits.shape == (*tokens.shape, -(-config.vocab_size // degree))
+    loss = model.loss(tokens, targets)
+    loss.backward()
+    ezpz_tp.finalize_grads(model, average_over="context")
+    return loss.item(), differences(model, wanted)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "context", "options"),
+    [
+        (2, 1, {}),
+        (4, 1, {"checkpoint": True}),
+        (2, 1, {"sequence_parallel": True}),
+        (2, 1, {"sequence_parallel": True, "checkpoint": True}),
+        (2, 2, {}),
+        (2, 2, {"context_parallel": "ulysses", "checkpoint": True}),
+        (4, 2, {"sequence_parallel": True}),
+        (4, 2, {"context_parallel": "ulysses"}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("config", [CONFIG, ODD], ids=["even", "odd"])
+def test_parallel_is_plain(config, ranks, context, options):
+    loss, wanted = plain(config)
+    done = run_ranks(step, ranks, config, wanted, options, context=context)
+    assert sum(each for each, _ in done) / ranks == pytest.approx(loss, abs=1e-5)
+    assert max(difference for _, difference in done) < 1e-6
+
+
+def test_two_ways_to_share_a_sequence_at_once():
+    """In processes: the groups are made of torch's."""
+    loss, wanted = plain(CONFIG)
+    options = {"context_parallel": "unified", "ulysses": 2}
+    done = run_ranks(step, 4, CONFIG, wanted, options, context=4, in_processes=True)
+    assert sum(each for each, _ in done) / 4 == pytest.approx(loss, abs=1e-5)
+    assert max(difference for _, difference in done) < 1e-6
+
+
+@pytest.mark.parametrize("options", [{}, {"sequence_parallel": True}], ids=str)
+def test_the_types_of_all_operations_fit(options):
+    """`ezpz_tp.check` finds no reduction that is missing, or that is one too many."""
+
+    def checked():
+        model = Llama(CONFIG, parallel=True, **options)
+        with ezpz_tp.check(model) as checker:
+            model.loss(*batch()).backward()
+            ezpz_tp.finalize_grads(model)
+        ezpz_tp.verify_replicated(model)
+        return checker.operations
+
+    assert min(run_ranks(checked, 2)) > 50
+
+
+def test_what_is_sent():
+    """Forward one all-reduce a half-block, backward as many: not one for each projection."""
+    from ezpz_tp.testing import counting
+
+    def count(options):
+        model = Llama(CONFIG, parallel=True, **options)
+        with counting() as counter:
+            model.loss(*batch()).backward()
+        return dict(counter)
+
+    halves = 2 * CONFIG.layers
+    # Forward the embedding's too, backward the head's; the loss gathers three numbers a token.
+    assert run_ranks(count, 2, {})[0] == {"all_reduce": 2 * halves + 2, "all_gather": 1}
+    shared = run_ranks(count, 2, {"sequence_parallel": True})[0]
+    assert shared["reduce_scatter"] == 2 * halves + 2
+    assert "all_reduce" not in shared
+
+
+def test_heads_that_do_not_divide_are_refused():
+    def build():
+        return Llama(CONFIG, parallel=True)
+
+    with pytest.raises(ezpz_tp.DegreeError, match=r"kv_heads=4 is not divisible by .* degree 8"):
+        run_ranks(build, 8)
+
+
+def from_meta(options):
+    torch.manual_seed(ezpz_tp.get_tensor_parallel_rank())  # which is nobody's business
+    model = Llama(ODD, parallel=True, device="meta", **options)
+    model.to_empty(device="cpu")
+    model.reset_parameters()
+    marked = [bool(getattr(one, "sequence_parallel", False)) for one in model.parameters()]
+    return ezpz_tp.gather_state_dict(model), sum(marked)
+
+
+def test_every_rank_has_its_own_part_of_the_same_weights():
+    wanted = Llama(ODD).state_dict()
+    for options, norms in (({}, 0), ({"sequence_parallel": True}, 5)):
+        for found, marked in run_ranks(from_meta, 2, options):
+            assert marked == norms, "to_empty kept what the parameters say"
+            assert found.keys() == wanted.keys()
+            assert all(torch.equal(found[name], one) for name, one in wanted.items())
+
+
+@torch.no_grad()
+def descend(model):
+    for parameter in model.parameters():
+        parameter.sub_(parameter.grad)
+        parameter.grad = None
+
+
+def learn(config, options, pipelined):
+    """Two steps of SGD; the losses, on ranks that have them, and the weights, whole."""
+    axes = ("data", "context")
+    degrees = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2 if pipelined else 1}
+    ezpz_tp.initialize_tensor_parallel(**degrees, embedding=config.tie_embeddings)
+    tokens, targets = batch(4)
+    if pipelined:
+        pipeline = llama_pipeline(config, microbatches=2, **options)
+        model = pipeline.module
+    else:
+        model = Llama(config, parallel=True, **options)
+    losses = []
+    for _ in range(2):
+        if pipelined:
+            found = pipeline.step(tokens, targets)
+            loss = None if found is None else found.mean()
+        else:
+            loss = model.loss(tokens, targets)
+            loss.backward()
+        ezpz_tp.finalize_grads(model, average_over=axes)
+        ezpz_tp.clip_grad_norm_(model.parameters(), 1.0)
+        descend(model)
+        losses.append(None if loss is None else loss.item())
+    return losses, ezpz_tp.gather_state_dict(model)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_a_pipeline_is_the_whole_model(tied, schedule):
+    config = LlamaConfig(dim=64, layers=4, heads=8, kv_heads=4, hidden=96, tie_embeddings=tied)
+    model = Llama(config)
+    expected = []
+    for _ in range(2):
+        loss = model.loss(*batch(4))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        descend(model)
+        expected.append(loss.item())
+    options = {"sequence_parallel": True, "schedule": schedule}
+    if schedule == "interleaved":
+        options["virtual"] = 2
+    done = run_ranks(partial(learn, config, options, True), 4, in_processes=True, initialize=False)
+    losses = [found for found, _ in done if None not in found]
+    assert len(losses) == 2
+    for found in losses:
+        assert found == pytest.approx(expected, abs=1e-5)
+    wanted = model.state_dict()
+    for _, weights in done:
+        assert weights.keys() == wanted.keys()
+        for name, one in wanted.items():
+            torch.testing.assert_close(weights[name], one, atol=1e-5, rtol=0)
