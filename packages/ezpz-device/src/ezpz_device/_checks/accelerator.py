@@ -21,17 +21,18 @@ _SIZE = 256
 _BUILDS = {"cuda": "CUDA or ROCm", "xpu": "Intel GPUs", "mps": "Metal"}
 
 
-def check(seconds: float, env: Mapping[str, str] | None = None) -> CheckResult:
+def check(seconds: float, env: Mapping[str, str] | None = None, *, root: str = "/") -> CheckResult:
     """Compare torch's devices with the host's, multiply on each, and look for their backend.
 
     Args:
         seconds: How long it may take: devices that it does not come to are not tried.
         env: The environment to read; default ``os.environ``.
+        root: Where the host's ``dev`` and ``sys`` are found; for tests.
     """
     env = os.environ if env is None else env
     until = time.monotonic() + 0.7 * seconds
     try:
-        host = get_accelerators(env)
+        host = get_accelerators(env, root=root)
         device_type, backend = get_torch_device_type(env), get_torch_backend(env)
     except (TopoError, DeviceError) as error:
         return CheckResult.of(error)

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import socket
 import time
+import warnings
 from collections.abc import Mapping, MutableMapping
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -24,6 +25,10 @@ from ezpz_dist._setup import setup_torch
 from ezpz_topo import FAMILIES, CheckResult
 
 _RANKS = 2
+_END = "end"
+_OF_IT = 0.7
+"""Of the time that there is: a rank then says itself whom it waits for."""
+
 _ELEMENTS = 1 << 20
 """4 MiB of fp32: more than goes in one message."""
 
@@ -56,11 +61,9 @@ def check(seconds: float) -> CheckResult:
             if each.wrong:
                 return _failed(f"rank {rank} of {_RANKS} by {each.backend}: {each.wrong}")
     for rank, words in enumerate(said):
-        if not words or words[-1].backend != "end":
-            doing = words[-1].backend if words else "the start"
-            return _failed(
-                f"rank {rank} of {_RANKS} stopped, or did not end in time, after {doing}"
-            )
+        if not words or words[-1].backend != _END:
+            doing = words[-1].backend if words else "its start"
+            return _failed(f"rank {rank} of {_RANKS} did not end in time: silent since {doing}")
     for each in said[0][:-1]:
         facts[each.backend] = {"milliseconds": round(each.milliseconds, 2)}
     shown = " and ".join(f"{each.backend} ({each.milliseconds:.1f} ms)" for each in said[0][:-1])
@@ -90,8 +93,11 @@ def _of_ranks(seconds: float) -> list[list[Said]]:
     try:
         for rank in range(_RANKS):
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=run_rank, args=(rank, port, seconds, theirs))
-            process.start()
+            process = context.Process(target=run_rank, args=(rank, port, _OF_IT * seconds, theirs))
+            with warnings.catch_warnings():
+                # Python 3.12 and newer: torch has threads, none of which holds a lock by now.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                process.start()
             theirs.close()
             ranks.append(_Rank(process, ours))
         return _listen(ranks, until)
@@ -111,18 +117,20 @@ def _listen(ranks: list[_Rank], until: float) -> list[list[Said]]:
             return said
         for pipe in heard:
             assert isinstance(pipe, Connection)
+            words = talking[pipe]
             try:
-                talking[pipe].append(pipe.recv())
+                words.append(pipe.recv())
             except EOFError:
                 del talking[pipe]
-                continue
-            if talking[pipe][-1].wrong:
+                if not words or words[-1].backend != _END:
+                    words.append(Said("gloo or its device's backend", 0.0, "its process ended"))
+            if words[-1].wrong:
                 return said  # the other one waits for it
     return said
 
 
 def run_rank(rank: int, port: int, seconds: float, pipe: Connection) -> None:
-    """Be one of the ranks, say how each backend did, and ``end`` at the end."""
+    """Be one of the ranks, say how each backend did, and at the end that it is."""
     asked = dict(os.environ)
     become(rank, port, os.environ)
     # What it prints is said in other words, or of no interest to who asked for a table.
@@ -138,7 +146,7 @@ def run_rank(rank: int, port: int, seconds: float, pipe: Connection) -> None:
             pipe.send(said)
             if said.wrong:
                 return
-        pipe.send(Said("end", 0.0, ""))
+        pipe.send(Said(_END, 0.0, ""))
 
 
 def _ways(asked: Mapping[str, str]) -> list[tuple[str, str]]:

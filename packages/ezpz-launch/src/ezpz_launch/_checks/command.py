@@ -19,8 +19,9 @@ class Ended(NamedTuple):
 
     @property
     def last_words(self) -> str:
-        """The last line of what it said, for people."""
-        lines = (self.stderr.strip() or self.stdout.strip()).splitlines()
+        """The last line with a letter in it of what it said, for people."""
+        said = self.stderr.strip() or self.stdout.strip()
+        lines = [line for line in said.splitlines() if any(map(str.isalpha, line))]
         return lines[-1].strip()[:160] if lines else "nothing"
 
 

@@ -28,18 +28,28 @@ try:
     import mpi4py
 except ImportError:
     sys.exit({_NO_MPI4PY})
+mpi4py.rc.initialize = False
 try:
     from mpi4py import MPI
 except (ImportError, RuntimeError) as error:
-    print(error, file=sys.stderr)
+    print(str(error).partition("\\n")[0], file=sys.stderr)
     sys.exit({_NO_LIBRARY})
-world, version = MPI.COMM_WORLD, MPI.Get_library_version().splitlines()[0]
-version = " ".join(version.replace(chr(0), "").split())
+version = MPI.Get_library_version().splitlines()[0].replace(chr(0), "")
+sys.stdout.write("ezpz-library " + " ".join(version.split()) + "\\n")
+sys.stdout.flush()
+MPI.Init_thread()
+world = MPI.COMM_WORLD
 total = world.allreduce(world.rank + 1)
-sys.stdout.write(f"ezpz-mpi {{world.rank}} {{world.size}} {{total}} {{version}}\\n")
+sys.stdout.write(f"ezpz-mpi {{world.rank}} {{world.size}} {{total}}\\n")
+sys.stdout.flush()
+MPI.Finalize()
 """
 
-_SAID = re.compile(r"ezpz-mpi ([0-9]+) ([0-9]+) ([0-9]+) (.*)")
+_SAID = re.compile(r"ezpz-mpi ([0-9]+) ([0-9]+) ([0-9]+)")
+_LIBRARY = re.compile(r"ezpz-library (.*)")
+_OTHERS = {"hydra": ("Open MPI",), "pals": ("Open MPI",), "openmpi": ("MPICH", "MVAPICH", "Intel")}
+"""Kind of launcher to the libraries that are of another MPI."""
+
 _RANKS = 2
 _NO_OUTPUT = 141
 """Hydra's exit status, without any output, once in 200 starts of ranks that end at once."""
@@ -101,28 +111,39 @@ def _judged(launcher: Launcher, ended: Ended, seconds: float) -> CheckResult:
             f"run it by hand: {launcher.path} -n 2 {sys.executable} -m mpi4py.bench helloworld",
             **facts,
         )
-    said = [match.groups() for match in _SAID.finditer(ended.stdout)]
-    versions = sorted({version for *_, version in said})
-    facts["library"] = ", ".join(versions)
-    if ended.status or len(said) != _RANKS:
+    library = _library(ended)
+    facts["library"] = library
+    worlds = sorted(tuple(map(int, match.groups())) for match in _SAID.finditer(ended.stdout))
+    if worlds == [(0, _RANKS, 3), (1, _RANKS, 3)] and not ended.status:
+        return _well(launcher, library, facts)
+    if worlds and worlds[0][1] == 1:
+        seen = f"each of two is rank 0 of a world of 1, and exit status {ended.status}"
+    else:
+        seen = f"they end with {ended.status}: {ended.last_words}"
+    if worlds or any(name in library for name in _OTHERS[launcher.kind]):
         return CheckResult.error(
-            f"two ranks of mpi4py by {whose} ended with {ended.status}: {ended.last_words}",
-            "load one MPI: the module of the MPI that mpi4py was built with, or: pip install mpich",
-            **facts,
-        )
-    worlds = sorted((int(rank), int(size), int(total)) for rank, size, total, _ in said)
-    if worlds != [(0, _RANKS, 3), (1, _RANKS, 3)]:
-        return CheckResult.error(
-            f"mpi4py loads {versions[0]}, and {whose} starts another MPI's ranks: each of two is "
-            f"rank {worlds[0][0]} of a world of {worlds[0][1]}",
+            f"mpi4py loads {library}, and {whose} starts ranks of another MPI: {seen}",
             "put the mpiexec of that library first on PATH, or reinstall mpi4py for this one: "
             "pip install --no-cache-dir --no-binary=mpi4py --force-reinstall mpi4py",
             **facts,
         )
+    return CheckResult.error(
+        f"two ranks of {library} by {whose} fail: {seen}",
+        f"run it by hand: {launcher.path} -n 2 {sys.executable} -m mpi4py.bench helloworld",
+        **facts,
+    )
+
+
+def _library(ended: Ended) -> str:
+    match = _LIBRARY.search(ended.stdout)
+    return match[1] if match else "an unknown library"
+
+
+def _well(launcher: Launcher, library: str, facts: dict[str, str]) -> CheckResult:
     if launcher.notes:
         note, _, remedy = launcher.notes[-1].rpartition("; ")
         return CheckResult.warning(note, remedy, **facts)
-    return CheckResult.ok(f"two ranks of {versions[0]} by {whose}", **facts)
+    return CheckResult.ok(f"two ranks of {library} by {launcher.path} ({launcher.kind})", **facts)
 
 
 def _without_mpi4py(ended: Ended) -> CheckResult | None:
@@ -153,10 +174,9 @@ def _alone(launcher: Launcher, ended: Ended) -> CheckResult:
     """Judge by names alone: PALS goes with the MPICH of its vendor."""
     if failed := _without_mpi4py(ended):
         return failed
-    match = _SAID.search(ended.stdout)
-    version = match[4] if match else ended.last_words
+    version = _library(ended)
     facts = {"mpiexec": launcher.path, "kind": launcher.kind, "library": version}
-    if "MPICH" not in version.upper():
+    if any(name in version for name in _OTHERS["pals"]):
         return CheckResult.error(
             f"mpi4py loads {version}, and {launcher.path} is PALS, which starts ranks of MPICH",
             "load the modules of the site's MPICH and of an mpi4py for it",

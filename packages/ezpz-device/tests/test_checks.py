@@ -1,0 +1,103 @@
+"""The check ``accelerator`` of ``ezpz doctor``."""
+
+import time
+
+import pytest
+import torch
+
+from ezpz_device import get_torch_device_type
+from ezpz_device._checks.accelerator import check, count_devices, is_built_for, try_devices
+
+NOTHING = {"PATH": "/nonexistent"}
+
+
+@pytest.fixture
+def bare(tmp_path):
+    """A host with a /dev, and no accelerator in it."""
+    (tmp_path / "dev").mkdir()
+    return tmp_path
+
+
+@pytest.fixture
+def with_nvidia(bare):
+    for name in ("nvidiactl", "nvidia-uvm", "nvidia0", "nvidia1"):
+        (bare / "dev" / name).touch()
+    return bare
+
+
+cpu_only = pytest.mark.skipif(
+    get_torch_device_type({}) != "cpu", reason="this torch sees an accelerator"
+)
+
+
+@cpu_only
+def test_a_workstation_without_one_is_well(bare):
+    result = check(60, NOTHING, root=str(bare))
+    assert result.status == "ok"
+    assert "none on this host" in result.message
+    assert (
+        f"torch {torch.__version__} computes on the CPU, and ranks talk by gloo" in result.message
+    )
+    assert result.details["count"] == 0
+
+
+@cpu_only
+@pytest.mark.skipif(is_built_for("cuda"), reason="this torch is built for CUDA")
+def test_gpus_that_torch_is_not_built_for_are_an_error(with_nvidia):
+    result = check(60, NOTHING, root=str(with_nvidia))
+    assert result.status == "error"
+    assert "this host has 2 cuda devices" in result.message
+    assert f"torch {torch.__version__} is built without CUDA or ROCm" in result.message
+    assert "TORCH_DEVICE=cpu" in result.remedy
+
+
+@cpu_only
+def test_gpus_that_nobody_wants_are_well(with_nvidia):
+    assert check(60, {**NOTHING, "TORCH_DEVICE": "cpu"}, root=str(with_nvidia)).status == "ok"
+    hidden = check(60, {**NOTHING, "CUDA_VISIBLE_DEVICES": ""}, root=str(with_nvidia))
+    assert hidden.status == "ok"
+    assert "CUDA_VISIBLE_DEVICES='' hides every device" in hidden.message
+
+
+@cpu_only
+def test_a_device_that_is_asked_for_and_not_there_is_an_error(bare):
+    result = check(60, {**NOTHING, "TORCH_DEVICE": "cuda"}, root=str(bare))
+    assert result.status == "error"
+    assert "sees no cuda device" in result.message
+    assert "install a torch built for it" in result.remedy
+
+
+def test_a_backend_that_torch_does_not_have_is_an_error(bare):
+    result = check(60, {**NOTHING, "TORCH_DEVICE": "cpu", "TORCH_BACKEND": "ucc"}, root=str(bare))
+    if torch.distributed.is_backend_available("ucc"):
+        assert result.status == "ok"
+        return
+    assert result.status == "error"
+    assert "TORCH_BACKEND='ucc' is not in this torch" in result.message
+
+
+def test_a_variable_that_names_a_device_twice_is_an_error(with_nvidia):
+    result = check(60, {**NOTHING, "CUDA_VISIBLE_DEVICES": "0,0"}, root=str(with_nvidia))
+    assert (result.status, "names a device twice" in result.message) == ("error", True)
+
+
+def test_each_device_multiplies():
+    # The CPU has an index 0, too.
+    assert try_devices("cpu", 1, time.monotonic() + 60) == (1, "")
+
+
+def test_the_first_device_is_tried_however_late_it_is():
+    assert try_devices("cpu", 3, time.monotonic() - 1) == (1, "")
+
+
+def test_a_device_that_cannot_multiply_is_named():
+    # A tensor on the meta device has no values to bring back.
+    done, wrong = try_devices("meta", 1, time.monotonic() + 60)
+    assert done == 0
+    assert wrong.startswith("meta:0 cannot multiply: Cannot copy out of meta tensor")
+
+
+def test_devices_are_counted_as_torch_does():
+    assert count_devices("cpu") == 0
+    assert count_devices("mps") == 1
+    assert count_devices("cuda") == torch.cuda.device_count()

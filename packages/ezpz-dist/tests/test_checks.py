@@ -1,0 +1,84 @@
+"""The check ``all-reduce`` of ``ezpz doctor``: two real ranks, and what can go wrong with them."""
+
+import multiprocessing
+import os
+import re
+import signal
+
+import pytest
+
+from ezpz_dist._checks import all_reduce
+from ezpz_topo import get_rank_info
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    yield
+    assert multiprocessing.active_children() == []
+
+
+def test_two_ranks_add():
+    result = all_reduce.check(100)
+    assert result.status == "ok"
+    assert result.message.startswith("two ranks add 4 MiB by gloo (")
+    assert result.details["bytes"] == 4 << 20
+    assert result.details["gloo"]["milliseconds"] > 0
+
+
+def test_a_rank_of_another_launch_has_ranks_of_its_own(monkeypatch):
+    outer = {
+        "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
+        "TORCHELASTIC_RUN_ID": "x", "EZPZ_RANK": "3", "EZPZ_WORLD_SIZE": "4", "PMI_RANK": "3",
+        "PMI_SIZE": "4", "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "9", "TORCH_BACKEND": "gloo",
+    }  # fmt: skip
+    for name, value in outer.items():
+        monkeypatch.setenv(name, value)
+    assert all_reduce.check(100).status == "ok"
+
+
+def test_the_environment_of_a_rank_is_of_that_world_alone():
+    env = {"PMI_RANK": "3", "PMI_SIZE": "4", "SLURM_PROCID": "1", "SLURM_JOB_ID": "7", "A": "b"}
+    all_reduce.become(1, 4321, env)
+    info = get_rank_info(env)
+    assert (info.rank, info.world_size, info.local_rank) == (1, 2, 1)
+    assert (env["MASTER_PORT"], env["SLURM_JOB_ID"], env["A"]) == ("4321", "7", "b")
+    assert "PMI_RANK" not in env
+
+
+def test_an_interface_that_is_not_there_is_an_error(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "hsn7")
+    result = all_reduce.check(100)
+    assert result.status == "error"
+    assert result.message.startswith("rank ")
+    assert " of 2 by gloo: " in result.message
+    assert "hsn7" in result.message
+    assert "see the check network" in result.remedy
+
+
+def test_too_little_time_is_an_error():
+    result = all_reduce.check(0.001)
+    assert result.status == "error"
+    assert re.match("rank [01] of 2 (did not end in time|by gloo)", result.message)
+
+
+@pytest.mark.parametrize(
+    ("how", "seconds", "said"),
+    [
+        (signal.SIGKILL, 100, "rank 1 of 2 by .*: its process ended"),
+        (signal.SIGSTOP, 3, "rank 0 of 2 by gloo: SetupError: .*rank 1"),
+    ],
+)
+def test_a_rank_that_dies_or_stops_is_an_error(how, seconds, said, monkeypatch):
+    kind = multiprocessing.get_context("fork").Process
+    real, started = kind.start, []
+
+    def start(process):
+        real(process)
+        started.append(process)
+        if len(started) == 2:
+            os.kill(process.pid, how)
+
+    monkeypatch.setattr(kind, "start", start)
+    result = all_reduce.check(seconds)
+    assert result.status == "error"
+    assert re.match(said, result.message)
