@@ -1,0 +1,124 @@
+"""The command line of an example: settings as ``--name=value``, and errors of one line."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import fire
+import torch
+
+from ezpz.models import ModelError
+from ezpz_device import TORCH_DTYPES_MAP, DeviceError
+from ezpz_dist import DataError, SetupError
+from ezpz_obs import HistoryError
+from ezpz_topo import TopoError
+from ezpz_tp import DegreeError
+
+_EXTRAS = {
+    "PIL": "examples",
+    "accelerate": "huggingface",
+    "deepspeed": "deepspeed",
+    "lightning_fabric": "fabric",
+    "sklearn": "examples",
+    "transformers": "huggingface",
+}
+"""What an example may import, and the extra of ezpz-suite that brings it."""
+
+
+class UsageError(Exception):
+    """A setting that cannot be."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What every example can be told.
+
+    Attributes:
+        seed: Seed of the run.
+        outdir: Where metrics.jsonl goes; default: outputs/NAME-DATE-TIME.
+
+    Raises:
+        UsageError: A value is of another type than its default, or not positive.
+    """
+
+    seed: int = dataclasses.field(default=42, metadata={"least": 0})
+    outdir: str = ""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value, kind = getattr(self, field.name), type(field.default)
+            if kind is str:
+                # Fire takes --outdir=2024 for a number.
+                object.__setattr__(self, field.name, str(value))
+                continue
+            least = field.metadata.get("least", 1)
+            expected = {
+                bool: "True or False",
+                int: f"a whole number from {least}",
+                float: "a number above 0",
+            }[kind]
+            if kind is float and type(value) is int:
+                object.__setattr__(self, field.name, float(value))
+            elif type(value) is not kind:
+                raise UsageError(f"--{field.name}={value}; expected {expected}")
+            if (kind is int and value < least) or (kind is float and not value > 0):
+                raise UsageError(f"--{field.name}={value}; expected {expected}")
+
+
+S = TypeVar("S", bound=Settings)
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """Return the type that products are computed in, of bf16, fp16 or fp32.
+
+    Raises:
+        UsageError: It is none of them.
+    """
+    if name not in ("bf16", "fp16", "fp32"):
+        raise UsageError(f"--dtype={name}; expected bf16, fp16 or fp32")
+    return TORCH_DTYPES_MAP[name]
+
+
+def require(package: str) -> None:
+    """Raise ModuleNotFoundError if a package that is imported later is not installed."""
+    if importlib.util.find_spec(package) is None:
+        raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+
+
+def main(settings: type[S], train: Callable[[S], object]) -> None:
+    """Run an example; what the user can mend is one line and exit status 2, not a traceback.
+
+    Args:
+        settings: What can be set on the command line.
+        train: Called with what was set.
+    """
+    name = Path(sys.argv[0]).stem
+    try:
+        # Only the settings come from Fire: a misspelt one is refused before the training.
+        given: S = fire.Fire(settings, name=name, serialize=lambda _settings: None)
+        if not given.outdir:
+            folder = time.strftime(f"outputs/{name}-%Y%m%d-%H%M%S")
+            given = dataclasses.replace(given, outdir=folder)
+        train(given)
+    except (
+        UsageError, TopoError, DeviceError, SetupError, DataError, DegreeError, HistoryError,
+        ModelError,
+    ) as error:  # fmt: skip
+        sys.exit(_said(name, str(error)))
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in _EXTRAS:
+            raise
+        extra = _EXTRAS[missing]
+        sys.exit(_said(name, f"needs {missing}: pip install 'ezpz-suite[{extra}]'"))
+
+
+def _said(name: str, what: str) -> int:
+    print(f"{name}: {what}", file=sys.stderr)
+    return 2

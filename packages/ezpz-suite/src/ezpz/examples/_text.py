@@ -1,0 +1,110 @@
+"""What the language models among the examples train on: text of this machine, bytes as tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain, islice, repeat
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, Subset
+
+import ezpz
+from ezpz.data import (
+    DataLoader,
+    TokenBlocks,
+    loader_options,
+    python_sources,
+    text_files,
+    write_tokens_once,
+)
+from ezpz.examples import _settings
+from ezpz_dist import DataError
+
+VOCABULARY = 256
+_MOST = 1_000_000  # bytes: a second to write and read
+_HELD_OUT = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(_settings.Settings):
+    """What every example that trains on text can be told.
+
+    Attributes:
+        steps: Optimizer steps.
+        batch_size: Blocks of text a step, over all ranks together.
+        block: Tokens (bytes) in a block of text.
+        lr: Learning rate of AdamW.
+        data: A text file, or a folder of them; default: the Python standard library's sources.
+    """
+
+    steps: int = 60
+    batch_size: int = 16
+    block: int = 64
+    lr: float = 3e-3
+    data: str = ""
+
+
+@dataclass(frozen=True)
+class Text:
+    """Blocks to train on, and some of the text's end that every rank evaluates, the same ones.
+
+    Attributes:
+        blocks: Tokens and targets (block,), int64.
+        tokens: (blocks, block), int64, on this rank's device.
+        targets: The token after each.
+    """
+
+    blocks: Dataset[tuple[Tensor, Tensor]]
+    tokens: Tensor
+    targets: Tensor
+
+
+def load(settings: Settings) -> Text:
+    """Write the text as tokens into the output folder, and map it. Collective: every rank calls.
+
+    Raises:
+        DataError: There is no text, or too little of it.
+    """
+
+    def files() -> list[Path]:
+        return text_files(settings.data, "") if settings.data else python_sources(_MOST)
+
+    path = Path(settings.outdir) / "text.tokens"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_tokens_once(path, files, progress=False)
+    blocks = TokenBlocks(path, settings.block)
+    last = len(blocks) - _HELD_OUT
+    if last < settings.batch_size:
+        raise DataError(
+            f"{len(blocks)} blocks of {settings.block} bytes; expected at least "
+            f"{settings.batch_size + _HELD_OUT}: give more text by --data"
+        )
+    held_out = [blocks[index] for index in range(last, len(blocks))]
+    tokens, targets = (
+        torch.stack(part).to(ezpz.get_torch_device()) for part in zip(*held_out, strict=True)
+    )
+    return Text(Subset(blocks, range(last)), tokens, targets)
+
+
+def batches(text: Text, settings: Settings, replicas: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yield step (from 1), tokens and targets (share, block), pass after pass through the text.
+
+    Collective: every rank calls this. Ranks of one tensor-, context- or pipeline-parallel group
+    get the same blocks, which one of them reads.
+
+    Args:
+        text: Of `load`.
+        settings: How many steps, and blocks in each.
+        replicas: Data-parallel ranks.
+    """
+    share = max(1, settings.batch_size // replicas)
+    loader = DataLoader(
+        text.blocks, share, shuffle=True, seed=settings.seed, drop_last=True,
+        device=ezpz.get_torch_device(), **loader_options(),
+    )  # fmt: skip
+    endless = chain.from_iterable(repeat(loader))
+    for step, (tokens, targets) in enumerate(islice(endless, settings.steps), 1):
+        yield step, tokens, targets

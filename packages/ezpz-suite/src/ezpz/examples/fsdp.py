@@ -1,0 +1,80 @@
+"""Train a Llama with FSDP2 in mixed precision: parameters, gradients and optimizer state sharded.
+
+usage: ezpz-launch python -m ezpz.examples.fsdp [--dtype=bf16] [--steps=N] [--data=PATH]
+
+The model is built without memory (on the meta device), sharded block by block, and then filled:
+no rank ever holds all of it. Parameters stay fp32; blocks compute in ``--dtype``, and gradients
+are reduced in fp32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+import ezpz
+from ezpz.examples import _settings, _text
+from ezpz.models import Llama, LlamaConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(_text.Settings):
+    """Train a Llama with FSDP2.
+
+    Attributes:
+        dtype: What blocks compute in: bf16, fp16 or fp32.
+        keep_gathered: Keep a block's parameters from forward to backward (ZeRO-2, not ZeRO-3).
+        steps: Optimizer steps.
+        batch_size: Blocks of text a step, over all ranks together.
+        block: Tokens (bytes) in a block of text.
+        lr: Learning rate of AdamW.
+        data: A text file, or a folder of them; default: the Python standard library's sources.
+        seed: Seed of the run.
+        outdir: Where metrics.jsonl goes; default: outputs/fsdp-DATE-TIME.
+    """
+
+    dtype: str = "bf16"
+    keep_gathered: bool = False
+
+
+def train(settings: Settings) -> None:
+    """Train on all ranks. Collective: every rank calls this."""
+    dtype = _settings.dtype_named(settings.dtype)
+    ezpz.setup_torch(seed=settings.seed)
+    logger = ezpz.get_logger("fsdp")
+    text = _text.load(settings)
+    config = LlamaConfig(_text.VOCABULARY, dim=64, layers=2, heads=4, kv_heads=2)
+    model = ezpz.wrap_model_for_fsdp2(
+        Llama(config, seed=settings.seed, device="meta"),
+        dtype=dtype,
+        reshard_after_forward=not settings.keep_gathered,
+    )
+    # Afterwards: it has to see the shards.
+    replicas = ezpz.get_world_size()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr)
+    if ezpz.get_rank() == 0:
+        print(ezpz.describe(model))
+
+    timer = ezpz.StepTimer()
+    rates = ezpz.Throughput(tokens_per_step=settings.batch_size * settings.block)
+    # With what all ranks find: metrics.jsonl shows their mean, and that they agree.
+    with ezpz.History(settings.outdir, cross_rank=True) as history:
+        for step, tokens, targets in _text.batches(text, settings, replicas):
+            loss = model(tokens, targets)
+            optimizer.zero_grad()
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            timer.step()
+            metrics = {"loss": loss, "gradient_norm": norm, **rates.metrics(timer.seconds)}
+            history.record(metrics, step=step)
+        with torch.no_grad():
+            eval_loss = model(text.tokens, text.targets).item()
+        history.record({"eval_loss": eval_loss}, step=settings.steps)
+        logger.info("done", eval_loss=round(eval_loss, 4), metrics=str(history.path))
+    ezpz.cleanup()
+
+
+if __name__ == "__main__":
+    _settings.main(Settings, train)

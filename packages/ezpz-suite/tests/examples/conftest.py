@@ -1,0 +1,110 @@
+"""Examples as a user starts them, by ezpz-launch; or in this process, as a world of one."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+LAUNCHERS = ("SLURM_", "PBS_", "PMI", "OMPI_", "EZPZ_", "TORCHELASTIC", "MASTER_")
+PATIENCE = 240
+"""Seconds until what hangs is given up, however busy the machine is."""
+PLACE = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK"}
+
+
+@pytest.fixture
+def clean_env(tmp_path_factory):
+    """The environment of a user outside of any job, with this environment's commands first."""
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(LAUNCHERS) and name not in PLACE
+    }
+    scripts = sysconfig.get_path("scripts")
+    return {
+        **env,
+        "PATH": os.pathsep.join([scripts, env["PATH"]]),
+        "EZPZ_STATE_DIR": str(tmp_path_factory.mktemp("state")),
+        "OMP_NUM_THREADS": "1",
+        "NO_COLOR": "1",
+        # No example may need the network, nor ask for an account.
+        "HF_HUB_OFFLINE": "1",
+        "WANDB_MODE": "offline",
+    }
+
+
+@pytest.fixture
+def start(clean_env):
+    """Start ``ezpz-launch WORDS`` without waiting; what still runs at the end is ended."""
+    started = []
+
+    def run(*words, **options):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ezpz_launch", *words],
+            env=clean_env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True, **options,
+        )  # fmt: skip
+        started.append(process)
+        return process
+
+    yield run
+    for process in started:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            process.wait(30)
+        process.stdout.close()
+        process.stderr.close()
+
+
+@pytest.fixture
+def launch(start):
+    """Run an example on n ranks to its end; return what it said."""
+
+    def run(n, name, *words, **options):
+        before = used()
+        process = start("-n", str(n), sys.executable, "-m", f"ezpz.examples.{name}", *words,
+                        **options)  # fmt: skip
+        out, err = process.communicate(timeout=PATIENCE)
+        assert process.returncode == 0, out + err
+        # Not the wall clock's: other tests may be at work beside this one.
+        assert used() - before <= 2 * 60, "more than 60 s of two cores"
+        return out + err
+
+    return run
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """Let this process be a user's, outside of any job."""
+    for name in list(os.environ):
+        if name.startswith(LAUNCHERS) or name in PLACE:
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    yield monkeypatch
+    import ezpz
+
+    ezpz.cleanup()
+
+
+def used():
+    """Return the CPU seconds of all that was started here and has ended."""
+    times = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return times.ru_utime + times.ru_stime
+
+
+def records(folder):
+    """Return the records of metrics.jsonl: of a History, or plain lines of JSON."""
+    lines = (Path(folder) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    found = [json.loads(line) for line in lines]
+    return [one for one in found if "step" in one and "event" not in one and "ezpz_obs" not in one]
+
+
+def curve(folder, metric):
+    """Return step and value of every record that has a metric."""
+    return [(one["step"], one[metric]) for one in records(folder) if metric in one]

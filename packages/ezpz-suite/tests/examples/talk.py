@@ -1,0 +1,88 @@
+"""A script of the shape that the talk's minimal example has: the same calls, and no more care."""
+
+import os
+import time
+from itertools import pairwise
+
+import torch
+
+import ezpz
+
+log = ezpz.get_logger(__name__)
+
+
+class Autoencoder(torch.nn.Module):
+    def __init__(self, width: int, hidden: list[int]):
+        super().__init__()
+        sizes = [width, *hidden, width]
+        pairs = list(pairwise(sizes))
+        modules: list[torch.nn.Module] = []
+        for number, (before, after) in enumerate(pairs):
+            modules.append(torch.nn.Linear(before, after))
+            if number < len(pairs) - 1:
+                modules.append(torch.nn.ReLU())
+        self.layers = torch.nn.Sequential(*modules)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+@ezpz.timeitlogit(rank=ezpz.get_rank())
+def build():
+    rank = ezpz.setup_torch()
+    if os.environ.get("WANDB_DISABLED"):
+        log.info("no W&B")
+    elif rank == 0:
+        try:
+            ezpz.setup_wandb(project_name=os.environ.get("PROJECT_NAME", "talk"))
+        except Exception:  # as people write it
+            log.exception("without W&B")
+    model = Autoencoder(32, [int(word) for word in os.environ.get("SIZES", "64,32").split(",")])
+    model.to(ezpz.get_torch_device_type())
+    model.to(os.environ.get("DTYPE", torch.bfloat16))
+    log.info(f"{model=}")
+    optimizer = torch.optim.Adam(model.parameters())
+    if ezpz.get_world_size() > 1:
+        if os.environ.get("WRAP") == "ezpz":
+            return ezpz.wrap_model(model), optimizer
+        given = {"device_ids": [ezpz.get_local_rank()]} if os.environ.get("WRAP") == "ids" else {}
+        model = torch.nn.parallel.DistributedDataParallel(model, **given)
+    return model, optimizer
+
+
+@ezpz.timeitlogit(rank=ezpz.get_rank())
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> ezpz.History:
+    is_wrapped = isinstance(model, torch.nn.parallel.DistributedDataParallel)
+    bare = model.module if is_wrapped else model
+    history = ezpz.History()
+    device_type = ezpz.get_torch_device_type()
+    dtype = bare.layers[0].weight.dtype
+    model.train()
+    for step in range(int(os.environ.get("STEPS", "200"))):
+        with torch.autocast(device_type=device_type, dtype=dtype):
+            began = time.perf_counter()
+            x = torch.rand((64, bare.layers[0].in_features), dtype=dtype).to(device_type)
+            loss = ((model(x) - x) ** 2).sum()
+            forward = (middle := time.perf_counter()) - began
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            backward = time.perf_counter() - middle
+            if step % 10 == 0 and step > 10:
+                times = {"dt": forward + backward, "dtf": forward, "dtb": backward}
+                log.info(history.update({"iter": step, "loss": loss.item(), **times}))
+    return history
+
+
+def main():
+    model, optimizer = build()
+    history = train(model, optimizer)
+    if ezpz.get_rank() == 0:
+        dataset = history.finalize()
+        losses = dataset["loss"]
+        log.info(f"{dataset=}")
+        print("FINAL", type(model).__name__, float(losses[0]), float(losses[-1]))
+
+
+if __name__ == "__main__":
+    main()

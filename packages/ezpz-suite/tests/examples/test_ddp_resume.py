@@ -1,0 +1,86 @@
+"""Killed, told to end, started again: the run comes to the end that it would have come to."""
+
+import os
+import signal
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from .conftest import PATIENCE, curve, records
+
+pytest.importorskip("sklearn", reason="the digits come with scikit-learn: ezpz-suite[examples]")
+
+WORDS = [sys.executable, "-m", "ezpz.examples.ddp_resume", "--epochs=8", "--save_every=15"]
+
+
+def wait_for(folder, process, is_there):
+    """Wait until a line of the metrics is as wanted."""
+    end = time.monotonic() + PATIENCE
+    while True:
+        lines = (Path(folder) / "metrics.jsonl").exists() and records_so_far(folder)
+        if lines and is_there(lines):
+            return
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end, "it does not get on"
+        time.sleep(0.005)
+
+
+def records_so_far(folder):
+    try:
+        return records(folder)
+    except ValueError:  # the last line is not whole yet
+        return []
+
+
+def rank_1(folder):
+    """Return the process of rank 1 that writes to a folder."""
+    for entry in Path("/proc").iterdir():
+        try:
+            words = (entry / "cmdline").read_bytes()
+            variables = (entry / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        is_example = b"ezpz.examples.ddp_resume" in words and os.fsencode(folder) in words
+        if is_example and b"RANK=1" in variables:
+            return int(entry.name)
+    raise AssertionError("rank 1 is not there")
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds ranks in /proc")
+def test_killed_and_preempted_it_ends_with_the_same_curve(start, tmp_path):
+    undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
+    first = start("-n", "2", *WORDS, f"--outdir={undisturbed}")
+    _, said = first.communicate(timeout=PATIENCE)
+    assert first.returncode == 0, said
+
+    # Rank 1 is killed without a word: ezpz-launch starts all again, from the last check-point.
+    job = ("-n", "2", "--retries", "1", *WORDS, f"--outdir={disturbed}")
+    second = start(*job)
+    wait_for(disturbed, second, lambda lines: lines[-1]["step"] >= 35)
+    os.kill(rank_1(disturbed), signal.SIGKILL)
+    # That one is told that its time is up: it saves where it is, and asks to be started again.
+    wait_for(disturbed, second, lambda lines: attempt_of(lines) == 1 and lines[-1]["step"] >= 70)
+    second.send_signal(signal.SIGUSR1)
+    _, said = second.communicate(timeout=PATIENCE)
+    assert second.returncode == 75, said
+    assert "from_step=30" in said, "the check-point before the kill"
+    stopped_at = records(disturbed)[-1]["step"]
+    assert 70 <= stopped_at < 184
+
+    third = start(*job)
+    _, said = third.communicate(timeout=PATIENCE)
+    assert third.returncode == 0, said
+    assert f"from_step={stopped_at}" in said
+
+    expected = curve(undisturbed, "loss/mean")
+    assert len(expected) == 184
+    assert dict(curve(disturbed, "loss/mean")) == dict(expected), "bit for bit"
+
+
+def attempt_of(lines):
+    """Return how often the steps went back."""
+    steps = [one["step"] for one in lines]
+    return sum(after <= before for before, after in pairwise(steps))

@@ -1,0 +1,182 @@
+"""Every example, on two ranks and on one: it runs, it learns, its ranks agree."""
+
+import ast
+import importlib
+import importlib.util
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+import ezpz.examples
+
+from .conftest import curve, records
+
+FOLDER = Path(ezpz.examples.__file__).parent
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What an example reaches with its defaults.
+
+    Attributes:
+        metric: Of the last record that has it; equal on all ranks.
+        best: It is at least this high (``accuracy``), or at most (a loss).
+        needs: Packages that it imports.
+        loss: How much the training loss falls, at least, from its first record to its last.
+    """
+
+    metric: str
+    best: float
+    needs: tuple[str, ...] = ()
+    loss: float = 1.0
+
+
+DIGITS = ("sklearn",)
+EXPECTED = {
+    "accelerate": Expected("accuracy", 0.9, (*DIGITS, "accelerate")),
+    "ddp_resume": Expected("accuracy", 0.85, DIGITS),
+    "deepspeed_zero": Expected("accuracy", 0.9, (*DIGITS, "deepspeed"), 0.2),
+    "diffusion": Expected("eval_loss", 0.3, (*DIGITS, "PIL"), 0.2),
+    "fsdp": Expected("eval_loss", 2.3, loss=2.5),
+    "fsdp_tp": Expected("eval_loss", 2.3, loss=2.5),
+    "hf_trainer": Expected("eval_loss", 2.5, ("transformers", "accelerate"), 1.5),
+    "lightning_fabric": Expected("accuracy", 0.9, (*DIGITS, "lightning_fabric")),
+    "long_context": Expected("eval_loss", 2.7, loss=2.0),
+    "megatron_style": Expected("eval_loss", 3.0, loss=2.0),
+    "minimal": Expected("accuracy", 0.93, DIGITS),
+    "pipeline": Expected("eval_loss", 2.3, loss=2.5),
+    "vit": Expected("accuracy", 0.85, DIGITS),
+}
+
+
+def needs(name):
+    for package in EXPECTED[name].needs:
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+
+
+def test_every_example_is_expected_to_reach_something():
+    names = {path.stem for path in FOLDER.glob("*.py") if not path.stem.startswith("_")}
+    assert names == EXPECTED.keys()
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_it_is_short_and_says_how_to_start_it(name):
+    source = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
+    assert len(source.splitlines()) <= 200
+    said = ast.get_docstring(ast.parse(source))
+    assert "usage: ezpz-launch " in said
+    assert f"python -m ezpz.examples.{name}" in said
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_two_ranks_learn_and_agree(name, launch, tmp_path):
+    needs(name)
+    expected, out = EXPECTED[name], tmp_path / "out"
+    said = launch(2, name, f"--outdir={out}", cwd=tmp_path)
+    assert list(tmp_path.iterdir()) == [out], "nothing else is written"
+    assert said.count("done") == 1, "rank 0 alone speaks"
+    assert f"metrics={out / 'metrics.jsonl'}" in said
+    assert "Warning" not in said, said
+
+    last = next(one for one in reversed(records(out)) if expected.metric in one)
+    reached = last[expected.metric]
+    better = reached >= expected.best if expected.metric == "accuracy" else reached <= expected.best
+    assert better, f"{expected.metric} is {reached}"
+    low, high = (last[f"{expected.metric}/{end}"] for end in ("min", "max"))
+    assert low == pytest.approx(high, rel=1e-5), "the ranks found other values"
+    losses = [one.get("loss/mean", one.get("loss")) for one in records(out) if "loss" in one]
+    assert losses[0] - losses[-1] >= expected.loss, losses
+
+
+SMALL = {"diffusion": ["--epochs=1", "--sample_steps=3"], "minimal": ["--epochs=1"]}
+SMALL |= {"ddp_resume": ["--epochs=1"], "vit": ["--epochs=1"]}
+SMALL |= {name: ["--steps=3"] for name in ("fsdp", "fsdp_tp", "long_context", "pipeline")}
+
+
+def run_here(monkeypatch, name, *words):
+    """Run an example in this process as ``python -m ezpz.examples.NAME WORDS`` does."""
+    module = importlib.import_module(f"ezpz.examples.{name}")
+    monkeypatch.setattr(sys, "argv", [str(FOLDER / f"{name}.py"), *words])
+    from ezpz.examples import _settings
+
+    _settings.main(module.Settings, module.train)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_one_rank_is_enough(name, alone, tmp_path, capsys):
+    needs(name)
+    out = tmp_path / "out"
+    run_here(alone, name, f"--outdir={out}", *SMALL[name])
+    assert "done" in capsys.readouterr().err
+    assert all(torch.tensor(value).isfinite() for _, value in curve(out, "loss"))
+
+
+def test_tensor_parallel_fsdp_follows_one_process(alone, launch, tmp_path):
+    """On four ranks, two by two: the same loss and norm of the gradient at every step."""
+    words = "--steps=12"
+    run_here(alone, "fsdp_tp", words, f"--outdir={tmp_path / 'one'}")
+    said = launch(4, "fsdp_tp", words, f"--outdir={tmp_path / 'four'}")
+    assert "4 ranks: data 2, tensor 2" in said
+    four = [one["loss/mean"] for one in records(tmp_path / "four") if "loss" in one]
+    one = [value for _, value in curve(tmp_path / "one", "loss")]
+    assert four == pytest.approx(one, rel=2e-4)
+    norms = [curve(tmp_path / name, "gradient_norm") for name in ("one", "four")]
+    assert norms[0] == [(step, pytest.approx(norm, rel=2e-3)) for step, norm in norms[1]]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("pipeline", ["--schedule=interleaved"]), ("long_context", ["--attention=ulysses"])],
+)
+def test_two_ranks_follow_one_process(name, words, alone, launch, tmp_path):
+    words = ["--steps=8", "--block=64", "--batch_size=8", *words]
+    run_here(alone, name, *words, f"--outdir={tmp_path / 'one'}")
+    launch(2, name, *words, f"--outdir={tmp_path / 'two'}")
+    two = [one["loss/mean"] for one in records(tmp_path / "two") if "loss" in one]
+    one = [value for _, value in curve(tmp_path / "one", "loss")]
+    assert two == pytest.approx(one, rel=2e-4)
+
+
+def test_diffusion_draws_a_picture(alone, tmp_path):
+    needs("diffusion")
+    from PIL import Image
+
+    run_here(alone, "diffusion", "--epochs=1", "--rows=3", f"--outdir={tmp_path}")
+    with Image.open(tmp_path / "samples.png") as picture:
+        assert picture.size == (10 * 8 * 4, 3 * 8 * 4)
+        assert picture.mode == "L"
+        low, high = picture.getextrema()
+    assert high - low > 100, "not one gray"
+
+
+def test_text_of_ones_own(alone, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("to be or not to be " * 500, encoding="utf-8")
+    out = tmp_path / "out"
+    run_here(alone, "fsdp", f"--data={text}", "--steps=25", f"--outdir={out}")
+    assert curve(out, "eval_loss")[-1][1] < 1.0, "nineteen bytes, over and over, are soon known"
+
+
+def test_megatron_style_imports_torch_and_ezpz_tp_alone():
+    tree = ast.parse((FOLDER / "megatron_style.py").read_text(encoding="utf-8"))
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(node.module.partition(".")[0])
+    assert found - sys.stdlib_module_names == {"fire", "torch", "ezpz_tp"}
+
+
+def test_megatron_style_starts_no_world_of_one_by_itself(alone, tmp_path):
+    from ezpz.examples import megatron_style
+
+    alone.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        megatron_style.train()
+    assert ended.value.code == 2
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,52 @@
+"""The minimal script that people were shown runs as it stands: on one rank, and on several."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .conftest import PATIENCE
+
+SCRIPT = Path(__file__).with_name("talk.py")
+
+
+def check(said, wrapper):
+    (line,) = [one for one in said.splitlines() if one.startswith("FINAL")]
+    _, found, first, last = line.split()
+    assert found == wrapper
+    assert float(last) < 0.7 * float(first)
+    assert "dataset=" in said
+
+
+def test_one_rank_as_it_stands(clean_env, tmp_path):
+    done = subprocess.run(
+        [sys.executable, SCRIPT], env=clean_env, cwd=tmp_path, stdin=subprocess.DEVNULL,
+        capture_output=True, text=True, timeout=PATIENCE, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    check(done.stdout + done.stderr, "Autoencoder")
+
+
+def run_on_two(start, clean_env, wrap):
+    clean_env.update(WANDB_DISABLED="1", WRAP=wrap)
+    process = start("-n", "2", sys.executable, str(SCRIPT))
+    out, err = process.communicate(timeout=PATIENCE)
+    return process.returncode, out + err
+
+
+@pytest.mark.parametrize("wrap", ["", "ezpz"], ids=["without-device_ids", "wrap_model"])
+def test_two_ranks(start, clean_env, wrap):
+    status, said = run_on_two(start, clean_env, wrap)
+    assert status == 0, said
+    check(said, "DistributedDataParallel")
+
+
+def test_device_ids_are_refused_on_the_cpu_by_torch_itself(start, clean_env):
+    import torch
+
+    if torch.accelerator.is_available():
+        pytest.skip("there is an accelerator")
+    status, said = run_on_two(start, clean_env, "ids")
+    assert status == 1
+    assert "device_ids" in said
