@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import sys
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from typing import Final
 
 from ezpz._version import __version__
 
-from .options import OPTIONS, UsageError, meant, take
+from .options import OPTIONS, UsageError, closest, take
 
 _USAGE: Final = "ezpz test [OPTION...] [LAUNCH OPTION...]"
 _WIDEST: Final = 120
@@ -85,11 +86,7 @@ def _launch(words: Sequence[str]) -> int:
     try:
         options, command = ezpz_launch.split(others)
     except ezpz_launch.UsageError as error:
-        unknown = [word for word in others if f"unknown option {word!r}" in str(error)]
-        hint = meant(unknown[0]) if unknown else ""
-        if hint:
-            raise UsageError(f"unknown option {unknown[0]!r}; did you mean {hint}?") from error
-        raise UsageError(str(error).replace("ezpz-launch --help", "ezpz test --help")) from error
+        raise UsageError(_with_hint(str(error), others)) from error
     if command or "module" in options or "code" in options:
         raise UsageError(
             f"{' '.join(others)!r} has a command in it; expected options only; a script of yours "
@@ -99,6 +96,17 @@ def _launch(words: Sequence[str]) -> int:
     if "dry-run" in options and settings.json:
         others = [*others, "--json"]
     return ezpz_launch.main([*others, *_width(), "-m", "ezpz.test_dist", *settings.words()])
+
+
+def _with_hint(said: str, words: Sequence[str]) -> str:
+    """Return what the launcher said of its options, with ours in mind."""
+    theirs = re.search(r"did you mean (\S+)\?", said)
+    for word in words:
+        if f"unknown option {word!r}" in said:
+            hint = closest(word, [theirs[1]] if theirs else [])
+            if hint:
+                return f"unknown option {word!r}; did you mean {hint}?"
+    return said.replace("ezpz-launch --help", "ezpz test --help")
 
 
 def _width() -> list[str]:

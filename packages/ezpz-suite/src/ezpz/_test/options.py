@@ -78,9 +78,9 @@ def take(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return list(ours.values()), others
 
 
-def meant(word: str) -> str:
-    """Return the option of ours that a misspelt word probably means; empty without one."""
+def closest(word: str, others: Sequence[str] = ()) -> str:
+    """Return the option, of ours or of others, that a misspelt word probably means; or nothing."""
     import difflib  # noqa: PLC0415  # only a wrong word needs it
 
-    close = difflib.get_close_matches(word.partition("=")[0], _BY_FLAG, n=1)
+    close = difflib.get_close_matches(word.partition("=")[0], [*_BY_FLAG, *others], n=1)
     return close[0] if close else ""

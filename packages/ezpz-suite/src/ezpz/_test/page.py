@@ -44,6 +44,7 @@ def write_page(result: Result, run: Path, out: TextIO, *, pairs_asked: bool) -> 
             f"loss        {result.losses[0]:.3f} to {result.losses[-1]:.3f} in "
             f"{len(result.losses)} steps"
         )
+        lines.append(f"step        {_time(result.median_seconds())}, the median")
         lines.append(f"throughput  {_throughput(result)}")
     if place.ranks == 1:
         lines.append("all-reduce  one rank: there is nobody to send to")
@@ -71,7 +72,7 @@ def _throughput(result: Result) -> str:
         parts.append(f"{rates['tflops']:.3g} TFLOP/s a rank")
     # The peak is the device's; how to tell it was logged where it is unknown.
     parts.append(f"MFU {rates['mfu']:.1%}" if "mfu" in rates else "MFU unknown")
-    return f"{', '.join(parts)} (median step {_time(result.median_seconds())})"
+    return ", ".join(parts)
 
 
 def _bandwidth_lines(found: list[Bandwidth], ranks: int) -> list[str]:

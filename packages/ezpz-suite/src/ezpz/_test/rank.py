@@ -16,7 +16,6 @@ from typing import TextIO
 
 import orjson
 import torch
-from torch.distributed.fsdp import FullyShardedDataParallel
 
 import ezpz_dist
 import ezpz_obs
@@ -77,6 +76,9 @@ def _run(settings: Settings, out: TextIO) -> int:
     if not ezpz_tp.tensor_parallel_is_initialized():
         # Of degree 1: the checks of equal ranks want to know whose data are whose.
         ezpz_tp.initialize_tensor_parallel()
+    # The folder is rank 0's to look at, and for all to know of.
+    if trouble := ezpz_dist.broadcast(_trouble(settings.outdir)):
+        raise UsageError(trouble)
     device = torch.device(get_torch_device())
     chosen = _SMALL if device.type == "cpu" else _LARGE
     missing = {name: value for name, value in chosen.items() if not getattr(settings, name)}
@@ -89,6 +91,21 @@ def _run(settings: Settings, out: TextIO) -> int:
     ezpz_tp.destroy_tensor_parallel()
     ezpz_dist.cleanup()
     return int(failed)
+
+
+def _trouble(outdir: str) -> str:
+    """Make the folder of rank 0's run; return why it cannot be, or nothing."""
+    if not outdir or get_rank() != 0:
+        return ""
+    try:
+        os.makedirs(outdir, exist_ok=True)
+    except OSError as error:
+        return f"--outdir={outdir}: {error.strerror}; expected a folder that can be made"
+    if not os.access(outdir, os.W_OK | os.X_OK):
+        return f"--outdir={outdir}: no permission to write there; expected another folder"
+    if os.path.exists(os.path.join(outdir, "metrics.jsonl")):
+        return f"--outdir={outdir} has a run already; expected a new folder"
+    return ""
 
 
 def _test(settings: Settings, device: torch.device, folder: Path | None) -> Result:
@@ -105,7 +122,7 @@ def _test(settings: Settings, device: torch.device, folder: Path | None) -> Resu
     )  # fmt: skip
     result = Result(place, tokens_per_step=settings.batch * settings.seq * degrees["data"])
     log = ezpz_obs.get_logger("test")
-    _say(log, f"training on {place.ranks} ranks", wrap=place.wrap, **degrees)
+    _say(log, "training", ranks=place.ranks, wrap=place.wrap, **degrees)
     _train(settings, trainer, config, result, folder)
     result.disagreement = _disagreement(trainer)
     if place.ranks > 1:
@@ -192,17 +209,23 @@ def _over_ranks(loss: torch.Tensor | None, norm: torch.Tensor) -> tuple[str, flo
 def _disagreement(trainer: Trainer) -> str:
     """Return in what ranks differ that should not, the same text on all. Collective."""
     said = ""
-    whole: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-    if isinstance(trainer.model, FullyShardedDataParallel):
-        # It keeps shards where parameters were: compared is what they make together.
-        whole = FullyShardedDataParallel.summon_full_params(trainer.model, writeback=False)
     try:
-        with whole:
+        with _whole(trainer):
             ezpz_tp.verify_replicated(trainer.model)
     except ezpz_tp.ReplicaError as error:
         said = " ".join(str(error).split())
     # Only the ranks of one group may have seen it.
     return next((one for one in ezpz_dist.all_gather_object(said) if one), "")
+
+
+def _whole(trainer: Trainer) -> contextlib.AbstractContextManager[object]:
+    """Return the context in which the parameters are what ranks can compare."""
+    if trainer.wrap != "fsdp":
+        return contextlib.nullcontext()
+    from torch.distributed.fsdp import FullyShardedDataParallel  # noqa: PLC0415  # 0.6 s
+
+    # FSDP1 keeps shards where parameters were: compared is what they make together.
+    return FullyShardedDataParallel.summon_full_params(trainer.model, writeback=False)
 
 
 def _config(settings: Settings) -> LlamaConfig:

@@ -65,6 +65,16 @@ class Settings:
                 f"--wrap={self.wrap} with --pp={self.pp}; expected none or fsdp2: around a "
                 "pipeline's part, which runs several times a step, no other goes"
             )
+        if self.wrap == "fsdp" and self.tp > 1:
+            raise UsageError(
+                f"--wrap=fsdp with --tp={self.tp}; expected fsdp2: FSDP1 knows nothing of tensor "
+                "parallel shards, and would clip each rank's gradient by another norm"
+            )
+        if self.wrap == "deepspeed" and self.cp > 1:
+            raise UsageError(
+                f"--wrap=deepspeed with --cp={self.cp}; expected ddp, fsdp2, zero1 or none: "
+                "DeepSpeed averages gradients over data-parallel ranks only"
+            )
         if self.pp > 1 and self.batch % self.pp:
             raise UsageError(
                 f"--batch={self.batch} with --pp={self.pp}; expected a multiple of {self.pp}: the "

@@ -12,7 +12,6 @@ import ezpz_dist
 import ezpz_tp
 from ezpz.models import Llama, LlamaConfig, llama_pipeline
 
-from .options import UsageError
 from .settings import Settings
 
 _LARGEST_NORM = 1.0
@@ -47,24 +46,11 @@ def make_trainer(settings: Settings, config: LlamaConfig, *, device: torch.devic
         settings: With a ``dtype``.
         config: Of the model.
         device: This rank's.
-
-    Raises:
-        UsageError: The wrapper does not go with the degrees.
     """
     wrap = settings.wrap
     if wrap == "auto":
         replicas = ezpz_tp.get_state().size("data") * settings.cp
         wrap = "ddp" if replicas > 1 and settings.pp == 1 else "none"
-    if wrap == "fsdp" and settings.tp > 1:
-        raise UsageError(
-            f"--wrap=fsdp with --tp={settings.tp}; expected fsdp2: FSDP1 knows nothing of tensor "
-            "parallel shards, and would clip each rank's gradient by another norm"
-        )
-    if wrap == "deepspeed" and settings.cp > 1:
-        raise UsageError(
-            f"--wrap=deepspeed with --cp={settings.cp}; expected ddp, fsdp2, zero1 or none: "
-            "DeepSpeed averages gradients over data-parallel ranks only"
-        )
     if settings.pp > 1:
         return _Pipelined(settings, config, device, wrap)
     model = Llama(config, parallel=_is_split(settings), seed=settings.seed)

@@ -1,0 +1,73 @@
+"""Bandwidths: their arithmetic, and all-reduces of real ranks."""
+
+import json
+
+import pytest
+
+from ezpz._test.bandwidth import Bandwidth, default_sizes
+
+MEASURE = """
+import json, torch, ezpz_dist
+from ezpz._test.bandwidth import measure
+rank = ezpz_dist.setup_torch()
+heard = []
+{before}
+found = measure([4, 4096, 1 << 20], torch.device("cpu"), heard.append)
+assert heard == found
+print(json.dumps([one.facts() for one in found]))
+ezpz_dist.cleanup()
+"""
+
+
+def test_the_bus_carries_what_the_formula_says():
+    one = Bandwidth(size=1_000_000, ranks=4, seconds=0.001, repeats=5, is_right=True)
+    assert one.algorithm == pytest.approx(1e9)
+    assert one.bus == pytest.approx(1.5e9)  # 2 (n - 1) / n
+    two = Bandwidth(size=1_000_000, ranks=2, seconds=0.001, repeats=5, is_right=True)
+    assert two.bus == two.algorithm
+
+
+def test_default_sizes_go_from_latency_to_bandwidth():
+    assert default_sizes("cpu")[0] == 1024
+    assert default_sizes("cpu")[-1] == 16 << 20
+    assert default_sizes("cuda")[-1] == 256 << 20
+
+
+def test_all_ranks_know_the_time_of_the_slowest(ranks):
+    done = ranks(3, MEASURE.format(before=""))
+    assert [status for status, _, _ in done] == [0] * 3, done
+    first, *others = (json.loads(out) for _, out, _ in done)
+    assert all(other == first for other in others)
+    assert [one["bytes"] for one in first] == [4, 4096, 1 << 20]
+    for one in first:
+        assert one["ranks"] == 3
+        assert one["is_right"]
+        assert 5 <= one["repeats"] <= 50
+        assert one["algorithm_bytes_per_s"] == pytest.approx(one["bytes"] / one["seconds"])
+        assert one["bus_bytes_per_s"] == pytest.approx(one["algorithm_bytes_per_s"] * 4 / 3)
+
+
+def test_a_rank_that_dawdles_is_what_is_measured(ranks):
+    slow = """
+import time
+def dawdle(of=ezpz_dist.synchronize):
+    time.sleep(0.01 if rank == 1 else 0)
+    of()
+ezpz_dist.synchronize = dawdle
+"""
+    for status, out, said in ranks(2, MEASURE.format(before=slow)):
+        assert status == 0, said
+        assert all(one["seconds"] > 0.01 for one in json.loads(out))
+
+
+def test_wrong_sums_are_seen_by_all(ranks):
+    wrong = """
+def all_reduce(tensor, op=torch.distributed.ReduceOp.SUM, group=None, of=torch.distributed.all_reduce):
+    of(tensor, op, group)
+    if rank == 1 and len(tensor) == 1024 and op == torch.distributed.ReduceOp.SUM:
+        tensor[7] += 1
+torch.distributed.all_reduce = all_reduce
+"""  # noqa: E501
+    for status, out, said in ranks(2, MEASURE.format(before=wrong)):
+        assert status == 0, said
+        assert [one["is_right"] for one in json.loads(out)] == [True, False, True]

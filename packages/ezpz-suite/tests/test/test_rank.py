@@ -1,0 +1,183 @@
+"""Real trainings on real ranks: every way to split and to wrap learns the same."""
+
+import json
+
+import pytest
+
+TEST = "from ezpz._test.rank import run; sys.exit(run({words!r}))"
+SMALL = ("--steps=6", "--layers=2", "--dim=64", "--seq=32", "--batch=4", "--sizes=none")
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """The losses of one rank, of each batch that was asked for."""
+    return {}
+
+
+def losses_alone(alone, tested, batch=4):
+    if batch not in alone:
+        found = tested(1, *SMALL[:4], f"--batch={batch}", "--sizes=none")
+        assert found["wrap"] == "none"
+        assert found["losses"][-1] < 0.9 * found["losses"][0]
+        alone[batch] = found["losses"]
+    return alone[batch]
+
+
+@pytest.mark.parametrize(
+    ("ranks_", "words"),
+    [
+        (2, ["--tp=2"]),
+        (2, ["--cp=2"]),
+        (2, ["--cp=2", "--wrap=fsdp"]),
+        (4, ["--tp=2", "--pp=2"]),
+        (4, ["--tp=2", "--cp=2"]),
+        (4, ["--cp=2", "--pp=2"]),
+    ],
+    ids=lambda value: "".join(value) if isinstance(value, list) else str(value),
+)
+def test_a_split_model_learns_what_one_rank_learns(tested, alone, ranks_, words):
+    expected = losses_alone(alone, tested)
+    found = tested(ranks_, *SMALL, *words)
+    assert found["ok"]
+    assert found["degrees"]["data"] == 1
+    assert found["losses"] == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.fixture(scope="module")
+def averaged():
+    return []
+
+
+@pytest.mark.parametrize(
+    ("ranks_", "words"),
+    [
+        (2, ["--wrap=none"]),
+        (2, []),
+        (2, ["--wrap=fsdp"]),
+        (2, ["--wrap=fsdp2"]),
+        (2, ["--wrap=zero1"]),
+        (4, ["--tp=2", "--wrap=fsdp2"]),
+        (4, ["--pp=2", "--wrap=fsdp2"]),
+        (4, ["--pp=2"]),
+    ],
+    ids=lambda value: "".join(value) or "auto" if isinstance(value, list) else str(value),
+)
+def test_however_it_is_wrapped_two_replicas_learn_the_same(tested, averaged, ranks_, words):
+    found = tested(ranks_, *SMALL, *words)
+    assert found["ok"]
+    assert found["degrees"]["data"] == 2
+    wanted = words[-1].removeprefix("--wrap=") if words and "wrap" in words[-1] else None
+    assert found["wrap"] == (wanted or ("none" if words else "ddp"))
+    averaged.append(found["losses"])
+    assert found["losses"] == pytest.approx(averaged[0], rel=1e-4)
+
+
+def test_the_whole_page(ranks, tmp_path):
+    words = [*SMALL[:5], "--sizes=4K,64K", "--outdir=kept"]
+    (first, page, said), (second, nothing, _) = ranks(2, TEST.format(words=words))
+    assert (first, second, nothing) == (0, 0, "")
+    assert "kept: loss" in page
+    assert "Llama of 0.16 M parameters; ddp, data 2" in page
+    assert "2 on 1 node: cpu, gloo" in page
+    assert "tokens/s" in page
+    assert "TFLOP/s a rank" in page
+    assert page.rstrip().endswith("ok: the loss fell, all ranks agree, all values are finite")
+    rows = [line.split() for line in page.splitlines() if " GB/s " in line]
+    assert [row[:2] for row in rows] == [["4", "KiB"], ["64", "KiB"]]
+    assert max(map(len, page.splitlines())) <= 80
+    assert said.count("loss=") == 6, "progress is told"
+    kept = tmp_path / "cwd" / "kept"
+    assert sorted(path.name for path in kept.iterdir()) == ["metrics.jsonl", "result.json"]
+    found = json.loads((kept / "result.json").read_bytes())
+    lines = [json.loads(line) for line in (kept / "metrics.jsonl").read_text().splitlines()]
+    assert [line["loss"] for line in lines if "loss" in line] == found["losses"]
+    assert found["tokens_per_step"] == 2 * 4 * 32
+    (again, _, refused), (second, _, nothing) = ranks(2, TEST.format(words=words))
+    assert (again, second) == (2, 2)
+    assert "--outdir=kept has a run already; expected a new folder" in refused
+    assert "kept" not in nothing
+    assert found["tokens_per_s"] == pytest.approx(found["tokens_per_step"] / found["step_s"])
+
+
+def test_nothing_is_left_behind(ranks, tmp_path):
+    ((status, _, said),) = ranks(1, TEST.format(words=[*SMALL, "--json"]))
+    assert status == 0, said
+    assert list((tmp_path / "cwd").iterdir()) == []
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_every_pair_of_nodes(tested):
+    found = tested(6, *SMALL[:5], "--sizes=4K", "--pairs", nodes=3)
+    assert found["nodes"] == 3
+    pairs = found["node_pairs"]["pairs"]
+    assert [pair["nodes"] for pair in pairs] == [[0, 1], [0, 2], [1, 2]]
+    assert all(pair["ranks"] == 4 and pair["is_right"] for pair in pairs), "both nodes' ranks"
+    slowest = min(pairs, key=lambda pair: pair["bus_bytes_per_s"])
+    assert found["node_pairs"]["slowest"] == slowest["nodes"]
+
+
+def test_a_loss_that_does_not_fall_is_a_failure(ranks):
+    # A batch of two tokens a step says nothing of the next one's.
+    words = ["--steps=4", "--layers=1", "--dim=32", "--seq=2", "--batch=1", "--sizes=none"]
+    for seed in range(20):
+        ((status, page, _),) = ranks(1, TEST.format(words=[*words, f"--seed={seed}"]))
+        if status:
+            break
+    assert status == 1
+    assert "FAILED: the loss did not fall: mean" in page
+    assert "ok:" not in page
+
+
+SPOILED = """
+import torch
+from ezpz._test import rank, trainers
+
+def spoil(self, tokens, targets, of=trainers._Whole.step):
+    found = of(self, tokens, targets)
+    {what}
+    return found
+
+trainers._Whole.step = spoil
+sys.exit(rank.run({words!r}))
+"""
+
+
+def test_replicas_that_differ_are_a_failure_on_every_rank(ranks):
+    drift = "with torch.no_grad(): self.model.module.norm.weight[0] += int(os.environ['RANK'])"
+    done = ranks(2, SPOILED.format(what=drift, words=[*SMALL, "--json"]))
+    assert [status for status, _, _ in done] == [1, 1]
+    found = json.loads(done[0][1])
+    assert not found["ok"]
+    assert len(found["failures"]) == 1
+    assert found["failures"][0].startswith(
+        "ranks disagree: verify_replicated: data axis, ranks 0, 1"
+    )
+    assert "module.norm.weight should be the same on all of them" in found["failures"][0]
+    assert "ezpz test: ranks disagree" in done[0][2]
+
+
+def test_a_loss_that_is_no_number_ends_the_training(ranks):
+    spoiled = "os.environ['RANK'] == '1' and len(targets) and found[0].mul_(float('nan'))"
+    done = ranks(2, SPOILED.format(what=spoiled, words=[*SMALL, "--json"]))
+    assert [status for status, _, _ in done] == [1, 1]
+    found = json.loads(done[0][1])
+    assert found["steps"] == 1
+    assert found["failures"] == ["step 1: the loss is not finite on 1 of 2 ranks"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--tp=3"], "tensor 3 x context 1 x pipeline 1 = 3 does not divide the world size 2"),
+        (["--dim=63"], "make dim a multiple of 16"),
+        (["--cp=2", "--seq=33"], "expected a multiple of 4"),
+        (["--frob=1"], "'--frob=1' is no option of a test; see ezpz test --help"),
+    ],
+)
+def test_what_the_user_can_mend_is_one_line_of_one_rank(ranks, words, said):
+    done = ranks(2, TEST.format(words=["--steps=4", "--batch=1", *words]))
+    assert [status for status, _, _ in done] == [2, 2]
+    ours = [line for _, _, err in done for line in err.splitlines() if line.startswith("ezpz test")]
+    assert len(ours) == 1
+    assert said in ours[0]
+    assert "Traceback" not in "".join(err for _, _, err in done)

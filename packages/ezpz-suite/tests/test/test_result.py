@@ -1,0 +1,110 @@
+"""The verdict, and what is printed of it."""
+
+import io
+import math
+from dataclasses import replace
+
+import pytest
+
+import ezpz_obs
+from ezpz._test.bandwidth import Bandwidth
+from ezpz._test.page import write_page
+from ezpz._test.pairs import Pairs
+from ezpz._test.result import Place, Result, ends, has_fallen
+
+PLACE = Place(
+    ranks=8, nodes=4, device="cpu", backend="gloo", wrap="ddp", parameters=1_050_000,
+    degrees={"tensor": 2, "pipeline": 1, "context": 1, "data": 4},
+)  # fmt: skip
+
+
+def result(losses=(5.0, 4.0, 3.0, 2.0), **changes):
+    made = Result(PLACE, 8192, list(losses), [1.0, *[0.1] * (len(losses) - 1)])
+    for name, value in changes.items():
+        setattr(made, name, value)
+    return made
+
+
+def bandwidth(rate=1e9, size=1 << 20, is_right=True):
+    return Bandwidth(size, 2, size / rate, 20, is_right=is_right)
+
+
+def page(of, tmp_path, *, pairs_asked=False):
+    with ezpz_obs.History(tmp_path / "test") as history:
+        for loss in of.losses:
+            history.record({"loss": loss})
+    out = io.StringIO()
+    write_page(of, tmp_path / "test", out, pairs_asked=pairs_asked)
+    return out.getvalue()
+
+
+def test_a_loss_has_fallen_by_its_quarters():
+    assert ends([4.0] * 4 + [1.0] * 4) == (4.0, 1.0)
+    assert has_fallen([4.0, 3.0, 3.0, 3.9])
+    assert not has_fallen([4.0, 3.0, 3.0, 4.0])
+    assert not has_fallen([4.0, 3.0, 3.0, math.nan])
+    assert not has_fallen([])
+    assert not has_fallen([1.0])
+
+
+def test_all_is_well():
+    assert result().failures() == []
+    facts = result().facts()
+    assert facts["ok"]
+    assert facts["step_s"] == 0.1, "the first steps set things up"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"losses": [2.0, 3.0, 4.0, 5.0]}, "the loss did not fall: mean 2.0000 of the first"),
+        ({"not_finite": "the loss is not finite on 1 of 8 ranks"}, "step 4: the loss is not"),
+        ({"disagreement": "data axis: w differs"}, "ranks disagree: data axis: w differs"),
+        ({"bandwidths": [bandwidth(is_right=False)]}, "wrong sums for messages of [1048576] byt"),
+        ({"pairs": Pairs(("a", "b"), {(0, 1): bandwidth(is_right=False)})}, "all-reduce gave wr"),
+    ],
+)
+def test_what_is_wrong_is_said(changes, said, tmp_path):
+    of = result(**changes)
+    (failure,) = of.failures()
+    assert said in failure
+    assert of.facts()["failures"] == [failure]
+    assert not of.facts()["ok"]
+    assert page(of, tmp_path).splitlines()[-1] == f"FAILED: {failure}"
+
+
+def test_the_pairs_are_listed_slowest_first(tmp_path):
+    pairs = {(0, 1): bandwidth(4e9), (0, 2): bandwidth(1e9), (1, 2): bandwidth(2e9)}
+    text = page(result(pairs=Pairs(("a", "b", "c"), pairs)), tmp_path)
+    rows = [
+        line.split("median")[1].split() for line in text.splitlines() if "of the median" in line
+    ]
+    assert rows == [
+        ["a", "(node", "0)", "and", "c", "(node", "2)"],
+        ["b", "(node", "1)", "and", "c", "(node", "2)"],
+        ["a", "(node", "0)", "and", "b", "(node", "1)"],
+    ]
+    assert "slowest pair: a and c\n" in text
+    assert "slowest node: c, 1.5 GB/s in the median of its pairs; all pairs 2 GB/s" in text
+
+
+def test_of_many_pairs_the_slowest_are_listed(tmp_path):
+    pairs = {(0, node): bandwidth(node * 1e9) for node in range(1, 16)}
+    text = page(result(pairs=Pairs(tuple("abcdefghijklmnop"), pairs)), tmp_path)
+    assert text.count("of the median") == 10
+    assert "and 5 more; --json has all of them" in text
+
+
+def test_one_rank_and_one_node_are_no_failure(tmp_path):
+    of = result(place=replace(PLACE, ranks=1, nodes=1))
+    text = page(of, tmp_path, pairs_asked=True)
+    assert "one rank: there is nobody to send to" in text
+    assert "one node: there is no pair" in text
+    assert text.endswith("ok: the loss fell, all ranks agree, all values are finite\n")
+
+
+def test_without_plotext_the_numbers_are_there(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "plotext", None)
+    text = page(result(rates={"tokens_per_s": 81920.0, "tflops": 0.5, "mfu": 0.25}), tmp_path)
+    assert "no loss curve: a plot needs plotext" in text
+    assert "81,920 tokens/s, 0.5 TFLOP/s a rank, MFU 25.0%" in text

@@ -1,0 +1,171 @@
+"""The command ``ezpz``: which command is meant, its words verbatim, and nothing else loaded."""
+
+import contextlib
+import importlib
+import json
+import subprocess
+import sys
+from importlib.metadata import entry_points
+
+import pytest
+
+import ezpz
+from ezpz._cli import COMMANDS, HELP, main
+
+
+def ezpz_process(*words, **kwargs):
+    return subprocess.run(
+        [sys.executable, "-m", "ezpz", *words],
+        capture_output=True, text=True, timeout=60, check=False, **kwargs,
+    )  # fmt: skip
+
+
+def modules_of(code):
+    """Which modules are loaded once ``code`` has run."""
+    script = f"import json, sys\n{code}\nprint(json.dumps(sorted(sys.modules)), file=sys.stderr)"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
+    return set(json.loads(done.stderr))
+
+
+def test_the_page_names_every_command():
+    done = ezpz_process("--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == HELP + "\n"
+    listed = {line.split()[0] for line in HELP.splitlines() if line.startswith("  ")}
+    assert listed >= set(COMMANDS)
+
+
+def test_help_loads_nothing_that_is_slow():
+    loaded = modules_of("from ezpz._cli import main; main(['--help'])")
+    ours = {name for name in loaded if name.startswith("ezpz")}
+    assert ours == {"ezpz", "ezpz._cli", "ezpz._version", "ezpz._names"}
+    assert not {"torch", "numpy", "fire", "importlib.metadata", "dataclasses"} & loaded
+
+
+@pytest.mark.parametrize(
+    ("words", "never"),
+    [
+        (["test", "--help"], {"torch", "numpy", "fire", "ezpz_launch"}),
+        (["launch", "--help"], {"torch", "numpy", "fire", "ezpz_obs", "ezpz_dist"}),
+        (["topo", "--help"], {"torch", "numpy", "ezpz_launch", "ezpz_obs", "ezpz_dist"}),
+        (["report", "--help"], {"torch", "numpy", "ezpz_launch", "ezpz_dist", "matplotlib"}),
+        (["doctor", "--help"], {"torch", "numpy"}),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_command_loads_what_it_needs(words, never):
+    loaded = modules_of(f"from ezpz._cli import main; main({words!r})")
+    assert not never & loaded
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_a_page_with_examples(name, capfd):
+    # Those of the packages are what their own scripts print.
+    with contextlib.suppress(SystemExit):
+        assert main([name, "--help"]) == 0
+    page = capfd.readouterr().out
+    assert name in page
+    assert "usage: " in page or page.startswith("ezpz-launch history [")
+
+
+@pytest.mark.parametrize(("name", "script"), [("topo", "ezpz-topo"), ("report", "ezpz-obs")])
+def test_a_command_is_what_the_packages_own_script_calls(name, script):
+    (found,) = entry_points(group="console_scripts", name=script)
+    assert found.load() is importlib.import_module(COMMANDS[name].module).main
+
+
+def test_words_reach_the_command_to_the_last_byte(tmp_path):
+    words = ["--x", "1e-4", "", "a b", "--", "-n", "--help", "'q'", "ü"]
+    show = "import sys, json; print(json.dumps(sys.argv[1:]))"
+    env = {**_clean(), "EZPZ_STATE_DIR": str(tmp_path)}
+    launch = ["launch", "--launcher", "spawn", "-n", "1"]
+    done = ezpz_process(*launch, sys.executable, "-c", show, *words, env=env)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == words
+
+
+def test_the_exit_status_is_the_commands(tmp_path):
+    env = {**_clean(), "EZPZ_STATE_DIR": str(tmp_path)}
+    launch = ["launch", "--launcher", "spawn", "-n", "2"]
+    assert ezpz_process(*launch, "sh", "-c", "exit 75", env=env).returncode == 75
+    assert ezpz_process("launch", "--zzz", env=env).returncode == 2
+    history = ezpz_process("history", "--json", env=env)
+    assert [launched["exit_status"] for launched in json.loads(history.stdout)] == [75]
+    missing = ezpz_process("plot", str(tmp_path / "none"), env=env)
+    assert missing.returncode == 1
+    assert missing.stderr.startswith("ezpz-obs: ")
+    assert ezpz_process("topo", "expand", "n[1-", env=env).returncode == 2
+
+
+def test_a_report_is_what_ezpz_obs_makes_of_a_run(tmp_path, capfd):
+    with ezpz.History(tmp_path / "run") as history:
+        for step in range(3):
+            history.record({"loss": 1.0 / (step + 1)})
+    assert main(["export", str(tmp_path / "run"), f"--csv={tmp_path / 'run.csv'}"]) == 0
+    assert "3 records" in capfd.readouterr().out
+    assert len((tmp_path / "run.csv").read_text().splitlines()) == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["lanch"], "'lanch' is no command; did you mean 'launch'? See ezpz --help"),
+        (["tset"], "'tset' is no command; did you mean 'test'? See ezpz --help"),
+        (["python", "train.py"], "a script of yours is started by ezpz launch"),
+        (["--zzz"], "'--zzz' is no command; expected one of launch, test, history"),
+    ],
+)
+def test_a_command_that_is_none(words, said, capfd):
+    assert main(words) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert said in err
+    assert err.startswith("ezpz: ")
+
+
+def test_nothing_said_is_a_page_and_no_success(capfd):
+    assert main([]) == 2
+    assert capfd.readouterr().out == HELP + "\n"
+
+
+def test_help_of_a_command_either_way(capfd):
+    assert main(["help", "topo"]) == 0
+    first = capfd.readouterr().out
+    assert main(["topo", "--help"]) == 0
+    assert capfd.readouterr().out == first
+    assert main(["--version"]) == 0
+    assert capfd.readouterr().out == f"{ezpz.__version__}\n"
+
+
+@pytest.mark.parametrize("closed", ["| head -0", ">&-", "2>&-"])
+def test_a_page_that_nobody_reads(closed):
+    script = f'"$@" {closed}'
+    done = subprocess.run(
+        ["sh", "-c", script, "sh", sys.executable, "-m", "ezpz", "--help"],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_page_that_cannot_be_written():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "ezpz", "--help"],
+            stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False,
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr == "ezpz: standard output: No space left on device\n"
+
+
+def _clean():
+    import os
+
+    launchers = ("SLURM_", "PBS_", "PMI", "OMPI_", "EZPZ_", "TORCHELASTIC", "MASTER_")
+    place = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(launchers) and name not in place
+    }
