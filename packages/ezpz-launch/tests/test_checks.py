@@ -67,7 +67,7 @@ def elsewhere(clean_env, mpi4py, tmp_path, monkeypatch):
     python.parent.mkdir()
     python.symlink_to(sys.executable)
     packages = os.pathsep.join(path for path in sys.path if path)
-    libraries = Path(sysconfig.get_path("data"), "lib").glob("libmpi.so*")
+    libraries = Path(sysconfig.get_path("data"), "lib").glob("libmpi.so.*")
     known = dict.fromkeys(["MPI4PY_LIBMPI"], next(map(str, libraries), ""))
     monkeypatch.setattr(sys, "executable", str(python))
     return {**clean_env, **known, "PATH": str(tmp_path / "bin"), "PYTHONPATH": packages}

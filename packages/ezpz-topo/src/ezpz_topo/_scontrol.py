@@ -18,6 +18,12 @@ from ._nodelist import expand_nodelist
 
 _SCONTROL = "scontrol show job"
 
+_ENDED = {
+    "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
+    "PREEMPTED", "REVOKED", "TIMEOUT",
+}  # fmt: skip
+"""States of a job that is over (squeue's manual page), which is still told for some minutes."""
+
 
 def end_time(job_id: str, env: Mapping[str, str]) -> datetime | None:
     """Return when the job's time limit ends, by scontrol; None where it has no limit.
@@ -87,11 +93,12 @@ def job_by_id(job_id: str, env: Mapping[str, str]) -> Allocation:
         return job_by_id(leader, env)
     # Of an array's last task the id is the array's too, and all its tasks are told.
     records = [record for record in records if job_id in (record.job, record.het_job)]
-    hosts = dict.fromkeys(host for record in records for host in record.hosts)
+    running = [record for record in records if record.state not in _ENDED]
+    hosts = dict.fromkeys(host for record in running for host in record.hosts)
     if not hosts:
         states = ", ".join(record.state for record in records) or "unknown"
         raise SchedulerError(
-            f"{_SCONTROL} {job_id}: no nodes, state {states}; expected a job that runs; wait until "
+            f"{_SCONTROL} {job_id}: no nodes in use, state {states}; expected a job that runs; wait until "
             "it starts, or unset SLURM_JOB_ID"
         )
     first = records[0]

@@ -1,0 +1,105 @@
+"""ezpz doctor inside a real job: its controller, its hosts, and what is installed on each."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.slurm.sandbox import SlurmSandbox
+
+DOCTOR = [
+    sys.executable, "-P", "-c", "import sys; from ezpz.doctor import main; sys.exit(main())",
+    "--json", "--timeout=50",
+]  # fmt: skip
+TWO_NODES = ["salloc", "-Q", "-N", "2", "-n", "4"]
+
+# Stands for a node whose environment was not updated: only what it says of one package differs.
+SKEW = """\
+import os, sys
+if os.environ.get("SLURMD_NODENAME") == "nid002":
+    sys.path.insert(0, os.path.join(os.path.dirname(__file__), "old"))
+"""
+
+
+@pytest.fixture
+def checked(slurm: SlurmSandbox) -> Any:
+    """Run these checks in a job of two nodes; return the exit status and each result."""
+
+    def run(only: str, before: list[str] | None = None, **env: str) -> tuple[int, Any]:
+        # Whatever devices this host has, they are not the sandbox's.
+        more = {"TORCH_DEVICE": "cpu", **env}
+        words = [*(TWO_NODES if before is None else before), *DOCTOR, f"--only={only}"]
+        done = slurm.run(words, env=more, expect=None)
+        assert done.returncode in (0, 1), done.stderr
+        return done.returncode, {each["name"]: each for each in json.loads(done.stdout)["checks"]}
+
+    return run
+
+
+def path_with(folder: Path) -> str:
+    return os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH", "")]))
+
+
+def test_a_job_that_is_well(checked: Any) -> None:
+    # The nodes of the sandbox are one host, and meet on its loopback.
+    every = "scheduler,hostfile,versions,network,mpi"
+    status, found = checked(every, GLOO_SOCKET_IFNAME="")
+    assert status == 0, [each for each in found.values() if each["status"] != "ok"]
+    assert {each["status"] for each in found.values()} == {"ok"}
+    assert "has 2 hosts: nid[001-002], ends at " in found["scheduler"]["message"]
+    assert "2 of the 2 hosts of job " in found["hostfile"]["message"]
+    assert "are the same on 2 hosts" in found["versions"]["message"]
+    assert set(found["versions"]["details"]["versions"]) == {"nid001", "nid002"}
+
+
+def test_loopback_alone_is_an_error_between_nodes(checked: Any) -> None:
+    status, found = checked("network", GLOO_SOCKET_IFNAME="lo")
+    assert status == 1, found
+    assert "loopback alone does not reach the other hosts" in found["network"]["message"]
+
+
+def test_a_hostfile_of_other_nodes_is_an_error(checked: Any, tmp_path: Path) -> None:
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("nid001\nnid004\n", encoding="utf-8")
+    status, found = checked("hostfile", HOSTFILE=str(hostfile))
+    assert status == 1, found
+    assert f"HOSTFILE={hostfile} names nid004, which job " in found["hostfile"]["message"]
+    assert "(slurm's server)" in found["hostfile"]["message"]
+
+
+def test_a_package_that_differs_on_one_node_is_an_error(checked: Any, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(SKEW, encoding="utf-8")
+    old = tmp_path / "old" / "ezpz_topo-0.0.1.dist-info"
+    old.mkdir(parents=True)
+    metadata = "Metadata-Version: 2.1\nName: ezpz-topo\nVersion: 0.0.1\n"
+    (old / "METADATA").write_text(metadata, encoding="utf-8")
+    status, found = checked("versions", PYTHONPATH=path_with(tmp_path))
+    assert status == 1, found
+    message = found["versions"]["message"]
+    assert message.startswith("ezpz-topo is ")
+    assert "0.0.1 on nid002" in message
+    assert " on nid001" in message
+
+
+def test_a_rank_of_the_job_does_not_launch(checked: Any) -> None:
+    first = 'if [ "$SLURM_PROCID" = 0 ]; then exec "$@"; fi'
+    before = ["srun", "-N", "2", "-n", "2", "sh", "-c", first, "sh"]
+    status, found = checked("versions", before)
+    assert status == 0, [each for each in found.values() if each["status"] != "ok"]
+    assert found["versions"]["message"] == "not compared: this is one of several ranks"
+
+
+def test_a_job_that_is_over_is_an_error(checked: Any, slurm: SlurmSandbox) -> None:
+    words = ["salloc", "-Q", "-N", "1", "sh", "-c", "echo $SLURM_JOB_ID"]
+    job = slurm.run(words).stdout.strip()
+    left_over = {"SLURM_JOB_ID": job, "SLURM_JOB_NODELIST": "nid001", "SLURM_NODELIST": "nid001"}
+    status, found = checked("scheduler", [], **left_over)
+    assert status == 1, found
+    assert f"scontrol show job {job}" in found["scheduler"]["message"]
+    assert "expected a job that runs" in found["scheduler"]["message"]
