@@ -18,12 +18,12 @@ def build(out: str = "") -> None:
     """Generate the pages, build the site, and check every link in it.
 
     Args:
-        out: Folder for the pages (``pages``) and the site (``site``); default: ``.hatch/docs-site``.
+        out: Folder for pages (``pages``) and site (``site``); default: ``.hatch/docs-site``.
     """
     folder = Path(out).resolve() if out else ROOT / ".hatch" / "docs-site"
     configuration = stage(ROOT, folder)
-    zensical = Path(sys.executable).with_name("zensical")
-    words = [zensical, "build", "--strict", "--clean", "--config-file", configuration]
+    zensical = str(Path(sys.executable).with_name("zensical"))
+    words = [zensical, "build", "--strict", "--clean", "--config-file", str(configuration)]
     # Its warnings, but not click's traceback of them.
     done = subprocess.run(words, check=False, stderr=subprocess.PIPE, text=True)
     if done.returncode:

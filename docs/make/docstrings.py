@@ -10,18 +10,14 @@ import griffe
 class PlainDocstrings(griffe.Extension):
     """Keep brackets from being read as links, and double backticks as they are."""
 
-    def on_instance(self, *, obj: griffe.Object, **kwargs: object) -> None:
+    def on_instance(self, *, obj: griffe.Object, **_: object) -> None:
         """Escape what stands outside of code in one docstring."""
         if obj.docstring:
             obj.docstring.value = escaped(obj.docstring.value)
 
 
 def escaped(text: str) -> str:
-    """The text, with ``[`` as a character wherever it is not in code or an example.
-
-    >>> escaped("a list [(0, 1)] of `x[0]`")
-    'a list \\\\[(0, 1)] of `x[0]`'
-    """
+    """The text, with ``[`` as a character wherever it is not in code or an example."""
     parts = re.split(r"(``.+?``|`[^`\n]+`|^[ ]*(?:>>>|\.\.\.).*$)", text, flags=re.MULTILINE)
     return "".join(
         part if place % 2 else part.replace("[", r"\[") for place, part in enumerate(parts)

@@ -70,6 +70,5 @@ def _of_page(path: Path, page: Page, pages: dict[Path, Page], site: Path) -> Ite
         if not target.is_file():
             yield f"{address}: no such file"
         elif parts.fragment and target in pages:
-            # 404.html is served from anywhere, so its own links are absolute.
-            if unquote(parts.fragment) not in pages[target].anchors:
-                yield f"{address}: no such anchor"
+            anchors = pages[target].anchors
+            yield from () if unquote(parts.fragment) in anchors else (f"{address}: no such anchor",)

@@ -104,22 +104,27 @@ def _tables(machine: Machine) -> Iterator[str]:
     if machine.environment:
         yield "## Environment of every rank\n"
         yield from _variables(machine.environment, machine, "environment")
-    if machine.options:
-        yield "## Options\n"
-        yield "Used only when asked for: `ezpz-launch --option NAME`.\n"
-        for name, option in machine.options.items():
-            standing = _standing(machine, f"options.{name}")
-            yield f"### {name}\n"
-            yield f"For: {_text(option.why)}.{f' ({standing})' if standing else ''}\n"
-            for label in ("flags", "modules"):
-                if words := getattr(option, label):
-                    yield f"- {label}: {_value(words)}"
-            for label in ("backend", "cpu_bind"):
-                if word := getattr(option, label):
-                    yield f"- {label}: `{word}`"
-            yield ""
-            if option.environment:
-                yield from _variables(option.environment, machine, f"options.{name}.environment")
+    yield from _options(machine)
+
+
+def _options(machine: Machine) -> Iterator[str]:
+    if not machine.options:
+        return
+    yield "## Options\n"
+    yield "Used only when asked for: `ezpz-launch --option NAME`.\n"
+    for name, option in machine.options.items():
+        standing = _standing(machine, f"options.{name}")
+        yield f"### {name}\n"
+        yield f"For: {_text(option.why)}.{f' ({standing})' if standing else ''}\n"
+        for label in ("flags", "modules"):
+            if words := getattr(option, label):
+                yield f"- {label}: {_value(words)}"
+        for label in ("backend", "cpu_bind"):
+            if word := getattr(option, label):
+                yield f"- {label}: `{word}`"
+        yield ""
+        if option.environment:
+            yield from _variables(option.environment, machine, f"options.{name}.environment")
 
 
 def _variables(variables: Mapping[str, str], machine: Machine, key: str) -> Iterator[str]:

@@ -1,0 +1,196 @@
+"""Every code block of the pages and the READMEs is run, or type-checked; ``blocks`` tells how."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from tests.docs.blocks import PAGES, ROOT, Block, blocks_of, name_of
+from tests.docs.messages import missing, texts_of
+from tests.docs.python_blocks import BlockError, run_in_order, run_on_ranks, sides_of
+from tests.docs.shell_blocks import check_syntax, commands_of, problem_of
+
+BLOCKS = {page: blocks_of(page) for page in PAGES}
+SHELLS = ("bash", "console", "sh")
+
+
+def pages_with(*languages: str) -> pytest.MarkDecorator:
+    pages = [page for page in PAGES if any(each.language in languages for each in BLOCKS[page])]
+    return pytest.mark.parametrize("page", pages, ids=name_of)
+
+
+def on_ranks(block: Block) -> tuple[int, str] | None:
+    words = (block.marked("ranks") or "").split()
+    return (int(words[0]), words[1]) if words else None
+
+
+def in_order(page: Path) -> list[Block]:
+    marked = ("ranks", "given")
+    return [
+        block
+        for block in BLOCKS[page]
+        if block.language == "python" and not any(map(block.marked, marked))
+    ]
+
+
+def output_after(block: Block) -> str | None:
+    """The ``text`` that follows a block; a shell may stand between a script and what it prints."""
+    blocks = BLOCKS[block.page]
+    following = iter(blocks[blocks.index(block) + 1 :])
+    after = next(following, None)
+    if on_ranks(block) and after is not None and after.language in SHELLS:
+        after = next(following, None) if on_ranks(block)[1] in after.code else after
+    return (
+        after.code if after is not None and after.language == "text" and not after.marker else None
+    )
+
+
+def has_lines(printed: str, expected: str | None) -> bool:
+    """Whether ranks printed these lines and no others; lines, and their ends, come in any order."""
+    for line in (expected or "").splitlines():
+        before, found, after = printed.partition(line)
+        if not found:
+            return False
+        printed = before + after
+    return not printed.strip()
+
+
+def matches(expected: str, printed: str) -> bool:
+    """Whether the lines are these, where ``...`` alone on a line stands for any others."""
+    parts = re.split(r"^\.\.\.\n", expected.rstrip(), flags=re.MULTILINE)
+    pattern = r"(?:.*\n)*?".join(map(re.escape, parts))
+    return re.fullmatch(pattern, printed.rstrip()) is not None
+
+
+RANKS = [block for blocks in BLOCKS.values() for block in blocks if on_ranks(block)]
+
+
+@pages_with("python")
+def test_python_prints_what_stands_below_it(page: Path, tmp_path: Path) -> None:
+    blocks = in_order(page)
+    if not blocks:
+        return
+    printed = run_in_order([(block.place, block.code) for block in blocks], tmp_path)
+    for block, said in zip(blocks, printed, strict=True):
+        if (expected := output_after(block)) is not None:
+            assert matches(expected, said), f"{block.place} printed\n{said}"
+        for comment in re.findall(r"^print\(.*\n((?:#.*\n)+)", block.code, re.MULTILINE):
+            assert re.sub(r"^# ?", "", comment, flags=re.MULTILINE) in said, block.place
+
+
+@pytest.mark.parametrize("block", RANKS, ids=lambda block: block.place)
+def test_scripts_run_on_ranks(block: Block, tmp_path: Path) -> None:
+    ranks, name = on_ranks(block)
+    printed = run_on_ranks(name, block.code, tmp_path, ranks=ranks)
+    if (expected := output_after(block)) is not None:
+        assert has_lines(printed, expected), f"{block.place} printed\n{printed}"
+    # What the page then does with what the script left.
+    for shell in BLOCKS[block.page]:
+        for words in commands_of(shell.code) if shell.language == "bash" else ():
+            if words[0] == "ezpz-obs":
+                assert problem_of(words, tmp_path) == "", shell.place
+
+
+@pages_with("diff")
+def test_a_few_lines_of_diff_change_a_script_that_runs(page: Path, tmp_path: Path) -> None:
+    for block in (each for each in BLOCKS[page] if each.language == "diff"):
+        before, after, added = sides_of(block.code)
+        compile(before, block.place, "exec")
+        assert added <= 5, f"{block.place}: {added} lines are added; five are promised"
+        expected = output_after(block)
+        assert has_lines(run_on_ranks("train.py", after, tmp_path), expected), block.place
+
+
+@pages_with(*SHELLS)
+def test_every_command_is_known_and_its_options_are_there(page: Path, tmp_path: Path) -> None:
+    for block in (each for each in BLOCKS[page] if each.language in SHELLS):
+        if block.language != "console":
+            assert check_syntax(block.code) == "", block.place
+        for words in commands_of(block.code, console=block.language == "console"):
+            problem = problem_of(words, tmp_path)
+            assert not problem, f"{block.place}: {' '.join(words)}: {problem}"
+
+
+def test_what_is_not_run_is_type_checked(tmp_path: Path) -> None:
+    checked = 0
+    for page, blocks in BLOCKS.items():
+        for block in blocks:
+            given = block.marked("given")
+            assert given or block.language != "py", f"{block.place}: py needs <!-- given: ... -->"
+            if given:
+                checked += 1
+                name = re.sub(r"\W", "_", name_of(page))
+                (tmp_path / f"{name}_{block.line}.py").write_text(f"{given}\n{block.code}")
+    assert checked
+    done = subprocess.run(
+        [Path(sys.executable).with_name("pyright"), "--outputjson", "--pythonpath", sys.executable],
+        cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    report = json.loads(done.stdout)
+    assert report["summary"]["filesAnalyzed"] == checked
+    assert report["generalDiagnostics"] == []
+
+
+def test_a_text_is_something_that_is_printed() -> None:
+    for blocks in BLOCKS.values():
+        for before, block in zip([None, *blocks], blocks, strict=False):
+            if block.language != "text" or block.marker:
+                continue
+            assert before is not None, f"{block.place}: what prints it?"
+            shown = before.language in ("python", "diff") or any(
+                output_after(each) == block.code for each in blocks if on_ranks(each)
+            )
+            assert shown, f"{block.place}: what prints it? If nothing does, mark it"
+
+
+def test_messages_are_those_of_the_sources() -> None:
+    ours = tuple(text for path in ROOT.glob("packages/*/src") for text in texts_of(path))
+    theirs = texts_of(Path(torch.__file__).parent / "nn" / "parallel")
+    quoted = 0
+    for blocks in BLOCKS.values():
+        for block in blocks:
+            whose = block.marked("message")
+            if whose is None:
+                continue
+            quoted += 1
+            lacking = missing(block.code, theirs if whose == "torch" else ours)
+            assert not lacking, f"{block.place}: nobody says {lacking}"
+    assert quoted > 20
+
+
+def test_every_block_is_of_a_kind_that_is_checked() -> None:
+    known = {"python", "py", "text", "diff", "toml", "markdown", *SHELLS}
+    markers = ("ranks", "given", "message", "drawing")
+    for blocks in BLOCKS.values():
+        for block in blocks:
+            assert block.language in known, f"{block.place}: {block.language!r}"
+            if block.language == "toml":
+                tomllib.loads(block.code)
+            if block.marker:
+                assert any(block.marked(kind) is not None for kind in markers), block.place
+
+
+def test_a_wrong_page_is_seen(tmp_path: Path) -> None:
+    """The checks above find what they are for."""
+    with pytest.raises(BlockError, match="ZeroDivisionError"):
+        run_in_order([("x.md:1", "1 / 0")], tmp_path)
+    with pytest.raises(BlockError, match="status 3"):
+        run_on_ranks("x.py", "raise SystemExit(3)", tmp_path, ranks=1)
+    assert problem_of(["ezpz-launch", "--nproc_per_node", "2", "python"], tmp_path)
+    assert problem_of(["pip", "install", "ezpz-suite[nothing]"], tmp_path)
+    assert problem_of(["frobnicate"], tmp_path)
+    assert problem_of(["python", "-m", "ezpz.examples.nothing"], tmp_path)
+    assert check_syntax("if true; then")
+    assert missing("no … on PATH", ("no … on PATHS",)) == []
+    assert missing("nothing … on PATH", ("no … on PATH",)) == ["nothing"]
+    assert has_lines("a\n\nb\n", "b\na\n")
+    assert not has_lines("a\nb\nc\n", "b\na\n")
+    assert not has_lines("a\n", "b\na\n")
+    assert not matches("a\nb", "a\nc")
+    assert matches("a\n...\nb", "a\nx\ny\nb\n")
