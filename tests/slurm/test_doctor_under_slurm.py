@@ -49,7 +49,7 @@ def path_with(folder: Path) -> str:
 def test_a_job_that_is_well(checked: Any) -> None:
     # The nodes of the sandbox are one host, and meet on its loopback.
     every = "scheduler,hostfile,versions,network,mpi"
-    status, found = checked(every, GLOO_SOCKET_IFNAME="")
+    status, found = checked(every, GLOO_SOCKET_IFNAME="", FI_TCP_IFACE="")
     assert status == 0, [each for each in found.values() if each["status"] != "ok"]
     assert {each["status"] for each in found.values()} == {"ok"}
     assert "has 2 hosts: nid[001-002], ends at " in found["scheduler"]["message"]

@@ -98,8 +98,8 @@ def job_by_id(job_id: str, env: Mapping[str, str]) -> Allocation:
     if not hosts:
         states = ", ".join(record.state for record in records) or "unknown"
         raise SchedulerError(
-            f"{_SCONTROL} {job_id}: no nodes in use, state {states}; expected a job that runs; wait until "
-            "it starts, or unset SLURM_JOB_ID"
+            f"{_SCONTROL} {job_id}: no nodes in use, state {states}; expected a job that runs; "
+            "wait until it starts, or unset SLURM_JOB_ID"
         )
     first = records[0]
     known = Allocation(
