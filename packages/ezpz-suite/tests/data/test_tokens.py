@@ -115,7 +115,29 @@ def change(path, at, by):
 def test_what_is_not_right_is_refused(path, damage, words):
     damage(path)
     with pytest.raises(DataError, match=words):
-        TokenBlocks(path, 5)
+        TokenBlocks(path, 5)[0]
+
+
+def test_damage_is_found_where_it_is_read(tmp_path):
+    """Three chunks of 64 KiB: the others can be used, in a copy too; nothing is read twice."""
+    one = write_tokens(tmp_path / "one", texts=["a" * 150_000], progress=False)
+    other = write_tokens(tmp_path / "other", texts=["b" * 150_000], progress=False)
+    assert read_header(one).chunks == 3
+    change(one, 64 + 70_000, other.read_bytes()[64 + 70_000 : 64 + 70_010])
+    blocks = TokenBlocks(one, 1000)
+    for each in (blocks, pickle.loads(pickle.dumps(blocks))):
+        assert each[0][0].unique().tolist() == each[140][0].unique().tolist() == [97]
+        for number in (65, 70, 130):  # which touch it at its beginning, its middle and its end
+            with pytest.raises(DataError, match=r"64 KiB from token 65,536 on; .* mixed from two"):
+                each[number]
+    assert TokenBlocks(one, 1000, verify=False)[70][0].unique().tolist() == [97, 98]
+    with pytest.raises(DataError, match="mixed from two files"):
+        read_header(one, verify=True)
+    wide = write_tokens(
+        tmp_path / "wide", texts=["x"], encode=lambda text: range(70_000), vocab_size=70_000,
+        progress=False,
+    )  # fmt: skip
+    assert TokenBlocks(wide, 69_998)[0][0].tolist() == list(range(69_998))
 
 
 def test_blocks_that_are_too_long_are_refused(path):
@@ -142,6 +164,8 @@ def test_a_writer_that_fails_leaves_what_was_there(path, tmp_path):
         ({"files": [tmp_path / "latin"], **options}, "latin: .*; expected UTF-8"),
         ({"files": [tmp_path / "none"]}, "No such file"),
         ({"texts": []}, "no documents"),
+        ({"files": "text.txt"}, "files='text.txt'; expected a list"),
+        ({"texts": "text"}, "texts='text'; expected a list"),
         ({"texts": [b"bytes"]}, r"texts\[0\] is bytes; expected a text"),
         ({"encode": list}, "expected both, or neither"),
         ({"separator": 256}, "expected a token, 0 to 255"),

@@ -187,6 +187,15 @@ def test_checkpointed_blocks_have_the_same_gradients():
         assert torch.equal(one.grad, other.grad)
 
 
+def test_the_layers_are_torchs_own():
+    """FSDP2's units are known by the class: the embedding and the head are one each."""
+    model = Llama(CONFIG)
+    assert type(model.embed_tokens) is torch.nn.Embedding
+    assert {type(module) for module in model.modules() if hasattr(module, "bias")} == {
+        torch.nn.Linear
+    }
+
+
 def test_half_precision():
     model, (tokens, targets) = Llama(CONFIG, dtype=torch.bfloat16), batch()
     loss = model.loss(tokens, targets)

@@ -1,11 +1,19 @@
 """Hugging Face's Llama and this one give the same logits, and have each other's weights."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
-from ezpz.models import Llama, LlamaConfig, ModelError, huggingface_state_dict, load_huggingface
+from ezpz.models import (
+    Llama,
+    LlamaConfig,
+    ModelError,
+    huggingface_state_dict,
+    llama_pipeline,
+    load_huggingface,
+)
 from ezpz_tp.testing import run_ranks
 
 transformers = pytest.importorskip("transformers", reason="the extra huggingface")
@@ -90,6 +98,25 @@ def test_each_rank_loads_its_part(folder):
         assert value == pytest.approx(loss.loss(tokens(), tokens()).item(), abs=1e-5)
 
 
+def of_chunks(folder):
+    config = LlamaConfig.from_huggingface(folder)
+    options = {"microbatches": 2, "schedule": "interleaved", "virtual": 2}
+    # Four chunks want four layers: the two of the files, and two that are filled by their seed.
+    deeper = replace(config, layers=4)
+    pipeline = llama_pipeline(deeper, seed=3, **options)
+    whole = huggingface_state_dict(Llama(deeper, seed=3))
+    load_huggingface(pipeline.module, {**whole, **theirs().state_dict()})
+    return huggingface_state_dict(pipeline.module), whole
+
+
+def test_the_chunks_of_a_pipeline_load_their_layers(folder):
+    wanted = theirs().state_dict()
+    for found, drawn in run_ranks(of_chunks, 2, folder, pipeline=2, in_processes=True):
+        assert found.keys() == drawn.keys()
+        for name, one in found.items():
+            assert torch.equal(one, wanted.get(name, drawn[name]))
+
+
 def test_a_stage_loads_its_layers(folder):
     config = LlamaConfig.from_huggingface(folder)
     last = Llama(config, layers=range(1, 2), first=False)
@@ -97,6 +124,16 @@ def test_a_stage_loads_its_layers(folder):
     wanted = theirs().state_dict()
     for name, one in huggingface_state_dict(last).items():
         assert torch.equal(one, wanted[name])
+    with pytest.raises(ModelError, match="Sequential; expected a Llama that is not wrapped"):
+        load_huggingface(torch.nn.Sequential(torch.nn.Linear(1, 1)), folder)
+
+
+def test_a_tied_head_is_the_table_whatever_is_stored():
+    model = theirs(tied=True)
+    weights = {**model.state_dict(), "lm_head.weight": torch.zeros(131, 64)}
+    ours = Llama(LlamaConfig.from_huggingface(model.config))
+    load_huggingface(ours, weights)
+    torch.testing.assert_close(ours(tokens()), model(tokens()).logits, atol=1e-5, rtol=1e-5)
 
 
 def test_what_does_not_fit_is_refused(folder, tmp_path):

@@ -1,7 +1,5 @@
 """Llama over several ranks is Llama on one: loss and every gradient, at every degree."""
 
-from functools import partial
-
 import pytest
 import torch
 
@@ -43,7 +41,7 @@ def differences(model, wanted):
     return max(found)
 
 
-def step(config, wanted, options, is_checked=False):
+def step(config, wanted, options):
     """Loss and differences on one rank."""
     model = Llama(config, parallel=True, **options)
     tokens, targets = (model.shard_sequence(each) for each in batch())
@@ -153,35 +151,31 @@ def descend(model):
         parameter.grad = None
 
 
-def learn(config, options, pipelined):
-    """Two steps of SGD; the losses, on ranks that have them, and the weights, whole."""
-    axes = ("data", "context")
-    degrees = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2 if pipelined else 1}
+def learn(config, degrees, options):
+    """Two steps of SGD on a pipeline; the losses, on ranks that have them, and the weights."""
     ezpz_tp.initialize_tensor_parallel(**degrees, embedding=config.tie_embeddings)
-    tokens, targets = batch(4)
-    if pipelined:
-        pipeline = llama_pipeline(config, microbatches=2, **options)
-        model = pipeline.module
-    else:
-        model = Llama(config, parallel=True, **options)
+    pipeline = llama_pipeline(config, microbatches=2, **options)
+    tokens, targets = (pipeline.shard_sequence(each) for each in batch(4))
     losses = []
     for _ in range(2):
-        if pipelined:
-            found = pipeline.step(tokens, targets)
-            loss = None if found is None else found.mean()
-        else:
-            loss = model.loss(tokens, targets)
-            loss.backward()
-        ezpz_tp.finalize_grads(model, average_over=axes)
-        ezpz_tp.clip_grad_norm_(model.parameters(), 1.0)
-        descend(model)
-        losses.append(None if loss is None else loss.item())
-    return losses, ezpz_tp.gather_state_dict(model)
+        found = pipeline.step(tokens, targets)
+        ezpz_tp.finalize_grads(pipeline.module, average_over=("data", "context"))
+        ezpz_tp.clip_grad_norm_(pipeline.module.parameters(), 1.0)
+        descend(pipeline.module)
+        losses.append(None if found is None else found.mean().item())
+    return losses, ezpz_tp.gather_state_dict(pipeline.module)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
-def test_a_pipeline_is_the_whole_model(tied, schedule):
+@pytest.mark.parametrize(
+    ("axis", "tied", "options"),
+    [
+        ("tensor", False, {"sequence_parallel": True}),
+        ("tensor", True, {"sequence_parallel": True, "schedule": "interleaved", "virtual": 2}),
+        ("context", True, {}),
+    ],
+    ids=str,
+)
+def test_a_pipeline_is_the_whole_model(axis, tied, options):
     config = LlamaConfig(dim=64, layers=4, heads=8, kv_heads=4, hidden=96, tie_embeddings=tied)
     model = Llama(config)
     expected = []
@@ -191,14 +185,15 @@ def test_a_pipeline_is_the_whole_model(tied, schedule):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         descend(model)
         expected.append(loss.item())
-    options = {"sequence_parallel": True, "schedule": schedule}
-    if schedule == "interleaved":
-        options["virtual"] = 2
-    done = run_ranks(partial(learn, config, options, True), 4, in_processes=True, initialize=False)
+    degrees = {"pipeline_parallel_size": 2, f"{axis}_parallel_size": 2}
+    done = run_ranks(learn, 4, config, degrees, options, in_processes=True, initialize=False)
     losses = [found for found, _ in done if None not in found]
     assert len(losses) == 2
-    for found in losses:
-        assert found == pytest.approx(expected, abs=1e-5)
+    # Of context-parallel ranks each has the loss of its part.
+    means = [sum(each) / 2 for each in zip(*losses, strict=True)]
+    assert means == pytest.approx(expected, abs=1e-5)
+    if axis == "tensor":
+        assert losses[0] == losses[1]
     wanted = model.state_dict()
     for _, weights in done:
         assert weights.keys() == wanted.keys()

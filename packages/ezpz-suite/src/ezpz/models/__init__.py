@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ._errors import ModelError
     from ._llama.config import LlamaConfig, RopeScaling
     from ._llama.model import Llama
-    from ._llama.pipeline import llama_pipeline
+    from ._llama.pipeline import LlamaPipeline, llama_pipeline
     from ._llama.sizes import LLAMA_SIZES
     from ._llama.weights import huggingface_state_dict, load_huggingface
     from ._mlp import MLP
@@ -29,6 +29,7 @@ _HOMES = {
     "LLAMA_SIZES": "_llama.sizes",
     "Llama": "_llama.model",
     "LlamaConfig": "_llama.config",
+    "LlamaPipeline": "_llama.pipeline",
     "MLP": "_mlp",
     "ModelError": "_errors",
     "NoiseSchedule": "_noise",
@@ -47,6 +48,7 @@ __all__ = [
     "DiTConfig",
     "Llama",
     "LlamaConfig",
+    "LlamaPipeline",
     "ModelError",
     "NoiseSchedule",
     "RopeScaling",

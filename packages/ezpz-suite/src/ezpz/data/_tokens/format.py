@@ -1,8 +1,9 @@
-"""A file of tokens: a header, the tokens, and where each document begins.
+"""A file of tokens: a header, the tokens, where each document begins, and checksums.
 
-Little-endian: 64 bytes of header, ``tokens`` numbers of 1, 2 or 4 bytes, and at the next multiple
-of 8 ``documents`` numbers of 8 bytes. The header has a checksum of the rest and one of itself, and
-the size of the file follows from it.
+Little-endian: 64 bytes of header, ``tokens`` numbers of 1, 2 or 4 bytes, at the next multiple of 8
+``documents`` numbers of 8 bytes, and the crc32, 4 bytes each, of every 64 KiB of tokens, so that a
+rank can check what it reads without reading more. The header has a checksum of the rest and one of
+itself, and the size of the file follows from it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ MAGIC = b"EZPZTOK1"
 _HEADER = struct.Struct("<8sIIQQQII")
 HEADER_SIZE = 64
 _KINDS: dict[int, np.dtype[Any]] = {n: np.dtype(f"<u{n}") for n in (1, 2, 4)}
+CHUNK = 1 << 16
+"""Bytes of tokens that have a checksum of their own."""
+
 _PIECE = 1 << 22
 
 
@@ -55,9 +59,19 @@ class TokenHeader:
         return HEADER_SIZE + -(-self.tokens * self.itemsize // 8) * 8
 
     @property
+    def chunks(self) -> int:
+        """How many chunks of tokens have a checksum of their own."""
+        return -(-self.tokens * self.itemsize // CHUNK)
+
+    @property
+    def checksums_at(self) -> int:
+        """Byte at which the checksums of chunks begin."""
+        return self.documents_at + 8 * self.documents
+
+    @property
     def file_size(self) -> int:
         """Bytes of the whole file."""
-        return self.documents_at + 8 * self.documents
+        return self.checksums_at + 4 * self.chunks
 
     def pack(self) -> bytes:
         """Return the header's bytes."""
@@ -86,7 +100,7 @@ def read_header(path: str | Path, *, verify: bool = False) -> TokenHeader:
 
     Raises:
         DataError: It cannot be read, is no file of tokens, or is truncated, longer than it says,
-            or mixed with another (which ``verify`` alone finds where the size is right).
+            or, with ``verify``, damaged or mixed with another.
     """
     try:
         with open(path, "rb") as file:

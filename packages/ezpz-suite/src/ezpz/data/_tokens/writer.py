@@ -15,7 +15,7 @@ import numpy as np
 
 from ezpz_dist import DataError
 
-from .format import HEADER_SIZE, TokenHeader, itemsize_for
+from .format import CHUNK, HEADER_SIZE, TokenHeader, itemsize_for
 
 Encode = Callable[[str], Sequence[int]]
 """Text to tokens: a tokenizer's ``encode``."""
@@ -64,6 +64,9 @@ def write_tokens(
             there are no documents; or the file cannot be written. What was there stays then.
     """
     target = Path(path)
+    for name, given in (("files", files), ("texts", texts)):
+        if isinstance(given, (str, bytes, Path)):
+            raise DataError(f"write_tokens: {name}={given!r}; expected a list of them")
     if (encode is None) is not (vocab_size is None):
         raise DataError(
             f"write_tokens: encode={encode}, vocab_size={vocab_size}; expected both, or neither "
@@ -106,37 +109,61 @@ def _write(
     separator: int | None,
 ) -> None:
     itemsize = itemsize_for(vocab_size)
-    checksum, tokens, starts = 0, 0, list[int]()
+    tokens, starts = 0, list[int]()
     kind = np.dtype(f"<u{itemsize}")
     end = b"" if separator is None else separator.to_bytes(itemsize, "little")
-
-    def put(raw: bytes) -> None:
-        nonlocal checksum
-        file.write(raw)
-        checksum = zlib.crc32(raw, checksum)
-
+    out = _Checked(file)
     file.write(bytes(HEADER_SIZE))  # which is known last
     for name, content in documents:
-        raw = content if isinstance(content, bytes) else b""
-        if isinstance(content, str):
-            raw = (
-                content.encode()
-                if encode is None
-                else _encoded(name, content, encode, vocab_size, kind)
-            )
+        if isinstance(content, bytes):
+            raw = content
+        elif encode is None:
+            raw = content.encode()
+        else:
+            raw = _encoded(name, content, encode, vocab_size, kind)
         if not raw:
             continue
         starts.append(tokens)
-        put(raw + end)
+        out.put_tokens(raw + end)
         tokens += (len(raw) + len(end)) // itemsize
     if not starts:
         raise DataError("write_tokens: no documents; expected at least one with text")
-    put(bytes(-tokens * itemsize % 8))
-    put(struct.pack(f"<{len(starts)}Q", *starts))
+    checksums = out.chunks()
+    out.put(bytes(-tokens * itemsize % 8))
+    out.put(struct.pack(f"<{len(starts)}Q", *starts))
+    out.put(struct.pack(f"<{len(checksums)}I", *checksums))
     file.seek(0)
-    file.write(TokenHeader(vocab_size, tokens, len(starts), itemsize, checksum).pack())
+    file.write(TokenHeader(vocab_size, tokens, len(starts), itemsize, out.checksum).pack())
     file.flush()
     os.fsync(file.fileno())
+
+
+class _Checked:
+    """Writes, and keeps the checksum of all of it, and of each chunk of tokens."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self.checksum = file, 0
+        self._chunks, self._size = [0], 0
+
+    def put(self, raw: bytes | memoryview) -> None:
+        self._file.write(raw)
+        self.checksum = zlib.crc32(raw, self.checksum)
+
+    def put_tokens(self, raw: bytes) -> None:
+        rest = memoryview(raw)
+        while rest:
+            if self._size == CHUNK:
+                self._chunks.append(0)
+                self._size = 0
+            piece = rest[: CHUNK - self._size]
+            self.put(piece)
+            self._chunks[-1] = zlib.crc32(piece, self._chunks[-1])
+            self._size += len(piece)
+            rest = rest[len(piece) :]
+
+    def chunks(self) -> list[int]:
+        """Return the checksums of the chunks, the last of which may be shorter."""
+        return self._chunks
 
 
 def _encoded(

@@ -42,9 +42,9 @@ class Build:
 
         Its gradient is not summed over the ranks: that `enter` does, once for several of them.
         """
-        options = self._options(tensor, _STD)
         if not self.parallel:
-            return SeededLinear(self.config.dim, outputs, **options)
+            return self._plain(nn.Linear, self.config.dim, outputs, tensor, _STD)
+        options = self._options(tensor, _STD)
         made = ezpz_tp.ColumnParallelLinear(
             self.config.dim, outputs, bias=False, gather_output=False, pad_output=pad_output,
             **options,
@@ -55,9 +55,10 @@ class Build:
     def row(self, inputs: int, tensor: int) -> nn.Module:
         """Return a projection into the residual stream, its inputs split over ranks."""
         # What each of 2 L projections adds is scaled so that their sum is not (GPT-2).
-        options = self._options(tensor, _STD / (2 * self.config.layers) ** 0.5)
+        std = _STD / (2 * self.config.layers) ** 0.5
         if not self.parallel:
-            return SeededLinear(inputs, self.config.dim, **options)
+            return self._plain(nn.Linear, inputs, self.config.dim, tensor, std)
+        options = self._options(tensor, std)
         return ezpz_tp.RowParallelLinear(
             inputs, self.config.dim, bias=False, input_is_parallel=True,
             sequence_parallel=self.sequence_parallel, **options,
@@ -65,12 +66,12 @@ class Build:
 
     def embedding(self, tensor: int) -> nn.Module:
         """Return the table of the tokens' vectors."""
-        options = self._options(tensor, _STD)
+        rows, columns = self.config.vocab_size, self.config.dim
         if not self.parallel:
-            return SeededEmbedding(self.config.vocab_size, self.config.dim, **options)
+            return self._plain(nn.Embedding, rows, columns, tensor, _STD)
         return ezpz_tp.VocabParallelEmbedding(
-            self.config.vocab_size, self.config.dim, sequence_parallel=self.sequence_parallel,
-            **options,
+            rows, columns, sequence_parallel=self.sequence_parallel,
+            **self._options(tensor, _STD),
         )  # fmt: skip
 
     def norm(self) -> nn.RMSNorm:
@@ -91,6 +92,22 @@ class Build:
             return ezpz_tp.gather_from_sequence_parallel_region(hidden)
         return ezpz_tp.copy_to_tensor_parallel_region(hidden) if self.parallel else hidden
 
+    def _plain(
+        self, kind: type[nn.Linear | nn.Embedding], first: int, second: int, tensor: int, std: float
+    ) -> nn.Module:
+        """Return a layer of torch's very class, by which FSDP2's units and others know it."""
+        options = self._options(tensor, std)
+        init_method, seed = options.pop("init_method"), options.pop("seed")
+        options["device"] = self.device or torch.get_default_device()
+        if kind is nn.Linear:
+            options["bias"] = False
+        # Without torch's own first weights, which would draw from everybody's generator.
+        made: nn.Module = nn.utils.skip_init(kind, first, second, **options)
+        fill = partial(_fill, made, init_method, seed)
+        vars(made)["reset_parameters"] = fill
+        fill()
+        return made
+
     def _options(self, tensor: int, std: float) -> dict[str, Any]:
         return {
             "init_method": partial(nn.init.normal_, std=std),
@@ -100,33 +117,7 @@ class Build:
         }
 
 
-class SeededLinear(nn.Linear):
-    """torch's linear layer without bias, filled as ezpz_tp fills its own of that seed."""
-
-    def __init__(
-        self, in_features: int, out_features: int, *, init_method: Any, seed: int, **more: Any
-    ) -> None:
-        self._init_method, self.seed = init_method, seed
-        super().__init__(in_features, out_features, bias=False, **more)
-
-    def reset_parameters(self) -> None:
-        """Fill the weight, the same on every rank."""
-        _fill(self.weight, self._init_method, self.seed)
-
-
-class SeededEmbedding(nn.Embedding):
-    """torch's embedding, filled as ezpz_tp fills its own of that seed."""
-
-    def __init__(
-        self, num_embeddings: int, embedding_dim: int, *, init_method: Any, seed: int, **more: Any
-    ) -> None:
-        self._init_method, self.seed = init_method, seed
-        super().__init__(num_embeddings, embedding_dim, **more)
-
-    def reset_parameters(self) -> None:
-        """Fill the table, the same on every rank."""
-        _fill(self.weight, self._init_method, self.seed)
-
-
-def _fill(weight: Tensor, init_method: Any, seed: int) -> None:
+def _fill(module: nn.Module, init_method: Any, seed: int) -> None:
+    """Fill a weight as ezpz_tp fills its own of that seed: the same on every rank."""
+    weight = module.get_parameter("weight")
     ezpz_tp.initialize_shard(weight, weight.shape, None, 0, 1, init_method, seed=seed)

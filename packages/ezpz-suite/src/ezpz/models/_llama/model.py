@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self, overload
 
 import torch
@@ -233,6 +233,19 @@ class Llama(nn.Module):
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))
         ezpz_tp.copy_attributes(self, new)
         return new
+
+
+def llamas(module: nn.Module) -> Iterator[Llama]:
+    """Yield the Llamas in a module: itself, or the chunks of a pipeline's rank.
+
+    Raises:
+        ModelError: There is none, or it is wrapped.
+    """
+    found = [module] if isinstance(module, Llama) else list(module.children())
+    for one in found:
+        if not isinstance(one, Llama):
+            raise ModelError(f"{type(module).__name__}; expected a Llama that is not wrapped")
+        yield one
 
 
 def mean_loss(logits: Tensor, targets: Tensor, vocab_size: int, *, parallel: bool) -> Tensor:

@@ -5,10 +5,20 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 import ezpz_tp
 
 from .config import LlamaConfig
-from .model import Llama, mean_loss
+from .model import Llama, llamas, mean_loss
+
+
+class LlamaPipeline(ezpz_tp.Pipeline):
+    """A rank's part of a Llama, and the steps of its training: made by `llama_pipeline`."""
+
+    def shard_sequence(self, tensor: Tensor, dim: int = 1) -> Tensor:
+        """Return this rank's part of tokens or targets, as `Llama.shard_sequence`."""
+        return next(llamas(self.module)).shard_sequence(tensor, dim)
 
 
 def llama_pipeline(
@@ -18,15 +28,17 @@ def llama_pipeline(
     schedule: str = "1f1b",
     virtual: int = 1,
     **options: Any,
-) -> ezpz_tp.Pipeline:
+) -> LlamaPipeline:
     """Return this rank's part of a parallel Llama, split by its blocks over the pipeline's ranks.
 
     ``pipeline.module`` is what this rank holds: a `Llama` with some of the blocks, named as in
-    the whole model. Its steps take the tokens and targets of a batch; the losses that they return
-    are those of `Llama.loss`, of each microbatch. Embeddings that are tied want
-    ``initialize_tensor_parallel(..., embedding=True)``. After a step:
-    ``ezpz_tp.finalize_grads(pipeline.module, average_over="data")`` (``("data", "context")``
-    where the sequence is shared), for DDP does not go around a stage.
+    the whole model (with ``virtual`` above 1 several such). Its steps take the tokens and targets
+    of a batch, where sequences are shared those that `LlamaPipeline.shard_sequence` keeps; the
+    losses that they return are those of `Llama.loss`, of each microbatch.
+
+    Embeddings that are tied want ``initialize_tensor_parallel(..., embedding=True)``. After a step
+    call ``ezpz_tp.finalize_grads(pipeline.module, average_over="data")``, or over ``("data",
+    "context")`` where sequences are shared, for DDP does not go around a stage.
 
     >>> import torch
     >>> pipeline = llama_pipeline(LlamaConfig(dim=64, layers=2, heads=4), microbatches=2)
@@ -45,7 +57,7 @@ def llama_pipeline(
         DegreeError, ParallelError: See `ezpz_tp.Pipeline` and `Llama`.
     """
     options.setdefault("parallel", True)
-    return ezpz_tp.Pipeline(
+    return LlamaPipeline(
         partial(Llama, config, **options),
         layers=config.layers,
         microbatches=microbatches,

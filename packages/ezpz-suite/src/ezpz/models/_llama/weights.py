@@ -15,7 +15,8 @@ from torch import Tensor, nn
 import ezpz_tp
 from ezpz.models._errors import ModelError
 
-from .model import Llama
+from .config import LlamaConfig
+from .model import llamas
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _HEAD, _TABLE = "lm_head.weight", "model.embed_tokens.weight"
@@ -29,14 +30,14 @@ class _Slices(Protocol):
 
 
 @torch.no_grad()
-def load_huggingface(model: Llama, source: str | Path | Mapping[str, Tensor]) -> None:
+def load_huggingface(model: nn.Module, source: str | Path | Mapping[str, Tensor]) -> None:
     """Fill a Llama with the weights of transformers' ``LlamaForCausalLM``.
 
     Each rank reads its own parts and no more; nothing is sent, so only ranks that hold a model's
     part need to call it. The weights are converted to the dtype that the parameters have. Do it
     before DDP or FSDP2 wraps the model, and after ``to_empty`` if it was built on the meta device.
 
-    >>> from ezpz.models import LlamaConfig
+    >>> from ezpz.models import Llama, LlamaConfig
     >>> config = LlamaConfig(dim=64, layers=2, heads=4)
     >>> one, other = Llama(config, seed=1), Llama(config, seed=2)
     >>> load_huggingface(one, huggingface_state_dict(other))
@@ -44,7 +45,7 @@ def load_huggingface(model: Llama, source: str | Path | Mapping[str, Tensor]) ->
     True
 
     Args:
-        model: Plain, parallel, or a pipeline's stage (``pipeline.module``).
+        model: A `Llama`, plain or parallel, or a pipeline's part (``pipeline.module``).
         source: A folder with ``model.safetensors`` (or several such files and their index), or a
             state dict.
 
@@ -52,12 +53,13 @@ def load_huggingface(model: Llama, source: str | Path | Mapping[str, Tensor]) ->
         ModelError: A tensor is missing, unknown or of another shape (before anything is changed);
             the model is wrapped, or has no data; or safetensors is not installed.
     """
+    config = next(llamas(model)).config
     named = _parameters(model)
     with ExitStack() as stack:
         tensors, shapes, where = _open(source, stack)
-        _check(named, shapes, model, where)
+        _check(named, shapes, config, where)
         for name, (parameter, shard, index, degree) in named.items():
-            found = tensors[name if name in tensors else _TABLE]
+            found = tensors[_source(name, config)]
             parameter.zero_()  # what pads a vocabulary
             for into, start, length in shard.pieces(index, degree):
                 dim = shard.dim or 0
@@ -65,16 +67,17 @@ def load_huggingface(model: Llama, source: str | Path | Mapping[str, Tensor]) ->
                 parameter.narrow(dim, into, length).copy_(found[part])
 
 
-def huggingface_state_dict(model: Llama) -> dict[str, Tensor]:
+def huggingface_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Return the weights as transformers' ``LlamaForCausalLM`` names them, whole, on every rank.
 
     Collective, where parallel: every rank of the model calls this. For models of any size
     ``ezpz_tp.save_shards`` and ``save_huggingface`` write files without making a tensor whole.
 
     Args:
-        model: Plain, parallel, or a pipeline's stage (``pipeline.module``).
+        model: A `Llama`, plain or parallel, or a pipeline's part (``pipeline.module``).
     """
-    whole = ezpz_tp.gather_state_dict(model) if model.is_parallel else model.state_dict()
+    is_parallel = all(one.is_parallel for one in llamas(model))
+    whole = ezpz_tp.gather_state_dict(model) if is_parallel else model.state_dict()
     return {_their_name(name): tensor.detach() for name, tensor in whole.items()}
 
 
@@ -82,7 +85,7 @@ _Part = tuple[nn.Parameter, ezpz_tp.Shard, int, int]
 """A parameter, what it is a part of, and which part of how many."""
 
 
-def _parameters(model: Llama) -> dict[str, _Part]:
+def _parameters(model: nn.Module) -> dict[str, _Part]:
     """Return the parameters of this rank by their names."""
     found: dict[str, _Part] = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -96,8 +99,6 @@ def _parameters(model: Llama) -> dict[str, _Part]:
             shard = ezpz_tp.shard_of(parameter)
             assert shard is not None  # ezpz_tp's own layers say it
             found[_their_name(key)] = parameter, shard, *place
-    if not found or not all(re.match(r"(model|lm_head)\.", name) for name in found):
-        raise ModelError(f"{type(model).__name__}; expected a Llama that is not wrapped")
     return found
 
 
@@ -105,13 +106,20 @@ def _their_name(name: str) -> str:
     return name if name.startswith("lm_head.") else f"model.{name}"
 
 
+def _source(name: str, config: LlamaConfig) -> str:
+    """Return the tensor that fills a parameter: of a tied head the table, whatever is stored."""
+    return _TABLE if config.tie_embeddings and name == _HEAD else name
+
+
 def _check(
-    named: Mapping[str, _Part], shapes: Mapping[str, tuple[int, ...]], model: Llama, where: str
+    named: Mapping[str, _Part],
+    shapes: Mapping[str, tuple[int, ...]],
+    config: LlamaConfig,
+    where: str,
 ) -> None:
     """Raise if what is there is not what is wanted."""
-    tied = model.config.tie_embeddings
     for name, (_, shard, _, _) in named.items():
-        other = _TABLE if tied and name == _HEAD and name not in shapes else name
+        other = _source(name, config)
         if other not in shapes:
             raise ModelError(f"{where}: has no {other}; expected the weights of a Llama")
         if shapes[other] != shard.full_shape:
@@ -123,11 +131,11 @@ def _check(
     for name in shapes:
         match = _LAYER.match(name)
         known = name in named or name in (_HEAD, _TABLE, "model.norm.weight")
-        if match and int(match[1]) < model.config.layers:
+        if match and int(match[1]) < config.layers:
             known = known or match[2] in blocks or not blocks
         if not known and not name.endswith("rotary_emb.inv_freq"):
             raise ModelError(
-                f"{where}: has {name}, which this model of {model.config.layers} layers has not; "
+                f"{where}: has {name}, which this model of {config.layers} layers has not; "
                 "expected the weights of the same model"
             )
 
