@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from ezpz_device import get_torch_device_type
-from ezpz_device._checks.accelerator import check, count_devices, is_built_for, try_devices
+from ezpz_device._checks.accelerator import (
+    check,
+    count_devices,
+    is_built_for,
+    try_backend,
+    try_devices,
+)
 
 NOTHING = {"PATH": "/nonexistent"}
 
@@ -95,6 +101,24 @@ def test_a_device_that_cannot_multiply_is_named():
     done, wrong = try_devices("meta", 1, time.monotonic() + 60)
     assert done == 0
     assert wrong.startswith("meta:0 cannot multiply: Cannot copy out of meta tensor")
+
+
+def test_a_backend_that_starts_and_one_that_does_not():
+    assert try_backend("gloo", "cpu", 60) == ""
+    assert not torch.distributed.is_initialized()
+    wrong = try_backend("nccl", "cpu", 60)
+    assert wrong
+    assert "\n" not in wrong
+    assert not torch.distributed.is_initialized()
+
+
+@cpu_only
+def test_a_backend_that_does_not_start_is_an_error(bare, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "hsn7")
+    result = check(60, NOTHING, root=str(bare))
+    assert result.status == "error"
+    assert "the backend gloo of cpu does not start" in result.message
+    assert "hsn7" in result.message
 
 
 def test_devices_are_counted_as_torch_does():

@@ -5,16 +5,19 @@ The parts for accelerators are not run on hardware.
 
 from __future__ import annotations
 
+import importlib
 import os
 import time
 from collections.abc import Mapping
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 
-from ezpz_device._backend import get_torch_backend
+from ezpz_device._backend import ONECCL_MODULE, available_backends, get_torch_backend
 from ezpz_device._errors import DeviceError
 from ezpz_device._select import get_torch_device_type
-from ezpz_topo import CheckResult, TopoError, get_accelerators
+from ezpz_topo import Accelerators, CheckResult, TopoError, get_accelerators
 
 _SIZE = 256
 
@@ -22,7 +25,7 @@ _BUILDS = {"cuda": "CUDA or ROCm", "xpu": "Intel GPUs", "mps": "Metal"}
 
 
 def check(seconds: float, env: Mapping[str, str] | None = None, *, root: str = "/") -> CheckResult:
-    """Compare torch's devices with the host's, multiply on each, and look for their backend.
+    """Compare torch's devices with the host's, multiply on each, and start their backend.
 
     Args:
         seconds: How long it may take: devices that it does not come to are not tried.
@@ -37,7 +40,7 @@ def check(seconds: float, env: Mapping[str, str] | None = None, *, root: str = "
     except (TopoError, DeviceError) as error:
         return CheckResult.of(error)
     count = count_devices(device_type)
-    facts = {
+    facts: dict[str, object] = {
         "torch": torch.__version__,
         "device_type": device_type,
         "count": count,
@@ -47,11 +50,12 @@ def check(seconds: float, env: Mapping[str, str] | None = None, *, root: str = "
         "host_source": host.source,
     }
     if device_type == "cpu" and host.device_type != "cpu":
-        shown = f"{host.count} {host.device_type} device" + ("s" if host.count != 1 else "")
+        return _unseen(host, facts)
+    if silent := try_backend(backend, device_type, max(until - time.monotonic(), 1.0)):
         return CheckResult.error(
-            f"this host has {shown} ({host.source}), and torch {torch.__version__} "
-            f"{_why_unseen(host.device_type)}",
-            _remedy(host.device_type),
+            f"the backend {backend} of {device_type} does not start: {silent}",
+            "see the check network; set TORCH_BACKEND to another: one of "
+            f"{', '.join(available_backends())}",
             **facts,
         )
     if device_type == "cpu":
@@ -60,6 +64,23 @@ def check(seconds: float, env: Mapping[str, str] | None = None, *, root: str = "
             f"and ranks talk by {backend}",
             **facts,
         )
+    return _of_devices(host, count, backend, until, facts)
+
+
+def _unseen(host: Accelerators, facts: Mapping[str, object]) -> CheckResult:
+    shown = f"{host.count} {host.device_type} device" + ("s" if host.count != 1 else "")
+    return CheckResult.error(
+        f"this host has {shown} ({host.source}), and torch {torch.__version__} "
+        f"{_why_unseen(host.device_type)}",
+        _remedy(host.device_type),
+        **facts,
+    )
+
+
+def _of_devices(
+    host: Accelerators, count: int, backend: str, until: float, facts: Mapping[str, object]
+) -> CheckResult:
+    device_type = str(facts["device_type"])
     tried, wrong = try_devices(device_type, count, until)
     if wrong:
         return CheckResult.error(
@@ -103,6 +124,28 @@ def try_devices(device_type: str, count: int, until: float) -> tuple[int, str]:
             off = (found - expected).abs().max().item()
             return index, f"{device} multiplies wrongly: off by {off:g}"
     return count, ""
+
+
+def try_backend(backend: str, device_type: str, seconds: float) -> str:
+    """Reduce in a world of one rank, on its first device; return what was wrong."""
+    if backend == "mpi":
+        return ""  # its world is that of its launcher, and the check "mpi" starts one
+    try:
+        if backend == "ccl":
+            importlib.import_module(ONECCL_MODULE)
+        dist.init_process_group(
+            backend, store=dist.HashStore(), rank=0, world_size=1,
+            timeout=timedelta(seconds=seconds),
+        )  # fmt: skip
+        try:
+            three = torch.full((1,), 3.0, device=device_type)
+            dist.all_reduce(three)
+            total = three.item()
+        finally:
+            dist.destroy_process_group()
+    except (RuntimeError, ValueError, ImportError) as error:  # torch's, and its plug-in's
+        return str(error).partition("\n")[0]
+    return "" if total == 3.0 else f"the sum of 3 alone is {total:g}"
 
 
 def _why_unseen(device_type: str) -> str:

@@ -49,9 +49,11 @@ def check(seconds: float, env: Mapping[str, str] | None = None) -> CheckResult:
         return CheckResult.ok("not compared: this is one of several ranks", hosts=list(job.hosts))
     words = [sys.executable, "-P", "-m", "ezpz_launch", "--ppn=1", "--grace=0.5", sys.executable,
              "-P", "-c", PROGRAM]  # fmt: skip
+    # All hosts of the job are asked, whichever a hostfile would choose.
+    mine = {name: value for name, value in env.items() if name != "HOSTFILE"}
     with tempfile.TemporaryDirectory(prefix="ezpz-doctor-") as state:
         # The records of launches are the user's own.
-        ended = run(words, {**env, "EZPZ_STATE_DIR": state}, 0.7 * seconds, grace=0.15 * seconds)
+        ended = run(words, {**mine, "EZPZ_STATE_DIR": state}, 0.7 * seconds, grace=0.15 * seconds)
     return judge(job.hosts, ended, seconds)
 
 

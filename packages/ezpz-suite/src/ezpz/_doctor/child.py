@@ -34,7 +34,9 @@ def main(name: str, value: str, deadline: float) -> NoReturn:
     # Also where nobody is left to end it, or a C library holds the GIL.
     faulthandler.dump_traceback_later(max(left - LAST_WORDS, 0.01), exit=True)
     facts = _answer(name, value, deadline)
-    line = json.dumps(facts, default=str).encode() + b"\n"
+    # A path may hold bytes that are no text.
+    text = json.dumps(facts, default=str, ensure_ascii=False)
+    line = text.encode(errors="replace") + b"\n"
     while line:
         line = line[os.write(answer, line) :]
     # To take torch apart takes as long as many a check.
