@@ -22,6 +22,11 @@ import torch
 torch.set_num_threads(1)
 {script}
 """
+PRELOADED = [
+    "ezpz._test.rank", "ezpz.models._llama.model", "ezpz.models._llama.pipeline", "fire", "numpy",
+    "plotext", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.optim",
+    "torch.distributed.pipelining",
+]  # fmt: skip
 TEST = "from ezpz._test.rank import run; sys.exit(run({words!r}))"
 LAUNCHERS = ("SLURM_", "PBS_", "PMI", "OMPI_", "EZPZ_", "TORCHELASTIC", "MASTER_")
 PLACE = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK"}
@@ -30,7 +35,7 @@ PLACE = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "
 @pytest.fixture(scope="session")
 def fork_server():
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["ezpz._test.rank", "torch.distributed.fsdp", "plotext"])
+    context.set_forkserver_preload(PRELOADED)
     return context
 
 
