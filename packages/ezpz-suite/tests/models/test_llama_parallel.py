@@ -85,19 +85,57 @@ def test_two_ways_to_share_a_sequence_at_once():
     assert max(difference for _, difference in done) < 1e-6
 
 
+def test_targets_that_are_left_out_unevenly():
+    """All in what one rank has: the ranks' average is the mean over all tokens that count."""
+    tokens, targets = batch()
+    targets[:, 3:8] = targets[:, 28:] = -100
+    model = Llama(CONFIG)
+    expected = model.loss(tokens, targets)
+    expected.backward()
+    wanted = {name: one.grad for name, one in model.named_parameters()}
+
+    def shared():
+        parallel = Llama(CONFIG, parallel=True)
+        loss = parallel.loss(*(parallel.shard_sequence(each) for each in (tokens, targets)))
+        loss.backward()
+        ezpz_tp.finalize_grads(parallel, average_over="context")
+        return loss.item(), differences(parallel, wanted)
+
+    done = run_ranks(shared, 2, context=2)
+    assert sum(loss for loss, _ in done) / 2 == pytest.approx(expected.item(), abs=1e-5)
+    assert max(difference for _, difference in done) < 1e-6
+
+
+def saved_and_loaded(folder):
+    model = Llama(ODD, parallel=True, seed=1)
+    if ezpz_tp.get_tensor_parallel_world_size() == 2:
+        ezpz_tp.save_shards(model, folder)
+    else:
+        ezpz_tp.load_shards(model, folder)
+    return ezpz_tp.gather_state_dict(model)
+
+
+def test_shards_load_at_another_degree(tmp_path):
+    wanted = run_ranks(saved_and_loaded, 2, tmp_path / "shards")[0]
+    for found in run_ranks(saved_and_loaded, 4, tmp_path / "shards"):
+        assert all(torch.equal(found[name], one) for name, one in wanted.items())
+
+
+@pytest.mark.parametrize("context", [1, 2])
 @pytest.mark.parametrize("options", [{}, {"sequence_parallel": True}], ids=str)
-def test_the_types_of_all_operations_fit(options):
+def test_the_types_of_all_operations_fit(options, context):
     """`ezpz_tp.check` finds no reduction that is missing, or that is one too many."""
 
     def checked():
         model = Llama(CONFIG, parallel=True, **options)
+        tokens, targets = (model.shard_sequence(each) for each in batch())
         with ezpz_tp.check(model) as checker:
-            model.loss(*batch()).backward()
-            ezpz_tp.finalize_grads(model)
+            model.loss(tokens, targets).backward()
+            ezpz_tp.finalize_grads(model, average_over="context")
         ezpz_tp.verify_replicated(model)
         return checker.operations
 
-    assert min(run_ranks(checked, 2)) > 50
+    assert min(run_ranks(checked, 2 * context, context=context)) > 50
 
 
 def test_what_is_sent():

@@ -1,4 +1,4 @@
-"""Tensor parallel Llama, sharded further by FSDP2 from the meta device: it is Llama on one rank."""
+"""Llama, plain or tensor parallel, sharded by FSDP2 from the meta device, is Llama on one rank."""
 
 import pytest
 import torch
@@ -10,17 +10,20 @@ import torch
 from ezpz.models import Llama, LlamaConfig
 from ezpz_dist import setup_torch, wrap_model_for_fsdp2, all_reduce, cleanup
 
-setup_torch(tensor_parallel_size=2)
+setup_torch(tensor_parallel_size={tensor})
 config = LlamaConfig(dim=64, layers=2, heads=8, kv_heads=4, hidden=96, tie_embeddings={tied})
-model = Llama(config, parallel=True, sequence_parallel=True, device="meta")
+parallel = {tensor} > 1
+model = Llama(config, parallel=parallel, sequence_parallel=parallel, device="meta")
 model = wrap_model_for_fsdp2(model)
+print(*(name for name, one in model.named_modules() if type(one).__name__.startswith("FSDP")))
 optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
 tokens = torch.randint(256, (4, 33), generator=torch.Generator().manual_seed(0))
-mine = tokens.chunk(2)[ezpz_tp.get_data_parallel_rank()]
+mine = tokens.chunk(2)[ezpz_dist.data_share()[0]]
 for _ in range(3):
     loss = model(mine[:, :-1], mine[:, 1:])
     loss.backward()
-    ezpz_tp.finalize_grads(model)
+    if parallel:
+        ezpz_tp.finalize_grads(model)
     optimizer.step()
     optimizer.zero_grad()
     print(all_reduce(loss.item(), op="mean"))
@@ -28,8 +31,8 @@ cleanup()
 """
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_tensor_parallel_and_fsdp2_from_meta(ranks, tied):
+@pytest.mark.parametrize(("tensor", "tied"), [(2, False), (2, True), (1, False)])
+def test_fsdp2_from_meta(ranks, tensor, tied):
     config = LlamaConfig(dim=64, layers=2, heads=8, kv_heads=4, hidden=96, tie_embeddings=tied)
     model = Llama(config)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -42,5 +45,9 @@ def test_tensor_parallel_and_fsdp2_from_meta(ranks, tied):
         optimizer.zero_grad()
         expected.append(loss.item())
     assert expected[-1] < expected[0]
-    for text in ranks(4, SCRIPT.format(tied=tied)):
-        assert [float(line) for line in text.split()] == pytest.approx(expected, abs=1e-5)
+    for text in ranks(2 * tensor, SCRIPT.format(tied=tied, tensor=tensor)):
+        units, *losses = text.splitlines()
+        assert {"layers.0", "layers.1"} <= set(units.split())
+        # What is tied is left to the root.
+        assert ({"embed_tokens", "lm_head"} <= set(units.split())) is not tied
+        assert [float(loss) for loss in losses] == pytest.approx(expected, abs=1e-5)

@@ -94,6 +94,7 @@ class _Writer:
 
     def __init__(self, write: Callable[[], None], timeout: float) -> None:
         self.error: Exception | None = None
+        self._is_done = False
         self._write, self._timeout = write, timeout
         self._start = time.monotonic()
         # A daemon: a rank that is told to end does not wait for it; the file has no name yet.
@@ -104,7 +105,9 @@ class _Writer:
         """Return how it stands, within a round: nothing means done."""
         self._thread.join(min(_ROUND, self._timeout))
         if not self._thread.is_alive():
-            return "" if self.error is None else f"{type(self.error).__name__}: {self.error}"
+            if self.error is not None:
+                return f"{type(self.error).__name__}: {self.error}"
+            return "" if self._is_done else "its thread has ended before it was done"
         if time.monotonic() - self._start < self._timeout:
             return _WRITING
         return f"it is not done after {self._timeout:g} s; give a longer timeout="
@@ -112,6 +115,7 @@ class _Writer:
     def _run(self) -> None:
         try:
             self._write()
+            self._is_done = True
         except Exception as error:  # noqa: BLE001  # whatever it is, every rank raises it
             self.error = error
 

@@ -162,8 +162,8 @@ class Llama(nn.Module):
         """Return the mean cross entropy of the next token, a scalar of fp32.
 
         The same as ``model(tokens, targets)``, which is what to call where the model is wrapped:
-        DDP and FSDP2 see to that only. Where the sequence is shared it is the mean over this
-        rank's part; all parts are equally long, so the mean over the ranks is that of the batch.
+        DDP and FSDP2 see to that only. Where sequences are shared it is this rank's part of it:
+        the average over the context-parallel ranks is the batch's mean.
 
         Args:
             tokens: ``[batch, s]``, int64.
@@ -249,11 +249,20 @@ def llamas(module: nn.Module) -> Iterator[Llama]:
 
 
 def mean_loss(logits: Tensor, targets: Tensor, vocab_size: int, *, parallel: bool) -> Tensor:
-    """Return the mean cross entropy of logits ``[batch, s, vocabulary or this rank's part]``."""
+    """Return the mean cross entropy of logits ``[batch, s, vocabulary or this rank's part]``.
+
+    Where sequences are shared, the average of it over the context-parallel ranks is the mean of
+    all of their tokens, also where some have more targets that are left out than others.
+    """
     if not parallel:
         return cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
     losses = ezpz_tp.vocab_parallel_cross_entropy(logits, targets, vocab_size=vocab_size)
-    return losses.sum() / (targets != -100).sum()
+    count, ranks = (targets != -100).sum().float(), _degree("context")
+    if ranks > 1:
+        # A sum over the ranks of any group, which other ranks' gradients do not come through.
+        group = ezpz_tp.get_context_parallel_group()
+        count = ezpz_tp.reduce_from_tensor_parallel_region(count, group)
+    return losses.sum() * ranks / count
 
 
 def _degree(axis: str) -> int:
