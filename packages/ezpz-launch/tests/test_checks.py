@@ -141,6 +141,17 @@ def test_without_an_mpiexec(elsewhere, tmp_path):
     assert (with_srun.status, with_srun.details["srun"]) == ("ok", f"{tmp_path}/bin/srun")
 
 
+def test_a_workstation_without_any_mpi_needs_none(elsewhere, tmp_path):
+    env = {**elsewhere, "MPI4PY_LIBMPI": "/nonexistent/libmpi.so"}
+    result = mpi.check(60, env)
+    assert (result.status, "it starts plain processes" in result.message) == ("ok", True)
+    (tmp_path / "nodes").write_text(f"{os.uname().nodename}\n")
+    job = {"PBS_JOBID": "1.x", "PBS_NODEFILE": str(tmp_path / "nodes")}
+    in_job = mpi.check(60, {**env, **job})
+    assert in_job.status == "warning"
+    assert "load the site's MPI module" in in_job.remedy
+
+
 @pytest.mark.parametrize(
     ("library", "status"),
     [("CRAY MPICH version 8.1.28", "ok"), ("Open MPI v5.0.11", "error")],

@@ -13,6 +13,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch exports it so
 
 from ezpz_device._backend import ONECCL_MODULE, available_backends, get_torch_backend
 from ezpz_device._errors import DeviceError
@@ -134,7 +135,7 @@ def try_backend(backend: str, device_type: str, seconds: float) -> str:
         if backend == "ccl":
             importlib.import_module(ONECCL_MODULE)
         dist.init_process_group(
-            backend, store=dist.HashStore(), rank=0, world_size=1,
+            backend, store=HashStore(), rank=0, world_size=1,
             timeout=timedelta(seconds=seconds),
         )  # fmt: skip
         try:

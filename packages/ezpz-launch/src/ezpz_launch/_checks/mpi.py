@@ -161,6 +161,13 @@ def _without_mpiexec(
     error: Exception, env: Mapping[str, str], beside: str, seconds: float
 ) -> CheckResult:
     alone = _try([], env, seconds)
+    if alone.status == _NO_LIBRARY:
+        # pip brings mpi4py without an MPI: a workstation needs none.
+        if not _in_job(env):
+            return CheckResult.ok(
+                "no MPI here, and ezpz-launch needs none: it starts plain processes", mpiexec=None
+            )
+        return CheckResult.of(error, "warning")
     if failed := _without_mpi4py(alone):
         return failed
     try:

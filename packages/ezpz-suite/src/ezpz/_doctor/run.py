@@ -12,7 +12,7 @@ from ezpz_topo import CheckResult
 from .found import find_checks
 from .running import Running
 
-TIMEOUT: Final = 4.3
+TIMEOUT: Final = 4.0
 """Seconds that all checks have together: the whole command then takes 5 at most."""
 
 _LOOK = 0.1

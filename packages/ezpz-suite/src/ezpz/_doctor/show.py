@@ -41,7 +41,8 @@ def _summary(results: Sequence[CheckResult], seconds: float) -> str:
             plural = "s" if len(names) > 1 and status != "ok" else ""
             which = f" ({', '.join(names)})" if status != "ok" else ""
             told.append(f"{len(names)} {status}{plural}{which}")
-    return f"{len(results)} checks in {seconds:.1f} s: {', '.join(told)}"
+    checks = "1 check" if len(results) == 1 else f"{len(results)} checks"
+    return f"{checks} in {seconds:.1f} s: {', '.join(told)}"
 
 
 def as_json(results: Sequence[CheckResult], seconds: float) -> bytes:
