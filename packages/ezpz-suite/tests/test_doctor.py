@@ -93,12 +93,18 @@ def results_of(done):
     return {each["name"].removeprefix("probe-"): each for each in json.loads(done.stdout)["checks"]}
 
 
-def is_there(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+def is_left(pid):
+    """Whether a process still runs, some seconds after it was killed."""
+    end = time.monotonic() + 10
+    while time.monotonic() < end:
+        try:
+            with open(f"/proc/{pid}/stat") as file:
+                if file.read().rpartition(")")[2].split()[0] == "Z":
+                    return False
+        except OSError:
+            return False
+        time.sleep(0.02)
+    return True
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +173,25 @@ def test_what_a_broken_check_printed_is_kept(broken):
 def test_nothing_that_a_check_started_is_left(broken):
     _, _, pids = broken
     assert len(pids) == 2
-    assert not any(is_there(pid) for pid in pids)
+    assert not any(is_left(pid) for pid in pids)
+
+
+@pytest.mark.parametrize("hangs_at", ["--version", "-n"])
+def test_an_mpiexec_that_hangs_is_an_error_and_nothing_of_it_is_left(tmp_path, hangs_at):
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "mpiexec").write_text(
+        "#!/bin/sh\n"
+        f'case "$1" in {hangs_at}) sleep 3600 & echo $$ $! > {tmp_path}/pids; wait ;; esac\n'
+        "echo HYDRA\n"
+    )
+    (folder / "mpiexec").chmod(0o755)
+    done = doctor("--json", "--only=mpi", "--timeout=4", PATH=f"{folder}:{os.environ['PATH']}")
+    assert done.returncode == 1
+    assert "did not end in" in results_of(done)["mpi"]["message"]
+    pids = (tmp_path / "pids").read_text().split()
+    assert len(pids) == 2
+    assert not any(is_left(int(pid)) for pid in pids)
 
 
 def test_checks_that_hang_are_errors_and_the_whole_takes_five_seconds(probes, tmp_path):
@@ -233,7 +257,7 @@ def test_interrupted_it_leaves_nothing(probes, tmp_path):
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130
-    assert not is_there(int(pids.read_text()))
+    assert not is_left(int(pids.read_text()))
 
 
 def test_without_any_check_it_is_an_error(monkeypatch):

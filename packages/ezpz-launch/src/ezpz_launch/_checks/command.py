@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -30,6 +28,9 @@ def run(
 ) -> Ended:
     """Run a command to its end, or for so long.
 
+    It stays in the check's process group: what it leaves behind ends with that, also where the
+    check itself is ended.
+
     Args:
         argv: The command and its arguments.
         env: Its environment.
@@ -41,7 +42,7 @@ def run(
     """
     process = subprocess.Popen(
         list(argv), env=dict(env), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True,
+        stderr=subprocess.PIPE, text=True, errors="replace",
     )  # fmt: skip
     with process:
         try:
@@ -51,27 +52,20 @@ def run(
                 process.terminate()
             return Ended(None, *_rest(process, grace))
         finally:
-            if process.returncode is None:
-                _kill(process)
+            process.kill()  # nothing, where it has ended
         return Ended(process.returncode, *said)
 
 
 def _rest(process: subprocess.Popen[str], grace: float) -> tuple[str, str]:
-    """Return what it had said; all of its group are killed where it does not end by itself."""
+    """Return what it had said; it is killed where it does not end by itself."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         return process.communicate(timeout=grace)
-    _kill(process)
+    process.kill()
     try:
-        return process.communicate(timeout=0.5)
+        return process.communicate(timeout=0.2)
     except subprocess.TimeoutExpired as error:
-        # A process of another session holds the pipes.
+        # What it started holds the pipes.
         return _text(error.stdout), _text(error.stderr)
-
-
-def _kill(process: subprocess.Popen[str]) -> None:
-    """Kill it and its group, whose number is its own: nobody has waited for it yet."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _text(said: str | bytes | None) -> str:
