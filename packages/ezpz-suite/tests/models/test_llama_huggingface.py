@@ -1,7 +1,6 @@
 """Hugging Face's Llama and this one give the same logits, and have each other's weights."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from ezpz.models import (
     LlamaConfig,
     ModelError,
     huggingface_state_dict,
-    llama_pipeline,
     load_huggingface,
 )
 from ezpz_tp.testing import run_ranks
@@ -96,25 +94,6 @@ def test_each_rank_loads_its_part(folder):
     for found, value in run_ranks(load_parallel, 2, folder, {"sequence_parallel": True}):
         assert all(torch.equal(found[name], one) for name, one in wanted.items())
         assert value == pytest.approx(loss.loss(tokens(), tokens()).item(), abs=1e-5)
-
-
-def of_chunks(folder):
-    config = LlamaConfig.from_huggingface(folder)
-    options = {"microbatches": 2, "schedule": "interleaved", "virtual": 2}
-    # Four chunks want four layers: the two of the files, and two that are filled by their seed.
-    deeper = replace(config, layers=4)
-    pipeline = llama_pipeline(deeper, seed=3, **options)
-    whole = huggingface_state_dict(Llama(deeper, seed=3))
-    load_huggingface(pipeline.module, {**whole, **theirs().state_dict()})
-    return huggingface_state_dict(pipeline.module), whole
-
-
-def test_the_chunks_of_a_pipeline_load_their_layers(folder):
-    wanted = theirs().state_dict()
-    for found, drawn in run_ranks(of_chunks, 2, folder, pipeline=2, in_processes=True):
-        assert found.keys() == drawn.keys()
-        for name, one in found.items():
-            assert torch.equal(one, wanted.get(name, drawn[name]))
 
 
 def test_a_stage_loads_its_layers(folder):

@@ -4,7 +4,13 @@ import pytest
 import torch
 
 import ezpz_tp
-from ezpz.models import Llama, LlamaConfig, llama_pipeline
+from ezpz.models import (
+    Llama,
+    LlamaConfig,
+    huggingface_state_dict,
+    llama_pipeline,
+    load_huggingface,
+)
 from ezpz_tp.testing import run_ranks
 
 CONFIG = LlamaConfig(dim=64, layers=2, heads=8, kv_heads=4, hidden=96, max_seq_len=64)
@@ -237,3 +243,19 @@ def test_a_pipeline_is_the_whole_model(axis, tied, options):
         assert weights.keys() == wanted.keys()
         for name, one in wanted.items():
             torch.testing.assert_close(weights[name], one, atol=1e-5, rtol=0)
+
+
+def of_chunks():
+    config = LlamaConfig(dim=64, layers=4, heads=8, kv_heads=4, hidden=96)
+    pipeline = llama_pipeline(config, microbatches=2, schedule="interleaved", virtual=2)
+    load_huggingface(pipeline.module, huggingface_state_dict(Llama(config, seed=3)))
+    return huggingface_state_dict(pipeline.module)
+
+
+def test_the_chunks_of_a_pipeline_load_their_layers():
+    """From Hugging Face's names, which the chunks' are once `model.` is put before them."""
+    config = LlamaConfig(dim=64, layers=4, heads=8, kv_heads=4, hidden=96)
+    wanted = huggingface_state_dict(Llama(config, seed=3))
+    for found in run_ranks(of_chunks, 4, tensor=2, pipeline=2, in_processes=True):
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], one) for name, one in wanted.items())

@@ -101,7 +101,15 @@ class DiT(nn.Module):
         layers: The blocks: what FSDP2 wraps.
     """
 
+    config: DiTConfig
+    patches: Patches
     positions: Tensor
+    time: nn.Sequential
+    labels: nn.Embedding
+    layers: nn.ModuleList
+    norm: nn.LayerNorm
+    modulation: ZeroLinear
+    head: ZeroLinear
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()

@@ -27,6 +27,8 @@ class MLP(nn.Module):
         ModelError: There are fewer than two widths, or one is below 1.
     """
 
+    layers: nn.ModuleList
+
     def __init__(self, widths: Sequence[int]) -> None:
         super().__init__()
         if len(widths) < 2 or min(widths) < 1:

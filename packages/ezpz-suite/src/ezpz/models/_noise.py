@@ -38,6 +38,9 @@ class NoiseSchedule:
         ModelError: There are fewer than 2 steps.
     """
 
+    steps: int
+    signal: Tensor
+
     def __init__(self, steps: int = 1000) -> None:
         if steps < 2:
             raise ModelError(f"NoiseSchedule({steps}); expected at least 2 steps")

@@ -43,6 +43,8 @@ class FeedForward(nn.Module):
 class Patches(nn.Module):
     """Cuts images into square patches, and makes each a token."""
 
+    projection: nn.Conv2d
+
     def __init__(self, channels: int, patch_size: int, dim: int) -> None:
         super().__init__()
         # A convolution whose stride is its size: one linear layer, applied to each patch.

@@ -85,6 +85,15 @@ class VisionTransformer(nn.Module):
         layers: The blocks: what FSDP2 wraps and a pipeline splits.
     """
 
+    config: ViTConfig
+    patches: Patches
+    class_token: nn.Parameter
+    positions: nn.Parameter
+    dropout: nn.Dropout
+    layers: nn.ModuleList
+    norm: nn.LayerNorm
+    head: nn.Linear
+
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         self.config = config

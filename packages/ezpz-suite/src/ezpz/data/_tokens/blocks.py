@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from ezpz_dist import DataError
 
-from .format import CHUNK, HEADER_SIZE, read_header
+from .format import CHUNK, HEADER_SIZE, TokenHeader, read_header
 
 
 class TokenBlocks(Dataset[tuple[Tensor, Tensor]]):
@@ -45,6 +45,11 @@ class TokenBlocks(Dataset[tuple[Tensor, Tensor]]):
         DataError: The file is missing, no file of tokens, truncated, or too short for one block;
             or, when a block is read: it is damaged there, or mixed from two files.
     """
+
+    path: Path
+    block: int
+    verify: bool
+    header: TokenHeader
 
     def __init__(self, path: str | Path, block: int, *, verify: bool = True) -> None:
         self.path, self.block, self.verify = Path(path), block, verify

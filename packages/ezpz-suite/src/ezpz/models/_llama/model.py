@@ -71,6 +71,13 @@ class Llama(nn.Module):
     Collective, where parallel: every rank of the model builds it and calls it.
     """
 
+    config: LlamaConfig
+    checkpoint: bool
+    embed_tokens: nn.Module | None
+    layers: nn.ModuleList
+    norm: nn.RMSNorm | None
+    lm_head: nn.Module | None
+
     def __init__(
         self,
         config: LlamaConfig,
