@@ -95,7 +95,9 @@ def test_the_command(env, words):
     assert command(words, env) == history(env, limit=2)
     assert command([*words, "--json"], env) == history(env, limit=2, as_json=True)
     assert command([], env) == history(env)
-    assert command(["--help"], env) == command(["-h"], env) == USAGE
+    page = command(["--help"], env)
+    assert page == command(["-h"], env)
+    assert page.startswith(f"usage: {USAGE}\n\nexamples:\n  ezpz-launch history ")
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,8 @@ def test_every_command_has_a_page_with_examples(name, capfd):
         assert main([name, "--help"]) == 0
     page = capfd.readouterr().out
     assert name in page
-    assert "usage: " in page or page.startswith("ezpz-launch history [")
+    assert "usage: " in page
+    assert "examples:" in page
 
 
 @pytest.mark.parametrize(("name", "script"), [("topo", "ezpz-topo"), ("report", "ezpz-obs")])

@@ -181,3 +181,19 @@ def test_what_the_user_can_mend_is_one_line_of_one_rank(ranks, words, said):
     assert len(ours) == 1
     assert said in ours[0]
     assert "Traceback" not in "".join(err for _, _, err in done)
+
+
+def test_half_an_environment_is_one_line(ranks):
+    half = "del os.environ['WORLD_SIZE']; " + TEST.format(words=[*SMALL])
+    ((status, out, said),) = ranks(1, half)
+    assert (status, out) == (2, "")
+    assert said.startswith("ezpz test: half-set torchrun environment: LOCAL_RANK=0, RANK=0")
+    assert len(said.splitlines()) == 1
+
+
+def test_deepspeed_learns_what_ddp_learns(tested, averaged):
+    pytest.importorskip("deepspeed", reason="pip install 'ezpz-suite[deepspeed]'")
+    found = tested(2, *SMALL, "--wrap=deepspeed")
+    expected = averaged or [tested(2, *SMALL)["losses"]]
+    assert found["wrap"] == "deepspeed"
+    assert found["losses"] == pytest.approx(expected[0], rel=1e-4)

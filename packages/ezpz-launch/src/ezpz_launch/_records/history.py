@@ -30,6 +30,14 @@ _WIDEST = {"hosts": 24, "job": 30, "command": 60}
 
 USAGE = "ezpz-launch history [-n N] [--json]: the newest N launches, by default 20, newest last"
 
+PAGE = f"""\
+usage: {USAGE}
+
+examples:
+  ezpz-launch history             a table: when, how long, exit status, ranks, hosts, job, command
+  ezpz-launch history -n 3        the last three
+  ezpz-launch history --json      as they were recorded, for programs"""
+
 
 def command(argv: Sequence[str], env: Mapping[str, str]) -> str:
     """Return what ``ezpz-launch history`` with these words prints.
@@ -43,7 +51,7 @@ def command(argv: Sequence[str], env: Mapping[str, str]) -> str:
         word = words.pop(0)
         name, attached, value = word.partition("=")
         if word in ("-h", "--help"):
-            return USAGE
+            return PAGE
         if word == "--json":
             as_json = True
         elif name in ("-n", "--limit") and (attached or words):

@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.util
-import math
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
@@ -21,8 +19,13 @@ import ezpz_dist
 import ezpz_obs
 import ezpz_tp
 from ezpz.models import LlamaConfig, ModelError
-from ezpz_device import get_device_properties, get_torch_backend, get_torch_device
-from ezpz_topo import get_rank, get_world_size
+from ezpz_device import (
+    DeviceError,
+    get_device_properties,
+    get_torch_backend,
+    get_torch_device,
+)
+from ezpz_topo import TopoError, get_rank, get_world_size
 
 from .bandwidth import Bandwidth, default_sizes, measure
 from .command import complain
@@ -31,11 +34,8 @@ from .page import write_page
 from .pairs import find_nodes, measure_pairs
 from .result import Place, Result
 from .settings import Settings, parse
-from .text import batch, load_text
-from .trainers import Trainer, make_trainer
-
-_LINES = 8
-"""So many lines tell how far the training is."""
+from .trainers import make_trainer
+from .training import find_disagreement, train
 
 _SMALL = {"seq": 128, "layers": 4, "dim": 128, "dtype": "fp32"}
 _LARGE = {"seq": 1024, "layers": 12, "dim": 1024, "dtype": "bf16"}
@@ -58,6 +58,10 @@ def run(words: Sequence[str]) -> int:
         # Of the words and the number of ranks, so the same everywhere: one says it.
         if get_rank() == 0:
             complain(str(error))
+        return 2
+    except (TopoError, DeviceError) as error:
+        # Of this process, which may not even know its rank.
+        complain(str(error))
         return 2
 
 
@@ -123,8 +127,8 @@ def _test(settings: Settings, device: torch.device, folder: Path | None) -> Resu
     result = Result(place, tokens_per_step=settings.batch * settings.seq * degrees["data"])
     log = ezpz_obs.get_logger("test")
     _say(log, "training", ranks=place.ranks, wrap=place.wrap, **degrees)
-    _train(settings, trainer, config, result, folder)
-    result.disagreement = _disagreement(trainer)
+    train(settings, trainer, config, result, folder)
+    result.disagreement = find_disagreement(trainer)
     if place.ranks > 1:
         sizes = default_sizes(device.type) if settings.sizes is None else settings.sizes
 
@@ -140,92 +144,6 @@ def _test(settings: Settings, device: torch.device, folder: Path | None) -> Resu
 
             result.pairs = measure_pairs(nodes, largest, device, say_round)
     return result
-
-
-def _train(
-    settings: Settings,
-    trainer: Trainer,
-    config: LlamaConfig,
-    result: Result,
-    folder: Path | None,
-) -> None:
-    """Train, until a value is not finite at the latest."""
-    log = ezpz_obs.get_logger("test")
-    text = load_text()
-    device = torch.device(get_torch_device())
-    rates = ezpz_obs.Throughput(
-        tokens_per_step=result.tokens_per_step,
-        flops_per_token=config.flops_per_token(settings.seq),
-        dtype=settings.dtype,
-    )
-    # Rank 0 alone has a folder, and writes.
-    with contextlib.ExitStack() as stack:
-        history = None
-        if folder is not None:
-            settings_of = dataclasses.asdict(settings)
-            history = stack.enter_context(ezpz_obs.History(folder, config=settings_of))
-        for step in range(settings.steps):
-            drawn = batch(
-                text, step, seed=settings.seed, sequences=settings.batch, length=settings.seq
-            ).to(device)
-            begun = time.perf_counter()
-            loss, norm = trainer.step(drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous())
-            result.not_finite, mean = _over_ranks(loss, norm)
-            # The sum over the ranks has waited for the device.
-            result.seconds.append(time.perf_counter() - begun)
-            result.losses.append(mean)
-            if history is not None:
-                seconds = result.seconds[-1]
-                metrics = {"loss": mean, "gradient_norm": norm, "step_s": seconds}
-                line = history.update({**metrics, **rates.metrics(seconds)}, step=step)
-                if step % max(1, settings.steps // _LINES) == 0 or step == settings.steps - 1:
-                    log.info(line)
-            if result.not_finite:
-                break
-        if history is not None:
-            result.rates = rates.metrics(result.median_seconds())
-
-
-def _over_ranks(loss: torch.Tensor | None, norm: torch.Tensor) -> tuple[str, float]:
-    """Return what is not finite, or nothing, and the mean loss. Collective."""
-    own = None if loss is None else float(loss)
-    bad_loss = own is not None and not math.isfinite(own)
-    bad_norm = not math.isfinite(float(norm))
-    total = ezpz_dist.all_reduce(
-        {
-            "loss": own or 0.0, "known": int(own is not None),
-            "bad_losses": int(bad_loss), "bad_norms": int(bad_norm),
-        }
-    )  # fmt: skip
-    ranks = get_world_size()
-    said = [
-        f"the {what} is not finite on {total[name]} of {ranks} ranks"
-        for what, name in (("loss", "bad_losses"), ("gradient's norm", "bad_norms"))
-        if total[name]
-    ]
-    return "; ".join(said), total["loss"] / total["known"]
-
-
-def _disagreement(trainer: Trainer) -> str:
-    """Return in what ranks differ that should not, the same text on all. Collective."""
-    said = ""
-    try:
-        with _whole(trainer):
-            ezpz_tp.verify_replicated(trainer.model)
-    except ezpz_tp.ReplicaError as error:
-        said = " ".join(str(error).split())
-    # Only the ranks of one group may have seen it.
-    return next((one for one in ezpz_dist.all_gather_object(said) if one), "")
-
-
-def _whole(trainer: Trainer) -> contextlib.AbstractContextManager[object]:
-    """Return the context in which the parameters are what ranks can compare."""
-    if trainer.wrap != "fsdp":
-        return contextlib.nullcontext()
-    from torch.distributed.fsdp import FullyShardedDataParallel  # noqa: PLC0415  # 0.6 s
-
-    # FSDP1 keeps shards where parameters were: compared is what they make together.
-    return FullyShardedDataParallel.summon_full_params(trainer.model, writeback=False)
 
 
 def _config(settings: Settings) -> LlamaConfig:
