@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import re
 import signal
+import time
 
 import pytest
 
@@ -82,3 +83,30 @@ def test_a_rank_that_dies_or_stops_is_an_error(how, seconds, said, monkeypatch):
     result = all_reduce.check(seconds)
     assert result.status == "error"
     assert re.match(said, result.message)
+
+
+def test_devices_that_take_long_are_a_warning(monkeypatch):
+    """Two ways on the CPU stand for the CPU's and the devices'; the second takes for ever."""
+    real, calls = all_reduce._add, []
+
+    def add(*arguments):
+        calls.append(arguments)
+        if len(calls) == 2:
+            time.sleep(1000)
+        return real(*arguments)
+
+    monkeypatch.setattr(all_reduce, "_ways", lambda asked: [("cpu", "gloo"), ("cpu", "gloo")])
+    monkeypatch.setattr(all_reduce, "_add", add)
+    result = all_reduce.check(8)
+    assert result.status == "warning"
+    assert "two ranks add by gloo; by their devices' backend rank 0 did not in 8.0 s" in (
+        result.message
+    )
+    assert "--timeout=60" in result.remedy
+
+
+def test_two_ways_are_both_told(monkeypatch):
+    monkeypatch.setattr(all_reduce, "_ways", lambda asked: [("cpu", "gloo"), ("cpu", "gloo")])
+    result = all_reduce.check(100)
+    assert result.status == "ok"
+    assert result.message.count("gloo (") == 2

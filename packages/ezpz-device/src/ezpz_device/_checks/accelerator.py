@@ -9,6 +9,7 @@ import importlib
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -29,7 +30,7 @@ def check(seconds: float, env: Mapping[str, str] | None = None, *, root: str = "
     """Compare torch's devices with the host's, multiply on each, and start their backend.
 
     Args:
-        seconds: How long it may take: devices that it does not come to are not tried.
+        seconds: How long it may take: what it does not come to, it does not say.
         env: The environment to read; default ``os.environ``.
         root: Where the host's ``dev`` and ``sys`` are found; for tests.
     """
@@ -40,11 +41,10 @@ def check(seconds: float, env: Mapping[str, str] | None = None, *, root: str = "
         device_type, backend = get_torch_device_type(env), get_torch_backend(env)
     except (TopoError, DeviceError) as error:
         return CheckResult.of(error)
-    count = count_devices(device_type)
     facts: dict[str, object] = {
         "torch": torch.__version__,
         "device_type": device_type,
-        "count": count,
+        "count": count_devices(device_type),
         "backend": backend,
         "host_device_type": host.device_type,
         "host_count": host.count,
@@ -52,6 +52,9 @@ def check(seconds: float, env: Mapping[str, str] | None = None, *, root: str = "
     }
     if device_type == "cpu" and host.device_type != "cpu":
         return _unseen(host, facts)
+    result = _of_devices(host, until, facts)
+    if result.status == "error" or (device_type != "cpu" and time.monotonic() > until):
+        return result
     if silent := try_backend(backend, device_type, max(until - time.monotonic(), 1.0)):
         return CheckResult.error(
             f"the backend {backend} of {device_type} does not start: {silent}",
@@ -59,16 +62,10 @@ def check(seconds: float, env: Mapping[str, str] | None = None, *, root: str = "
             f"{', '.join(available_backends())}",
             **facts,
         )
-    if device_type == "cpu":
-        return CheckResult.ok(
-            f"none on this host ({host.source}): torch {torch.__version__} computes on the CPU, "
-            f"and ranks talk by {backend}",
-            **facts,
-        )
-    return _of_devices(host, count, backend, until, facts)
+    return replace(result, message=f"{result.message}; {backend} starts")
 
 
-def _unseen(host: Accelerators, facts: Mapping[str, object]) -> CheckResult:
+def _unseen(host: Accelerators, facts: dict[str, object]) -> CheckResult:
     shown = f"{host.count} {host.device_type} device" + ("s" if host.count != 1 else "")
     return CheckResult.error(
         f"this host has {shown} ({host.source}), and torch {torch.__version__} "
@@ -78,10 +75,14 @@ def _unseen(host: Accelerators, facts: Mapping[str, object]) -> CheckResult:
     )
 
 
-def _of_devices(
-    host: Accelerators, count: int, backend: str, until: float, facts: Mapping[str, object]
-) -> CheckResult:
+def _of_devices(host: Accelerators, until: float, facts: dict[str, object]) -> CheckResult:
     device_type = str(facts["device_type"])
+    if device_type == "cpu":
+        return CheckResult.ok(
+            f"none on this host ({host.source}): torch {torch.__version__} computes on the CPU",
+            **facts,
+        )
+    count = count_devices(device_type)
     tried, wrong = try_devices(device_type, count, until)
     if wrong:
         return CheckResult.error(
@@ -97,7 +98,7 @@ def _of_devices(
             "see what its vendor's tool says of the others, and whether another job has them",
             **facts,
         )
-    return CheckResult.ok(f"{said}; ranks talk by {backend}", **facts)
+    return CheckResult.ok(said, **facts)
 
 
 def count_devices(device_type: str) -> int:

@@ -9,7 +9,7 @@ from typing import Final
 
 from ezpz_topo import CheckResult
 
-from .found import find_checks
+from .found import DoctorError, find_checks
 from .running import Running
 
 TIMEOUT: Final = 4.0
@@ -36,7 +36,7 @@ def run_checks(
         watch: Called with the names of those that still run, some times a second.
 
     Raises:
-        DoctorError: There are no checks, or none of one of these names.
+        DoctorError: There are no checks, none of one of these names, or no room for processes.
         ValueError: ``timeout`` is not above 0 and finite.
     """
     if not 0 < timeout < float("inf"):
@@ -45,7 +45,14 @@ def run_checks(
     deadline = time.monotonic() + timeout
     running: list[Running] = []
     try:
-        running.extend(Running(check, timeout, deadline) for check in checks)
+        try:
+            running.extend(Running(check, timeout, deadline) for check in checks)
+        except OSError as error:
+            raise DoctorError(
+                f"no process can be started for the check {checks[len(running)].name!r} "
+                f"({error.strerror}); expected room for {len(checks)}; see ulimit -u, or take some "
+                "at a time with --only"
+            ) from error
         results = [each.end() for each in _as_they_end(running, deadline, watch)]
     finally:
         for each in running:
