@@ -17,7 +17,7 @@ DOCTOR = [
     sys.executable, "-P", "-c", "import sys; from ezpz.doctor import main; sys.exit(main())",
     "--json", "--timeout=50",
 ]  # fmt: skip
-TWO_NODES = ["salloc", "-Q", "-N", "2", "-n", "4"]
+TWO_NODES = ["salloc", "-Q", "-N", "2", "-n", "4", "-w", "nid[001-002]"]
 
 # Stands for a node whose environment was not updated: only what it says of one package differs.
 SKEW = """\
