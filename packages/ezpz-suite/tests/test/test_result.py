@@ -85,7 +85,7 @@ def test_the_pairs_are_listed_slowest_first(tmp_path):
         ["a", "(node", "0)", "and", "b", "(node", "1)"],
     ]
     assert "slowest pair: a and c\n" in text
-    assert "slowest node: c, 1.5 GB/s in the median of its pairs; all pairs 2 GB/s" in text
+    assert "slowest node: c, 1.500 GB/s in the median of its pairs; all pairs 2.000 GB/s" in text
 
 
 def test_of_many_pairs_the_slowest_are_listed(tmp_path):

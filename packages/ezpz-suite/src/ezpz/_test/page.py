@@ -130,4 +130,4 @@ def _time(seconds: float) -> str:
 
 
 def _rate(rate: float) -> str:
-    return f"{rate / 1e9:.3g} GB/s"
+    return f"{rate / 1e9:.3f} GB/s"
