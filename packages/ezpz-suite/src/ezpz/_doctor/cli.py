@@ -39,7 +39,8 @@ examples:
   ezpz doctor --timeout=60                     on a slow file system
   ezpz doctor --json | python -m json.tool
 
-exit status: 0, also with warnings; 1 one check at least says error; 2 the words make no sense"""
+exit status: 0, also with warnings; 1 one check at least says error; 2 the words make no sense, or
+nothing could be checked or written"""
 
 _FLAGS: Final = ("json", "list")
 _VALUES: Final = ("only", "timeout")
