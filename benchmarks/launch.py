@@ -1,117 +1,293 @@
-"""What ezpz-launch adds: ``hatch run bench:launch [--runs=9] [--json=FILE]``.
+"""What a launcher adds: ``hatch run bench:launch [--runs=9] [--json=FILE]``.
 
-Start to process group ready is measured on two ranks, under ezpz-launch, bare mpiexec, spawn and
-torchrun, in turn (A B C D A B C D ...), and compared as ratios: each rank notes when its group is
-ready, and the later one counts. Planning is measured in this process, for 10,080 nodes x 12 ranks.
+Two ranks are started by ezpz-launch, bare mpiexec, torchrun, accelerate and submitit, in turn, and
+compared as ratios: to the later rank's first line, and to its process group. A real Slurm is
+started where one is installed. Planning is measured in this process, for 10,080 nodes x 12 ranks.
 """
 
-import json as json_module
 import os
-import statistics
+import shutil
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import fire
-from startup import seconds
+from callee import environment, last_line
+from paired import Row, absent, against, alone, interleaved, seconds, times
+from peers import present
+from slurm_here import SlurmMissingError, in_a_job
+from table import finish, read
 
 from ezpz_launch import Request, plan
 from ezpz_launch._planning.identify import Launcher
 from ezpz_launch._planning.launchers import argv, hostfile_of
 from ezpz_topo import imagine
 
-READY = """
+RANK = """
 import os, sys, time
+began = time.time()
+rank = os.environ.get("RANK") or os.environ.get("PMI_RANK") or os.environ["SLURM_PROCID"]
+"""
+NOTE = """
+with open(os.path.join(sys.argv[1], rank), "w") as file:
+    file.write(repr(began))
+"""
+PROGRAMS = {
+    "first-line": RANK + NOTE,
+    "ready": RANK
+    + """
 import torch.distributed as dist
-rank = os.environ.get("RANK") or os.environ["PMI_RANK"]
 os.environ.update(RANK=rank, WORLD_SIZE="2")
 dist.init_process_group("gloo")
 dist.barrier()
-with open(os.path.join(sys.argv[1], rank), "w") as file:
-    file.write(repr(time.time()))
+began = time.time()
 dist.destroy_process_group()
 """
+    + NOTE,
+}
+SUBMIT = """
+import os, runpy, sys, time
+import submitit
+def rank(program, folder):
+    os.environ["RANK"] = os.environ["SUBMITIT_LOCAL_GLOBALID"]
+    sys.argv[1:] = [folder]
+    runpy.run_path(program)
+if __name__ == "__main__":
+    executor = submitit.LocalExecutor(sys.argv[2] + "/submitit")
+    executor.update_parameters(tasks_per_node=2, timeout_min=5)
+    executor.submit(rank, sys.argv[1], sys.argv[2]).wait()
+"""
+WHAT = {
+    "first-line": "start to the first line of 2 ranks",
+    "ready": "start to the process group of 2 ranks",
+}
 
 
-def ready_after(words: list[str], env: dict[str, str]) -> float:
-    """Start two ranks and return the seconds until the later one's process group was ready."""
+class Programs:
+    """The rank programs as files, and what it takes from the start of a command to them."""
+
+    def __init__(self, folder: str, env: dict[str, str]) -> None:
+        self.folder, self.env, self.turn = folder, env, 0
+        for name, text in PROGRAMS.items():
+            Path(folder, f"{name}.py").write_text(text, encoding="utf-8")
+        Path(folder, "submit.py").write_text(SUBMIT, encoding="utf-8")
+
+    def until(self, program: str, words: list[str]) -> float:
+        """Return the seconds until the later of two ranks was there."""
+        self.turn += 1
+        # A port that the rendezvous before it has not just left.
+        env = self.env | {"MASTER_PORT": str(20000 + (os.getpid() * 7 + self.turn) % 10000)}
+        with tempfile.TemporaryDirectory() as folder:
+            path = str(Path(self.folder, f"{program}.py"))
+            began = time.time()
+            run([*words, path, folder], env)
+            notes = [path for path in Path(folder).iterdir() if path.is_file()]
+            if len(notes) != 2:
+                raise RuntimeError(f"{words}: {len(notes)} of 2 ranks wrote when they were there")
+            return max(float(path.read_text(encoding="utf-8")) for path in notes) - began
+
+    def submitit(self, python: str) -> list[str]:
+        """Return the words before a program for submitit."""
+        return [python, str(Path(self.folder, "submit.py"))]
+
+
+def run(words: list[str], env: Mapping[str, str]) -> None:
+    """Run a command that must succeed."""
+    done = subprocess.run(
+        words, env=env, check=False, stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise RuntimeError(f"{words} ended with {done.returncode}: {last_line(done.stderr)}")
+
+
+def local_environment() -> dict[str, str]:
+    """Return the variables for launches on this machine."""
+    scripts = sysconfig.get_path("scripts")
+    env = environment() | {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": loopback()}
+    env["PATH"] = os.pathsep.join([scripts, env["PATH"]])
+    # Each launcher has its own way with threads: nobody's is set for it.
+    env.pop("OMP_NUM_THREADS", None)
+    return env
+
+
+def loopback() -> str:
+    """Return the name of the loopback interface."""
+    return "lo0" if sys.platform == "darwin" else "lo"
+
+
+def here(runs: int) -> list[Row]:
+    """Return the rows of the launchers that need no cluster."""
+    there, missing = present(["accelerate", "submitit"])
+    torch = f"torchrun {_version('torch')}"
+    titles = {"mpiexec": f"mpiexec, MPICH {_version('mpich')}", "torchrun": torch}
+    titles |= {name: each.name for name, each in there.items()}
+    words = {
+        "ours": ["ezpz-launch", "-n", "2"],
+        "mpiexec": ["mpiexec", "-n", "2"],
+        "torchrun": ["torchrun", "--standalone", "--nproc-per-node=2"],
+    }
+    if "accelerate" in there:
+        # Its name for "several processes"; what they run on is not asked here.
+        kind = ["--multi_gpu", "--num_processes=2", "--num_machines=1", "--mixed_precision=no"]
+        module = ["-m", "accelerate.commands.launch", *kind, "--dynamo_backend=no"]
+        words["accelerate"] = [there["accelerate"].python, *module]
+    env = local_environment()
+    rows = []
+    if not shutil.which("mpiexec", path=env["PATH"]):
+        missing["mpiexec"] = "mpiexec is not on PATH"
+        del words["mpiexec"], titles["mpiexec"]
+        words["ours"] = ["ezpz-launch", "--launcher", "spawn", "-n", "2"]
     with tempfile.TemporaryDirectory() as folder:
-        began = time.time()
-        subprocess.run(
-            [*words, sys.executable, "-c", READY, folder], env=env, check=True, capture_output=True
-        )
-        return max(float(path.read_text()) for path in Path(folder).iterdir()) - began
+        programs = Programs(folder, env)
+        for program, what in WHAT.items():
+            ways = {
+                name: partial(programs.until, program, [*before, *python(name)])
+                for name, before in words.items()
+            }
+            absent_here = dict(missing)
+            if program == "ready":
+                # Its ranks run in its own environment, which has no torch.
+                absent_here.pop("submitit", None)
+            elif "submitit" in there:
+                submit = programs.submitit(there["submitit"].python)
+                ways["submitit"] = partial(programs.until, program, submit)
+            samples = interleaved(ways, runs)
+            named = {name: title for name, title in titles.items() if name in ways}
+            rows += against(f"launch/{program}", what, "s", samples, named, missing=absent_here)
+        rows += true_of(words, env, titles, missing, runs)
+    return [*rows, *peaks(words, env, titles)]
 
 
-def planning_ms(machine: str, kind: str, runs: int) -> float:
-    """Return the median time to plan 10,080 nodes x 12 ranks, with command line and hostfile."""
-    topology = imagine(machine, 10080, {})
-    request, launcher = Request(("python", "train.py"), ppn=12), Launcher(kind, kind, "")
-    samples = []
-    for _ in range(runs):
-        began = time.perf_counter()
-        planned = plan(
-            topology, request, launcher, hosts=topology.allocation.hosts, hosts_source="job",
-            hostfile="HOSTFILE", port=29500, user_env={},
-        )  # fmt: skip
-        argv(planned)
-        hostfile_of(planned)
-        samples.append((time.perf_counter() - began) * 1000)
-    return statistics.median(samples)
+def python(name: str) -> list[str]:
+    """Return what stands before a script: torchrun and accelerate bring their own."""
+    return [] if name in {"torchrun", "accelerate"} else [sys.executable]
 
 
-def main(runs: int = 9, json: str = "") -> None:
+def true_of(
+    words: Mapping[str, list[str]],
+    env: Mapping[str, str],
+    titles: Mapping[str, str],
+    missing: Mapping[str, str],
+    runs: int,
+) -> list[Row]:
+    """Return the rows of a launch of `true`: what the launcher alone costs."""
+    names = [name for name in ("ours", "mpiexec", "srun") if name in words]
+    ways = {name: partial(seconds, partial(run, [*words[name], "true"], env)) for name in names}
+    samples = {name: times(1e3, found) for name, found in interleaved(ways, 2 * runs).items()}
+    named = {name: titles[name] for name in names if name != "ours"}
+    gone = {name: why for name, why in missing.items() if name == "mpiexec"}
+    return against("launch/true", "-n 2 true", "ms", samples, named, missing=gone)
+
+
+def peaks(
+    words: Mapping[str, list[str]], env: Mapping[str, str], titles: Mapping[str, str]
+) -> list[Row]:
+    """Return the rows of what a launcher's own process holds while ranks run."""
+    if sys.platform != "linux":
+        return [absent("launch/memory", "memory of the launcher", "", "read from /proc")]
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder, "wait.py")
+        script.write_text("import time; time.sleep(0.5)", encoding="utf-8")
+        held = {
+            name: [peak_of([*before, *python(name), str(script)], env)]
+            for name, before in words.items()
+        }
+    named = {name: title for name, title in titles.items() if name in held}
+    return against("launch/memory", "memory of the launcher", "MB", held, named)
+
+
+def peak_of(words: list[str], env: Mapping[str, str]) -> float:
+    """Return the most memory that a command's first process held until its end, in MB."""
+    peak = 0.0
+    null = subprocess.DEVNULL
+    with subprocess.Popen(words, env=env, stdin=null, stdout=null, stderr=null) as process:
+        while process.poll() is None:
+            status = Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8")
+            if "VmHWM:" in status:
+                peak = int(status.split("VmHWM:")[1].split()[0]) * 1024 / 1e6
+            time.sleep(0.02)
+    return peak
+
+
+def under_slurm(runs: int) -> list[Row]:
+    """Return the rows of srun: this program once more, in a job of a private Slurm."""
+    keys = {f"launch/{name}/srun": what for name, what in WHAT.items()}
+    keys["launch/true/srun"] = "-n 2 true"
+    with tempfile.TemporaryDirectory() as folder:
+        found = str(Path(folder, "found.json"))
+        words = [sys.executable, __file__, f"--runs={runs}", "--in_job", f"--json={found}"]
+        try:
+            in_a_job(words)
+        except SlurmMissingError as error:
+            return [absent(key, what, "srun", str(error)) for key, what in keys.items()]
+        return read(found)[1]
+
+
+def here_in_a_job(runs: int) -> list[Row]:
+    """Return the rows of srun, in the job that this process runs in."""
+    env = local_environment()
+    # The names of the private Slurm's nodes resolve to nothing: nobody can name the address.
+    given = ["--env", "MASTER_ADDR=127.0.0.1"]
+    words = {"ours": ["ezpz-launch", "-n", "2", *given], "srun": ["srun", "-N1", "-n2"]}
+    version = subprocess.run(["srun", "--version"], capture_output=True, text=True, check=True)
+    titles = {"srun": version.stdout.strip().replace("slurm-wlm", "srun, Slurm")}
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        programs = Programs(folder, env)
+        for program, what in WHAT.items():
+            ways = {
+                name: partial(programs.until, program, [*before, sys.executable])
+                for name, before in words.items()
+            }
+            rows += against(f"launch/{program}", what, "s", interleaved(ways, runs), titles)
+    return [*rows, *true_of(words, env, titles, {}, runs)]
+
+
+def planning(runs: int) -> list[Row]:
+    """Return the rows of planning 10,080 nodes x 12 ranks, with command line and hostfile."""
+    rows = []
+    for machine, kind in (("aurora", "pals"), ("frontier", "srun"), ("generic-pbs", "hydra")):
+        topology = imagine(machine, 10080, {})
+        request, launcher = Request(("python", "train.py"), ppn=12), Launcher(kind, kind, "")
+
+        def once(topology=topology, request=request, launcher=launcher) -> float:  # type: ignore[no-untyped-def]
+            began = time.perf_counter()
+            planned = plan(
+                topology, request, launcher, hosts=topology.allocation.hosts, hosts_source="job",
+                hostfile="HOSTFILE", port=29500, user_env={},
+            )  # fmt: skip
+            argv(planned)
+            hostfile_of(planned)
+            return (time.perf_counter() - began) * 1e3
+
+        what = f"plan 10,080 nodes x 12 for {kind}"
+        rows.append(alone(f"launch/plan-{kind}", what, "ms", [once() for _ in range(runs + 1)][1:]))
+    return rows
+
+
+def _version(name: str) -> str:
+    from importlib.metadata import version  # noqa: PLC0415  # for titles only
+
+    return version(name)
+
+
+def main(runs: int = 9, json: str = "", in_job: bool = False) -> None:
     """Print the figures, and write them to a file if one is named.
 
     Args:
         runs: How often each command is run.
         json: A file to write the figures to.
+        in_job: Only srun, in the Slurm job that this runs in.
     """
-    scripts = sysconfig.get_path("scripts")
-    env = {**os.environ, "PATH": os.pathsep.join([scripts, os.environ["PATH"]])}
-    env |= {"MASTER_ADDR": "127.0.0.1"}
-    env.pop("OMP_NUM_THREADS", None)
-    ways = {
-        "ezpz-launch": ["ezpz-launch", "-n", "2"],
-        "spawn": ["ezpz-launch", "--launcher", "spawn", "-n", "2"],
-        "mpiexec": ["mpiexec", "-n", "2"],
-        "torchrun": ["torchrun", "--standalone", "--nproc-per-node=2", "--no-python"],
-    }
-    ready: dict[str, list[float]] = {name: [] for name in ways}
-    true: dict[str, list[float]] = {name: [] for name in ways if name != "torchrun"}
-    for turn in range(runs + 1):
-        for name, words in ways.items():
-            port = str(20000 + (os.getpid() * 7 + turn * 4 + len(ready[name])) % 10000)
-            ready[name].append(ready_after(words, {**env, "MASTER_PORT": port}))
-            if name in true:
-                true[name].append(seconds([*words, "true"], env))
-    ready_s = {name: statistics.median(times[1:]) for name, times in ready.items()}
-    true_ms = {name: statistics.median(times[1:]) * 1000 for name, times in true.items()}
-    figures: dict[str, float] = {
-        f"{name}: process group ready, s": round(value, 3) for name, value in ready_s.items()
-    }
-    figures |= {
-        "ready, over bare mpiexec (wanted 1.05)": round(
-            ready_s["ezpz-launch"] / ready_s["mpiexec"], 3
-        ),
-        "ready, over torchrun (wanted 0.75)": round(
-            ready_s["ezpz-launch"] / ready_s["torchrun"], 3
-        ),
-    }
-    figures |= {f"{name} -n 2 true, ms": round(value, 1) for name, value in true_ms.items()}
-    figures["true, over mpiexec, ms (wanted 60)"] = round(
-        true_ms["ezpz-launch"] - true_ms["mpiexec"], 1
-    )
-    for machine, kind in (("aurora", "pals"), ("frontier", "srun"), ("generic-pbs", "hydra")):
-        name = f"plan 10,080 nodes x 12 for {kind}, ms (wanted 100)"
-        figures[name] = round(planning_ms(machine, kind, runs), 1)
-    for name, value in figures.items():
-        print(f"{name:<52} {value}")
-    if json:
-        Path(json).write_text(json_module.dumps(figures, indent=2) + "\n")
+    if in_job:
+        finish(here_in_a_job(runs), json)
+    else:
+        finish([*here(runs), *under_slurm(max(3, runs // 2)), *planning(runs)], json)
 
 
 if __name__ == "__main__":

@@ -1,153 +1,89 @@
 """What watching a run costs: ``hatch run bench:obs [--rounds=5] [--json=FILE]``.
 
-In one run: `History.update` against TensorBoard's and W&B's logging of the same numbers (their
-callers' side), statistics over two gloo ranks against one bare all-gather of the same bytes, log
-lines, and a million steps: how much memory the writer holds and how long a report takes.
+`History.update` against TensorBoard's, W&B's, MLflow's and trackio's logging of the same numbers
+(their callers' side), each in a process of its own environment, in turn; statistics over 1, 2 and 4
+gloo ranks against one bare all-gather of the same bytes; log lines; and a million steps: how much
+memory the writer holds and how long a report takes.
 """
 
-import io
-import json as json_module
-import logging
-import multiprocessing
-import os
-import resource
-import socket
-import statistics
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import fire
-import torch
-import torch.distributed as dist
+from callee import Callee, CalleeError, fresh
+from paired import Row, against, alone, beside, interleaved, times
+from peers import present
+from ranks import ranks as world
+from table import finish
 
+METRICS = "metrics = {f'train/metric{i}': 0.123456789 * (i + 1) for i in range(10)}\n"
+HISTORY = """
 import ezpz_obs
-
-METRICS = {f"train/metric{i}": 0.123456789 * (i + 1) for i in range(10)}
-Figures = dict[str, float]
-
-
-def median_us(call: Callable[[], object], calls: int = 3000) -> float:
-    """Return the median of single calls, in microseconds."""
-    taken = []
-    for _ in range(calls):
-        began = time.perf_counter_ns()
-        call()
-        taken.append(time.perf_counter_ns() - began)
-    return statistics.median(taken) / 1e3
-
-
-def mean_us(call: Callable[[], object], calls: int = 20_000) -> float:
-    """Return the mean of many calls, for what a clock's own 0.1 µs would hide."""
-    began = time.perf_counter_ns()
-    for _ in range(calls):
-        call()
-    return (time.perf_counter_ns() - began) / calls / 1e3
-
-
-def recorders(folder: Path) -> dict[str, Callable[[], object]]:
-    """Return what logs ten numbers, by name."""
-    calls: dict[str, Callable[[], object]] = {}
-    for name, options in {
-        "update, no summary": {"summary": False},
-        "update": {},
-        "update, checksum": {"checksum": True},
-        "update, synced each time": {"sync": True},
-    }.items():
-        history = ezpz_obs.History(folder / name.replace(", ", "-"), **options)  # type: ignore[arg-type]
-        calls[name] = lambda history=history: history.update(METRICS)
-    try:
-        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415  # where it is installed
-
-        writer = SummaryWriter(str(folder / "tensorboard"))
-        calls["TensorBoard"] = lambda: [
-            writer.add_scalar(name, value, 0) for name, value in METRICS.items()
-        ]
-    except ImportError as error:
-        print(f"TensorBoard is not measured: {error}")
-    try:
-        import wandb  # noqa: PLC0415  # where it is installed
-
-        run = wandb.init(mode="offline", dir=str(folder), settings=wandb.Settings(console="off"))
-        calls["W&B offline"] = lambda: run.log(METRICS)
-    except ImportError as error:
-        print(f"W&B is not measured: {error}")
-    return calls
-
-
-def log_lines(folder: Path) -> dict[str, Callable[[], object]]:
-    """Return log calls, by name, with where their lines go."""
-    file = (folder / "console.log").open("w")
-    console = ezpz_obs.get_logger("bench", env={}, file=file)
-    json_file = (folder / "lines.jsonl").open("w")
-    as_json = ezpz_obs.get_logger("bench", env={"EZPZ_LOG_FORMAT": "json"}, file=json_file)
-    stdlib = logging.getLogger("bench.stdlib")
-    stdlib.propagate = False
-    stdlib.addHandler(logging.StreamHandler(io.StringIO()))
-    return {
-        "console line": lambda: console.info("step done", step=3, loss=0.25),
-        "JSON line": lambda: as_json.info("step done", step=3, loss=0.25),
-        "stdlib line": lambda: stdlib.warning("step done step=%d loss=%f", 3, 0.25),
-        "suppressed call": lambda: console.debug("step done", step=3, loss=0.25),
-    }
-
-
-def rank(rank: int, port: int, calls: int, said: Any) -> None:
-    """Be one of two ranks: an update with statistics against one bare all-gather, in turn."""
-    os.environ |= {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-    }  # fmt: skip
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    folder = tempfile.TemporaryDirectory()
-    history = ezpz_obs.History(folder.name, cross_rank=True, summary=False)
-    later = ezpz_obs.History(f"{folder.name}/later", cross_rank=True, deferred=True, summary=False)
-    mine = torch.ones(32, dtype=torch.float64)
-    every = [torch.empty(32, dtype=torch.float64) for _ in range(2)]
-    bare = dist.new_group()
-    calls_of: dict[str, Callable[[], object]] = {
-        "update": lambda: history.update(METRICS),
-        "deferred": lambda: later.update(METRICS),
-        "all_gather": lambda: dist.all_gather(every, mine, group=bare),
-    }
-    taken: dict[str, list[float]] = {name: [] for name in calls_of}
-    for turn in range(calls):
-        for name, call in calls_of.items():
-            dist.barrier()
-            if name == "deferred":
-                time.sleep(0.002)  # a step, in which the exchange goes on
-            began = time.perf_counter_ns()
-            call()
-            if turn >= 20:
-                taken[name].append((time.perf_counter_ns() - began) / 1e3)
-    history.close()
-    later.close()
-    said.put((rank, {name: statistics.median(values) for name, values in taken.items()}))
-    dist.destroy_process_group()
-    folder.cleanup()
-
-
-def across_ranks(calls: int) -> Figures:
-    """Return microseconds of an update with statistics and of one bare all-gather, on rank 0."""
-    context = multiprocessing.get_context("spawn")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    said = context.Queue()
-    ranks = [context.Process(target=rank, args=(place, port, calls, said)) for place in range(2)]
-    for process in ranks:
-        process.start()
-    figures: Figures = dict(said.get() for _ in ranks)[0]
-    for process in ranks:
-        process.join()
-    return figures
-
-
+history = ezpz_obs.History(words[0] + "/" + name, **options)
+def call(): history.update(metrics)
+close = history.close
+"""
+HISTORIES = {
+    "update": ("update, no summary", {"summary": False}),
+    "update-summary": ("update with its summary", {}),
+    "update-checksum": ("update, checksum", {"checksum": True, "summary": False}),
+    "update-sync": ("update, synced each time", {"sync": True, "summary": False}),
+}
+PEERS = {
+    "TensorBoard": """
+from torch.utils.tensorboard import SummaryWriter
+writer = SummaryWriter(words[0] + "/tensorboard")
+def call():
+    for name, value in metrics.items():
+        writer.add_scalar(name, value, 0)
+close = writer.close
+""",
+    "W&B": """
+import wandb
+run = wandb.init(mode="offline", dir=words[0], settings=wandb.Settings(console="off"))
+def call(): run.log(metrics)
+close = run.finish
+""",
+    "MLflow": """
+import os
+os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
+import mlflow
+mlflow.set_tracking_uri("file://" + words[0] + "/mlruns")
+mlflow.start_run()
+steps = iter(range(10**9))
+def call(): mlflow.log_metrics(metrics, step=next(steps))
+close = mlflow.end_run
+""",
+    "trackio": """
+import os
+os.environ |= {"TRACKIO_DIR": words[0] + "/trackio", "HF_HOME": words[0] + "/huggingface"}
+import trackio
+run = trackio.init("bench", embed=False, auto_log_gpu=False, auto_log_cpu=False)
+def call(): run.log(metrics)
+close = run.finish
+""",
+}
+LINES = {
+    "line-console": ("console line", "{}", "console.log", "info"),
+    "line-json": ("JSON line", "{'EZPZ_LOG_FORMAT': 'json'}", "lines.jsonl", "info"),
+    "line-suppressed": ("suppressed call", "{}", "nothing.log", "debug"),
+}
+LOG = """
+import ezpz_obs
+log = ezpz_obs.get_logger("bench", env=ENV, file=open(words[0] + "/FILE", "w"))
+def call(): log.LEVEL("step done", step=3, loss=0.25)
+"""
+STDLIB = """
+import logging
+log = logging.getLogger("bench")
+log.propagate = False
+log.addHandler(logging.StreamHandler(open(words[0] + "/stdlib.log", "w")))
+log.setLevel(logging.INFO)
+def call(): log.LEVEL("step done step=%d loss=%f", 3, 0.25)
+"""
 MILLION = """
 import sys, time, ezpz_obs
 steps, folder = int(sys.argv[1]), sys.argv[2]
@@ -158,27 +94,101 @@ with ezpz_obs.History(folder, summary=False) as history:
         metrics["train/metric0"] = step * 1e-3
         history.update(metrics)
     print(time.perf_counter() - began)
-print(int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) / 1024)
+print(peak_mb())
 """
 REPORT = """
 import sys, time
 began = time.perf_counter()
 import ezpz_obs
 ezpz_obs.write_report([sys.argv[1]])
-print(time.perf_counter() - began)
-print(int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) / 1024)
+print(time.perf_counter() - began, peak_mb())
 """
 
 
-def in_a_process(code: str, *words: str) -> list[float]:
-    """Run code in a fresh process; return the numbers that it prints."""
-    done = subprocess.run(
-        [sys.executable, "-c", code, *words], capture_output=True, text=True, check=True
+def recorders(rounds: int, folder: str) -> list[Row]:
+    """Return the rows of recording ten numbers: by us in each way, and by the others."""
+    there, missing = present(list(PEERS))
+    code = {
+        name: f"{METRICS}options, name = {options}, {name!r}\n{HISTORY}"
+        for name, (_, options) in HISTORIES.items()
+    }
+    with ExitStack() as running:
+        callees = {
+            name: running.enter_context(Callee(sys.executable, text, folder))
+            for name, text in code.items()
+        }
+        for name, each in there.items():
+            try:
+                callee = Callee(each.python, METRICS + PEERS[name], folder)
+            except CalleeError as error:
+                missing[name] = str(error)
+            else:
+                callees[name] = running.enter_context(callee)
+        ways = {name: partial(callee.typical, 500) for name, callee in callees.items()}
+        samples = {name: times(1e6, found) for name, found in interleaved(ways, rounds).items()}
+        held = {name: [callee.peak()] for name, callee in callees.items()}
+    rows = [
+        alone(f"obs/{name}", what, "us", samples[name]) for name, (what, _) in HISTORIES.items()
+    ]
+    titles = {name: each.name for name, each in there.items() if name in samples}
+    samples["ours"], held["ours"] = samples["update-summary"], held["update-summary"]
+    what = HISTORIES["update-summary"][0]
+    return [
+        *rows,
+        *against("obs/update-summary", what, "us", samples, titles, missing=missing),
+        *against("obs/memory", "memory of a process that records", "MB", held, titles),
+    ]
+
+
+def log_lines(rounds: int, folder: str) -> list[Row]:
+    """Return the rows of a call that logs, beside the standard library's."""
+    rows = []
+    for name, (what, env, file, level) in LINES.items():
+        code = LOG.replace("ENV", env).replace("FILE", file).replace("LEVEL", level)
+        stdlib = STDLIB.replace("LEVEL", level)
+        with (
+            Callee(sys.executable, code, folder) as ours,
+            Callee(sys.executable, stdlib, folder) as theirs,
+        ):
+            ways = {"ours": partial(ours.mean, 10_000), "theirs": partial(theirs.mean, 10_000)}
+            samples = interleaved(ways, rounds)
+        in_us = {each: times(1e6, found) for each, found in samples.items()}
+        rows.append(beside(f"obs/{name}", what, "us", (in_us["ours"], in_us["theirs"]), "logging"))
+    return rows
+
+
+def across_ranks(calls: int) -> list[Row]:
+    """Return the rows of an update with statistics over the ranks, on rank 0."""
+    rows = []
+    for count in (1, 2, 4):
+        found = world("obs_ranks.py", {"calls": calls}, count)
+        in_us = {name: times(1e6, samples) for name, samples in found.items()}
+        for name, what in (
+            ("ours", f"update with statistics, {count} ranks"),
+            ("deferred", f"the same, deferred, {count} ranks"),
+        ):
+            key = f"obs/ranks-{count}" + ("" if name == "ours" else "-deferred")
+            pair = in_us[name], in_us["all_gather"]
+            rows.append(beside(f"{key}/all_gather", what, "us", pair, "all_gather"))
+    return rows
+
+
+def million(steps: int, folder: str) -> list[Row]:
+    """Return the rows of a long run and its report, each once, in fresh processes."""
+    run = str(Path(folder, "million"))
+    wrote, held = fresh(sys.executable, MILLION, str(steps), run)
+    reported, held_then = fresh(sys.executable, REPORT, run)
+    name = "a million steps" if steps == 1_000_000 else f"{steps:,} steps"
+    figures = (
+        ("million-write", "recorded", "s", wrote),
+        ("million-memory", "memory of the writer", "MB", held),
+        ("million-report", "report", "s", reported),
+        ("million-report-memory", "memory of the report", "MB", held_then),
     )
-    return [float(line) for line in done.stdout.split()]
+    return [alone(f"obs/{key}", f"{name}: {what}", unit, [x]) for key, what, unit, x in figures]
 
 
-def main(rounds: int = 5, steps: int = 1_000_000, json: str = "") -> None:
+def main(rounds: int = 9, steps: int = 1_000_000, json: str = "") -> None:
     """Print the figures, and write them to a file if one is named.
 
     Args:
@@ -186,47 +196,12 @@ def main(rounds: int = 5, steps: int = 1_000_000, json: str = "") -> None:
         steps: Of the long run.
         json: A file to write the figures to.
     """
-    figures: Figures = {}
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        calls = recorders(folder)
-        for what, times in interleaved(calls, rounds, lambda call: median_us(call, 1000)).items():
-            figures[what] = times
-        for what, times in interleaved(log_lines(folder), rounds, mean_us).items():
-            figures[what] = times
-        both = across_ranks(200 * rounds)
-        figures |= {"2 ranks: update": both["update"], "2 ranks: deferred": both["deferred"],
-                    "2 ranks: all_gather": both["all_gather"]}  # fmt: skip
-        seconds, megabytes = in_a_process(MILLION, str(steps), str(folder / "million"))
-        figures[f"{steps:,} steps: s"], figures[f"{steps:,} steps: MB"] = seconds, megabytes
-        seconds, megabytes = in_a_process(REPORT, str(folder / "million"))
-        figures["report of them: s"], figures["report of them: MB"] = seconds, megabytes
-    for what, figure in figures.items():
-        print(f"{what:28} {figure:10.2f}{' µs' if not what.endswith((' s', 'MB')) else ''}")
-    for what, one, other, wanted in (
-        ("update with statistics / all_gather", "2 ranks: update", "2 ranks: all_gather", "<= 1.3"),
-        ("TensorBoard / update", "TensorBoard", "update", ">= 10"),
-        ("W&B offline / update", "W&B offline", "update", ">= 10"),
-        ("W&B offline / update, no summary", "W&B offline", "update, no summary", ">= 10"),
-    ):
-        if one in figures and other in figures:
-            print(f"{what:40} {figures[one] / figures[other]:6.2f} x  (wanted {wanted})")
-    print(f"this process: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024} MB")
-    if json:
-        Path(json).write_text(json_module.dumps(figures, indent=2))
-
-
-def interleaved(
-    calls: dict[str, Callable[[], object]],
-    rounds: int,
-    measure: Callable[[Callable[[], object]], float],
-) -> Figures:
-    """Measure all in turn, so often, and return the medians."""
-    taken: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            taken[name].append(measure(call))
-    return {name: statistics.median(values) for name, values in taken.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        rows = recorders(rounds, folder)
+        rows += log_lines(rounds, folder)
+        rows += across_ranks(100 * rounds)
+        rows += million(steps, folder)
+    finish(rows, json)
 
 
 if __name__ == "__main__":

@@ -7,17 +7,13 @@ In a fake world collectives do nothing, which leaves the software's cost; there 
 so that a busy machine does not. Over gloo and NCCL ranks are real and the clock counts.
 """
 
-import json as json_module
-import os
-import statistics
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import fire
 import torch
-import torch.distributed as dist
+from paired import Row, beside, times
+from ranks import ranks
+from table import finish
 
 LAYOUTS = {
     64: {"tensor": 4, "context": 2, "pipeline": 2},
@@ -25,33 +21,7 @@ LAYOUTS = {
     12_288: {"tensor": 8, "context": 2, "pipeline": 8},
     120_960: {"tensor": 12, "context": 2, "pipeline": 8},
 }
-WAYS = {"ezpz": "ezpz_tp", "all": "all groups", "mesh": "DeviceMesh"}
 COLUMNS = ("unsharded", "shard", "ezpz", "plain", "functional", "dtensor")
-
-
-def ranks(script: str, job: dict[str, Any], processes: int = 1) -> Any:
-    """Run one world in processes of its own and return what its rank 0 found."""
-    path = str(Path(__file__).with_name(script))
-    env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    if sys.platform == "darwin":
-        env["GLOO_SOCKET_IFNAME"] = "lo0"
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    jobs = [job | {"rank": rank, "port": store.port} for rank in range(processes)]
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", path, json_module.dumps(each)],
-            env=env, stdout=subprocess.PIPE, text=True,
-        )
-        for each in jobs
-    ]  # fmt: skip
-    try:
-        outputs = [process.communicate(timeout=900)[0] for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    if any(process.returncode for process in running):
-        raise SystemExit(f"{script} {json_module.dumps(job)} failed; see above")
-    return json_module.loads(outputs[0])
 
 
 def worlds(degrees: list[int]) -> list[tuple[str, int, int]]:
@@ -67,18 +37,11 @@ def worlds(degrees: list[int]) -> list[tuple[str, int, int]]:
 
 def show_blocks(rows: list[dict[str, Any]]) -> None:
     """Print a line for each block: microseconds, ratios, and what is saved for backward."""
-    print(
-        "\nforward + backward, us" + " " * 12 + "".join(f"{name:>11}" for name in COLUMNS), end=""
-    )
-    print("  | ezpz over: unsharded   shard   plain | dtensor over ezpz")
+    print("\nforward + backward, us" + " " * 12 + "".join(f"{name:>11}" for name in COLUMNS))
     for row in rows:
         times = (row["variants"].get(column, {}).get("total_us") for column in COLUMNS)
         cells = "".join(f"{'-' if time is None else f'{time:,.0f}':>11}" for time in times)
-        ratio = row["ratios"]
-        print(
-            f"{title(row):<34}{cells}  |{ratio['ezpz/unsharded']:21.2f}{ratio['ezpz/shard']:8.2f}"
-            f"{ratio['ezpz/plain']:8.2f} |{ratio['dtensor/ezpz']:18.1f}"
-        )
+        print(f"{title(row):<34}{cells}")
     print("\nforward + backward, us; saved for backward besides weights and input, KiB")
     print(" " * 34 + "".join(f"{name:>28}" for name in COLUMNS))
     for row in rows:
@@ -97,65 +60,75 @@ def title(row: dict[str, Any]) -> str:
     return f"{row['world']} {row['block']} H {row['hidden']} TP {row['degree']}"
 
 
-def fake_groups(sizes: list[int], rounds: int) -> list[dict[str, Any]]:
+PEERS = {
+    "unsharded": "unsharded", "shard": "the shard's products", "plain": "plain Megatron style",
+    "functional": "functional", "dtensor": "DTensor",
+}  # fmt: skip
+
+
+def rows_of_blocks(blocks: list[dict[str, Any]]) -> list[Row]:
+    """Return the rows of every block beside every other way to write it."""
+    found = []
+    for row in blocks:
+        name = f"{row['world'].replace(' ', '-')}-{row['block']}-{row['hidden']}"
+        name += "" if row["degree"] == 2 else f"-tp{row['degree']}"
+        totals = {way: times(1e6, samples) for way, samples in row["totals"].items()}
+        for way, peer in PEERS.items():
+            if way in totals:
+                what = f"{row['block']} H {row['hidden']}, TP {row['degree']}, {row['world']}"
+                key = f"tp/{name}/{way}"
+                found.append(beside(key, what, "us", (totals["ezpz"], totals[way]), peer))
+    return found
+
+
+GROUP_WAYS = {"all": "all-groups", "mesh": "init_device_mesh"}
+
+
+def fake_groups(sizes: list[int], rounds: int) -> list[Row]:
     """Make the groups of rank 0 of fake worlds, in each of the ways."""
     layouts = [(size, LAYOUTS[size]) for size in sizes]
     job = {"world": "fake", "layouts": layouts, "rounds": rounds}
-    rows: list[dict[str, Any]] = ranks("tp_groups.py", job)
-    for row in rows:
-        row["ms"] = round(statistics.median(row["ms"]), 3)
-        row["mib"] = round(row["mib"], 3)
-    return rows
+    found: dict[tuple[int, str], Any] = {
+        (row["ranks"], row["way"]): row for row in ranks("tp_groups.py", job)
+    }
+    rows = []
+    for size in sizes:
+        for way, peer in GROUP_WAYS.items():
+            ours, theirs = found[size, "ezpz"], found[size, way]
+            name, what = f"groups-{size}", f"groups, {size:,} ranks"
+            figures = (
+                ("", ": CPU time", "ms", ours["ms"], theirs["ms"]),
+                (
+                    "-memory",
+                    ": memory",
+                    "MB",
+                    [ours["mib"] * 2**20 / 1e6],
+                    [theirs["mib"] * 2**20 / 1e6],
+                ),
+                ("-calls", ": creations", "", [ours["calls"]], [theirs["calls"]]),
+            )
+            rows += [
+                beside(f"tp/{name}{end}/{peer}", what + said, unit, (one, other), peer)
+                for end, said, unit, one, other in figures
+            ]
+    return sorted(rows, key=lambda row: row.what)
 
 
-def gloo_groups(rounds: int) -> dict[str, dict[str, Any]]:
-    """Make the groups of 8 real ranks, in turn with all groups, for two layouts."""
-    found: dict[str, dict[str, Any]] = {}
+def gloo_groups(rounds: int) -> list[Row]:
+    """Make the groups of 8 real ranks, in turn, for two layouts."""
+    rows = []
     for name, pipeline in (("TP 2 x DP 4", 1), ("TP 2 x PP 2 x DP 2", 2)):
         job: dict[str, Any] = {"world": "gloo", "degree": 8, "rounds": rounds}
         job["degrees"] = {"tensor": 2, "context": 1, "pipeline": pipeline}
+        # One process forks the others.
         taken = ranks("tp_groups.py", job)
-        pairs = [a / b for a, b in zip(taken["ezpz"], taken["all"], strict=True)]
-        medians = {f"{way}, ms": round(statistics.median(taken[way]), 2) for way in taken}
-        low, ratio, high = (round(value, 3) for value in statistics.quantiles(pairs))
-        found[name] = medians | {"ratio": ratio, "quartiles": (low, high)}
-    return found
-
-
-def promises(
-    rows: list[dict[str, Any]],
-    groups: list[dict[str, Any]],
-    real: dict[str, dict[str, Any]],
-) -> list[dict[str, Any]]:
-    """What was wanted, of what was measured: its name, the figure, its quartiles, the limit."""
-    found: list[dict[str, Any]] = []
-
-    def want(name: str, figure: float, limit: str, quartiles: Any = None) -> None:
-        found.append({"name": name, "figure": figure, "limit": limit, "quartiles": quartiles})
-
-    for row in rows:
-        if row["block"] != "mlp" or row["degree"] != 2:
-            continue
-        kinds = [
-            ("gloo", row["hidden"], "over plain", "ezpz/plain", "<= 1.00"),
-            ("fake", 64, "over unsharded", "ezpz/unsharded", "<= 1.20"),
-            ("fake", 64, "over plain", "ezpz/plain", "<= 0.95"),
-            ("fake", 64, "DTensor over ezpz", "dtensor/ezpz", ">= 6"),
-            ("fake", 1024, "over the shard's arithmetic", "ezpz/shard", "<= 1.05"),
+        key = "tp/groups-" + name.lower().replace(" x ", "-").replace(" ", "")
+        what = f"groups of 8 gloo ranks, {name}"
+        rows += [
+            beside(f"{key}/{peer}", what, "ms", (taken["ezpz"], taken[way]), peer)
+            for way, peer in GROUP_WAYS.items()
         ]
-        for world, hidden, name, ratio, limit in kinds:
-            if (row["world"], row["hidden"]) == (world, hidden):
-                title = f"{world} MLP H {hidden}: {name}"
-                want(title, row["ratios"][ratio], limit, row["quartiles"][ratio])
-    for row in groups:
-        if (row["ranks"], row["way"]) == (120_960, "ezpz"):
-            want("groups of 120,960 ranks: ms", row["ms"], "<= 5")
-            want("groups of 120,960 ranks: MiB", row["mib"], "<= 1")
-            want("groups of 120,960 ranks: calls", row["calls"], "<= 4")
-    for layout, figures in real.items():
-        title = f"groups of 8 gloo ranks, {layout}"
-        want(title, figures["ratio"], "<= 0.70", figures["quartiles"])
-    return found
+    return rows
 
 
 def numbers(name: str, given: Any) -> list[int]:
@@ -217,34 +190,13 @@ def main(
     widths, tensor_degrees = numbers("hidden", hidden), numbers("degrees", degrees)
     job: dict[str, Any] = {"hidden": widths, "seconds": seconds, "bias": bias}
     job["blocks"] = chosen_blocks(blocks, widths, tensor_degrees)
-    rows: list[dict[str, Any]] = []
+    blocks_found: list[dict[str, Any]] = []
     for world, degree, processes in worlds(tensor_degrees):
-        rows += ranks("tp_blocks.py", job | {"world": world, "degree": degree}, processes)
-    show_blocks(rows)
+        blocks_found += ranks("tp_blocks.py", job | {"world": world, "degree": degree}, processes)
+    show_blocks(blocks_found)
     sizes = [64, 120_960] if quick else list(LAYOUTS)
-    groups = fake_groups(sizes, 1 if quick else 3)
-    print("\nmaking a rank's groups       CPU ms     calls    peak MiB")
-    for row in groups:
-        print(
-            f"{row['ranks']:>8,} {WAYS[row['way']]:<12}{row['ms']:>14.3f}{row['calls']:>10,}"
-            f"{row['mib']:>12.3f}"
-        )
-    real = gloo_groups(5 if quick else 11)
-    for layout, figures in real.items():
-        said = "; ".join(f"{name} {value}" for name, value in figures.items())
-        print(f"8 gloo ranks, {layout}: {said}")
-    print("\nwanted" + " " * 44 + "median   limit" + " " * 13 + "quartiles")
-    wanted = promises(rows, groups, real)
-    for line in wanted:
-        figure, limit = line["figure"], line["limit"]
-        kept = figure <= float(limit[3:]) if limit[0] == "<" else figure >= float(limit[3:])
-        low, high = line["quartiles"] or (None, None)
-        spread = "" if low is None else f"{low:.3f} to {high:.3f}"
-        missed = "" if kept else "MISSED"
-        print(f"  {line['name']:<44}{figure:>10.3f}   {limit:<9}{missed:<7}{spread}".rstrip())
-    if json:
-        everything = {"blocks": rows, "groups": groups, "gloo groups": real, "wanted": wanted}
-        Path(json).write_text(json_module.dumps(everything, indent=2) + "\n", encoding="utf-8")
+    groups = fake_groups(sizes, 3)
+    finish([*rows_of_blocks(blocks_found), *groups, *gloo_groups(9 if quick else 21)], json)
 
 
 if __name__ == "__main__":

@@ -156,8 +156,8 @@ def blocks(job: dict[str, Any]) -> list[dict[str, Any]]:
                         name: figures(taken[name]) | {"saved_bytes": subjects[name].saved_bytes()}
                         for name in names
                     },
+                    "totals": {name: [sum(pair) for pair in taken[name]] for name in names},
                 }
-                | ratios({n: [sum(pair) for pair in t] for n, t in taken.items()})
             )
             del subjects
             gc.collect()
@@ -173,19 +173,6 @@ def figures(taken: list[Times]) -> dict[str, float]:
         "total_us": statistics.median(map(sum, taken)),
     }
     return {name: round(seconds * 1e6, 1) for name, seconds in medians.items()}
-
-
-def ratios(totals: dict[str, list[float]]) -> dict[str, Any]:
-    """Medians and quartiles of the ratios of neighbors in a round."""
-    found: dict[str, Any] = {"ratios": {}, "quartiles": {}}
-    for one, other in (
-        ("ezpz", "unsharded"), ("ezpz", "shard"), ("ezpz", "plain"), ("dtensor", "ezpz"),
-    ):  # fmt: skip
-        pairs = [a / b for a, b in zip(totals[one], totals[other], strict=True)]
-        low, middle, high = (round(value, 3) for value in statistics.quantiles(pairs))
-        found["ratios"][f"{one}/{other}"] = middle
-        found["quartiles"][f"{one}/{other}"] = (low, high)
-    return found
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
-"""What `ezpz_tp.check` costs, on and off: ``hatch run bench:tp-check [--rounds=9]``.
+"""What `ezpz_tp.check` costs, on and off: ``hatch run bench:tp-check [--rounds=9] [--json=FILE]``.
 
 Off: what a region function pays to ask whether anybody checks, as the difference between two
 functions that are alike but for it. On: an MLP's forward pass in a fake world of two ranks, per
 operation. Medians over alternating rounds.
 """
 
-import statistics
 import time
 import timeit
 from collections.abc import Callable
@@ -13,6 +12,8 @@ from collections.abc import Callable
 import fire
 import torch
 import torch.distributed as dist
+from paired import alone
+from table import finish
 from torch.overrides import has_torch_function_unary
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -63,21 +64,24 @@ def step_times(rounds: int) -> list[tuple[float, float, int]]:
     return found
 
 
-def main(rounds: int = 9) -> None:
-    """Measure both.
+def main(rounds: int = 9, json: str = "") -> None:
+    """Print the figures, and write them to a file if one is named.
 
     Args:
         rounds: How often.
+        json: A file to write the figures to.
     """
     pairs = [(nanoseconds(asks), nanoseconds(plain)) for _ in range(rounds)]
-    off = statistics.median(one - other for one, other in pairs)
-    print(f"off: {off:.0f} ns a region call (wanted: 50)")
+    off = [max(0.0, one - other) for one, other in pairs]
     # A world in which collectives do nothing: waiting for a rank costs more than either.
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     ezpz_tp.initialize_tensor_parallel(2)
-    found = step_times(rounds)
-    on = statistics.median((with_ - without) / count for without, with_, count in found)
-    print(f"on:  {on * 1e6:.1f} us an operation more, of {found[0][2]} operations")
+    on = [(with_ - without) / count * 1e6 for without, with_, count in step_times(rounds)]
+    rows = [
+        alone("tp_check/off", "check() off, a region call", "ns", off),
+        alone("tp_check/on", "check() on, an operation more", "us", on),
+    ]
+    finish(rows, json)
 
 
 if __name__ == "__main__":

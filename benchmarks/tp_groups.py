@@ -99,7 +99,7 @@ def fake_groups(job: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def real_groups(job: dict[str, Any]) -> dict[str, list[float]]:
-    """Make the groups over gloo in turn (A B A B ...), and take them down again.
+    """Make the groups over gloo in turn (A B C A B C ...), and take them down again.
 
     The slowest rank counts. The other ranks are forks, which saves them importing torch.
     """
@@ -108,7 +108,7 @@ def real_groups(job: dict[str, Any]) -> dict[str, list[float]]:
         rank += 1
     store = dist.TCPStore("127.0.0.1", job["port"])
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    taken: dict[str, list[float]] = {"ezpz": [], "all": []}
+    taken: dict[str, list[float]] = {way: [] for way in WAYS}
     for _ in range(job["rounds"] + 1):
         for way, samples in taken.items():
             before = set(c10d._world.pg_map)  # noqa: SLF001
