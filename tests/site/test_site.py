@@ -1,0 +1,161 @@
+"""The built site: complete, without a link to nowhere, and readable on a phone."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+MAKE = ROOT / "docs" / "make"
+
+
+@pytest.fixture
+def links(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(MAKE))
+    import links
+
+    yield links
+    del sys.modules["links"]
+
+
+def public_names(package: Path) -> list[str]:
+    """The names of ``__all__``, read and not imported; of stubs, where there are some."""
+    module = package / "__init__.pyi"
+    module = module if module.exists() else package / "__init__.py"
+    for node in ast.parse(module.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return [
+                each.value
+                for each in getattr(node.value, "elts", ())
+                if isinstance(each, ast.Constant) and not each.value.startswith("__")
+            ]
+    return []
+
+
+def test_every_link_leads_somewhere(built: Path, links: Any) -> None:
+    assert links.problems_of(built / "site") == []
+
+
+def test_a_broken_link_is_found(links: Any, tmp_path: Path) -> None:
+    (tmp_path / "a.css").write_text("@import url(https://fonts.invalid/x.css);")
+    (tmp_path / "a.html").write_text(
+        '<h1 id="top">A</h1><a href="#top">1</a><a href="b.html">2</a><a href="#no">3</a>'
+        '<a href="https://example.org/">4</a><script src="https://cdn.invalid/x.js"></script>'
+        '<img src="no.svg"><link rel="stylesheet" href="a.css"><a href="./">5</a>'
+    )
+    assert sorted(links.problems_of(tmp_path)) == [
+        "a.css: loads https://fonts.invalid/x.css",
+        "a.html: #no: no such anchor",
+        "a.html: ./: no such file",
+        "a.html: b.html: no such file",
+        "a.html: loads https://cdn.invalid/x.js",
+        "a.html: no.svg: no such file",
+    ]
+
+
+def test_every_page_is_in_the_navigation(built: Path) -> None:
+    configuration = tomllib.loads((built / "zensical.toml").read_text(encoding="utf-8"))
+    named = set(re.findall(r"[\w./-]+\.md", json.dumps(configuration["project"]["nav"])))
+    assert named == {
+        page.relative_to(built / "pages").as_posix() for page in (built / "pages").rglob("*.md")
+    }
+
+
+def test_every_package_has_its_page_and_every_public_name_its_place(built: Path) -> None:
+    packages = sorted(ROOT.glob("packages/*/src/*/__init__.py"))
+    assert {path.parents[2].name for path in packages} == {
+        page.stem for page in (built / "pages" / "api").glob("*.md")
+    }
+    counted = 0
+    for path in packages:
+        name = path.parent.name
+        page = (built / "site" / "api" / f"{path.parents[2].name}.html").read_text()
+        for each in public_names(path.parent):
+            counted += 1
+            place = f'id="{name}.{each}"' if name != "ezpz" else f">{each}<"
+            assert place in page, f"{name}.{each}"
+    assert counted > 200
+
+
+def test_every_machine_has_its_page_with_its_facts(built: Path) -> None:
+    files = sorted(ROOT.glob("packages/ezpz-topo/src/ezpz_topo/machines/*.toml"))
+    assert len(files) > 10
+    for file in files:
+        facts = tomllib.loads(file.read_text(encoding="utf-8"))
+        page = (built / "pages" / "machines" / f"{file.stem}.md").read_text(encoding="utf-8")
+        assert f"ezpz-launch --dry-run --machine {file.stem} " in page
+        assert facts["date"] in page
+        for value in (*facts["source"], *facts.get("modules", ()), *facts.get("environment", ())):
+            assert value in page, f"{file.stem}: {value}"
+        for key in facts.get("inferred", ()):
+            assert "inferred" in page, key
+        if facts["site"] if "site" in facts else True:
+            assert ("Not run on this machine" in page) == (facts.get("site") != "any")
+
+
+@pytest.mark.parametrize("width", [360, 1440])
+def test_no_page_is_wider_than_its_window(
+    built: Path, in_browser: Callable[[str], Any], width: int
+) -> None:
+    site = built / "site"
+    pages = [path.relative_to(site).as_posix() for path in sorted(site.rglob("*.html"))]
+    found = in_browser(f"""
+        const pages = {json.dumps(pages)}, found = {{}}, frame = document.createElement("iframe");
+        frame.width = {width}; frame.height = 800; frame.style.border = 0;
+        let at = -1;
+        const next = () => {{
+            if (++at < pages.length) frame.src = "/" + pages[at]; else tell(found);
+        }};
+        frame.onload = () => {{
+            if (at < 0) return;
+            found[pages[at]] = frame.contentDocument.documentElement.scrollWidth;
+            next();
+        }};
+        document.body.append(frame);
+        next();
+    """)
+    assert list(found) == pages
+    assert {page: wide for page, wide in found.items() if wide > width} == {}
+
+
+def test_search_finds_without_any_network(in_browser: Callable[[str], Any]) -> None:
+    found = in_browser("""
+        const frame = document.createElement("iframe");
+        frame.width = 1200; frame.height = 800;
+        const later = (test, then, left = 150) => {
+            const value = test();
+            if (value) then(value);
+            else if (left) setTimeout(() => later(test, then, left - 1), 100);
+            else tell("not there: " + test);
+        };
+        // The window of the search is drawn in a shadow of the page.
+        const all = (where, selector) => [
+            ...where.querySelectorAll(selector),
+            ...[...where.querySelectorAll("*")].flatMap(
+                each => each.shadowRoot ? all(each.shadowRoot, selector) : []),
+        ];
+        frame.onload = () => {
+            const page = frame.contentDocument;
+            const typed = input => {
+                input.focus();
+                input.value = "ring_attention";
+                input.dispatchEvent(new frame.contentWindow.Event("input", {bubbles: true}));
+                const hits = () => all(page, "a").map(link => link.getAttribute("href"))
+                    .filter(href => href.includes("guides/context.html") && href.includes("?"));
+                later(() => hits().length && hits(), tell);
+            };
+            page.querySelector("button.md-search__button").click();
+            later(() => all(page, "input[aria-label=Search]")[0], typed);
+        };
+        frame.src = "/index.html";
+        document.body.append(frame);
+    """)
+    assert isinstance(found, list), found
