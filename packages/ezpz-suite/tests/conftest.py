@@ -41,7 +41,7 @@ def ranks(fork_server, tmp_path):
         if not name.startswith(LAUNCHERS) and name not in PLACE
     }
 
-    def run(n, script, *, check=True, timeout=60, each=None):
+    def run(n, script, *, check=True, timeout=180, each=None):
         with socket.socket() as probe:
             # Held, without listening, so that no test beside this one is given the same port.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -33,7 +33,8 @@ def test_on_this_machine():
 
 
 def test_workers_that_are_asked_for_work():
-    options = loader_options(num_workers=1)
+    # Not forked: other tests' threads are here.
+    options = {**loader_options(num_workers=1), "multiprocessing_context": "forkserver"}
     assert options["persistent_workers"]
     loader = DataLoader(range(8), batch_size=4, **options)
     assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]

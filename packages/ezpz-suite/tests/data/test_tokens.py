@@ -1,5 +1,6 @@
 """Files of tokens: written whole or not at all, read in blocks, refused when they are not right."""
 
+import os
 import pickle
 import textwrap
 
@@ -174,6 +175,15 @@ def test_a_writer_that_fails_leaves_what_was_there(path, tmp_path):
             write_tokens(path, **{"progress": False, **more})
     assert path.read_bytes() == before
     assert sorted(file.name for file in tmp_path.iterdir()) == ["latin", "text.tokens"]
+
+
+def test_others_may_read_it_as_the_umask_says(tmp_path):
+    old = os.umask(0o027)
+    try:
+        path = write_tokens(tmp_path / "a", texts=["a"], progress=False)
+    finally:
+        os.umask(old)
+    assert path.stat().st_mode & 0o777 == 0o640
 
 
 def test_progress_is_shown(tmp_path, capfd):

@@ -86,7 +86,7 @@ def test_two_ways_to_share_a_sequence_at_once():
     """In processes: the groups are made of torch's."""
     loss, wanted = plain(CONFIG)
     options = {"context_parallel": "unified", "ulysses": 2}
-    done = run_ranks(step, 4, CONFIG, wanted, options, context=4, in_processes=True)
+    done = run_ranks(step, 4, CONFIG, wanted, options, context=4, in_processes=True, timeout=180)
     assert sum(each for each, _ in done) / 4 == pytest.approx(loss, abs=1e-5)
     assert max(difference for _, difference in done) < 1e-6
 
@@ -230,7 +230,9 @@ def test_a_pipeline_is_the_whole_model(axis, tied, options):
         descend(model)
         expected.append(loss.item())
     degrees = {"pipeline_parallel_size": 2, f"{axis}_parallel_size": 2}
-    done = run_ranks(learn, 4, config, degrees, options, in_processes=True, initialize=False)
+    done = run_ranks(
+        learn, 4, config, degrees, options, in_processes=True, timeout=180, initialize=False
+    )
     losses = [found for found, _ in done if None not in found]
     assert len(losses) == 2
     # Of context-parallel ranks each has the loss of its part.
@@ -256,6 +258,6 @@ def test_the_chunks_of_a_pipeline_load_their_layers():
     """From Hugging Face's names, which the chunks' are once `model.` is put before them."""
     config = LlamaConfig(dim=64, layers=4, heads=8, kv_heads=4, hidden=96)
     wanted = huggingface_state_dict(Llama(config, seed=3))
-    for found in run_ranks(of_chunks, 4, tensor=2, pipeline=2, in_processes=True):
+    for found in run_ranks(of_chunks, 4, tensor=2, pipeline=2, in_processes=True, timeout=180):
         assert found.keys() == wanted.keys()
         assert all(torch.equal(found[name], one) for name, one in wanted.items())

@@ -51,3 +51,19 @@ def test_fsdp2_from_meta(ranks, tensor, tied):
         # What is tied is left to the root.
         assert ({"embed_tokens", "lm_head"} <= set(units.split())) is not tied
         assert [float(loss) for loss in losses] == pytest.approx(expected, abs=1e-5)
+
+
+def test_positions_stay_exact_in_mixed_precision(ranks):
+    """FSDP2 casts what it gives to a block; not what turns its features."""
+    script = """
+    from ezpz.models import Llama, LlamaConfig
+    from ezpz_dist import setup_torch, wrap_model_for_fsdp2, cleanup
+    setup_torch()
+    model = wrap_model_for_fsdp2(Llama(LlamaConfig(dim=64, layers=1, heads=4)), dtype="bf16")
+    seen = []
+    model.layers[0].self_attn.register_forward_pre_hook(lambda module, given: seen.extend(given))
+    tokens = torch.zeros(2, 16, dtype=torch.int64)
+    print(model(tokens, tokens).dtype, seen[0].dtype, seen[1].cos.dtype)
+    cleanup()
+    """
+    assert ranks(2, script) == ["torch.float32 torch.bfloat16 torch.float32\n"] * 2

@@ -1,8 +1,10 @@
 """Real data for training, each rank reading its own part: digits, text as tokens, loaders.
 
 >>> from ezpz.data import TokenBlocks, python_sources, write_tokens
->>> path = write_tokens("stdlib.tokens", python_sources(most=100_000))  # doctest: +SKIP
->>> tokens, targets = TokenBlocks(path, block=256)[0]                   # doctest: +SKIP
+>>> from tempfile import mkdtemp
+>>> files = python_sources(most=100_000)
+>>> path = write_tokens(mkdtemp() + "/stdlib.tokens", files, progress=False)
+>>> tokens, targets = TokenBlocks(path, block=256)[0]
 """
 
 from typing import TYPE_CHECKING

@@ -6,10 +6,9 @@ import os
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import IO, Any
+from uuid import uuid4
 
 import numpy as np
 
@@ -84,20 +83,16 @@ def write_tokens(
         from ezpz_obs import progress as shown  # noqa: PLC0415  # only who wants it pays for it
 
         documents = shown(documents, desc=f"writing {target.name}", unit="document")
-    temporary: Path | None = None
+    # In the same folder, as a rename is atomic within one file system only.
+    temporary = target.with_name(f".{target.name}.{uuid4().hex}")
     try:
-        # In the same folder, as a rename is atomic within one file system only.
-        with NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as file:
-            temporary = Path(file.name)
+        with open(temporary, "xb") as file:
             _write(file, documents, encode, size, separator)
-        temporary.chmod(0o644)
         temporary.replace(target)
     except OSError as error:
         raise DataError(f"write_tokens: {error.filename or path}: {error.strerror}") from error
     finally:
-        if temporary is not None:
-            with suppress(FileNotFoundError):
-                temporary.unlink()
+        temporary.unlink(missing_ok=True)
     return target
 
 

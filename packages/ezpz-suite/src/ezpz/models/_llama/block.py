@@ -37,14 +37,12 @@ class Block(nn.Module):
         self.post_attention_layernorm = build.norm()
         self.mlp = FeedForward(build, layer)
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, by: Rotation) -> Tensor:
         """Return the residual stream after this layer.
 
         Args:
             hidden: ``[batch, s, dim]``; sequence parallel ``[s / tp, batch, dim]``.
-            cos: ``[s, head_dim]``, fp32.
-            sin: ``[s, head_dim]``, fp32.
+            by: Of this rank's tokens.
         """
-        by: Rotation = (cos, sin)
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), by)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))  # type: ignore[no-any-return]

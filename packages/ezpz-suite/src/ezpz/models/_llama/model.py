@@ -17,7 +17,7 @@ from .attention import SequenceShare
 from .block import Block
 from .config import LlamaConfig
 from .layers import Build
-from .rotary import rotation
+from .rotary import Rotation, rotation
 
 _EMBEDDING, _HEAD = 1, 2
 """Seeds below those of layer 0, which begin at 16."""
@@ -149,12 +149,12 @@ class Llama(nn.Module):
         if self.embed_tokens is not None:
             first = self._build.sequence_parallel
             hidden = self.embed_tokens(tokens.t() if first else tokens)
-        cos, sin = self._rotation(hidden)
+        by = self._rotation(hidden)
         for layer in self.layers:
             if self.checkpoint and torch.is_grad_enabled():
-                hidden = ezpz_tp.checkpoint_activations(layer, hidden, cos, sin)
+                hidden = ezpz_tp.checkpoint_activations(layer, hidden, by)
             else:
-                hidden = layer(hidden, cos, sin)
+                hidden = layer(hidden, by)
         if self.lm_head is None or self.norm is None:
             if targets is not None:
                 raise ModelError("a stage without the output layer has no loss; give no targets")
@@ -216,7 +216,7 @@ class Llama(nn.Module):
             self.lm_head.weight.shared_embedding = True  # type: ignore[union-attr]
             self.lm_head.weight.shared = True  # type: ignore[union-attr]
 
-    def _rotation(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def _rotation(self, hidden: Tensor) -> Rotation:
         dim, times = 1, self._share.degree
         if self._build.sequence_parallel:
             dim, times = 0, times * _degree("tensor")

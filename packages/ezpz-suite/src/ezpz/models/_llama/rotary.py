@@ -13,8 +13,20 @@ from torch import Tensor
 
 from .config import LlamaConfig, RopeScaling
 
-Rotation = tuple[Tensor, Tensor]
-"""Cosines and sines ``[tokens, head_dim]``, fp32."""
+
+class Rotation:
+    """By what the features of each token are turned.
+
+    No tuple and no dataclass: FSDP2 would look into them, and cast the tensors to the 16 bits
+    that it computes in.
+
+    Attributes:
+        cos: ``[tokens, head_dim]``, fp32.
+        sin: ``[tokens, head_dim]``, fp32.
+    """
+
+    def __init__(self, angles: Tensor) -> None:
+        self.cos, self.sin = angles.cos(), angles.sin()
 
 
 def rotation(config: LlamaConfig, positions: Tensor) -> Rotation:
@@ -30,15 +42,14 @@ def rotation(config: LlamaConfig, positions: Tensor) -> Rotation:
         frequencies = _stretched(frequencies, config.rope_scaling)
     angles = torch.outer(positions.to(torch.float32), frequencies)
     angles = torch.cat([angles, angles], dim=-1)
-    return angles.cos(), angles.sin()
+    return Rotation(angles)
 
 
 def rotate(values: Tensor, by: Rotation) -> Tensor:
     """Turn ``[batch, heads, tokens, head_dim]``, in fp32, and return it in its own dtype."""
-    cos, sin = by
     wide = values if values.dtype == torch.float64 else values.float()
     first, second = wide.chunk(2, dim=-1)
-    return (wide * cos + torch.cat([-second, first], dim=-1) * sin).to(values.dtype)
+    return (wide * by.cos + torch.cat([-second, first], dim=-1) * by.sin).to(values.dtype)
 
 
 def _stretched(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
