@@ -74,7 +74,7 @@ def test_every_command_has_a_page_with_examples(name, capfd):
 @pytest.mark.parametrize(("name", "script"), [("topo", "ezpz-topo"), ("report", "ezpz-obs")])
 def test_a_command_is_what_the_packages_own_script_calls(name, script):
     (found,) = entry_points(group="console_scripts", name=script)
-    assert found.load() is importlib.import_module(COMMANDS[name].module).main
+    assert found.load() is importlib.import_module(COMMANDS[name][0]).main
 
 
 def test_words_reach_the_command_to_the_last_byte(tmp_path):

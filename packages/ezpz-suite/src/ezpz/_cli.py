@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
-from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple
 
 from ._version import __version__
 
-HELP: Final = """\
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+HELP = """\
 usage: ezpz COMMAND [WORD...]
        ezpz COMMAND --help
 
@@ -45,30 +46,20 @@ examples:
 exit status: that of the command; 2 there is no such command"""
 
 
-class Command(NamedTuple):
-    """Where a command lives: what its own console script calls.
-
-    Attributes:
-        module: Which has ``main(words) -> exit status``; imported when it is called.
-        words: What it is called with before the user's words.
-    """
-
-    module: str
-    words: tuple[str, ...] = ()
-
-
-COMMANDS: Final = {
-    "launch": Command("ezpz_launch"),
-    "test": Command("ezpz._test.command"),
-    "history": Command("ezpz_launch", ("history",)),
-    "doctor": Command("ezpz.doctor"),
-    "topo": Command("ezpz_topo._cli"),
-    "report": Command("ezpz_obs._cli", ("report",)),
-    "plot": Command("ezpz_obs._cli", ("plot",)),
-    "tail": Command("ezpz_obs._cli", ("tail",)),
-    "export": Command("ezpz_obs._cli", ("export",)),
-    "replay": Command("ezpz_obs._cli", ("replay",)),
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "launch": ("ezpz_launch",),
+    "test": ("ezpz._test.command",),
+    "history": ("ezpz_launch", "history"),
+    "doctor": ("ezpz.doctor",),
+    "topo": ("ezpz_topo._cli",),
+    "report": ("ezpz_obs._cli", "report"),
+    "plot": ("ezpz_obs._cli", "plot"),
+    "tail": ("ezpz_obs._cli", "tail"),
+    "export": ("ezpz_obs._cli", "export"),
+    "replay": ("ezpz_obs._cli", "replay"),
 }
+"""By command the module that has ``main(words)``, as its own console script has it, and the words
+that come before the user's."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -83,9 +74,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(_unknown(words[0]))
     from importlib import import_module  # noqa: PLC0415  # only a command needs it
 
-    run: Callable[[Sequence[str]], int] = import_module(found.module).main
+    module, *first = found
+    run: Callable[[Sequence[str]], int] = import_module(module).main
     # What stands behind its name is the command's own, to the last byte.
-    return run([*found.words, *words[1:]])
+    return run([*first, *words[1:]])
 
 
 def _page(words: list[str]) -> int:
@@ -124,6 +116,8 @@ def _print(text: str) -> int:
 
 def _complain(text: str) -> int:
     if sys.stderr is not None:
-        with contextlib.suppress(OSError):  # nobody reads it
+        try:
             print(f"ezpz: {text}", file=sys.stderr, flush=True)
+        except OSError:
+            return 2  # nobody reads it
     return 2

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
-import shutil
 import sys
 from collections.abc import Sequence
 from typing import Final
@@ -100,6 +98,8 @@ def _launch(words: Sequence[str]) -> int:
 
 def _with_hint(said: str, words: Sequence[str]) -> str:
     """Return what the launcher said of its options, with ours in mind."""
+    import re  # noqa: PLC0415  # only a wrong word needs it
+
     theirs = re.search(r"did you mean (\S+)\?", said)
     for word in words:
         if f"unknown option {word!r}" in said:
@@ -113,8 +113,9 @@ def _width() -> list[str]:
     """Return what tells the ranks, who have no terminal, how wide ours is."""
     if "COLUMNS" in os.environ or sys.stdout is None or not sys.stdout.isatty():
         return []
-    columns = shutil.get_terminal_size().columns
-    return ["--env", f"COLUMNS={min(columns, _WIDEST)}"]
+    columns = os.get_terminal_size(sys.stdout.fileno()).columns
+    # Some pseudo-terminals are 0 columns wide.
+    return ["--env", f"COLUMNS={min(columns, _WIDEST)}"] if columns else []
 
 
 def _print(text: str) -> int:
