@@ -10,7 +10,7 @@ import griffe
 
 # In the order in which a reader meets them; a test holds it to packages/.
 PACKAGES = {
-    "ezpz-suite": ("ezpz",),
+    "ezpz-suite": ("ezpz", "ezpz.models", "ezpz.data", "ezpz.doctor"),
     "ezpz-launch": ("ezpz_launch",),
     "ezpz-dist": ("ezpz_dist",),
     "ezpz-tp": ("ezpz_tp", "ezpz_tp.testing", "ezpz_tp.layouts"),

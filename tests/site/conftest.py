@@ -44,7 +44,7 @@ def in_browser(built: Path, tmp_path: Path) -> Iterator[Callable[[str], Any]]:
     page = ""
 
     class Handler(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, format: str, *args: object) -> None:
+        def log_message(self, *args: object) -> None:
             """Say nothing."""
 
         def do_GET(self) -> None:
@@ -73,6 +73,7 @@ def in_browser(built: Path, tmp_path: Path) -> Iterator[Callable[[str], Any]]:
         def run(script: str) -> Any:
             nonlocal page
             tell = "tell = value => fetch('/', {method: 'POST', body: JSON.stringify(value)});"
+            tell += "onerror = message => tell(message);"
             page = f"<!doctype html><body><script>{tell}{script}</script></body>"
             process = subprocess.Popen(
                 [
@@ -83,7 +84,7 @@ def in_browser(built: Path, tmp_path: Path) -> Iterator[Callable[[str], Any]]:
                 stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             )  # fmt: skip
             try:
-                assert came.wait(180), "the browser told nothing"
+                assert came.wait(90), "the browser told nothing"
             finally:
                 process.terminate()
                 process.wait(30)
