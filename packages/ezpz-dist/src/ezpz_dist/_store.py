@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from torch.distributed import (  # type: ignore[attr-defined]  # torch exports them so
@@ -19,6 +19,10 @@ LOST = (DistNetworkError, DistStoreError)
 """What torch raises where the store's server is gone, stopped, or has no such key in time."""
 
 _FIRST, _LONGEST = 0.1e-3, 0.05
+
+_AT_ONCE = 1024
+"""Keys in one request: a server reads a request anew with each piece that comes of it, so that one
+of 120,960 keys takes 0.9 s of its time, and in parts 0.03 s (torch 2.13, libuv)."""
 
 
 def within(seconds: float, ask: Callable[[], T]) -> T:
@@ -60,7 +64,7 @@ def arrived(store: Store, keys: Sequence[str], seconds: float) -> list[str]:
     """
     deadline = time.monotonic() + seconds
     pause = _FIRST
-    while keys and not store.check(list(keys)):
+    while not _all_there(store, keys):
         left = deadline - time.monotonic()
         if left <= 0:
             return _present(store, keys)
@@ -69,9 +73,32 @@ def arrived(store: Store, keys: Sequence[str], seconds: float) -> list[str]:
     return list(keys)
 
 
+def values(store: Store, keys: Sequence[str]) -> list[bytes]:
+    """Return the values of many keys, waiting for those that are not there yet.
+
+    Raises:
+        torch.distributed.DistStoreError: One is not there in the store's time.
+    """
+    return [value for part in _parts(keys) for value in store.multi_get(part)]
+
+
+def set_all(store: Store, keys: Sequence[str], value: str) -> None:
+    """Give many keys one value."""
+    for part in _parts(keys):
+        store.multi_set(part, [value] * len(part))  # type: ignore[attr-defined]  # not in its stub
+
+
+def _all_there(store: Store, keys: Sequence[str]) -> bool:
+    return all(store.check(part) for part in _parts(keys))
+
+
+def _parts(keys: Sequence[str]) -> Iterator[list[str]]:
+    return (list(keys[at : at + _AT_ONCE]) for at in range(0, len(keys), _AT_ONCE))
+
+
 def _present(store: Store, keys: Sequence[str]) -> list[str]:
     # Halving: few are missing among many.
-    if not keys or store.check(list(keys)):
+    if _all_there(store, keys):
         return list(keys)
     if len(keys) == 1:
         return []

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch exports it so
 
-from ezpz_dist._store import LOST, within
+from ezpz_dist._store import LOST, set_all, within
 
 EVENTS = "events"
 FOREVER = timedelta(days=3650)
@@ -76,9 +76,7 @@ class Board:
         number = store.add(EVENTS, 1)
         store.set(_event(number), json.dumps({"kind": kind, "from": self.rank, **event}))
         others = (rank for rank in range(self.size) if rank != self.rank)
-        keys = [_wake(rank) for rank in (others if wake is None else wake)]
-        if keys:
-            store.multi_set(keys, ["!"] * len(keys))  # type: ignore[attr-defined]  # not in its stub
+        set_all(store, [_wake(rank) for rank in (others if wake is None else wake)], "!")
         return number
 
     def events_after(self, store: Store, seen: int) -> list[dict[str, Any]]:

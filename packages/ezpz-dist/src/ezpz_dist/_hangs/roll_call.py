@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch exports it so
 
-from ezpz_dist._store import LOST, arrived, within
+from ezpz_dist._store import LOST, arrived, values, within
 
 from .board import Board
 from .processes import state_of
@@ -136,7 +136,7 @@ def _ask(board: Board, store: Store, roll: str, mine: Standing, stack: bool) -> 
     keys = {rank: f"standing/{roll}/{rank}" for rank in others}
     there = arrived(store, list(keys.values()), ANSWER)
     standings = {board.rank: mine}
-    for text in store.multi_get(there) if there else ():
+    for text in values(store, there):
         standing = Standing.from_json(json.loads(text))
         standings[standing.rank] = standing
     silent = [rank for rank in others if rank not in standings]
@@ -152,7 +152,7 @@ def _fates(board: Board, store: Store, roll: str, silent: list[int]) -> dict[int
     if not silent:
         return {}
     at: list[tuple[int, str, int, int]] = []
-    for said in store.multi_get([f"facts/{rank}" for rank in silent]):  # as told at set-up
+    for said in values(store, [f"facts/{rank}" for rank in silent]):  # as told at set-up
         host, pid, namespace, _ = json.loads(said)
         at.append((silent[len(at)], host, pid, namespace))
     board.post(store, "look", range(board.size), roll=roll, at=at)
@@ -178,7 +178,7 @@ def _those(store: Store, name: str, ranks: list[int], seconds: float = 0.0) -> d
     """Return what is there under a name for each rank."""
     keys = {f"{name}/{rank}": rank for rank in ranks}
     there = arrived(store, list(keys), seconds)
-    texts = store.multi_get(there) if there else []
+    texts = values(store, there)
     return {keys[key]: text.decode() for key, text in zip(there, texts, strict=True)}
 
 
