@@ -34,6 +34,9 @@ class Expected:
     loss: float = 1.0
 
 
+PARALLEL = {"fsdp": 1e-2, "fsdp_tp": 1e-4, "long_context": 1e-4, "pipeline": 1e-4}
+"""How near the losses of two ranks are to those of one; fsdp computes in bfloat16."""
+
 DIGITS = ("sklearn",)
 EXPECTED = {
     "accelerate": Expected("accuracy", 0.9, (*DIGITS, "accelerate")),
@@ -73,7 +76,7 @@ def test_it_is_short_and_says_how_to_start_it(name):
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_two_ranks_learn_and_agree(name, launch, tmp_path):
+def test_two_ranks_learn_and_agree(name, launch, alone, tmp_path):
     needs(name)
     expected, out = EXPECTED[name], tmp_path / "out"
     said = launch(2, name, f"--outdir={out}", cwd=tmp_path)
@@ -90,6 +93,12 @@ def test_two_ranks_learn_and_agree(name, launch, tmp_path):
     assert low == pytest.approx(high, rel=1e-5), "the ranks found other values"
     losses = [one.get("loss/mean", one.get("loss")) for one in records(out) if "loss" in one]
     assert losses[0] - losses[-1] >= expected.loss, losses
+    if name in PARALLEL:
+        run_here(alone, name, "--steps=5", f"--outdir={tmp_path / 'one'}")
+        one = [loss for _, loss in curve(tmp_path / "one", "loss")]
+        assert losses[:5] == pytest.approx(one, rel=PARALLEL[name]), (
+            "one process finds other losses"
+        )
 
 
 SMALL = {"diffusion": ["--epochs=1", "--sample_steps=3"], "minimal": ["--epochs=1"]}
@@ -120,25 +129,12 @@ def test_tensor_parallel_fsdp_follows_one_process(alone, launch, tmp_path):
     words = "--steps=12"
     run_here(alone, "fsdp_tp", words, f"--outdir={tmp_path / 'one'}")
     said = launch(4, "fsdp_tp", words, f"--outdir={tmp_path / 'four'}")
-    assert "4 ranks: data 2, tensor 2" in said
+    assert "4 ranks: tensor 2 x data 2" in said
     four = [one["loss/mean"] for one in records(tmp_path / "four") if "loss" in one]
     one = [value for _, value in curve(tmp_path / "one", "loss")]
     assert four == pytest.approx(one, rel=2e-4)
     norms = [curve(tmp_path / name, "gradient_norm") for name in ("one", "four")]
     assert norms[0] == [(step, pytest.approx(norm, rel=2e-3)) for step, norm in norms[1]]
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [("pipeline", ["--schedule=interleaved"]), ("long_context", ["--attention=ulysses"])],
-)
-def test_two_ranks_follow_one_process(name, words, alone, launch, tmp_path):
-    words = ["--steps=8", "--block=64", "--batch_size=8", *words]
-    run_here(alone, name, *words, f"--outdir={tmp_path / 'one'}")
-    launch(2, name, *words, f"--outdir={tmp_path / 'two'}")
-    two = [one["loss/mean"] for one in records(tmp_path / "two") if "loss" in one]
-    one = [value for _, value in curve(tmp_path / "one", "loss")]
-    assert two == pytest.approx(one, rel=2e-4)
 
 
 def test_diffusion_draws_a_picture(alone, tmp_path):

@@ -40,13 +40,3 @@ def test_two_ranks(start, clean_env, wrap):
     status, said = run_on_two(start, clean_env, wrap)
     assert status == 0, said
     check(said, "DistributedDataParallel")
-
-
-def test_device_ids_are_refused_on_the_cpu_by_torch_itself(start, clean_env):
-    import torch
-
-    if torch.accelerator.is_available():
-        pytest.skip("there is an accelerator")
-    status, said = run_on_two(start, clean_env, "ids")
-    assert status == 1
-    assert "device_ids" in said

@@ -27,6 +27,7 @@ class Settings(_settings.Settings):
     Attributes:
         epochs: Passes over the training set.
         batch_size: Images a step, over all ranks together.
+        patch: Height and width of a patch: 1, 2, 4 or 8.
         layers: Blocks of the model.
         lr: Learning rate of AdamW.
         noise_steps: Steps from an image to noise.
@@ -37,8 +38,9 @@ class Settings(_settings.Settings):
         outdir: Where metrics.jsonl and samples.png go; default: outputs/diffusion-DATE-TIME.
     """
 
-    epochs: int = 8
+    epochs: int = 6
     batch_size: int = 64
+    patch: int = 4
     layers: int = 2
     lr: float = 3e-3
     noise_steps: int = 200
@@ -57,7 +59,7 @@ def train(settings: Settings) -> None:
     share = max(1, settings.batch_size // ezpz.get_world_size())
     loader = ezpz.DataLoader(digits("train"), share, shuffle=True, seed=settings.seed)
     images, labels = (part.to(device) for part in digits("test").tensors)
-    config = DiTConfig(layers=settings.layers)
+    config = DiTConfig(patch_size=settings.patch, layers=settings.layers)
     model, schedule = ezpz.wrap_model(DiT(config)), NoiseSchedule(settings.noise_steps)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr)
 

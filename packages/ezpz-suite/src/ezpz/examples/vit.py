@@ -28,6 +28,7 @@ class Settings(_settings.Settings):
     Attributes:
         epochs: Passes over the training set.
         batch_size: Images a step, over all ranks together.
+        patch: Height and width of a patch: 1, 2, 4 or 8.
         layers: Blocks of the model.
         lr: Learning rate of AdamW at its highest.
         dtype: What products are computed in, by autocast: bf16, fp16 or fp32.
@@ -36,8 +37,9 @@ class Settings(_settings.Settings):
         outdir: Where metrics.jsonl goes; default: outputs/vit-DATE-TIME.
     """
 
-    epochs: int = 8
+    epochs: int = 6
     batch_size: int = 64
+    patch: int = 4
     layers: int = 2
     lr: float = 4e-3
     dtype: str = "fp32"
@@ -53,7 +55,8 @@ def train(settings: Settings) -> None:
     share = max(1, settings.batch_size // ezpz.get_world_size())
     loader = ezpz.DataLoader(digits("train"), share, shuffle=True, seed=settings.seed)
     images, labels = (part.to(device) for part in digits("test").tensors)
-    model = ezpz.wrap_model(VisionTransformer(ViTConfig(layers=settings.layers)))
+    config = ViTConfig(patch_size=settings.patch, layers=settings.layers)
+    model = ezpz.wrap_model(VisionTransformer(config))
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.05)
     steps = settings.epochs * len(loader)
     scheduler = OneCycleLR(optimizer, settings.lr, steps, pct_start=0.2)
