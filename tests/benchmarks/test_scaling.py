@@ -1,0 +1,109 @@
+"""The arithmetic of the scale simulation: fits, verdicts, what is parsed and what is shown."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+from scaling import report, start
+from scaling.growth import NODES, Absent, Curve, Fact, fit
+
+
+def curve(goal: float | None, cost: dict[int, list[float]]) -> Curve:
+    return Curve("groups", "making them", "ms", "nodes", "measured", cost, goal)
+
+
+def power(exponent: float, wobble: float = 0.0) -> dict[int, list[float]]:
+    """Return three samples a size, of which two wobble to either side."""
+    return {
+        size: [3 * size**exponent * factor for factor in (1 - wobble, 1, 1 + wobble)]
+        for size in NODES
+    }
+
+
+@pytest.mark.parametrize("exponent", [0.0, 0.5, 1.0, 2.0])
+def test_the_exponent_of_a_power_is_found(exponent: float) -> None:
+    found = fit([(size, some[1]) for size, some in power(exponent).items()])
+    assert found.exponent == pytest.approx(exponent)
+    assert found.low == pytest.approx(found.high)
+
+
+def test_the_interval_is_that_of_least_squares() -> None:
+    # The reference is scipy's linregress of the logarithms, and its t.ppf(0.975, 2).
+    found = fit([(1, 1.0), (10, 12.0), (100, 80.0), (1000, 1100.0)])
+    assert found.exponent == pytest.approx(0.994809, abs=1e-6)
+    assert (found.low, found.high) == pytest.approx((0.816886, 1.172732), abs=1e-3)
+
+
+@pytest.mark.parametrize("points", [[(5.0, 1.0)], [(5.0, 1.0), (5.0, 2.0)], [(1, 1), (2, 0)]])
+def test_what_has_no_fit_is_an_error(points: list[tuple[float, float]]) -> None:
+    with pytest.raises(ValueError, match="at least two sizes"):
+        fit(points)
+
+
+@pytest.mark.parametrize(
+    ("goal", "exponent", "wobble", "verdict"),
+    [
+        (1, 1.0, 0.02, "met"),
+        (1, 0.3, 0.02, "met"),
+        (1, 1.3, 0.02, "MISSED"),
+        (0, 0.0, 0.02, "met"),
+        (0, 1.0, 0.02, "MISSED"),
+        (1, 1.1, 0.6, "unclear"),
+        (None, 2.0, 0.0, ""),
+    ],
+)
+def test_verdicts(goal: float | None, exponent: float, wobble: float, verdict: str) -> None:
+    assert curve(goal, power(exponent, wobble)).verdict == verdict
+
+
+def test_a_fixed_cost_does_not_hide_growth() -> None:
+    """Over all sizes it would: the verdict is that of the largest ones."""
+    cost = {size: [1 + 1e-5 * size**2] for size in NODES}
+    whole = curve(1, cost).fitted()
+    assert whole is not None
+    assert whole.exponent < 1
+    assert curve(1, cost).verdict == "MISSED"
+
+
+def test_what_has_no_fit_has_no_verdict() -> None:
+    assert curve(0, {size: [0.0] for size in NODES}).verdict == "unclear"
+
+
+def test_calls_that_name_a_file_are_found() -> None:
+    lines = [
+        '77 openat(AT_FDCWD</home>, "/opt/a.py", O_RDONLY|O_CLOEXEC) = 3</opt/a.py>',
+        '77 newfstatat(AT_FDCWD</home>, "/opt/../opt/b", 0x7f, 0) = -1 ENOENT (No such file)',
+        '[pid 9] access("/etc/ld.so.preload", R_OK) = -1 ENOENT (No such file or directory)',
+        '77 newfstatat(3</opt/a.py>, "", {st_mode=S_IFREG|0644, ...}, AT_EMPTY_PATH) = 0',
+        "77 +++ exited with 0 +++",
+    ]
+    assert start.looked_at(lines) == [
+        ("openat", "/opt/a.py", True),
+        ("newfstatat", "/opt/b", False),
+        ("access", "/etc/ld.so.preload", False),
+    ]
+    assert start.kind_of(sys.prefix + "/lib/x.py") == "environment"
+    assert start.kind_of("/etc/ld.so.preload") == "node"
+
+
+def test_a_missed_goal_is_said_in_red() -> None:
+    found = [
+        curve(1, power(2.0)),
+        Fact("groups", "keys", 1234567.0, "keys", "extrapolated", "linear"),
+        Absent("start", "files", "strace is not installed"),
+    ]
+    table = "\n".join(report.lines(found, colour=True))
+    assert "\033[31mlinear: MISSED\033[0m" in table
+    assert "1.23e6 keys  extrapolated; linear" in table
+    assert "files: not measured: strace is not installed" in table
+    said = list(report.summary(found))
+    assert said[0] == "0 of 1 goals of growth hold, 1 MISSED, 0 unclear; 1 not measured"
+    assert said[1] == "MISSED  groups: making them: exponent 2.00, goal 1"
+    kept = report.document(found)
+    assert kept["curves"][0]["verdict"] == "MISSED"
+    assert kept["curves"][0]["points"]["10080"] == [3 * 10080**2] * 3
