@@ -12,7 +12,7 @@ import torch
 
 import ezpz.examples
 
-from .conftest import curve, records
+from .conftest import PATIENCE, curve, records
 
 FOLDER = Path(ezpz.examples.__file__).parent
 
@@ -135,6 +135,15 @@ def test_tensor_parallel_fsdp_follows_one_process(alone, launch, tmp_path):
     assert four == pytest.approx(one, rel=2e-4)
     norms = [curve(tmp_path / name, "gradient_norm") for name in ("one", "four")]
     assert norms[0] == [(step, pytest.approx(norm, rel=2e-3)) for step, norm in norms[1]]
+
+
+def test_ranks_that_would_choose_other_folders_use_that_of_rank_0(start, tmp_path):
+    """As those do that begin a second apart: the folder's default name is the time."""
+    command = f"exec {sys.executable} -m ezpz.examples.fsdp --steps=2 --outdir={tmp_path}/$RANK"
+    process = start("-n", "2", "sh", "-c", command)
+    out, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, out + err
+    assert list(tmp_path.iterdir()) == [tmp_path / "0"]
 
 
 def test_diffusion_draws_a_picture(alone, tmp_path):

@@ -70,10 +70,14 @@ def load(settings: Settings) -> Text:
     """
 
     def files() -> list[Path]:
-        return text_files(settings.data, "") if settings.data else python_sources(_MOST)
+        if settings.data:
+            return text_files(Path(settings.data).expanduser(), "")
+        return python_sources(_MOST)
 
-    path = Path(settings.outdir) / "text.tokens"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    # Rank 0's: a folder named by the time is another one on a rank that began a second later.
+    path = Path(ezpz.broadcast(settings.outdir, root=0)) / "text.tokens"
+    if ezpz.get_rank() == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
     write_tokens_once(path, files, progress=False)
     blocks = TokenBlocks(path, settings.block)
     last = len(blocks) - _HELD_OUT

@@ -33,6 +33,8 @@ from ezpz_tp import (
 from ezpz_tp import parallel_state as mpu
 from ezpz_tp.model_parallel_config import ModelParallelConfig
 
+__all__ = ["train"]
+
 HIDDEN, HEADS, LAYERS, SEQUENCE, BATCH, VOCABULARY = 64, 4, 2, 64, 16, 256
 
 
