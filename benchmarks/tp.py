@@ -24,10 +24,11 @@ LAYOUTS = {
 COLUMNS = ("unsharded", "shard", "ezpz", "plain", "functional", "dtensor")
 
 
-def worlds(degrees: list[int]) -> list[tuple[str, int, int]]:
+def worlds(degrees: list[int], quick: bool) -> list[tuple[str, int, int]]:
     """Each kind of world to measure, with its degree and its number of processes."""
     chosen = [("fake", degree, 1) for degree in degrees] + [("gloo", 2, 2)]
-    if torch.cuda.is_available():
+    # In bench:all these are the accelerator's section.
+    if torch.cuda.is_available() and not quick:
         chosen.append(("fake cuda", 2, 1))
         devices = 1 << min(torch.cuda.device_count(), 8).bit_length() - 1
         if devices > 1:
@@ -66,7 +67,7 @@ PEERS = {
 }  # fmt: skip
 
 
-def rows_of_blocks(blocks: list[dict[str, Any]]) -> list[Row]:
+def rows_of_blocks(blocks: list[dict[str, Any]], section: str = "tp") -> list[Row]:
     """Return the rows of every block beside every other way to write it."""
     found = []
     for row in blocks:
@@ -76,7 +77,7 @@ def rows_of_blocks(blocks: list[dict[str, Any]]) -> list[Row]:
         for way, peer in PEERS.items():
             if way in totals:
                 what = f"{row['block']} H {row['hidden']}, TP {row['degree']}, {row['world']}"
-                key = f"tp/{name}/{way}"
+                key = f"{section}/{name}/{way}"
                 found.append(beside(key, what, "us", (totals["ezpz"], totals[way]), peer))
     return found
 
@@ -191,7 +192,7 @@ def main(
     job: dict[str, Any] = {"hidden": widths, "seconds": seconds, "bias": bias}
     job["blocks"] = chosen_blocks(blocks, widths, tensor_degrees)
     blocks_found: list[dict[str, Any]] = []
-    for world, degree, processes in worlds(tensor_degrees):
+    for world, degree, processes in worlds(tensor_degrees, quick):
         blocks_found += ranks("tp_blocks.py", job | {"world": world, "degree": degree}, processes)
     show_blocks(blocks_found)
     sizes = [64, 120_960] if quick else list(LAYOUTS)
