@@ -33,8 +33,6 @@ from ezpz_tp import (
 from ezpz_tp import parallel_state as mpu
 from ezpz_tp.model_parallel_config import ModelParallelConfig
 
-__all__ = ["train"]
-
 HIDDEN, HEADS, LAYERS, SEQUENCE, BATCH, VOCABULARY = 64, 4, 2, 64, 16, 256
 
 
@@ -67,7 +65,7 @@ def norm(config: ModelParallelConfig) -> nn.LayerNorm:
     return made
 
 
-class Block(nn.Module):
+class _Block(nn.Module):
     """Attention and MLP: (s / tp, b, HIDDEN) to the same, this rank's heads and features."""
 
     def __init__(self, config: ModelParallelConfig) -> None:
@@ -86,7 +84,7 @@ class Block(nn.Module):
         return cast("Tensor", hidden + self.fc2(gelu(self.fc1(self.mlp_norm(hidden))[0]))[0])
 
 
-class GPT(nn.Module):
+class _GPT(nn.Module):
     """Tokens (b, s) to the loss of each next token (s, b)."""
 
     def __init__(self, config: ModelParallelConfig) -> None:
@@ -95,7 +93,7 @@ class GPT(nn.Module):
             VOCABULARY, HIDDEN, init_method=draw, config=config
         )
         self.position = nn.Parameter(torch.zeros(SEQUENCE, 1, HIDDEN))
-        self.blocks = nn.Sequential(*(Block(config) for _ in range(LAYERS)))
+        self.blocks = nn.Sequential(*(_Block(config) for _ in range(LAYERS)))
         self.norm, self.head = norm(config), column(config, VOCABULARY)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -140,7 +138,7 @@ def train(tp: int = 2, steps: int = 80, lr: float = 3e-3, seed: int = 42, outdir
         sequence_parallel=tp > 1,
         use_cpu_initialization=device.type == "cpu",
     )
-    model = GPT(config).to(device)
+    model = _GPT(config).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
 
     sources = sorted(Path(sysconfig.get_path("stdlib")).glob("[a-d]*.py"))
@@ -181,8 +179,13 @@ def _said(what: object) -> int:
     return 2
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Read the command line and train; an error of degrees is a line, and status 2."""
     try:
         fire.Fire(train, name="megatron_style")
     except DegreeError as error:
         sys.exit(_said(error))
+
+
+if __name__ == "__main__":
+    main()
