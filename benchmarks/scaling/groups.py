@@ -123,7 +123,7 @@ def groups(runs: int) -> Iterator[Found]:
             points = {size: [row[number] for row in some] for size, some in rows.items()}
             yield Curve("groups", f"{what}, {name}", unit, "ranks", kind, points, goal, note)  # type: ignore[arg-type]
     keys = {}
-    for size in (4, 8, 16):
+    for size in (4, 8, 12, 16):
         before, after = answer(KEYS, str(size), "2")
         keys[size] = [float(after - before) / size]
     yield Curve(

@@ -64,16 +64,16 @@ def metrics() -> Iterator[Found]:
     what = f"History sends, a rank and step of {METRICS} metrics"
     value = 8 * (4 + 28)  # _HEAD and _ROOM of ezpz_obs._history.across: doubles of one exchange
     sizes = [nodes * PER_NODE for nodes in NODES]
-    modelled = {size: [float(value * (size - 1))] for size in sizes}
+    modelled = {size: [float(value * (size - 1))] for size in sizes}  # payload alone
     if STRACE is None:
         yield Absent("metrics", what, "strace is not installed")
     else:
         real = {
-            size: [(sent_by_rank_0(size, _STEPS) - sent_by_rank_0(size, 0)) / _STEPS]
+            size - 1: [(sent_by_rank_0(size, _STEPS) - sent_by_rank_0(size, 0)) / _STEPS]
             for size in (2, 4, 8)
         }
-        yield Curve("metrics", what, "bytes", "ranks", "measured", real, 1,
-                    "gloo over TCP, its own headers with it")  # fmt: skip
+        yield Curve("metrics", f"{what}, to 1, 3 and 7 others", "bytes", "ranks", "measured", real,
+                    1, "gloo over TCP, its own messages with it")  # fmt: skip
     yield Curve("metrics", f"{what}, all-gather", "bytes", "ranks", "model", modelled, 1,
                 f"a ring passes on {value} bytes of each other rank; two reductions would send "
                 "as much at every size, and have no names and no ranks at the ends")  # fmt: skip
