@@ -98,3 +98,19 @@ def test_the_nodes_cores_are_shared_among_its_ranks(ranks, n):
         """
     # Where a launcher bound this rank to its cores, it has shared them already.
     assert [text.split() for text in ranks(n, script)] == [["5" if n == 1 else "3", "5"]] * n
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_degree_of_one_has_its_groups_too(ranks, n):
+    script = """
+        import ezpz_tp
+        setup_torch(timeout=60, tensor_parallel_size=1)
+        assert ezpz_tp.get_tensor_parallel_world_size() == 1
+        assert ezpz_tp.get_data_parallel_world_size() == dist.get_world_size()
+        cleanup()
+        assert not ezpz_tp.tensor_parallel_is_initialized()
+        setup_torch(timeout=60)
+        assert not ezpz_tp.tensor_parallel_is_initialized(), "nobody asked"
+        cleanup()
+    """
+    ranks(n, script)

@@ -49,9 +49,9 @@ class Asked:
     backend: str | None
     seed: int | None
     timeout: float
-    tensor_parallel_size: int
-    pipeline_parallel_size: int
-    context_parallel_size: int
+    tensor_parallel_size: int | None
+    pipeline_parallel_size: int | None
+    context_parallel_size: int | None
 
     def __post_init__(self) -> None:
         """Refuse what would fail only later, with the ranks half set up."""
@@ -63,8 +63,15 @@ class Asked:
             seed_for_rank(self.seed, 0)
 
     @property
-    def degrees(self) -> tuple[int, int, int]:
-        return self.tensor_parallel_size, self.pipeline_parallel_size, self.context_parallel_size
+    def degrees(self) -> tuple[int, int, int] | None:
+        """Of the groups to be made: tensor, pipeline, context; None: no groups."""
+        asked = (
+            self.tensor_parallel_size, self.pipeline_parallel_size, self.context_parallel_size
+        )  # fmt: skip
+        if asked == (None, None, None):
+            return None
+        tensor, pipeline, context = (1 if degree is None else degree for degree in asked)
+        return tensor, pipeline, context
 
 
 @dataclass(frozen=True, slots=True)

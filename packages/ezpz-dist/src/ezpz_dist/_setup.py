@@ -44,9 +44,9 @@ def setup_torch(
     seed: int | None = None,
     timeout: float = DEFAULT_TIMEOUT,
     *,
-    tensor_parallel_size: int = 1,
-    pipeline_parallel_size: int = 1,
-    context_parallel_size: int = 1,
+    tensor_parallel_size: int | None = None,
+    pipeline_parallel_size: int | None = None,
+    context_parallel_size: int | None = None,
 ) -> int:
     """Set up torch.distributed for this process and return its rank.
 
@@ -69,8 +69,8 @@ def setup_torch(
         seed: Seeds Python, numpy and torch, differently on each rank but equally within a
             tensor-parallel group (`seed_everything`); default: no seeding.
         timeout: Seconds that a rank waits for the others, above 0 and at most 1e8.
-        tensor_parallel_size: With one of these three above 1, ``ezpz_tp``'s groups are
-            made; the rest of the world is data parallel.
+        tensor_parallel_size: Where one of these three is given, be it 1, ``ezpz_tp``'s
+            groups are made; the rest of the world is data parallel.
         pipeline_parallel_size: See above.
         context_parallel_size: See above.
 
@@ -108,8 +108,8 @@ def setup_torch(
         ending.install()
     mpi.abort_on_uncaught(info.world_size)
     to_undo(Made(asked, _export(info, device, group), (hook, sys.excepthook)))
-    if asked.degrees != (1, 1, 1):
-        _make_groups(asked)
+    if asked.degrees is not None:
+        _make_groups(asked.degrees, asked.timeout)
     prepare_framework(framework, info, device, chosen)
     if asked.seed is not None:
         seed_everything(asked.seed)
@@ -161,14 +161,12 @@ def _is_done(asked: Asked) -> bool:
     return True
 
 
-def _make_groups(asked: Asked) -> None:
+def _make_groups(degrees: tuple[int, int, int], timeout: float) -> None:
     import ezpz_tp  # noqa: PLC0415  # only where its groups are used
 
     # Ranks of one sequence's parts share their gradients' mean with the data-parallel ones.
-    shared = [("data", "context")] if asked.context_parallel_size > 1 else []
-    ezpz_tp.initialize_tensor_parallel(
-        *asked.degrees, timeout=timedelta(seconds=asked.timeout), also=shared
-    )
+    shared = [("data", "context")] if degrees[2] > 1 else []
+    ezpz_tp.initialize_tensor_parallel(*degrees, timeout=timedelta(seconds=timeout), also=shared)
 
 
 def _export(info: RankInfo, device: torch.device, group: Group) -> dict[str, str | None]:

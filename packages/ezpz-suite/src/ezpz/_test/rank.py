@@ -77,9 +77,6 @@ def _run(settings: Settings, out: TextIO) -> int:
         pipeline_parallel_size=settings.pp,
         context_parallel_size=settings.cp,
     )
-    if not ezpz_tp.tensor_parallel_is_initialized():
-        # Of degree 1: the checks of equal ranks want to know whose data are whose.
-        ezpz_tp.initialize_tensor_parallel()
     # The folder is rank 0's to look at, and for all to know of.
     if trouble := ezpz_dist.broadcast(_trouble(settings.outdir)):
         raise UsageError(trouble)

@@ -41,8 +41,6 @@ def train(settings: Settings) -> None:
     """Train on all ranks. Collective: every rank calls this."""
     tp = min(settings.tp, ezpz.get_world_size())
     ezpz.setup_torch(seed=settings.seed, tensor_parallel_size=tp)
-    if tp == 1:  # set-up has made no groups, and gradients are averaged over one
-        ezpz_tp.initialize_tensor_parallel()
     logger = ezpz.get_logger("fsdp_tp")
     if ezpz.get_rank() == 0:
         print(ezpz_tp.describe())

@@ -48,8 +48,6 @@ def train(settings: Settings) -> None:
         raise _settings.UsageError(f"--attention={settings.attention}; expected ring or ulysses")
     cp = min(settings.cp, ezpz.get_world_size())
     ezpz.setup_torch(seed=settings.seed, context_parallel_size=cp)
-    if cp == 1:  # set-up has made no groups, and gradients are averaged over one
-        ezpz_tp.initialize_tensor_parallel()
     logger = ezpz.get_logger("long_context")
     text = _text.load(settings)
     config = LlamaConfig(

@@ -50,8 +50,6 @@ def train(settings: Settings) -> None:
         )
     pp = min(settings.pp, ezpz.get_world_size())
     ezpz.setup_torch(seed=settings.seed, pipeline_parallel_size=pp)
-    if pp == 1:  # set-up has made no groups, and gradients are averaged over one
-        ezpz_tp.initialize_tensor_parallel()
     logger = ezpz.get_logger("pipeline")
     text = _text.load(settings)
     config = LlamaConfig(_text.VOCABULARY, dim=64, layers=settings.layers, heads=4, kv_heads=2)
