@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -233,6 +234,9 @@ def test_news_of_this_repository_can_be_released() -> None:
         assert "(unreleased)" not in (package / "CHANGELOG.md").read_text("utf-8"), (
             f"{package.name}: what is not released yet is a file in news/"
         )
+        for fragment in (package / "news").glob("*.md"):
+            # towncrier takes whatever else comes first for an issue's number.
+            assert re.fullmatch(r"(\+[^.].*|\d+)\.[a-z]+\.md|README\.md", fragment.name), fragment
         call(
             sys.executable, "-m", "towncrier", "build", "--draft", "--version", "9.9.9",
             "--config", ROOT / "releases/towncrier.toml", "--dir", package, cwd=ROOT,
