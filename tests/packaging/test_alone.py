@@ -35,9 +35,12 @@ TEST_NEEDS = {
     "ezpz-launch": ["mpich", "mpi4py", "py-spy", "pytest-xdist"],
     "ezpz-dist": ["mpich", "numpy", "pytest-xdist", "safetensors"],
     "ezpz-obs": ["hypothesis", "pytest-xdist"],
+    "ezpz-suite": ["pytest-xdist"],
 }
 # How many of its tests run at once, where they mostly wait for each other.
-AT_ONCE = {"ezpz-topo": 4, "ezpz-launch": 4, "ezpz-tp": 2, "ezpz-dist": 2, "ezpz-obs": 2}
+AT_ONCE = {
+    "ezpz-topo": 4, "ezpz-launch": 4, "ezpz-tp": 2, "ezpz-dist": 2, "ezpz-obs": 2, "ezpz-suite": 2,
+}  # fmt: skip
 # Two that compute, with a thread for each core of their own, would be in each other's way.
 ENVIRONMENT = {"ezpz-tp": {"OMP_NUM_THREADS": "1"}}
 EXTRAS = {"ezpz-suite": "[examples]"}
