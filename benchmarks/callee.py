@@ -11,6 +11,8 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Self
 
 
@@ -95,7 +97,8 @@ def fresh(python: str, code: str, *words: str, env: dict[str, str] | None = None
     Raises:
         CalleeError: It failed, with the last line that it said.
     """
-    program = "import sys; sys.path.append(sys.argv.pop(1)); from callee import peak_mb\n"
+    program = "import sys; sys.path.append(sys.argv.pop(1))\n"
+    program += "from callee import apart, peak_mb; print = apart()\n"
     folder = os.path.dirname(__file__)
     done = subprocess.run(
         [python, "-W", "ignore", "-c", program + code, folder, *words],
@@ -104,6 +107,13 @@ def fresh(python: str, code: str, *words: str, env: dict[str, str] | None = None
     if done.returncode:
         raise CalleeError(last_line(done.stderr) or f"ended with {done.returncode}")
     return [float(word) for word in done.stdout.split()]
+
+
+def apart() -> Callable[..., None]:
+    """Return a `print` to where standard output was; what libraries print goes to stderr."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return partial(print, file=answers, flush=True)
 
 
 def environment() -> dict[str, str]:
@@ -119,8 +129,7 @@ def last_line(text: str) -> str:
 
 def serve(code: str, words: list[str]) -> None:
     """Be the process: answer each line of standard input until it ends."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # libraries print what they like
+    answer = apart()
     names: dict[str, Any] = {"words": words, "peak_mb": peak_mb}
     exec(code, names)  # noqa: S102  # the program's own code, from its own argument
     call, clock = names["call"], time.perf_counter_ns
@@ -140,10 +149,10 @@ def serve(code: str, words: list[str]) -> None:
         return (clock() - began) / calls / 1e9
 
     ways = {"typical": typical, "mean": mean, "peak": lambda _: peak_mb()}
-    print("true", file=answers, flush=True)
+    answer("true")
     for line in sys.stdin:
         question, calls = line.split()
-        print(json.dumps(ways[question](int(calls))), file=answers, flush=True)
+        answer(json.dumps(ways[question](int(calls))))
     names.get("close", lambda: None)()
 
 

@@ -1,8 +1,8 @@
 """What became slower between two results: ``scripts/bench --compare A.json B.json``.
 
-A figure is worse when it rose by more than three standard errors of the difference of the medians
-(each from the quartiles and the number of samples in its file), and by more than runs differ on one
-machine anyway: 5 % of a ratio, of memory or of a count, 50 % of a time that has nothing beside it.
+A figure is worse when it rose by more than five standard errors of the difference of the medians
+(each from the quartiles and the number of samples in its file, which of few samples are rough), and
+by more than runs differ on one machine anyway: 5 % of a ratio, of memory or of a count, 50 % of a time that has nothing beside it.
 """
 
 import math
@@ -16,6 +16,8 @@ from table import ResultError, read
 FLOOR = 0.05
 FLOOR_OF_TIMES = 0.5
 """Of a time alone: this machine was seen to change its speed by so much within minutes."""
+_ERRORS = 5
+"""With five samples a side, of 1000 figures that stayed the same 7 are taken for worse; of nine 1."""
 _TIMES = frozenset({"s", "ms", "us", "ns", "min"})
 
 
@@ -64,7 +66,7 @@ def kind(before: Spread, after: Spread, floor: float) -> str:
     """Say what became of one figure."""
     if min(before.count, after.count) < 2:
         return "once"
-    noise = 3 * math.hypot(standard_error(before), standard_error(after))
+    noise = _ERRORS * math.hypot(standard_error(before), standard_error(after))
     rise = after.median - before.median
     if rise > max(noise, floor * before.median):
         return "worse"

@@ -287,7 +287,10 @@ def main(runs: int = 9, json: str = "", in_job: bool = False) -> None:
     if in_job:
         finish(here_in_a_job(runs), json)
     else:
-        finish([*here(runs), *under_slurm(max(3, runs // 2)), *planning(runs)], json)
+        rows = [*here(runs), *under_slurm(max(3, runs // 2))]
+        places = list(dict.fromkeys(row.what for row in rows))
+        rows.sort(key=lambda row: places.index(row.what))
+        finish([*rows, *planning(runs)], json)
 
 
 if __name__ == "__main__":

@@ -118,6 +118,8 @@ def main(json: str = "", plots: str = "", only: Any = "", runs: int = 5) -> None
     if not only:
         rows.append(alone("all/minutes", "everything, side by side", "min", [minutes]))
     rows += lost_goals(rows, [*sections, "all"] if not only else sections)
+    order = [*SECTIONS, "all"]
+    rows.sort(key=lambda row: order.index(row.key.split("/")[0]))
     print()
     show(rows)
     if json:

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from functools import partial
 
 import fire
-from callee import environment, fresh
-from paired import Row, against, alone, interleaved, times
+from callee import CalleeError, environment, fresh, last_line
+from paired import Row, absent, against, alone, interleaved, times
 from peers import present
 from table import finish
 
@@ -68,8 +68,13 @@ def commands(runs: int) -> list[Row]:
     rows = []
     for name, words, limit in (("help", ["--help"], 20), ("doctor", ["doctor"], 3)):
         command = [sys.executable, "-m", "ezpz", *words]
-        took = [seconds_of(command) * 1e3 for _ in range(min(runs, limit) + 1)][1:]
-        rows.append(alone(f"startup/command/{name}", f"ezpz {words[0]}", "ms", took))
+        key, what = f"startup/command/{name}", f"ezpz {words[0]}"
+        try:
+            took = [seconds_of(command) * 1e3 for _ in range(min(runs, limit) + 1)][1:]
+        except CalleeError as error:
+            rows.append(absent(key, what, "", str(error)))
+        else:
+            rows.append(alone(key, what, "ms", took))
     return rows
 
 
@@ -81,7 +86,8 @@ def seconds_of(words: list[str]) -> float:
     )
     taken = time.perf_counter() - began
     if done.returncode not in {0, 1}:
-        raise RuntimeError(f"{words} ended with {done.returncode}: {done.stderr.decode()}")
+        said = last_line(done.stderr.decode(errors="replace"))
+        raise CalleeError(f"exit status {done.returncode}: {said}")
     return taken
 
 

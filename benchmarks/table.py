@@ -16,7 +16,7 @@ from paired import Row
 
 SCHEMA = 1
 WIDTH = 100
-_LABEL = 40
+_LABEL = 38
 _LARGER = {"ns": "us", "us": "ms", "ms": "s"}
 _RED, _PLAIN = "\033[31m", "\033[0m"
 
