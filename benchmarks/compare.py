@@ -2,7 +2,8 @@
 
 A figure is worse when it rose by more than five standard errors of the difference of the medians
 (each from the quartiles and the number of samples in its file, which of few samples are rough), and
-by more than runs differ on one machine anyway: 5 % of a ratio, of memory or of a count, 50 % of a time that has nothing beside it.
+by more than runs differ on one machine anyway: 5 % of a ratio, of memory or of a count, 50 % of a
+time that has nothing beside it.
 """
 
 import math
@@ -17,7 +18,7 @@ FLOOR = 0.05
 FLOOR_OF_TIMES = 0.5
 """Of a time alone: this machine was seen to change its speed by so much within minutes."""
 _ERRORS = 5
-"""With five samples a side, of 1000 figures that stayed the same 7 are taken for worse; of nine 1."""
+"""With five samples a side, 7 of 1000 figures that stayed the same are taken for worse."""
 _TIMES = frozenset({"s", "ms", "us", "ns", "min"})
 
 
