@@ -12,12 +12,14 @@ import sysconfig
 import venv
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 
 from callee import last_line
 
 ROOT = Path(__file__).resolve().parent.parent
 HOME = ROOT / ".hatch" / "peers"
+CONSTRAINTS = ROOT / "constraints.txt"
 
 
 class PeerMissingError(Exception):
@@ -67,7 +69,9 @@ def peer(name: str) -> Peer:
     """
     recipe, home = RECIPES[name], HOME / name
     python, made = home / "bin" / "python", home / "made.json"
-    key = [recipe.requirement, sys.version, sysconfig.get_path("purelib")]
+    # Made again when any of these has changed.
+    constraints = sha256(CONSTRAINTS.read_bytes()).hexdigest()
+    key = [recipe.requirement, sys.version, sysconfig.get_path("purelib"), constraints]
     if not made.exists() or json.loads(made.read_text(encoding="utf-8"))["key"] != key:
         version = _make(recipe, home, python)
         # Written last: an interrupted installation is made again.
@@ -88,7 +92,7 @@ def _make(recipe: Recipe, home: Path, python: Path) -> str:
     pip = [sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check"]
     done = subprocess.run(
         [*pip, "install", "--quiet", "--retries=1", "--timeout=30",
-         "--constraint", str(ROOT / "constraints.txt"), recipe.requirement],
+         "--constraint", str(CONSTRAINTS), recipe.requirement],
         capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL,
         env=os.environ | {"PIP_REQUIRE_VIRTUALENV": "0"},
     )  # fmt: skip

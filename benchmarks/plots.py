@@ -48,7 +48,7 @@ def _picture(section: str, rows: Sequence[Row]) -> Figure:
     axes.axvline(1, color=_INK, linewidth=1, linestyle=":")
     axes.set_xscale("log")
     axes.set_yticks(range(len(rows)), [f"{row.what} / {row.peer}" for row in rows])
-    axes.invert_yaxis()
+    axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlabel("ours / theirs: left of 1 we take less; | is a goal", color=_INK)
     axes.set_title(section, color=_INK, loc="left")
     axes.tick_params(colors=_INK, which="both", labelsize=8)

@@ -124,7 +124,8 @@ def main(json: str = "", plots: str = "", only: Any = "", runs: int = 5) -> None
     show(rows)
     if json:
         date = time.strftime("%Y-%m-%d", time.gmtime())
-        write(json, rows, date=date, load=round(load, 2), runs=runs, minutes=round(minutes, 1))
+        loads = [round(load, 2), round(os.getloadavg()[0], 2)]
+        write(json, rows, date=date, load=loads, runs=runs, minutes=round(minutes, 1))
     if plots:
         from plots import draw  # noqa: PLC0415  # matplotlib takes a second, and no part in figures
 

@@ -107,10 +107,11 @@ def show(rows: Sequence[Row]) -> None:
     held = len(verdicts) - len(missed) - open_
     print(f"{held} of {len(verdicts)} goals hold, {len(missed)} MISSED, {open_} not measured")
     for verdict in missed:
-        text = (
-            f"MISSED  {verdict.goal.what}: {_short(verdict.value or 0)} (goal {verdict.goal.limit})"
-        )
+        text = f"MISSED  {verdict.goal.what}: {verdict.value:.4g} (goal {verdict.goal.limit})"
         print(f"{_RED}{text}{_PLAIN}" if colour else text)
+    for verdict in verdicts:
+        if verdict.holds is None:
+            print(f"not measured  {verdict.goal.what}")
 
 
 def document(rows: Sequence[Row], **more: Any) -> dict[str, Any]:

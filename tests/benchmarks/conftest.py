@@ -1,0 +1,25 @@
+"""The modules of ``benchmarks/``, which is no package, and a result of a whole run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+if str(BENCHMARKS) not in sys.path:
+    sys.path.append(str(BENCHMARKS))
+
+
+@pytest.fixture(scope="session")
+def recorded() -> str:
+    """The path of what ``bench:all --json`` once wrote; its ``machine`` and ``date`` say where."""
+    return str(Path(__file__).with_name("recorded.json"))
+
+
+@pytest.fixture(scope="session")
+def document(recorded: str) -> dict[str, Any]:
+    return json.loads(Path(recorded).read_text(encoding="utf-8"))

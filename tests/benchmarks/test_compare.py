@@ -1,0 +1,110 @@
+"""What is worse beyond its own noise, and what is not."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import table
+from compare import FLOOR, FLOOR_OF_TIMES, changes, kind, standard_error
+from paired import Spread, alone, beside
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+def spread(median: float, quarter: float = 0.0, count: int = 20) -> Spread:
+    return Spread(median, median - quarter, median + quarter, median - 2 * quarter, count)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        (spread(1.0), spread(1.04), "same"),  # within what runs differ
+        (spread(1.0), spread(1.06), "worse"),
+        (spread(1.06), spread(1.0), "better"),
+        (spread(1.0, 0.2), spread(1.2, 0.2), "same"),  # within the noise
+        (spread(1.0, 0.2), spread(1.4, 0.2), "same"),
+        (spread(1.0, 0.2), spread(1.6, 0.2), "worse"),
+        (spread(1.0, 0.2, 2000), spread(1.2, 0.2, 2000), "worse"),  # many samples know better
+        (spread(1.0, 0.0, 1), spread(9.0), "once"),
+    ],
+)
+def test_kinds(before, after, said):
+    assert kind(before, after, FLOOR) == said
+
+
+def test_the_standard_error_of_a_median():
+    draw = random.Random(7)
+    medians = [Spread.of([draw.gauss(10, 2) for _ in range(41)]).median for _ in range(2000)]
+    seen = (sum((m - 10) ** 2 for m in medians) / len(medians)) ** 0.5
+    said = [standard_error(Spread.of([draw.gauss(10, 2) for _ in range(41)])) for _ in range(500)]
+    assert sum(said) / len(said) == pytest.approx(seen, rel=0.1)
+
+
+def test_equal_machines_rarely_raise_an_alarm():
+    draw = random.Random(8)
+
+    def one() -> Spread:
+        return Spread.of([draw.gauss(1.0, 0.3) for _ in range(9)])
+
+    alarms = sum(kind(one(), one(), FLOOR) == "worse" for _ in range(5000))
+    assert alarms < 5000 * 0.002
+
+
+def test_ratios_are_compared_across_machines_and_times_are_not():
+    def rows(slow: float):
+        return [
+            beside("s/w/p", "w", "ms", ([1.0 * slow] * 3, [2.0 * slow] * 3), "p"),
+            alone("s/alone", "w", "ms", [slow] * 3),
+        ]
+
+    there = changes(rows(1.0), rows(9.0), same_machine=False)
+    assert [change.kind for change in there] == ["same", "machine"]
+    here = changes(rows(1.0), rows(9.0), same_machine=True)
+    assert [change.kind for change in here] == ["same", "worse"]
+
+
+@pytest.mark.parametrize(("unit", "said"), [("ms", "same"), ("MB", "worse"), ("", "worse")])
+def test_a_time_alone_may_rise_further_than_memory_or_a_count(unit, said):
+    rise = 1 + (FLOOR + FLOOR_OF_TIMES) / 2
+    before, after = alone("s/w", "w", unit, [100.0] * 3), alone("s/w", "w", unit, [100 * rise] * 3)
+    assert [change.kind for change in changes([before], [after], True)] == [said]
+
+
+def compare(*words: Path | str) -> subprocess.CompletedProcess[str]:
+    script = str(BENCHMARKS / "compare.py")
+    return subprocess.run(
+        [sys.executable, script, *map(str, words)], capture_output=True, text=True, check=False
+    )
+
+
+def test_the_command(tmp_path, recorded):
+    _, rows = table.read(recorded)
+    same = compare(recorded, recorded)
+    assert same.returncode == 0, same.stderr
+    assert "within the noise" in same.stdout
+    key = "nodelists/expand-plain/python-hostlist"
+    slower = [
+        beside(row.key, row.what, row.unit, ([3.0] * 9, [2.0] * 9), row.peer)
+        if row.key == key
+        else row
+        for row in rows
+        if row.key != "topology/detect"
+    ]
+    table.write(str(tmp_path / "b.json"), slower)
+    worse = compare(recorded, tmp_path / "b.json")
+    assert worse.returncode == 1
+    assert f"worse  {key}" in worse.stdout
+    assert "gone   topology/detect" in worse.stdout
+    assert f"MISSED {key}" in worse.stdout
+
+
+def test_a_file_that_is_no_result(tmp_path, recorded):
+    (tmp_path / "b.json").write_text("no")
+    done = compare(recorded, tmp_path / "b.json")
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "b.json: not a result of bench:all" in done.stderr

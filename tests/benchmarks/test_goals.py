@@ -1,0 +1,90 @@
+"""No goal without a row, none hidden, none that a figure next to the limit slips past."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import side_by_side
+from goals import Goal, GoalError, judge, load
+from paired import absent, alone, beside
+from table import read
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+ROW = beside("s/w/p", "w", "ms", ([6.0, 6.0], [10.0, 10.0]), "p")
+
+
+def test_every_goal_is_measured_by_a_whole_run_or_held_by_a_test(document):
+    measured = {row["key"] for row in document["rows"]}
+    for goal in load():
+        assert goal.tested or goal.row in measured, goal.what
+        assert not goal.tested or (BENCHMARKS.parent / goal.tested).exists(), goal.what
+
+
+def test_every_verdict_of_a_whole_run_is_a_goal(document):
+    goals = load()
+    names = {(goal.what, goal.limit) for goal in goals if goal.row}
+    said = {(v["what"], v["limit"]) for row in document["rows"] for v in row["goals"]}
+    assert said == names
+
+
+def test_goals_are_of_sections_that_bench_all_runs():
+    for goal in load():
+        assert goal.tested or goal.row.split("/")[0] in [*side_by_side.SECTIONS, "all"], goal.what
+
+
+def test_a_goal_whose_row_is_gone_is_said(recorded):
+    _, rows = read(recorded)
+    without = [row for row in rows if row.key != "nodelists/expand-range/python-hostlist"]
+    (lost,) = side_by_side.lost_goals(without, ["nodelists"])
+    assert lost.key == "nodelists/expand-range/python-hostlist"
+    assert judge(lost, load())[0].holds is None
+
+
+@pytest.mark.parametrize(
+    ("figure", "limit", "value", "holds"),
+    [
+        ("ratio", "<= 0.6", 0.6, True),
+        ("ratio", "<= 0.59", 0.6, False),
+        ("inverse", ">= 1.6", 10 / 6, True),
+        ("inverse", ">= 1.7", 10 / 6, False),
+        ("ours", "< 6", 6.0, False),
+        ("ours", "<= 6", 6.0, True),
+        ("over", "<= 0", -4.0, True),
+    ],
+)
+def test_figures_and_limits(figure, limit, value, holds):
+    (verdict,) = judge(ROW, [Goal("g", "x", "s/w/p", figure, limit)])
+    assert verdict.value == pytest.approx(value)
+    assert verdict.holds is holds
+
+
+def test_what_is_beyond_an_allowance():
+    (verdict,) = judge(ROW, [Goal("g", "x", "s/w/p", "ratio", "<= 0.1", beyond=5.0)])
+    assert verdict.value == pytest.approx(0.1)
+    assert verdict.holds
+
+
+def test_without_a_figure_nothing_holds_and_nothing_is_missed():
+    goals = [Goal("g", "x", "s/w/p", "ratio", "<= 1")]
+    assert judge(absent("s/w/p", "w", "p", "why"), goals)[0].holds is None
+    assert judge(alone("s/w/p", "w", "ms", [1.0]), goals)[0].holds is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'what = "g"\nfrom = "x"\nrow = "s/w"\nfigure = "ratio"',
+        'what = "g"\nfrom = "x"\nrow = "s/w"\nfigure = "speed"\nlimit = "<= 1"',
+        'what = "g"\nfrom = "x"\nrow = "s/w"\nfigure = "ratio"\nlimit = "about 1"',
+        'what = "g"\nfrom = "x"',
+        'what = "g"\nfrom = "x"\ntested = "a"\nrow = "s/w"\nfigure = "ours"\nlimit = "<= 1"',
+        'what = "g"\nfrom = "x"\ntested = "a"\nweight = 3',
+    ],
+    ids=["no limit", "no such figure", "no number", "nothing", "both", "unknown"],
+)
+def test_a_goal_that_cannot_be_judged_is_refused(tmp_path, text):
+    path = tmp_path / "goals.toml"
+    path.write_text(f"[[goal]]\n{text}\n")
+    with pytest.raises(GoalError, match=r"^g: "):
+        load(path)

@@ -1,0 +1,81 @@
+"""Medians of neighbours in time, and what a drifting machine does to them."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from paired import Row, Spread, absent, against, alone, beside, interleaved, times
+
+
+def test_a_spread_is_median_quartiles_least_and_count():
+    assert Spread.of([5, 1, 3, 2, 4]) == Spread(3.0, 2.0, 4.0, 1.0, 5)
+
+
+@pytest.mark.parametrize(
+    ("samples", "low", "high"), [([2.0], 2.0, 2.0), ([1.0, 3.0], 1.0, 3.0)], ids=["one", "two"]
+)
+def test_of_few_samples_the_ends_are_the_quartiles(samples, low, high):
+    spread = Spread.of(samples)
+    assert (spread.median, spread.low, spread.high) == (2.0, low, high)
+
+
+@pytest.mark.parametrize("samples", [[], [1.0, float("nan")]], ids=["none", "nan"])
+def test_samples_that_say_nothing_are_refused(samples):
+    with pytest.raises(ValueError, match="expected at least one, and no NaN"):
+        Spread.of(samples)
+
+
+def test_the_ratio_is_that_of_neighbours_however_the_machine_drifts():
+    speed = [1, 1, 2, 4, 8]  # slower all the time
+    row = beside("s/w/p", "w", "ms", ([3 * x for x in speed], [4 * x for x in speed]), "p")
+    assert row.ratio == Spread(0.75, 0.75, 0.75, 0.75, 5)
+    # The medians alone would be right here, too; for uneven halves they are not.
+    other = beside("s/w/p", "w", "ms", ([2, 2, 20], [1, 10, 10]), "p")
+    assert other.ratio.median == 2.0
+    assert other.ours.median / other.theirs.median == 0.2
+
+
+def test_pairs_of_unequal_length_are_refused():
+    with pytest.raises(ValueError, match="zip"):
+        beside("s/w/p", "w", "ms", ([1.0], [1.0, 2.0]), "p")
+
+
+def test_ways_take_turns_and_none_is_always_first():
+    order: list[str] = []
+    clock = itertools.count()
+
+    def way(name):
+        return lambda: order.append(name) or float(next(clock))
+
+    samples = interleaved({name: way(name) for name in "ab"}, runs=3, warm=1)
+    assert "".join(order) == "abbaabba"
+    assert samples == {"a": [3.0, 4.0, 7.0], "b": [2.0, 5.0, 6.0]}
+
+
+def test_rows_of_peers_and_of_those_that_are_not_here():
+    samples = {"ours": [1.0, 1.0], "x": [2.0, 4.0]}
+    rows = against("s/w", "w", "ms", samples, {"x": "x 1.0"}, missing={"y": "no network"})
+    assert [(row.key, row.peer, row.missing) for row in rows] == [
+        ("s/w/x", "x 1.0", ""),
+        ("s/w/y", "y", "no network"),
+    ]
+    assert rows[0].ratio == Spread(0.375, 0.25, 0.5, 0.25, 2)
+    assert rows[1].ours is None
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        alone("s/w", "w", "ms", [1.0, 2.0]),
+        beside("s/w/p", "w", "ms", ([1.0], [3.0]), "p"),
+        absent("s/w/p", "w", "p", "why"),
+    ],
+    ids=["alone", "beside", "absent"],
+)
+def test_a_row_survives_json(row):
+    assert Row.from_json(row.to_json()) == row
+
+
+def test_units():
+    assert times(1e3, [0.5, 2.0]) == [500.0, 2000.0]

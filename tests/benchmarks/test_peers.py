@@ -1,0 +1,89 @@
+"""Environments by real venv and pip, offline; a peer that cannot be had is said."""
+
+from __future__ import annotations
+
+import subprocess
+import zipfile
+from pathlib import Path
+
+import peers
+import pytest
+import table
+from paired import against
+from peers import Recipe, peer, present
+
+
+@pytest.fixture
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Peers in a folder of the test's, from a folder of wheels and nowhere else."""
+    wheel = tmp_path / "toy-1.5-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as file:
+        file.writestr("toy.py", "said = 'here'\n")
+        file.writestr(
+            "toy-1.5.dist-info/METADATA", "Metadata-Version: 2.1\nName: toy\nVersion: 1.5\n"
+        )
+        file.writestr(
+            "toy-1.5.dist-info/WHEEL",
+            "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        )
+        file.writestr("toy-1.5.dist-info/RECORD", "")
+    monkeypatch.setattr(peers, "HOME", tmp_path / "peers")
+    monkeypatch.setattr(
+        peers,
+        "RECIPES",
+        {"toy": Recipe("toy"), "by torch": Recipe("toy", torch=True), "nobody": Recipe("nobody-9")},
+    )
+    for name, value in {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    return tmp_path
+
+
+def asked(python: str, code: str) -> str:
+    return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout
+
+
+def test_a_peer_has_an_environment_of_its_own_which_is_kept(alone):
+    toy = peer("toy")
+    assert toy.name == "toy 1.5"
+    assert asked(toy.python, "import toy; print(toy.__file__)").startswith(str(alone))
+    assert (Path(toy.site_packages) / "toy.py").is_file()
+    (alone / "toy-1.5-py3-none-any.whl").unlink()  # nothing is installed again
+    assert peer("toy") == toy
+    # Neither our packages nor what the tests have.
+    found = asked(
+        toy.python,
+        "import importlib.util as u; print(u.find_spec('ezpz_topo'), u.find_spec('fire'))",
+    )
+    assert found.split() == ["None", "None"]
+
+
+def test_a_peer_of_torch_sees_the_tests_own_behind_its_own_and_none_of_ours(alone):
+    there = peer("by torch")
+    code = (
+        "import importlib.util as u; print(u.find_spec('torch').origin, u.find_spec('ezpz_topo'))"
+    )
+    origin, ours = asked(there.python, code).split()
+    import torch
+
+    assert origin == torch.__file__
+    assert ours == "None"
+
+
+def test_one_that_cannot_be_installed_is_reported_in_the_table(alone):
+    there, missing = present(["toy", "nobody"])
+    assert list(there) == ["toy"]
+    assert "nobody-9" in missing["nobody"]
+    assert not (alone / "peers" / "nobody").exists()
+    rows = against(
+        "s/w", "w", "ms", {"ours": [1.0], "toy": [2.0]}, {"toy": there["toy"].name}, missing=missing
+    )
+    text = "\n".join(table.lines(rows, []))
+    assert "/ nobody: not measured: not installable: " in text
+    assert "/ toy 1.5" in text
+
+
+def test_an_interrupted_installation_is_made_again(alone):
+    toy = peer("toy")
+    (alone / "peers" / "toy" / "made.json").unlink()
+    (Path(toy.site_packages) / "toy.py").unlink()
+    assert asked(peer("toy").python, "import toy; print(toy.said)") == "here\n"

@@ -1,0 +1,139 @@
+"""A table that fits, says what was missed without colour too, and JSON that can be read back."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import table
+from goals import Goal
+from paired import Row, Spread, absent, alone, beside
+
+GOALS = [
+    Goal("slow", "x", "s/slow/p", "ratio", "<= 0.5"),
+    Goal("quick", "x", "s/quick/p", "inverse", ">= 2"),
+    Goal("also", "x", "s/quick/p", "over", "<= 60"),
+    Goal("gone", "x", "s/gone/p", "ratio", "<= 1"),
+]
+ROWS = [
+    beside("s/slow/p", "slow", "ms", ([9.0, 9.0, 9.0], [10.0, 10.0, 12.0]), "p 1.0"),
+    beside("s/quick/p", "quick", "ms", ([1.0, 1.0], [4.0, 4.0]), "p 1.0"),
+    absent("s/gone/p", "gone", "p", "not installable: no network"),
+    alone("t/alone", "a thing", "us", [12_345.0]),
+]
+
+
+def test_the_table_says_what_holds_and_what_does_not():
+    lines = list(table.lines(ROWS, GOALS))
+    slow, quick, also = lines[1:4]
+    assert slow.split() == [
+        "slow",
+        "/",
+        "p",
+        "1.0",
+        "9.00",
+        "ms",
+        "10.0",
+        "ms",
+        "0.900",
+        "0.825",
+        "0.900",
+        "MISSED",
+        "<=",
+        "0.5",
+    ]
+    assert "MISSED" not in quick + also
+    assert quick.endswith("1/r >= 2")
+    assert also.strip() == "+-3.00 <= 60"
+    assert "gone / p: not measured: not installable: no network" in lines[4]
+    assert "12.3 ms" in lines[-2]
+
+
+def test_what_is_missed_is_red_where_there_is_colour():
+    missed = [line for line in table.lines(ROWS, GOALS, colour=True) if "MISSED" in line]
+    assert [line.count("\033[31mMISSED <= 0.5\033[0m") for line in missed] == [1]
+
+
+def test_a_whole_run_fits_100_columns(recorded):
+    _, rows = table.read(recorded)
+    found = list(table.lines(rows, table.goals_module.load()))
+    assert len(found) > len(rows)
+    assert max(map(len, found)) <= table.WIDTH
+
+
+def test_names_too_long_for_a_line_are_cut():
+    rows = [absent("s/w/p", "w" * 200, "p" * 200, "why" * 200)]
+    assert max(map(len, table.lines(rows, []))) <= table.WIDTH
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (0.12345, "0.123"), (9.876, "9.88"), (98.76, "98.8"), (987.6, "988")],
+)
+def test_three_digits(value, text):
+    assert table._short(value) == text
+
+
+def test_result_and_rows_survive_a_file(tmp_path):
+    path = str(tmp_path / "r.json")
+    table.write(path, ROWS, date="2026-01-01")
+    document, rows = table.read(path)
+    assert rows == ROWS
+    assert (document["schema"], document["date"]) == (table.SCHEMA, "2026-01-01")
+    assert set(document["machine"]) == {"processor", "cores", "system", "python", "commit"}
+
+
+def test_the_schema_of_a_whole_run(document):
+    assert document["schema"] == table.SCHEMA
+    assert {"date", "load", "runs", "minutes", "machine", "rows"} <= set(document)
+    spreads = {"median", "low", "high", "least", "count"}
+    keys = [row["key"] for row in document["rows"]]
+    assert len(keys) == len(set(keys))
+    for row in document["rows"]:
+        assert set(row) == {*Row("", "", "").to_json(), "goals", "holds"}
+        assert (row["ours"] is None) == bool(row["missing"])
+        assert (row["theirs"] is None) == (row["ratio"] is None)
+        for name in ("ours", "theirs", "ratio"):
+            if row[name] is not None:
+                assert set(row[name]) == spreads
+                assert row[name]["low"] <= row[name]["median"] <= row[name]["high"]
+        held = [verdict["holds"] for verdict in row["goals"] if verdict["holds"] is not None]
+        assert row["holds"] == (all(held) if held else None)
+
+
+def test_what_json_cannot_say_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        table.write(str(tmp_path / "r.json"), [alone("s/w", "w", "ms", [math.inf])])
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"schema": 99}', '{"schema": 1, "rows": [{"key": "s"}]}']
+)
+def test_other_files_are_not_results(tmp_path, text):
+    path = tmp_path / "r.json"
+    path.write_text(text)
+    with pytest.raises(table.ResultError, match=r"r\.json: "):
+        table.read(str(path))
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(table.ResultError, match="FileNotFoundError"):
+        table.read(str(tmp_path / "r.json"))
+
+
+def test_show_counts(capsys, monkeypatch):
+    monkeypatch.setattr(table.goals_module, "load", lambda: GOALS)
+    table.show(ROWS)
+    said = capsys.readouterr().out
+    assert "2 of 4 goals hold, 1 MISSED, 1 not measured" in said
+    assert "MISSED  slow: 0.9 (goal <= 0.5)" in said
+    assert "not measured  gone" in said
+    assert "\033" not in said
+
+
+def test_json_of_rows_has_their_verdicts(monkeypatch):
+    monkeypatch.setattr(table.goals_module, "load", lambda: GOALS)
+    rows = json.loads(json.dumps(table.document(ROWS)))["rows"]
+    assert [row["holds"] for row in rows] == [False, True, None, None]
+    assert Spread(**rows[0]["ratio"]).median == 0.9
