@@ -148,8 +148,11 @@ def machine() -> dict[str, Any]:
 
 def write(path: str, rows: Sequence[Row], **more: Any) -> None:
     """Write rows as JSON, with what else is to be said of them."""
-    text = json.dumps(document(rows, **more), indent=1, allow_nan=False)
-    Path(path).write_text(text + "\n", encoding="utf-8")
+    said = document(rows, **more)
+    # A row a line, which people can compare, too.
+    each = ",\n".join(json.dumps(row, allow_nan=False) for row in said.pop("rows"))
+    head = json.dumps(said, allow_nan=False).removesuffix("}")
+    Path(path).write_text(f'{head}, "rows": [\n{each}\n]}}\n', encoding="utf-8")
 
 
 def read(path: str) -> tuple[dict[str, Any], list[Row]]:
