@@ -147,6 +147,25 @@ def test_a_failing_reader_is_everybodys_error(ranks):
     )
 
 
+def test_workers_that_cannot_be_started_are_everybodys_error(ranks):
+    script = """
+    from ezpz.data import DataLoader
+    ezpz_dist.setup_torch(tensor_parallel_size=2)
+    options = {"num_workers": 1, "multiprocessing_context": "forkserver"}
+    try:
+        list(DataLoader([1, 2], collate_fn=lambda rows: rows, **options))
+    except ezpz_dist.DataError as error:
+        print(error)
+    except Exception as error:
+        print("its own", type(error).__name__)
+    ezpz_dist.cleanup()
+    """
+    reader, other = ranks(2, script)
+    assert reader.startswith("its own ")
+    assert other.startswith("the reader of this rank's batches failed, rank 0: ")
+    assert "lambda" in other
+
+
 def test_alone_it_is_a_data_loader():
     loader = DataLoader(torch.utils.data.TensorDataset(torch.arange(5)), 2, device="cpu")
     assert loader.is_reader

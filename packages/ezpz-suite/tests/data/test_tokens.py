@@ -177,6 +177,12 @@ def test_a_writer_that_fails_leaves_what_was_there(path, tmp_path):
     assert sorted(file.name for file in tmp_path.iterdir()) == ["latin", "text.tokens"]
 
 
+def test_a_place_that_cannot_be_written_is_named(path):
+    """Also where even looking for what was begun is an error, as on a read-only file system."""
+    with pytest.raises(DataError, match="Not a directory"):
+        write_tokens(path / "below", texts=["a"], progress=False)
+
+
 def test_others_may_read_it_as_the_umask_says(tmp_path):
     old = os.umask(0o027)
     try:
@@ -205,6 +211,25 @@ def test_which_files(tmp_path):
     names = {file.name for file in python_sources()}
     assert {"this.py", "decoder.py"} <= names
     assert not any("site-packages" in str(file) for file in python_sources(most=2_000_000))
+
+
+def test_text_that_cannot_be_read_is_not_passed_over(tmp_path, monkeypatch):
+    (tmp_path / "closed").mkdir()
+    (tmp_path / "a.txt").write_text("text")
+    real = os.scandir
+
+    def scandir(folder):
+        if os.fspath(folder).endswith("closed"):
+            raise PermissionError(13, "Permission denied", os.fspath(folder))
+        return real(folder)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", scandir)  # root may read everything
+        with pytest.raises(DataError, match=r"closed: Permission denied; expected a folder"):
+            text_files(tmp_path)
+    (tmp_path / "b.txt").symlink_to("nowhere")
+    with pytest.raises(DataError, match=r"b.txt: No such file or directory; expected a file"):
+        text_files(tmp_path)
 
 
 ONCE = """
@@ -252,6 +277,26 @@ def test_a_writer_that_fails_or_is_late_is_everybodys_error(ranks, tmp_path):
     assert failed == f"{start}DataError: write_tokens: /nowhere/a.txt: No such file or directory"
     assert late == f"{start}it is not done after 0.3 s; give a longer timeout="
     assert not target.exists()
+
+
+def test_a_file_that_the_writer_loses_is_everybodys_error(ranks, tmp_path):
+    script = """
+    from ezpz.data import *
+    from ezpz.data._tokens import once
+    rank = ezpz_dist.setup_torch()
+    def lost(path):
+        raise ezpz_dist.DataError("it is gone")
+    if rank == 0:
+        once.read_header = lost
+    try:
+        write_tokens_once({path!r}, texts=["a"], progress=False)
+    except ezpz_dist.DataError as error:
+        print(error)
+    ezpz_dist.cleanup()
+    """
+    first, second = ranks(2, textwrap.dedent(script).format(path=str(tmp_path / "once")))
+    assert first == second
+    assert first.endswith("failed: DataError: it is gone\n")
 
 
 def test_reuse_takes_what_is_there(ranks, path):

@@ -67,3 +67,23 @@ def test_positions_stay_exact_in_mixed_precision(ranks):
     cleanup()
     """
     assert ranks(2, script) == ["torch.float32 torch.bfloat16 torch.float32\n"] * 2
+
+
+def test_weights_of_a_wrapped_model_are_refused(ranks):
+    """Their names would be others, or they would be a rank's part only."""
+    script = """
+    from ezpz.models import Llama, LlamaConfig, ModelError, huggingface_state_dict
+    from ezpz_dist import setup_torch, wrap_model_for_ddp, wrap_model_for_fsdp2, cleanup
+    setup_torch()
+    for wrap in (wrap_model_for_ddp, wrap_model_for_fsdp2):
+        model = wrap(Llama(LlamaConfig(dim=64, layers=1, heads=4)))
+        try:
+            print(*huggingface_state_dict(model))
+        except ModelError as error:
+            print(error)
+    cleanup()
+    """
+    wrapped = "DistributedDataParallel; expected a Llama that is not wrapped\n"
+    for said in ranks(2, script):
+        assert said.startswith(wrapped + "embed_tokens.weight is sharded by FSDP2; expected")
+        assert len(said.splitlines()) == 2

@@ -136,9 +136,11 @@ class DataLoader(Generic[T_co]):
             yield batch if self._device is None else _moved(batch, self._device)
 
     def _read(self) -> Iterator[Any]:
-        own = iter(self._own)
+        own: Iterator[Any] | None = None
         while True:
             try:
+                if own is None:
+                    own = iter(self._own)  # which starts the workers
                 batch = next(own)
             except StopIteration:
                 self._send((_END, self.state_dict(), None))

@@ -41,7 +41,8 @@ def text_files(path: str | Path, suffix: str = ".txt", *, most: int | None = Non
         most: Bytes, as of `python_sources`.
 
     Raises:
-        DataError: There is no such file, or none in the folder.
+        DataError: There is no such file, or none in the folder; or one of them, or a folder in
+            it, cannot be read.
     """
     place = Path(path)
     found = [place] if place.is_file() else list(_walk(place, suffix))
@@ -49,16 +50,26 @@ def text_files(path: str | Path, suffix: str = ".txt", *, most: int | None = Non
 
 
 def _walk(folder: Path, suffix: str) -> Iterable[Path]:
-    for where, folders, names in os.walk(folder):
+    for where, folders, names in os.walk(folder, onerror=_refuse):
         # What os.walk descends into next; sorted, so that it is the same everywhere.
         folders[:] = sorted(set(folders) - _NOT_SOURCES) if suffix == ".py" else sorted(folders)
         yield from (Path(where, name) for name in sorted(names) if name.endswith(suffix))
 
 
+def _refuse(error: OSError) -> None:
+    """Let no text be missing because of a folder that cannot be read, which os.walk passes over."""
+    raise DataError(
+        f"no text files in {error.filename}: {error.strerror}; expected a folder that can be read"
+    ) from error
+
+
 def _within(most: int | None, files: Iterable[Path], where: Path) -> list[Path]:
     kept, size = list[Path](), 0
     for file in files:
-        size += file.stat().st_size
+        try:
+            size += file.stat().st_size
+        except OSError as error:
+            raise DataError(f"{file}: {error.strerror}; expected a file of text") from error
         if most is not None and size > most:
             break
         kept.append(file)

@@ -69,12 +69,11 @@ def write_tokens_once(
     group = ezpz_dist.node_group() if per == "node" else None
     root = 0 if group is None else dist.get_process_group_ranks(group)[0]
 
-    def write() -> None:
-        if reuse and target.exists():
-            read_header(target)
-            return
-        read_from = files() if callable(files) else files
-        write_tokens(target, read_from, texts=texts() if callable(texts) else texts, **options)
+    def write() -> TokenHeader:
+        if not (reuse and target.exists()):
+            read_from = files() if callable(files) else files
+            write_tokens(target, read_from, texts=texts() if callable(texts) else texts, **options)
+        return read_header(target)
 
     writer = _Writer(write, timeout) if get_rank() == root else None
     status = _WRITING
@@ -83,7 +82,7 @@ def write_tokens_once(
     if status:
         cause = None if writer is None else writer.error
         raise DataError(f"rank {root}, which writes {target}, failed: {status}") from cause
-    header = ezpz_dist.broadcast(None if writer is None else read_header(target), root, group)
+    header = ezpz_dist.broadcast(None if writer is None else writer.header, root, group)
     assert header is not None  # the writer's
     _wait_for(target, header)
     return target
@@ -92,9 +91,9 @@ def write_tokens_once(
 class _Writer:
     """Writes in a thread of its own, so that its rank can answer meanwhile."""
 
-    def __init__(self, write: Callable[[], None], timeout: float) -> None:
+    def __init__(self, write: Callable[[], TokenHeader], timeout: float) -> None:
         self.error: Exception | None = None
-        self._is_done = False
+        self.header: TokenHeader | None = None
         self._write, self._timeout = write, timeout
         self._start = time.monotonic()
         # A daemon: a rank that is told to end does not wait for it; the file has no name yet.
@@ -107,15 +106,14 @@ class _Writer:
         if not self._thread.is_alive():
             if self.error is not None:
                 return f"{type(self.error).__name__}: {self.error}"
-            return "" if self._is_done else "its thread has ended before it was done"
+            return "" if self.header is not None else "its thread has ended before it was done"
         if time.monotonic() - self._start < self._timeout:
             return _WRITING
         return f"it is not done after {self._timeout:g} s; give a longer timeout="
 
     def _run(self) -> None:
         try:
-            self._write()
-            self._is_done = True
+            self.header = self._write()
         except Exception as error:  # noqa: BLE001  # whatever it is, every rank raises it
             self.error = error
 

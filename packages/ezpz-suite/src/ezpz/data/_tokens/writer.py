@@ -87,12 +87,14 @@ def write_tokens(
     temporary = target.with_name(f".{target.name}.{uuid4().hex}")
     try:
         with open(temporary, "xb") as file:
-            _write(file, documents, encode, size, separator)
-        temporary.replace(target)
+            try:
+                _write(file, documents, encode, size, separator)
+                temporary.replace(target)
+            except BaseException:
+                temporary.unlink(missing_ok=True)
+                raise
     except OSError as error:
         raise DataError(f"write_tokens: {error.filename or path}: {error.strerror}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
     return target
 
 

@@ -248,8 +248,8 @@ def llamas(module: nn.Module) -> Iterator[Llama]:
     Raises:
         ModelError: There is none, or it is wrapped.
     """
-    found = [module] if isinstance(module, Llama) else list(module.children())
-    for one in found:
+    chunks = list(module) if isinstance(module, nn.ModuleList) else [module]
+    for one in chunks:
         if not isinstance(one, Llama):
             raise ModelError(f"{type(module).__name__}; expected a Llama that is not wrapped")
         yield one

@@ -75,8 +75,17 @@ def huggingface_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
     Args:
         model: A `Llama`, plain or parallel, or a pipeline's part (``pipeline.module``).
+
+    Raises:
+        ModelError: The model is wrapped: by DDP (give its ``module``), or sharded by FSDP2.
     """
     is_parallel = all(one.is_parallel for one in llamas(model))
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "device_mesh"):
+            raise ModelError(
+                f"{name} is sharded by FSDP2; expected a Llama that is not wrapped: take the whole "
+                "state dict of torch.distributed.checkpoint.state_dict"
+            )
     whole = ezpz_tp.gather_state_dict(model) if is_parallel else model.state_dict()
     return {_their_name(name): tensor.detach() for name, tensor in whole.items()}
 
