@@ -30,8 +30,9 @@ def call(*words: str | Path, cwd: Path, status: int = 0, env: dict[str, str] | N
 
 
 def release(clone: Path, *words: str, status: int = 0, env: dict[str, str] | None = None) -> str:
+    # What Python itself keeps beside modules is no trace of a release.
     return call(
-        sys.executable, "releases/release.py", *words, cwd=clone, status=status, env=env
+        sys.executable, "-B", "releases/release.py", *words, cwd=clone, status=status, env=env
     )  # fmt: skip
 
 

@@ -183,7 +183,8 @@ def test_there_is_room_here(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def unprivileged():
+def unprivileged(monkeypatch):
+    # Which goes back to the working directory after this: not everybody may enter that.
     me = os.geteuid()
     if me == 0:
         os.seteuid(65534)
