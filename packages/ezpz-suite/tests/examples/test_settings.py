@@ -45,6 +45,13 @@ def test_an_unknown_setting(words, alone, capsys, tmp_path):
         ("pipeline", "--schedule=fast", "expected 1f1b, gpipe or interleaved"),
         ("long_context", "--attention=star", "expected ring or ulysses"),
         ("vit", "--dtype=fp8", "expected bf16, fp16 or fp32"),
+        ("vit", "--batch_size=2000", "expected at most 1438"),
+        ("deepspeed_zero", "--stage=4", "expected 0, 1, 2 or 3"),
+        (
+            "pipeline",
+            "--microbatches=5",
+            "expected a divisor of 16, the blocks that are evaluated at the end",
+        ),
     ],
 )
 def test_an_unknown_choice(name, word, expected, alone, capsys, tmp_path):  # noqa: PLR0917
@@ -59,11 +66,59 @@ def test_a_half_set_environment(alone, capsys, tmp_path):
     assert len(said.splitlines()) == 1
 
 
-def test_a_folder_whose_name_is_a_number(alone, tmp_path):
+def test_a_folder_whose_name_python_takes_for_a_number(alone, tmp_path):
     pytest.importorskip("sklearn", reason="the digits come with scikit-learn")
     alone.chdir(tmp_path)
-    run_here(alone, "minimal", "--epochs=1", "--outdir=2024")
-    assert (tmp_path / "2024" / "metrics.jsonl").exists()
+    run_here(alone, "minimal", "--epochs=1", "--outdir=2024_01")
+    assert (tmp_path / "2024_01" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("name", ["fsdp", "minimal"])
+def test_a_folder_that_cannot_be_made(name, alone, capsys, tmp_path):
+    (tmp_path / "file").touch()
+    alone.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        run_here(alone, name, "--outdir=file/run")
+    assert ended.value.code == 2
+    (line,) = [one for one in capsys.readouterr().err.splitlines() if "[info" not in one]
+    assert line.startswith(f"{name}: ")
+    assert "Not a directory" in line
+
+
+def test_fabric_wants_as_many_ranks_on_each_node(alone, capsys, tmp_path):
+    pytest.importorskip("lightning_fabric")
+    alone.setattr("ezpz.get_num_nodes", lambda: 2)  # as of three ranks, two of them here
+    said = refused(alone, capsys, tmp_path, "lightning_fabric")
+    assert "lightning_fabric: 1 of 1 ranks on one of 2 nodes; expected as many on each" in said
+
+
+def test_a_report_that_cannot_be_written_is_known_at_the_beginning(alone, capsys, tmp_path):
+    alone.setitem(sys.modules, "matplotlib", None)
+    said = refused(alone, capsys, tmp_path, "vit", "--report")
+    assert said == "vit: needs matplotlib: pip install 'ezpz-obs[report]'\n"
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("--step=3", "Could not consume arg: --step=3"),
+        ("--steps=0", "--steps=0; expected a whole number above 0"),
+        ("--tp=two", "--tp=two; expected a whole number above 0"),
+        ("--lr=fast", "--lr=fast; expected a number above 0"),
+    ],
+)
+def test_megatron_style_refuses_them_before_the_training(word, expected, alone, capsys, tmp_path):
+    from ezpz.examples import megatron_style
+
+    alone.chdir(tmp_path)
+    alone.setattr(sys, "argv", ["megatron_style.py", word])
+    with pytest.raises(SystemExit) as ended:
+        megatron_style.main()
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert expected in said
+    assert "RANK" not in said, "it would have begun"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_folder_it_chooses_is_named(alone, tmp_path, capsys):

@@ -15,20 +15,22 @@ import torch
 
 from ezpz.models import ModelError
 from ezpz_device import TORCH_DTYPES_MAP, DeviceError
-from ezpz_dist import DataError, SetupError
+from ezpz_dist import CheckpointError, DataError, SetupError, WrapError
 from ezpz_obs import HistoryError
 from ezpz_topo import TopoError
 from ezpz_tp import DegreeError
 
 _EXTRAS = {
-    "PIL": "examples",
-    "accelerate": "huggingface",
-    "deepspeed": "deepspeed",
-    "lightning_fabric": "fabric",
-    "sklearn": "examples",
-    "transformers": "huggingface",
+    "PIL": "ezpz-suite[examples]",
+    "accelerate": "ezpz-suite[huggingface]",
+    "deepspeed": "ezpz-suite[deepspeed]",
+    "jinja2": "ezpz-obs[report]",
+    "lightning_fabric": "ezpz-suite[fabric]",
+    "matplotlib": "ezpz-obs[report]",
+    "sklearn": "ezpz-suite[examples]",
+    "transformers": "ezpz-suite[huggingface]",
 }
-"""What an example may import, and the extra of ezpz-suite that brings it."""
+"""What an example may import, and what to install for it."""
 
 
 class UsageError(Exception):
@@ -54,8 +56,6 @@ class Settings:
         for field in dataclasses.fields(self):
             value, kind = getattr(self, field.name), type(field.default)
             if kind is str:
-                # Fire takes --outdir=2024 for a number.
-                object.__setattr__(self, field.name, str(value))
                 continue
             least = field.metadata.get("least", 1)
             expected = {
@@ -100,23 +100,29 @@ def main(settings: type[S], train: Callable[[S], object]) -> None:
     """
     name = Path(sys.argv[0]).stem
     try:
+        # Text stays text: Fire would make the number 202401 of --outdir=2024_01.
+        texts = {one.name: str for one in dataclasses.fields(settings) if type(one.default) is str}
+        command = fire.decorators.SetParseFns(**texts)(settings)
         # Only the settings come from Fire: a misspelt one is refused before the training.
-        given: S = fire.Fire(settings, name=name, serialize=lambda _settings: None)
+        given: S = fire.Fire(command, name=name, serialize=lambda _settings: None)
         if not given.outdir:
             folder = time.strftime(f"outputs/{name}-%Y%m%d-%H%M%S")
             given = dataclasses.replace(given, outdir=folder)
         train(given)
     except (
         UsageError, TopoError, DeviceError, SetupError, DataError, DegreeError, HistoryError,
-        ModelError,
+        ModelError, CheckpointError, WrapError,
     ) as error:  # fmt: skip
         sys.exit(_said(name, str(error)))
+    except OSError as error:
+        if error.filename is None:
+            raise
+        sys.exit(_said(name, f"{error.filename}: {error.strerror}"))
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in _EXTRAS:
             raise
-        extra = _EXTRAS[missing]
-        sys.exit(_said(name, f"needs {missing}: pip install 'ezpz-suite[{extra}]'"))
+        sys.exit(_said(name, f"needs {missing}: pip install '{_EXTRAS[missing]}'"))
 
 
 def _said(name: str, what: str) -> int:

@@ -25,7 +25,8 @@ from ezpz_dist import DataError
 
 VOCABULARY = 256
 _MOST = 1_000_000  # bytes: a second to write and read
-_HELD_OUT = 16
+HELD_OUT = 16
+"""Blocks of the text's end that are evaluated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,7 @@ class Settings(_settings.Settings):
 
     Attributes:
         steps: Optimizer steps.
-        batch_size: Blocks of text a step, over all ranks together.
+        batch_size: Blocks of text a step, over all ranks together; rounded to as many on each.
         block: Tokens (bytes) in a block of text.
         lr: Learning rate of AdamW.
         data: A text file, or a folder of them; default: the Python standard library's sources.
@@ -70,21 +71,21 @@ def load(settings: Settings) -> Text:
     """
 
     def files() -> list[Path]:
+        # On the rank that writes, whose errors every rank is told.
+        path.parent.mkdir(parents=True, exist_ok=True)
         if settings.data:
             return text_files(Path(settings.data).expanduser(), "")
         return python_sources(_MOST)
 
     # Rank 0's: a folder named by the time is another one on a rank that began a second later.
     path = Path(ezpz.broadcast(settings.outdir, root=0)) / "text.tokens"
-    if ezpz.get_rank() == 0:
-        path.parent.mkdir(parents=True, exist_ok=True)
     write_tokens_once(path, files, progress=False)
     blocks = TokenBlocks(path, settings.block)
-    last = len(blocks) - _HELD_OUT
+    last = len(blocks) - HELD_OUT
     if last < settings.batch_size:
         raise DataError(
             f"{len(blocks)} blocks of {settings.block} bytes; expected at least "
-            f"{settings.batch_size + _HELD_OUT}: give more text by --data"
+            f"{settings.batch_size + HELD_OUT}: give more text by --data"
         )
     held_out = [blocks[index] for index in range(last, len(blocks))]
     tokens, targets = (

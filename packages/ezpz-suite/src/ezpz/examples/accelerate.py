@@ -26,7 +26,7 @@ class Settings(_settings.Settings):
 
     Attributes:
         epochs: Passes over the training set.
-        batch_size: Images a step, over all ranks together.
+        batch_size: Images a batch, over all ranks together; rounded to as many on each.
         accumulate: Batches whose gradients make one step.
         lr: Learning rate of AdamW.
         seed: Seed of the run.

@@ -29,7 +29,7 @@ class Settings(_settings.Settings):
 
     Attributes:
         epochs: Passes over the training set.
-        batch_size: Images a step, over all ranks together.
+        batch_size: Images a step, over all ranks together; rounded to as many on each.
         lr: Learning rate of AdamW at the start; it falls to 0 at the end.
         save_every: Steps from one check-point to the next.
         seed: Seed of the run.

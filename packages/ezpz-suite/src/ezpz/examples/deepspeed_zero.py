@@ -28,7 +28,7 @@ class Settings(_settings.Settings):
         stage: Shared out are: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters.
         dtype: fp32, bf16 or fp16.
         epochs: Passes over the training set.
-        batch_size: Images a step, over all ranks together.
+        batch_size: Images a step, over all ranks together; rounded to as many on each.
         lr: Learning rate of AdamW.
         max_norm: Gradients are clipped to this norm.
         seed: Seed of the run.
@@ -47,6 +47,8 @@ def train(settings: Settings) -> None:
     """Train on all ranks. Collective: every rank calls this."""
     _settings.require("deepspeed")
     dtype = _settings.dtype_named(settings.dtype)
+    if settings.stage > 3:
+        raise _settings.UsageError(f"--stage={settings.stage}; expected 0, 1, 2 or 3")
     # DeepSpeed 0.19 calls what torch 2.13 has other names for, and would be told at each step.
     warnings.filterwarnings("ignore", ".*torch.distributed.*deprecated", FutureWarning)
     ezpz.setup_torch(framework="deepspeed", seed=settings.seed)

@@ -26,7 +26,7 @@ class Settings(_settings.Settings):
 
     Attributes:
         epochs: Passes over the training set.
-        batch_size: Images a step, over all ranks together.
+        batch_size: Images a step, over all ranks together; rounded to as many on each.
         patch: Height and width of a patch: 1, 2, 4 or 8.
         layers: Blocks of the model.
         lr: Learning rate of AdamW.

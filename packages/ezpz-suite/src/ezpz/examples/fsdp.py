@@ -26,7 +26,7 @@ class Settings(_text.Settings):
         dtype: What blocks compute in: bf16, fp16 or fp32.
         keep_gathered: Keep a block's parameters from forward to backward (ZeRO-2, not ZeRO-3).
         steps: Optimizer steps.
-        batch_size: Blocks of text a step, over all ranks together.
+        batch_size: Blocks of text a step, over all ranks together; rounded to as many on each.
         block: Tokens (bytes) in a block of text.
         lr: Learning rate of AdamW.
         data: A text file, or a folder of them; default: the Python standard library's sources.
@@ -57,7 +57,7 @@ def train(settings: Settings) -> None:
         print(ezpz.describe(model))
 
     timer = ezpz.StepTimer()
-    rates = ezpz.Throughput(tokens_per_step=settings.batch_size * settings.block)
+    rates = ezpz.Throughput()
     # With what all ranks find: metrics.jsonl shows their mean, and that they agree.
     with ezpz.History(settings.outdir, cross_rank=True) as history:
         for step, tokens, targets in _text.batches(text, settings, replicas):
@@ -67,8 +67,8 @@ def train(settings: Settings) -> None:
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             timer.step()
-            metrics = {"loss": loss, "gradient_norm": norm, **rates.metrics(timer.seconds)}
-            history.record(metrics, step=step)
+            speed = rates.metrics(timer.seconds, tokens=replicas * tokens.numel())
+            history.record({"loss": loss, "gradient_norm": norm, **speed}, step=step)
         with torch.no_grad():
             eval_loss = model(text.tokens, text.targets).item()
         history.record({"eval_loss": eval_loss}, step=settings.steps)

@@ -28,7 +28,7 @@ class Settings(_text.Settings):
     Attributes:
         log_every: Steps from one record of metrics to the next.
         steps: Optimizer steps.
-        batch_size: Blocks of text a step, over all ranks together.
+        batch_size: Blocks of text a step, over all ranks together; rounded to as many on each.
         block: Tokens (bytes) in a block of text.
         lr: Learning rate of AdamW at the start; it falls to 0 at the end.
         data: A text file, or a folder of them; default: the Python standard library's sources.

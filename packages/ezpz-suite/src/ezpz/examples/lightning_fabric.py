@@ -26,7 +26,7 @@ class Settings(_settings.Settings):
 
     Attributes:
         epochs: Passes over the training set.
-        batch_size: Images a step, over all ranks together.
+        batch_size: Images a step, over all ranks together; rounded to as many on each.
         lr: Learning rate of AdamW.
         max_norm: Gradients are clipped to this norm.
         precision: Fabric's name of it: 32-true, bf16-mixed, ...
@@ -46,11 +46,16 @@ def train(settings: Settings) -> None:
     from lightning_fabric import Fabric
 
     ezpz.setup_torch(seed=settings.seed)
-    ranks = ezpz.get_world_size()
+    ranks, nodes = ezpz.get_world_size(), ezpz.get_num_nodes()
+    if nodes * ezpz.get_local_world_size() != ranks:
+        raise _settings.UsageError(
+            f"{ezpz.get_local_world_size()} of {ranks} ranks on one of {nodes} nodes; expected as "
+            "many on each: Fabric counts nodes times devices"
+        )
     fabric = Fabric(
         accelerator=ezpz.get_torch_device_type(),
         devices=ezpz.get_local_world_size(),
-        num_nodes=ranks // ezpz.get_local_world_size(),
+        num_nodes=nodes,
         strategy="ddp" if ranks > 1 else "auto",
         precision=settings.precision,  # type: ignore[arg-type]  # one of Fabric's own names
     )

@@ -14,8 +14,9 @@ import os
 import sys
 import sysconfig
 import time
+from functools import partial, wraps
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import fire
 import torch
@@ -34,11 +35,8 @@ from ezpz_tp import parallel_state as mpu
 from ezpz_tp.model_parallel_config import ModelParallelConfig
 
 HIDDEN, HEADS, LAYERS, SEQUENCE, BATCH, VOCABULARY = 64, 4, 2, 64, 16, 256
-
-
-def draw(weight: Tensor) -> None:
-    """Fill a weight; the layer keeps this rank's part of it."""
-    nn.init.normal_(weight, std=0.02)
+draw: partial[Tensor] = partial(nn.init.normal_, std=0.02)
+"""Fills a weight; the layer keeps this rank's part of it."""
 
 
 def column(config: ModelParallelConfig, outputs: int) -> tensor_parallel.ColumnParallelLinear:
@@ -113,6 +111,14 @@ def batch(text: bytes, seed: int, device: torch.device) -> tuple[Tensor, Tensor]
     return sent[:, :-1], sent[:, 1:]
 
 
+def _device() -> torch.device:
+    for kind in (torch.cuda, torch.xpu):
+        if kind.is_available():
+            kind.set_device(int(os.environ["LOCAL_RANK"]))
+            return torch.device(kind.__name__[6:], kind.current_device())
+    return torch.device("cpu")
+
+
 def train(tp: int = 2, steps: int = 80, lr: float = 3e-3, seed: int = 42, outdir: str = "") -> None:
     """Train a small GPT in Megatron-LM's words.
 
@@ -123,28 +129,27 @@ def train(tp: int = 2, steps: int = 80, lr: float = 3e-3, seed: int = 42, outdir
         seed: Seed of the run.
         outdir: Where metrics.jsonl goes; default: outputs/megatron_style-DATE-TIME.
     """
+    for name, value in {"tp": tp, "steps": steps, "lr": lr}.items():
+        kinds, kind = ((int, float), "number") if name == "lr" else (int, "whole number")
+        if not isinstance(value, kinds) or not value > 0:
+            sys.exit(_said(f"--{name}={value}; expected a {kind} above 0"))
     if "RANK" not in os.environ:
         sys.exit(_said("RANK is not set; start it by ezpz-launch (-n 1 for one rank) or torchrun"))
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    device = _device()
+    dist.init_process_group({"cuda": "nccl", "xpu": "xccl"}.get(device.type, "gloo"))
     tp = min(tp, dist.get_world_size())
     mpu.initialize_model_parallel(tensor_model_parallel_size=tp)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     config = ModelParallelConfig(
-        tensor_model_parallel_size=tp,
-        sequence_parallel=tp > 1,
+        tensor_model_parallel_size=tp, sequence_parallel=tp > 1,
         use_cpu_initialization=device.type == "cpu",
-    )
+    )  # fmt: skip
     model = _GPT(config).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-
     sources = sorted(Path(sysconfig.get_path("stdlib")).glob("[a-d]*.py"))
     text = b"\n".join(path.read_bytes() for path in sources)
     held_out = batch(text[-100_000:], 0, device)
-    path = Path(str(outdir) or time.strftime("outputs/megatron_style-%Y%m%d-%H%M%S"))
+    path = Path(outdir or time.strftime("outputs/megatron_style-%Y%m%d-%H%M%S"))
     first, replicas = dist.get_rank() == 0, mpu.get_data_parallel_world_size()
     for step in range(1, steps + 1):
         seed_here = step * replicas + mpu.get_data_parallel_rank()
@@ -181,8 +186,12 @@ def _said(what: object) -> int:
 
 def main() -> None:
     """Read the command line and train; an error of degrees is a line, and status 2."""
+    asked: list[Any] = []
+    options = wraps(train)(lambda *given, **named: asked.extend((given, named)))
     try:
-        fire.Fire(train, name="megatron_style")
+        # Fire refuses what is misspelt before the training; and it reads no number in a text.
+        fire.Fire(fire.decorators.SetParseFns(outdir=str)(options), name="megatron_style")
+        train(*asked[0], **asked[1])
     except DegreeError as error:
         sys.exit(_said(error))
 

@@ -26,7 +26,7 @@ class Settings(_settings.Settings):
 
     Attributes:
         epochs: Passes over the training set.
-        batch_size: Images a step, over all ranks together.
+        batch_size: Images a step, over all ranks together; rounded to as many on each.
         lr: Learning rate of AdamW.
         use_fsdp: Shard the model (FSDP2) instead of copying it to each rank (DDP).
         seed: Seed of the run.

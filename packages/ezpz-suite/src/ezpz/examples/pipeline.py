@@ -25,10 +25,10 @@ class Settings(_text.Settings):
     Attributes:
         pp: Stages; all ranks where there are fewer.
         layers: Blocks of the model.
-        microbatches: Parts of a rank's batch.
+        microbatches: Parts of a rank's batch: 1, 2, 4, 8 or 16.
         schedule: 1f1b, gpipe, or interleaved (two chunks of layers a rank).
         steps: Optimizer steps.
-        batch_size: Blocks of text a step, over all ranks together.
+        batch_size: Blocks of text a step, over all ranks together; rounded to as many on each.
         block: Tokens (bytes) in a block of text.
         lr: Learning rate of AdamW.
         data: A text file, or a folder of them; default: the Python standard library's sources.
@@ -47,6 +47,11 @@ def train(settings: Settings) -> None:
     if settings.schedule not in ("1f1b", "gpipe", "interleaved"):
         raise _settings.UsageError(
             f"--schedule={settings.schedule}; expected 1f1b, gpipe or interleaved"
+        )
+    if _text.HELD_OUT % settings.microbatches:
+        raise _settings.UsageError(
+            f"--microbatches={settings.microbatches}; expected a divisor of {_text.HELD_OUT}, the "
+            "blocks that are evaluated at the end"
         )
     pp = min(settings.pp, ezpz.get_world_size())
     ezpz.setup_torch(seed=settings.seed, pipeline_parallel_size=pp)

@@ -27,7 +27,7 @@ class Settings(_settings.Settings):
 
     Attributes:
         epochs: Passes over the training set.
-        batch_size: Images a step, over all ranks together.
+        batch_size: Images a step, over all ranks together; rounded to as many on each.
         patch: Height and width of a patch: 1, 2, 4 or 8.
         layers: Blocks of the model.
         lr: Learning rate of AdamW at its highest.
@@ -49,11 +49,19 @@ class Settings(_settings.Settings):
 def train(settings: Settings) -> None:
     """Train on all ranks. Collective: every rank calls this."""
     dtype = _settings.dtype_named(settings.dtype)
+    if settings.report:  # which is written last
+        _settings.require("matplotlib")
+        _settings.require("jinja2")
     ezpz.setup_torch(seed=settings.seed)
     logger = ezpz.get_logger("vit")
     device = ezpz.get_torch_device()
     share = max(1, settings.batch_size // ezpz.get_world_size())
-    loader = ezpz.DataLoader(digits("train"), share, shuffle=True, seed=settings.seed)
+    # Batches of one size: a rate is then that of any step.
+    loader = ezpz.DataLoader(
+        digits("train"), share, shuffle=True, seed=settings.seed, drop_last=True
+    )
+    if not len(loader):
+        raise _settings.UsageError(f"--batch_size={settings.batch_size}; expected at most 1438")
     images, labels = (part.to(device) for part in digits("test").tensors)
     config = ViTConfig(patch_size=settings.patch, layers=settings.layers)
     model = ezpz.wrap_model(VisionTransformer(config))
