@@ -40,7 +40,7 @@ def test_the_page_names_every_command():
 def test_help_loads_nothing_that_is_slow():
     loaded = modules_of("from ezpz._cli import main; main(['--help'])")
     ours = {name for name in loaded if name.startswith("ezpz")}
-    assert ours == {"ezpz", "ezpz._cli", "ezpz._version", "ezpz._names"}
+    assert ours == {"ezpz", "ezpz._cli", "ezpz._streams", "ezpz._version", "ezpz._names"}
     assert not {"torch", "numpy", "fire", "importlib.metadata", "dataclasses"} & loaded
 
 
@@ -150,14 +150,15 @@ def test_a_page_that_nobody_reads(closed):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_page_that_cannot_be_written():
+@pytest.mark.parametrize(("words", "whose"), [((), "ezpz"), (("test",), "ezpz test")])
+def test_a_page_that_cannot_be_written(words, whose):
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "ezpz", "--help"],
+            [sys.executable, "-m", "ezpz", *words, "--help"],
             stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False,
         )  # fmt: skip
     assert done.returncode == 1
-    assert done.stderr == "ezpz: standard output: No space left on device\n"
+    assert done.stderr == f"{whose}: standard output: No space left on device\n"
 
 
 def _clean():

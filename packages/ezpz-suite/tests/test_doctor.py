@@ -44,6 +44,11 @@ def hangs_in_c(seconds):
 def stops(seconds):
     import signal
     os.kill(os.getpid(), signal.SIGSTOP)
+def is_killed(seconds):
+    import signal
+    os.kill(os.getpid(), signal.SIGKILL)
+def counts(seconds):
+    return CheckResult.ok("it counts", bytes=1 << 64, most=(1 << 64) - 1)
 def says_nothing(seconds):
     pass
 def says_much(seconds):
@@ -111,8 +116,8 @@ def is_left(pid):
 def broken(tmp_path_factory):
     """One run of everything that a check can do to the doctor and end by itself."""
     folder = tmp_path_factory.mktemp("broken")
-    names = ["well", "warns", "raises", "leaves", "segfaults", "exits", "says_nothing",
-             "says_much", "lies", "not_there", "leaves_others"]  # fmt: skip
+    names = ["well", "warns", "counts", "raises", "leaves", "segfaults", "exits", "is_killed",
+             "says_nothing", "says_much", "lies", "not_there", "leaves_others"]  # fmt: skip
     info = folder / "probes-1.2.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: probes\nVersion: 1.2\n")
@@ -138,6 +143,8 @@ def test_a_package_of_somebody_else_contributes_checks(broken):
     assert 0 < well["seconds"] < 60
     assert results["warns"]["status"] == "warning"
     assert results["warns"]["remedy"] == "nothing"
+    # JSON's readers know 64 bits.
+    assert results["counts"]["details"] == {"bytes": str(1 << 64), "most": (1 << 64) - 1}
 
 
 @pytest.mark.parametrize(
@@ -162,6 +169,15 @@ def test_a_broken_check_is_an_error_that_names_it(broken, name, message):
     assert re.search(message, result["message"])
     assert "probes 1.2" in result["source"]
     assert "install probes again" in result["remedy"]
+
+
+def test_a_check_that_is_killed_does_not_hang(broken):
+    _, results, _ = broken
+    result = results["is_killed"]
+    assert (result["status"], result["message"]) == (
+        "error", "was killed by SIGKILL, and not by the doctor"
+    )  # fmt: skip
+    assert "memory may be short" in result["remedy"]
 
 
 def test_what_a_broken_check_printed_is_kept(broken):
@@ -239,7 +255,11 @@ def test_the_api_runs_some_of_them():
     assert results[0].source.startswith("ezpz-topo ")
 
 
-def test_interrupted_it_leaves_nothing(probes, tmp_path):
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)],
+)
+def test_interrupted_it_leaves_nothing(probes, tmp_path, number, status):
     module = PROBES.replace(
         "time.sleep(3600)\ndef hangs_in_c", "open(os.environ['PROBE_PIDS'], 'w').write("
         "str(os.getpid())); time.sleep(3600)\ndef hangs_in_c", 1,
@@ -255,8 +275,8 @@ def test_interrupted_it_leaves_nothing(probes, tmp_path):
     while not pids.exists() or not pids.read_text():
         assert time.monotonic() < end
         time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 130
+    process.send_signal(number)
+    assert process.wait(60) == status
     assert not is_left(int(pids.read_text()))
 
 
@@ -280,6 +300,7 @@ def test_a_misspelt_name_is_told_the_right_one(capsys):
         (["--only"], "expected --only=VALUE"),
         (["--only="], "expected --only=VALUE"),
         (["--json=1"], "expected --json;"),
+        (["--only=disk", "--only=mpi"], "--only is given twice; expected once"),
         (["--timeout=soon"], "--timeout=soon; expected seconds above 0"),
         (["--timeout=nan"], "--timeout=nan; expected seconds above 0"),
         (["--timeout=-1"], "expected seconds above 0"),
@@ -300,6 +321,16 @@ def test_help_version_and_list(capsys):
     assert main(["--list"]) == 0
     listed = capsys.readouterr().out
     assert all(re.search(rf"(?m)^{name} +ezpz-", listed) for name in OURS)
+
+
+def test_what_cannot_be_written_is_said():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "ezpz", "doctor", "--list"],
+            stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False,
+        )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr == "ezpz doctor: standard output: No space left on device\n"
 
 
 def on_a_terminal(*words, site, **variables):
@@ -350,6 +381,21 @@ def test_on_a_terminal_it_is_a_table_of_80_columns(probes):
     assert {line[:22].strip() for line in lines[1:-1]} == {"", "ok       probe-well"}
     assert lines[-1].startswith("2 checks in ")
     assert "1 warning (probe-warns)" in lines[-1]
+
+
+def test_beside_long_names_nothing_is_lost(capsys, monkeypatch):
+    from ezpz._doctor.show import table
+    from ezpz_topo import CheckResult
+
+    monkeypatch.setenv("COLUMNS", "40")
+    results = [
+        CheckResult("warning", "it is full", "remove what is old", name=40 * "n"),
+        CheckResult("ok", "it is well", name="short"),
+    ]
+    said = table(results, 1.0)
+    assert "it is full" in said
+    assert "it is well" in said
+    assert " ".join(said.split()).count("remedy: remove what is old") == 1
 
 
 def test_no_colour_where_none_is_wanted(probes):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import sys
 
+from ._streams import complain, print_page
 from ._version import __version__
 
 TYPE_CHECKING = False
@@ -68,10 +68,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         return _page(words)
     if words == ["--version"]:
-        return _print(__version__)
+        return print_page(__version__, "ezpz")
     found = COMMANDS.get(words[0])
     if found is None:
-        return _complain(_unknown(words[0]))
+        complain(_unknown(words[0]), "ezpz")
+        return 2
     from importlib import import_module  # noqa: PLC0415  # only a command needs it
 
     module, *first = found
@@ -84,7 +85,7 @@ def _page(words: list[str]) -> int:
     """Print a page of help: `ezpz`, `ezpz --help`, `ezpz help launch`."""
     if words[:1] == ["help"] and words[1:]:
         return main([words[1], "--help"])
-    status = _print(HELP)
+    status = print_page(HELP, "ezpz")
     # Nothing was asked for, and nothing was done.
     return status if words else 2
 
@@ -97,27 +98,3 @@ def _unknown(word: str) -> str:
         return f"{word!r} is no command; did you mean {close[0]!r}? See ezpz --help"
     known = f"{word!r} is no command; expected one of {', '.join(COMMANDS)}"
     return f"{known}; a script of yours is started by ezpz launch"
-
-
-def _print(text: str) -> int:
-    if sys.stdout is None:
-        return 0  # closed: nobody wants it
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        # `ezpz --help | head -1` is no failure, nor is the interpreter's own flush.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        _complain(f"standard output: {error.strerror}")
-        return 1
-    return 0
-
-
-def _complain(text: str) -> int:
-    if sys.stderr is not None:
-        try:
-            print(f"ezpz: {text}", file=sys.stderr, flush=True)
-        except OSError:
-            return 2  # nobody reads it
-    return 2

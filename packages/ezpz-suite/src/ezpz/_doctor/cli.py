@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
+import signal
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
+from ezpz._streams import abandon, complain
 from ezpz._version import __version__
 
 from . import show
@@ -42,6 +44,8 @@ examples:
 exit status: 0, also with warnings; 1 one check at least says error; 2 the words make no sense, or
 nothing could be checked or written"""
 
+_NAME: Final = "ezpz doctor"
+_ENDING: Final = (signal.SIGTERM, signal.SIGHUP)
 _FLAGS: Final = ("json", "list")
 _VALUES: Final = ("only", "timeout")
 
@@ -50,19 +54,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ``ezpz doctor`` with these words (default: the process's) and return its exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _answer(words)
+        with _unwound_by_signals():
+            return _answer(words)
     except DoctorError as error:
-        _complain(str(error))
+        complain(str(error), _NAME)
         return 2
-    except BrokenPipeError:
-        # `ezpz doctor | head -1` is no failure, nor is the interpreter's own flush.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except OSError as error:
-        _complain(f"{error.filename or 'standard output'}: {error.strerror or error}")
+        abandon(sys.stdout)
+        if isinstance(error, BrokenPipeError):
+            return 0  # `ezpz doctor | head -1` is no failure
+        complain(f"{error.filename or 'standard output'}: {error.strerror or error}", _NAME)
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+@contextlib.contextmanager
+def _unwound_by_signals() -> Iterator[None]:
+    """Let what would end this process unwind it, so that it takes the checks with it."""
+
+    def unwind(number: int, _frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    # Signals are the main thread's; one that is ignored (nohup) or another's stays so.
+    ours = threading.current_thread() is threading.main_thread()
+    taken = [each for each in _ENDING if ours and signal.getsignal(each) is signal.SIG_DFL]
+    for each in taken:
+        signal.signal(each, unwind)
+    try:
+        yield
+    finally:
+        for each in taken:
+            signal.signal(each, signal.SIG_DFL)
 
 
 def _answer(words: list[str]) -> int:
@@ -130,7 +153,8 @@ def _asked(words: list[str]) -> dict[str, str]:
 
 
 def _refuse(words: Sequence[str]) -> None:
-    """Fire takes a missing value for True, and has options of its own: none of that."""
+    """Fire takes a missing value for True, and of two the last: none of that, nor its options."""
+    given: set[str] = set()
     for word in words:
         name, equals, value = word.removeprefix("--").partition("=")
         if not word.startswith("--") or name not in (*_FLAGS, *_VALUES):
@@ -139,13 +163,11 @@ def _refuse(words: Sequence[str]) -> None:
         if (name in _FLAGS) == bool(equals) or (name in _VALUES and not value):
             form = f"--{name}" if name in _FLAGS else f"--{name}=VALUE"
             raise DoctorError(f"{word!r}; expected {form}; see ezpz doctor --help")
+        if name in given:
+            raise DoctorError(f"--{name} is given twice; expected once; see ezpz doctor --help")
+        given.add(name)
 
 
 def _print(text: str) -> None:
     encoding = sys.stdout.encoding or "utf-8"
     print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
-
-
-def _complain(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # closed: nobody is there
-        print(f"ezpz doctor: {text}", file=sys.stderr, flush=True)

@@ -104,6 +104,7 @@ class Running:
 
     def end(self) -> CheckResult:
         """End it, and all that it started; return what came of it, whatever that is."""
+        had_ended = self._has_ended()
         self.kill()
         for descriptor in (self.answer, self.printed):
             while len(self._said[0]) <= _MOST and self.read(descriptor):
@@ -111,7 +112,7 @@ class Running:
         for pipe in (self._process.stdout, self._process.stderr):
             if pipe is not None:
                 pipe.close()
-        result = self._answered() if self._line else self._unanswered()
+        result = self._answered() if self._line else self._unanswered(had_ended)
         took = time.monotonic() - self._begun
         return replace(
             result, name=self.check.name, source=self.check.source, seconds=round(took, 3)
@@ -128,24 +129,31 @@ class Running:
             self._process.wait(0.2)
 
     def _answered(self) -> CheckResult:
-        answer: dict[str, Any] = json.loads(self._line or b"")
+        answer: dict[str, Any] = json.loads(self._line or b"", parse_int=_number)
         if "broken" in answer:
             return self._broken(answer["broken"], answer["details"])
         return CheckResult(**answer)
 
-    def _unanswered(self) -> CheckResult:
+    def _unanswered(self, had_ended: bool) -> CheckResult:
         status, words = self._process.returncode, self._said[1].decode(errors="replace")
         details = {"exit_status": status, "printed": words[-_SHOWN:]}
         if len(self._said[0]) > _MOST:
             return self._broken(f"answered more than {_MOST >> 20} MiB", details)
         # Its own watch ends it with this status, and says where it stood.
-        if _TIME_OVER in words or status in (None, -signal.SIGKILL):
+        if _TIME_OVER in words or (status in (None, -signal.SIGKILL) and not had_ended):
             remedy = (
                 f"give it more time: ezpz doctor --timeout=60 --only={self.check.name}; if that "
                 "does not help, what it waits for hangs"
             )
             return CheckResult.error(
                 f"hangs: did not end in {self._timeout:g} s{_standing(words)}", remedy, **details
+            )
+        if status == -signal.SIGKILL:
+            return CheckResult.error(
+                "was killed by SIGKILL, and not by the doctor",
+                "memory may be short: see dmesg, or the job's limit; run it alone: ezpz doctor "
+                f"--only={self.check.name}",
+                **details,
             )
         if status < 0:
             name = signal.Signals(-status).name
@@ -157,6 +165,12 @@ class Running:
         return CheckResult.error(
             message, f"install {package} again, or report it to its authors with --json", **details
         )
+
+
+def _number(digits: str) -> int | str:
+    """Return a whole number; one that orjson cannot write, which knows 64 bits, as its text."""
+    number = int(digits)
+    return number if -(1 << 63) <= number < 1 << 64 else digits
 
 
 def _standing(words: str) -> str:

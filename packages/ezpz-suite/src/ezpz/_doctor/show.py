@@ -13,6 +13,8 @@ from .found import Check
 
 _COLOURS: Final = {"ok": "green", "warning": "yellow", "error": "red"}
 _NARROWEST, _WIDEST, _USUAL = 40, 100, 80
+_NARROWEST_COLUMN = 16
+"""Of what was found: beside names that leave less than that lines are too long."""
 
 
 def table(results: Sequence[CheckResult], seconds: float) -> str:
@@ -21,14 +23,15 @@ def table(results: Sequence[CheckResult], seconds: float) -> str:
     statuses = max(len(status) for status in _COLOURS)
     names = max(len(result.name) for result in results)
     indent = statuses + names + 4
+    column = max(width - indent, _NARROWEST_COLUMN)
     lines: list[str] = []
     for result in results:
         word = _coloured(result.status, result.status.ljust(statuses))
-        said = _wrapped(result.message, width - indent)
+        said = _wrapped(result.message, column)
         lines.append(f"{word}  {result.name:<{names}}  {said[0]}")
         lines += [" " * indent + line for line in said[1:]]
         if result.remedy and result.status != "ok":
-            remedy = _wrapped(f"remedy: {result.remedy}", width - indent)
+            remedy = _wrapped(f"remedy: {result.remedy}", column)
             lines += [" " * indent + line for line in remedy]
     return "\n".join([*lines, *_wrapped(_summary(results, seconds), width)])
 

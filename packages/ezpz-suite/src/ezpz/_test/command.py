@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 from collections.abc import Sequence
 from typing import Final
 
+from ezpz import _streams
 from ezpz._version import __version__
 
 from .options import OPTIONS, UsageError, closest, take
 
-_USAGE: Final = "ezpz test [OPTION...] [LAUNCH OPTION...]"
+_NAME: Final = "ezpz test"
+_USAGE: Final = f"{_NAME} [OPTION...] [LAUNCH OPTION...]"
 _WIDEST: Final = 120
 
 _HEAD: Final = f"""\
@@ -49,9 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         if {"-h", "--help"} & set(words):
-            return _print(help_page())
+            return _streams.print_page(help_page(), _NAME)
         if words == ["--version"]:
-            return _print(__version__)
+            return _streams.print_page(__version__, _NAME)
         return _launch(words)
     except UsageError as error:
         complain(str(error))
@@ -68,10 +69,8 @@ def help_page() -> str:
 
 
 def complain(text: str) -> None:
-    """Write a line of ours to standard error; where nobody can read it, go on without."""
-    if sys.stderr is not None:
-        with contextlib.suppress(OSError):
-            print(f"ezpz test: {text}", file=sys.stderr, flush=True)
+    """Write a line of the test's to standard error."""
+    _streams.complain(text, _NAME)
 
 
 def _launch(words: Sequence[str]) -> int:
@@ -116,14 +115,3 @@ def _width() -> list[str]:
     columns = os.get_terminal_size(sys.stdout.fileno()).columns
     # Some pseudo-terminals are 0 columns wide.
     return ["--env", f"COLUMNS={min(columns, _WIDEST)}"] if columns else []
-
-
-def _print(text: str) -> int:
-    if sys.stdout is None:
-        return 0  # closed: nobody wants it
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        # `ezpz test --help | head -1` is no failure, nor is the interpreter's own flush.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
