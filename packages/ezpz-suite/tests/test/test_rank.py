@@ -32,6 +32,7 @@ def losses_alone(alone, tested, batch=4):
         (4, ["--tp=2", "--pp=2"]),
         (4, ["--tp=2", "--cp=2"]),
         (4, ["--cp=2", "--pp=2"]),
+        (8, ["--tp=8"]),
     ],
     ids=lambda value: "".join(value) if isinstance(value, list) else str(value),
 )
@@ -162,7 +163,8 @@ def test_a_loss_that_is_no_number_ends_the_training(ranks):
     ("words", "said"),
     [
         (["--tp=3"], "tensor 3 x context 1 x pipeline 1 = 3 does not divide the world size 2"),
-        (["--dim=63"], "make dim a multiple of 16"),
+        (["--dim=63"], "make dim a multiple of 32"),
+        (["--seq=3000000", "--dim=32"], "--seq=3000000; expected fewer than the 2"),
         (["--frob=1"], "'--frob=1' is no option of a test; see ezpz test --help"),
     ],
 )
@@ -173,6 +175,26 @@ def test_what_the_user_can_mend_is_one_line_of_one_rank(ranks, words, said):
     assert len(ours) == 1
     assert said in ours[0]
     assert "Traceback" not in "".join(err for _, _, err in done)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "complaint"),
+    [
+        ("os.dup2(os.open('/dev/full', os.O_WRONLY), 1)", "No space left on device"),
+        ("ends = os.pipe(); os.close(ends[0]); os.dup2(ends[1], 1)", ""),
+        ("os.close(1); sys.stdout = None", ""),
+    ],
+    ids=["full", "broken", "closed"],
+)
+@pytest.mark.parametrize("words", [[], ["--json"]], ids=["page", "json"])
+def test_an_output_that_nobody_reads_loses_no_result(ranks, tmp_path, spoil, complaint, words):
+    test = TEST.format(words=["--steps=4", *SMALL[1:], "--outdir=kept", *words])
+    ((status, _, said),) = ranks(1, f"{spoil}\n{test}")
+    assert status == int(bool(complaint)), said
+    assert "Traceback" not in said
+    expected = [f"ezpz test: standard output: {complaint}"] if complaint else []
+    assert [line for line in said.splitlines() if "standard output" in line] == expected
+    assert json.loads((tmp_path / "cwd" / "kept" / "result.json").read_bytes())["steps"] == 4
 
 
 def test_half_an_environment_is_one_line(ranks):

@@ -18,6 +18,7 @@ import torch
 import ezpz_dist
 import ezpz_obs
 import ezpz_tp
+from ezpz._streams import abandon
 from ezpz.models import LlamaConfig, ModelError
 from ezpz_device import (
     DeviceError,
@@ -87,8 +88,8 @@ def _run(settings: Settings, out: TextIO) -> int:
     with _folder(settings) as folder:
         result = _test(settings, device, folder)
         failed = bool(result.failures())
-        if get_rank() == 0:
-            _tell(result, settings, folder, out)
+        if get_rank() == 0 and not _tell(result, settings, folder, out):
+            failed = True
     ezpz_tp.destroy_tensor_parallel()
     ezpz_dist.cleanup()
     return int(failed)
@@ -144,7 +145,8 @@ def _test(settings: Settings, device: torch.device, folder: Path | None) -> Resu
 
 
 def _config(settings: Settings) -> LlamaConfig:
-    heads = max(8, settings.dim // 128)
+    # Of keys and values half as many: eight ranks of one node can share them.
+    heads = max(16, settings.dim // 128)
     return LlamaConfig(
         vocab_size=256, dim=settings.dim, layers=settings.layers, heads=heads, kv_heads=heads // 2,
         max_seq_len=settings.seq,
@@ -160,20 +162,28 @@ def _say(log: object, event: str, **values: object) -> None:
         log.info(event, **values)  # type: ignore[attr-defined]  # structlog's logger has no type
 
 
-def _tell(result: Result, settings: Settings, folder: Path | None, out: TextIO) -> None:
-    """Write what was found, on rank 0."""
+def _tell(result: Result, settings: Settings, folder: Path | None, out: TextIO) -> bool:
+    """Write what was found, on rank 0; return whether it could be written."""
     assert folder is not None  # rank 0 has one
     facts = orjson.dumps(result.facts(), option=orjson.OPT_INDENT_2).decode() + "\n"
-    if settings.json:
-        out.write(facts)
-        out.flush()
-    else:
-        write_page(result, folder, out, pairs_asked=settings.pairs)
+    # First: nobody may be left to read the page.
     if settings.outdir:
         (folder / "result.json").write_text(facts)
         complain(f"kept: {folder}/metrics.jsonl and result.json")
     for failure in result.failures() if settings.json else ():
         complain(failure)
+    try:
+        if settings.json:
+            out.write(facts)
+            out.flush()
+        else:
+            write_page(result, folder, out, pairs_asked=settings.pairs)
+    except OSError as error:
+        abandon(out)
+        if not isinstance(error, BrokenPipeError):
+            complain(f"standard output: {error.strerror}")
+            return False
+    return True
 
 
 @contextlib.contextmanager
@@ -192,6 +202,10 @@ def _folder(settings: Settings) -> Iterator[Path | None]:
 @contextlib.contextmanager
 def _standard_output(settings: Settings) -> Iterator[TextIO]:
     """Keep standard output for JSON, if that is asked for: what libraries print goes elsewhere."""
+    if sys.stdout is None:  # closed: nobody wants it
+        with open(os.devnull, "w", encoding="utf-8") as nowhere:
+            yield nowhere
+        return
     if not settings.json:
         yield sys.stdout
         return

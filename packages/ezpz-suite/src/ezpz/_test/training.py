@@ -17,6 +17,7 @@ from ezpz.models import LlamaConfig
 from ezpz_device import get_torch_device
 from ezpz_topo import get_world_size
 
+from .options import UsageError
 from .result import Result
 from .settings import Settings
 from .text import batch, load_text
@@ -41,9 +42,16 @@ def train(
         config: Of the model.
         result: Takes the losses and times of the steps; on the rank with a folder the rates too.
         folder: Where rank 0 writes the metrics; None on the others, which write and say nothing.
+
+    Raises:
+        UsageError: A sequence is longer than the text.
     """
     log = ezpz_obs.get_logger("test")
     text = load_text()
+    if len(text) <= settings.seq:
+        raise UsageError(
+            f"--seq={settings.seq}; expected fewer than the {len(text)} bytes of text that are read"
+        )
     rates = ezpz_obs.Throughput(
         tokens_per_step=result.tokens_per_step,
         flops_per_token=config.flops_per_token(settings.seq),
