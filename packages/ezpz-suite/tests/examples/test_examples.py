@@ -133,6 +133,14 @@ def test_vit_counts_the_images_that_it_saw(alone, tmp_path):
     assert len(steps) == 2 * (1438 // 64)
 
 
+def test_hf_trainer_evaluates_less_than_a_batch_of_all_ranks(alone, tmp_path):
+    """As of 16 blocks on three ranks, which take eight each at once."""
+    needs("hf_trainer")
+    alone.setattr("ezpz.examples._text.HELD_OUT", 5)
+    run_here(alone, "hf_trainer", "--steps=2", "--log_every=1", f"--outdir={tmp_path}")
+    assert len(curve(tmp_path, "eval_loss")) == 1
+
+
 def test_tensor_parallel_fsdp_follows_one_process(alone, launch, tmp_path):
     """On four ranks, two by two: the same loss and norm of the gradient at every step."""
     words = "--steps=12"

@@ -78,7 +78,6 @@ def train(settings: Settings) -> None:
         save_strategy="no",
         report_to=[],
         disable_tqdm=True,
-        dataloader_drop_last=True,
         ddp_find_unused_parameters=False,
         use_cpu=ezpz.get_torch_device_type() == "cpu",
     )
