@@ -18,6 +18,8 @@ OURS = {
     "shared-memory", "versions", "wandb",
 }  # fmt: skip
 
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="macOS has no such thing")
+
 PROBES = '''
 import os, re, subprocess, sys, time
 from ezpz_topo import CheckResult
@@ -47,6 +49,10 @@ def stops(seconds):
 def is_killed(seconds):
     import signal
     os.kill(os.getpid(), signal.SIGKILL)
+def is_signalled(seconds):
+    """By a real-time signal, which has no name."""
+    import signal
+    os.kill(os.getpid(), signal.SIGRTMIN + 1)
 def counts(seconds):
     return CheckResult.ok("it counts", bytes=1 << 64, most=(1 << 64) - 1)
 def says_nothing(seconds):
@@ -117,7 +123,7 @@ def broken(tmp_path_factory):
     """One run of everything that a check can do to the doctor and end by itself."""
     folder = tmp_path_factory.mktemp("broken")
     names = ["well", "warns", "counts", "raises", "leaves", "segfaults", "exits", "is_killed",
-             "says_nothing", "says_much", "lies", "not_there", "leaves_others"]  # fmt: skip
+             "is_signalled", "says_nothing", "says_much", "lies", "not_there", "leaves_others"]  # fmt: skip
     info = folder / "probes-1.2.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: probes\nVersion: 1.2\n")
@@ -154,6 +160,7 @@ def test_a_package_of_somebody_else_contributes_checks(broken):
         ("leaves", "probes:leaves raised SystemExit: on purpose"),
         ("segfaults", r"crashed by SIGSEGV; it stands in segfaults \(.*probes.py:\d+\)"),
         ("exits", "ended with exit status 7 and without a result"),
+        pytest.param("is_signalled", "crashed by signal 35", marks=linux_only),
         ("says_nothing", "probes:says_nothing returned None; expected an ezpz_topo.CheckResult"),
         ("says_much", "answered more than 1 MiB"),
         ("lies", "probes:lies returned what is no result: TypeError: .*colour"),
@@ -323,6 +330,7 @@ def test_help_version_and_list(capsys):
     assert all(re.search(rf"(?m)^{name} +ezpz-", listed) for name in OURS)
 
 
+@linux_only
 def test_what_cannot_be_written_is_said():
     with open("/dev/full", "w") as full:
         done = subprocess.run(

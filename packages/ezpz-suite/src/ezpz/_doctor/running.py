@@ -156,8 +156,7 @@ class Running:
                 **details,
             )
         if status < 0:
-            name = signal.Signals(-status).name
-            return self._broken(f"crashed by {name}{_standing(words)}", details)
+            return self._broken(f"crashed by {_signal(-status)}{_standing(words)}", details)
         return self._broken(f"ended with exit status {status} and without a result", details)
 
     def _broken(self, message: str, details: dict[str, Any]) -> CheckResult:
@@ -165,6 +164,12 @@ class Running:
         return CheckResult.error(
             message, f"install {package} again, or report it to its authors with --json", **details
         )
+
+
+def _signal(number: int) -> str:
+    # Of the real-time signals only the first and the last have a name.
+    known = number in list(signal.Signals)
+    return signal.Signals(number).name if known else f"signal {number}"
 
 
 def _number(digits: str) -> int | str:
