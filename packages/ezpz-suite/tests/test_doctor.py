@@ -123,7 +123,8 @@ def broken(tmp_path_factory):
     """One run of everything that a check can do to the doctor and end by itself."""
     folder = tmp_path_factory.mktemp("broken")
     names = ["well", "warns", "counts", "raises", "leaves", "segfaults", "exits", "is_killed",
-             "is_signalled", "says_nothing", "says_much", "lies", "not_there", "leaves_others"]  # fmt: skip
+             "is_signalled", "says_nothing", "says_much", "lies", "not_there",
+             "leaves_others"]  # fmt: skip
     info = folder / "probes-1.2.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: probes\nVersion: 1.2\n")
