@@ -28,6 +28,7 @@ def refused(alone, capsys, tmp_path, name, *words):
         ("--lr=fast", "--lr=fast; expected a number above 0"),
         ("--seed=-1", "--seed=-1; expected a whole number from 0"),
         ("--use_fsdp=3", "--use_fsdp=3; expected True or False"),
+        ("--outdir", "--outdir True; expected --outdir=True"),
     ],
 )
 def test_a_bad_value(word, expected, alone, capsys, tmp_path):
@@ -162,3 +163,4 @@ def test_help_names_every_setting(name, alone, capsys):
     for setting in module.Settings.__dataclass_fields__:
         assert f"--{setting}=" in said.out + said.err
         assert f"{setting}: " in described
+    assert "FIRE" not in said.out + said.err

@@ -6,7 +6,7 @@ import dataclasses
 import importlib.util
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TypeVar
 
@@ -56,6 +56,8 @@ class Settings:
         for field in dataclasses.fields(self):
             value, kind = getattr(self, field.name), type(field.default)
             if kind is str:
+                if type(value) is not str:
+                    raise UsageError(f"--{field.name} {value}; expected --{field.name}={value}")
                 continue
             least = field.metadata.get("least", 1)
             expected = {
@@ -100,11 +102,10 @@ def main(settings: type[S], train: Callable[[S], object]) -> None:
     """
     name = Path(sys.argv[0]).stem
     try:
-        # Text stays text: Fire would make the number 202401 of --outdir=2024_01.
-        texts = {one.name: str for one in dataclasses.fields(settings) if type(one.default) is str}
-        command = fire.decorators.SetParseFns(**texts)(settings)
+        texts = [one.name for one in dataclasses.fields(settings) if type(one.default) is str]
+        words = [_quoted(word, texts) for word in sys.argv[1:]]
         # Only the settings come from Fire: a misspelt one is refused before the training.
-        given: S = fire.Fire(command, name=name, serialize=lambda _settings: None)
+        given: S = fire.Fire(settings, words, name=name, serialize=lambda _settings: None)
         if not given.outdir:
             folder = time.strftime(f"outputs/{name}-%Y%m%d-%H%M%S")
             given = dataclasses.replace(given, outdir=folder)
@@ -123,6 +124,13 @@ def main(settings: type[S], train: Callable[[S], object]) -> None:
         if missing not in _EXTRAS:
             raise
         sys.exit(_said(name, f"needs {missing}: pip install '{_EXTRAS[missing]}'"))
+
+
+def _quoted(word: str, texts: Collection[str]) -> str:
+    """Return a setting that is a text as Fire leaves it one: of 2024_01 it would make 202401."""
+    name, equals, value = word.partition("=")
+    is_text = equals and name.removeprefix("--") in texts
+    return f"{name}={value!r}" if is_text else word
 
 
 def _said(name: str, what: str) -> int:

@@ -149,7 +149,7 @@ def train(tp: int = 2, steps: int = 80, lr: float = 3e-3, seed: int = 42, outdir
     sources = sorted(Path(sysconfig.get_path("stdlib")).glob("[a-d]*.py"))
     text = b"\n".join(path.read_bytes() for path in sources)
     held_out = batch(text[-100_000:], 0, device)
-    path = Path(outdir or time.strftime("outputs/megatron_style-%Y%m%d-%H%M%S"))
+    path = Path(str(outdir) or time.strftime("outputs/megatron_style-%Y%m%d-%H%M%S"))
     first, replicas = dist.get_rank() == 0, mpu.get_data_parallel_world_size()
     for step in range(1, steps + 1):
         seed_here = step * replicas + mpu.get_data_parallel_rank()
@@ -189,8 +189,7 @@ def main() -> None:
     asked: list[Any] = []
     options = wraps(train)(lambda *given, **named: asked.extend((given, named)))
     try:
-        # Fire refuses what is misspelt before the training; and it reads no number in a text.
-        fire.Fire(fire.decorators.SetParseFns(outdir=str)(options), name="megatron_style")
+        fire.Fire(options, name="megatron_style")  # refuses what is misspelt before the training
         train(*asked[0], **asked[1])
     except DegreeError as error:
         sys.exit(_said(error))
