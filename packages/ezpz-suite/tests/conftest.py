@@ -12,36 +12,53 @@ import textwrap
 import pytest
 
 PRELUDE = """
-import os
+import os, sys
 for fd, path in ((1, {out!r}), (2, {err!r})):
     os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), fd)
 os.environ.clear()
 os.environ.update({env!r})
+os.chdir({cwd!r})
 import torch, ezpz_dist, ezpz_tp
 torch.set_num_threads(1)
 """
+PRELOADED = [
+    "torch.distributed", "ezpz_dist", "ezpz_tp",
+    # What some tests import on each rank, for seconds.
+    "ezpz._test.rank", "ezpz.models._llama.model", "ezpz.models._llama.pipeline", "fire", "numpy",
+    "plotext", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.optim",
+    "torch.distributed.pipelining",
+]  # fmt: skip
 LAUNCHERS = ("SLURM_", "PBS_", "PMI", "OMPI_", "EZPZ_", "TORCHELASTIC", "MASTER_")
-PLACE = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"}
+PLACE = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK"}
 
 
 @pytest.fixture(scope="session")
 def fork_server():
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "ezpz_dist", "ezpz_tp"])
+    context.set_forkserver_preload(PRELOADED)
     return context
 
 
 @pytest.fixture
-def ranks(fork_server, tmp_path):
-    """Run a script on n real ranks; return what each printed, or (status, output, errors)."""
-    started = []
+def clean_env():
+    """The environment of a user outside of any job."""
     clean = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(LAUNCHERS) and name not in PLACE
     }
+    return {**clean, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
 
-    def run(n, script, *, check=True, timeout=180, each=None):
+
+@pytest.fixture
+def ranks(fork_server, clean_env, tmp_path):
+    """Run a script on n real ranks; return what each printed, or (status, output, errors).
+
+    ``each`` has variables for single ranks; ``nodes`` share the ranks evenly.
+    """
+    started = []
+
+    def run(n, script, *, check=True, timeout=180, each=None, nodes=1, cwd=None):
         with socket.socket() as probe:
             # Held, without listening, so that no test beside this one is given the same port.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -50,14 +67,17 @@ def ranks(fork_server, tmp_path):
             mine = []
             for rank in range(n):
                 files = [tmp_path / f"{len(started)}.{name}" for name in ("out", "err")]
+                local = n // nodes
                 env = {
-                    **clean, "OMP_NUM_THREADS": "1", "NO_COLOR": "1",
-                    "RANK": str(rank), "LOCAL_RANK": str(rank),
-                    "WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n),
+                    **clean_env,
+                    "RANK": str(rank), "WORLD_SIZE": str(n), "LOCAL_RANK": str(rank % local),
+                    "LOCAL_WORLD_SIZE": str(local), "GROUP_RANK": str(rank // local),
                     "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
                     **((each or {}).get(rank, {})),
                 }  # fmt: skip
-                text = PRELUDE.format(out=str(files[0]), err=str(files[1]), env=env)
+                text = PRELUDE.format(
+                    out=str(files[0]), err=str(files[1]), env=env, cwd=str(cwd or os.getcwd())
+                )
                 process = fork_server.Process(
                     target=exec, args=(text + textwrap.dedent(script), {"__name__": "__rank__"})
                 )

@@ -62,6 +62,12 @@ def test_tp_is_all_of_ezpz_tp():
         ezpz.tp.get_tensor_paralel_rank  # noqa: B018
 
 
+@pytest.mark.parametrize(("module", "name"), [("data", "TokenBlocks"), ("models", "LlamaConfig")])
+def test_a_misspelt_name_of_a_module_suggests_the_right_one(module, name):
+    with pytest.raises(AttributeError, match=f"'ezpz.{module}' has no .* did you mean '{name}'"):
+        getattr(getattr(ezpz, module), name[:-1])
+
+
 # What the documents promise: the name, and the arguments under their names and in their order.
 PROMISED = {
     "setup_torch": "framework backend seed",

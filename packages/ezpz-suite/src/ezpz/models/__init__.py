@@ -11,6 +11,8 @@ same parameters' names and the same first weights at every degree:
 
 from typing import TYPE_CHECKING
 
+from ezpz._names import unknown
+
 if TYPE_CHECKING:
     from ._dit import DiT, DiTConfig
     from ._errors import ModelError
@@ -62,7 +64,7 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise unknown(__name__, name, _HOMES)
     from importlib import import_module  # noqa: PLC0415  # importing this loads nothing
 
     value: object = getattr(import_module(f".{_HOMES[name]}", __name__), name)
