@@ -45,6 +45,12 @@ def test_a_split_model_learns_what_one_rank_learns(tested, alone, ranks_, words)
     assert found["losses"] == pytest.approx(expected, rel=1e-4)
 
 
+def test_ranks_that_are_no_power_of_two_share_a_model_that_fits_them(tested):
+    found = tested(3, "--steps=10", "--batch=2", "--seq=32", "--layers=1", "--tp=3")
+    assert found["ok"]
+    assert found["degrees"]["tensor"] == 3
+
+
 @pytest.fixture(scope="module")
 def averaged():
     return []

@@ -33,7 +33,7 @@ OPTIONS: Final = (
     Option("batch", "N", "sequences a step of each data-parallel rank (8)"),
     Option("seq", "N", "tokens of a sequence (128; on accelerators 1024)"),
     Option("layers", "N", "layers of the Llama (4; on accelerators 12)"),
-    Option("dim", "N", "its width (128; on accelerators 1024)"),
+    Option("dim", "N", "its width (128; on accelerators 1024; or the next that --tp divides)"),
     Option("dtype", "TYPE", "fp32 or bf16, what is computed in (fp32; on accelerators bf16)"),
     Option("seed", "N", "of weights and data (42)"),
     Option("sizes", "LIST", "all-reduce messages such as 4K,1M,64M; none: do not measure"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.util
+import math
 import os
 import sys
 import tempfile
@@ -38,8 +39,8 @@ from .settings import Settings, parse
 from .trainers import make_trainer
 from .training import find_disagreement, train
 
-_SMALL = {"seq": 128, "layers": 4, "dim": 128, "dtype": "fp32"}
-_LARGE = {"seq": 1024, "layers": 12, "dim": 1024, "dtype": "bf16"}
+_SMALL: dict[str, int | str] = {"seq": 128, "layers": 4, "dim": 128, "dtype": "fp32"}
+_LARGE: dict[str, int | str] = {"seq": 1024, "layers": 12, "dim": 1024, "dtype": "bf16"}
 """What is trained where nothing is said: in seconds, on a CPU and on an accelerator."""
 
 
@@ -83,6 +84,7 @@ def _run(settings: Settings, out: TextIO) -> int:
         raise UsageError(trouble)
     device = torch.device(get_torch_device())
     chosen = _SMALL if device.type == "cpu" else _LARGE
+    chosen = {**chosen, "dim": _width(int(chosen["dim"]), settings.tp)}
     missing = {name: value for name, value in chosen.items() if not getattr(settings, name)}
     settings = dataclasses.replace(settings, **missing)  # type: ignore[arg-type]  # names are fields
     with _folder(settings) as folder:
@@ -145,12 +147,22 @@ def _test(settings: Settings, device: torch.device, folder: Path | None) -> Resu
 
 
 def _config(settings: Settings) -> LlamaConfig:
-    # Of keys and values half as many: eight ranks of one node can share them.
-    heads = max(16, settings.dim // 128)
+    heads, unit = _heads(settings.dim, settings.tp), math.lcm(256, settings.tp)
     return LlamaConfig(
         vocab_size=256, dim=settings.dim, layers=settings.layers, heads=heads, kv_heads=heads // 2,
-        max_seq_len=settings.seq,
+        hidden=-(-8 * settings.dim // (3 * unit)) * unit, max_seq_len=settings.seq,
     )  # fmt: skip
+
+
+def _heads(dim: int, tp: int) -> int:
+    """Return how many query heads there are: of keys and values half as many, which tp divides."""
+    return 2 * tp * -(-max(8, dim // 256) // tp)
+
+
+def _width(dim: int, tp: int) -> int:
+    """Return the width from ``dim`` on that its heads divide: 12 tiles of a node want another."""
+    unit = 2 * _heads(dim, tp)
+    return -(-dim // unit) * unit
 
 
 def _name_of(device: torch.device) -> str:
