@@ -92,7 +92,6 @@ def _run(settings: Settings, out: TextIO) -> int:
         failed = bool(result.failures())
         if get_rank() == 0 and not _tell(result, settings, folder, out):
             failed = True
-    ezpz_tp.destroy_tensor_parallel()
     ezpz_dist.cleanup()
     return int(failed)
 
