@@ -87,9 +87,16 @@ def alone(monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     yield monkeypatch
-    import ezpz
+    import torch.distributed as dist
 
+    import ezpz
+    import ezpz_tp
+
+    # What one that was refused half-way has left: ours, or those of a script without ezpz.
+    ezpz_tp.destroy_tensor_parallel()
     ezpz.cleanup()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def used():

@@ -179,7 +179,8 @@ class _Run:
 
     def _forgive(self, seconds: float) -> None:
         """Count the time for nothing in which we were stopped (Ctrl-Z, a suspended job)."""
-        self.output.last += seconds
+        # What the ranks wrote meanwhile may not have been read yet: their silence begins anew.
+        self.output.last = time.monotonic()
         self._terminate_at += seconds
         self._kill_at += seconds
 

@@ -45,10 +45,10 @@ class Settings(_settings.Settings):
 
 def train(settings: Settings) -> None:
     """Train on all ranks. Collective: every rank calls this."""
-    _settings.require("deepspeed")
     dtype = _settings.dtype_named(settings.dtype)
     if settings.stage > 3:
         raise _settings.UsageError(f"--stage={settings.stage}; expected 0, 1, 2 or 3")
+    _settings.require("deepspeed")
     # DeepSpeed 0.19 calls what torch 2.13 has other names for, and would be told at each step.
     warnings.filterwarnings("ignore", ".*torch.distributed.*deprecated", FutureWarning)
     ezpz.setup_torch(framework="deepspeed", seed=settings.seed)
