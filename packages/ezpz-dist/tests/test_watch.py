@@ -37,6 +37,25 @@ def test_past_its_time_a_step_ends_the_job_with_everybodys_stack(programs, tmp_p
     assert "last collectives of rank 0: all" in told
 
 
+def test_a_rank_that_comes_late_leaves_the_report_to_the_others(programs):
+    """The one that holds the store is gone by then: it was heard to end the job."""
+    late = """
+import ezpz_dist._hangs.watch as module
+if rank == 2:
+    call_roll = module.call_roll
+    def slow(*args, **kwargs):
+        call = call_roll(*args, **kwargs)
+        time.sleep(0.6)
+        return call
+    module.call_roll = slow
+"""
+    program = LOOP.replace("REPORT", "None").replace("def load_batch", f"{late}def load_batch")
+    ends = programs(3, program)
+    assert [status for status, _, _ in ends] == [124, 124, 124]
+    errors = "".join(errors for _, _, errors in ends)
+    assert errors.count("where every rank stands") == 1, errors
+
+
 def test_on_one_rank(programs):
     alone = LOOP.replace("rank == 1", "rank == 0").replace("REPORT", "None")
     ((status, _, errors),) = programs(1, alone)

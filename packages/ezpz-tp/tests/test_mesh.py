@@ -1,7 +1,8 @@
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from ezpz_tp import (
@@ -168,6 +169,24 @@ def test_experts_are_laid_out_as_the_model_however_the_state_was_made():
     assert made[0][3] == 10.0
     for kind in ("mesh", "groups"):
         assert run_ranks(of_experts, 4, kind, in_processes=True, initialize=False) == made
+
+
+def once_more(tensor):
+    for _ in range(2):
+        state = ParallelState.create(tensor)
+        mesh = DeviceMesh.from_group(state.group("data"), "cpu", mesh_dim_names=("dp",))
+        model = fully_shard(torch.nn.Linear(8, 4), mesh=mesh)
+        for parameter in model.parameters():
+            like = torch.empty_like(parameter)
+            assert like.device_mesh.get_local_rank("dp") == state.index("data")
+            assert torch.equal((2 * parameter).full_tensor(), 2 * parameter.full_tensor())
+        model(torch.randn(2, 8)).sum().backward()
+        state.destroy()
+
+
+@pytest.mark.parametrize("tensor", [2, 4])
+def test_a_second_state_does_not_meet_the_meshes_of_the_first(tensor):
+    run_ranks(once_more, 4, tensor, in_processes=True, initialize=False)
 
 
 def alone():

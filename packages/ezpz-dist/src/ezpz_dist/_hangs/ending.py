@@ -25,6 +25,9 @@ logger = logging.getLogger(__name__)
 _SAYING = 1.0
 """Seconds to tell others something, should the store still answer."""
 
+_READING = 0.1
+"""Seconds that the store stays for the others to read it, once they were told of the end."""
+
 _failed = False
 _unwinding = False
 
@@ -122,8 +125,10 @@ def end_job(text: str, status: int) -> bool:
             # This rank too: its watcher is not to notice the end of the store.
             everybody = range(board.size)
             board.post(store, "end", everybody, text=text, status=status, teller=teller)
-            # The server's process may be this one: let the others read it first.
-            time.sleep(0.1)
+        elif board.rank != 0 or not watcher.ending.wait(_SAYING / 2):
+            return
+        # The server's process is rank 0, or may be ended by this one's end.
+        time.sleep(_READING)
 
     return _said(board, end)
 

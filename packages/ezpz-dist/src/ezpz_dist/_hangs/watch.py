@@ -35,6 +35,9 @@ _OVERDUE = 15.0
 """Seconds beyond the time-out after which the stacks of a rank whose Python threads cannot run
 (native code keeps the interpreter's lock) are dumped from outside of Python."""
 
+_HEARING = 0.5
+"""Seconds for this rank's watcher to read what it was told before the store went."""
+
 
 class Watch(AbstractContextManager["Watch"]):
     """See `watch`."""
@@ -112,7 +115,9 @@ class Watch(AbstractContextManager["Watch"]):
             mine = str(board.rank)
             first = within(1.0, lambda: board.reach().compare_set(claim, "", mine).decode() == mine)
         except LOST:
-            first = True  # nobody else can be heard; better twice than not at all
+            # Rank 0 has gone with the store, as it does once another rank has told it all.
+            # Where none was heard to, better twice than not at all.
+            first = not watcher.ending.wait(_HEARING)
         if first:
             self._write(f"ezpz: rank {board.rank}: {start}\n{picture(call)}")
         end_job(f"no step for {self._timeout:g} s on rank {board.rank}", TIMED_OUT)

@@ -45,6 +45,7 @@ class Watcher(threading.Thread):
         board: Where events are.
         pid: The process that it was started in; a forked child has none.
         lost: Whether rank 0, which holds the store, has left before this rank.
+        ending: Set once a rank, this one or another, was heard to end the job.
     """
 
     def __init__(self, board: Board) -> None:
@@ -52,6 +53,7 @@ class Watcher(threading.Thread):
         super().__init__(name="ezpz-watcher", daemon=True)
         self.board = board
         self.lost = False
+        self.ending = threading.Event()
         self.pid = os.getpid()
         self._leaving = threading.Event()
         self._stopped = threading.Event()
@@ -116,6 +118,7 @@ class Watcher(threading.Thread):
             self.lost = True
             self._leaving.set()
         elif kind == "end":
+            self.ending.set()
             self._leaving.set()
             if event["from"] != self.board.rank:
                 self._end(event)

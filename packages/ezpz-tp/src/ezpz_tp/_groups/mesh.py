@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -154,6 +155,22 @@ def mesh_of_state(state: ParallelState, device_type: str | None) -> DeviceMesh:
         _ranks(layout, axes),
         mesh_dim_names=tuple(DIMS[axis] for axis in axes),
     )
+
+
+def forget_meshes() -> None:
+    """Let DTensor not go on with a mesh whose groups have been destroyed.
+
+    Its caches of shardings (torch 2.13) give back the mesh that an operation was first done
+    over for every equal one, and meshes of the same ranks and names are equal, whatever their
+    groups: after a second set-up the groups of the first would be looked up, and not be found.
+    """
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.tensor import debug
+
+    clear = getattr(debug, "_clear_sharding_prop_cache", None)  # not in every torch
+    if clear is not None:
+        clear()
 
 
 def _ranks(layout: RankLayout, axes: list[str]) -> torch.Tensor:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .found import Groups
 from .given import check_sizes, member, position
 from .maker import EMBEDDING, EmbeddingRanks, Maker
-from .mesh import MeshGroups, dims_of_mesh, mesh_of_state
+from .mesh import MeshGroups, dims_of_mesh, forget_meshes, mesh_of_state
 from .ranks import AXES, EXPERT_AXES, ORDER, RankLayout
 from .world import has_world, initialized_world, live_world
 
@@ -228,6 +228,8 @@ class ParallelState(Groups):
         while self._attached:
             self._attached.pop().destroy()
         self._groups.clear()
+        if self._alone is not None or self._maker is not None:
+            forget_meshes()
         self.several: dict[str, ProcessGroup | None] = dict.fromkeys(self.several)
         if self._alone is not None:
             self._alone.forget()
