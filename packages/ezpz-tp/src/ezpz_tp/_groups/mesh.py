@@ -166,7 +166,7 @@ def forget_meshes() -> None:
     """
     if "torch.distributed.tensor" not in sys.modules:
         return
-    from torch.distributed.tensor import debug
+    from torch.distributed.tensor import debug  # noqa: PLC0415  # only where DTensor is used
 
     clear = getattr(debug, "_clear_sharding_prop_cache", None)  # not in every torch
     if clear is not None:
