@@ -79,7 +79,7 @@ KillWait=1
 # Ports are derived from job ids: two sandboxes on one machine should not share them.
 FirstJobId={first_job}
 {nodes}
-PartitionName=all Nodes={names} Default=YES MaxTime=10 OverSubscribe=YES State=UP
+PartitionName=all Nodes={names} Default=YES MaxTime=60 OverSubscribe=YES State=UP
 """
 
 

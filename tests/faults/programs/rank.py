@@ -133,7 +133,7 @@ def mumbles(seconds: str) -> None:
     end = time.monotonic() + float(seconds)
     turn = 0
     while time.monotonic() < end:
-        wait(seconds=0.4)
+        wait(seconds=1.5)
         turn += 1
         if turn % WORLD_SIZE == RANK:
             print("still here", flush=True)

@@ -27,6 +27,10 @@ FIRST_WORDS = 1.0
 """Seconds that a rank goes on after another's failure, so that that one's traceback is first and
 its exit status the one that the launcher sees first. The whole job is to end within two."""
 
+_ON_ITS_WAY = 0.2
+"""Seconds of these that the line naming the failed rank waits for that rank's traceback: launchers
+bring the words of each node by a way of its own (srun), and what was written later comes first."""
+
 JOIN = 0.5
 
 _CONNECTING = 60.0
@@ -169,11 +173,13 @@ class Watcher(threading.Thread):
                 store.set(f"state/{event['roll']}/{rank}", state)
 
     def _end(self, event: dict[str, Any]) -> None:
+        end = time.monotonic() + FIRST_WORDS
         if event["teller"] == self.board.rank:
+            self._stopped.wait(_ON_ITS_WAY)
             tell(f"ezpz: {event['text']}; the other ranks end too")
         # Its own last words, which may be the better explanation, are not cut off. Nor is a rank
         # ended that has left this world by then.
-        if self._stopped.wait(FIRST_WORDS):
+        if self._stopped.wait(end - time.monotonic()):
             return
         for stream in (sys.stdout, sys.stderr):
             try:
