@@ -2,7 +2,7 @@
 
 import pytest
 
-from ezpz_topo._devices import Card, intel_cards, shown_devices
+from ezpz_topo._devices import intel_cards, shown_devices
 
 PVC = {"DRIVER": "i915", "PCI_CLASS": "38000", "PCI_ID": "8086:0BD5"}
 ARC = {"DRIVER": "xe", "PCI_CLASS": "30000", "PCI_ID": "8086:E20B"}
@@ -28,14 +28,14 @@ def counts(root, **options):
 
 def test_i915_shows_a_gt_a_tile(tmp_path):
     card(tmp_path, PVC, below=("drm/card0/gt/gt0", "drm/card0/gt/gt1", "drm/renderD128"))
-    assert intel_cards(str(tmp_path)) == [Card("0000:18:00.0", 2)]
+    assert intel_cards(str(tmp_path)) == [("0000:18:00.0", 2)]
     assert counts(tmp_path) == {"intel": 2}
     assert counts(tmp_path, flat=False) == {"intel": 1}
 
 
 def test_xe_shows_tiles_and_a_media_gt_is_none(tmp_path):
     card(tmp_path, PVC, below=("tile0/gt0", "tile0/gt1", "tile1/gt2", "drm/card0"))
-    assert intel_cards(str(tmp_path)) == [Card("0000:18:00.0", 2)]
+    assert intel_cards(str(tmp_path)) == [("0000:18:00.0", 2)]
 
 
 def test_a_card_without_tiles_in_sysfs_is_one_device_and_says_so(tmp_path):
@@ -77,7 +77,7 @@ def test_other_cards(facts, tmp_path):
 def test_a_container_sees_the_hosts_sysfs_but_not_its_devices(tmp_path):
     card(tmp_path, PVC, number=0, below=("tile0",))
     card(tmp_path, PVC, number=1, below=("tile0",), address="0000:2A:00.0", given=False)
-    assert [each.address for each in intel_cards(str(tmp_path))] == ["0000:18:00.0"]
+    assert [address for address, _ in intel_cards(str(tmp_path))] == ["0000:18:00.0"]
 
 
 def test_the_hosts_kfd_in_a_container_without_its_device(tmp_path):

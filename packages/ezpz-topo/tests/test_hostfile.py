@@ -11,7 +11,7 @@ from ezpz_topo import (
     parse_hostfile,
     read_hostfile,
 )
-from ezpz_topo._hostfile import MAX_BYTES
+from ezpz_topo._slots import MAX_BYTES, parse_bytes
 
 
 def pairs(text):
@@ -174,7 +174,7 @@ def test_nul_bytes_are_an_error_even_in_a_comment():
 
 
 def test_too_many_hosts(monkeypatch):
-    monkeypatch.setattr("ezpz_topo._hostfile.MAX_HOSTS", 3)
+    monkeypatch.setattr("ezpz_topo._slots.MAX_HOSTS", 3)
     assert len(parse_hostfile("a\nb\nc\na\n")) == 3
     with pytest.raises(HostfileError, match="'d' is host 4; expected at most 3"):
         parse_hostfile("a\nb\nc\nd\n")
@@ -183,6 +183,47 @@ def test_too_many_hosts(monkeypatch):
 def test_too_many_lines():
     with pytest.raises(HostfileError, match="more than 4194304 lines"):
         parse_hostfile("\n" * 5_000_000)
+
+
+@pytest.mark.parametrize("lines", [b"\n", b"a\n", b"a\nb\n", b"a\na\nb\nb\n"])
+def test_too_many_lines_of_names(monkeypatch, lines):
+    monkeypatch.setattr("ezpz_topo._slots._MAX_LINES", 8)
+    if lines != b"\n":
+        assert set(parse_bytes(lines * (8 // lines.count(b"\n")), "x")) <= {"a", "b"}
+    with pytest.raises(HostfileError, match="more than 8 lines"):
+        parse_bytes(lines * 9, "x")
+
+
+def test_too_many_hosts_of_a_line_a_slot(monkeypatch):
+    monkeypatch.setattr("ezpz_topo._slots.MAX_HOSTS", 3)
+    assert parse_bytes(b"a\na\nb\nc\nc\n", "x") == {"a": 2, "b": None, "c": 2}
+    with pytest.raises(HostfileError, match="'d' is host 4; expected at most 3"):
+        parse_bytes(b"a\na\nb\nc\nc\nd\n", "x")
+
+
+def test_an_error_below_repeated_lines_tells_its_line():
+    with pytest.raises(HostfileError, match="line 25: 'me@b'"):
+        parse_bytes(b"a.site\n" * 24 + b"me@b\n" * 2, "x")
+    with pytest.raises(HostfileError, match="NUL"):
+        parse_bytes(b"a\na\nb\0\n", "x")
+    with pytest.raises(UnicodeDecodeError, match="position 4"):
+        parse_bytes(b"a\na\n\xff\n", "x")
+
+
+def test_a_long_line_after_many_short_ones_is_not_repeated():
+    text = b"a\n" * 100_000 + b"#" * 30_000_000 + b"\n"
+    assert parse_bytes(text, "x") == {"a": 100_000}
+
+
+@pytest.mark.parametrize("length", [253, 254, 255])
+def test_the_longest_name(length):
+    name = "a." * 126 + "b" * (length - 252)
+    data = f"{name}\n".encode() * 2
+    if length < 255:
+        assert parse_bytes(data, "x") == {name: 2}
+        return
+    with pytest.raises(HostfileError, match="line 1: "):
+        parse_bytes(data, "x")
 
 
 def test_a_long_line_costs_no_more_than_a_short_one_each():

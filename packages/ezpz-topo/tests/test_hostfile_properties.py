@@ -3,6 +3,7 @@
 import os
 import random
 import string
+from collections import Counter
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -17,8 +18,8 @@ from ezpz_topo import (
     short_name,
     write_hostfile_from_list_of_hosts,
 )
-from ezpz_topo._hostfile import parse_bytes
 from ezpz_topo._hosts import host_key, is_host
+from ezpz_topo._slots import _count_runs, parse_bytes, parse_text
 
 # Not even its caches go into the working directory.
 set_hypothesis_home_dir(os.devnull)
@@ -127,19 +128,57 @@ def test_random_bytes_never_crash_nor_hang(tmp_path):
     assert 0 < refused < 100_000
 
 
+def outcome(parse):
+    try:
+        return list(parse().items())
+    except HostfileError as error:
+        return str(error)
+
+
+def outcome_of_bytes(data):
+    return outcome(lambda: parse_bytes(data, "x"))
+
+
+def outcome_by_line(data):
+    return outcome(lambda: parse_text(data.decode(), "x"))
+
+
 @given(st.text(alphabet="aB9_.-\n#: ", max_size=60))
 @QUIET
 def test_what_is_seen_at_a_glance_is_what_line_by_line_gives(text):
     """A file of plain names takes a shorter way, to the same answer."""
+    assert outcome_of_bytes(text.encode()) == outcome_by_line(text.encode())
 
-    def outcome(parse):
-        try:
-            return parse()
-        except HostfileError as error:
-            return str(error)
 
-    by_line = outcome(lambda: parse_hostfile(text, path="x"))
-    at_a_glance = outcome(lambda: parse_bytes(text.encode(), "x"))
-    if not isinstance(by_line, str):
-        by_line = {entry.host: entry.slots for entry in by_line}
-    assert at_a_glance == by_line
+BLOCKS = st.lists(
+    st.tuples(st.sampled_from(["a", "A", "ab", "a.s", "b.s", "1n", "", "c:2", "#", "d.-"]),
+              st.integers(1, 5)),
+    max_size=12,
+)  # fmt: skip
+
+
+@given(BLOCKS, st.sampled_from(["", "\n"]))
+@QUIET
+def test_runs_of_a_line_count_as_its_lines_do(blocks, last):
+    """Also where runs differ in length, come back, touch, or end without a line end."""
+    lines = [line for line, times in blocks for _ in range(times)]
+    data = ("\n".join(lines) + last).encode()
+    expected = Counter(line.encode() + b"\n" for line in lines if line)
+    runs = _count_runs(data)
+    if runs is not None:
+        assert list(runs.items()) == list(expected.items())
+    repeated = len(lines) > 1 and lines[0] == lines[1] and (len(lines) > 2 or bool(last))
+    assert (runs is not None) == repeated
+    assert outcome_of_bytes(data) == outcome_by_line(data)
+
+
+@given(st.lists(st.tuples(st.from_regex(r"[a-zA-Z0-9][a-z0-9-]{0,2}(\.[a-z]{1,2}){0,2}\.?",
+                                        fullmatch=True), st.integers(1, 4)), max_size=30),
+       st.sampled_from(["", "\n"]), st.booleans())  # fmt: skip
+@QUIET
+def test_node_files_at_a_glance_and_by_line(blocks, last, in_turn):
+    """Names that repeat, at once or later, in one spelling or in several."""
+    lines = [name for name, times in blocks for _ in range(times)]
+    lines = lines[::3] + lines[1::3] if in_turn else lines
+    data = ("\n".join(lines) + last).encode()
+    assert outcome_of_bytes(data) == outcome_by_line(data)

@@ -9,29 +9,13 @@ host a line, which every launcher reads alike: ranks per node are an option of t
 from __future__ import annotations
 
 import os
-import re
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ._errors import HostfileError
-from ._files import read_regular
 from ._hosts import host_key, is_host
 from ._nodelist import MAX_HOSTS
-
-MAX_BYTES = 64 << 20
-"""A larger file is refused: 10,000 nodes of 100 slots each, a line a slot, are 45 MB."""
-
-_IN_NAMES = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_.-\n"
-_NOT_IN_NAMES = (b"..", b".-", b"\n-", b"\n.")
-_MAX_LINE = 4096
-_MAX_LINES = 1 << 22  # 10,000 nodes of 100 slots each, a line a slot, are 1,000,000
-_BLANKS = str.maketrans("\t\v\f", "   ")
-_NUMBER = r"0*[1-9][0-9]{0,5}"
-_IN_BRACKETS = r"\[([^\[\]]*)\](?::(.*))?"
-# The words that Open MPI 5 (PRRTE) takes for each; it takes - for _ as well.
-_SLOTS = frozenset({"slots", "cpu", "count"})
-_MAX_SLOTS = frozenset(f"max_{word}" for word in _SLOTS) | {f"{word}_max" for word in _SLOTS}
+from ._slots import parse_text, read_slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +42,7 @@ def parse_hostfile(text: str, *, path: str = "<text>") -> tuple[HostSlots, ...]:
     >>> parse_hostfile("x1n0:2  # login\nx1n1 slots=4\nX1N0.hsn.example\n")
     (HostSlots(host='x1n0', slots=3), HostSlots(host='x1n1', slots=4))
     """
-    return tuple(HostSlots(host, slots) for host, slots in _parse(text, path).items())
+    return tuple(HostSlots(host, slots) for host, slots in parse_text(text, path).items())
 
 
 def read_hostfile(path: str | os.PathLike[str]) -> tuple[HostSlots, ...]:
@@ -69,32 +53,6 @@ def read_hostfile(path: str | os.PathLike[str]) -> tuple[HostSlots, ...]:
             UTF-8, or does not parse.
     """
     return tuple(HostSlots(host, slots) for host, slots in read_slots(path).items())
-
-
-def read_slots(path: str | os.PathLike[str]) -> dict[str, int | None]:
-    """Return host -> slots of a hostfile, in order: a third of the time of `read_hostfile`.
-
-    Raises:
-        HostfileError: As `read_hostfile`.
-    """
-    name = os.fspath(path)
-    try:
-        return parse_bytes(read_regular(name, MAX_BYTES), name)
-    except (OSError, ValueError) as error:  # a name with a NUL, and undecodable bytes
-        raise HostfileError(
-            f"hostfile {name!r} cannot be read ({error}); expected a text file with one host a "
-            "line; name another, or unset the variable that names it"
-        ) from error
-
-
-def parse_bytes(data: bytes, path: str) -> dict[str, int | None]:
-    """Return host -> slots of what a hostfile holds, in order.
-
-    Raises:
-        UnicodeDecodeError: It is not UTF-8.
-        HostfileError: It does not parse.
-    """
-    return _parse(data.decode(), path, names_only=_has_names_only(data))
 
 
 def get_nodes_from_hostfile(hostfile: str | os.PathLike[str]) -> list[str]:
@@ -151,105 +109,3 @@ def write_file(path: str, content: bytes, mode: int) -> None:
             f"hostfile {path!r} cannot be written ({error}); expected a folder that is there and "
             "that you may write to; make it, or name another"
         ) from error
-
-
-def _has_names_only(data: bytes) -> bool:
-    """Whether each line is empty, or a host's name if it begins with a letter.
-
-    Most files are so, and that is seen at a glance: line by line it would take ten times as long.
-    """
-    odd = data.translate(None, _IN_NAMES) or data[:1] in (b".", b"-")
-    return not odd and not any(pair in data for pair in _NOT_IN_NAMES)
-
-
-def _parse(text: str, path: str, *, names_only: bool = False) -> dict[str, int | None]:
-    """Return host -> slots, in order; see `parse_hostfile`."""
-    if "\0" in text:
-        raise HostfileError(f"hostfile {path!r} holds NUL bytes; expected text, one host a line")
-    if text.count("\n") > _MAX_LINES:
-        raise HostfileError(
-            f"hostfile {path!r} has more than {_MAX_LINES} lines; expected one host a line; "
-            "name the job's own hostfile"
-        )
-    found: dict[str, tuple[str, int, bool]] = {}  # first spelling, slots, whether they are told
-    # Node files repeat a line for each slot. Some editors begin a file with a mark of its encoding.
-    for line, times in Counter(text.removeprefix("\ufeff").split("\n")).items():
-        entry: tuple[str, str, int | None] | None
-        try:
-            if names_only and line[:1].isalpha() and len(line) < 254:
-                entry = line.partition(".")[0].lower(), line, None
-            else:
-                entry = _parse_line(line)
-        except HostfileError as error:
-            number = text.removeprefix("\ufeff").split("\n").index(line) + 1
-            raise HostfileError(f"hostfile {path!r} line {number}: {error}") from None
-        if entry is None:
-            continue
-        key, host, slots = entry
-        if key in found:
-            found[key] = (found[key][0], found[key][1] + (slots or 1) * times, True)
-            continue
-        if len(found) >= MAX_HOSTS:
-            raise HostfileError(
-                f"hostfile {path!r}: {host[:40]!r} is host {MAX_HOSTS + 1}; expected at most "
-                f"{MAX_HOSTS}; name the job's own hostfile"
-            )
-        found[key] = (host, (slots or 1) * times, slots is not None or times > 1)
-    if not found:
-        raise HostfileError(f"hostfile {path!r} names no host; expected one host a line")
-    return {host: slots if told else None for host, slots, told in found.values()}
-
-
-def _parse_line(line: str) -> tuple[str, str, int | None] | None:
-    """Return key, name and slots of the host of one line; None where there is none."""
-    line = line.removesuffix("\r").partition("#")[0].translate(_BLANKS).strip(" ")
-    if not line:
-        return None
-    if len(line) > _MAX_LINE:
-        raise HostfileError(f"{len(line)} characters; expected one host a line")
-    # Open MPI takes blanks around the equals sign.
-    line = "=".join(part.strip(" ") for part in line.split("="))
-    # Not split(): a no-break space from a web page is part of a name, and wrong.
-    token, *options = filter(None, line.split(" "))
-    host, slots = _host_of(token)
-    most = None
-    for option in options:
-        word, equals, value = option.replace("-", "_").rpartition("=")
-        if word in _MAX_SLOTS and most is None:
-            most = _number(value, option)
-        elif (word in _SLOTS or not equals) and slots is None:
-            slots = _number(value, option)
-        else:
-            raise _bad(option, "slots=n and max_slots=m, each once, beside the host")
-    if most is not None and most < (slots or 1):
-        raise _bad(f"max_slots={most}", f"at least the {slots} slots of the host")
-    # As in Open MPI, the most slots are the slots where nothing else is said.
-    return host_key(host), host, slots or most
-
-
-def _host_of(token: str) -> tuple[str, int | None]:
-    """Return host and slots of ``host``, ``host:n``, ``[address]:n`` or a bare address."""
-    host, number = token, None
-    if match := re.fullmatch(_IN_BRACKETS, token):
-        host, number = match[1], match[2]
-        if ":" not in host:
-            host = token  # a bracket of numbers is no address
-    elif token.count(":") == 1:
-        host, _, number = token.partition(":")
-    if is_host(host):
-        return host, None if number is None else _number(number, token)
-    if "[" in token or "]" in token:
-        raise _bad(token, "one host a line; expand it first: ezpz-topo expand NODELIST")
-    if "@" in token:
-        raise _bad(token, "a host without its user; name the user in ~/.ssh/config")
-    raise _bad(token, "host, host:n or host slots=n; write one host a line")
-
-
-def _number(text: str, part: str) -> int:
-    if not re.fullmatch(_NUMBER, text):
-        raise _bad(part, "slots from 1 to 999999, as host:n or host slots=n; correct the number")
-    return int(text)
-
-
-def _bad(part: str, expected: str) -> HostfileError:
-    return HostfileError(f"{part[:40]!r}; expected {expected}")

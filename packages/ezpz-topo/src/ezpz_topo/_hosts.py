@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9_-]*(?:\.[A-Za-z0-9_][A-Za-z0-9_-]*)*\.?"
 _MAX_NAME = 254  # DNS: 253 characters, and the final dot
@@ -38,11 +38,13 @@ def same_host(a: str, b: str) -> bool:
     return host_key(a) == host_key(b)
 
 
-def find_host(host: str, hosts: Iterable[str]) -> str | None:
+def find_host(host: str, hosts: Sequence[str]) -> str | None:
     """Return the first of these names that means this host, as it stands there (`same_host`)."""
     key = host_key(host)
     # Few of ten thousand begin alike, and only those are looked at. IPv6 has several spellings.
     start = "" if ":" in key else key
+    if start not in "\n".join(hosts).lower():
+        return None
     for each in hosts:
         if each.lower().startswith(start) and host_key(each) == key:
             return each

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from ._allocation import Allocation
 from ._errors import HostfileError, SchedulerError
-from ._hostfile import read_slots
 from ._hosts import find_host, get_hostname
+from ._slots import read_slots
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from ._env import FAMILIES, LAUNCHERS, STAMP, STAMP_DEVICE, TORCHRUN, TORCHRUN_PROOF
@@ -50,10 +50,9 @@ def get_rank_info(
     if not any(map(env.get, _NAMES)):
         return ONE_PROCESS
     env, stale = without_a_stamp_of_another_job(env)
-    from ._ancestors import launching_ancestors  # noqa: PLC0415  # not for one process alone
-    from ._arbiter import arbitrate, find_rivals  # noqa: PLC0415
+    from ._arbiter import arbitrate, find_rivals  # noqa: PLC0415  # not for one process alone
 
-    above = launching_ancestors() if mine and ancestors is None else ancestors or ()
+    above = _launching_ancestors() if mine and ancestors is None else ancestors or ()
     env, above, note = _without_a_step_of_others(env, above)
     best = _by_order_of_trust(env)
     if best.launcher == "slurm":
@@ -122,6 +121,13 @@ def get_local_world_size(env: Mapping[str, str] | None = None) -> int:
             missing=("LOCAL_WORLD_SIZE",),
         )
     return info.local_world_size
+
+
+def _launching_ancestors() -> Iterator[Ancestor]:
+    """Yield what `launching_ancestors` does; most ranks never ask, and do not load it."""
+    from ._ancestors import launching_ancestors  # noqa: PLC0415
+
+    yield from launching_ancestors()
 
 
 def _by_order_of_trust(env: Mapping[str, str]) -> RankInfo:

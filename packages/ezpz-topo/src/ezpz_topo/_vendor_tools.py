@@ -130,7 +130,7 @@ def _xpu_smi(env: Mapping[str, str], time_limit: float, root: str, flat: bool) -
     except (ValueError, LookupError, TypeError, AttributeError):
         said = _first_line(text)
         return Told(None, notes=(f"xpu-smi discovery -j said {said!r}, not a device_list",))
-    cards = [card for card in intel_cards(root) if card.address in addresses]
+    cards = [card for card in intel_cards(root) if card[0] in addresses]
     if listed and not cards:
         return Told(None, notes=("xpu-smi discovery -j lists no card that sysfs shows",))
     count, notes = devices_of_cards(cards, flat=flat)
