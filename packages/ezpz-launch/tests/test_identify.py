@@ -1,6 +1,7 @@
 """Which launcher it is: programs that answer as the real ones do, and a real one."""
 
 import shlex
+import time
 
 import pytest
 
@@ -47,6 +48,34 @@ def test_intels_hydra_is_told_from_mpichs(tmp_path, answer, flavour):
 )
 def test_whether_it_is_the_machines_own(kind, of_machine, is_of):
     assert Launcher("x", kind, "").is_of(of_machine) is is_of
+
+
+def test_there_is_time_while_it_is_asked(tmp_path):
+    asked, go = tmp_path / "asked", tmp_path / "go"
+    path = tmp_path / "mpiexec"
+    path.write_text(
+        f"#!/bin/sh\n: >{asked}\nwhile [ ! -e {go} ]; do sleep 0.05; done\necho HYDRA\n"
+    )
+    path.chmod(0o755)
+
+    def meanwhile():
+        while not asked.exists():
+            time.sleep(0.01)
+        go.touch()
+
+    assert find_mpiexec({"PATH": str(tmp_path)}, meanwhile=meanwhile).kind == "hydra"
+
+
+def test_what_fails_meanwhile_ends_the_question(tmp_path):
+    path = tmp_path / "mpiexec"
+    path.write_text("#!/bin/sh\nexec sleep 600\n")
+    path.chmod(0o755)
+
+    def meanwhile():
+        raise ImportError("half an environment")
+
+    with pytest.raises(ImportError, match="half an environment"):
+        identify(str(path), meanwhile)
 
 
 def test_an_unknown_mpiexec(tmp_path):

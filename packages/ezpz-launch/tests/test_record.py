@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -189,7 +190,7 @@ def test_ids_sort_by_time_and_are_unique():
     ids = [new_id(moment) for moment in moments]
     assert ids == sorted(ids)
     assert len({new_id(1.0) for _ in range(100)}) == 100
-    assert all(ID.fullmatch(f"{one}.json") for one in ids)
+    assert all(re.fullmatch(ID, f"{one}.json") for one in ids)
 
 
 # Where nothing can be written.

@@ -16,9 +16,10 @@ from ezpz_launch._planning.port import free_port
 from ezpz_launch._records.keeper import Keeper
 from ezpz_launch._request import Request
 from ezpz_launch._running.control import Control
+from ezpz_launch._running.ending import SETTLE
 from ezpz_launch._running.launch import NEVER, Launch
 from ezpz_launch._running.outcome import Outcome
-from ezpz_launch._running.run import SETTLE, run
+from ezpz_launch._running.run import run
 from ezpz_launch._running.signals import Heard, pause, signals
 from ezpz_launch._say import say
 from ezpz_topo import Topology, same_host

@@ -9,20 +9,20 @@ from collections.abc import Mapping, Sequence
 from ezpz_topo import TopoError, Topology, detect
 
 from ._argv import split
-from ._attempts import see_through
 from ._errors import LaunchError, UsageError
 from ._options import request_of
 from ._planning.arrange import arrange
 from ._planning.choose import choose_launcher, imagine_launcher
 from ._planning.command import require_command
-from ._planning.launchers import argv as argv_of
-from ._planning.launchers import hostfile_of, needs_hostfile
 from ._planning.nested import outside_of_launch, refuse_nested
-from ._planning.plan import LaunchPlan, complete, plan
 from ._planning.port import free_port
 from ._request import Request
 from ._say import say
 from ._version import __version__
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from ._planning.plan import LaunchPlan
 
 HOSTFILE = "HOSTFILE"
 """Stands in a dry run for the file that a launch would write."""
@@ -65,6 +65,8 @@ def _main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     planned = _planned(topology, request, env)
     if request.dry_run:
         return _print(_explained(planned, request))
+    from ._attempts import see_through  # noqa: PLC0415  # see _load_the_rest
+
     return see_through(planned, topology, env)
 
 
@@ -87,7 +89,11 @@ def _planned(topology: Topology, request: Request, env: Mapping[str, str]) -> La
     hosts, source, slots = _hosts(topology, request, env)
     arrangement = arrange(topology, request, hosts=hosts, hosts_source=source, slots=slots)
     beside = os.path.dirname(sys.executable)
-    launcher = choose_launcher(topology, request, env, beside=beside, arrangement=arrangement)
+    launcher = choose_launcher(
+        topology, request, env, beside=beside, arrangement=arrangement, meanwhile=_load_the_rest
+    )
+    from ._planning.plan import complete  # noqa: PLC0415  # see _load_the_rest
+
     return complete(
         topology,
         request,
@@ -100,11 +106,18 @@ def _planned(topology: Topology, request: Request, env: Mapping[str, str]) -> La
     )
 
 
+def _load_the_rest() -> None:
+    """Import what comes after the choice of the launcher, while that is asked whose it is."""
+    from . import _attempts  # noqa: F401, PLC0415
+
+
 def _imagined(request: Request, env: Mapping[str, str]) -> LaunchPlan:
     """Plan a launch on a machine that this is not."""
     if request.hostfile:
         raise UsageError("--dry-run --machine: its hosts are made up; expected no --hostfile")
     from ezpz_topo import imagine  # noqa: PLC0415  # only a dry run needs it
+
+    from ._planning.plan import plan  # noqa: PLC0415  # see _load_the_rest
 
     topology = imagine(request.machine, request.nodes or 1, env)
     return plan(
@@ -139,6 +152,8 @@ def _hosts(
 
 def _explained(planned: LaunchPlan, request: Request) -> str:
     from ._planning.explain import explain, explain_json  # noqa: PLC0415  # only a dry run needs it
+    from ._planning.launchers import argv as argv_of  # noqa: PLC0415  # see _load_the_rest
+    from ._planning.launchers import hostfile_of, needs_hostfile  # noqa: PLC0415
 
     lines = hostfile_of(planned) if needs_hostfile(planned) else []
     return (explain_json if request.json else explain)(planned, argv_of(planned), lines)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from ezpz_launch._errors import CommandNotFoundError, LaunchError
 from ezpz_launch._request import Request
@@ -25,6 +25,7 @@ def choose_launcher(
     *,
     beside: str,
     arrangement: Arrangement,
+    meanwhile: Callable[[], None] | None = None,
 ) -> Launcher:
     """Find the launcher and identify it.
 
@@ -34,18 +35,19 @@ def choose_launcher(
         env: The environment whose PATH is searched.
         beside: Directory of this environment's commands, for a venv that is not activated.
         arrangement: Which hosts get ranks.
+        meanwhile: Called while an mpiexec is asked whose it is, if one is.
 
     Raises:
         LaunchError: It is not here, or is another one than was asked for.
     """
     asked = request.launcher
     if asked == "auto":
-        return _auto(topology, env, beside, here=arrangement.on_this_host)
+        return _auto(topology, env, beside, here=arrangement.on_this_host, meanwhile=meanwhile)
     if asked == "spawn":
         return _spawn("--launcher spawn")
     if asked in ("srun", "torchrun"):
         return find_command(asked, asked, env, beside=beside)
-    found = find_mpiexec(env, beside=beside)
+    found = find_mpiexec(env, beside=beside, meanwhile=meanwhile)
     if asked in MPIEXEC_KINDS and found.kind != asked:
         raise LaunchError(
             f"--launcher {asked}: {found.path} is {found.kind} ({found.source}); expected {asked} "
@@ -70,7 +72,14 @@ def imagine_launcher(topology: Topology, request: Request) -> Launcher:
     return Launcher(program, kind, source)
 
 
-def _auto(topology: Topology, env: Mapping[str, str], beside: str, *, here: bool) -> Launcher:
+def _auto(
+    topology: Topology,
+    env: Mapping[str, str],
+    beside: str,
+    *,
+    here: bool,
+    meanwhile: Callable[[], None] | None,
+) -> Launcher:
     machine, in_slurm = topology.machine, topology.allocation.scheduler == "slurm"
     if in_slurm and not here:
         return find_command("srun", "srun", env, beside=beside)
@@ -85,7 +94,7 @@ def _auto(topology: Topology, env: Mapping[str, str], beside: str, *, here: bool
         return find_command("torchrun", "torchrun", env, beside=beside)
     name = "mpirun" if machine.launcher == "openmpi" else "mpiexec"
     try:
-        return find_mpiexec(env, beside=beside, name=name)
+        return find_mpiexec(env, beside=beside, name=name, meanwhile=meanwhile)
     except CommandNotFoundError:
         if not here:
             raise

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ezpz_launch._errors import UsageError
 
 # As many as there can be, and few enough that a slip of the finger fills no memory.
-_RANGE = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?")
+_RANGE = r"([0-9]{1,6})(?:-([0-9]{1,6}))?"
 
 
 def read_cores(text: str) -> list[int]:
@@ -33,7 +33,7 @@ def read_ranges(text: str, what: str, example: str) -> list[int]:
     """
     numbers: list[int] = []
     for part in text.split(","):
-        match = _RANGE.fullmatch(part)
+        match = re.fullmatch(_RANGE, part)
         low, high = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if high < low:
             raise UsageError(f"{what} {text!r}: {part!r}; expected ranges such as {example}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from ezpz_launch._errors import CommandNotFoundError, LaunchError
@@ -47,13 +47,20 @@ class Launcher(NamedTuple):
         return self.kind == launcher or (launcher == "mpiexec" and self.kind in MPIEXEC_KINDS)
 
 
-def find_mpiexec(env: Mapping[str, str], *, beside: str = "", name: str = "mpiexec") -> Launcher:
+def find_mpiexec(
+    env: Mapping[str, str],
+    *,
+    beside: str = "",
+    name: str = "mpiexec",
+    meanwhile: Callable[[], None] | None = None,
+) -> Launcher:
     """Find an MPI's launcher on PATH, else beside this Python, and identify it.
 
     Args:
         env: The environment whose PATH is searched.
         beside: Directory of this environment's commands, for a venv that is not activated.
         name: ``"mpiexec"`` or ``"mpirun"``.
+        meanwhile: Called while it is asked whose it is, if it is asked.
 
     Raises:
         CommandNotFoundError: There is none.
@@ -66,7 +73,7 @@ def find_mpiexec(env: Mapping[str, str], *, beside: str = "", name: str = "mpiex
             f"no {name} on PATH or in this environment; expected an MPI; "
             "load the site's MPI module, or: pip install mpich"
         )
-    chosen = identify(found[0])
+    chosen = identify(found[0], meanwhile)
     shadowed = next((path for path in found[1:] if path.startswith(_PALS)), None)
     if shadowed is None or chosen.kind == "pals":
         return chosen
@@ -92,8 +99,12 @@ def find_command(name: str, kind: str, env: Mapping[str, str], *, beside: str = 
     )
 
 
-def identify(path: str) -> Launcher:
+def identify(path: str, meanwhile: Callable[[], None] | None = None) -> Launcher:
     """Ask an mpiexec whose it is: by where it lies, then by ``--version``.
+
+    Args:
+        path: Its executable.
+        meanwhile: Called until it answers, if it is asked.
 
     Raises:
         LaunchError: It answers like none that we know, or not at all.
@@ -101,10 +112,7 @@ def identify(path: str) -> Launcher:
     if os.path.realpath(path).startswith(_PALS):
         return Launcher(path, "pals", f"it lies under {_PALS}")
     try:
-        answer = subprocess.run(
-            [path, "--version"], capture_output=True, text=True, errors="replace", timeout=20,
-            check=False, stdin=subprocess.DEVNULL,
-        ).stdout  # fmt: skip
+        answer = _ask(path, meanwhile)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError(f"{path} --version failed ({error}); expected an mpiexec") from error
     for mark, kind, flavour in _MARKS:
@@ -115,6 +123,20 @@ def identify(path: str) -> Launcher:
         f"{path} --version says {first!r}; expected MPICH's Hydra, Intel MPI, Open MPI or PALS; "
         "put one of them first on PATH (pip install mpich), or choose --launcher spawn"
     )
+
+
+def _ask(path: str, meanwhile: Callable[[], None] | None) -> str:
+    null, pipe = subprocess.DEVNULL, subprocess.PIPE
+    with subprocess.Popen(
+        [path, "--version"], stdin=null, stdout=pipe, stderr=null, text=True, errors="replace"
+    ) as process:
+        try:
+            if meanwhile is not None:
+                meanwhile()
+            return process.communicate(timeout=20)[0]
+        except BaseException:
+            process.kill()
+            raise
 
 
 def _is_executable(path: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ezpz_launch._errors import UsageError
 from ezpz_topo import Machine
@@ -14,8 +14,7 @@ BACKEND = "TORCH_BACKEND"
 """Where ezpz_device reads which backend to use."""
 
 
-@dataclass(frozen=True, slots=True)
-class Chosen:
+class Chosen(NamedTuple):
     """What the selected options bring, together.
 
     Attributes:
@@ -28,13 +27,13 @@ class Chosen:
         notes: What people should know.
     """
 
-    names: tuple[str, ...] = ()
-    flags: tuple[str, ...] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
-    sources: Mapping[str, str] = field(default_factory=dict)
-    cpu_bind: str = ""
-    cpu_bind_option: str = ""
-    notes: tuple[str, ...] = ()
+    names: tuple[str, ...]
+    flags: tuple[str, ...]
+    environment: Mapping[str, str]
+    sources: Mapping[str, str]
+    cpu_bind: str
+    cpu_bind_option: str
+    notes: tuple[str, ...]
 
 
 def choose_options(machine: Machine, names: Sequence[str], launcher: Launcher) -> Chosen:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 
 from ezpz_launch._errors import LaunchError, UsageError
@@ -116,7 +117,7 @@ def _read(folder: str, limit: int) -> tuple[list[Stored], int]:
     for name in reversed(names):
         if len(found) == limit:
             break
-        if ID.fullmatch(name):
+        if re.fullmatch(ID, name):
             stored = _stored(os.path.join(folder, name))
             if stored is None:
                 damaged += 1

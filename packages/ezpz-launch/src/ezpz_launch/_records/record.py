@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 KEPT = 1000
 """So many records are kept, the newest; older ones go when there are a tenth more."""
 
-ID = re.compile(r"([0-9]{8}T[0-9]{6,12}Z-[0-9]+-[0-9a-f]+)\.(json|json\.new|progress.*)")
-"""The names of our files: by them they sort as time went."""
+ID = r"([0-9]{8}T[0-9]{6,12}Z-[0-9]+-[0-9a-f]+)\.(json|json\.new|progress.*)"
+"""The names of our files: by them they sort as time went. Not compiled: few launches need it."""
 
 
 class Record(NamedTuple):
@@ -278,10 +278,13 @@ def _prune(folder: str) -> None:
     names: list[str] = []
     with contextlib.suppress(OSError):
         names = os.listdir(folder)
-    ids = sorted(match[1] for name in names if (match := ID.fullmatch(name)) and match[2] == "json")
+    if len(names) <= KEPT + KEPT // 10:
+        return
+    matches = [re.fullmatch(ID, name) for name in names]
+    ids = sorted(match[1] for match in matches if match and match[2] == "json")
     if len(ids) <= KEPT + KEPT // 10:
         return
     for name in names:
-        match = ID.fullmatch(name)
+        match = re.fullmatch(ID, name)
         if match and match[1] < ids[-KEPT]:
             remove(os.path.join(folder, name))

@@ -7,7 +7,8 @@ import signal
 import time
 from contextlib import suppress
 
-from .node import NodeRanks, obey
+from .node import obey
+from .node_ranks import NodeRanks
 from .proc import is_running
 from .signals import signal_group
 

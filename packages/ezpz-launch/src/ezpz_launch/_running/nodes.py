@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from .guardian import Guardian
-from .node import LOOK, NodeRanks, stacks
+from .node import stacks
+from .node_ranks import LOOK, NodeRanks
 
 if TYPE_CHECKING:
     from .agents import Agents

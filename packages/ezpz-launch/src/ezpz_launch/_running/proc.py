@@ -143,3 +143,12 @@ def _is_pump(pid: int) -> bool:
     except OSError:
         return False
     return words[1:3] == [b"-I", b"-S"] and any(b"rank_output" in word for word in words[3:5])
+
+
+def send(target: int, number: int) -> None:
+    """Signal a process, or the group of a negative number, if it is there."""
+    try:
+        os.kill(target, number)
+    except (ProcessLookupError, PermissionError):
+        # Gone, or no longer ours: a rank may have changed its user.
+        return

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from ezpz_launch._errors import LaunchError
 
 from .control import VARIABLE
+from .ending import Ending
 from .hang import Hang
 from .launch import NEVER, Launch
 from .nodes import Nodes, OtherHosts, ThisHost
@@ -21,23 +22,8 @@ from .reports import Reports
 from .signals import ENDING, Heard, signals
 from .status import Status
 
-SETTLE = 1.0
-"""Seconds that the other ranks have to end by themselves after the first failure.
-
-Ranks that stop together (all check-pointed and exit 75, say) end at nearly the same time.
-"""
-
-_LAUNCHER_ENDS = 2.0
-"""Seconds that a launcher has to end after its last rank, and again after SIGTERM."""
-
-_KILLED = 0.5
-"""Seconds that it has once its ranks have been killed."""
-
 _REACHED = 2.0
 """Seconds after which ranks whose node has no agent yet are signalled through the launcher."""
-
-_LINGER = 10.0
-"""Seconds that a launcher has to end after ranks that all ended well."""
 
 _ABSENT = 60.0
 """Seconds after which ranks that have not started are named."""
@@ -88,9 +74,9 @@ class _Run:
         self.status = Status(launch.nproc)
         self.told: signal.Signals | None = None
         self.port_taken = False
-        self._ending = self._killed = self._said = self._announced = False
+        self._ending = Ending(launch.grace)
+        self._said = self._announced = False
         # When what is due, in time.monotonic's seconds.
-        self._terminate_at = self._kill_at = self._end_launcher_at = NEVER
         self._look_at = self._release_at = 0.0
         self._absent_at = time.monotonic() + _ABSENT
         self._forward_at = NEVER
@@ -181,17 +167,14 @@ class _Run:
         """Count the time for nothing in which we were stopped (Ctrl-Z, a suspended job)."""
         # What the ranks wrote meanwhile may not have been read yet: their silence begins anew.
         self.output.last = time.monotonic()
-        self._terminate_at += seconds
-        self._kill_at += seconds
+        self._ending.forgive(seconds)
 
     def _next(self, now: float) -> float:
         return min(
             self._look_at if self.status.has_running else NEVER,
-            self._terminate_at,
-            self._kill_at,
-            self._end_launcher_at,
+            self._ending.next,
             self._forward_at,
-            NEVER if self._ending else self.hang.next_look,
+            NEVER if self._ending.begun else self.hang.next_look,
             now + self._signal_at - time.time() if self._all_started else NEVER,
         )
 
@@ -226,12 +209,12 @@ class _Run:
             number = self._arrived.pop(0)
             if number in ENDING:
                 # A second Ctrl-C means: now.
-                self._end_within(0.0 if self.told else self.launch.grace)
+                self._ending.told(time.monotonic(), 0.0 if self.told else self.launch.grace)
                 self.told = self.told or number
             self._signal(number)
         if self.output.nobody_reads and self.told is None:
             self.told = signal.SIGPIPE
-            self._end_within(self.launch.grace)
+            self._ending.told(time.monotonic(), self.launch.grace)
             self._signal(signal.SIGTERM)
 
     def _signal(self, number: signal.Signals) -> None:
@@ -241,35 +224,16 @@ class _Run:
             self._forward_at = min(self._forward_at, time.monotonic() + patience)
             self._forwarded = number
 
-    def _end_within(self, grace: float) -> None:
-        self._ending = True
-        self._terminate_at = NEVER
-        self._kill_at = min(self._kill_at, time.monotonic() + grace)
-
-    def _terminate_in(self, now: float, seconds: float) -> None:
-        self._ending = True
-        self._terminate_at = now + seconds
-        self._kill_at = now + seconds + self.launch.grace
-
     def _look_for_an_end(self, now: float) -> None:
-        status = self.status
-        if not self._ending:
+        if not self._ending.begun:
             if self.port_taken:
-                self._end_within(0.0)
-            elif status.first_failure:
-                self._terminate_in(now, SETTLE)
-            elif self.hang.is_one(now, status):
-                self._ending = True
-                self.hang.declare(now, status, self.nodes)
-        if status.all_ended and not self._ending and self._end_launcher_at == NEVER:
-            self._end_launcher_at = now + _LINGER
-        if self._ending and not self._killed:
-            if status.has_running:
-                self._end_launcher_at = NEVER
-            elif self._end_launcher_at == NEVER:
-                patience = _LAUNCHER_ENDS if status.all_ended else SETTLE
-                unreached = self.nodes.unreached(status.held)
-                self._end_launcher_at = now + (0.0 if unreached else patience)
+                self._ending.told(now, 0.0)
+            elif self.status.first_failure:
+                self._ending.settle(now)
+            elif self.hang.is_one(now, self.status):
+                self._ending.begun = True
+                self.hang.declare(now, self.status, self.nodes)
+        self._ending.look(now, self.status, self.nodes)
 
     def _do_what_is_due(self, now: float) -> None:
         if self._signal_at <= time.time() and self._all_started:
@@ -278,21 +242,16 @@ class _Run:
             self._signal(signal.SIGUSR1)
         if self.hang.is_told(now):
             # Those that could not be read print their stacks themselves now.
-            self._terminate_in(now, SETTLE)
-        if now >= self._terminate_at:
-            self._terminate_at = NEVER
-            if self.status.has_running:
-                self._announced = True
-                self._say_who_failed("; ending the other ranks")
-                self._signal(signal.SIGTERM)
+            self._ending.settle(now)
+        if self._ending.terminates(now) and self.status.has_running:
+            self._announced = True
+            self._say_who_failed("; ending the other ranks")
+            self._signal(signal.SIGTERM)
         if now >= self._forward_at:
             self._forward_at = NEVER
             self._forward()
-        if now >= self._kill_at:
-            self._kill_at = now + SETTLE
-            self._killed = True
+        if self._ending.kills(now):
             self.nodes.kill()
-            self._end_launcher_at = min(self._end_launcher_at, now + _KILLED)
         if now >= self._absent_at:
             self._absent_at = NEVER
             self._say_who_is_absent()
@@ -300,7 +259,7 @@ class _Run:
 
     def _say_who_is_absent(self) -> None:
         absent = self.status.unstarted
-        if absent and not self._ending:
+        if absent and not self._ending.begun:
             self.output.say(
                 f"after {_ABSENT:g} s {len(absent)} of {self.launch.nproc} ranks have not started: "
                 f"{name_ranks(self.launch, absent)}"
@@ -308,13 +267,12 @@ class _Run:
 
     def _end_launcher(self, now: float) -> None:
         """Let the launcher end by itself, then end it."""
-        if self._ending and not self.status.has_running and now >= self._release_at:
+        if self._ending.begun and not self.status.has_running and now >= self._release_at:
             # Again and again, but not at every step: the first word may have come too early.
             self._release_at = now + _RELEASE
             for rank in self.status.held:
                 self.nodes.release(rank, self.status.pids.get(rank, 0))
-        if now >= self._end_launcher_at:
-            self._end_launcher_at = now + (_KILLED if self._killed else _LAUNCHER_ENDS)
+        if self._ending.ends_launcher(now):
             self.process.end()
 
     def _forward(self) -> None:
@@ -340,7 +298,7 @@ class _Run:
         # A stopped terminal holds us up as long as nobody tells us to end.
         self.output.drain(_DRAINED, self._is_told)
         self._take_reports()
-        complete = self.status.all_ended and not self._ending
+        complete = self.status.all_ended and not self._ending.begun
         self.nodes.close(farewell=complete)
         if not complete:
             self.process.kill()
