@@ -8,7 +8,8 @@ A comment before a block (``<!-- ranks: 2 train.py -->``) marks it:
 - ``text`` is what the block before it prints. Where that is a shell's, it is what the script that
   it launches has printed. ``message``: an error that our sources hold; ``message: torch``, torch's.
   ``drawing``: a picture, or lines of a file.
-- ``diff``: what it makes is run on two ranks; what it is made of is compiled.
+- ``diff``: what it makes is run on two ranks, and so is what it is made of, by the page's command
+  that ends with ``# before``; DeepSpeed's is compiled only.
 - ``bash``, ``console``: every command is known here, and what can be run without harm is run.
 - ``toml`` parses; ``markdown`` is a text for people.
 """

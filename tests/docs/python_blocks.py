@@ -6,14 +6,29 @@ import contextlib
 import io
 import multiprocessing
 import os
+import re
+import shlex
+import shutil
+import signal
+import socket
 import subprocess
 import sys
+import sysconfig
 import traceback
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 PRELOADED = ["torch", "torch.distributed", "ezpz_dist", "ezpz_tp", "ezpz_obs"]
+
+_ON_CPUS = {
+    "accelerate": ("--multi_gpu --main_process_port {port}", {"ACCELERATE_USE_CPU": "1"}),
+    "torchrun": ("--master-port {port}", {}),
+}
+"""What lets another's launcher start ranks on CPUs, beside others of its kind. DeepSpeed's is left
+out: on CPUs it compiles C++, and takes half a minute of two cores."""
+
+_MARKS_ITS_RANK = "import os; open(f'rank-{os.environ[\"RANK\"]}', 'x').close()\n"
 
 
 class BlockError(AssertionError):
@@ -78,6 +93,54 @@ def run_on_ranks(name: str, code: str, folder: Path, *, ranks: int = 2) -> str:
     if done.returncode:
         raise BlockError(f"{name} on {ranks} ranks: status {done.returncode}\n{done.stderr}")
     return done.stdout
+
+
+def command_before(code: str) -> list[str]:
+    """The words of a shell's line that ends with ``# before``; none where there is no such line."""
+    line = re.search(r"^(.+?) +# before$", code, re.MULTILINE)
+    return shlex.split(line[1]) if line else []
+
+
+def run_before(words: Sequence[str], code: str, folder: Path) -> str | None:
+    """Run a script as it was before it used ezpz, on two ranks; return its output.
+
+    Args:
+        words: The page's command, which ends with the script's name.
+        code: The script.
+        folder: Where it runs.
+
+    Returns:
+        What it printed; None if the command's program is not in this environment, or takes long.
+    """
+    if words[0] not in _ON_CPUS:
+        return None
+    program = shutil.which(words[0], path=sysconfig.get_path("scripts"))
+    if program is None:
+        return None
+    options, variables = _ON_CPUS[words[0]]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        options = options.format(port=probe.getsockname()[1])
+    (folder / words[-1]).write_text(_MARKS_ITS_RANK + code, encoding="utf-8")
+    process = subprocess.Popen(
+        [program, *words[1:-1], *options.split(), words[-1]],
+        env={**os.environ, **variables, "PATH": f"{Path(program).parent}:{os.environ['PATH']}"},
+        cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        printed, said = process.communicate(timeout=240)
+    except subprocess.TimeoutExpired:
+        # A launcher that is told to end takes its ranks along.
+        os.killpg(process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=30)
+        process.kill()
+        raise
+    ranks = sorted(path.name for path in folder.glob("rank-*"))
+    if process.returncode or ranks != ["rank-0", "rank-1"]:
+        raise BlockError(f"{' '.join(words)}: status {process.returncode}, {ranks}\n{said}")
+    return printed
 
 
 def sides_of(diff: str) -> tuple[str, str, int]:

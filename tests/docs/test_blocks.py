@@ -13,7 +13,14 @@ import pytest
 import torch
 from tests.docs.blocks import PAGES, ROOT, Block, blocks_of, name_of
 from tests.docs.messages import missing, texts_of
-from tests.docs.python_blocks import BlockError, run_in_order, run_on_ranks, sides_of
+from tests.docs.python_blocks import (
+    BlockError,
+    command_before,
+    run_before,
+    run_in_order,
+    run_on_ranks,
+    sides_of,
+)
 from tests.docs.shell_blocks import check_syntax, commands_of, problem_of
 
 BLOCKS = {page: blocks_of(page) for page in PAGES}
@@ -107,6 +114,18 @@ def test_a_few_lines_of_diff_change_a_script_that_runs(page: Path, tmp_path: Pat
         assert has_lines(run_on_ranks("train.py", after, tmp_path), expected), block.place
 
 
+@pages_with("diff")
+def test_the_script_before_a_diff_runs_and_prints_the_same(page: Path, tmp_path: Path) -> None:
+    shells = [each.code for each in BLOCKS[page] if each.language == "bash"]
+    words = next(filter(None, map(command_before, shells)))
+    for block in (each for each in BLOCKS[page] if each.language == "diff"):
+        before, _, _ = sides_of(block.code)
+        printed = run_before(words, before, tmp_path)
+        if printed is None:
+            pytest.skip(f"{words[0]} is not started here: {block.place} is compiled only")
+        assert has_lines(printed, output_after(block)), f"{block.place} printed\n{printed}"
+
+
 @pages_with(*SHELLS)
 def test_every_command_is_known_and_its_options_are_there(page: Path, tmp_path: Path) -> None:
     for block in (each for each in BLOCKS[page] if each.language in SHELLS):
@@ -185,6 +204,7 @@ def test_a_wrong_page_is_seen(tmp_path: Path) -> None:
     assert problem_of(["ezpz-launch", "--nproc_per_node", "2", "python"], tmp_path)
     assert problem_of(["pip", "install", "ezpz-suite[nothing]"], tmp_path)
     assert problem_of(["frobnicate"], tmp_path)
+    assert run_before(["frobnicate", "train.py"], "", tmp_path) is None
     assert problem_of(["python", "-m", "ezpz.examples.nothing"], tmp_path)
     assert check_syntax("if true; then")
     assert missing("no … on PATH", ("no … on PATHS",)) == []

@@ -11,7 +11,8 @@ import time
 
 import pytest
 
-from ezpz.doctor import DoctorError, find_checks, main, run_checks
+from ezpz._doctor import late
+from ezpz.doctor import Check, DoctorError, find_checks, main, run_checks
 
 OURS = {
     "accelerator", "all-reduce", "disk", "hostfile", "mpi", "network", "scheduler",
@@ -218,6 +219,16 @@ def test_an_mpiexec_that_hangs_is_an_error_and_nothing_of_it_is_left(tmp_path, h
     assert not any(is_left(int(pid)) for pid in pids)
 
 
+def test_an_mpi4py_that_takes_long_to_import_is_a_warning(tmp_path):
+    pytest.importorskip("mpi4py", reason="two ranks of mpi4py are what is tried")
+    (tmp_path / "mpi4py.py").write_text("import time\ntime.sleep(3600)\n")
+    done = doctor("--json", "--only=mpi", "--timeout=8", site=str(tmp_path))
+    result = results_of(done)["mpi"]
+    assert (result["status"], done.returncode) == ("warning", 0)
+    assert re.match(r"not done in [4-6]\.\d s: still importing mpi4py", result["message"])
+    assert "--timeout=60 --only=mpi" in result["remedy"]
+
+
 def test_checks_that_hang_are_errors_and_the_whole_takes_five_seconds(probes, tmp_path):
     site = probes("well", "hangs", "hangs_in_c", "stops")
     # The bound that is promised, of everything that there is; a busy machine has three attempts.
@@ -240,6 +251,110 @@ def test_checks_that_hang_are_errors_and_the_whole_takes_five_seconds(probes, tm
     assert re.search(r"stands in hangs_in_c \(.*probes.py", results["hangs_in_c"]["message"])
     # Nothing is written to the working directory.
     assert [each.name for each in tmp_path.iterdir()] == ["site"]
+
+
+SLOW = """
+import os, time
+from ezpz_topo import CheckResult
+if "{lazily}" == "no":
+    import heavy
+def check(seconds):
+    import heavy
+"""
+
+
+@pytest.mark.parametrize("lazily", ["yes", "no"])
+def test_a_check_that_is_still_importing_is_a_warning(probes, lazily, tmp_path):
+    """As where torch lies on a file system that many use: nothing is found about the machine."""
+    site = probes("check", module=SLOW.replace("{lazily}", lazily))
+    (tmp_path / "site" / "heavy").mkdir()
+    (tmp_path / "site" / "heavy" / "__init__.py").write_text("from heavy import inner\n")
+    (tmp_path / "site" / "heavy" / "inner.py").write_text("import time\ntime.sleep(3600)\n")
+    done = doctor("--json", "--only=probe-check", "--timeout=4", site=site)
+    result = results_of(done)["check"]
+    assert (result["status"], done.returncode) == ("warning", 0)
+    place = re.escape(f"<module> ({site}/heavy/inner.py:2)")
+    assert re.fullmatch(rf"not done in 4 s: still importing heavy \({place}\)", result["message"])
+    assert result["remedy"] == (
+        "ask again with more time: ezpz doctor --timeout=60 --only=probe-check"
+    )
+    assert result["details"]["importing"] == "heavy"
+
+
+LATE = """
+import os, time
+time.sleep(max(0.0, float(os.environ["PROBE_UNTIL"]) - time.monotonic()))
+from ezpz_topo import CheckResult
+def hangs(seconds):
+    time.sleep(3600)
+def times_out(seconds):
+    time.sleep(0.8 * seconds)
+    return CheckResult.error("nobody came", "see who comes")
+def finds(seconds):
+    return CheckResult.error("it is broken", "mend it")
+def well(seconds):
+    time.sleep(0.8 * seconds)
+    return CheckResult.ok("it is well")
+"""
+
+
+def test_what_its_imports_left_no_time_for_is_a_warning(probes, monkeypatch):
+    monkeypatch.syspath_prepend(probes("hangs", "times_out", "finds", "well", module=LATE))
+    timeout = 8
+    monkeypatch.setenv("PROBE_UNTIL", str(time.monotonic() + timeout - 1.3))
+    names = [f"probe-{name}" for name in ("finds", "hangs", "times_out", "well")]
+    finds, hangs, times_out, well = run_checks(names, timeout=timeout)
+    assert well.status == "ok"
+    # What is found at once is found, however long it was loaded.
+    assert (finds.status, finds.message, finds.remedy) == ("error", "it is broken", "mend it")
+    assert hangs.status == "warning"
+    assert re.fullmatch(r"not done in 8 s: its imports took [67]\.\d s of them", hangs.message)
+    assert "--timeout=60 --only=probe-hangs" in hangs.remedy
+    assert times_out.status == "warning"
+    assert re.fullmatch(r"nobody came \(its imports left it [01]\.\d s of 8 s\)", times_out.message)
+    assert times_out.remedy.startswith("ask again with more time: ezpz doctor --timeout=60 ")
+    assert times_out.remedy.endswith("; if it says the same: see who comes")
+
+
+ACCELERATOR = Check("accelerator", "ezpz_device._checks.accelerator:check", "ezpz-device 0.1")
+STOOD = """Timeout (0:00:03)!
+Thread 0x00007f11 (most recent call first):
+  File "/site-packages/ezpz/_doctor/child.py", line 66 in _end_with
+  File "/usr/lib/python3.11/threading.py", line 982 in run
+
+Thread 0x00007f12 (most recent call first):
+  File "<frozen importlib._bootstrap_external>", line 1233 in create_module
+  File "<frozen importlib._bootstrap>", line 690 in _load_unlocked
+  File "/env/site-packages/torch/_ops/more.py", line 12 in <module>
+  File "<frozen importlib._bootstrap>", line 1176 in _find_and_load
+  File "/env/site-packages/torch/__init__.py", line 405 in <module>
+  File "<frozen importlib._bootstrap>", line 1176 in _find_and_load
+  File "/home/me/ezpz_device/_checks/accelerator.py", line 15 in <module>
+  File "/env/site-packages/ezpz/_doctor/child.py", line 80 in _answer
+  File "<string>", line 5 in <module>
+"""
+
+
+def test_imports_that_take_a_minute_are_an_error(monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path, "", "/env", "/env/site-packages", "/home/me"])
+    judged = {
+        timeout: late.judge(ACCELERATOR, timeout, None, STOOD, {"a": 1}) for timeout in (4, 60)
+    }
+    for timeout, status in ((4, "warning"), (60, "error")):
+        assert judged[timeout].status == status
+        assert judged[timeout].message == (
+            f"not done in {timeout} s: still importing torch (<module> "
+            "(/env/site-packages/torch/_ops/more.py:12))"
+        )
+        assert judged[timeout].details == {"a": 1, "importing": "torch"}
+    assert "-X importtime -c 'import torch'" in judged[60].remedy
+
+
+def test_a_process_that_has_not_come_to_its_check_is_a_warning():
+    result = late.judge(ACCELERATOR, 4, None, "", {})
+    assert (result.status, result.message) == (
+        "warning", "not done in 4 s: still importing its modules"
+    )  # fmt: skip
 
 
 def test_what_this_host_has_is_well():
@@ -286,6 +401,34 @@ def test_interrupted_it_leaves_nothing(probes, tmp_path, number, status):
     process.send_signal(number)
     assert process.wait(60) == status
     assert not is_left(int(pids.read_text()))
+
+
+@linux_only
+def test_killed_it_leaves_nothing(probes, tmp_path):
+    """By a job's end or for its memory: nobody unwinds it."""
+    module = PROBES.replace(
+        "time.sleep(3600)\ndef hangs_in_c",
+        "other = subprocess.Popen(['sleep', '3600'])\n"
+        "    open(os.environ['PROBE_PIDS'], 'w').write(f'{os.getpid()} {other.pid} ')\n"
+        "    time.sleep(3600)\ndef hangs_in_c", 1,
+    )  # fmt: skip
+    site, pids = probes("hangs", module=module), tmp_path / "pids"
+    path = os.pathsep.join(filter(None, [site, os.environ.get("PYTHONPATH", "")]))
+    code = "import sys; from ezpz.doctor import main; sys.exit(main())"
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-c", code, "--only=probe-hangs", "--timeout=1000"],
+        env={**os.environ, "PYTHONPATH": path, "PROBE_PIDS": str(pids)},
+    )
+    end = time.monotonic() + 60
+    while not pids.exists() or not pids.read_text().endswith(" "):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    process.kill()
+    process.wait(60)
+    left = [pid for pid in map(int, pids.read_text().split()) if is_left(pid)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left
 
 
 def test_without_any_check_it_is_an_error(monkeypatch):

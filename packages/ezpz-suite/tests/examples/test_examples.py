@@ -3,6 +3,7 @@
 import ast
 import importlib
 import importlib.util
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,6 +132,50 @@ def test_vit_counts_the_images_that_it_saw(alone, tmp_path):
     steps = [one for one in records(tmp_path) if "samples_per_s" in one]
     assert {round(one["samples_per_s"] * one["step_s"]) for one in steps} == {64}
     assert len(steps) == 2 * (1438 // 64)
+
+
+@pytest.mark.parametrize("name", ["fsdp", "vit"])
+def test_fp16_has_gradients_that_are_smaller_than_fp16(name, alone, tmp_path):
+    """A loss of a millionth makes gradients that are 0 in fp16, unless it is scaled."""
+    needs(name)
+    module = importlib.import_module(f"ezpz.examples.{name}")
+    if name == "vit":
+        real = module.cross_entropy
+        alone.setattr(module, "cross_entropy", lambda *args, **named: 1e-6 * real(*args, **named))
+    else:
+        forward = module.Llama.forward
+        alone.setattr(module.Llama, "forward", lambda *args: 1e-6 * forward(*args))
+    found = {}
+    for dtype in ("fp32", "fp16"):
+        run_here(alone, name, *SMALL[name], f"--dtype={dtype}", f"--outdir={tmp_path / dtype}")
+        found[dtype] = [value for _, value in curve(tmp_path / dtype, "gradient_norm")][:3]
+    assert all(norm > 0 for norm in found["fp32"])
+    assert found["fp16"] == pytest.approx(found["fp32"], rel=0.05)
+
+
+def test_fp16_on_two_ranks_is_near_fp32(launch, tmp_path):
+    """Each rank has other shards; where one overflows, all leave the step out."""
+    losses = {}
+    for dtype in ("fp32", "fp16"):
+        launch(2, "fsdp", "--steps=20", f"--dtype={dtype}", f"--outdir={tmp_path / dtype}")
+        losses[dtype] = [value for _, value in curve(tmp_path / dtype, "loss/mean")]
+    assert len(losses["fp16"]) == 20
+    assert losses["fp16"] == pytest.approx(losses["fp32"], rel=0.02)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of")  # torch's, where the first step is left out
+@pytest.mark.parametrize("name", ["fsdp", "vit"])
+def test_fp16_leaves_out_a_step_that_overflows(name, alone, tmp_path):
+    needs(name)
+    real = torch.amp.GradScaler
+    alone.setattr(
+        torch.amp, "GradScaler", lambda *args, **named: real(*args, init_scale=2.0**40, **named)
+    )
+    run_here(alone, name, *SMALL[name], "--dtype=fp16", f"--outdir={tmp_path}")
+    norms = [value for _, value in curve(tmp_path, "gradient_norm")]
+    assert not math.isfinite(float(norms[0])), "or this would show nothing"
+    losses = [value for _, value in curve(tmp_path, "loss")]
+    assert all(torch.tensor(losses).isfinite())
 
 
 def test_hf_trainer_evaluates_less_than_a_batch_of_all_ranks(alone, tmp_path):

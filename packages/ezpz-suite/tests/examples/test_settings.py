@@ -49,6 +49,11 @@ def test_an_unknown_setting(words, alone, capsys, tmp_path):
         ("vit", "--batch_size=2000", "expected at most 1438"),
         ("deepspeed_zero", "--stage=4", "expected 0, 1, 2 or 3"),
         (
+            "lightning_fabric",
+            "--precision=16-true",
+            "expected one of 32-true, 64-true, bf16-mixed, bf16-true",
+        ),
+        (
             "pipeline",
             "--microbatches=5",
             "expected a divisor of 16, the blocks that are evaluated at the end",
@@ -106,6 +111,12 @@ def test_a_report_that_cannot_be_written_is_known_at_the_beginning(alone, capsys
         ("--steps=0", "--steps=0; expected a whole number above 0"),
         ("--tp=two", "--tp=two; expected a whole number above 0"),
         ("--lr=fast", "--lr=fast; expected a number above 0"),
+        ("--steps", "--steps=True; expected a whole number above 0"),
+        ("--seed=one", "--seed=one; expected a whole number from 0"),
+        ("--seed=-1", "--seed=-1; expected a whole number from 0"),
+        ("--seed=1.5", "--seed=1.5; expected a whole number from 0"),
+        ("--outdir", "--outdir=True; expected a folder, such as --outdir=./True"),
+        ("--nooutdir", "--outdir=False; expected a folder, such as --outdir=./False"),
     ],
 )
 def test_megatron_style_refuses_them_before_the_training(word, expected, alone, capsys, tmp_path):
@@ -120,6 +131,22 @@ def test_megatron_style_refuses_them_before_the_training(word, expected, alone, 
     assert expected in said
     assert "RANK" not in said, "it would have begun"
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("words", [["--outdir=2024_01"], ["--outdir", "2024_01"]])
+def test_megatron_style_takes_a_folder_as_it_is_written(words, alone, tmp_path):
+    from ezpz.examples import megatron_style
+
+    alone.chdir(tmp_path)
+    alone.setattr(sys, "argv", ["megatron_style.py", "--steps=1", *words])
+    alone.setenv("RANK", "0")
+    alone.setenv("WORLD_SIZE", "1")
+    alone.setenv("LOCAL_RANK", "0")
+    alone.setenv("MASTER_ADDR", "127.0.0.1")
+    alone.setenv("MASTER_PORT", "0")
+    megatron_style.main()
+    assert [each.name for each in tmp_path.iterdir()] == ["2024_01"]
+    assert (tmp_path / "2024_01" / "metrics.jsonl").exists()
 
 
 def test_the_folder_it_chooses_is_named(alone, tmp_path, capsys):

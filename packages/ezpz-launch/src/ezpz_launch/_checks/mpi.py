@@ -20,10 +20,14 @@ from ezpz_topo import CheckResult, TopoError, get_allocation
 from .command import Ended, run
 
 _NO_MPI4PY, _NO_LIBRARY = 81, 82
+_BEGUN = "-->"
+"""A rank's first line: without a letter, it is nobody's last words."""
 
 # One write a rank, so that two lines do not mix.
 _PROGRAM = f"""\
 import sys
+sys.stdout.write("{_BEGUN}\\n")
+sys.stdout.flush()
 try:
     import mpi4py
 except ImportError:
@@ -50,6 +54,9 @@ _LIBRARY = re.compile(r"ezpz-library (.*)")
 _OTHERS = {"hydra": ("Open MPI",), "pals": ("Open MPI",), "openmpi": ("MPICH", "MVAPICH", "Intel")}
 """Kind of launcher to the libraries that are of another MPI."""
 
+_PATIENCE = 45.0
+"""Seconds after which an import that is not done is an error; ``--timeout=60`` gives more."""
+
 _RANKS = 2
 _NO_OUTPUT = 141
 """Hydra's exit status, without any output, once in 200 starts of ranks that end at once."""
@@ -72,7 +79,8 @@ def check(seconds: float, env: Mapping[str, str] | None = None) -> CheckResult:
         return CheckResult.of(error)
     if launcher.kind == "pals" and not _in_job(env):
         # PALS starts ranks on the nodes of a job only.
-        return _alone(launcher, _try([], env, seconds))
+        alone = _try([], env, seconds)
+        return _importing(alone, seconds) or _alone(launcher, alone)
     ended = _try(_words(launcher), env, seconds)
     if ended.status == _NO_OUTPUT and not ended.stdout:
         ended = _try(_words(launcher), env, seconds)
@@ -105,6 +113,8 @@ def _judged(launcher: Launcher, ended: Ended, seconds: float) -> CheckResult:
     facts = {"mpiexec": launcher.path, "kind": launcher.kind}
     if failed := _without_mpi4py(ended):
         return failed
+    if late := _importing(ended, seconds):
+        return late
     if ended.status is None:
         return CheckResult.error(
             f"two ranks of mpi4py by {whose} did not end in {0.8 * seconds:.1f} s",
@@ -155,6 +165,20 @@ def _without_mpi4py(ended: Ended) -> CheckResult | None:
             "load the site's MPI module, or: pip install mpich",
         )
     return None
+
+
+def _importing(ended: Ended, seconds: float) -> CheckResult | None:
+    """Return that the ranks run and are not through with their imports: a slow file system."""
+    is_loaded = _LIBRARY.search(ended.stdout) is not None
+    if ended.status is not None or is_loaded or _BEGUN not in ended.stdout:
+        return None
+    message = f"not done in {0.8 * seconds:.1f} s: still importing mpi4py and its MPI library"
+    if seconds < _PATIENCE:
+        remedy = "ask again with more time: ezpz doctor --timeout=60 --only=mpi"
+        return CheckResult.warning(message, remedy)
+    return CheckResult.error(
+        message, f"see what takes so long: {sys.executable} -X importtime -c 'import mpi4py.MPI'"
+    )
 
 
 def _without_mpiexec(

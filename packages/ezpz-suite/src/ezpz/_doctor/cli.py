@@ -31,7 +31,7 @@ options:
   --json             the same for programs
   --list             the names of the checks, and the package that each is of
   --timeout=SECONDS  how long they have together, {TIMEOUT:g} if not told; what is not done by then
-                     hangs, and is an error: give more where importing torch takes long
+                     hangs, and is an error, or a warning where it is still importing torch
   -h, --help         this page
   --version          the version
 

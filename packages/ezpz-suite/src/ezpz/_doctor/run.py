@@ -28,11 +28,12 @@ def run_checks(
     """Run the checks of all installed packages at once, and return what each says, by name.
 
     One that raises, crashes, hangs, or cannot be imported is an error that names it and its
-    package. Nothing that a check started is left afterwards.
+    package; one that had no time left after its imports, or is not through with them (in less than
+    a minute), is a warning. Nothing that a check started is left afterwards.
 
     Args:
         only: Names of those to run; all if empty.
-        timeout: Seconds that they have; one that is not done by then hangs.
+        timeout: Seconds that they have together.
         watch: Called with the names of those that still run, some times a second.
 
     Raises:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
-import sysconfig
 import time
 from dataclasses import replace
 from typing import Any
 
 from ezpz_topo import CheckResult
 
+from .child import BEGAN
 from .found import Check
+from .late import judge, standing
 
 _MOST = 1 << 20
 """Bytes of an answer."""
@@ -27,15 +27,14 @@ _SHOWN = 2000
 
 _CHILD = """\
 import json, sys
-path, job = json.load(sys.stdin)
+path, job = json.loads(sys.stdin.readline())
 sys.path[:] = path
 from ezpz._doctor.child import main
 main(*job)
 """
 
 _TIME_OVER = "Timeout (0:"
-_FRAME = re.compile(r'^  File "(.*)", line ([0-9]+) in (.*)$', re.MULTILINE)
-"""What `faulthandler` writes: when the time is over, and for each place."""
+"""What `faulthandler` writes first."""
 
 
 class Running:
@@ -63,10 +62,12 @@ class Running:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         assert self._process.stderr is not None
-        job = [sys.path, [check.name, check.value, deadline]]
+        job = [sys.path, [check.name, check.value, deadline, timeout]]
         # Less than a pipe holds: it does not wait. A process that has ended is seen below.
-        with contextlib.suppress(BrokenPipeError), self._process.stdin as told:
-            told.write(json.dumps(job).encode())
+        # The pipe stays open: at its end the process knows that this one is gone.
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(job).encode() + b"\n")
+            self._process.stdin.flush()
         self.answer = self._process.stdout.fileno()
         self.printed = self._process.stderr.fileno()
         for descriptor in (self.answer, self.printed):
@@ -87,7 +88,7 @@ class Running:
     @property
     def is_done(self) -> bool:
         """Whether it has answered, said too much, or ended."""
-        return self._line is not None or len(self._said[0]) > _MOST or self._has_ended()
+        return self._answer is not None or len(self._said[0]) > _MOST or self._has_ended()
 
     def _has_ended(self) -> bool:
         # Not waited for: its number, which is its group's, would be another's some day.
@@ -98,9 +99,20 @@ class Running:
             return self._process.poll() is not None
 
     @property
-    def _line(self) -> bytes | None:
-        line, newline, _ = bytes(self._said[0]).partition(b"\n")
-        return line if newline else None
+    def _lines(self) -> list[bytes]:
+        return bytes(self._said[0]).split(b"\n")[:-1]
+
+    @property
+    def _answer(self) -> bytes | None:
+        return next((line for line in self._lines if not line.startswith(BEGAN)), None)
+
+    @property
+    def _began(self) -> float | None:
+        """When its own work began: it had been loaded."""
+        for line in self._lines:
+            if line.startswith(BEGAN):
+                return float(line.removeprefix(BEGAN))
+        return None
 
     def end(self) -> CheckResult:
         """End it, and all that it started; return what came of it, whatever that is."""
@@ -109,10 +121,11 @@ class Running:
         for descriptor in (self.answer, self.printed):
             while len(self._said[0]) <= _MOST and self.read(descriptor):
                 pass
-        for pipe in (self._process.stdout, self._process.stderr):
+        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
             if pipe is not None:
-                pipe.close()
-        result = self._answered() if self._line else self._unanswered(had_ended)
+                with contextlib.suppress(BrokenPipeError):  # what it never read of its job
+                    pipe.close()
+        result = self._answered() if self._answer else self._unanswered(had_ended)
         took = time.monotonic() - self._begun
         return replace(
             result, name=self.check.name, source=self.check.source, seconds=round(took, 3)
@@ -129,7 +142,7 @@ class Running:
             self._process.wait(0.2)
 
     def _answered(self) -> CheckResult:
-        answer: dict[str, Any] = json.loads(self._line or b"", parse_int=_number)
+        answer: dict[str, Any] = json.loads(self._answer or b"", parse_int=_number)
         if "broken" in answer:
             return self._broken(answer["broken"], answer["details"])
         return CheckResult(**answer)
@@ -141,13 +154,8 @@ class Running:
             return self._broken(f"answered more than {_MOST >> 20} MiB", details)
         # Its own watch ends it with this status, and says where it stood.
         if _TIME_OVER in words or (status in (None, -signal.SIGKILL) and not had_ended):
-            remedy = (
-                f"give it more time: ezpz doctor --timeout=60 --only={self.check.name}; if that "
-                "does not help, what it waits for hangs"
-            )
-            return CheckResult.error(
-                f"hangs: did not end in {self._timeout:g} s{_standing(words)}", remedy, **details
-            )
+            worked = None if self._began is None else time.monotonic() - self._began
+            return judge(self.check, self._timeout, worked, words, details)
         if status == -signal.SIGKILL:
             return CheckResult.error(
                 "was killed by SIGKILL, and not by the doctor",
@@ -156,7 +164,7 @@ class Running:
                 **details,
             )
         if status < 0:
-            return self._broken(f"crashed by {_signal(-status)}{_standing(words)}", details)
+            return self._broken(f"crashed by {_signal(-status)}{standing(words)}", details)
         return self._broken(f"ended with exit status {status} and without a result", details)
 
     def _broken(self, message: str, details: dict[str, Any]) -> CheckResult:
@@ -176,24 +184,3 @@ def _number(digits: str) -> int | str:
     """Return a whole number; one that orjson cannot write, which knows 64 bits, as its text."""
     number = int(digits)
     return number if -(1 << 63) <= number < 1 << 64 else digits
-
-
-def _standing(words: str) -> str:
-    where = place_of(words)
-    return f"; it stands in {where}" if where else ""
-
-
-def place_of(words: str) -> str:
-    """Return where a process stood, of what `faulthandler` wrote of it; empty if it did not.
-
-    That is its main thread, which comes last, and there the innermost place that is not the
-    standard library's own.
-    """
-    thread = re.split(r"(?m)^.*\(most recent call first\):$", words)[-1]
-    frames = _FRAME.findall(thread)
-    own = sysconfig.get_path("stdlib")
-    inner = (own, "<frozen ")
-    theirs = [f for f in frames if not f[0].startswith(inner) or "site-packages" in f[0]]
-    for path, line, function in (theirs or frames)[:1]:
-        return f"{function} ({path}:{line})"
-    return ""

@@ -87,10 +87,11 @@ def dtype_named(name: str) -> torch.dtype:
     return TORCH_DTYPES_MAP[name]
 
 
-def require(package: str) -> None:
+def require(*packages: str) -> None:
     """Raise ModuleNotFoundError if a package that is imported later is not installed."""
-    if importlib.util.find_spec(package) is None:
-        raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            raise ModuleNotFoundError(f"No module named {package!r}", name=package)
 
 
 def main(settings: type[S], train: Callable[[S], object]) -> None:

@@ -53,6 +53,9 @@ def train(settings: Settings) -> None:
     # Afterwards: it has to see the shards.
     replicas = ezpz.get_world_size()
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr)
+    # fp16 loses gradients below 6e-8: the loss is scaled, and a step that overflows is left out.
+    device = ezpz.get_torch_device_type()
+    scaler = torch.amp.GradScaler(device, enabled=dtype == torch.float16)
     if ezpz.get_rank() == 0:
         print(ezpz.describe(model))
 
@@ -63,9 +66,11 @@ def train(settings: Settings) -> None:
         for step, tokens, targets in _text.batches(text, settings, replicas):
             loss = model(tokens, targets)
             optimizer.zero_grad()
-            loss.backward()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
+            scaler.step(optimizer)
+            scaler.update()
             timer.step()
             speed = rates.metrics(timer.seconds, tokens=replicas * tokens.numel())
             history.record({"loss": loss, "gradient_norm": norm, **speed}, step=step)

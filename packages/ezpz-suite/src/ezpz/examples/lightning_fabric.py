@@ -19,6 +19,9 @@ from ezpz.data import digits
 from ezpz.examples import _settings
 from ezpz.models import MLP
 
+PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true")
+"""Fabric's, without those of fp16: 16-true trains without a loss scale, and says nothing."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(_settings.Settings):
@@ -29,7 +32,7 @@ class Settings(_settings.Settings):
         batch_size: Images a step, over all ranks together; rounded to as many on each.
         lr: Learning rate of AdamW.
         max_norm: Gradients are clipped to this norm.
-        precision: Fabric's name of it: 32-true, bf16-mixed, ...
+        precision: Fabric's name of it: 32-true, 64-true, bf16-mixed or bf16-true.
         seed: Seed of the run.
         outdir: Where metrics.jsonl goes; default: outputs/lightning_fabric-DATE-TIME.
     """
@@ -45,6 +48,10 @@ def train(settings: Settings) -> None:
     """Train on all ranks. Collective: every rank calls this."""
     from lightning_fabric import Fabric
 
+    if settings.precision not in PRECISIONS:
+        raise _settings.UsageError(
+            f"--precision={settings.precision}; expected one of {', '.join(PRECISIONS)}"
+        )
     ezpz.setup_torch(seed=settings.seed)
     ranks, nodes = ezpz.get_world_size(), ezpz.get_num_nodes()
     if nodes * ezpz.get_local_world_size() != ranks:

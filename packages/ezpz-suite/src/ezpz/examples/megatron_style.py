@@ -24,14 +24,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
-from ezpz_tp import (
-    DegreeError,
-    clip_grad_norm_,
-    finalize_grads,
-    mark_sequence_parallel,
-    tensor_parallel,
-)
+import ezpz_tp
 from ezpz_tp import parallel_state as mpu
+from ezpz_tp import tensor_parallel
 from ezpz_tp.model_parallel_config import ModelParallelConfig
 
 HIDDEN, HEADS, LAYERS, SEQUENCE, BATCH, VOCABULARY = 64, 4, 2, 64, 16, 256
@@ -58,8 +53,8 @@ def norm(config: ModelParallelConfig) -> nn.LayerNorm:
     """Return a norm; on a part of the sequence its gradients are to be summed."""
     made = nn.LayerNorm(HIDDEN)
     if config.sequence_parallel:
-        mark_sequence_parallel(made.weight)
-        mark_sequence_parallel(made.bias)
+        ezpz_tp.mark_sequence_parallel(made.weight)
+        ezpz_tp.mark_sequence_parallel(made.bias)
     return made
 
 
@@ -129,10 +124,13 @@ def train(tp: int = 2, steps: int = 80, lr: float = 3e-3, seed: int = 42, outdir
         seed: Seed of the run.
         outdir: Where metrics.jsonl goes; default: outputs/megatron_style-DATE-TIME.
     """
-    for name, value in {"tp": tp, "steps": steps, "lr": lr}.items():
-        kinds, kind = ((int, float), "number") if name == "lr" else (int, "whole number")
-        if not isinstance(value, kinds) or not value > 0:
-            sys.exit(_said(f"--{name}={value}; expected a {kind} above 0"))
+    for name, value in {"tp": tp, "steps": steps, "lr": lr, "seed": seed}.items():
+        kinds, kind = ((int, float), "number") if name == "lr" else ((int,), "whole number")
+        if type(value) not in kinds or value < 0 or (value == 0 and name != "seed"):
+            least = "from 0" if name == "seed" else "above 0"
+            sys.exit(_said(f"--{name}={value}; expected a {kind} {least}"))
+    if outdir in ("True", "False"):  # what Fire makes of a name without a value
+        sys.exit(_said(f"--outdir={outdir}; expected a folder, such as --outdir=./{outdir}"))
     if "RANK" not in os.environ:
         sys.exit(_said("RANK is not set; start it by ezpz-launch (-n 1 for one rank) or torchrun"))
     device = _device()
@@ -149,15 +147,16 @@ def train(tp: int = 2, steps: int = 80, lr: float = 3e-3, seed: int = 42, outdir
     sources = sorted(Path(sysconfig.get_path("stdlib")).glob("[a-d]*.py"))
     text = b"\n".join(path.read_bytes() for path in sources)
     held_out = batch(text[-100_000:], 0, device)
-    path = Path(str(outdir) or time.strftime("outputs/megatron_style-%Y%m%d-%H%M%S"))
+    path = Path(outdir or time.strftime("outputs/megatron_style-%Y%m%d-%H%M%S"))
     first, replicas = dist.get_rank() == 0, mpu.get_data_parallel_world_size()
     for step in range(1, steps + 1):
         seed_here = step * replicas + mpu.get_data_parallel_rank()
         loss = model(*batch(text[:-100_000], seed_here, device)).mean()
         optimizer.zero_grad()
         loss.backward()
-        finalize_grads(model, average_over="data")  # sequence-parallel norms, and the replicas
-        clip_grad_norm_(model.parameters(), 1.0)
+        # Of sequence-parallel norms the sum, of replicas the average.
+        ezpz_tp.finalize_grads(model, average_over="data")
+        ezpz_tp.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if step % 10 and step not in (1, steps):
             continue
@@ -188,10 +187,11 @@ def main() -> None:
     """Read the command line and train; an error of degrees is a line, and status 2."""
     asked: list[Any] = []
     options = wraps(train)(lambda *given, **named: asked.extend((given, named)))
+    fire.decorators.SetParseFns(outdir=str)(options)  # of 2024_01 it would make 202401
     try:
         fire.Fire(options, name="megatron_style")  # refuses what is misspelt before the training
         train(*asked[0], **asked[1])
-    except DegreeError as error:
+    except ezpz_tp.DegreeError as error:
         sys.exit(_said(error))
 
 

@@ -46,34 +46,41 @@ class Settings(_settings.Settings):
     report: bool = False
 
 
-def train(settings: Settings) -> None:
-    """Train on all ranks. Collective: every rank calls this."""
-    dtype = _settings.dtype_named(settings.dtype)
-    if settings.report:  # which is written last
-        _settings.require("matplotlib")
-        _settings.require("jinja2")
-    ezpz.setup_torch(seed=settings.seed)
-    logger = ezpz.get_logger("vit")
-    device = ezpz.get_torch_device()
-    share = max(1, settings.batch_size // ezpz.get_world_size())
+def load(settings: Settings, share: int) -> ezpz.DataLoader[tuple[torch.Tensor, ...]]:
+    """Return images [share, 1, 8, 8] and labels [share] of this rank, a batch a step."""
     # Batches of one size: a rate is then that of any step.
     loader = ezpz.DataLoader(
         digits("train"), share, shuffle=True, seed=settings.seed, drop_last=True
     )
     if not len(loader):
         raise _settings.UsageError(f"--batch_size={settings.batch_size}; expected at most 1438")
+    return loader
+
+
+def train(settings: Settings) -> None:
+    """Train on all ranks. Collective: every rank calls this."""
+    dtype = _settings.dtype_named(settings.dtype)
+    if settings.report:  # which is written last
+        _settings.require("matplotlib", "jinja2")
+    ezpz.setup_torch(seed=settings.seed)
+    logger = ezpz.get_logger("vit")
+    device, device_type = ezpz.get_torch_device(), ezpz.get_torch_device_type()
+    share = max(1, settings.batch_size // ezpz.get_world_size())
+    loader = load(settings, share)
     images, labels = (part.to(device) for part in digits("test").tensors)
     config = ViTConfig(patch_size=settings.patch, layers=settings.layers)
     model = ezpz.wrap_model(VisionTransformer(config))
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.05)
     steps = settings.epochs * len(loader)
     scheduler = OneCycleLR(optimizer, settings.lr, steps, pct_start=0.2)
+    # fp16 loses gradients below 6e-8: the loss is scaled, and a step that overflows is left out.
+    scaler = torch.amp.GradScaler(device_type, enabled=dtype == torch.float16)
     timer = ezpz.StepTimer()
     rates = ezpz.Throughput(samples_per_step=share * ezpz.get_world_size())
 
     def ask(batch: torch.Tensor) -> torch.Tensor:
         enabled = dtype != torch.float32
-        with torch.autocast(ezpz.get_torch_device_type(), dtype=dtype, enabled=enabled):
+        with torch.autocast(device_type, dtype=dtype, enabled=enabled):
             logits: torch.Tensor = model(batch.to(device))
         return logits.float()
 
@@ -85,10 +92,12 @@ def train(settings: Settings) -> None:
                 with timer("forward"):
                     loss = cross_entropy(ask(batch), answers.to(device), label_smoothing=0.05)
                 with timer("backward"):
-                    loss.backward()
+                    scaler.scale(loss).backward()
+                scaler.unscale_(optimizer)
                 norm = gradient_norm(model)
                 with timer("optimizer"):
-                    optimizer.step()
+                    scaler.step(optimizer)
+                    scaler.update()
                     scheduler.step()
                     optimizer.zero_grad()
                 timer.step()
