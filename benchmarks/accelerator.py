@@ -5,6 +5,7 @@ loss, FSDP2 as we wrap it, the recording of metrics, ezpz.models' Llama, also co
 its step is to the device's peak. Without an accelerator each row says so.
 """
 
+import gc
 import os
 import tempfile
 import time
@@ -18,11 +19,12 @@ import torch
 from dist import free_ports
 from paired import Row, absent, against, beside, interleaved, times
 from ranks import ranks
+from raw_llama import RawLlama
 from table import finish
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from tp import rows_of_blocks
-from tp_variants import HEADS, LlamaBlock
+from tp_variants import HEADS
 
 import ezpz_device
 import ezpz_dist
@@ -41,7 +43,7 @@ WHAT = {
     "llama-compiled/raw": "Llama compiled: a step",
     "llama-mfu/peak": "Llama: a step over its time at peak (1 / MFU)",
     "fsdp2/by hand": "Llama under FSDP2: a step",
-    "metrics/raw": "Llama with metrics recorded: a step",
+    "metrics/raw": "Llama, metrics recorded deferred: a step",
 }
 
 
@@ -60,34 +62,9 @@ class Sizes:
         if device == "cpu":
             config = LlamaConfig(vocab_size=256, dim=128, layers=2, heads=HEADS, hidden=384)
             return cls(config, 2, 64, torch.float32)
-        # A head is 128 wide, as in Llama's own sizes; the raw block rounds 8/3 of it up to 64.
+        # A head is 128 wide, as in Llama's own sizes.
         config = LlamaConfig(vocab_size=32_000, dim=1024, layers=12, heads=HEADS, hidden=2752)
         return cls(config, 8, 2048, torch.bfloat16)
-
-
-class RawLlama(nn.Module):
-    """The same network in plain PyTorch: nn.Linear, nn.Embedding, nn.RMSNorm, cross_entropy."""
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-
-        def layer(i: int, o: int) -> nn.Module:
-            return nn.Linear(i, o, bias=False)
-
-        self.embedding = nn.Embedding(config.vocab_size, config.dim)
-        self.layers = nn.ModuleList(
-            LlamaBlock(config.dim, layer, layer) for _ in range(config.layers)
-        )
-        self.norm = nn.RMSNorm(config.dim)
-        self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean loss."""
-        x = self.embedding(tokens)
-        for block in self.layers:
-            x = block(x)
-        logits = self.head(self.norm(x))
-        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 class Bench:
@@ -141,13 +118,27 @@ class Bench:
         pair = times(1e3, samples["ours"]), times(1e3, samples["theirs"])
         return beside(f"accelerator/{key}", WHAT[key], "ms", pair, peer)
 
-    def peak_mb(self, step: Step) -> float:
-        """Return the most memory that a step takes on the device, in MB."""
+    def peak_mb(self, make: Callable[[], nn.Module]) -> float:
+        """Return the most memory that a model's step takes on the device, alone there, in MB."""
+        step = self.step_of(make())
+        step()  # the optimizer's state is made by the first
+        self.synchronize()
         ezpz_device.reset_peak_memory(self.device)
         step()
         self.synchronize()
         memory = ezpz_device.get_memory(self.device)
         return (memory.peak or 0) / 1e6
+
+    def memory(self) -> list[Row]:
+        """The memory of both, one after the other."""
+        if self.device.type == "cpu":
+            return []  # it is only seen whether the rest runs
+        held = {}
+        for name, make in (("ours", self.ours), ("raw", self.raw)):
+            held[name] = [self.peak_mb(make)]
+            gc.collect()  # a step holds its model in a closure
+        what = WHAT["llama-memory/raw"]
+        return against("accelerator/llama-memory", what, "MB", held, {"raw": "raw PyTorch"})
 
     def loss(self) -> Row:
         """The loss over a vocabulary, forward and backward."""
@@ -170,11 +161,6 @@ class Bench:
         """The Llama, plain and on parallel layers, and its distance from the peak."""
         raw, ours = self.step_of(self.raw()), self.step_of(self.ours())
         rows = [self.pair("llama/raw", ours, raw, "raw PyTorch")]
-        if self.device.type != "cpu":
-            held = {"ours": [self.peak_mb(ours)], "raw": [self.peak_mb(raw)]}
-            titles = {"raw": "raw PyTorch"}
-            what = WHAT["llama-memory/raw"]
-            rows += against("accelerator/llama-memory", what, "MB", held, titles)
         rows.append(self.pair("llama-tp/raw", self.step_of(self.parallel()), raw, "raw PyTorch"))
         return [*rows, self.mfu(ours)]
 
@@ -193,14 +179,16 @@ class Bench:
         """Both compiled."""
         key = "llama-compiled/raw"
         try:
-            ours = self.step_of(torch.compile(self.ours()))
             raw = self.step_of(torch.compile(self.raw()))
-            return self.pair(key, ours, raw, "raw PyTorch, compiled")
+            raw()
         # Triton, a C++ compiler, their headers: whatever is missing has an error of its own.
         except Exception as error:  # noqa: BLE001
             said = str(error).strip().splitlines()
             why = f"torch.compile: {said[0] if said else type(error).__name__}"
             return absent(f"accelerator/{key}", WHAT[key], "raw PyTorch, compiled", why)
+        # Where that compiles, ours has to.
+        ours = self.step_of(torch.compile(self.ours()))
+        return self.pair(key, ours, raw, "raw PyTorch, compiled")
 
     def fsdp2(self) -> Row:
         """Ours and wrapped by hand as torch's tutorial does."""
@@ -224,7 +212,9 @@ class Bench:
 
     def rows(self) -> list[Row]:
         """Measure all."""
-        rows = [self.loss(), *self.llama(), self.compiled(), self.fsdp2(), self.metrics()]
+        # First, while nothing else is on the device.
+        rows = self.memory()
+        rows += [self.loss(), *self.llama(), self.compiled(), self.fsdp2(), self.metrics()]
         if self.device.type == "cuda":
             job = {"world": "fake cuda", "degree": 2, "hidden": [1024], "seconds": 1.0}
             found = ranks("tp_blocks.py", job | {"blocks": ["mlp", "llama"], "bias": False})

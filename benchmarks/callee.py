@@ -1,34 +1,27 @@
 """Processes that measure: one that is called again and again, and those that are asked once.
 
 A peer lives in an environment of its own, so it is called in a process of its own, and what it
-is compared with in a process of the same kind. The process runs this file too (it needs the
-standard library alone): Python code that defines ``call``, and perhaps ``close``.
+is compared with in a process of the same kind: `callee_process`, run by their interpreters.
 """
 
-import json
 import os
-import statistics
 import subprocess
-import sys
-import time
-from collections.abc import Callable
-from functools import partial
-from typing import Any, Self
+import tempfile
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Self
+
+from callee_process import peak_mb
+from paired import MeasureError
+
+__all__ = ["Callee", "CalleeError", "begin", "environment", "fresh", "last_line", "peak_mb"]
+
+PROCESS = str(Path(__file__).with_name("callee_process.py"))
 
 
-class CalleeError(Exception):
+class CalleeError(MeasureError):
     """A process that was to be measured ended, or never began."""
-
-
-def peak_mb() -> float:
-    """Return the most memory that this process has held so far, in MB (10^6 bytes)."""
-    if sys.platform == "linux":
-        # Of this program alone: getrusage remembers the one that started it.
-        with open("/proc/self/status", encoding="utf-8") as file:
-            return int(file.read().split("VmHWM:")[1].split()[0]) * 1024 / 1e6
-    import resource  # noqa: PLC0415  # this system's way
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
 
 
 class Callee:
@@ -36,7 +29,8 @@ class Callee:
 
     Args:
         python: The interpreter.
-        code: Defines ``call``; ``words`` and ``peak_mb`` are there.
+        code: Defines ``call``, perhaps ``close``, and ``before`` if some memory does not count;
+            ``words`` and ``peak_mb`` are there.
         words: Strings for the code.
         env: Variables besides ours.
     """
@@ -44,9 +38,12 @@ class Callee:
     def __init__(
         self, python: str, code: str, *words: str, env: dict[str, str] | None = None
     ) -> None:
+        # A file: of a pipe that nobody reads, one who says much would wait for ever.
+        self._said = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  # until `end`
         self._process = subprocess.Popen(
-            [python, "-W", "ignore", __file__, code, *words], env=environment() | (env or {}),
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            [python, "-W", "ignore", PROCESS, "serve", code, *words],
+            env=environment() | (env or {}), text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said,
         )  # fmt: skip
         self._answer()
 
@@ -64,31 +61,74 @@ class Callee:
         """Call so often, and return the mean: for what a clock's own 0.1 us would hide."""
         return float(self._ask("mean", calls))
 
+    def paced(self, calls: int) -> float:
+        """As `typical`, with a millisecond's step of a training before each call."""
+        return float(self._ask("paced", calls))
+
     def peak(self) -> float:
-        """Return the most memory that the process has held, in MB."""
+        """Return the most memory that the process has held, in MB, less what does not count."""
         return float(self._ask("peak", 0))
 
     def end(self) -> None:
-        """End the process, in order if it can be."""
+        """End the process, in order if it can be. Harmless twice."""
+        if self._said.closed:
+            return
         try:
             self._process.communicate(timeout=30)
         except (subprocess.TimeoutExpired, BrokenPipeError):
             self._process.kill()
             self._process.communicate()
+        self._said.close()
 
-    def _ask(self, question: str, calls: int) -> Any:
+    def _ask(self, question: str, calls: int) -> str:
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{question} {calls}\n")
-        self._process.stdin.flush()
+        try:
+            self._process.stdin.write(f"{question} {calls}\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # it has ended: what it said last is its answer
         return self._answer()
 
-    def _answer(self) -> Any:
+    def _answer(self) -> str:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            _, said = self._process.communicate()
-            raise CalleeError(last_line(said) or f"ended with {self._process.returncode}")
-        return json.loads(line)
+            self._process.wait()
+            self._said.seek(0)
+            said = last_line(self._said.read())
+            self.end()
+            raise CalleeError(said or f"ended with {self._process.returncode}")
+        return line.strip()
+
+
+def begin(
+    programs: Mapping[str, tuple[str, str]],
+    *words: str,
+    running: ExitStack,
+    failed: dict[str, str],
+    env: dict[str, str] | None = None,
+) -> dict[str, Callee]:
+    """Begin a process for each program that is to be called.
+
+    Args:
+        programs: By name the interpreter and the code; our own are named ``ours``.
+        words: Strings for the code.
+        running: Ends them.
+        failed: Where it is noted why a peer's did not begin; it is left out.
+        env: Variables besides ours.
+
+    Raises:
+        CalleeError: One of ours did not begin.
+    """
+    callees = {}
+    for name, (python, code) in programs.items():
+        try:
+            callees[name] = running.enter_context(Callee(python, code, *words, env=env))
+        except CalleeError as error:
+            if name.startswith("ours"):
+                raise
+            failed[name] = f"it fails: {error}"
+    return callees
 
 
 def fresh(python: str, code: str, *words: str, env: dict[str, str] | None = None) -> list[float]:
@@ -97,23 +137,13 @@ def fresh(python: str, code: str, *words: str, env: dict[str, str] | None = None
     Raises:
         CalleeError: It failed, with the last line that it said.
     """
-    program = "import sys; sys.path.append(sys.argv.pop(1))\n"
-    program += "from callee import apart, peak_mb; print = apart()\n"
-    folder = os.path.dirname(__file__)
     done = subprocess.run(
-        [python, "-W", "ignore", "-c", program + code, folder, *words],
-        env=environment() | (env or {}), capture_output=True, text=True, check=False,
+        [python, "-W", "ignore", PROCESS, "once", code, *words], env=environment() | (env or {}),
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
     )  # fmt: skip
     if done.returncode:
         raise CalleeError(last_line(done.stderr) or f"ended with {done.returncode}")
     return [float(word) for word in done.stdout.split()]
-
-
-def apart() -> Callable[..., None]:
-    """Return a `print` to where standard output was; what libraries print goes to stderr."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    return partial(print, file=answers, flush=True)
 
 
 def environment() -> dict[str, str]:
@@ -125,36 +155,3 @@ def last_line(text: str) -> str:
     """Return the last line that says anything."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else ""
-
-
-def serve(code: str, words: list[str]) -> None:
-    """Be the process: answer each line of standard input until it ends."""
-    answer = apart()
-    names: dict[str, Any] = {"words": words, "peak_mb": peak_mb}
-    exec(code, names)  # noqa: S102  # the program's own code, from its own argument
-    call, clock = names["call"], time.perf_counter_ns
-
-    def typical(calls: int) -> float:
-        taken = []
-        for _ in range(calls):
-            began = clock()
-            call()
-            taken.append(clock() - began)
-        return statistics.median(taken) / 1e9
-
-    def mean(calls: int) -> float:
-        began = clock()
-        for _ in range(calls):
-            call()
-        return (clock() - began) / calls / 1e9
-
-    ways = {"typical": typical, "mean": mean, "peak": lambda _: peak_mb()}
-    answer("true")
-    for line in sys.stdin:
-        question, calls = line.split()
-        answer(json.dumps(ways[question](int(calls))))
-    names.get("close", lambda: None)()
-
-
-if __name__ == "__main__":
-    serve(sys.argv[1], sys.argv[2:])

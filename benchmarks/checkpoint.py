@@ -22,9 +22,9 @@ def measure(rounds: int, width: int) -> list[Row]:
         for what, of_ways in samples.items():
             key = f"checkpoint/{what}-{wrapper}"
             said = f"{what}, {wrapper.upper()}, {megabytes:.0f} MB"
-            rows += against(
-                key, said, "s", of_ways, {name: name for name in of_ways if name != "ours"}
-            )
+            titles = {name: name.replace("torch.save", f"torch.{what}") for name in of_ways}
+            del titles["ours"]
+            rows += against(key, said, "s", of_ways, titles)
     return rows
 
 

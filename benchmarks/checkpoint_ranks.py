@@ -80,11 +80,11 @@ class Training:
 
 
 def measure(ways: Ways, rounds: int, folder: Path) -> dict[str, dict[str, list[float]]]:
-    """Save and load in each way, in turn, each into a folder of its own."""
+    """Save and load in each way, in turn (A B C C B A), each into a folder of its own."""
     saved: dict[str, list[float]] = {name: [] for name in ways}
     loaded: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(rounds + 1):
-        for name, (save, load) in ways.items():
+        for name, (save, load) in list(ways.items())[:: -1 if turn % 2 else 1]:
             place = folder / f"{name}{turn}"
             for call, samples in ((save, saved[name]), (load, loaded[name])):
                 dist.barrier()

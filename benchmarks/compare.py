@@ -1,14 +1,17 @@
 """What became slower between two results: ``scripts/bench --compare A.json B.json``.
 
 A figure is worse when it rose by more than five standard errors of the difference of the medians
-(each from the quartiles and the number of samples in its file, which of few samples are rough), and
-by more than runs differ on one machine anyway: 5 % of a ratio, of memory or of a count, 50 % of a
-time that has nothing beside it.
+(each from the quartiles and the number of samples in its file, which of few samples are rough, so
+that eight or more are asked for), and by more than runs differ on one machine anyway: 5 % of a
+ratio, of memory (10 % where it was measured once) or of a count, 50 % of a time that has nothing
+beside it.
 """
 
 import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import fire
 from paired import Row, Spread
@@ -17,8 +20,11 @@ from table import ResultError, read
 FLOOR = 0.05
 FLOOR_OF_TIMES = 0.5
 """Of a time alone: this machine was seen to change its speed by so much within minutes."""
-_ERRORS = 5
-"""With five samples a side, 7 of 1000 figures that stayed the same are taken for worse."""
+FLOOR_OF_MEMORY_ONCE = 0.1
+"""Of memory that was measured once."""
+_ERRORS = ((6, 5), (3, 8), (0, 15))
+"""From so many samples on so many standard errors: of a thousand figures that stayed the same, one
+or two are taken for worse."""
 _TIMES = frozenset({"s", "ms", "us", "ns", "min"})
 
 
@@ -30,14 +36,16 @@ class Change:
         key: Of the row.
         before: In the first result.
         after: In the second.
-        kind: worse, better, same, once (one sample has no spread), or machine (times of two
-            machines are not compared).
+        kind: worse, better, same, once (one sample of a time has no spread), or machine (times of
+            two machines are not compared).
+        note: What else changed: the peer's version.
     """
 
     key: str
     before: Spread
     after: Spread
     kind: str
+    note: str = ""
 
 
 def standard_error(spread: Spread) -> float:
@@ -58,24 +66,77 @@ def changes(before: Sequence[Row], after: Sequence[Row], same_machine: bool) -> 
         else:
             one, other = earlier.ours, row.ours
             floor = FLOOR_OF_TIMES if row.unit in _TIMES else FLOOR
-        alone = row.ratio is None and not same_machine
-        found.append(Change(row.key, one, other, "machine" if alone else kind(one, other, floor)))
+        is_time = row.unit in _TIMES
+        note = "" if row.peer == earlier.peer else f"  ({earlier.peer} -> {row.peer})"
+        if is_time and row.ratio is None and not same_machine:
+            said = "machine"
+        elif is_time and min(one.count, other.count) < 2:
+            said = "once"
+        else:
+            if row.unit == "MB" and min(one.count, other.count) < 2:
+                floor = FLOOR_OF_MEMORY_ONCE
+            said = kind(one, other, floor)
+        found.append(Change(row.key, one, other, said, note))
     return found
 
 
 def kind(before: Spread, after: Spread, floor: float) -> str:
-    """Say what became of one figure."""
-    if min(before.count, after.count) < 2:
-        return "once"
-    noise = _ERRORS * math.hypot(standard_error(before), standard_error(after))
+    """Say what became of one figure; a single sample has no error (memory, a count)."""
+    fewest = min(before.count, after.count)
+    errors = next(errors for count, errors in _ERRORS if fewest >= count)
+    noise = errors * math.hypot(standard_error(before), standard_error(after))
     rise = after.median - before.median
     if rise > max(noise, floor * before.median):
         return "worse"
     return "better" if -rise > max(noise, floor * after.median) else "same"
 
 
+def lines(
+    one: Mapping[str, Any], rows: Sequence[Row], other: Mapping[str, Any], later: Sequence[Row]
+) -> Iterator[str]:
+    """Return what changed, line by line: between what, how, what is gone, and the goals."""
+    for name in sorted(one["machine"].keys() | other["machine"].keys()):
+        then, now = one["machine"].get(name), other["machine"].get(name)
+        if then != now:
+            yield f"between {name}: {then} -> {now}"
+    if one.get("load") != other.get("load"):  # a busy machine does not change both sides alike
+        yield f"between load: {one.get('load')} -> {other.get('load')}"
+    found = changes(rows, later, same_machine(one, other))
+    for kind_ in ("worse", "better", "once"):
+        yield from (_line(change) for change in found if change.kind == kind_)
+    yield from _gone(rows, later, {change.key for change in found})
+    held = {field["key"] for field in one["rows"] if field["holds"]}
+    for field in other["rows"]:
+        if field["holds"] is False and field["key"] in held:
+            yield f"MISSED {field['key']}: its goal held before"
+    counts = {name: sum(change.kind == name for change in found) for name in _SAID}
+    yield ", ".join(f"{counts[name]} {said}" for name, said in _SAID.items() if counts[name])
+
+
+def _line(change: Change) -> str:
+    then, now = change.before.median, change.after.median
+    times = f"  {now / then:.2f} x" if then else ""
+    return f"{change.kind:<7}{change.key:<52}{then:>10.4g} ->{now:>10.4g}{times}{change.note}"
+
+
+def _gone(rows: Sequence[Row], later: Sequence[Row], kept: Collection[str]) -> Iterator[str]:
+    there = {row.key: row for row in later}
+    for row in rows:
+        if row.ours is not None and row.key not in kept:
+            why = there[row.key].missing if row.key in there else "no such row"
+            yield f"gone   {row.key}: {why}"
+    for row in later:
+        if row.key.endswith("/section"):
+            yield f"FAILED {row.key}: {row.missing}"
+
+
+def same_machine(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether times of two results may be compared."""
+    return all(one["machine"][name] == other["machine"][name] for name in ("processor", "cores"))
+
+
 def main(before: str, after: str) -> None:
-    """Print what changed; exit status 1 if anything is worse.
+    """Print what changed; exit status 1 if anything is worse or a section failed, 2 for no result.
 
     Args:
         before: A file of ``bench:all --json``.
@@ -84,24 +145,11 @@ def main(before: str, after: str) -> None:
     try:
         (one, rows), (other, later) = read(before), read(after)
     except ResultError as error:
-        raise SystemExit(f"compare: {error}") from None
-    same = {name: one["machine"][name] == other["machine"][name] for name in ("processor", "cores")}
-    found = changes(rows, later, all(same.values()))
-    for name in ("worse", "better"):
-        for change in found:
-            if change.kind == name:
-                then, now = change.before.median, change.after.median
-                print(f"{name:<7}{change.key:<52}{then:>10.4g} ->{now:>10.4g}  {now / then:.2f} x")
-    for row in rows:
-        if row.ours is not None and row.key not in {change.key for change in found}:
-            print(f"gone   {row.key}")
-    held = {field["key"] for field in one["rows"] if field["holds"]}
-    for field in other["rows"]:
-        if field["holds"] is False and field["key"] in held:
-            print(f"MISSED {field['key']}: its goal held before")
-    counts = {name: sum(change.kind == name for change in found) for name in _SAID}
-    print(", ".join(f"{counts[name]} {said}" for name, said in _SAID.items() if counts[name]))
-    if counts["worse"]:
+        print(f"compare: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    found = list(lines(one, rows, other, later))
+    print("\n".join(found))
+    if any(line.startswith(("worse", "FAILED")) for line in found):
         raise SystemExit(1)
 
 
@@ -109,7 +157,7 @@ _SAID = {
     "worse": "worse",
     "better": "better",
     "same": "within the noise",
-    "once": "measured once, not judged",
+    "once": "times measured once, not judged",
     "machine": "times of another machine, not judged",
 }
 

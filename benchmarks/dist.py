@@ -1,9 +1,10 @@
 """What ezpz-dist adds: ``hatch run bench:dist [--rounds=40] [--ranks=2] [--json=FILE]``.
 
 In one launch of gloo ranks on this machine, in turn, compared as ratios: set-up against a bare
-init_process_group; a training step of a model that we wrapped against one wrapped by hand, with DDP
-and with FSDP2, by Lightning Fabric and by Accelerate; our collectives against torch's own. Two
-models wrapped by hand tell how much of a step's ratio is chance.
+init_process_group (also the first of new processes, which loads what later ones find); a training
+step of a model that we wrapped against one wrapped by hand, with DDP and with FSDP2, by Lightning
+Fabric and by Accelerate; our collectives against torch's own. Two models wrapped by hand tell how
+much of a step's ratio is chance.
 """
 
 import socket
@@ -15,6 +16,7 @@ import fire
 from callee import fresh
 from paired import Row, absent, beside, interleaved, times
 from peers import present
+from ranks import RanksError
 from ranks import ranks as world
 from table import finish
 
@@ -40,7 +42,8 @@ torch.distributed.destroy_process_group()
 
 # Of each figure: for people, and whom it is compared with.
 WHAT = {
-    "set-up": ("set-up of 2 ranks", "init_process_group"),
+    "set-up": ("set-up", "init_process_group"),
+    "set-up-first": ("set-up, the first of a process", "init_process_group"),
     "step-ddp": ("step, DDP", "by hand"),
     "step-ddp-control": ("step, DDP, both by hand", "by hand"),
     "step-fsdp2": ("step, FSDP2", "by hand"),
@@ -66,32 +69,59 @@ def free_ports(count: int) -> list[int]:
 
 def measure(rounds: int, ranks: int) -> list[Row]:
     """Return all rows of this section."""
-    there, missing = present(LIBRARIES)
-    job = {"rounds": rounds, "ports": free_ports(2 * rounds + 3),
-           "steps": [*(name for name in WHAT if name.startswith("step")), *there],
-           "paths": [each.site_packages for each in there.values()]}  # fmt: skip
+    own = [name for name in WHAT if name.startswith("step")]
+    job = {"rounds": rounds, "ports": free_ports(2 * rounds + 3), "steps": own}
     found = world("dist_ranks.py", job, ranks)
+    found["set-up-first"] = first_set_ups(ranks)
     rows = []
-    for name, samples in found.items():
-        ours, theirs = times(1e3, samples["ours"]), times(1e3, samples["theirs"])
-        if name in WHAT:
-            what, other = WHAT[name]
-            title = f"{other} {version('torch')}" if other == "torch" else other
-            rows.append(beside(f"dist/{name}/{other}", what, "ms", (ours, theirs), title))
-        else:
-            key = f"dist/step-ddp/{name}"
-            rows.append(beside(key, "step, DDP", "ms", (ours, theirs), there[name].name))
-    rows += [
-        absent(f"dist/step-ddp/{name}", "step, DDP", name, why) for name, why in missing.items()
-    ]
+    for name, (what, other) in WHAT.items():
+        ours, theirs = times(1e3, found[name]["ours"]), times(1e3, found[name]["theirs"])
+        title = f"{other} {version('torch')}" if other == "torch" else other
+        rows.append(beside(f"dist/{name}/{other}", what, "ms", (ours, theirs), title))
+    rows += libraries(rounds, ranks)
     rows.sort(key=lambda row: list(WHAT).index(row.key.split("/")[1]))
     return [*rows, memory()]
+
+
+def libraries(rounds: int, ranks: int) -> list[Row]:
+    """Return the rows of the other libraries' steps, each in a world of its own.
+
+    What one of them sets in its process, or that it fails, is then nobody else's matter.
+    """
+    there, missing = present(LIBRARIES)
+    rows = []
+    for name, each in there.items():
+        job = {"rounds": rounds, "ports": free_ports(1), "steps": [name],
+               "path": each.site_packages}  # fmt: skip
+        try:
+            samples = world("dist_ranks.py", job, ranks)[name]
+        except RanksError as error:
+            missing[name] = f"it fails: {error}"
+        else:
+            pair = times(1e3, samples["ours"]), times(1e3, samples["theirs"])
+            rows.append(beside(f"dist/step-ddp/{name}", "step, DDP", "ms", pair, each.name))
+    for name, why in missing.items():
+        rows.append(absent(f"dist/step-ddp/{name}", "step, DDP", name, why))
+    return rows
+
+
+def first_set_ups(ranks: int) -> dict[str, list[float]]:
+    """Return samples of set-ups, in seconds, each in a world of new processes."""
+
+    def once(way: str) -> float:
+        job = {"ports": free_ports(1), "first": way}
+        return float(world("dist_ranks.py", job, ranks))
+
+    return interleaved({name: partial(once, name) for name in ("ours", "theirs")}, 4, warm=0)
 
 
 def memory() -> Row:
     """Return the row of what one rank holds after a step."""
     held = {
-        name: partial(lambda name: fresh(sys.executable, MEMORY, name)[0], name) for name in WAYS
+        name: partial(
+            lambda name: fresh(sys.executable, MEMORY, name, env={"TORCH_DEVICE": "cpu"})[0], name
+        )
+        for name in WAYS
     }
     samples = interleaved(held, 3, warm=0)
     what = "memory of a rank after a step, DDP"

@@ -158,6 +158,25 @@ def set_up(job: dict[str, Any]) -> Pairs:
     return samples
 
 
+def first_set_up(job: dict[str, Any]) -> float:
+    """Time the set-up of this process, by us or bare, from when all ranks are here."""
+    os.environ["MASTER_PORT"] = str(job["ports"][0])
+    store = dist.TCPStore("127.0.0.1", job["port"])
+    _meet(store, "begin", job["ranks"])
+    began = time.perf_counter()
+    if job["first"] == "ours":
+        ezpz_dist.setup_torch(timeout=60)
+    else:
+        dist.init_process_group("gloo")
+    taken = time.perf_counter() - began
+    _meet(store, "end", job["ranks"])
+    if job["first"] == "ours":
+        ezpz_dist.cleanup()
+    else:
+        dist.destroy_process_group()
+    return taken
+
+
 def _meet(store: dist.Store, name: str, ranks: int) -> None:
     if store.add(name, 1) == ranks:
         store.set(f"{name}/all", "here")
@@ -179,21 +198,27 @@ def collectives(rounds: int, ranks: int) -> dict[str, Pairs]:
     return {name: paired(ours, theirs, rounds) for name, (ours, theirs) in pairs.items()}
 
 
-def main(job: dict[str, Any]) -> dict[str, Pairs]:
+def main(job: dict[str, Any]) -> dict[str, Pairs] | float:
     """Be one rank, and return what it found."""
     os.environ |= {
         "RANK": str(job["rank"]), "LOCAL_RANK": str(job["rank"]), "WORLD_SIZE": str(job["ranks"]),
         "LOCAL_WORLD_SIZE": str(job["ranks"]), "MASTER_ADDR": "127.0.0.1",
     }  # fmt: skip
-    sys.path += job["paths"]
     torch.set_num_threads(1)
-    last = job["ports"].pop()
-    found = {"set-up": set_up(job)}
+    if "first" in job:
+        return first_set_up(job)
+    last, found = job["ports"].pop(), {}
+    library = job.get("path")
+    if library is None:
+        found["set-up"] = set_up(job)
+    else:
+        sys.path.append(library)
     os.environ["MASTER_PORT"] = str(last)
     ezpz_dist.setup_torch(timeout=60)
     for name in job["steps"]:
         found[name] = paired_steps(*STEPS[name], 3 * job["rounds"])
-    found |= collectives(5 * job["rounds"], job["ranks"])
+    if library is None:
+        found |= collectives(5 * job["rounds"], job["ranks"])
     ezpz_dist.cleanup()
     return found
 

@@ -5,11 +5,9 @@ compared as ratios: to the later rank's first line, and to its process group. A 
 started where one is installed. Planning is measured in this process, for 10,080 nodes x 12 ranks.
 """
 
-import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 from collections.abc import Mapping
@@ -17,10 +15,10 @@ from functools import partial
 from pathlib import Path
 
 import fire
-from callee import environment, last_line
+from launch_programs import LaunchError, Programs, local_environment, run
 from paired import Row, absent, against, alone, interleaved, seconds, times
 from peers import present
-from slurm_here import SlurmMissingError, in_a_job
+from slurm_here import SlurmJobError, SlurmMissingError, in_a_job
 from table import finish, read
 
 from ezpz_launch import Request, plan
@@ -28,96 +26,10 @@ from ezpz_launch._planning.identify import Launcher
 from ezpz_launch._planning.launchers import argv, hostfile_of
 from ezpz_topo import imagine
 
-RANK = """
-import os, sys, time
-began = time.time()
-rank = os.environ.get("RANK") or os.environ.get("PMI_RANK") or os.environ["SLURM_PROCID"]
-"""
-NOTE = """
-with open(os.path.join(sys.argv[1], rank), "w") as file:
-    file.write(repr(began))
-"""
-PROGRAMS = {
-    "first-line": RANK + NOTE,
-    "ready": RANK
-    + """
-import torch.distributed as dist
-os.environ.update(RANK=rank, WORLD_SIZE="2")
-dist.init_process_group("gloo")
-dist.barrier()
-began = time.time()
-dist.destroy_process_group()
-"""
-    + NOTE,
-}
-SUBMIT = """
-import os, runpy, sys, time
-import submitit
-def rank(program, folder):
-    os.environ["RANK"] = os.environ["SUBMITIT_LOCAL_GLOBALID"]
-    sys.argv[1:] = [folder]
-    runpy.run_path(program)
-if __name__ == "__main__":
-    executor = submitit.LocalExecutor(sys.argv[2] + "/submitit")
-    executor.update_parameters(tasks_per_node=2, timeout_min=5)
-    executor.submit(rank, sys.argv[1], sys.argv[2]).wait()
-"""
 WHAT = {
     "first-line": "start to the first line of 2 ranks",
     "ready": "start to the process group of 2 ranks",
 }
-
-
-class Programs:
-    """The rank programs as files, and what it takes from the start of a command to them."""
-
-    def __init__(self, folder: str, env: dict[str, str]) -> None:
-        self.folder, self.env, self.turn = folder, env, 0
-        for name, text in PROGRAMS.items():
-            Path(folder, f"{name}.py").write_text(text, encoding="utf-8")
-        Path(folder, "submit.py").write_text(SUBMIT, encoding="utf-8")
-
-    def until(self, program: str, words: list[str]) -> float:
-        """Return the seconds until the later of two ranks was there."""
-        self.turn += 1
-        # A port that the rendezvous before it has not just left.
-        env = self.env | {"MASTER_PORT": str(20000 + (os.getpid() * 7 + self.turn) % 10000)}
-        with tempfile.TemporaryDirectory() as folder:
-            path = str(Path(self.folder, f"{program}.py"))
-            began = time.time()
-            run([*words, path, folder], env)
-            notes = [path for path in Path(folder).iterdir() if path.is_file()]
-            if len(notes) != 2:
-                raise RuntimeError(f"{words}: {len(notes)} of 2 ranks wrote when they were there")
-            return max(float(path.read_text(encoding="utf-8")) for path in notes) - began
-
-    def submitit(self, python: str) -> list[str]:
-        """Return the words before a program for submitit."""
-        return [python, str(Path(self.folder, "submit.py"))]
-
-
-def run(words: list[str], env: Mapping[str, str]) -> None:
-    """Run a command that must succeed."""
-    done = subprocess.run(
-        words, env=env, check=False, stdin=subprocess.DEVNULL, capture_output=True, text=True
-    )
-    if done.returncode:
-        raise RuntimeError(f"{words} ended with {done.returncode}: {last_line(done.stderr)}")
-
-
-def local_environment() -> dict[str, str]:
-    """Return the variables for launches on this machine."""
-    scripts = sysconfig.get_path("scripts")
-    env = environment() | {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": loopback()}
-    env["PATH"] = os.pathsep.join([scripts, env["PATH"]])
-    # Each launcher has its own way with threads: nobody's is set for it.
-    env.pop("OMP_NUM_THREADS", None)
-    return env
-
-
-def loopback() -> str:
-    """Return the name of the loopback interface."""
-    return "lo0" if sys.platform == "darwin" else "lo"
 
 
 def here(runs: int) -> list[Row]:
@@ -156,11 +68,11 @@ def here(runs: int) -> list[Row]:
             elif "submitit" in there:
                 submit = programs.submitit(there["submitit"].python)
                 ways["submitit"] = partial(programs.until, program, submit)
-            samples = interleaved(ways, runs)
+            samples = interleaved(ways, runs, failed=absent_here)
             named = {name: title for name, title in titles.items() if name in ways}
             rows += against(f"launch/{program}", what, "s", samples, named, missing=absent_here)
         rows += true_of(words, env, titles, missing, runs)
-    return [*rows, *peaks(words, env, titles)]
+    return [*rows, *peaks(words, env, titles, missing)]
 
 
 def python(name: str) -> list[str]:
@@ -185,7 +97,10 @@ def true_of(
 
 
 def peaks(
-    words: Mapping[str, list[str]], env: Mapping[str, str], titles: Mapping[str, str]
+    words: Mapping[str, list[str]],
+    env: Mapping[str, str],
+    titles: Mapping[str, str],
+    missing: Mapping[str, str],
 ) -> list[Row]:
     """Return the rows of what a launcher's own process holds while ranks run."""
     if sys.platform != "linux":
@@ -193,16 +108,23 @@ def peaks(
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder, "wait.py")
         script.write_text("import time; time.sleep(0.5)", encoding="utf-8")
-        held = {
-            name: [peak_of([*before, *python(name), str(script)], env)]
+        ways = {
+            name: partial(peak_of, [*before, *python(name), str(script)], env)
             for name, before in words.items()
         }
-    named = {name: title for name, title in titles.items() if name in held}
-    return against("launch/memory", "memory of the launcher", "MB", held, named)
+        # Of submitit it is not measured.
+        gone = {name: why for name, why in missing.items() if name != "submitit"}
+        held = interleaved(ways, 1, warm=0, failed=gone)
+    named = {name: title for name, title in titles.items() if name in ways}
+    return against("launch/memory", "memory of the launcher", "MB", held, named, missing=gone)
 
 
 def peak_of(words: list[str], env: Mapping[str, str]) -> float:
-    """Return the most memory that a command's first process held until its end, in MB."""
+    """Return the most memory that a command's first process held until its end, in MB.
+
+    Raises:
+        LaunchError: It failed.
+    """
     peak = 0.0
     null = subprocess.DEVNULL
     with subprocess.Popen(words, env=env, stdin=null, stdout=null, stderr=null) as process:
@@ -211,6 +133,8 @@ def peak_of(words: list[str], env: Mapping[str, str]) -> float:
             if "VmHWM:" in status:
                 peak = int(status.split("VmHWM:")[1].split()[0]) * 1024 / 1e6
             time.sleep(0.02)
+    if process.returncode:
+        raise LaunchError(f"{words[0]} ended with {process.returncode}")
     return peak
 
 
@@ -225,6 +149,10 @@ def under_slurm(runs: int) -> list[Row]:
             in_a_job(words)
         except SlurmMissingError as error:
             return [absent(key, what, "srun", str(error)) for key, what in keys.items()]
+        except SlurmJobError as error:
+            rows = [absent(key, what, "srun", str(error)) for key, what in keys.items()]
+            # A Slurm is here, so it is not a peer that is missing.
+            return [*rows, absent("launch/slurm/section", "what runs in Slurm", "", str(error))]
         return read(found)[1]
 
 

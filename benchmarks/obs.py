@@ -1,9 +1,10 @@
 """What watching a run costs: ``hatch run bench:obs [--rounds=5] [--json=FILE]``.
 
 `History.update` against TensorBoard's, W&B's, MLflow's and trackio's logging of the same numbers
-(their callers' side), each in a process of its own environment, in turn; statistics over 1, 2 and 4
-gloo ranks against one bare all-gather of the same bytes; log lines; and a million steps: how much
-memory the writer holds and how long a report takes.
+(their callers' side; in a tight loop, and with a step of a millisecond between, which leaves caches
+cold and their threads time), each in a process of its own environment, in turn; statistics over
+1, 2 and 4 gloo ranks against one bare all-gather of the same bytes; log lines; and a million steps:
+how much memory the writer holds and how long a report takes.
 """
 
 import sys
@@ -13,13 +14,18 @@ from functools import partial
 from pathlib import Path
 
 import fire
-from callee import Callee, CalleeError, fresh
-from paired import Row, against, alone, beside, interleaved, times
+from callee import Callee, begin, fresh
+from paired import Row, absent, against, alone, beside, interleaved, times
 from peers import present
 from ranks import ranks as world
 from table import finish
 
-METRICS = "metrics = {f'train/metric{i}': 0.123456789 * (i + 1) for i in range(10)}\n"
+# Whoever trains has torch already: it is there on all sides, and its memory counts on none.
+METRICS = """
+import torch
+before = peak_mb()
+metrics = {f'train/metric{i}': 0.123456789 * (i + 1) for i in range(10)}
+"""
 HISTORY = """
 import ezpz_obs
 history = ezpz_obs.History(words[0] + "/" + name, **options)
@@ -32,6 +38,8 @@ HISTORIES = {
     "update-checksum": ("update, checksum", {"checksum": True, "summary": False}),
     "update-sync": ("update, synced each time", {"sync": True, "summary": False}),
 }
+# Of these one is compared with the peers.
+OURS = {name: f"ours-{name}" for name in HISTORIES} | {"update-summary": "ours"}
 PEERS = {
     "TensorBoard": """
 from torch.utils.tensorboard import SummaryWriter
@@ -108,36 +116,37 @@ print(time.perf_counter() - began, peak_mb())
 def recorders(rounds: int, folder: str) -> list[Row]:
     """Return the rows of recording ten numbers: by us in each way, and by the others."""
     there, missing = present(list(PEERS))
-    code = {
-        name: f"{METRICS}options, name = {options}, {name!r}\n{HISTORY}"
+    programs = {
+        OURS[name]: (sys.executable, f"{METRICS}options, name = {options}, {name!r}\n{HISTORY}")
         for name, (_, options) in HISTORIES.items()
     }
+    programs |= {name: (each.python, METRICS + PEERS[name]) for name, each in there.items()}
     with ExitStack() as running:
-        callees = {
-            name: running.enter_context(Callee(sys.executable, text, folder))
-            for name, text in code.items()
-        }
-        for name, each in there.items():
-            try:
-                callee = Callee(each.python, METRICS + PEERS[name], folder)
-            except CalleeError as error:
-                missing[name] = str(error)
-            else:
-                callees[name] = running.enter_context(callee)
+        # W&B leaves temporary folders behind.
+        env = {"TMPDIR": folder}
+        callees = begin(programs, folder, running=running, failed=missing, env=env)
         ways = {name: partial(callee.typical, 500) for name, callee in callees.items()}
-        samples = {name: times(1e6, found) for name, found in interleaved(ways, rounds).items()}
-        held = {name: [callee.peak()] for name, callee in callees.items()}
+        samples = interleaved(ways, rounds, failed=missing)
+        held = {name: [callees[name].peak()] for name in samples}
+        paced = {name: partial(callees[name].paced, 50) for name in samples}
+        slow = interleaved(paced, rounds, failed=missing)
+    samples = {name: times(1e6, found) for name, found in samples.items()}
+    slow = {name: times(1e6, found) for name, found in slow.items()}
     rows = [
-        alone(f"obs/{name}", what, "us", samples[name]) for name, (what, _) in HISTORIES.items()
+        alone(f"obs/{name}", what, "us", samples[OURS[name]])
+        for name, (what, _) in HISTORIES.items()
     ]
-    titles = {name: each.name for name, each in there.items() if name in samples}
-    samples["ours"], held["ours"] = samples["update-summary"], held["update-summary"]
+    titles = {name: each.name for name, each in there.items()}
     what = HISTORIES["update-summary"][0]
+    pause = "a step between"
     return [
         *rows,
+        alone("obs/paced", f"{HISTORIES['update'][0]}, {pause}", "us", slow["ours-update"]),
         *against("obs/update-summary", what, "us", samples, titles, missing=missing),
-        *against("obs/memory", "memory of a process that records", "MB", held, titles),
-    ]
+        *against("obs/paced-summary", f"{what}, {pause}", "us", slow, titles, missing=missing),
+        *against("obs/memory-added", "memory that recording adds", "MB", held, titles,
+                 missing=missing),
+    ]  # fmt: skip
 
 
 def log_lines(rounds: int, folder: str) -> list[Row]:
@@ -178,14 +187,22 @@ def million(steps: int, folder: str) -> list[Row]:
     run = str(Path(folder, "million"))
     wrote, held = fresh(sys.executable, MILLION, str(steps), run)
     reported, held_then = fresh(sys.executable, REPORT, run)
-    name = "a million steps" if steps == 1_000_000 else f"{steps:,} steps"
     figures = (
-        ("million-write", "recorded", "s", wrote),
-        ("million-memory", "memory of the writer", "MB", held),
-        ("million-report", "report", "s", reported),
-        ("million-report-memory", "memory of the report", "MB", held_then),
+        ("write", "recorded", "s", wrote),
+        ("memory", "memory of the writer", "MB", held),
+        ("report", "report", "s", reported),
+        ("report-memory", "memory of the report", "MB", held_then),
     )
-    return [alone(f"obs/{key}", f"{name}: {what}", unit, [x]) for key, what, unit, x in figures]
+    whole = steps == 1_000_000
+    key, name = ("million", "a million steps") if whole else ("some", f"{steps:,} steps")
+    rows = [alone(f"obs/{key}-{end}", f"{name}: {what}", unit, [x])
+            for end, what, unit, x in figures]  # fmt: skip
+    if not whole:  # and nobody is to take them for those
+        rows += [
+            absent(f"obs/million-{end}", f"a million steps: {what}", "", f"only {steps:,} were run")
+            for end, what, _, _ in figures
+        ]
+    return rows
 
 
 def main(rounds: int = 9, steps: int = 1_000_000, json: str = "") -> None:

@@ -13,6 +13,10 @@ from typing import Any, Self
 Samples = Sequence[float]
 
 
+class MeasureError(Exception):
+    """What was to be measured failed; the message says why, in one line."""
+
+
 @dataclass(frozen=True)
 class Spread:
     """Samples of one figure: median, quartiles, the smallest, and how many there were."""
@@ -46,7 +50,7 @@ class Row:
     Attributes:
         key: Its name for goals and comparisons: the section, what, and the peer.
         what: The same for people, without the peer.
-        unit: Of both figures: s, ms, us, ns, MB, calls, %.
+        unit: Of both figures: min, s, ms, us, ns, MB; empty of a count.
         ours: What was measured of this project.
         peer: Whom it is compared with, and the version; empty where with nobody.
         theirs: What was measured of the peer.
@@ -86,6 +90,8 @@ def alone(key: str, what: str, unit: str, samples: Samples) -> Row:
 def beside(key: str, what: str, unit: str, pair: tuple[Samples, Samples], peer: str) -> Row:
     """Return the row of two figures, ours first, measured in turn: sample n beside sample n."""
     ours, theirs = pair
+    if not all(theirs):
+        raise ValueError(f"{key}: {peer} took {min(theirs)} {unit}; expected more, to divide by")
     ratios = [one / other for one, other in zip(ours, theirs, strict=True)]
     return Row(key, what, unit, Spread.of(ours), peer, Spread.of(theirs), Spread.of(ratios))
 
@@ -96,7 +102,11 @@ def absent(key: str, what: str, peer: str, reason: str) -> Row:
 
 
 def interleaved(
-    ways: Mapping[str, Callable[[], float]], runs: int, warm: int = 1
+    ways: Mapping[str, Callable[[], float]],
+    runs: int,
+    warm: int = 1,
+    *,
+    failed: dict[str, str] | None = None,
 ) -> dict[str, list[float]]:
     """Measure all in turn, so often; every other round goes backwards, so that none is the first.
 
@@ -104,14 +114,28 @@ def interleaved(
         ways: What measures once and returns the figure.
         runs: Rounds that count.
         warm: Rounds before them that do not.
+        failed: Where it is noted why a peer failed, which is left out from then on, with all that
+            it gave; None: nobody may fail. Our own (``ours...``) never may.
+
+    Raises:
+        MeasureError: One failed that may not.
     """
     taken: dict[str, list[float]] = {name: [] for name in ways}
     names = list(ways)
     for turn in range(warm + runs):
         for name in names[:: -1 if turn % 2 else 1]:
-            figure = ways[name]()
-            if turn >= warm:
-                taken[name].append(figure)
+            if name not in taken:
+                continue
+            try:
+                figure = ways[name]()
+            except MeasureError as error:
+                if failed is None or name.startswith("ours"):
+                    raise
+                failed[name] = f"it fails: {error}"
+                del taken[name]
+            else:
+                if turn >= warm:
+                    taken[name].append(figure)
     return taken
 
 
@@ -144,12 +168,14 @@ def against(
         unit: s, or ms, us or MB after `times`.
         samples: In the unit; our own are named ``ours``.
         titles: What each peer is called in the table: its name with the version.
-        missing: Peers that are not here, and why.
+        missing: Peers that are not here or failed, and why.
     """
+    gone = missing or {}
     return [
         *(
             beside(f"{key}/{name}", what, unit, (samples["ours"], samples[name]), title)
             for name, title in titles.items()
+            if name not in gone
         ),
-        *(absent(f"{key}/{name}", what, name, why) for name, why in (missing or {}).items()),
+        *(absent(f"{key}/{name}", what, titles.get(name, name), why) for name, why in gone.items()),
     ]

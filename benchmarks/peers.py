@@ -72,12 +72,15 @@ def peer(name: str) -> Peer:
     # Made again when any of these has changed.
     constraints = sha256(CONSTRAINTS.read_bytes()).hexdigest()
     key = [recipe.requirement, sys.version, sysconfig.get_path("purelib"), constraints]
-    if not made.exists() or json.loads(made.read_text(encoding="utf-8"))["key"] != key:
-        version = _make(recipe, home, python)
+    try:
+        found = json.loads(made.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # not there, or half written
+        found = {}
+    if found.get("key") != key:
+        found = {"key": key, "version": _make(recipe, home, python)}
         # Written last: an interrupted installation is made again.
-        made.write_text(json.dumps({"key": key, "version": version}), encoding="utf-8")
-    version = json.loads(made.read_text(encoding="utf-8"))["version"]
-    return Peer(f"{name} {version}", str(python))
+        made.write_text(json.dumps(found), encoding="utf-8")
+    return Peer(f"{name} {found['version']}", str(python))
 
 
 def _make(recipe: Recipe, home: Path, python: Path) -> str:

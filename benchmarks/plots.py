@@ -17,8 +17,11 @@ def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
     sections = list(dict.fromkeys(row.key.split("/")[0] for row in rows))
     paths = []
     for section in sections:
-        shown = [row for row in rows if row.ratio and row.key.startswith(f"{section}/")]
-        if shown:
+        # A peer that was not measured has its line, too.
+        shown = [
+            row for row in rows if (row.ratio or row.peer) and row.key.startswith(f"{section}/")
+        ]
+        if any(row.ratio for row in shown):
             path = folder / f"{section}.svg"
             # The same figures give the same file.
             with mpl.rc_context({"svg.hashsalt": section, "svg.fonttype": "none"}):
@@ -34,8 +37,10 @@ def _picture(section: str, rows: Sequence[Row]) -> Figure:
     figure = Figure(figsize=(8, 0.9 + 0.24 * len(rows)), layout="constrained")
     axes = figure.subplots()
     for place, row in enumerate(rows):
-        assert row.ratio is not None
         ratio = row.ratio
+        if ratio is None:
+            axes.text(1, place, " not measured", color=_INK, fontsize=8, va="center")
+            continue
         verdicts = goals.judge(row, every)
         colour = _MISSED if any(verdict.holds is False for verdict in verdicts) else _OURS
         axes.plot([ratio.low, ratio.high], [place, place], color=colour, linewidth=2)
@@ -49,7 +54,9 @@ def _picture(section: str, rows: Sequence[Row]) -> Figure:
     axes.set_xscale("log")
     axes.set_yticks(range(len(rows)), [f"{row.what} / {row.peer}" for row in rows])
     axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_xlabel("ours / theirs: left of 1 we take less; | is a goal", color=_INK)
+    axes.set_xlabel(
+        "ours / theirs: left of 1 we take less; | is a goal; red misses one", color=_INK
+    )
     axes.set_title(section, color=_INK, loc="left")
     axes.tick_params(colors=_INK, which="both", labelsize=8)
     for spine in axes.spines.values():

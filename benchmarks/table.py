@@ -5,7 +5,9 @@ import os
 import platform
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
+from importlib.metadata import version
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -49,7 +51,11 @@ def _label(row: Row) -> str:
 def _lines_of(row: Row, label: str, goals: Sequence[Goal], colour: bool) -> Iterator[str]:
     verdicts = goals_module.judge(row, goals)
     if row.ours is None:
-        yield f"{label}: not measured: {row.missing}"[:WIDTH]
+        # A reason is often a library's: it is to be read to its end.
+        text = (
+            f"{label}: not measured: {row.missing}" if label else f"    not measured: {row.missing}"
+        )
+        yield from textwrap.wrap(text, WIDTH, subsequent_indent=" " * 6)
         return
     cells = f"{_figure(row.ours.median, row.unit):>10}"
     if row.theirs is not None and row.ratio is not None:
@@ -136,14 +142,22 @@ def machine() -> dict[str, Any]:
             if line.startswith("model name"):
                 model = line.split(":")[1].strip()
                 break
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent,
-        capture_output=True, text=True, check=False,
-    ).stdout.strip()  # fmt: skip
     return {
         "processor": model, "cores": cores, "system": f"{platform.system()} {platform.machine()}",
-        "python": platform.python_version(), "commit": commit,
+        "python": platform.python_version(), "torch": version("torch"), "commit": commit(),
     }  # fmt: skip
+
+
+def commit() -> str:
+    """Return what was measured: the commit, with ``-dirty`` if files differ; empty if unknown."""
+    try:
+        done = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--exclude=*"], cwd=Path(__file__).parent,
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+    except OSError:  # no git: an archive of the files, say
+        return ""
+    return done.stdout.strip()
 
 
 def write(path: str, rows: Sequence[Row], **more: Any) -> None:
@@ -163,11 +177,12 @@ def read(path: str) -> tuple[dict[str, Any], list[Row]]:
     """
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
-        if found["schema"] != SCHEMA:
-            raise ResultError(f"{path}: schema {found['schema']}; expected {SCHEMA}")
-        return found, [Row.from_json(fields) for fields in found["rows"]]
-    except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
+        if found["schema"] == SCHEMA:
+            [found["machine"][name] for name in ("processor", "cores")]
+            return found, [Row.from_json(fields) for fields in found["rows"]]
+    except (OSError, ValueError, LookupError, TypeError) as error:
         raise ResultError(f"{path}: not a result of bench:all ({error!r})") from error
+    raise ResultError(f"{path}: schema {found['schema']}; expected {SCHEMA}")
 
 
 def finish(rows: Sequence[Row], json: str) -> None:

@@ -2,7 +2,7 @@
 
 An MLP and a Llama block, forward and backward, in fp32 on one thread: unsharded, this rank's
 shard without communication, ezpz_tp, plain Megatron style, functional collectives and DTensor.
-Variants are run in turn (A B C A B C ...); times are medians, ratios medians over the rounds.
+Variants are run in turn (A B C C B A ...); times are medians, ratios medians over the rounds.
 In a fake world collectives do nothing, which leaves the software's cost; there CPU time counts,
 so that a busy machine does not. Over gloo and NCCL ranks are real and the clock counts.
 """
@@ -73,6 +73,7 @@ def rows_of_blocks(blocks: list[dict[str, Any]], section: str = "tp") -> list[Ro
     for row in blocks:
         name = f"{row['world'].replace(' ', '-')}-{row['block']}-{row['hidden']}"
         name += "" if row["degree"] == 2 else f"-tp{row['degree']}"
+        name += "-bias" if row["bias"] else ""
         totals = {way: times(1e6, samples) for way, samples in row["totals"].items()}
         for way, peer in PEERS.items():
             if way in totals:

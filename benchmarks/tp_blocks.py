@@ -119,7 +119,7 @@ def _memory(tensor: Tensor) -> int:
 
 
 def blocks(job: dict[str, Any]) -> list[dict[str, Any]]:
-    """Time every variant in turn (A B C A B C ...) for each block and hidden size."""
+    """Time every variant in turn (A B C C B A ...) for each block and hidden size."""
     rows = []
     for hidden in job["hidden"]:
         for block in job["blocks"]:
@@ -134,16 +134,18 @@ def blocks(job: dict[str, Any]) -> list[dict[str, Any]]:
                 name: int(agreed(max(1, min(20, 0.002 // seconds))))
                 for name, seconds in alone.items()
             }
-            turn = sum(runs[name] * seconds for name, seconds in alone.items())
+            seconds = sum(runs[name] * seconds for name, seconds in alone.items())
             # Short waits for each other scatter most, and cost least to repeat.
             budget = job["seconds"] * (3 if subjects["ezpz"].real and hidden < 1024 else 1)
-            rounds = int(agreed(max(3, min(300, budget // turn))))
+            # A ratio of three rounds says nothing; of the largest each takes seconds.
+            least = 3 if hidden >= 4096 else 11
+            rounds = int(agreed(max(least, min(300, budget // seconds))))
             taken: dict[str, list[Times]] = {name: [] for name in names}
             gc.collect()
             gc.disable()
-            for _ in range(rounds):
-                for name, subject in subjects.items():
-                    taken[name].append(subject.several(runs[name]))
+            for turn in range(rounds):
+                for name in names[:: -1 if turn % 2 else 1]:
+                    taken[name].append(subjects[name].several(runs[name]))
             gc.enable()
             rows.append(
                 {
@@ -151,6 +153,7 @@ def blocks(job: dict[str, Any]) -> list[dict[str, Any]]:
                     "block": block,
                     "hidden": hidden,
                     "degree": job["degree"],
+                    "bias": job["bias"],
                     "rounds": rounds,
                     "variants": {
                         name: figures(taken[name]) | {"saved_bytes": subjects[name].saved_bytes()}

@@ -8,11 +8,12 @@ operation. Medians over alternating rounds.
 import time
 import timeit
 from collections.abc import Callable
+from functools import partial
 
 import fire
 import torch
 import torch.distributed as dist
-from paired import alone
+from paired import Row, alone, interleaved
 from table import finish
 from torch.overrides import has_torch_function_unary
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -40,13 +41,22 @@ def nanoseconds(function: Callable[[torch.Tensor], torch.Tensor]) -> float:
     return timeit.timeit(lambda: function(tensor), number=CALLS) / CALLS * 1e9
 
 
-def step_times(rounds: int) -> list[tuple[float, float, int]]:
-    """Return seconds of a step without and with `check`, and its operations, for each round."""
+def off(rounds: int) -> Row:
+    """Return the row of the question alone."""
+    ways = {"asks": partial(nanoseconds, asks), "plain": partial(nanoseconds, plain)}
+    found = interleaved(ways, rounds)
+    more = [one - other for one, other in zip(found["asks"], found["plain"], strict=True)]
+    return alone("tp_check/off", "check() off, a region call", "ns", more)
+
+
+def on(rounds: int) -> Row:
+    """Return the row of an MLP's steps under `check`: what it adds to an operation."""
     up = ezpz_tp.ColumnParallelLinear(64, 256, gather_output=False, seed=1)
     down = ezpz_tp.RowParallelLinear(256, 64, input_is_parallel=True, seed=2)
     hidden = torch.ones(8, 64)
+    operations = 0
 
-    def step() -> float:
+    def steps() -> float:
         begun = time.thread_time()
         for _ in range(20):
             hidden_ = hidden
@@ -55,13 +65,19 @@ def step_times(rounds: int) -> list[tuple[float, float, int]]:
             hidden_.square().mean()
         return time.thread_time() - begun
 
-    found = []
-    for _ in range(rounds):
-        off = step()
+    def checked() -> float:
+        nonlocal operations
         with ezpz_tp.check() as checker:
-            on = step()
-        found.append((off, on, checker.operations))
-    return found
+            taken = steps()
+        operations = checker.operations
+        return taken
+
+    found = interleaved({"on": checked, "off": steps}, rounds)
+    more = [
+        (one - other) / operations * 1e6
+        for one, other in zip(found["on"], found["off"], strict=True)
+    ]
+    return alone("tp_check/on", "check() on, an operation more", "us", more)
 
 
 def main(rounds: int = 9, json: str = "") -> None:
@@ -71,17 +87,12 @@ def main(rounds: int = 9, json: str = "") -> None:
         rounds: How often.
         json: A file to write the figures to.
     """
-    pairs = [(nanoseconds(asks), nanoseconds(plain)) for _ in range(rounds)]
-    off = [max(0.0, one - other) for one, other in pairs]
+    # The time of one thread is taken: it is to do the work, and not to wait for others.
+    torch.set_num_threads(1)
     # A world in which collectives do nothing: waiting for a rank costs more than either.
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     ezpz_tp.initialize_tensor_parallel(2)
-    on = [(with_ - without) / count * 1e6 for without, with_, count in step_times(rounds)]
-    rows = [
-        alone("tp_check/off", "check() off, a region call", "ns", off),
-        alone("tp_check/on", "check() on, an operation more", "us", on),
-    ]
-    finish(rows, json)
+    finish([off(rounds), on(rounds)], json)
 
 
 if __name__ == "__main__":

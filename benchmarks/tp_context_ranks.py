@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from callee import peak_mb
+from callee_process import peak_mb
 
 import ezpz_tp
 from ezpz.models import Llama, LlamaConfig

@@ -84,13 +84,13 @@ def fresh(measure: Any, way: str, size: int, degrees: dict[str, int]) -> dict[st
 
 
 def fake_groups(job: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every size, by every way in turn (A B C A B C ...)."""
+    """Every size, by every way in turn (A B C C B A ...)."""
     rows: list[dict[str, Any]] = []
     for size, degrees in job["layouts"]:
         times: dict[str, list[float]] = {way: [] for way in WAYS}
-        for _ in range(job["rounds"]):
-            for way, samples in times.items():
-                samples.append(fresh(timed, way, size, degrees)["ms"])
+        for turn in range(job["rounds"]):
+            for way in WAYS[:: -1 if turn % 2 else 1]:
+                times[way].append(fresh(timed, way, size, degrees)["ms"])
         rows += [
             {"ranks": size, "way": way, "ms": samples} | fresh(counted, way, size, degrees)
             for way, samples in times.items()
@@ -99,7 +99,7 @@ def fake_groups(job: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def real_groups(job: dict[str, Any]) -> dict[str, list[float]]:
-    """Make the groups over gloo in turn (A B C A B C ...), and take them down again.
+    """Make the groups over gloo in turn (A B C C B A ...), and take them down again.
 
     The slowest rank counts. The other ranks are forks, which saves them importing torch.
     """
@@ -109,15 +109,15 @@ def real_groups(job: dict[str, Any]) -> dict[str, list[float]]:
     store = dist.TCPStore("127.0.0.1", job["port"])
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     taken: dict[str, list[float]] = {way: [] for way in WAYS}
-    for _ in range(job["rounds"] + 1):
-        for way, samples in taken.items():
+    for turn in range(job["rounds"] + 1):
+        for way in WAYS[:: -1 if turn % 2 else 1]:
             before = set(c10d._world.pg_map)  # noqa: SLF001
             dist.barrier()
             began = time.perf_counter()
             initialize(way, job["degrees"])
             slowest = torch.tensor(time.perf_counter() - began)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
-            samples.append(slowest.item() * 1000)
+            taken[way].append(slowest.item() * 1000)
             if way == "ezpz":
                 ezpz_tp.destroy_tensor_parallel()
             for group in set(c10d._world.pg_map) - before:  # noqa: SLF001

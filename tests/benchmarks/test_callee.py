@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import time
+from contextlib import ExitStack
 
 import pytest
-from callee import Callee, CalleeError, fresh, last_line, peak_mb
+from callee import Callee, CalleeError, begin, fresh, last_line, peak_mb
 
 SLEEP = "import time\ndef call(): print('libraries print'); time.sleep(0.01)\n"
 
@@ -43,6 +45,55 @@ def test_fresh_processes_return_numbers():
     assert 1 < peak < 1000
     with pytest.raises(CalleeError, match="ZeroDivisionError"):
         fresh(sys.executable, "1/0")
+
+
+def test_what_is_measured_pays_for_its_own_imports():
+    """Nothing is loaded before it, and the benchmarks' folder is not on its path."""
+    code = "import sys\nfor name in sys.modules: print(sum(map(ord, name)))"
+    words = [sys.executable, "-W", "ignore", "-c", code]
+    bare = subprocess.run(words, capture_output=True, check=True)
+    before = {float(word) for word in bare.stdout.split()}
+    assert set(fresh(sys.executable, code)) - before == {float(sum(map(ord, "time")))} - before
+    for run in (fresh, lambda *words: Callee(*words).end()):
+        with pytest.raises(CalleeError, match="No module named 'paired'"):
+            run(sys.executable, "import paired")
+
+
+def test_calls_with_a_step_between_leave_threads_their_time():
+    code = """
+import threading
+done = []
+def call(): threading.Timer(0, done.append, [1]).start()
+def close(): assert len(done) > 5
+"""
+    with Callee(sys.executable, code) as callee:
+        assert 0 < callee.paced(20) < 1
+        before = time.monotonic()
+        callee.paced(20)
+        assert time.monotonic() - before > 20 * 0.001
+
+
+def test_memory_that_does_not_count():
+    code = "held = bytearray(40_000_000); held[::4096] = b'x' * len(held[::4096])\n"
+    with Callee(sys.executable, f"{code}before = peak_mb()\ndef call(): pass\n") as callee:
+        assert callee.peak() < 20
+
+
+def test_one_that_says_much_is_not_kept_waiting():
+    code = "import sys\ndef call(): sys.stderr.write('x' * 300_000); print('y' * 300_000)\n"
+    with Callee(sys.executable, code) as callee:
+        assert callee.mean(1) < 60
+
+
+def test_a_peer_that_does_not_begin_is_noted_and_ours_has_to():
+    good, bad = (sys.executable, "def call(): pass"), (sys.executable, "raise OSError('no device')")
+    failed: dict[str, str] = {}
+    with ExitStack() as running:
+        callees = begin({"ours": good, "x": bad, "y": good}, running=running, failed=failed)
+        assert list(callees) == ["ours", "y"]
+        assert failed == {"x": "it fails: OSError: no device"}
+        with pytest.raises(CalleeError, match="no device"):
+            begin({"ours": bad}, running=running, failed=failed)
 
 
 def test_the_peak_is_of_this_program_alone():

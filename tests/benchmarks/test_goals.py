@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import calendar
+import re
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,15 @@ def test_every_verdict_of_a_whole_run_is_a_goal(document):
     names = {(goal.what, goal.limit) for goal in goals if goal.row}
     said = {(v["what"], v["limit"]) for row in document["rows"] for v in row["goals"]}
     assert said == names
+
+
+def test_the_page_says_what_was_recorded(document):
+    page = (BENCHMARKS.parent / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    verdicts = [verdict["holds"] for row in document["rows"] for verdict in row["goals"]]
+    assert f"{verdicts.count(True)} of {len(verdicts)} goals held" in page
+    year, month, day = document["date"].split("-")
+    assert f"Of {int(day)} {calendar.month_name[int(month)]} {year}, on " in page
+    assert {f"`{name}`" for name in side_by_side.SECTIONS} <= set(re.findall("`[a-z_]+`", page))
 
 
 def test_goals_are_of_sections_that_bench_all_runs():

@@ -5,7 +5,17 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from paired import Row, Spread, absent, against, alone, beside, interleaved, times
+from paired import (
+    MeasureError,
+    Row,
+    Spread,
+    absent,
+    against,
+    alone,
+    beside,
+    interleaved,
+    times,
+)
 
 
 def test_a_spread_is_median_quartiles_least_and_count():
@@ -51,6 +61,40 @@ def test_ways_take_turns_and_none_is_always_first():
     samples = interleaved({name: way(name) for name in "ab"}, runs=3, warm=1)
     assert "".join(order) == "abbaabba"
     assert samples == {"a": [3.0, 4.0, 7.0], "b": [2.0, 5.0, 6.0]}
+
+
+def test_a_peer_that_fails_is_left_out_with_its_reason_and_the_others_go_on():
+    turns = iter([1.0, 2.0])
+
+    def breaks() -> float:
+        for figure in turns:
+            return figure
+        raise MeasureError("it broke")
+
+    failed: dict[str, str] = {}
+    ways = {"ours": lambda: 1.0, "x": breaks, "y": lambda: 2.0}
+    samples = interleaved(ways, runs=3, failed=failed)
+    assert samples == {"ours": [1.0] * 3, "y": [2.0] * 3}
+    assert failed == {"x": "it fails: it broke"}
+    titles = {"x": "x 1.0", "y": "y 1.0"}
+    measured, gone = against("s/w", "w", "ms", samples, titles, missing=failed)
+    assert measured.peer == "y 1.0"
+    assert (gone.key, gone.peer, gone.missing) == ("s/w/x", "x 1.0", "it fails: it broke")
+
+
+def test_ours_may_not_fail():
+    def breaks() -> float:
+        raise MeasureError("it broke")
+
+    with pytest.raises(MeasureError, match="it broke"):
+        interleaved({"ours": breaks}, runs=1, failed={})
+    with pytest.raises(MeasureError, match="it broke"):
+        interleaved({"x": breaks}, runs=1)
+
+
+def test_nothing_is_divided_by_nothing():
+    with pytest.raises(ValueError, match=r"s/w/p: p took 0.0 MB"):
+        beside("s/w/p", "w", "MB", ([1.0], [0.0]), "p")
 
 
 def test_rows_of_peers_and_of_those_that_are_not_here():

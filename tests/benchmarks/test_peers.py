@@ -82,8 +82,10 @@ def test_one_that_cannot_be_installed_is_reported_in_the_table(alone):
     assert "/ toy 1.5" in text
 
 
-def test_an_interrupted_installation_is_made_again(alone):
+@pytest.mark.parametrize("left", [None, "", '{"key": ['], ids=["none", "empty", "torn"])
+def test_an_interrupted_installation_is_made_again(alone, left):
     toy = peer("toy")
-    (alone / "peers" / "toy" / "made.json").unlink()
+    made = alone / "peers" / "toy" / "made.json"
+    made.unlink() if left is None else made.write_text(left)
     (Path(toy.site_packages) / "toy.py").unlink()
     assert asked(peer("toy").python, "import toy; print(toy.said)") == "here\n"

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
 import side_by_side
 import table
+from paired import absent, beside
 from plots import draw
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -38,10 +42,24 @@ def test_a_section_is_measured_shown_written_and_drawn(tmp_path):
     assert "goals hold" in done.stdout
 
 
-def test_an_unknown_section():
-    done = bench("--only=weather")
-    assert done.returncode == 1
-    assert done.stderr == f"--only=weather: expected some of {', '.join(side_by_side.SECTIONS)}\n"
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("--only=weather", f"expected some of {', '.join(side_by_side.SECTIONS)}"),
+        ("--runs=0", "expected a whole number above 0"),
+        ("--runs=many", "expected a whole number above 0"),
+        ("--json", "expected --json=PATH"),
+        ("--json=/nowhere/found.json", "expected a file in a folder that is there"),
+        ("--plots=/dev/null", "is no folder"),
+    ],
+)
+def test_a_wrong_option_is_refused_before_anything_is_measured(word, said):
+    done = bench(word)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith(word.partition("=")[0])
+    assert said in done.stderr
+    assert done.stdout == ""
 
 
 def test_a_section_that_fails_is_a_row_and_the_others_go_on(monkeypatch, capsys):
@@ -59,6 +77,109 @@ def test_a_section_that_takes_too_long_is_ended(monkeypatch):
     monkeypatch.setattr(side_by_side, "LIMIT", 0.1)
     (row,) = side_by_side.run_section("nodelists", 1)
     assert "not done after" in row.missing
+
+
+# What a section leaves if nobody takes care: a process of another session, one of its own, a file.
+LEAVES = """
+import subprocess, tempfile, time
+others = [subprocess.Popen(["sleep", "300"], start_new_session=apart) for apart in (True, False)]
+open({pids!r}, "w").write(" ".join(str(other.pid) for other in others))
+held = tempfile.mkdtemp()
+try:
+    {then}
+finally:
+    others[0].kill()
+"""
+
+
+def leaving(tmp_path, monkeypatch, then: str) -> None:
+    text = LEAVES.format(pids=str(tmp_path / "pids"), then=then)
+    (tmp_path / "leaves.py").write_text(text)
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    monkeypatch.setattr(side_by_side.tempfile, "tempdir", None)
+    monkeypatch.setattr(side_by_side, "HERE", tmp_path)
+    monkeypatch.setitem(side_by_side.SECTIONS, "leaves", lambda _: [])
+
+
+def nothing_is_left(tmp_path) -> bool:
+    pids = [int(word) for word in (tmp_path / "pids").read_text().split()]
+    deadline = time.monotonic() + 30
+    while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not any(alive(pid) for pid in pids) and not list((tmp_path / "temporary").iterdir())
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    status = Path(f"/proc/{pid}/stat")  # one that nobody waits for is no longer alive
+    return not (status.exists() and status.read_text().rpartition(")")[2].split()[0] == "Z")
+
+
+@pytest.mark.parametrize(
+    ("then", "said"),
+    [("time.sleep(300)", "not done after"), ("raise OSError('it broke')", "OSError: it broke")],
+    ids=["hangs", "fails"],
+)
+def test_a_section_that_hangs_or_fails_leaves_nothing(tmp_path, monkeypatch, then, said):
+    leaving(tmp_path, monkeypatch, then)
+    monkeypatch.setattr(side_by_side, "LIMIT", 5)
+    (row,) = side_by_side.run_section("leaves", 1)
+    assert said in row.missing
+    assert nothing_is_left(tmp_path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_run_that_is_ended_leaves_nothing(tmp_path, monkeypatch, number):
+    leaving(tmp_path, monkeypatch, "time.sleep(300)")
+    code = f"""
+import sys; sys.path.append({str(BENCHMARKS)!r})
+import side_by_side
+from pathlib import Path
+side_by_side.HERE = Path({str(tmp_path)!r})
+side_by_side.SECTIONS["leaves"] = lambda _: []
+side_by_side.end_in_order()
+side_by_side.main(only="leaves")
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL) as process:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "pids").exists() or not (tmp_path / "pids").read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(number)
+    assert process.returncode != 0
+    assert nothing_is_left(tmp_path)
+
+
+def test_a_section_that_gives_no_row_for_a_goal_is_a_failure(tmp_path, monkeypatch, capsys):
+    (tmp_path / "nodelists.py").write_text(
+        f"import sys; sys.path.append({str(BENCHMARKS)!r})\n"
+        "import table; table.write(sys.argv[-1].removeprefix('--json='), [])\n"
+    )
+    monkeypatch.setattr(side_by_side, "HERE", tmp_path)
+    with pytest.raises(SystemExit) as status:
+        side_by_side.main(only="nodelists", runs=1)
+    assert status.value.code == 1
+    assert "no benchmark gave this row" in capsys.readouterr().out
+
+
+def test_a_section_that_writes_something_else_is_a_failure(tmp_path, monkeypatch):
+    (tmp_path / "nodelists.py").write_text("")
+    monkeypatch.setattr(side_by_side, "HERE", tmp_path)
+    (row,) = side_by_side.run_section("nodelists", 1)
+    assert row.key == "nodelists/section"
+    assert "not a result" in row.missing
+
+
+def test_a_peer_that_is_not_here_has_its_line_in_the_plot(tmp_path):
+    rows = [beside("s/w/p", "w", "ms", ([1.0], [2.0]), "p 1.0"), absent("s/w/q", "w", "q", "why")]
+    (path,) = draw([*rows, absent("t/w/q", "w", "q", "why")], tmp_path)
+    said = "".join(ET.parse(path).getroot().itertext())
+    assert "w / q" in said
+    assert "not measured" in said
 
 
 def test_plots_are_svg_with_the_names_of_what_is_compared(recorded, tmp_path):

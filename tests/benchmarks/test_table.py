@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import subprocess
 
 import pytest
 import table
@@ -81,7 +83,43 @@ def test_result_and_rows_survive_a_file(tmp_path):
     document, rows = table.read(path)
     assert rows == ROWS
     assert (document["schema"], document["date"]) == (table.SCHEMA, "2026-01-01")
-    assert set(document["machine"]) == {"processor", "cores", "system", "python", "commit"}
+    facts = {"processor", "cores", "system", "python", "torch", "commit"}
+    assert set(document["machine"]) == facts
+
+
+def test_files_that_differ_from_their_commit_are_said(tmp_path, monkeypatch):
+    def git(*words: str) -> None:
+        who = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
+        subprocess.run(["git", *who, *words], cwd=tmp_path, check=True, capture_output=True)
+
+    monkeypatch.setattr(table, "__file__", str(tmp_path / "table.py"))
+    git("init")
+    (tmp_path / "table.py").write_text("1")
+    git("add", ".")
+    git("commit", "-m", "one")
+    git("tag", "v1")
+    clean = table.commit()
+    assert re.fullmatch("[0-9a-f]{7,}", clean)
+    (tmp_path / "table.py").write_text("2")
+    assert table.commit() == f"{clean}-dirty"
+
+
+def test_without_git_the_commit_is_not_known(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert table.commit() == ""
+
+
+def test_a_row_without_peer_and_figure_says_so_below_its_name():
+    what = "a name that leaves no room for what stands behind it"
+    lines = list(table.lines([absent("s/w", what, "", "why")], []))
+    assert lines[1:3] == [f"  {what}", "    not measured: why"]
+
+
+def test_a_long_reason_is_there_to_its_end():
+    why = "not installable: ERROR: " + "no matching distribution for it, " * 9 + "at all"
+    lines = list(table.lines([absent("s/w/p", "w", "p 1.0", why)], []))
+    assert " ".join(" ".join(lines).split()).endswith(why)
+    assert max(map(len, lines)) <= table.WIDTH
 
 
 def test_the_schema_of_a_whole_run(document):
@@ -108,11 +146,15 @@ def test_what_json_cannot_say_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"schema": 99}', '{"schema": 1, "rows": [{"key": "s"}]}']
-)
+    "text",
+    [
+        b"", b"[]", b"{}", b'{"schema": 99}', b'{"schema": 1, "rows": []}', b"\xff\xfe",
+        b'{"schema": 1, "machine": {"processor": "", "cores": 2}, "rows": [{"key": "s"}]}',
+    ],
+)  # fmt: skip
 def test_other_files_are_not_results(tmp_path, text):
     path = tmp_path / "r.json"
-    path.write_text(text)
+    path.write_bytes(text)
     with pytest.raises(table.ResultError, match=r"r\.json: "):
         table.read(str(path))
 

@@ -1,0 +1,118 @@
+"""Single sections: what fails is a line of the table, or fails the section; never a figure."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import launch
+import launch_programs
+import nodelists
+import obs
+import pytest
+import slurm_here
+import startup
+from callee import CalleeError
+from peers import Peer
+
+HERE = {"x": Peer("x 1.0", sys.executable)}
+
+
+def shell(text: str) -> list[str]:
+    return ["sh", "-c", text]
+
+
+def test_a_command_that_breaks_is_not_a_quick_one():
+    assert startup.seconds_of(shell("exit 0"), {0}) > 0
+    assert startup.seconds_of(shell("exit 1"), {0, 1}) > 0
+    trace = "echo 'Traceback (most recent call last)' >&2; echo 'OSError: it broke' >&2; exit 1"
+    for text, statuses in (("exit 1", {0}), (trace, {0, 1})):
+        with pytest.raises(CalleeError, match="ended with 1"):
+            startup.seconds_of(shell(text), statuses)
+
+
+def test_a_peer_that_cannot_be_imported_is_a_line_of_each_row(monkeypatch):
+    needed = {"ours": "import json", "torch": "import json", "x": "raise OSError('no nvcc')"}
+    monkeypatch.setattr(startup, "NEEDED", needed)
+    monkeypatch.setattr(startup, "present", lambda _: (dict(HERE), {}))
+    rows = {row.key: row for row in startup.imports(2)}
+    assert rows["startup/import/torch"].ratio is not None
+    for key in ("startup/import/x", "startup/import-memory/x"):
+        assert (rows[key].ours, rows[key].peer) == (None, "x 1.0")
+        assert "no nvcc" in rows[key].missing
+
+
+def test_a_peer_that_says_something_else_is_not_compared(monkeypatch):
+    wrong = "def expand(nodelist): return ['n1']\ndef fold(hosts): return 'n1'\n"
+    monkeypatch.setattr(nodelists, "PEERS", {"x": wrong})
+    monkeypatch.setattr(nodelists, "present", lambda _: (dict(HERE), {}))
+    rows = nodelists.ten_thousand(1)
+    assert len(rows) == 5
+    assert all("AssertionError" in row.missing for row in rows), rows
+
+
+def test_fewer_steps_are_not_a_million(tmp_path):
+    rows = {row.key: row for row in obs.million(100, str(tmp_path))}
+    assert rows["obs/some-report"].what == "100 steps: report"
+    assert rows["obs/some-report"].ours is not None
+    assert rows["obs/million-report"].missing == "only 100 were run"
+    assert len(rows) == 8
+
+
+def test_a_launch_that_fails_says_so_and_is_no_figure(tmp_path):
+    with pytest.raises(launch_programs.LaunchError, match="sh ended with 3: no room"):
+        launch_programs.run(shell("echo no room >&2; exit 3"), {})
+    programs = launch_programs.Programs(str(tmp_path), {})
+    with pytest.raises(launch_programs.LaunchError, match="0 of 2 ranks"):
+        programs.until("first-line", ["true"])
+    if sys.platform == "linux":
+        with pytest.raises(launch_programs.LaunchError, match="ended with 3"):
+            launch.peak_of(shell("exit 3"), {})
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="read from /proc")
+def test_the_launcher_s_memory_says_who_is_missing():
+    words = {"ours": shell("sleep 0.2; :"), "mpiexec": shell("exit 3")}
+    titles = {"mpiexec": "mpiexec 1.0"}
+    rows = launch.peaks(words, {}, titles, {"accelerate": "not installable"})
+    said = {row.key: row.missing for row in rows}
+    assert said["launch/memory/accelerate"] == "not installable"
+    assert "ended with 3" in said["launch/memory/mpiexec"]
+
+
+class SandboxError(Exception):
+    pass
+
+
+def sandbox(monkeypatch, *, starts: bool) -> None:
+    class Sandbox:
+        def __enter__(self):
+            if not starts:
+                raise SandboxError("slurmd ended with 1; waited up to 30 s\n--- logs")
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def run(self, *_, **__):
+            return SimpleNamespace(returncode=4, stdout="", stderr="ezpz-launch: no such thing\n")
+
+    module = SimpleNamespace(missing=list, SandboxError=SandboxError, SlurmSandbox=Sandbox)
+    monkeypatch.setattr(slurm_here, "_load", lambda: module)
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+
+
+def test_a_slurm_that_does_not_start_is_a_missing_peer(monkeypatch):
+    sandbox(monkeypatch, starts=False)
+    rows = launch.under_slurm(1)
+    assert len(rows) == 3
+    assert {row.missing for row in rows} == {
+        "a private Slurm does not start: slurmd ended with 1; waited up to 30 s"
+    }
+
+
+def test_what_fails_in_a_slurm_fails_the_section(monkeypatch):
+    sandbox(monkeypatch, starts=True)
+    *rows, section = launch.under_slurm(1)
+    assert {row.missing for row in rows} == {"exit status 4: ezpz-launch: no such thing"}
+    assert section.key == "launch/slurm/section"
