@@ -14,12 +14,13 @@ from pathlib import Path
 
 import fire
 from scaling.discovery import detection, planning
+from scaling.files import files
 from scaling.groups import groups
 from scaling.growth import Found
 from scaling.metrics import metrics
 from scaling.rendezvous import rendezvous
 from scaling.report import document, lines, plot, summary
-from scaling.start import files, shim
+from scaling.start import shim
 
 SECTIONS = ("detection", "planning", "groups", "start", "rendezvous", "metrics")
 
@@ -30,6 +31,7 @@ def main(
     only: str = "",
     metadata_rate: float = 50_000,
     read_rate: float = 500,
+    name_lookup: float = 0.1,
     json: str = "",
     plots: str = "",
 ) -> None:
@@ -45,6 +47,8 @@ def main(
         only: Sections, with commas between; default all of them.
         metadata_rate: Look-ups and opens a second of the shared file system: an assumption.
         read_rate: GB a second that all nodes together read from it: an assumption.
+        name_lookup: Milliseconds in which the name service tells the name of an address: an
+            assumption.
         json: A file to write the figures to.
         plots: A folder for the plots, as SVG.
     """
@@ -56,7 +60,7 @@ def main(
         "planning": lambda: planning(runs),
         "groups": lambda: groups(runs),
         "start": lambda: [*shim(runs), *files(metadata_rate, read_rate)],
-        "rendezvous": lambda: rendezvous(runs),
+        "rendezvous": lambda: rendezvous(runs, name_lookup),
         "metrics": metrics,
     }
     found: list[Found] = []

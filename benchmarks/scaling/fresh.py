@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ STRACE = shutil.which("strace")
 _PLACE = re.compile(
     "RANK|WORLD_SIZE|LOCAL_|MASTER_|PMI|PALS|OMPI|SLURM|PBS|EZPZ|COBALT|FLUX|JSM|TORCHELASTIC|MPI"
 )
+_UNFINISHED = "<unfinished ...>"
+_RESUMED = re.compile(r" *<\.\.\. \w+ resumed>(.*)")
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -50,22 +52,38 @@ def answer(code: str, *words: str, env: Mapping[str, str] | None = None) -> Any:
     return json.loads(printed.splitlines()[-1])
 
 
-def traced(words: list[str], trace: str, env: Mapping[str, str]) -> list[str]:
+def traced(
+    words: list[str], trace: str, env: Mapping[str, str], folder: str | None = None
+) -> list[str]:
     """Run a command under strace and return its lines: descriptors with their paths, no PIDs.
 
     Args:
         words: The command.
         trace: Of ``--trace``.
         env: Its whole environment.
+        folder: Where it runs; None: here.
     """
     assert STRACE is not None
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "trace")
+    with tempfile.TemporaryDirectory() as kept:
+        out = Path(kept, "trace")
         done = subprocess.run(
             [STRACE, "-f", "-y", "-qq", "-s", "0", "-e", f"trace={trace}", "-o", out, *words],
-            env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True, timeout=600, check=False,
+            env=env, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, timeout=600, check=False,
         )  # fmt: skip
         if done.returncode:
             raise SystemExit(f"scale: {words} failed under strace:\n{done.stdout}")
-        return out.read_text("utf-8", "replace").splitlines()
+        return whole(out.read_text("utf-8", "replace").splitlines())
+
+
+def whole(lines: Iterable[str]) -> list[str]:
+    """Return strace's lines with those calls in one piece that another thread's have cut in two."""
+    found, begun = [], dict[str, str]()
+    for line in lines:
+        pid, _, call = line.partition(" ")
+        resumed = _RESUMED.match(call)
+        if call.endswith(_UNFINISHED):
+            begun[pid] = line.removesuffix(_UNFINISHED)
+        else:
+            found.append(begun.pop(pid, f"{pid} ") + resumed[1] if resumed else line)
+    return found

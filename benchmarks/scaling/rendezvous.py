@@ -3,120 +3,157 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Iterator, Mapping
 
+from .discovery import names
 from .fresh import answer
 from .growth import NODES, PER_NODE, Curve, Fact, Found, fit
 
-CLIENTS = (8, 16, 32, 64, 128, 256)
-"""So many ranks meet for real: connections of their own, from four processes, to rank 0's store."""
+CLIENTS = (16, 32, 64, 128, 256, 512)
+"""So many ranks meet for real, from four processes, with two connections each to rank 0's store."""
 
-# Rank 0 is this process, and its CPU time is what counts: the clients' own work, which takes the
-# same cores here, is not in it.
-MEET = """
-import json, os, sys, time
+COMMON = """
+import json, os, random, sys, time, zlib
+from dataclasses import asdict
 from datetime import timedelta
-from threading import Barrier, Thread
+from threading import Thread
 from torch.distributed import TCPStore
-from ezpz_dist._meeting.agreement import agree
+from ezpz_dist._group import Asked
+from ezpz_dist._meeting import agreement
+from ezpz_dist._meeting.agreement import _judge, agree
 from ezpz_dist._meeting.facts import common_facts
+from ezpz_dist._meeting.hosts import unfold_hosts
+from ezpz_dist._meeting.job import Job
+from ezpz_dist._meeting.place import Place
+from ezpz_dist._meeting.server import open_store
+from ezpz_dist._meeting.visit import visit
+from ezpz_dist._store import _all_there, arrived
 from ezpz_topo import RankInfo
+# What a training script has imported, whose versions are compared.
+import ezpz, ezpz_dist, ezpz_obs, ezpz_topo, numpy
 
 LONG = timedelta(seconds=300)
 def info(rank, size):
     return RankInfo(rank, size, rank % 12, None, None, "none")
+with open(sys.argv[1]) as file:
+    NAMES = json.load(file)
 def process(rank):
-    return f"x{4000 + rank // 864}c{rank // 144 % 6}s{rank // 24 % 6}b0n{rank // 12 % 2}", 1, 1
-common = common_facts(arguments={}, device="cpu", backend="gloo")
+    return NAMES[rank // 12], 100_000 + rank, 4_026_531_836
+asked = Asked("DDP", None, 42, 600.0, 12, 1, 1)
+common = common_facts(arguments=asdict(asked), device="xpu", backend="xccl")
+sizes, runs = json.loads(sys.argv[2]), int(sys.argv[3])
+"""
+
+# Rank 0 is this process, and its CPU time is what counts: the clients' own work, which takes the
+# same cores here, is not in it. A client does what a rank does: it knocks, connects, reads whose
+# store it is, says who it is, waits for the verdict and reads it, connects once more for its
+# watcher, and says that it is through.
+MEET = (
+    COMMON
+    + """
+pack, padding = agreement._pack, random.Random(0).randbytes(int(sys.argv[4])).hex()
+def padded(verdict):  # as long as the one for all ranks: hexadecimal digits shrink to half
+    return pack({**verdict, "padding": padding})
+agreement._pack = padded
+
+def rank_of(rank, size, port, job):
+    mine, _ = visit("127.0.0.1", port, 60, LONG, job, patience=1)
+    agree(mine, info(rank, size), 300, common, process(rank))
+    watchers, _ = visit("127.0.0.1", port, 60, LONG, None)
+    watchers.add("events", 0)
+    mine.add("through", 1)
+    return mine, watchers
 
 def meet(size):
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=LONG)
-    ready, go = os.pipe(), os.pipe()
-    children = []
+    job = Job.of(info(0, size), 0, {})
+    place = Place("127.0.0.1", ("127.0.0.1",), (0,), job, "scale")
+    # On one node it listens at 127.0.0.1, whose name /etc/hosts knows: no name server is asked.
+    store, _, port = open_store(place, RankInfo(0, size, 0, size, 0, "none"), LONG)
+    go, children = os.pipe(), []
     for part in range(4):
-        ranks = range(1 + part, size, 4)
         child = os.fork()
         if not child:
             code = 1
             try:
-                gate = Barrier(len(ranks) + 1)
+                held = []
                 def run(rank):
-                    mine = TCPStore("127.0.0.1", store.port, timeout=LONG)
-                    gate.wait()
-                    gate.wait()
-                    agree(mine, info(rank, size), 300, common, process(rank))
-                threads = [Thread(target=run, args=(rank,)) for rank in ranks]
-                [thread.start() for thread in threads]
-                gate.wait()
-                os.write(ready[1], b"r")
+                    held.append(rank_of(rank, size, port, job))
+                threads = [Thread(target=run, args=(rank,)) for rank in range(1 + part, size, 4)]
                 os.read(go[0], 1)
-                gate.wait()
+                [thread.start() for thread in threads]
                 [thread.join() for thread in threads]
-                code = 0
+                code = len(held) != len(threads)
             finally:
                 os._exit(code)
         children.append(child)
-    for _ in children:
-        os.read(ready[0], 1)
-    # The others are there when the last one comes, which is rank 0: no time is spent on waiting.
+    began = time.process_time()
     os.write(go[1], b"g" * 4)
-    until = time.monotonic() + 60
-    while store.num_keys() < 2 * (size - 1):
-        assert time.monotonic() < until, f"{store.num_keys()} keys of {2 * (size - 1)}"
+    # The others are there when the last one comes, which is rank 0: no time is spent on waiting.
+    # Two keys a rank, and the job's.
+    until = time.monotonic() + 120
+    while store.num_keys() < 2 * (size - 1) + 1:
+        assert time.monotonic() < until, f"{store.num_keys()} keys of {2 * size - 1}"
         time.sleep(0.01)
-    before, began = time.process_time(), time.perf_counter()
     roster = agree(store, info(0, size), 300, common, process(0))
     assert len(roster.hosts) == size
     for child in children:
         assert os.waitpid(child, 0)[1] == 0
-    return (time.process_time() - before) * 1e3, (time.perf_counter() - began) * 1e3
+    assert store.add("through", 0) == size - 1
+    return (time.process_time() - began) * 1e3
 
 def forked(size):
     reading, writing = os.pipe()
-    if not os.fork():
+    child = os.fork()
+    if not child:
         try:
             os.write(writing, json.dumps(meet(size)).encode())
         finally:
             os._exit(0)
     os.close(writing)
     with os.fdopen(reading) as pipe:
-        answer = json.loads(pipe.read())
-    os.wait()
-    return answer
+        said = pipe.read()
+    os.waitpid(child, 0)
+    return json.loads(said)
 
-sizes, runs = json.loads(sys.argv[1]), int(sys.argv[2])
 rows = {size: [] for size in sizes}
 for _ in range(runs):
     for size in sizes:
         rows[size].append(forked(size))
 print(json.dumps(rows))
 """
+)
 
 # All ranks' facts lie in the store, put there by few connections: what rank 0 then does with them
 # is the real thing, in size too.
 JUDGE = (
-    MEET[: MEET.index("def meet")]
+    COMMON
     + """
-from ezpz_dist._meeting.agreement import _judge
-from ezpz_dist._store import _all_there
-
 def judge(size):
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=LONG)
     said = [json.dumps([*process(rank), {"world_size": size, **common}]) for rank in range(size)]
     for first in range(0, size, 5000):
         last = min(first + 5000, size)
         store.multi_set([f"facts/{rank}" for rank in range(first, last)], said[first:last])
-    before = time.process_time()
+    began = time.process_time()
     _judge(store, info(0, size), 300, process(0))
-    judged = time.process_time() - before
-    # The last to come is the one that is missing: the longest look.
+    judged = time.process_time() - began
     keys = [*(f"facts/{rank}" for rank in range(size - 1)), "absent"]
-    before = time.process_time()
+    began = time.process_time()
     assert not _all_there(store, keys)
-    look = time.process_time() - before
-    return judged * 1e3, look * 1e3, len(store.get("verdict")), len(said[-1])
+    look = time.process_time() - began
+    # Every second node is there, as while a job starts.
+    keys = [f"{'facts' if rank // 12 % 2 else 'absent'}/{rank}" for rank in range(size)]
+    began = time.process_time()
+    assert len(arrived(store, keys, 0.0)) == size // 24 * 12
+    half = time.process_time() - began
+    verdict = store.get("verdict")
+    began = time.process_time()
+    hosts = unfold_hosts(json.loads(zlib.decompress(verdict))["hosts"])
+    read = time.process_time() - began
+    assert hosts[-1] == NAMES[(size - 1) // 12] and len(hosts) == size
+    return judged * 1e3, look * 1e3, half * 1e3, read * 1e3, len(verdict), len(said[-1])
 
-sizes, runs = json.loads(sys.argv[1]), int(sys.argv[2])
 judge(12)
 rows = {size: [] for size in sizes}
 for _ in range(runs):
@@ -127,11 +164,31 @@ print(json.dumps(rows))
 )
 
 
-def rendezvous(runs: int) -> Iterator[Found]:
-    """Yield the load at rank 0, met and judged for real, and extrapolated beyond."""
-    words = (json.dumps(CLIENTS), str(runs))
-    met = {int(size): rows for size, rows in answer(MEET, *words).items()}
-    cpu = {size: [row[0] for row in rows] for size, rows in met.items()}
+def rendezvous(runs: int, name_lookup: float) -> Iterator[Found]:
+    """Yield the load at rank 0, met and judged for real, and extrapolated beyond.
+
+    Args:
+        runs: Samples of each size.
+        name_lookup: Milliseconds in which the name service tells the name of an address, assumed.
+    """
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8") as file:
+        json.dump(names(NODES[-1]), file)
+        file.flush()
+        sizes = [nodes * PER_NODE for nodes in NODES]
+        judged = answer(JUDGE, file.name, json.dumps(sizes), str(runs))
+        verdict = int(judged[str(sizes[-1])][0][4])
+        met = answer(MEET, file.name, json.dumps(CLIENTS), str(runs), str(verdict))
+    yield from _met({int(size): some for size, some in met.items()}, verdict)
+    yield from _judged({int(size): some for size, some in judged.items()})
+    # torch's server asks for the name of each client on the thread that serves all (torch 2.13).
+    connections = 4 * sizes[-1]
+    yield Fact("rendezvous", "connections that rank 0 accepts", connections, "connections", "model",
+               "a rank's and its watcher's, each after one that knocks")  # fmt: skip
+    yield Fact("rendezvous", "time to ask for the name of each", connections * name_lookup / 1e3,
+               "s", "model", f"{name_lookup:g} ms each, assumed")  # fmt: skip
+
+
+def _met(cpu: Mapping[int, list[float]], verdict: int) -> Iterator[Found]:
     found = fit([(size, sample) for size, some in cpu.items() for sample in some])
     per_rank = min(cpu[CLIENTS[-1]]) / CLIENTS[-1]
     beyond = {
@@ -141,31 +198,32 @@ def rendezvous(runs: int) -> Iterator[Found]:
     }
     yield Curve(
         "rendezvous", "CPU time of rank 0 while ranks meet", "ms", "ranks", "measured", cpu, 1,
-        f"real connections to {CLIENTS[-1]}; dashed: as much for each further rank", beyond,
+        f"{CLIENTS[-1]} real ranks with two connections each, and a verdict of {verdict:,} bytes, "
+        "as for all; dashed: as much for each further rank", beyond,
     )  # fmt: skip
     yield Fact("rendezvous", "the same at 120,960 ranks", max(beyond.values()) / 1e3, "s",
                "extrapolated", f"linear; the fitted exponent is {found.exponent:.2f}")  # fmt: skip
-    sizes = [nodes * PER_NODE for nodes in NODES]
-    rows = answer(JUDGE, json.dumps(sizes), str(runs))
-    yield from _judged({int(size): some for size, some in rows.items()})
 
 
 def _judged(rows: Mapping[int, list[list[float]]]) -> Iterator[Found]:
     def column(number: int) -> dict[int, list[float]]:
         return {size: [row[number] for row in some] for size, some in rows.items()}
 
-    yield Curve("rendezvous", "rank 0 compares what all ranks said", "ms", "ranks", "measured",
-                column(0), 1, "the facts are in its store already")  # fmt: skip
-    yield Curve("rendezvous", "one look of rank 0 at who is missing", "ms", "ranks", "measured",
-                column(1), 1, "up to 20 times a second while it waits, then once")  # fmt: skip
-    verdict = column(2)
+    for number, what, note in (
+        (0, "rank 0 compares what all ranks said", "the facts are in its store already"),
+        (1, "rank 0 asks whether all are there", "up to 20 times a second while it waits"),
+        (2, "rank 0 finds who is there: every second node", "once a second"),
+        (3, "a rank reads the verdict", ""),
+    ):
+        yield Curve("rendezvous", what, "ms", "ranks", "measured", column(number), 1, note)
+    verdict = column(4)
     yield Curve("rendezvous", "the verdict, which each rank gets", "bytes", "ranks", "counted",
                 verdict, 1)  # fmt: skip
     sent = {size: [size * sample for sample in some] for size, some in verdict.items()}
     yield Curve("rendezvous", "all verdicts, which rank 0 sends", "bytes", "ranks", "model", sent,
                 None, "ranks times the verdict: grows with the square")  # fmt: skip
-    said = max(row[3] for row in rows[max(rows)])
+    said = max(row[5] for row in rows[max(rows)])
     yield Fact("rendezvous", "facts that rank 0 is sent, of 120,960 ranks", said * max(rows) / 1e6,
                "MB", "model", f"{said:.0f} bytes a rank")  # fmt: skip
     yield Fact("rendezvous", "connections that rank 0 holds", 2 * max(rows), "files", "model",
-               "each rank's, and its watcher's: see ulimit -Hn")  # fmt: skip
+               "each rank's, and its watcher's; for moments a third: see ulimit -Hn")  # fmt: skip

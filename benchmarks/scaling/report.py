@@ -42,8 +42,12 @@ def _curve(curve: Curve, colour: bool) -> str:
     smallest = min(curve.points)
     fitted = curve.fitted(LAST)
     grown = f"{fitted.exponent:5.2f} ({fitted.low:.2f} to {fitted.high:.2f})" if fitted else "-"
+    if added := curve.added:
+        grown += f", added {added.exponent:.2f}"
     verdict = curve.verdict
-    goal = "" if curve.goal is None else f"{_GOALS.get(curve.goal, short(curve.goal))}: {verdict}"
+    goals = [] if curve.goal is None else [_GOALS.get(curve.goal, short(curve.goal))]
+    goals += [] if curve.most is None else [f"at most {short(curve.most)}"]
+    goal = f"{', '.join(goals)}: {verdict}" if goals else ""
     if colour and verdict == "MISSED":
         goal = f"{_RED}{goal}{_PLAIN}"
     what = f"{curve.what}, {curve.unit}"
@@ -54,7 +58,7 @@ def _curve(curve: Curve, colour: bool) -> str:
 
 def summary(found: Sequence[Found], colour: bool = False) -> Iterator[str]:
     """Return how many goals hold, and each that does not."""
-    judged = [each for each in found if isinstance(each, Curve) and each.goal is not None]
+    judged = [each for each in found if isinstance(each, Curve) and each.verdict]
     by_verdict = {word: [c for c in judged if c.verdict == word] for word in ("MISSED", "unclear")}
     held = len(judged) - sum(map(len, by_verdict.values()))
     absent = sum(isinstance(each, Absent) for each in found)
@@ -66,7 +70,10 @@ def summary(found: Sequence[Found], colour: bool = False) -> Iterator[str]:
         for curve in curves:
             fitted = curve.fitted(LAST)
             exponent = "no fit" if fitted is None else f"exponent {fitted.exponent:.2f}"
-            text = f"{word:<8}{curve.section}: {curve.what}: {exponent}, goal {curve.goal:g}"
+            goal = "none" if curve.goal is None else f"{curve.goal:g}"
+            text = f"{word:<8}{curve.section}: {curve.what}: {exponent}, goal {goal}"
+            if curve.most is not None:
+                text += f"; {short(curve.at(curve.largest))} of at most {short(curve.most)}"
             yield f"{_RED}{text}{_PLAIN}" if colour and word == "MISSED" else text
 
 

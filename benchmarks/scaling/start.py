@@ -1,33 +1,28 @@
-"""What a rank does before the user's first line: the shim's processes, and the files it reads."""
+"""What a rank starts with: the shim's time, its processes, and what it reports."""
 
 from __future__ import annotations
 
 import math
-import os
-import re
 import resource
 import subprocess
 import sys
-import sysconfig
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from ezpz_launch._planning.launchers.shim import SHIM
+from ezpz_launch._planning.launchers.shim import PROGRAMS, SHIM
+from ezpz_launch._running.control import VARIABLE, Control
 
 from .fresh import STRACE, environment, traced
 from .growth import NODES, PER_NODE, Absent, Curve, Fact, Found, sampled
+from .strace import MISSING, done
 
 NODES_IN_ALL, RANKS = NODES[-1], NODES[-1] * PER_NODE
-MISSING = "strace is not installed"
 
-PROGRAMS = {
-    "python alone": "pass",
-    "import torch": "import torch",
-    "setup_torch()": "import ezpz; ezpz.setup_torch()",
-}
-_CALL = re.compile(r"(?:\d+ +)?(?:\[pid +\d+\] )?(\w+)\((.*)\) += (-?\d+|0x[0-9a-f]+)(<[^>]*>)?")
-_PATH = re.compile(r'"((?:[^"\\]|\\.)*)"')
+CONTROL = Control(
+    "20260101-000000-abcdef", 30.0, ("10.0.0.1:40000",), ("a" * 32, "b" * 32),
+    device_type="xpu", devices=PER_NODE, job_id="1234567.aurora-pbs-0001",
+)  # fmt: skip
+"""Such as ezpz-launch gives its shims on several hosts of a machine with twelve devices a node."""
 
 
 def shim(runs: int) -> Iterator[Found]:
@@ -38,7 +33,7 @@ def shim(runs: int) -> Iterator[Found]:
         least = math.inf
         for _ in range(20):  # what disturbs one only adds
             before = resource.getrusage(resource.RUSAGE_CHILDREN)
-            subprocess.run(words, env=_place(size), check=True)
+            subprocess.run(words, env=_place(size), stderr=subprocess.DEVNULL, check=True)
             after = resource.getrusage(resource.RUSAGE_CHILDREN)
             spent = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
             least = min(least, spent * 1e3)
@@ -59,6 +54,18 @@ def shim(runs: int) -> Iterator[Found]:
     yield Curve("start", "processes that the rank shim starts, beside the command", "processes",
                 "ranks", "counted", {size: [forks] for size, (forks, _) in counts.items()}, 0,
                 "a subshell, which becomes the command")  # fmt: skip
+    # The agent of a node is started by its first rank's shim: here `true` in its place.
+    first = {**_place(PER_NODE), "PMI_RANK": "0", "MPI_LOCALRANKID": "0"}
+    first[VARIABLE] = first[VARIABLE].replace(sys.executable, "/bin/true", 1)
+    forks, _ = _count(traced(_words(PER_NODE), "fork,vfork,clone,clone3,execve", first))
+    yield Fact("start", "the same on a node's first rank", forks, "processes", "counted",
+               "its node's agent is one, a Python of the standard library alone")  # fmt: skip
+    written = traced(_words(RANKS), "write", _place(RANKS))
+    size = sum(int(match[3]) for line in written if (match := done(line)))
+    yield Fact("start", "reports of a rank's shim on standard error", size, "bytes", "counted",
+               "its start and its end, each twice")  # fmt: skip
+    yield Fact("start", "reports that ezpz-launch reads, of 120,960 ranks", size * RANKS / 1e6,
+               "MB", "model", "through the launcher's own connections")  # fmt: skip
 
 
 def _words(size: int) -> list[str]:
@@ -67,104 +74,20 @@ def _words(size: int) -> list[str]:
 
 
 def _place(size: int) -> dict[str, str]:
-    last = {"PMI_RANK": str(size - 1), "PMI_SIZE": str(size)}
+    """Return what the last rank of so many is told, by the launcher and by ezpz-launch."""
+    last = {"PMI_RANK": str(size - 1), "PMI_SIZE": str(size), VARIABLE: CONTROL.value()}
     return environment(**last, MPI_LOCALRANKID=str(PER_NODE - 1), MPI_LOCALNRANKS=str(PER_NODE))
 
 
 def _count(lines: list[str]) -> tuple[float, float]:
     """Return how often a process was forked, and how often a program was executed."""
-    calls = [match[1] for line in lines if (match := _CALL.search(line)) and int(match[3], 0) >= 0]
+    calls = [match[1] for line in lines if (match := done(line)) and int(match[3], 0) >= 0]
     executed = calls.count("execve")
     return float(len(calls) - executed), float(executed)
 
 
-def kinds() -> dict[str, str]:
-    """Return the folders whose files are read at start, by what they are: longest first."""
-    root = Path(__file__).resolve().parents[2]
-    return {
-        str(root): "environment",
-        sysconfig.get_path("purelib"): "environment",
-        sysconfig.get_path("platlib"): "environment",
-        sys.prefix: "environment",
-        sys.base_prefix: "Python",
-    }
-
-
-def kind_of(path: str) -> str:
-    """Return what a path belongs to: environment, Python, or the node itself."""
-    for folder, kind in sorted(kinds().items(), key=lambda each: -len(each[0])):
-        if path.startswith(folder):
-            return kind
-    return "node"
-
-
-def looked_at(lines: list[str]) -> list[tuple[str, str, bool]]:
-    """Return call, path and success of every system call that names a file."""
-    found = []
-    for line in lines:
-        match = _CALL.search(line)
-        if match is None or '"' not in match[2]:
-            continue
-        path = _PATH.search(match[2])
-        if path is None:
-            continue
-        name = path[1]
-        if not name.startswith("/"):
-            continue  # relative to a descriptor: of the folder that was opened before
-        found.append((match[1], os.path.normpath(name), not match[3].startswith("-")))
-    return found
-
-
-def files(metadata_rate: float, read_rate: float) -> Iterator[Found]:
-    """Yield the files that a rank looks for and reads, and what all ranks' add up to.
-
-    Args:
-        metadata_rate: Look-ups and opens a second of the shared file system, assumed.
-        read_rate: GB a second that all nodes together read from it, assumed.
-    """
-    if STRACE is None:
-        yield Absent("start", "files of a rank's start", MISSING)
-        return
-    env = environment()
-    for name, code in PROGRAMS.items():
-        words = [sys.executable, "-c", code]
-        subprocess.run(
-            words, env=env, check=True, capture_output=True
-        )  # compiled, and in the cache
-        began = time.perf_counter()
-        lines = traced(words, "%file", env)
-        took = time.perf_counter() - began
-        calls = [each for each in looked_at(lines) if kind_of(each[1]) != "node"]
-        opened = {path for call, path, ok in calls if ok and call in ("open", "openat")}
-        sizes = sum(os.path.getsize(path) for path in opened if os.path.isfile(path))
-        failed = sum(not ok for _, _, ok in calls)
-        yield Fact("start", f"{name}: calls that name a file of the environment", len(calls),
-                   "calls a rank", "counted", f"{failed} of them find nothing")  # fmt: skip
-        yield Fact("start", f"{name}: files opened, folders too", len(opened), "files a rank",
-                   "counted", f"{sizes / 1e6:,.1f} MB; {took:.1f} s under strace")  # fmt: skip
-    yield from _shared(len(calls), len(opened), sizes, metadata_rate, read_rate)
-
-
-def _shared(
-    calls: int, opened: int, size: int, metadata_rate: float, read_rate: float
-) -> Iterator[Found]:
-    """Yield what the last program's start means for a file system that all nodes share."""
-    at = f"at {metadata_rate:,.0f} calls/s, assumed"
-    reads = f"at {read_rate:,.0f} GB/s, assumed"
-    total = RANKS * calls
-    yield Fact("start", "not staged: look-ups and opens of 120,960 ranks", total, "calls", "model",
-               "each rank by itself")  # fmt: skip
-    yield Fact("start", "  time of its metadata servers", total / metadata_rate, "s", "model", at)
-    once = NODES_IN_ALL * calls
-    yield Fact("start", "  the same, if a node's ranks share one cache", once / metadata_rate, "s",
-               "model", f"{at}; negative look-ups cached, too")  # fmt: skip
-    whole = NODES_IN_ALL * size / 1e9
-    yield Fact("start", "  read by 10,080 nodes", whole, "GB", "model", "once a node")
-    yield Fact("start", "  time for that", whole / read_rate, "s", "model", reads)
-    yield Fact("start", "staged to the nodes: opens of the shared file system", NODES_IN_ALL,
-               "calls", "model", f"one archive a node in place of {opened} files")  # fmt: skip
-    yield Fact("start", "  time for the archives, each node its own", whole / read_rate, "s",
-               "model", f"{reads}; files that no rank opens left out")  # fmt: skip
-    yield Fact("start", "  time if one node reads it and nodes pass it on",
-               14 * size / 1e9 / 10, "s", "model",
-               "14 rounds of a binary tree of 10,080 nodes, 10 GB/s a link, assumed")  # fmt: skip
+def agent() -> tuple[list[str], dict[str, str]]:
+    """Return command and environment of a node's agent that finds nobody at its address."""
+    nobody = CONTROL._replace(where=("127.0.0.1:9",))
+    words = [sys.executable, "-I", "-S", str(Path(PROGRAMS, "node.py")), "0"]
+    return words, environment(**{VARIABLE: nobody.value()})

@@ -9,8 +9,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-from scaling import report, start
+from scaling import report
+from scaling.fresh import whole
 from scaling.growth import NODES, Absent, Curve, Fact, fit
+from scaling.strace import Call, kind_of, kinds, looked_at
 
 
 def curve(goal: float | None, cost: dict[int, list[float]]) -> Curve:
@@ -70,6 +72,36 @@ def test_a_fixed_cost_does_not_hide_growth() -> None:
     assert curve(1, cost).verdict == "MISSED"
 
 
+@pytest.mark.parametrize(("exponent", "verdict"), [(1, "met"), (2, "MISSED")])
+def test_nor_does_one_that_is_as_large(exponent: int, verdict: str) -> None:
+    """Beside it the exponent of the whole cost is far below 1, whatever is added."""
+    cost = {
+        size: [10 * wobble + 10 * (size / NODES[-1]) ** exponent for wobble in (0.999, 1, 1.001)]
+        for size in NODES
+    }
+    found = curve(1, cost)
+    of_the_last = found.fitted(32)
+    assert of_the_last is not None
+    assert of_the_last.high < 0.5
+    assert found.added is not None
+    assert found.added.exponent == pytest.approx(exponent, rel=0.02)
+    assert found.verdict == verdict
+
+
+def test_noise_that_is_added_is_no_growth() -> None:
+    cost = {size: [10.0, 10.0 + size % 3, 9.5] for size in NODES}
+    assert curve(1, cost).added is None
+
+
+@pytest.mark.parametrize(("longest", "verdict"), [(131_071.0, "met"), (131_072.0, "MISSED")])
+def test_a_limit_of_the_system(longest: float, verdict: str) -> None:
+    cost = {size: [400.0] for size in NODES} | {NODES[-1]: [longest]}
+    found = Curve("planning", "word", "bytes", "nodes", "counted", cost, most=131_071)
+    assert found.verdict == verdict
+    assert f"at most 131,071: {verdict}" in "\n".join(report.lines([found]))
+    assert f"{int(verdict == 'met')} of 1 goals of growth hold" in next(report.summary([found]))
+
+
 def test_what_has_no_fit_has_no_verdict() -> None:
     assert curve(0, {size: [0.0] for size in NODES}).verdict == "unclear"
 
@@ -82,13 +114,44 @@ def test_calls_that_name_a_file_are_found() -> None:
         '77 newfstatat(3</opt/a.py>, "", {st_mode=S_IFREG|0644, ...}, AT_EMPTY_PATH) = 0',
         "77 +++ exited with 0 +++",
     ]
-    assert start.looked_at(lines) == [
-        ("openat", "/opt/a.py", True),
-        ("newfstatat", "/opt/b", False),
-        ("access", "/etc/ld.so.preload", False),
+    assert looked_at(lines) == [
+        Call("openat", "/opt/a.py", True, True),
+        Call("newfstatat", "/opt/b", False, True),
+        Call("access", "/etc/ld.so.preload", False, True),
+        Call("newfstatat", "/opt/a.py", True, False),
     ]
-    assert start.kind_of(sys.prefix + "/lib/x.py") == "environment"
-    assert start.kind_of("/etc/ld.so.preload") == "node"
+
+
+def test_paths_are_relative_to_where_the_process_is_or_to_an_open_folder() -> None:
+    lines = [
+        '77 stat("b.py", 0x7f) = 0',
+        '77 openat(AT_FDCWD</home>, "c.py", O_RDONLY) = 3</home/c.py>',
+        '77 openat(4</opt>, "d", O_RDONLY) = 5</opt/d>',
+        "77 getdents64(5</opt/d>, 0x55, 32768) = 48",
+        "77 close(6<TCP:[127.0.0.1:1->127.0.0.1:2]>) = 0",
+    ]
+    assert [call.path for call in looked_at(lines, "/home")] == [
+        "/home/b.py", "/home/c.py", "/opt/d", "/opt/d",
+    ]  # fmt: skip
+
+
+def test_a_folder_is_not_what_begins_like_it() -> None:
+    folders = kinds("/tmp/job")
+    assert kind_of(sys.prefix + "/lib/x.py", folders) == "environment"
+    assert kind_of("/tmp/job", folders) == kind_of("/tmp/job/train.py", folders) == "job"
+    assert kind_of("/tmp/job2/train.py", folders) == "node"
+    assert kind_of("/etc/ld.so.preload", folders) == "node"
+
+
+def test_calls_that_another_thread_cuts_in_two_are_whole() -> None:
+    lines = [
+        '77  openat(AT_FDCWD</>, "/opt/a", O_RDONLY <unfinished ...>',
+        '78  access("/opt/b", R_OK) = 0',
+        "77  <... openat resumed>) = 3</opt/a>",
+    ]
+    assert [(call.path, call.ok) for call in looked_at(whole(lines))] == [
+        ("/opt/b", True), ("/opt/a", True),
+    ]  # fmt: skip
 
 
 def test_a_missed_goal_is_said_in_red() -> None:

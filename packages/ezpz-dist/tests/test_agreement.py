@@ -56,16 +56,22 @@ print("set up")
     assert allowed[0][2].count("the ranks differ: rank 1: script train.py") == 1
 
 
-def test_a_rank_that_never_comes_is_named_on_all_others(programs):
+def test_a_rank_that_never_comes_is_named_on_all_others(programs, tmp_path):
+    # However long each takes to import torch: those that come, come together.
     script = """
-import os, sys, ezpz_dist
+import os, sys, time, ezpz_dist
+from pathlib import Path
 from ezpz_dist._meeting import agreement
 agreement.FIRST_WORD = 1.0
 if os.environ["RANK"] == "2":
     sys.exit(0)
+here = Path(os.environ["MEETING"])
+(here / f"rank-{os.environ['RANK']}").touch()
+while len(list(here.glob("rank-*"))) < 3:
+    time.sleep(0.01)
 ezpz_dist.setup_torch(timeout=3)
 """
-    ends = programs(4, script)
+    ends = programs(4, script, env={"MEETING": str(tmp_path)})
     assert [status for status, _, _ in ends] == [1, 1, 0, 1]
     there = rf"\(there: 0-1, 3 on {HOST}\)"
     assert re.search(rf"^rank 2 of 4 did not come to setup_torch in [12] s {there}", ends[0][2])

@@ -1,6 +1,7 @@
 """Statistics over real ranks, by gloo."""
 
 import json
+import textwrap
 
 import numpy as np
 import pytest
@@ -9,6 +10,21 @@ import ezpz_obs
 from ezpz_obs import History, HistoryError
 
 STATISTICS = ("mean", "std", "min", "max", "min_rank", "max_rank")
+
+
+@pytest.fixture(params=["gathered", "reduced"])
+def ranks(request, ranks):
+    """Start ranks that exchange as few do, and as thousands do."""
+    few = {"gathered": 1024, "reduced": 1}[request.param]
+
+    def start(code, size, **options):
+        begin = f"import ezpz_obs._history.across as across\nacross.GATHERED = {few}\n"
+        begin += "across.is_ring = lambda *_: False\n"  # as of NCCL, in place of gloo
+        return start_ranks(begin + textwrap.dedent(code), size, **options)
+
+    start_ranks = ranks
+    start.how = request.param
+    return start
 
 
 def test_every_statistic(ranks, tmp_path):
@@ -68,7 +84,7 @@ def test_what_is_not_finite(ranks):
     assert "Warning" not in one.err
 
 
-def test_one_collective_an_update_and_one_of_every_n(ranks):
+def test_the_collectives_of_an_update_and_of_one_in_every_n(ranks):
     (one, _) = ranks(
         """
         import ezpz_obs
@@ -86,8 +102,9 @@ def test_one_collective_an_update_and_one_of_every_n(ranks):
         """,
         2,
     )
-    assert one.said[0] == [6, ["gloo:all_gather"], [True] * 6]
-    assert one.said[1] == [2, ["gloo:all_gather"], [True, False, False] * 2]
+    each, name = {"gathered": (1, "gloo:all_gather"), "reduced": (2, "gloo:all_reduce")}[ranks.how]
+    assert one.said[0] == [6 * each, [name], [True] * 6]
+    assert one.said[1] == [2 * each, [name], [True, False, False] * 2]
 
 
 def test_keys_in_another_order_are_not_mixed(ranks):
@@ -166,12 +183,15 @@ def test_ranks_at_different_steps(ranks):
     assert "at step 1, the others at step 0" in done[0].err
 
 
-@pytest.mark.parametrize("how", ["stays away", "dies", "rank 0 dies"])
+@pytest.mark.parametrize("how", ["stays away", "dies", "rank 0 dies", "of many, stays away"])
 def test_a_rank_that_stops_calling_is_named(ranks, how):
     guilty = 0 if how.startswith("rank 0") else 2
     done = ranks(
         f"""
         import ezpz_obs, os, time
+        from ezpz_obs._history import roll_call
+        if "of many" in {how!r}:
+            roll_call._EACH = 1  # one of them asks for all
         history = ezpz_obs.History(cross_rank=True, timeout=2)
         for step in range(5):
             if step == 3 and RANK == {guilty}:

@@ -9,6 +9,7 @@ import pytest
 
 import ezpz_obs
 from ezpz_obs import History, HistoryError, SinkError
+from ezpz_obs._history import header
 
 
 @pytest.mark.parametrize("name", ["crc", "event", "time", "ezpz_obs"])
@@ -37,6 +38,22 @@ def test_a_metric_that_is_called_like_a_statistic_of_another(tmp_path):
         history.update(metrics)  # without statistics there is nothing to confuse
     (record,) = History.read(tmp_path / "plain")
     assert record["loss/mean"] == 7.0
+
+
+@pytest.mark.parametrize("per_rank", [False, True])
+def test_git_is_asked_by_rank_0_alone(tmp_path, monkeypatch, per_rank):
+    """It looks at every file of the script's folder, which thousands of ranks share."""
+    asked = []
+    monkeypatch.setattr(header, "_git", lambda *words: asked.append(words))
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with History(tmp_path, per_rank=per_rank) as history:
+        history.update({"loss": 1.0})
+    assert (list(tmp_path.iterdir()) != []) == per_rank
+    assert asked == []
+    monkeypatch.setenv("RANK", "0")
+    History(tmp_path).close()
+    assert asked != []
 
 
 def test_sinks_are_a_list(tmp_path):

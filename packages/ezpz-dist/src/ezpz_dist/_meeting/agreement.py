@@ -10,7 +10,6 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import groupby
 from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch exports it so
@@ -19,6 +18,8 @@ from ezpz_dist._errors import SetupError
 from ezpz_dist._ranks import fold
 from ezpz_dist._store import LOST, arrived, values, within
 from ezpz_topo import RankInfo
+
+from .hosts import fold_hosts, unfold_hosts
 
 logger = logging.getLogger(__name__)
 
@@ -105,15 +106,15 @@ def agree(
             f"the store ({str(error).partition(chr(10))[0]}); expected it to come to setup_torch "
             f"within {timeout:g} s; check that it has not failed earlier"
         ) from error
-    if verdict["world_size"] != info.world_size and not verdict["trouble"]:
-        raise SetupError(
-            f"rank {rank} on {host} was started in a world of {info.world_size}, rank 0 on "
-            f"{verdict['hosts'][0][0]} in one of {verdict['world_size']}; expected one world; "
-            "start all ranks by one launcher, or give each job a MASTER_PORT of its own"
-        )
     if verdict["trouble"]:
         raise SetupError(f"rank {rank} of {info.world_size} on {host}: {verdict['trouble']}")
-    hosts = tuple(host for host, ranks in verdict["hosts"] for _ in range(ranks))
+    hosts = unfold_hosts(verdict["hosts"])
+    if verdict["world_size"] != info.world_size:
+        raise SetupError(
+            f"rank {rank} on {host} was started in a world of {info.world_size}, rank 0 on "
+            f"{hosts[0]} in one of {verdict['world_size']}; expected one world; "
+            "start all ranks by one launcher, or give each job a MASTER_PORT of its own"
+        )
     return Roster(hosts, (verdict["holder"][0], verdict["holder"][1]))
 
 
@@ -140,8 +141,8 @@ def _arrive(store: Store, info: RankInfo, process: tuple[str, int, int], facts: 
 
 
 def _pack(verdict: Mapping[str, Any]) -> Any:  # bytes, which the stub of Store.set lacks
-    # The names of 10,000 hosts are alike: a twentieth of 500 kB goes to each of their ranks.
-    return zlib.compress(json.dumps(verdict).encode())
+    # It goes from one server to every rank: what is alike in it is to be sent once.
+    return zlib.compress(json.dumps(verdict, separators=(",", ":")).encode(), 9)
 
 
 def _judge(
@@ -171,16 +172,11 @@ def _judge(
         elif waited >= next_word:
             logger.warning("%s", _missing(said, info.world_size, waited))
             next_word *= 2
+    everybody = () if trouble else [said[rank][0] for rank in range(info.world_size)]
     verdict = {
         "trouble": trouble,
         "world_size": info.world_size,
-        # A host's ranks follow each other: its name once, and how many.
-        "hosts": [
-            (host, sum(1 for _ in ranks))
-            for host, ranks in groupby(
-                said[rank][0] if rank in said else "?" for rank in range(info.world_size)
-            )
-        ],
+        "hosts": fold_hosts(everybody),
         "holder": process[1:],
     }
     store.set("verdict", _pack(verdict))

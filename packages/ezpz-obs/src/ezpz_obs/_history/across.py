@@ -1,4 +1,4 @@
-"""What all ranks say of a metric, by one collective: mean, spread, and who is at the ends."""
+"""What all ranks say of a metric: mean, spread, and who is at the ends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,46 +19,23 @@ from ezpz_obs._context import Place
 from ezpz_obs._errors import HistoryError
 from ezpz_obs._records.numbers import as_float
 
+from .backend import device_of, find_distributed, is_ring
+from .exchange import HEAD, Exchange, Plan, Reduced
 from .names import statistic_names
+from .reduced import Reduction
 from .roll_call import call_roll
-from .statistics import (
-    FEW,
-    by_metric,
-    other_names,
-    other_steps,
-    statistics,
-    statistics_of_few,
-)
 
-_HEAD = 4
-"""What each rank sends before its values: digest of their names, how many, step, bytes of names."""
 _WARNINGS = 20  # of one kind; names that change at every step need no more
-_ROOM = 28  # values at first: with the head 256 bytes, which take no longer than eight
+ROOM = 28  # values at first: with the head 256 bytes, which take no longer than eight
 _GROUP_OF_ITS_OWN = 1024
 """Up to so many ranks a group is made for metrics alone, so that a rank that forgets to call
 `update` cannot have its neighbours' metrics taken for another collective. Each rank connects to
 all others in it."""
+GATHERED = 1024
+"""Up to so many ranks, and over gloo, one all-gather brings each what all have; beyond, statistics
+are made by all-reduces, and gathered only where ranks differ or a number is not finite."""
 
 _made = itertools.count()
-
-
-class Answer(NamedTuple):
-    """What came of one exchange."""
-
-    values: dict[str, Any]
-    """``{"loss/mean": .., "loss/std": .., ...}``; empty where the ranks were at different steps."""
-    warning: str | None
-    """What differs between ranks, in words; said once for each difference."""
-
-
-class _Plan(NamedTuple):
-    """What does not change while the same names are recorded in the same order."""
-
-    names: tuple[str, ...]
-    order: list[str]
-    head: tuple[float, int]
-    text: bytes
-    keys: list[str]
 
 
 class Across:
@@ -74,7 +51,7 @@ class Across:
     """
 
     def __init__(self, place: Place, first_step: int, timeout: float | None) -> None:
-        dist = _distributed(place)
+        dist = find_distributed(place)
         self._timeout = None if timeout is None else timedelta(seconds=timeout)
         self._torch = sys.modules["torch"]
         self._dist = dist
@@ -85,42 +62,64 @@ class Across:
         own = self.ranks <= _GROUP_OF_ITS_OWN
         with self._everybody(None):
             self._group = dist.new_group(timeout=self._timeout) if own else dist.group.WORLD
-        self._device = _device_of(self._torch, dist, self._group)
-        self._plans: dict[tuple[str, ...], _Plan] = {}
+        self._device = device_of(self._torch, dist, self._group)
+        self._plans: dict[tuple[str, ...], Plan] = {}
         self._named: dict[float, tuple[str, ...]] = {}
         self._said: set[tuple[float, ...]] = set()
-        self.make_room(_ROOM)
+        self.reduction: Reduction | None = None
+        if self.ranks > GATHERED and not is_ring(dist, self._group, self._device):
+            self.reduction = Reduction(self._torch, dist, self._group, self._device)
+        self.make_room(ROOM)
         with self._everybody(None):
             said = [text.decode() for text in self._texts(f"{first_step} {place.host}".encode())]
         self.hosts = [text.partition(" ")[2] for text in said]
         self.first_step = max(int(text.partition(" ")[0]) for text in said)
 
-    def begin(self, step: int, metrics: Mapping[str, Any]) -> Exchange:
+    def begin(self, step: int, metrics: Mapping[str, Any]) -> Exchange | Reduced:
         """Send this rank's numbers; the others' are waited for by `Exchange.end`."""
         names = tuple(metrics)
         plan = self._plans.get(names) or self._plan(names)
         mine = [metrics[name] for name in plan.order]
-        head = (*plan.head, step, len(plan.text))
-        if len(mine) > self.fits:
-            self._mine[:_HEAD] = head
-        else:
-            try:
-                self._mine[: _HEAD + len(mine)] = (*head, *mine)
-            except OverflowError:  # an integer beyond 1.8e308
-                self._mine[: _HEAD + len(mine)] = (*head, *map(as_float, mine))
+        if self.reduction is None:
+            return self.gather(plan, mine, step)
         try:
-            return Exchange(self, plan, mine, step, self._send())
+            sent = self.reduction.begin(int(plan.head[0]), step, mine)
         except RuntimeError as error:  # torch's for connections that are closed already
             raise self._absent(step, error) from None
+        return Reduced(self, plan, mine, step, sent)
 
-    # What follows is for Exchange.
+    # What follows is for Exchange and Reduced.
 
-    def _send(self) -> Any:
+    def gather(self, plan: Plan, mine: list[Any], step: int) -> Exchange:
+        """Send this rank's numbers to every rank."""
+        if not self._slots:
+            self._make_slots()
+        head = (*plan.head, step, len(plan.text))
+        if len(mine) > self.fits:
+            self._mine[:HEAD] = head
+        else:
+            try:
+                self._mine[: HEAD + len(mine)] = (*head, *mine)
+            except OverflowError:  # an integer beyond 1.8e308
+                self._mine[: HEAD + len(mine)] = (*head, *map(as_float, mine))
         inward = self._inward if self._device is None else self._inward.to(self._device)
-        # The group's own method: what torch.distributed.all_gather logs of each call takes 50 µs.
-        return self._group.allgather([self._slots], [inward])
+        try:
+            # The group's own method: what torch.distributed.all_gather logs of each call takes
+            # 50 µs.
+            return Exchange(self, plan, mine, step, self._group.allgather([self._slots], [inward]))
+        except RuntimeError as error:
+            raise self._absent(step, error) from None
 
     def receive(self, work: Any, step: int, seconds: float | None) -> NDArray[np.float64]:
+        """Wait for what was gathered, and return it: a row a rank."""
+        self.wait(work, step, seconds)
+        if self._device is None:
+            return self._all
+        received: NDArray[np.float64] = self._outward.cpu().numpy().reshape(self._all.shape)
+        return received
+
+    def wait(self, work: Any, step: int, seconds: float | None) -> None:
+        """Wait for a collective; the rank that does not come is named."""
         limit = self._timeout if seconds is None else timedelta(seconds=seconds)
         until = time.monotonic() + (seconds or 0.0)
         try:
@@ -134,10 +133,6 @@ class Across:
                 work.wait()
         except RuntimeError as error:  # torch's for time-outs, closed connections and aborts
             raise self._absent(step, error) from None
-        if self._device is None:
-            return self._all
-        received: NDArray[np.float64] = self._outward.cpu().numpy().reshape(self._all.shape)
-        return received
 
     @contextmanager
     def _everybody(self, step: int | None) -> Iterator[None]:
@@ -156,11 +151,12 @@ class Across:
         if isinstance(missing, str):
             who = missing
         else:
+            shown, count = missing
             who = "; ".join(
                 f"rank {rank} on {self.hosts[rank]} recorded "
                 + ("nothing" if last is None else f"step {last} last")
-                for rank, last in ((rank, self.last_steps[rank]) for rank in missing[:8])
-            ) + (f"; and {len(missing) - 8} more" if len(missing) > 8 else "")
+                for rank, last in ((rank, self.last_steps[rank]) for rank in shown)
+            ) + (f"; and {count - len(shown)} more" if count > len(shown) else "")
         at = "begins" if step is None else f"at step {step}"
         return HistoryError(
             f"History {at}: {who or 'all ranks came, and the exchange failed'}; expected every "
@@ -169,8 +165,15 @@ class Across:
 
     def make_room(self, values: int) -> None:
         """Make the buffers for so many values a rank."""
-        torch, size = self._torch, _HEAD + values
         self.fits = values
+        self._slots: list[Any] = []
+        if self.reduction is None:
+            self._make_slots()
+        else:  # which may do without what all ranks have: 31 MB for 120,960 of them
+            self.reduction.make_room(values)
+
+    def _make_slots(self) -> None:
+        torch, size = self._torch, HEAD + self.fits
         self._inward = torch.zeros(size, dtype=torch.float64)
         self._mine: NDArray[np.float64] = self._inward.numpy()
         self._outward = torch.empty(self.ranks * size, dtype=torch.float64, device=self._device)
@@ -192,12 +195,12 @@ class Across:
         whole = got.cpu().numpy().tobytes()
         return [whole[i : i + longest].rstrip(b"\0") for i in range(0, len(whole), longest)]
 
-    def _plan(self, names: tuple[str, ...]) -> _Plan:
+    def _plan(self, names: tuple[str, ...]) -> Plan:
         order = sorted(names)
         text = json.dumps(order).encode()  # whatever is in a name
         # 52 bits are a double exactly.
         digest = int.from_bytes(blake2b(text, digest_size=8).digest()) >> 12
-        plan = _Plan(names, order, (float(digest), len(order)), text, statistic_names(order))
+        plan = Plan(names, order, (float(digest), len(order)), text, statistic_names(order))
         if len(self._plans) > 1000:  # names that change at each step would be kept for ever
             self._plans.clear()
         self._plans[names] = plan
@@ -210,7 +213,7 @@ class Across:
         self._said.add(difference)
         return True
 
-    def names_of(self, table: NDArray[np.float64], plan: _Plan) -> list[tuple[str, ...]]:
+    def names_of(self, table: NDArray[np.float64], plan: Plan) -> list[tuple[str, ...]]:
         """Return the names that each rank sent, asking for those not heard of. Collective."""
         digests = table[:, 0].tolist()
         if any(digest not in self._named for digest in digests):
@@ -219,81 +222,3 @@ class Across:
             for digest, text in zip(digests, texts, strict=True):
                 self._named[digest] = tuple(json.loads(text))
         return [self._named[digest] for digest in digests]
-
-
-class Exchange:
-    """One update on its way to the others."""
-
-    def __init__(self, across: Across, plan: _Plan, mine: list[Any], step: int, work: Any) -> None:
-        self._across, self._plan, self._mine = across, plan, mine
-        self._step, self._work = step, work
-
-    def end(self, seconds: float | None = None) -> Answer:
-        """Wait for the other ranks. Collective.
-
-        Args:
-            seconds: At most so long.
-
-        Raises:
-            HistoryError: A rank did not come; it is named, with its host and last step.
-        """
-        across, plan, step = self._across, self._plan, self._step
-        table = across.receive(self._work, step, seconds)
-        found = self._alike(table)
-        if found is not None:
-            return Answer(found, None)
-        most = int(table[:, 1].max())
-        if most > across.fits:
-            # All ranks see that, make room, and send once more.
-            across.make_room(max(most, 2 * across.fits))
-            return across.begin(step, dict(zip(plan.order, self._mine, strict=True))).end(seconds)
-        steps = table[:, 2].astype(np.int64).tolist()
-        across.last_steps = steps
-        names = across.names_of(table, plan)
-        if len(set(steps)) > 1:
-            new = across.is_new(tuple(other - steps[0] for other in steps))
-            return Answer({}, other_steps(steps, across.hosts) if new else None)
-        new = across.is_new(tuple(table[:, 0].tolist()))
-        values = by_metric(table[:, _HEAD:], names)
-        return Answer(values, other_names(names, across.hosts) if new else None)
-
-    def _alike(self, table: NDArray[np.float64]) -> dict[str, Any] | None:
-        """Return the statistics where all ranks sent the same metrics of the same step."""
-        across, plan = self._across, self._plan
-        count = len(plan.order)
-        if count > across.fits:  # nobody has sent so many
-            return None
-        if across.ranks <= FEW:
-            rows = table[:, : _HEAD + count].tolist()
-            head = rows[0][:3]
-            alike = all(row[:3] == head for row in rows)
-        else:
-            alike = bool((table[:, :3] == table[0, :3]).all())
-        if not alike:
-            return None
-        across.last_steps = [self._step] * across.ranks
-        found = None
-        if across.ranks <= FEW:
-            found = statistics_of_few([row[_HEAD:] for row in rows], plan.keys)
-        return found or statistics(table[:, _HEAD : _HEAD + count], plan.keys)
-
-
-def _distributed(place: Place) -> Any:
-    torch = sys.modules.get("torch")
-    dist = None if torch is None else torch.distributed
-    if dist is None or not dist.is_available() or not dist.is_initialized():
-        raise HistoryError(
-            f"cross_rank=True on rank {place.rank} of {place.world_size}, and torch.distributed "
-            "is not set up; expected ezpz_dist.setup_torch() (or init_process_group) before "
-            "History(cross_rank=True)"
-        )
-    return dist
-
-
-def _device_of(torch: Any, dist: Any, group: Any) -> Any:
-    """Return where tensors of this group must lie, None for the CPU."""
-    # "cpu:gloo,cuda:nccl": the CPU where it may be, which spares the device's queue.
-    kinds = [pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")]
-    if "cpu" in kinds:
-        return None
-    return torch.device(kinds[0], torch.get_device_module(kinds[0]).current_device())

@@ -26,7 +26,7 @@ _GIT_SECONDS = 2.0  # a working tree on a busy file system is not worth more
 def make_header(
     place: Place, before: Before, *, run: str, config: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return what is known of this attempt. No command is started but git, for 2 s at most."""
+    """Return what is known of this attempt. No command is started but rank 0's git, for 2 s."""
     return {
         "ezpz_obs": SCHEMA,
         "attempt": before.attempts,
@@ -37,7 +37,8 @@ def make_header(
         "host": place.host,
         **_surroundings(),
         "continues": before.last_step,
-        "git": find_commit(),
+        # git looks at every file of the folder, which all ranks share.
+        "git": find_commit() if place.rank == 0 else None,
         "versions": _versions(),
         "argv": sys.argv,
         "config": dict(config),

@@ -52,7 +52,7 @@ class History:
             or objects like `Sink`. Each has a thread of its own; one that fails or hangs is left
             behind, and can be made good from the file (``ezpz-obs replay``).
         cross_rank: Add each metric's mean, std, min, max and the ranks of these over all ranks,
-            by one collective: ``loss/mean``, ``loss/min_rank``, ...
+            by one collective (two on more than 1,024): ``loss/mean``, ``loss/min_rank``, ...
         every: With ``cross_rank``, at one update in so many.
         per_rank: Every rank writes a file of its own; those beyond 0 ``metrics-rank00001.jsonl``.
         deferred: Wait for nothing: a record's device tensors and statistics are awaited at the next
@@ -116,7 +116,9 @@ class History:
             places.writer = Writer(lines, checksum=checksum, sync=sync)
         try:
             run = name or (Path(outdir).absolute().name if outdir is not None else "run")
-            header = make_header(place, before, run=run, config=config or {})
+            header: dict[str, Any] = {}
+            if places.writer is not None or chosen:  # elsewhere git need not look at the folder
+                header = make_header(place, before, run=run, config=config or {})
             if places.writer is not None:
                 places.writer.put(header, header["time"])
             self._recorder = Recorder(

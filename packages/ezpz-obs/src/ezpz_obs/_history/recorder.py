@@ -21,7 +21,8 @@ from .summary import summarize, summarize_ranks
 if TYPE_CHECKING:
     from ezpz_obs._sinks import Feeder
 
-    from .across import Across, Exchange
+    from .across import Across
+    from .exchange import Exchange, Reduced
     from .kept import Kept
     from .progress import Progress
     from .writer import Writer
@@ -222,7 +223,7 @@ class _Pending:
     record: dict[str, Any]
     flat: dict[str, Any]
     copies: Copies | None
-    exchange: Exchange | None
+    exchange: Exchange | Reduced | None
 
 
 def _of_one_rank(flat: Mapping[str, Any]) -> dict[str, Any]:

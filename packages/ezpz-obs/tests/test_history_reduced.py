@@ -1,0 +1,160 @@
+"""Statistics by all-reduces, as thousands of ranks have them, on a few real ones."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from ezpz_obs._history.reduced import Reduction
+
+BOTH = """
+import math, random, ezpz_obs
+from ezpz_obs._history import across
+across.is_ring = lambda *_: False  # as of NCCL, in place of gloo
+
+def histories():
+    found = []
+    for across.GATHERED in (1024, 1):
+        found.append(ezpz_obs.History(cross_rank=True))
+    return found
+
+def differences(*both):
+    gathered, reduced = ({**history.last, "time": 0} for history in both)
+    assert gathered.keys() == reduced.keys()
+    found = {}
+    for name, value in gathered.items():
+        metric, _, kind = name.rpartition("/")
+        if value == reduced[name] or math.isnan(value) and math.isnan(reduced[name]):
+            continue
+        # A mean is rounded, and the spread about it is not exactly 0.
+        limit = 2e-16 * abs(gathered[f"{metric}/max"]) if kind in ("mean", "std") else 0.0
+        if not math.isclose(value, reduced[name], rel_tol=1e-12 if limit else 0, abs_tol=limit):
+            found[name] = value, reduced[name]
+    return found
+"""
+
+
+def test_they_are_what_a_gather_finds(ranks):
+    done = ranks(
+        BOTH
+        + """
+chance = random.Random(RANK)
+both = histories()
+for step in range(60):
+    scale = 10.0 ** random.Random(step).randrange(-100, 150)
+    metrics = {
+        "normal": chance.gauss(0, 1), "far": 1e5 + 20 * chance.random(), "jumps": scale * RANK,
+        "down": -scale * chance.random(), "equal": scale, "zeros": [0.0, -0.0][RANK % 2],
+        "tie": [3.0, 1.0][RANK % 2], "tiny": 1e-300 * chance.randrange(3), "n": step,
+        "flag": chance.random() < 0.5, "large": 2 ** 60 + RANK * 1024,
+    }
+    for history in both:
+        history.update(metrics)
+    if found := differences(*both):
+        say([step, found])
+say(both[1]._recorder._across._slots)
+""",
+        3,
+    )
+    assert [one.status for one in done] == [0] * 3, done[0].err
+    assert [one.said for one in done] == [[[]]] * 3, "and no room is made for what others have"
+
+
+def test_a_number_that_is_not_finite_and_back_again(ranks):
+    done = ranks(
+        BOTH
+        + """
+both = histories()
+for value in (1.0, [1.0, math.nan, 2.0][RANK], 2.0 + RANK, [-math.inf, 1.0, 10 ** 400][RANK], 5.0):
+    for history in both:
+        history.update({"a": value, "b": RANK})
+    say(both[1].last["a/max_rank"])
+    say(repr(differences(*both)))
+""",
+        3,
+    )
+    assert [one.status for one in done] == [0] * 3, done[0].err + done[2].err
+    assert done[0].said == done[2].said
+    assert done[0].said[::2] == [0, 1, 2, 2, 0], "who has it is named"
+    assert set(done[0].said[1::2]) == {"{}"}
+
+
+def test_ranks_that_remember_other_centres(ranks):
+    """As after an update that failed on some of them."""
+    done = ranks(
+        BOTH
+        + """
+both = histories()
+for step in range(4):
+    for history in both:
+        history.update({"a": 1e15 + RANK})
+    say(differences(*both))
+    if RANK == step:
+        both[1]._recorder._across.reduction._centres.clear()
+""",
+        3,
+    )
+    assert [one.said for one in done] == [[{}] * 4] * 3, done[0].err
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_more_ranks_send_no_more(ranks, deferred):
+    """Two an update, and a third at first, when nothing is known of the numbers."""
+    code = f"""
+import ezpz_obs
+from ezpz_obs._history import across
+from torch.profiler import profile
+across.GATHERED, across.is_ring = 1, lambda *_: False
+history = ezpz_obs.History(cross_rank=True, deferred={deferred})
+with profile(record_shapes=True) as trace:
+    for step in range(4):
+        history.update({{f"m{{i}}": 1e5 + step + RANK for i in range(10)}})
+    history.flush()
+events = [event for event in trace.events() if event.name.startswith("gloo:")]
+say(sorted([event.name, event.input_shapes] for event in events))
+"""
+    (two, _), (four, *_) = ranks(code, 2), ranks(code, 4)
+    assert two.said == four.said
+    assert len(two.said[0]) == 9, two.said
+    assert {name for name, _ in two.said[0]} == {"gloo:all_reduce"}
+
+
+def test_the_ends_of_a_whole_machine_are_told_with_their_ranks():
+    """Three of its ranks, whose integers are combined here: who has an end is in their bits."""
+    torch = pytest.importorskip("torch")
+    values = {120_959: [-2.5, 7.0, 1e300], 77_777: [0.0, 7.0, -1e300], 3: [-2.5, 7.0, 1e299]}
+    tensors = {"max": [], "sum": []}
+    group = SimpleNamespace(allreduce=lambda some, op: tensors[op].extend(some))
+    sent = {}
+    for rank, mine in values.items():
+        dist = SimpleNamespace(
+            ReduceOp=SimpleNamespace(MAX="max", SUM="sum"),
+            get_rank=lambda rank=rank: rank, get_world_size=lambda: 120_960,
+        )  # fmt: skip
+        reduction = Reduction(torch, dist, group, None)
+        reduction.make_room(3)
+        sent[rank] = reduction, reduction.begin(5, 0, mine)
+    greatest = torch.stack(tensors["max"]).max(0).values
+    for tensor in tensors["max"]:
+        tensor.copy_(greatest)
+    for reduction, on_its_way in sent.values():
+        found = np.array(reduction.end(on_its_way, lambda _: None)).reshape(3, 6)
+        assert found[:, 2:].tolist() == [
+            [-2.5, 0.0, 3, 77_777], [7.0, 7.0, 3, 3], [-1e300, 1e300, 77_777, 120_959],
+        ]  # fmt: skip
+
+
+def test_gloo_gathers_on_any_number_of_ranks(ranks):
+    """Its all-reduce goes around all of them twice."""
+    (one, _) = ranks(
+        """
+import ezpz_obs
+from ezpz_obs._history import across
+across.GATHERED = 1
+history = ezpz_obs.History(cross_rank=True)
+history.update({"a": RANK})
+say([history._recorder._across.reduction, history.last["a/mean"]])
+""",
+        2,
+    )
+    assert one.said == [[None, 0.5]]
