@@ -46,12 +46,12 @@ class Settings(_settings.Settings):
 
 def train(settings: Settings) -> None:
     """Train on all ranks. Collective: every rank calls this."""
-    from lightning_fabric import Fabric
-
     if settings.precision not in PRECISIONS:
         raise _settings.UsageError(
             f"--precision={settings.precision}; expected one of {', '.join(PRECISIONS)}"
         )
+    from lightning_fabric import Fabric
+
     ezpz.setup_torch(seed=settings.seed)
     ranks, nodes = ezpz.get_world_size(), ezpz.get_num_nodes()
     if nodes * ezpz.get_local_world_size() != ranks:
