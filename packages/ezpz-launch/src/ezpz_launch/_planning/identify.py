@@ -134,7 +134,7 @@ def _ask(path: str, meanwhile: Callable[[], None] | None) -> str:
             if meanwhile is not None:
                 meanwhile()
             return process.communicate(timeout=20)[0]
-        except BaseException:
+        except BaseException:  # also at Ctrl-C: it is not waited for by who leaves; raised again
             process.kill()
             raise
 
