@@ -7,6 +7,7 @@ import signal
 import time
 
 import pytest
+import torch
 
 from ezpz_dist._checks import all_reduce
 from ezpz_topo import get_rank_info
@@ -103,6 +104,17 @@ def test_devices_that_take_long_are_a_warning(monkeypatch):
         result.message
     )
     assert "--timeout=60" in result.remedy
+
+
+def test_ranks_of_a_process_that_has_computed():
+    # Where the tests run with one thread, OpenMP has none to lose.
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        torch.ones(1 << 20).sum()
+        assert all_reduce.check(8).status == "ok"
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_two_ways_are_both_told(monkeypatch):

@@ -1,5 +1,6 @@
 """Set-up in its ordinary course, and what it refuses before it has begun."""
 
+import re
 import textwrap
 
 import pytest
@@ -114,3 +115,35 @@ def test_a_degree_of_one_has_its_groups_too(ranks, n):
         cleanup()
     """
     ranks(n, script)
+
+
+def test_ranks_that_are_functions_of_multiprocessing_clean_up_too(ranks):
+    # As notebooks start them. Rank 0, which holds the store, is done long before the other.
+    done = ranks(
+        2,
+        """
+        import time
+        rank = setup_torch(timeout=30)
+        if rank == 1:
+            time.sleep(1)
+            dist.distributed_c10d._get_default_store().add("late", 1)
+            print("still there")
+        """,
+    )
+    assert done == ["", "still there\n"]
+
+
+def test_a_function_of_multiprocessing_that_raises_ends_all_ranks(ranks):
+    ends = ranks(
+        2,
+        """
+        import time
+        rank = setup_torch(timeout=30)
+        if rank == 1:
+            raise ValueError("no such file")
+        time.sleep(50)
+        """,
+        check=False,
+    )
+    assert [status for status, _, _ in ends] == [1, 1]
+    assert re.search(r"rank 1 on .+ failed at .+ ValueError: no such file", ends[0][2])

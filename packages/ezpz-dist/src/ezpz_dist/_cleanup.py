@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import multiprocessing.util
 import os
 import sys
 import time
@@ -76,6 +77,9 @@ def to_undo(made: Made) -> None:
     _made = made
     atexit.register(_retired.clear)
     atexit.register(cleanup)
+    if multiprocessing.parent_process() is not None:
+        # Python < 3.14 ends a process that multiprocessing has forked without calling `atexit`'s.
+        multiprocessing.util.Finalize(None, _when_the_function_ends, exitpriority=0)
     if not _forks_are_seen:
         os.register_at_fork(after_in_child=_in_forked_child)
         _forks_are_seen = True
@@ -140,6 +144,15 @@ def cleanup() -> None:
             rest.callback(ezpz_tp.destroy_tensor_parallel)
         if trouble is not None:
             raise trouble
+
+
+def _when_the_function_ends() -> None:
+    """End as a script does, where the rank is a function that multiprocessing runs."""
+    error = sys.exc_info()[1]
+    world = find_world()
+    if world is not None and error is not None and not isinstance(error, SystemExit):
+        ending.last_words(world, error, error.__traceback__)
+    cleanup()
 
 
 def _destroy_group(world: World) -> None:

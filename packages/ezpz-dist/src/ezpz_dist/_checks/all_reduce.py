@@ -139,6 +139,8 @@ def run_rank(rank: int, port: int, seconds: float, pipe: Connection) -> None:
     """Be one of the ranks, say how each backend did, and at the end that it is."""
     asked = dict(os.environ)
     become(rank, port, os.environ)
+    # A copy of a process that has computed has none of OpenMP's threads, and would wait for them.
+    torch.set_num_threads(1)
     # What it prints is said in other words, or of no interest to who asked for a table.
     with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stderr(nowhere):
         for device, backend in _ways(asked):

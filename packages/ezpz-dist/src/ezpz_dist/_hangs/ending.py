@@ -49,7 +49,7 @@ def install() -> None:
         finally:
             world = find_world()
             if world is not None and not is_forked():
-                _last_words(world, value, trace)
+                last_words(world, value, trace)
 
     sys.excepthook = hook
     on_main = threading.current_thread() is threading.main_thread()
@@ -81,7 +81,8 @@ def _terminated(_: int, frame: FrameType | None) -> None:
     sys.exit(128 + signal.SIGTERM)
 
 
-def _last_words(world: World, value: BaseException, trace: TracebackType | None) -> None:
+def last_words(world: World, value: BaseException, trace: TracebackType | None) -> None:
+    """Tell every other rank what this one ends of, and to end too."""
     sys.stdout.flush()
     sys.stderr.flush()
     watcher = find_watcher()
