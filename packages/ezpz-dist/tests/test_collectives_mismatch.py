@@ -18,7 +18,7 @@ def caught(kind, *calls):
     try:
         result = calls[min(rank, len(calls) - 1)]()
     except kind as error:
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 20
         assert type(error) is kind, error
         # the group still works, and every rank has raised the same
         assert len(set(all_gather_object((str(error), error.ranks)))) == 1

@@ -299,7 +299,7 @@ def test_rank_0_never_comes(monkeypatch, caplog):
     start = time.monotonic()
     with pytest.raises(SetupError) as caught, caplog.at_level(logging.WARNING):
         meet(info("torchrun"), SECOND, env)
-    assert 1 <= time.monotonic() - start < 3
+    assert 1 <= time.monotonic() - start < 30
     waits = (
         f"for rank 0's store at 127.0.0.1:{port} (MASTER_ADDR and MASTER_PORT), and finds at "
         f"127.0.0.1:{port}: connection refused; "

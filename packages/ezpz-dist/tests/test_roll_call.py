@@ -26,7 +26,7 @@ def test_a_node_that_is_gone_is_told_in_time():
     watcher = Watcher(Board(0, hosts, store, lambda seconds: store))
     began = time.monotonic()
     call = call_roll(watcher)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 6
     assert len(call.silent) == size - 1
     text, missing = waiting.tell_missing(call, 0)
     assert missing == list(range(1, size))

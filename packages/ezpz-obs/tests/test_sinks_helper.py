@@ -25,6 +25,12 @@ print("trained", flush=True)
 exec(sys.argv[3])
 print("ended", time.time(), flush=True)
 """
+SENT = """
+(feeder,) = history._places.feeders
+while feeder._sent < feeder._put:
+    time.sleep(0.02)
+print("sent", flush=True)
+"""
 CLOSE = "end = time.time(); history.close(); print('close', time.time() - end)"
 
 
@@ -173,14 +179,12 @@ def test_a_killed_process_is_warned_about_and_training_goes_on(train, tmp_path):
 def test_what_it_was_given_is_sent_where_training_is_killed(train, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    process = train("tensorboard", then="time.sleep(60)")
-    assert process.stdout.readline() == "trained\n"
+    process = train("tensorboard", then=SENT + "time.sleep(60)")
+    assert [process.stdout.readline() for _ in range(2)] == ["trained\n", "sent\n"]
     helper = helper_of(process.pid)
-    wait_until(lambda: list((tmp_path / "run").glob("tensorboard/*")))
-    time.sleep(1)  # the feeder looks at its queue several times a second
     process.kill()
     process.wait()
-    wait_until(lambda: not Path("/proc", str(helper)).exists(), seconds=12)
+    wait_until(lambda: not Path("/proc", str(helper)).exists())
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard"), size_guidance={"scalars": 0})
     events.Reload()
     assert len(events.Scalars("loss")) == 200
