@@ -13,7 +13,7 @@ import torch
 
 import ezpz.examples
 
-from .conftest import PATIENCE, curve, records
+from .conftest import curve, records
 
 FOLDER = Path(ezpz.examples.__file__).parent
 
@@ -153,12 +153,20 @@ def test_fp16_has_gradients_that_are_smaller_than_fp16(name, alone, tmp_path):
     assert found["fp16"] == pytest.approx(found["fp32"], rel=0.05)
 
 
-def test_fp16_on_two_ranks_is_near_fp32(launch, tmp_path):
+def test_fp16_on_two_ranks_is_near_fp32(ranks, tmp_path):
     """Each rank has other shards; where one overflows, all leave the step out."""
-    losses = {}
-    for dtype in ("fp32", "fp16"):
-        launch(2, "fsdp", "--steps=20", f"--dtype={dtype}", f"--outdir={tmp_path / dtype}")
-        losses[dtype] = [value for _, value in curve(tmp_path / dtype, "loss/mean")]
+    ranks(
+        2,
+        f"""
+        from ezpz.examples.fsdp import Settings, train
+        for dtype in ("fp32", "fp16"):
+            train(Settings(steps=20, dtype=dtype, outdir={str(tmp_path)!r} + "/" + dtype))
+        """,
+    )
+    losses = {
+        dtype: [value for _, value in curve(tmp_path / dtype, "loss/mean")]
+        for dtype in ("fp32", "fp16")
+    }
     assert len(losses["fp16"]) == 20
     assert losses["fp16"] == pytest.approx(losses["fp32"], rel=0.02)
 
@@ -186,12 +194,17 @@ def test_hf_trainer_evaluates_less_than_a_batch_of_all_ranks(alone, tmp_path):
     assert len(curve(tmp_path, "eval_loss")) == 1
 
 
-def test_tensor_parallel_fsdp_follows_one_process(alone, launch, tmp_path):
+def test_tensor_parallel_fsdp_follows_one_process(alone, ranks, tmp_path):
     """On four ranks, two by two: the same loss and norm of the gradient at every step."""
-    words = "--steps=12"
-    run_here(alone, "fsdp_tp", words, f"--outdir={tmp_path / 'one'}")
-    said = launch(4, "fsdp_tp", words, f"--outdir={tmp_path / 'four'}")
-    assert "4 ranks: tensor 2 x data 2" in said
+    run_here(alone, "fsdp_tp", "--steps=12", f"--outdir={tmp_path / 'one'}")
+    said = ranks(
+        4,
+        f"""
+        from ezpz.examples.fsdp_tp import Settings, train
+        train(Settings(steps=12, outdir={str(tmp_path / "four")!r}))
+        """,
+    )
+    assert "4 ranks: tensor 2 x data 2" in said[0]
     four = [one["loss/mean"] for one in records(tmp_path / "four") if "loss" in one]
     one = [value for _, value in curve(tmp_path / "one", "loss")]
     assert four == pytest.approx(one, rel=2e-4)
@@ -199,13 +212,16 @@ def test_tensor_parallel_fsdp_follows_one_process(alone, launch, tmp_path):
     assert norms[0] == [(step, pytest.approx(norm, rel=2e-3)) for step, norm in norms[1]]
 
 
-def test_ranks_that_would_choose_other_folders_use_that_of_rank_0(start, tmp_path):
+def test_ranks_that_would_choose_other_folders_use_that_of_rank_0(ranks, tmp_path):
     """As those do that begin a second apart: the folder's default name is the time."""
-    command = f"exec {sys.executable} -m ezpz.examples.fsdp --steps=2 --outdir={tmp_path}/$RANK"
-    process = start("-n", "2", "sh", "-c", command)
-    out, err = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 0, out + err
-    assert list(tmp_path.iterdir()) == [tmp_path / "0"]
+    ranks(
+        2,
+        f"""
+        from ezpz.examples.fsdp import Settings, train
+        train(Settings(steps=2, outdir={str(tmp_path)!r} + "/out-" + os.environ["RANK"]))
+        """,
+    )
+    assert list(tmp_path.glob("out-*")) == [tmp_path / "out-0"]
 
 
 def test_diffusion_draws_a_picture(alone, tmp_path):
