@@ -1,5 +1,6 @@
 import json
 import math
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -251,6 +252,26 @@ def test_a_forked_child_writes_no_end(tmp_path):
     assert kinds(history.path) == ["ezpz_obs", "step"]
     history.close()
     assert kinds(history.path) == ["ezpz_obs", "step", "event"]
+
+
+def train(folder, error):
+    History(folder).record({"loss": 1.0})
+    if error is not None:
+        raise error
+
+
+@pytest.mark.parametrize("method", multiprocessing.get_all_start_methods())
+@pytest.mark.parametrize(
+    ("error", "cause"), [(None, "exit"), (ValueError("no such file"), "ValueError: no such file")]
+)
+def test_a_function_of_multiprocessing_ends_as_a_script_does(tmp_path, method, error, cause):
+    process = multiprocessing.get_context(method).Process(target=train, args=(tmp_path, error))
+    process.start()
+    process.join(60)
+    assert process.exitcode == (0 if error is None else 1)
+    assert History.read(tmp_path)[0]["loss"] == 1.0
+    (end,) = ezpz_obs.read_run(tmp_path).events
+    assert (end["event"], end["message"]) == ("end", cause)
 
 
 def test_memory_does_not_grow_with_the_run(tmp_path):

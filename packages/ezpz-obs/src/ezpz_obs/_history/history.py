@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
-import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +15,7 @@ from ezpz_obs._errors import HistoryError
 from ezpz_obs._records.file import Before, LineFile
 from ezpz_obs._records.reader import FILE_NAME, rank_file_name, read_run
 
+from .at_exit import call_at_exit, find_cause
 from .forked import disown_in_children
 from .header import make_header
 from .kept import Kept
@@ -131,7 +130,7 @@ class History:
             if places.writer is not None:
                 places.writer.close()
             raise
-        atexit.register(self._at_exit)
+        self._forget_exit = call_at_exit(self._at_exit)
         disown_in_children(places)
 
     @property
@@ -263,7 +262,7 @@ class History:
         if self._closed:
             return
         self._closed = True
-        atexit.unregister(self._at_exit)
+        self._forget_exit()
         if os.getpid() != self._pid:
             return  # a forked child: the file and the sinks are its parent's
         places = self._places
@@ -288,8 +287,7 @@ class History:
         NOW.step = None  # what is logged now is of no step
 
     def _at_exit(self) -> None:
-        # Python keeps what ended a script; ezpz_dist and launchers may have ended it otherwise.
-        value = getattr(sys, "last_value", None)
+        value = find_cause()
         self._close("exit" if value is None else _say(value))
 
 
