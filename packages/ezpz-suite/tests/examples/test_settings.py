@@ -72,10 +72,11 @@ def test_a_half_set_environment(alone, capsys, tmp_path):
     assert len(said.splitlines()) == 1
 
 
-def test_a_folder_whose_name_python_takes_for_a_number(alone, tmp_path):
+@pytest.mark.parametrize("words", [["--outdir=2024_01"], ["--outdir", "2024_01"]])
+def test_a_folder_whose_name_python_takes_for_a_number(words, alone, tmp_path):
     pytest.importorskip("sklearn", reason="the digits come with scikit-learn")
     alone.chdir(tmp_path)
-    run_here(alone, "minimal", "--epochs=1", "--outdir=2024_01")
+    run_here(alone, "minimal", *words, "--epochs=1")
     assert (tmp_path / "2024_01" / "metrics.jsonl").exists()
 
 

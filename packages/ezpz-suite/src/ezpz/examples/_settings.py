@@ -6,7 +6,7 @@ import dataclasses
 import importlib.util
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -104,7 +104,7 @@ def main(settings: type[S], train: Callable[[S], object]) -> None:
     name = Path(sys.argv[0]).stem
     try:
         texts = [one.name for one in dataclasses.fields(settings) if type(one.default) is str]
-        words = [_quoted(word, texts) for word in sys.argv[1:]]
+        words = _quoted(sys.argv[1:], texts)
         # Only the settings come from Fire: a misspelt one is refused before the training.
         given: S = fire.Fire(settings, words, name=name, serialize=lambda _settings: None)
         if not given.outdir:
@@ -127,11 +127,19 @@ def main(settings: type[S], train: Callable[[S], object]) -> None:
         sys.exit(_said(name, f"needs {missing}: pip install '{_EXTRAS[missing]}'"))
 
 
-def _quoted(word: str, texts: Collection[str]) -> str:
-    """Return a setting that is a text as Fire leaves it one: of 2024_01 it would make 202401."""
-    name, equals, value = word.partition("=")
-    is_text = equals and name.removeprefix("--") in texts
-    return f"{name}={value!r}" if is_text else word
+def _quoted(words: Sequence[str], texts: Collection[str]) -> list[str]:
+    """Return words with settings that are texts as Fire leaves them so: 2024_01 becomes 202401."""
+    found: list[str] = []
+    for word in words:
+        name, equals, value = word.partition("=")
+        before = found[-1].removeprefix("--") if found and found[-1].startswith("--") else ""
+        if equals and name.removeprefix("--") in texts:
+            found.append(f"{name}={value!r}")
+        elif before in texts and not word.startswith("-"):
+            found[-1] += f"={word!r}"
+        else:
+            found.append(word)
+    return found
 
 
 def _said(name: str, what: str) -> int:
