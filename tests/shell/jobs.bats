@@ -368,7 +368,7 @@ with sandbox.SlurmSandbox() as slurm:
     print("salloc:", slurm.run(["salloc", "-Q", "-N3", *bash]).stdout.strip())
     print("sbatch:", slurm.batch(f"bash --norc -c '{ask.replace(chr(39), chr(39) + chr(92) + chr(39) * 2)}'", "-N", "4").strip())
     print("srun:", slurm.run(["srun", "-N2", "-w", "nid[002-003]", *bash]).stdout.strip().splitlines()[0])
-    print("zsh:", slurm.run(["salloc", "-Q", "-N2", "zsh", "-f", "-c", ask]).stdout.strip())
+    print("zsh:", slurm.run(["salloc", "-Q", "-N2", "-w", "nid[001-002]", "zsh", "-f", "-c", ask]).stdout.strip())
     print("hetjob:", slurm.run(["salloc", "-Q", "-N1", ":", "-N2", *bash]).stdout.strip())
 PY
   has 'salloc: slurm same 3 nid001 nid002 nid003'
