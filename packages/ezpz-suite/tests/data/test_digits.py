@@ -1,11 +1,12 @@
 """The digits: images and labels, the same split for everybody."""
 
-import builtins
+import importlib.util
+import sys
 
 import pytest
 import torch
 
-from ezpz.data import digits
+from ezpz.data import _digits, digits
 from ezpz_dist import DataError
 
 
@@ -27,15 +28,27 @@ def test_digits():
         digits("dev")
 
 
+def test_they_are_those_of_scikit_learn_wherever_it_keeps_them(monkeypatch):
+    load = pytest.importorskip("sklearn.datasets").load_digits
+    expected = [torch.from_numpy(part) for part in load(return_X_y=True)]
+    for where in (_digits._FILE, "elsewhere.csv.gz"):
+        monkeypatch.setattr(_digits, "_FILE", where)
+        found = [torch.from_numpy(part) for part in _digits._load()]
+        assert all(map(torch.equal, found, expected))
+
+
+def test_scikit_learn_is_not_imported(ranks):
+    """Its import takes as long as torch's, on every rank."""
+    pytest.importorskip("sklearn", reason="the digits come with scikit-learn")
+    script = "import sys; from ezpz.data import digits; digits(); print('sklearn' in sys.modules)"
+    assert ranks(1, script) == ["False\n"]
+
+
 def test_without_scikit_learn_the_extra_is_named(monkeypatch):
-    real = builtins.__import__
-
-    def without(name, *args, **kwargs):
-        if name.startswith("sklearn"):
-            raise ImportError(f"No module named {name!r}")
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for known in [one for one in sys.modules if one.partition(".")[0] == "sklearn"]:
+        monkeypatch.delitem(sys.modules, known)
+    monkeypatch.setitem(sys.modules, "sklearn", None)  # what Python takes for one that is not there
     with pytest.raises(DataError, match=r"pip install 'ezpz-suite\[examples\]'") as error:
         digits()
     assert "\n" not in str(error.value)
