@@ -12,7 +12,6 @@ import zipfile
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
-from itertools import zip_longest
 from pathlib import Path
 
 import pytest
@@ -42,11 +41,6 @@ TEST_NEEDS = {
 AT_ONCE = {
     "ezpz-topo": 4, "ezpz-launch": 4, "ezpz-tp": 2, "ezpz-dist": 2, "ezpz-obs": 2, "ezpz-suite": 2,
 }  # fmt: skip
-# One after the other, those of one lane beside those of the other, which mostly wait.
-LANES = (
-    ["ezpz-tp", "ezpz-suite"],
-    ["ezpz-topo", "ezpz-device", "ezpz-dist", "ezpz-launch", "ezpz-obs"],
-)
 # Two that compute, with a thread for each core of their own, would be in each other's way.
 ENVIRONMENT = {"ezpz-tp": {"OMP_NUM_THREADS": "1"}}
 EXTRAS = {"ezpz-suite": "[examples]"}
@@ -204,47 +198,37 @@ class Environments:
         return made
 
 
-def run_tests(name: str, made: Future[Environment], folder: Path) -> str:
-    """Run a package's tests in its environment; return what pytest said."""
-    python = made.result().python
-    # Away from the source tree, so that nothing but the wheel can be imported.
-    shutil.copytree(ROOT / "packages" / name / "tests", folder / "tests")
-    shutil.copy(ROOT / "pytest.ini", folder)
-    at_once = ["-n", str(AT_ONCE[name])] if name in AT_ONCE else []
-    return run(
-        [python, "-m", "pytest", "-q", "--timeout=240", "-o", "testpaths=", *at_once, "tests"],
-        cwd=folder, more=ENVIRONMENT.get(name),
-    )  # fmt: skip
-
-
 @pytest.fixture(scope="session")
-def said(
+def environments(
     built: Path, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, Future[str]]]:
-    """What the tests of each package say: environments are made ahead of the tests of LANES."""
+) -> Iterator[dict[str, Future[Environment]]]:
+    """The environments of the packages to be tested: one after the other, ahead of the tests."""
     making = Environments(built, tmp_path_factory.mktemp("alone"))
-    asked = {item.callspec.params["name"] for item in request.session.items
-             if item.originalname == "test_alone"}  # fmt: skip
-    lanes = [[name for name in lane if name in asked] for lane in LANES]
-    # The first that needs no torch is tested while that is installed.
-    turns = [name for turn in zip_longest(*reversed(lanes)) for name in turn if name]
-    running: dict[str, Future[str]] = {}
-    with ThreadPoolExecutor(1) as makes, ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as two:
-        made = {name: makes.submit(making.make, name) for name in turns}
-        for pool, lane in zip((one, two), lanes, strict=True):
-            for name in lane:
-                folder = tmp_path_factory.mktemp(name)
-                running[name] = pool.submit(run_tests, name, made[name], folder)
-        yield running
-        for pool in (makes, one, two):
-            pool.shutdown(cancel_futures=True)
+    names = [item.callspec.params["name"] for item in request.session.items
+             if item.originalname == "test_alone"]  # fmt: skip
+    with ThreadPoolExecutor(1) as pool:
+        yield {name: pool.submit(making.make, name) for name in names}
+        pool.shutdown(cancel_futures=True)
 
 
 @pytest.mark.parametrize("name", IMPORTS)
-def test_alone(said: dict[str, Future[str]], name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = said[name].result()
-    assert " passed" in words
-    skipped = [f"\n{line} ({name} alone)" for line in words.splitlines() if line[:7] == "SKIPPED"]
+def test_alone(
+    environments: dict[str, Future[Environment]],
+    name: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    python = environments[name].result().python
+    # Away from the source tree, so that nothing but the wheel can be imported.
+    shutil.copytree(ROOT / "packages" / name / "tests", tmp_path / "tests")
+    shutil.copy(ROOT / "pytest.ini", tmp_path)
+    at_once = ["-n", str(AT_ONCE[name])] if name in AT_ONCE else []
+    said = run(
+        [python, "-m", "pytest", "-q", "--timeout=240", "-o", "testpaths=", *at_once, "tests"],
+        cwd=tmp_path, more=ENVIRONMENT.get(name),
+    )  # fmt: skip
+    assert " passed" in said
+    skipped = [f"\n{line} ({name} alone)" for line in said.splitlines() if line[:7] == "SKIPPED"]
     if skipped:
         with capsys.disabled():
             # scripts/test gathers what was skipped, in there too
