@@ -224,7 +224,7 @@ def test_alone(
     shutil.copy(ROOT / "pytest.ini", tmp_path)
     at_once = ["-n", str(AT_ONCE[name])] if name in AT_ONCE else []
     said = run(
-        [python, "-m", "pytest", "-q", "--timeout=240", "-o", "testpaths=", *at_once, "tests"],
+        [python, "-m", "pytest", "-q", "--timeout=120", "-o", "testpaths=", *at_once, "tests"],
         cwd=tmp_path, more=ENVIRONMENT.get(name),
     )  # fmt: skip
     assert " passed" in said
