@@ -220,6 +220,17 @@ def test_a_damaged_file_is_left_out_and_counted(env, tmp_path, damage):
     assert [one["id"] for one in json.loads(history(env, as_json=True))] == [good.id]
 
 
+def test_a_fifo_among_the_records_is_left_out(env, tmp_path):
+    write(env, record(exit_status=0))
+    os.mkfifo(tmp_path / "launches" / f"{new_id(START + 1)}.json")
+    code = "from ezpz_launch import main; main(['history'])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True,
+        env={**os.environ, **env},
+    )  # fmt: skip
+    assert "left out, no record that can be read: 1 file" in done.stdout
+
+
 def test_only_damaged_files(env, tmp_path):
     folder = tmp_path / "launches"
     folder.mkdir()

@@ -45,6 +45,11 @@ def test_nothing_to_read(tmp_path):
     assert read_progress("") is None
 
 
+def test_a_fifo_is_no_report(tmp_path):
+    os.mkfifo(tmp_path / "progress")
+    assert read_progress(str(tmp_path / "progress")) is None
+
+
 def test_both_ways_of_the_contract(tmp_path):
     path = str(tmp_path / "a b.progress")
     env = {**os.environ, PROGRESS_VARIABLE: path}

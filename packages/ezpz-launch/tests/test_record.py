@@ -127,7 +127,12 @@ def test_no_secret_is_ever_written(env):
     secrets = RECORD._replace(
         command=("python", "train.py", "--api-key", "s3cr3t-1", "HF_TOKEN=s3cr3t-2"),
         argv=("srun", "--export=WANDB_API_KEY=s3cr3t-3", "python", "--api-key", "s3cr3t-1"),
-        environment={"HF_TOKEN": "s3cr3t-4", "URL": "http://u:s3cr3t-5@proxy:1", "LEVEL": "7"},
+        environment={
+            "HF_TOKEN": "s3cr3t-4",
+            "MYPASS": "s3cr3t-7",
+            "URL": "http://u:s3cr3t-5@proxy:1",
+            "LEVEL": "7",
+        },
     )
     recorder = Recorder.start(secrets, env)
     recorder.next_attempt([*secrets.argv, "password=s3cr3t-6"], secrets.environment)

@@ -38,6 +38,33 @@ def test_update_records_writes_and_says(tmp_path):
     assert [event["message"] for event in run.events] == ["closed"]
 
 
+def test_no_credential_reaches_the_file_or_the_report(tmp_path):
+    program = (
+        "import argparse, ezpz_obs; from ezpz_obs import get_logger\n"
+        "config = {'api_key': 'hunter2', 'hub': {'url': 'https://me:hunter2@host/x'},\n"
+        "          'args': argparse.Namespace(hf_token='hunter2', lr=0.5)}\n"
+        "with ezpz_obs.History('run', config=config) as history: history.update({'x': 1})\n"
+        "get_logger().warning('at https://me:hunter2@host/x', wandb_key='hunter2', n=3)\n"
+        "get_logger().warning('failed', exc_info=ValueError('HF_TOKEN=hunter2'))\n"
+    )
+    words = ["--wandb-key", "hunter2", "--hf-token=hunter2", "https://me:hunter2@host", "--lr=1"]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words], capture_output=True, text=True, cwd=tmp_path,
+        timeout=60, check=True,
+    )  # fmt: skip
+    (header,) = ezpz_obs.read_run(tmp_path / "run").headers
+    assert header["argv"][1:] == [
+        "--wandb-key", "***", "--hf-token=***", "https://me:***@host", "--lr=1",
+    ]  # fmt: skip
+    assert header["config"] == {
+        "api_key": "***", "hub": {"url": "https://me:***@host/x"},
+        "args": "Namespace(hf_token='***', lr=0.5)",
+    }  # fmt: skip
+    written = [file.read_text() for file in (tmp_path / "run").iterdir()]
+    assert "hunter2" not in "".join([*written, done.stderr])
+    assert "wandb_key=*** n=3" in done.stderr
+
+
 def test_a_record_is_on_disk_when_update_returns(tmp_path):
     history = History(tmp_path)
     for step in range(3):

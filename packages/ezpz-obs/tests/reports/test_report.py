@@ -34,6 +34,17 @@ def test_what_is_written(run):
     assert "prefers-color-scheme: dark" in svg
 
 
+def test_no_credential_of_an_older_file_is_shown(write_run, records):
+    event = {"event": "note", "time": 1.7e9, "message": "at https://me:hunter2@host/x"}
+    folder = write_run(
+        *records(range(5), loss=1.0), event, argv=["t.py", "--hf-token=hunter2", "--lr=1"],
+        config={"api_key": "hunter2", "lr": 0.1},
+    )  # fmt: skip
+    page, text, *_ = write_report(folder)
+    assert "hunter2" not in page.read_text() + text.read_text()
+    assert "--hf-token=*** --lr=1" in page.read_text()
+
+
 def test_markdown_has_no_html_of_others(write_run, records):
     folder = write_run(*records(range(5), **{"<img src=x>": 1.0}), run="<script>a</script>\n# b")
     said = write_report(folder)[1].read_text()

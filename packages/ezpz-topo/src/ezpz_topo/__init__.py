@@ -58,6 +58,7 @@ _LATER = {
     "launching_ancestors": "_ancestors",
     "parse_hostfile": "_hostfile",
     "read_hostfile": "_hostfile",
+    "redact": "_secrets",
     "write_hostfile_from_list_of_hosts": "_fallback",
     "write_localhost_to_hostfile": "_fallback",
 }
@@ -74,6 +75,7 @@ if TYPE_CHECKING:
     )
     from ._hostfile import HostSlots, get_nodes_from_hostfile, parse_hostfile, read_hostfile
     from ._imagine import imagine
+    from ._secrets import redact
 
 __all__ = [
     "FAMILIES",
@@ -128,6 +130,7 @@ __all__ = [
     "launching_ancestors",
     "parse_hostfile",
     "read_hostfile",
+    "redact",
     "same_host",
     "short_name",
     "write_hostfile_from_list_of_hosts",

@@ -129,6 +129,8 @@ def _read(folder: str, limit: int) -> tuple[list[Stored], int]:
 def _stored(path: str) -> Stored | None:
     import json  # noqa: PLC0415
 
+    if not os.path.isfile(path):  # a FIFO would wait for its writer
+        return None
     try:
         with open(path, encoding="utf-8") as file:
             stored = json.load(file)

@@ -23,6 +23,7 @@ it. It is removed when the launch ends.
 
 from __future__ import annotations
 
+import os
 import re
 
 PROGRESS_VARIABLE = "EZPZ_PROGRESS_FILE"
@@ -37,6 +38,8 @@ def read_progress(path: str) -> int | None:
 
     Never an error: a report that is missing, damaged, negative or half written is no report.
     """
+    if not os.path.isfile(path):  # a FIFO would wait for its writer
+        return None
     try:
         with open(path, "rb") as file:
             text = file.read(_LONGEST + 1)

@@ -2,8 +2,8 @@ r"""The record of a launch: one JSON file each, in the user's state folder.
 
 It is written before the ranks start and rewritten when they have ended, so that one without
 an end tells of a launcher that runs still or was killed. Secrets are removed while it is
-written, never later (see `_secrets`). A record is good to have and no more: where it cannot be
-written (no home, a full or read-only disk), one line says so and the launch goes on.
+written, never later (see `ezpz_topo.redact`). A record is good to have and no more: where it
+cannot be written (no home, a full or read-only disk), one line says so and the launch goes on.
 
 Words of a command can be bytes that are no UTF-8, which JSON cannot hold: such a byte is
 written as backslash, x and two digits (``\xff``), so that any reader of JSON takes the file.
@@ -233,27 +233,24 @@ def to_json(record: Record) -> str:
     """Return the record as JSON, without its secrets."""
     import json  # noqa: PLC0415  # 1.5 ms
 
-    from .secrets import redact_environment, redact_text, redact_words  # noqa: PLC0415  # 3 ms
+    from ezpz_topo import redact  # noqa: PLC0415  # 3 ms
 
     values = {name: getattr(record, name) for name in Record._fields}
-    values["command"] = redact_words(record.command)
+    values["command"] = redact(record.command)
     values["argv"] = _redacted(record.argv)
-    values["environment"] = redact_environment(record.environment)
+    values["environment"] = redact(dict(record.environment))
     if record.first_failure:
-        values["first_failure"] = {
-            name: redact_text(value) if isinstance(value, str) else value
-            for name, value in record.first_failure.items()
-        }
+        values["first_failure"] = redact(dict(record.first_failure))
     return json.dumps(_readable(values), indent=1, ensure_ascii=False) + "\n"
 
 
 def _redacted(argv: Sequence[str]) -> list[str]:
     """Return a command line without its secrets, where words may carry the shim's escape, too."""
-    from .secrets import redact_words  # noqa: PLC0415
+    from ezpz_topo import redact  # noqa: PLC0415
 
     escaped = argv.index("--escaped") + 1 if "--escaped" in argv else len(argv)
-    words = redact_words([word.removeprefix("+") for word in argv[escaped:]])
-    return [*redact_words(argv[:escaped]), *(f"+{word}" for word in words)]
+    words = redact([word.removeprefix("+") for word in argv[escaped:]])
+    return [*redact(list(argv[:escaped])), *(f"+{word}" for word in words)]
 
 
 def _readable(value: object) -> object:

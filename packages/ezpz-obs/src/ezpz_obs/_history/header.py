@@ -11,10 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from ezpz_obs._context import Place
 from ezpz_obs._records.file import Before
-from ezpz_obs._records.lines import SCHEMA
-from ezpz_topo import TopoError, detect, fold_nodelist
+from ezpz_obs._records.lines import SCHEMA, encode_anything
+from ezpz_topo import TopoError, detect, fold_nodelist, redact
 
 _WORTH_KNOWING = (
     "ezpz", "ezpz_device", "ezpz_dist", "ezpz_obs", "ezpz_topo", "ezpz_tp", "torch",
@@ -40,8 +42,8 @@ def make_header(
         # git looks at every file of the folder, which all ranks share.
         "git": find_commit() if place.rank == 0 else None,
         "versions": _versions(),
-        "argv": sys.argv,
-        "config": dict(config),
+        # As it will stand in the file: what an object says of itself may hold a secret, too.
+        **redact(orjson.loads(encode_anything({"argv": sys.argv, "config": config}))),
     }
 
 

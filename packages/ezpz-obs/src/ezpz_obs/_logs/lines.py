@@ -17,6 +17,7 @@ import orjson
 import structlog
 
 from ezpz_obs._context import NOW, Place
+from ezpz_topo import redact
 
 ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None]
 
@@ -44,6 +45,11 @@ class Event:
     exception: str | None = None
     """The traceback, as text."""
     stack: str | None = None
+
+    def redact(self) -> None:
+        """Take the secrets out of it."""
+        self.text, self.fields = redact(self.text), redact(self.fields)
+        self.exception, self.stack = redact(self.exception), redact(self.stack)
 
 
 def json_line(event: Event, place: Place, now: float) -> bytes:

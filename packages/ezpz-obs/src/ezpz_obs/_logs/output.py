@@ -52,6 +52,9 @@ class Output:
         """
         now = time.time()
         terminal, file = self.terminal, self.file
+        event.redact()
+        if on_terminal is not None:
+            on_terminal.redact()
         line: str | bytes = b""
         if to_terminal and event.level >= terminal.level:
             line = terminal.render(on_terminal or event, self.place, now)

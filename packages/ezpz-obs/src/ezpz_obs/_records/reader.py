@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from ezpz_obs._errors import HistoryError
+from ezpz_topo import redact
 
 from .lines import EVENT, HEADER, RECORD, SCHEMA, decode
 from .numbers import as_float
@@ -139,7 +140,7 @@ class Run:
             elif line.startswith(HEADER):
                 header = _decoded(line, number, self.path)
                 _check_schema(header, self.path)
-                headers.append(header)
+                headers.append(redact(header))  # an older version wrote them
                 firsts.append(float("inf"))
             elif line.startswith(EVENT):
                 events.append(_decoded(line, number, self.path))

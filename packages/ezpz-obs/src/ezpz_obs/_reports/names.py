@@ -5,19 +5,21 @@ from __future__ import annotations
 import re
 import zlib
 
+from ezpz_topo import redact
+
 _PLAIN = re.compile(r"[a-z0-9_]{1,40}")
 _OTHER = re.compile(r"[^a-z0-9_]+")
 
 
 def clean(text: object) -> str:
-    r"""Return a text in one line: what cannot be seen is written as its escape.
+    r"""Return a text in one line, without secrets: what cannot be seen is written as its escape.
 
     Line ends, terminal codes and marks that turn the direction of writing are among that.
 
     >>> clean("a" + chr(10) + "b" + chr(0x202E))
     'a\\nb\\u202e'
     """
-    said = str(text)
+    said = redact(str(text))
     if said.isprintable():
         return said
     return "".join(

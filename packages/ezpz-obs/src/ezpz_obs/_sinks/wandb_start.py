@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ezpz_obs._context import find_place
 from ezpz_obs._errors import SinkError
+from ezpz_topo import redact
 
 from .credentials import find_credentials, find_key, find_mode, find_server
 from .homes import give_home
@@ -70,7 +71,7 @@ def setup_wandb(
         Path(outdir).mkdir(parents=True, exist_ok=True)
         options.setdefault("dir", str(outdir))
     if config is not None:
-        options["config"] = dict(config)
+        options["config"] = redact(dict(config))
     project = project_name or os.environ.get("WANDB_PROJECT") or project_of({"argv": sys.argv})
     give_home(None if outdir is None else Path(outdir), HOMES)
     threading.Thread(target=_end_with_main, name="ezpz_obs wandb", daemon=True).start()

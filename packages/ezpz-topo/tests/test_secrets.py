@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from ezpz_launch._records.secrets import redact_environment, redact_text, redact_words
+from ezpz_topo import redact
 
 X = "hunter2-x/Y+z"
 
@@ -13,28 +13,42 @@ SECRET_NAMES = [
     "AWS_ACCESS_KEY_ID_SECRET", "AWS_SESSION_TOKEN", "PGPASSWORD", "MYSQL_PWD", "DB_PASS",
     "SSHPASS", "KEY_PASSPHRASE", "MY_PASSWD", "GOOGLE_APPLICATION_CREDENTIALS", "OPENAI_APIKEY",
     "COMET_KEY", "PRIVATE_KEY", "SIGNING_KEYS", "PBS_JOBCOOKIE", "PYTHON_AUTH", "OAUTH2_CLIENT",
-    "HFTOKEN", "hf_token", "apiKey", "accessToken", "HFToken", "x.wandb.api_key", "api-key",
-    "SESSION_ID", "Cookie", "ACCESS_TOKENS", "client_secret", "SLACK_WEBHOOK_URL", "JWT",
-    "DBPassword", "SECRETS", "AZURE_STORAGE_KEY", "SSH_AUTH_SOCK", "_TOKEN", "TOKEN_2",
+    "HFTOKEN", "MYPASS", "DBPWD", "hf_token", "apiKey", "accessToken", "HFToken", "api-key",
+    "x.wandb.api_key", "SESSION_ID", "Cookie", "ACCESS_TOKENS", "client_secret", "JWT",
+    "SLACK_WEBHOOK_URL", "DBPassword", "SECRETS", "AZURE_STORAGE_KEY", "SSH_AUTH_SOCK", "_TOKEN",
+    "TOKEN_2",
 ]  # fmt: skip
 HARMLESS_NAMES = [
     "KEYBOARD", "MONKEY", "MONKEYS", "PATH", "PWD", "OLDPWD", "AUTHOR", "AUTHORS", "TOKENIZER_PATH",
     "TOKENIZERS_PARALLELISM", "MAX_TOKENS", "tokenizer", "num-key-value-heads", "image-key",
     "sort_key", "PATTERN", "PATIENCE", "PASSES", "COMPASS", "BYPASS", "OMP_NUM_THREADS",
     "MASTER_ADDR", "MASTER_PORT", "KEYSTONE", "COOKIECUTTER", "OBSESSION", "SESSIONS_DIRX", "lr",
+    "eos_token_id", "pad-token", "special_tokens_map",
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SECRET_NAMES)
 def test_a_secret_name(name):
-    assert redact_environment({name: X, "A": "1"}) == {name: "***", "A": "1"}
-    assert redact_words([f"{name}={X} and 'more'"]) == (f"{name}=***",)
-    assert redact_words(["run", f"--{name}", X, "x"]) == ("run", f"--{name}", "***", "x")
-    assert redact_words([f"--{name}={X}"]) == (f"--{name}=***",)
-    assert redact_words(["--env", f"{name}={X}"]) == ("--env", f"{name}=***")
-    assert redact_words([f"--env={name}={X}"]) == (f"--env={name}=***",)
-    assert redact_words([f"f({name}='{X}')"]) == (f"f({name}='***')",)
-    assert redact_words([f'{{"lr": 1, "{name}": "{X} y", "b": 2}}']) == (
+    assert redact({name: X, "A": "1"}) == {name: "***", "A": "1"}
+    assert redact((f"{name}={X} and 'more'",)) == (f"{name}=***",)
+    assert redact(
+        (
+            "run",
+            f"--{name}",
+            X,
+            "x",
+        )
+    ) == ("run", f"--{name}", "***", "x")
+    assert redact((f"--{name}={X}",)) == (f"--{name}=***",)
+    assert redact(
+        (
+            "--env",
+            f"{name}={X}",
+        )
+    ) == ("--env", f"{name}=***")
+    assert redact((f"--env={name}={X}",)) == (f"--env={name}=***",)
+    assert redact((f"f({name}='{X}')",)) == (f"f({name}='***')",)
+    assert redact((f'{{"lr": 1, "{name}": "{X} y", "b": 2}}',)) == (
         f'{{"lr": 1, "{name}": "***", "b": 2}}',
     )
 
@@ -42,8 +56,8 @@ def test_a_secret_name(name):
 @pytest.mark.parametrize("name", HARMLESS_NAMES)
 def test_a_harmless_name(name):
     words = (f"{name}=a b", f"--{name}", "a", f"--{name}=b", f"f({name}='c')", f'{{"{name}": 3}}')
-    assert redact_words(words) == words
-    assert redact_environment({name: "value"}) == {name: "value"}
+    assert redact(words) == words
+    assert redact({name: "value"}) == {name: "value"}
 
 
 @pytest.mark.parametrize(
@@ -95,9 +109,9 @@ def test_a_harmless_name(name):
     ],
 )  # fmt: skip
 def test_inside_a_word(text, left):
-    assert redact_text(text) == left
-    assert redact_words([text]) == (left,)
-    assert redact_environment({"A": text}) == {"A": left}
+    assert redact(text) == left
+    assert redact((text,)) == (left,)
+    assert redact({"A": text}) == {"A": left}
 
 
 @pytest.mark.parametrize(
@@ -117,13 +131,34 @@ def test_inside_a_word(text, left):
     ],
 )
 def test_words_in_a_row(words, left):
-    assert redact_words(words) == tuple(left)
+    assert redact(words) == left
+    assert redact(tuple(words)) == tuple(left)
+
+
+def test_a_configuration():
+    class Config(dict):
+        pass
+
+    given = {
+        "lr": 0.1, "hub": {"api_key": X, "url": "https://me:x@h"}, "use_auth": True, "token": None,
+        "password": 12345, "secret": ["a"], 3: "HF_TOKEN=x", "list": [{"api_key": X}, ("a", 1)],
+        "run": ["--wandb-key", X, 1], "namespace": "Namespace(api_key='x', lr=1)",
+    }  # fmt: skip
+    assert redact(Config(given)) == {
+        "lr": 0.1, "hub": {"api_key": "***", "url": "https://me:***@h"}, "use_auth": True,
+        "token": None, "password": "***", "secret": "***", 3: "HF_TOKEN=***",
+        "list": [{"api_key": "***"}, ("a", 1)], "run": ["--wandb-key", "***", 1],
+        "namespace": "Namespace(api_key='***', lr=1)",
+    }  # fmt: skip
+    assert given["hub"]["api_key"] == X, "the caller's stays"
+    thing = object()
+    assert redact(thing) is thing
 
 
 def test_twice_is_as_once():
-    once = redact_words(["--token", "x", "HF_TOKEN=y", "f(token='z')", "http://a:b@c"])
-    assert redact_words(once) == once
-    assert redact_environment({"A_TOKEN": "", "B_TOKEN": "***"}) == {
+    once = redact(["--token", "x", "HF_TOKEN=y", "f(token='z')", "http://a:b@c"])
+    assert redact(once) == once
+    assert redact({"A_TOKEN": "", "B_TOKEN": "***"}) == {
         "A_TOKEN": "",
         "B_TOKEN": "***",
     }
@@ -134,6 +169,6 @@ def test_twice_is_as_once():
 )
 def test_the_longest_word_takes_no_time(unit):
     began = time.monotonic()
-    redact_words([unit * (131_072 // len(unit))])
+    redact([unit * (131_072 // len(unit))])
     # linear is a quarter of a second, quadratic a minute and more
     assert time.monotonic() - began < 10
