@@ -57,8 +57,14 @@ def test_numbers_tensors_and_dicts(ranks, n):
         assert torch.equal(result, n * torch.arange(6.0).view(2, 3).t() + n * (n - 1) / 2)
         assert result.is_contiguous()
         assert torch.equal(all_reduce(torch.ones(2).expand(3, 2)), torch.full((3, 2), float(n)))
-        leaf = torch.ones(2, requires_grad=True)
-        assert not all_reduce(leaf, "mean").requires_grad
+        import logging, unittest
+        case, leaf = unittest.TestCase(), torch.ones(2, requires_grad=True)
+        with case.assertNoLogs("ezpz_dist"), torch.no_grad():
+            assert not all_reduce(leaf, "mean").requires_grad
+        with case.assertLogs("ezpz_dist", "WARNING") as logs:
+            assert not all_reduce(2 * leaf).requires_grad and not broadcast(2 * leaf).requires_grad
+        (said,) = logs.output  # once
+        assert "all_reduce() of a tensor with requires_grad returns one without" in said
         assert all_reduce(torch.empty(0, 3)).shape == (0, 3)
 
         # dicts: the order of insertion does not matter; each rank keeps its own

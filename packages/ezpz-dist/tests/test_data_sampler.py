@@ -241,6 +241,8 @@ def test_what_they_do_not_take():
     for change in ({"seed": 2}, {"length": 11}, {"shuffle": False}, {"position": 11}):
         with pytest.raises(DataError, match=r"a sampler's state of .*the order of the samples"):
             sampler.load_state_dict({**state, **change})
+    with pytest.raises(DataError, match="a sampler's epoch -1; expected 0 to"):
+        sampler.load_state_dict({**state, "epoch": -1})
     with pytest.raises(DataError, match="a sampler's state without 'length'; expected what"):
         sampler.load_state_dict({"epoch": 1})
     with pytest.raises(TypeError, match=r"sampler= for ezpz_dist.DataLoader; it makes its own"):

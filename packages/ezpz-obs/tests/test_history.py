@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -71,6 +72,22 @@ def test_a_record_is_on_disk_when_update_returns(tmp_path):
         history.update({"loss": 1.0})
         assert [one["step"] for one in History.read(tmp_path)] == list(range(step + 1))
     history.close()
+
+
+def test_threads_do_not_share_a_step(tmp_path):
+    with History(tmp_path) as history:
+        said = []
+        threads = [
+            Thread(target=lambda x=x: said.extend(history.update({"x": x}) for _ in range(500)))
+            for x in range(8)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    records = History.read(tmp_path)
+    assert [one["step"] for one in records] == list(range(4000))
+    assert sorted(said) == sorted(f"step={one['step']} x={one['x']}" for one in records)
 
 
 def test_without_a_summary(tmp_path):
@@ -147,6 +164,11 @@ def test_a_metric_that_is_no_number(bad, tmp_path):
         assert history.update({"loss": 1.0}) == "step=0 loss=1", "nothing of it was recorded"
 
 
+def test_a_masked_number_is_none():
+    masked = {"a": np.ma.masked, "b": np.ma.array(1.0, mask=True), "c": np.ma.array(1.0)}
+    assert History().update(masked) == "step=0 a=nan b=nan c=1"
+
+
 @pytest.mark.parametrize("bad", ["x", 1.5])
 def test_a_step_that_is_none(bad):
     with pytest.raises(TypeError):
@@ -169,6 +191,9 @@ def test_names_that_cannot_be():
         History().update({"a": {"b": 1}, "a/b": 2})
     with pytest.raises(ValueError, match="has no name"):
         History().update({"a": {"": 1}})
+    for value in (1.0, np.zeros(())):
+        with pytest.raises(ValueError, match="has no name"):
+            History().update({"": value})
     with pytest.raises(ValueError, match="every=0"):
         History(every=0)
 

@@ -64,6 +64,28 @@ def test_a_damaged_line_in_the_middle_is_an_error_that_names_it(tmp_path):
         History.read(path)
 
 
+@pytest.mark.parametrize(
+    "line", ['{"step":[1]}', '{"step":1}', '{"step":"1","time":1}', '{"step":1,"time":1,"x":[1]}']
+)
+def test_a_line_that_is_no_record_is_named(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"ezpz_obs":1,"attempt":0,"time":1}}\n{line}\n')
+    with pytest.raises(HistoryError, match=r"line 2 of .*expected a line that a History wrote"):
+        History.read(path)
+    with pytest.raises(HistoryError, match=r"line 2 of .*expected a line that a History wrote"):
+        _ = read_run(path).headers
+
+
+def test_a_line_without_an_end_is_not_read_into_memory(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with open(path, "wb") as file:
+        file.write(b'{"step":0,"time":1}\n{"step":1,')
+        file.truncate(1 << 36)  # zeros that take no room on the disk
+    for look in (History.read, History, lambda path: list(follow(path, stop=lambda: True))):
+        with pytest.raises(HistoryError, match="longer than 64 MiB"):
+            look(path if look is not History else tmp_path)
+
+
 def test_a_file_of_a_later_schema(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"ezpz_obs":2,"attempt":0}\n')

@@ -17,6 +17,7 @@ from .call import Call
 from .exchange import ROOM, exchange, payload_of
 from .members import Members, find_members
 from .pickled import as_bytes, dump, is_plain, load, place_for
+from .tensors import tell_of_gradient
 
 T = TypeVar("T")
 
@@ -76,7 +77,11 @@ def broadcast(obj: T, root: int = 0, group: dist.ProcessGroup | None = None) -> 
 
 def kept(obj: T) -> T:
     """Return what a rank gets of its own object: the object, a tensor without its graph."""
-    return obj.detach() if isinstance(obj, torch.Tensor) else obj  # type: ignore[return-value]  # a tensor for a tensor
+    if not isinstance(obj, torch.Tensor):
+        return obj
+    if obj.grad_fn is not None:  # a parameter is broadcast for its value
+        tell_of_gradient("broadcast()")
+    return obj.detach()  # type: ignore[return-value]  # a tensor for a tensor
 
 
 def _checked(root: object, members: Members | None) -> int:

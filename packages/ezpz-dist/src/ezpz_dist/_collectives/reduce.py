@@ -52,7 +52,8 @@ def all_reduce(
 
     Collective: every rank calls this, with the same operation, keys, shapes and dtypes;
     ranks that differ are named on every rank, by rank, key and source line, and the group
-    can be used further. The argument is not changed. NaN on any rank gives NaN.
+    can be used further. The argument is not changed. NaN on any rank gives NaN. No gradient
+    flows through it: a tensor with ``requires_grad`` is warned about, once.
 
     Numbers and small tensors, also a dict of up to 27 numbers, need a single collective; what
     is larger a second one; tensors beyond 64 KiB over all ranks one for each type in which they

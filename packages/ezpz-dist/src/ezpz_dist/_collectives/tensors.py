@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 _TRAVELS_AS: dict[torch.dtype, torch.dtype] = {
     torch.float16: torch.float32,
@@ -50,6 +53,8 @@ def as_tensor(value: object, op: str) -> Tensor | None:
     """
     numpy = sys.modules.get("numpy")
     if isinstance(value, Tensor):
+        if value.requires_grad:
+            tell_of_gradient("all_reduce()")
         tensor = _plain(value)
     elif numpy is not None and type(value) in (numpy.ndarray, numpy.memmap):
         try:
@@ -69,6 +74,23 @@ def as_tensor(value: object, op: str) -> Tensor | None:
     if op not in ("sum", "mean") and tensor.is_complex():
         raise ValueError(f"the {op} of a {tensor.dtype} tensor; expected real numbers")
     return tensor.detach()
+
+
+def tell_of_gradient(operation: str) -> None:
+    """Warn, once, that no gradient goes through a collective that is given a tensor with one."""
+    global _told
+    if _told or not torch.is_grad_enabled():
+        return
+    _told = True
+    logger.warning(
+        "%s of a tensor with requires_grad returns one without: no gradient flows through it. "
+        "Give it tensor.detach() if only the value counts; for the gradient use "
+        "torch.distributed._functional_collectives.all_reduce",
+        operation,
+    )
+
+
+_told = False  # once a process
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -163,6 +163,8 @@ class DataParallelSampler(Sampler[int]):
                 f"a sampler's state of {differ or position}; expected {fixed}: the order of the "
                 "samples would be another, and some would come twice and others never"
             )
+        if not 0 <= epoch < _MAX_EPOCHS:
+            raise DataError(f"a sampler's epoch {epoch}; expected 0 to {_MAX_EPOCHS - 1}")
         self.begin_at(*self.after(epoch, position, 0))
 
     def _fixed(self) -> dict[str, int | bool]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from threading import RLock
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -29,5 +30,6 @@ def disown_in_children(places: Places) -> None:
             found.writer.close()
         found.writer, found.kept, found.feeders, found.progress = None, None, (), None
         found.closed = "in a process forked from its own"
+        found.lock = RLock()  # another thread of the parent's may hold the old one for ever
 
     os.register_at_fork(after_in_child=disown)

@@ -155,12 +155,14 @@ class History:
             TypeError: A metric or the step is no number, a name no string.
             ValueError: A name is History's own, such as ``step``.
         """
-        text = self._recorder.take(metrics, step)
-        return self._recorder.summarize() if text is None else text
+        with self._places.lock:  # of two threads, each gets a step of its own
+            text = self._recorder.take(metrics, step)
+            return self._recorder.summarize() if text is None else text
 
     def record(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Record and write as `update` does, without a summary."""
-        self._recorder.take(metrics, step)
+        with self._places.lock:
+            self._recorder.take(metrics, step)
 
     def event(self, kind: str, message: str = "", **fields: Any) -> None:
         """Write something that happened, with the time and the last step: a check-point, say.

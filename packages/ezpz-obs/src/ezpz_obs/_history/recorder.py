@@ -6,7 +6,8 @@ import logging
 import operator
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from threading import RLock
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ezpz_obs._context import NOW
@@ -51,6 +52,7 @@ class Places:
         progress: The launcher's file.
         alarms: What looks at every record.
         closed: Why nothing more goes anywhere: "after close()".
+        lock: Held by the thread that records.
     """
 
     writer: Writer | None = None
@@ -59,6 +61,7 @@ class Places:
     progress: Progress | None = None
     alarms: Sequence[Check] = ()
     closed: str = ""
+    lock: RLock = field(default_factory=RLock)  # a signal's handler may record, too
 
 
 class Recorder:

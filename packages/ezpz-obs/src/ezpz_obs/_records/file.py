@@ -13,7 +13,7 @@ from typing import Any
 from ezpz_obs._descriptors import is_at, open_to_append
 from ezpz_obs._errors import HistoryError
 
-from .lines import EVENT, HEADER, RECORD, decode
+from .lines import EVENT, HEADER, LONGEST_LINE, RECORD, decode
 
 _BLOCK = 1 << 20
 
@@ -162,6 +162,11 @@ def _each_line(fd: int, see: Callable[[bytes], Any]) -> bytes:
         place += len(block)
         lines = (rest + block).split(b"\n")
         rest = lines.pop()
+        if len(rest) > LONGEST_LINE:
+            raise HistoryError(
+                f"{rest[:40]!r} is longer than {LONGEST_LINE >> 20} MiB; expected lines that a "
+                "History wrote: give another outdir"
+            )
         for line in lines:
             see(line)
     return rest
@@ -177,4 +182,7 @@ def _step_of(line: bytes) -> int:
     try:
         return int(digits)
     except ValueError:
-        return int(decode(line)["step"])
+        step = decode(line)["step"]
+    if type(step) is not int:
+        raise HistoryError(f"{line[:60]!r}; expected a step that is an integer")
+    return step

@@ -28,6 +28,8 @@ _CRC = b',"crc":"'
 _CRC_LENGTH = len(_CRC) + 8 + len(b'"}')
 _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _STRING = frozenset({str})
+LONGEST_LINE = 64 << 20
+"""Bytes: what is longer was not written by a History, and is not read into memory."""
 _LONGEST_INTEGER = 4000  # digits; Python's own limit is 4,300
 
 
@@ -134,5 +136,6 @@ def is_quick(metrics: Mapping[str, Any]) -> bool:
     return (
         PLAIN.issuperset(map(type, metrics.values()))
         and RESERVED.isdisjoint(metrics)
+        and "" not in metrics
         and _STRING.issuperset(map(type, metrics))
     )

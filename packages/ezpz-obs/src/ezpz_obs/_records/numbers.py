@@ -62,6 +62,9 @@ def to_number(name: str, value: Any) -> Number:
     if type(value) not in PLAIN:
         # numpy's float64 is a float to Python, and not to the encoder.
         item = getattr(value, "item", None)
+        masked = sys.modules.get("numpy.ma")
+        if masked is not None and masked.is_masked(value):
+            return float("nan")  # its `item` is a number that is none
         try:
             value = item() if callable(item) else value
         except (ValueError, RuntimeError) as error:  # numpy's and torch's, of several elements

@@ -16,8 +16,8 @@ import orjson
 from ezpz_obs._errors import HistoryError
 from ezpz_topo import redact
 
-from .lines import EVENT, HEADER, RECORD, SCHEMA, decode
-from .numbers import as_float
+from .lines import EVENT, HEADER, LONGEST_LINE, RECORD, SCHEMA, decode
+from .numbers import PLAIN, as_float
 
 if TYPE_CHECKING:
     import numpy as np
@@ -136,7 +136,7 @@ class Run:
         for number, line in _lines(self.path):
             if line.startswith(RECORD):
                 if firsts[-1] == float("inf"):
-                    firsts[-1] = _decoded(line, number, self.path)["step"]
+                    firsts[-1] = _record(line, number, self.path)["step"]
             elif line.startswith(HEADER):
                 header = _decoded(line, number, self.path)
                 _check_schema(header, self.path)
@@ -198,6 +198,8 @@ def follow(
                 continue
             lines = (rest + block).split(b"\n")
             rest = lines.pop()
+            if len(rest) > LONGEST_LINE:
+                raise _too_long(number + len(lines) + 1, run.path)
             for number, line in enumerate(lines, start=number + 1):  # noqa: B020  # counts on
                 yield _decoded(line, number, run.path)
 
@@ -205,9 +207,11 @@ def follow(
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Read whole lines, numbered from 1; a last one without a newline is left out if torn."""
     with open(path, "rb", buffering=_BUFFER) as file:
-        for number, line in enumerate(file, start=1):
+        for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE), b""), start=1):
             if line.endswith(b"\n"):
                 yield number, line[:-1]
+            elif len(line) == LONGEST_LINE:
+                raise _too_long(number, path)
             else:
                 try:
                     decode(line)
@@ -223,6 +227,13 @@ def _decoded(line: bytes, number: int, path: Path) -> dict[str, Any]:
         raise HistoryError(f"line {number} of {path}: {error}") from None
 
 
+def _too_long(number: int, path: Path) -> HistoryError:
+    return HistoryError(
+        f"line {number} of {path} is longer than {LONGEST_LINE >> 20} MiB; "
+        "expected lines that a History wrote"
+    )
+
+
 def _decode_many(lines: list[tuple[int, bytes]], path: Path) -> list[dict[str, Any]]:
     """Decode records together: half the time of one by one, which whatever is odd still takes."""
     together = b"[%b]" % b",".join(line for _, line in lines)
@@ -232,8 +243,27 @@ def _decode_many(lines: list[tuple[int, bytes]], path: Path) -> list[dict[str, A
         except orjson.JSONDecodeError:
             pass  # one by one says which
         else:
-            return found
-    return [_decoded(line, number, path) for number, line in lines]
+            if all(map(_is_record, found)):
+                return found
+    return [_record(line, number, path) for number, line in lines]
+
+
+def _record(line: bytes, number: int, path: Path) -> dict[str, Any]:
+    found = _decoded(line, number, path)
+    if not _is_record(found):
+        raise HistoryError(
+            f"line {number} of {path} is {line[:60]!r}; expected a line that a "
+            "History wrote: an integer step, a time and numbers"
+        )
+    return found
+
+
+def _is_record(found: Any) -> bool:
+    return (
+        PLAIN.issuperset(map(type, found.values()))
+        and type(found["step"]) is int
+        and "time" in found
+    )
 
 
 def _check_schema(header: dict[str, Any], path: Path) -> None:

@@ -10,6 +10,8 @@ from typing import Any, Final
 
 import orjson
 
+from ezpz_obs._records.lines import LONGEST_LINE
+
 ROOM: Final = 200
 """Different messages that are kept, of the first and of the last each."""
 
@@ -54,7 +56,7 @@ def collect(events: Iterable[dict[str, Any]], folder: Path) -> Notices:
     for event in events:
         if event["event"] not in _QUIET:
             found.put(_of_event(event))
-    for path in sorted((folder / "logs").glob("*.jsonl")):
+    for path in filter(Path.is_file, sorted((folder / "logs").glob("*.jsonl"))):
         for line in _lines(path):
             if line is None:
                 found.unreadable += 1
@@ -102,7 +104,8 @@ def _of_event(event: dict[str, Any]) -> Notice:
 def _lines(path: Path) -> Iterator[Notice | None]:
     """Give what a log says from WARNING upward, and None for a line that is no log's."""
     with open(path, "rb", buffering=1 << 20) as file:
-        for line in file:
+        # In parts where it is longer than any log's: those are no JSON.
+        for line in iter(lambda: file.readline(LONGEST_LINE), b""):
             if any(light in line for light in _LIGHT):
                 continue
             try:
