@@ -65,7 +65,7 @@ def test_a_damaged_line_in_the_middle_is_an_error_that_names_it(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "line", ['{"step":[1]}', '{"step":1}', '{"step":"1","time":1}', '{"step":1,"time":1,"x":[1]}']
+    "line", ['{"step":[1]}', '{"step":1}', '{"step":1.5,"time":1}', '{"step":1,"time":1,"x":[1]}']
 )
 def test_a_line_that_is_no_record_is_named(tmp_path, line):
     path = tmp_path / "metrics.jsonl"

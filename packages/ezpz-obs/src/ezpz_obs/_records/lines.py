@@ -115,7 +115,7 @@ def decode(line: bytes) -> dict[str, Any]:
     if "crc" in found:
         del found["crc"]
     # Strings are rare: looking for one in the bytes is quicker than at every value.
-    if line.startswith(RECORD) and b':"' in line:
+    if line.startswith(RECORD) and (b':"' in line or b': "' in line):
         for name, value in found.items():
             if type(value) is str:
                 found[name] = _number(value)

@@ -237,7 +237,7 @@ def _too_long(number: int, path: Path) -> HistoryError:
 def _decode_many(lines: list[tuple[int, bytes]], path: Path) -> list[dict[str, Any]]:
     """Decode records together: half the time of one by one, which whatever is odd still takes."""
     together = b"[%b]" % b",".join(line for _, line in lines)
-    if b':"' not in together:  # no number in words, no checksum
+    if b':"' not in together and b': "' not in together:  # no number in words, no checksum
         try:
             found: list[dict[str, Any]] = orjson.loads(together)
         except orjson.JSONDecodeError:
