@@ -36,7 +36,7 @@ files = {
     f"{stem}.dist-info/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
 }
 if name == "mpich":
-    files[f"{stem}.data/scripts/mpiexec"] = "#!/bin/sh\n"
+    files[f"{stem}.data/scripts/mpiexec"] = "#!/bin/sh\necho HYDRA build details:\n"
 record = f"{stem}.dist-info/RECORD"
 with zipfile.ZipFile(f"{folder}/{stem}-py3-none-any.whl", "w") as wheel:
     for path, text in files.items():

@@ -256,7 +256,7 @@ second_call() {
   make_wheel . numpy 2.1.0
   install_for_user ./*.whl
   make_clone "$NEW"
-  mkdir mpi && make_script mpi/mpiexec :
+  mkdir mpi && make_script mpi/mpiexec 'echo HYDRA build details:'
   BIN_DIR=$PWD/mpi:$BIN in_shell 'source "$1/utils.sh" && ezpz_setup_env && command -v mpiexec
     python -c "import torch, numpy; print(torch.__file__, numpy.__file__)"' "$NEW"
   has 'torch 2.9.0+site (kept, from '
@@ -271,15 +271,41 @@ second_call() {
   has_not 'making '
   has 'torch 2.13.0 (installed by pip)'
   [ "${lines[-1]}" = "$CLONE/.venv/bin/mpiexec" ]
-  # then a module brings an MPI: the wheel must not hide it (a later call without it puts it back)
-  BIN_DIR=$PWD/mpi:$BIN in_shell 'source "$1/utils.sh" && ezpz_setup_env && command -v mpiexec' "$CLONE"
-  [ "${lines[-1]}" = "$PWD/mpi/mpiexec" ]
+  # on the way back without the MPI's module: nothing is installed
+  VARS=()
+  in_shell 'source "$1/utils.sh" && ezpz_setup_env' "$NEW"
+  has_not 'installing '
+  has "MPI: $PWD/mpi/mpiexec"
   VARS=()
   make_wheel . torch 2.0.1
   install_for_user ./torch-2.0.1*.whl
   EXPECT=1 in_shell 'source "$1/utils.sh" && ezpz_setup_env' "$NEW"
   has 'has torch 2.0.1 at '
   has 'EZPZ_SITE_PACKAGES=0'
+}
+
+# PBS's profile puts its own mpiexec on PATH, a shell script that starts no MPI (OpenPBS 23.06).
+@test "in a PBS job: PBS's own mpiexec is no MPI; what works is not taken out of the environment where PATH differs" {
+  local where
+  mkdir -p pbs mpi
+  make_script pbs/mpiexec 'echo pbs_version = 23.06.06'
+  make_script mpi/mpiexec 'echo HYDRA build details:'
+  make_script mpi/mpicc 'exit 1'
+  for where in "$BIN" "$PWD/pbs:$BIN" "$BIN:$PWD/pbs:$PWD/mpi"; do
+    BIN_DIR=$where in_shell 'source "$1/utils.sh" && ezpz_setup_env && command -v mpiexec' "$CLONE"
+    has_not 'installing '
+    has 'MPI: mpich 5.0.2'
+    [ "${lines[-1]}" = "$CLONE/.venv/bin/mpiexec" ]
+  done
+  # nor where a node's PATH has no Python at all
+  make_bin bare
+  BIN_DIR=$PWD/bare in_shell 'source "$1/utils.sh" && ezpz_setup_env && command -v mpiexec' "$CLONE"
+  has_not 'installing '
+  # a new one, made in the job
+  make_clone "$NEW"
+  BIN_DIR=$PWD/pbs:$BIN in_shell 'source "$1/utils.sh" && ezpz_setup_env && command -v mpiexec' "$NEW"
+  has 'MPI: mpich 5.0.2'
+  [ "${lines[-1]}" = "$NEW/.venv/bin/mpiexec" ]
 }
 
 # --- form

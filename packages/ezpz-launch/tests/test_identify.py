@@ -84,6 +84,17 @@ def test_an_unknown_mpiexec(tmp_path):
         identify(path)
 
 
+def test_pbss_own_mpiexec_is_passed_over_where_an_mpis_follows(tmp_path):
+    # captured from OpenPBS 23.06, whose profile puts it on PATH
+    pbs = program(tmp_path / "pbs" / "mpiexec", "pbs_version = 23.06.06")
+    mpich = program(tmp_path / "mpich" / "mpiexec", "HYDRA build details:")
+    found = find_mpiexec({"PATH": f"{tmp_path}/pbs"}, beside=f"{tmp_path}/mpich")
+    assert (found.path, found.kind) == (mpich, "hydra")
+    assert found.source.endswith(f"; passed over {pbs}: no MPI's")
+    with pytest.raises(LaunchError, match=r"'pbs_version = 23\.06\.06'; expected MPICH's Hydra"):
+        find_mpiexec({"PATH": f"{tmp_path}/pbs"})
+
+
 def test_pals_is_known_by_where_it_lies(tmp_path, monkeypatch):
     monkeypatch.setattr("ezpz_launch._planning.identify._PALS", str(tmp_path / "pals"))
     site = program(tmp_path / "pals" / "mpiexec", "mpiexec 1.3.4")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from ezpz_launch._errors import CommandNotFoundError, LaunchError
@@ -56,6 +56,9 @@ def find_mpiexec(
 ) -> Launcher:
     """Find an MPI's launcher on PATH, else beside this Python, and identify it.
 
+    One that belongs to no MPI that we know (PBS has an mpiexec of its own) is passed over where
+    one that does follows.
+
     Args:
         env: The environment whose PATH is searched.
         beside: Directory of this environment's commands, for a venv that is not activated.
@@ -67,21 +70,35 @@ def find_mpiexec(
         LaunchError: It is one that this version does not know.
     """
     directories = [d for d in (*env.get("PATH", "").split(os.pathsep), beside) if d]
-    found = [path for d in directories if _is_executable(path := os.path.join(d, name))]
+    here = dict.fromkeys(os.path.join(directory, name) for directory in directories)
+    found = [path for path in here if _is_executable(path)]
     if not found:
         raise CommandNotFoundError(
             f"no {name} on PATH or in this environment; expected an MPI; "
             "load the site's MPI module, or: pip install mpich"
         )
-    chosen = identify(found[0], meanwhile)
+    chosen = _first_of_an_mpi(found, meanwhile)
     shadowed = next((path for path in found[1:] if path.startswith(_PALS)), None)
     if shadowed is None or chosen.kind == "pals":
         return chosen
     note = (
-        f"{found[0]} comes before the site's {shadowed} on PATH: it may not reach the other nodes; "
-        "deactivate the environment that brings it, or load the site's module after it"
+        f"{chosen.path} comes before the site's {shadowed} on PATH: it may not reach the other "
+        "nodes; deactivate the environment that brings it, or load the site's module after it"
     )
     return chosen._replace(notes=(*chosen.notes, note))
+
+
+def _first_of_an_mpi(found: Sequence[str], meanwhile: Callable[[], None] | None) -> Launcher:
+    wrong: list[LaunchError] = []
+    for path in found:
+        try:
+            chosen = identify(path, meanwhile)
+        except LaunchError as error:
+            wrong.append(error)
+            continue
+        passed = f"; passed over {', '.join(found[: len(wrong)])}: no MPI's" if wrong else ""
+        return chosen._replace(source=chosen.source + passed)
+    raise wrong[0]
 
 
 def find_command(name: str, kind: str, env: Mapping[str, str], *, beside: str = "") -> Launcher:
