@@ -11,7 +11,7 @@
 #   EZPZ_WHEELS           a folder of wheels to install from, instead of an index
 #   EZPZ_ROOT             the clone, if this comes from a pipe: source <(cat utils.sh); bash 3: . /dev/stdin <<<"$(cat utils.sh)"
 #   EZPZ_LOG_LEVEL        WARNING: only warnings and errors
-#   PIP_*, UV_*, MPICC    as pip, uv and mpi4py read them; an empty MPICC asks for mpi4py's wheel
+#   PIP_*, UV_*, MPICC    as pip, uv and mpi4py read them; MPICC= asks for mpi4py's wheel; unset, an environment keeps its MPI
 
 # ezpz_setup_env: all of it, in this order: job, modules, proxy, Python. Call it again to repair.
 #   usage: ezpz_setup_env; exports what these export
@@ -116,8 +116,8 @@ ezpz_get_gpus_per_node() (
   _ezpz_plain
   devices='' count=$(_ezpz_script devices) || return $?
   if [ -z "$count" ]; then
-    host=${SLURMD_NODENAME:-$(command uname -n)} on=${SLURM_JOB_ID-}${PBS_JOBID-}
-    [ -z "$on" ] || on=$(_ezpz_hosts | command awk -F. -v host="${host%%.*}" 'tolower($1) == tolower(host)')
+    on=${SLURM_JOB_ID-}${PBS_JOBID-}
+    [ -z "$on" ] || on=$(_ezpz_node)
     [ -n "$on" ] || { machine=$(ezpz_get_machine_name) && _ezpz_facts "$machine"; } || return 1
   fi
   printf '%s\n' "${count:-${devices:-0}}"
@@ -131,7 +131,7 @@ ezpz_write_hostfile() (hosts=$(_ezpz_hosts) && _ezpz_put "${1-}" hosts "$hosts")
 #   exit codes: 0, 1 that is no URL, or as ezpz_get_machine_name
 ezpz_set_proxy() { _ezpz_import _ezpz_proxy_facts "${1-}"; }
 # ezpz_save_env: write the job's variables, and those of modules and environment, for ezpz_load_env; print the path.
-#   usage: ezpz_save_env [file] (default: ~/.ezpz/env-JOBID); its mode is 600
+#   usage: ezpz_save_env [file] (default: ~/.ezpz/env-JOBID, replaced on the job's first node only); its mode is 600
 #   exit codes: 0, 1 it cannot be written
 ezpz_save_env() (umask 077 && _ezpz_put "${1-}" env "$(_ezpz_saved </dev/null)")
 # ezpz_load_env: export what ezpz_save_env wrote: a job's shell in another one. The file is read, never executed.
@@ -165,9 +165,7 @@ _ezpz_report() { _ezpz_say "$(command cat "$VIRTUAL_ENV/.ezpz/summary"), environ
 # In a subshell: our options, not yours. -f: unquoted lists are split, never globbed.
 _ezpz_plain() {
   [ -z "${ZSH_VERSION-}" ] || emulate sh
-  set +euC -f && set +o pipefail
-  trap - ERR DEBUG
-  IFS=$' \t\n'
+  set +euC -f && set +o pipefail && trap - ERR DEBUG && IFS=$' \t\n'
 }
 # In your shell: what others wrote (modules, conda) bears neither -u nor -e.
 _ezpz_calmly() {
@@ -251,6 +249,7 @@ _ezpz_script() (
   BASH_ENV='' command bash "$root/scripts/$1" "${@:2}"
 )
 _ezpz_hosts() { job=$(ezpz_get_scheduler_type) && _ezpz_script hosts "$job"; }
+_ezpz_node() (host=${SLURMD_NODENAME:-$(command uname -n)} && _ezpz_hosts | command awk -F. -v host="${host%%.*}" 'tolower($1) == tolower(host) { print NR }')
 _ezpz_job_facts() (
   _ezpz_plain
   scheduler=$(ezpz_get_scheduler_type) || return 1
@@ -311,6 +310,7 @@ _ezpz_put() {
   case $1 in /*) file=$1 ;; ?*) file=$PWD/$1 ;; *)
     folder=$(_ezpz_folder) || return 1
     file=$folder/$2-$(printf %s "${SLURM_JOB_ID:-${PBS_JOBID:-local}}" | command tr -c 'A-Za-z0-9.-' _)
+    case $2$(_ezpz_node 2>/dev/null) in env | env1) ;; env*) [ ! -f "$file" ] || { printf '%s\n' "$file" && return 0; } ;; esac
     ;;
   esac
   { { [ ! -e "$file" ] || [ -f "$file" ]; } && printf '%s\n' "$3" >"$file.$$" && command mv -f "$file.$$" "$file"; } 2>/dev/null ||

@@ -261,6 +261,20 @@ refuses() { # EXPECTED-WORDS
   [ ! -e pwned ]
 }
 
+# Another node's shell often has a poorer PATH (pbs_tmrsh: /bin:/usr/bin), and the same home.
+@test "what the first node saved is replaced there only" {
+  need_hostname
+  local file
+  VARS=("${BATCH[@]}")
+  HOST_NAME=x1n0 BIN_DIR=$PWD/rich:$BIN here '. "$1"; ezpz_save_env' "$REPO/utils.sh"
+  file=$output
+  HOST_NAME=x1n1 here '. "$1"; ezpz_save_env' "$REPO/utils.sh"
+  [ "$output" = "$file" ]
+  grep -q "^PATH=$PWD/rich:" "$file"
+  HOST_NAME=x1n0.site.gov here '. "$1"; ezpz_save_env' "$REPO/utils.sh"
+  grep -q "^PATH=$BIN" "$file"
+}
+
 @test "load refuses a file that others can write, another's, a pipe, and one that is not there" {
   VARS=("${BATCH[@]}")
   here '. "$1"; ezpz_save_env saved' "$REPO/utils.sh"
