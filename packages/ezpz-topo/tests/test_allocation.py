@@ -25,6 +25,27 @@ def test_asking_where_no_scheduler_is_installed(tmp_path):
     assert "no scheduler here" in job.sources["scheduler"]
 
 
+# The words of Slurm 22.05.8 and OpenPBS 23.06 without a configuration.
+NOT_SET_UP = {
+    "squeue": "echo squeue: fatal: Could not establish a configuration source >&2; exit 1",
+    "qselect": "echo 'qselect: cannot connect to server  (errno=0)' >&2; exit 1",
+}
+
+
+@pytest.mark.parametrize("client", NOT_SET_UP)
+def test_a_client_that_is_not_set_up_hides_no_other_schedulers_answer(tmp_path, client):
+    for name, words in NOT_SET_UP.items():
+        body = words if name == client else "exit 0"  # no job of this user
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/bin", "USER": "alice"}
+    assert get_allocation(env, ask=True).scheduler == "none"
+    # one that is set up, and does not answer, is told
+    (tmp_path / "squeue").write_text("#!/bin/sh\necho squeue: Unable to contact >&2; exit 1\n")
+    with pytest.raises(SchedulerError, match="Unable to contact"):
+        get_allocation(env, ask=True)
+
+
 def test_two_jobs_at_once_are_an_error():
     with pytest.raises(InvalidVariableError, match=r"SLURM_JOB_ID=7 and PBS_JOBID=1.pbs.*unset"):
         get_allocation({"PBS_JOBID": "1.pbs", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a"})

@@ -121,6 +121,13 @@ def test_on_a_machine_with_a_scheduler_its_commands_are_missed():
     assert "add /opt/pbs/bin to PATH" in result.remedy
 
 
+def test_another_schedulers_client_that_is_not_set_up_hides_none_that_answers(tmp_path):
+    command(tmp_path, "scontrol", "echo Could not establish a configuration source >&2; exit 1")
+    command(tmp_path, "qstat", "exit 0")
+    result = scheduler.check(5, {"PATH": f"{tmp_path}:/usr/bin:/bin"})
+    assert (result.status, result.message) == ("ok", "PBS answers; no job in this shell")
+
+
 def test_in_a_job_the_controller_knows_it(slurm):
     result = scheduler.check(5, {**slurm(), **IN_JOB})
     assert result.status == "ok"

@@ -283,6 +283,20 @@ def test_a_login_shell_that_reset_path_has_no_qstat(tmp_path):
         _pbs.allocation(env)
 
 
+@pytest.mark.parametrize("line", ["PBS_EXEC={}", 'PBS_EXEC="{}"'])
+def test_qstat_and_qselect_are_looked_for_where_pbss_own_file_says(tmp_path, pbs, line):
+    pbs(**{"1_pbs-0001": JOB})
+    (tmp_path / "opt" / "bin").mkdir(parents=True)
+    for name in ("qstat", "qselect"):
+        (tmp_path / name).rename(tmp_path / "opt" / "bin" / name)
+    conf = tmp_path / "pbs.conf"
+    conf.write_text(f"PBS_SERVER=pbs-0001\n{line.format(tmp_path / 'opt')}\n")
+    env = {"PATH": "/usr/bin:/bin", "USER": "alice", "PBS_CONF_FILE": str(conf)}
+    assert _pbs.job_of_this_host(env, "x1n1").job_id == "1.pbs-0001"
+    assert _pbs.allocation({**BATCH, **env}).hosts == ("x1n0", "x1n1")
+    assert _pbs.allocation({**BATCH, "PATH": "", "PBS_EXEC": f"{tmp_path}/opt"}).num_nodes == 2
+
+
 def test_a_qstat_that_exits_127(tmp_path, pbs):
     env = {**BATCH, **pbs()}
     script(tmp_path, "qstat", "echo qstat.bin: not found >&2; exit 127")
@@ -543,7 +557,7 @@ def test_a_user_that_is_no_name_is_never_an_argument(tmp_path, pbs):
     assert asked(tmp_path) == []
 
 
-# On the job's other nodes there is no node file.
+# A node without the job's node file.
 
 RANK = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
 
@@ -558,7 +572,7 @@ def test_one_of_many_ranks_there_starts_no_command(tmp_path, pbs):
     rows = {name: (value, source) for name, value, source in topology.explain()}
     assert rows["hosts"][0] is None
     assert "cannot be read here" in rows["hosts"][1]
-    with pytest.raises(SchedulerError, match="run this on the job's first node"):
+    with pytest.raises(SchedulerError, match="set PBS_NODEFILE to a copy"):
         get_hosts(env=env)
     assert asked(tmp_path) == []
 

@@ -27,6 +27,11 @@ _UNREADABLE = {"FLUX_JOB_ID": "flux", "LSB_JOBID": "lsf", "COBALT_JOBID": "cobal
 """Jobs of schedulers whose hosts we cannot read: this host alone would be wrong there."""
 
 
+_NOT_SET_UP = ("Could not establish a configuration source", "cannot connect to server  (errno")
+"""What squeue and qselect say where a client is installed, and knows no server (Slurm 22.05.8,
+OpenPBS 23.06): none of its jobs is on this host."""
+
+
 @dataclass(frozen=True, slots=True)
 class Allocation:
     """The nodes that a scheduler gave us, or this host.
@@ -75,7 +80,7 @@ def get_allocation(env: Mapping[str, str] | None = None, *, ask: bool | None = N
     Args:
         env: The environment to read; default ``os.environ``.
         ask: Whether the scheduler's own commands may be started. None: where the variables do
-            not tell the hosts (PBS writes its node file on the job's first node only). True:
+            not tell the hosts (PBS's node file is missing on some nodes of some sites). True:
             also for what is good to know, the end of the walltime and, without job variables,
             the job that this host is a node of (a shell opened with ssh). False: never, for
             what every rank calls: ten thousand qstats at once take a server down.
@@ -138,8 +143,16 @@ def _module(scheduler: str) -> _Scheduler:
 
 def _job_of_this_host(env: Mapping[str, str]) -> Allocation | None:
     hostname = get_hostname()
-    found = [_module(scheduler).job_of_this_host(env, hostname) for scheduler in ("pbs", "slurm")]
-    return next((job for job in found if job is not None), None)
+    for scheduler in ("pbs", "slurm"):
+        try:
+            job = _module(scheduler).job_of_this_host(env, hostname)
+        except SchedulerError as error:
+            if not any(words in str(error) for words in _NOT_SET_UP):
+                raise
+            continue
+        if job is not None:
+            return job
+    return None
 
 
 def _with_end(job: Allocation, env: Mapping[str, str]) -> Allocation:

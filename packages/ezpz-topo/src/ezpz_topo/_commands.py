@@ -56,7 +56,7 @@ def ask(
         time_limit: Seconds for each attempt; default ``EZPZ_SCHEDULER_TIMEOUT``, else 10.
         attempts: How often to try, at least once.
         good: The exit statuses that are an answer.
-        place: The directory where the command usually is, for the error.
+        place: The directory to look in where PATH has no such command.
 
     Raises:
         SchedulerError: The command is missing, failed, printed too much, or did not answer.
@@ -70,7 +70,7 @@ def ask(
         if attempt:
             time.sleep(_FIRST_PAUSE * 2 ** (attempt - 1))
         attempt += 1
-        answer = _run(argv, env, time_limit, place)
+        answer = _run((find(argv[0], env, place) or argv[0], *argv[1:]), env, time_limit, place)
         if answer and (answer.status in good or answer.status in _NEVER_TRANSIENT):
             break
     tried = "1 attempt" if attempt == 1 else f"{attempt} attempts"
@@ -89,9 +89,10 @@ def ask(
     return answer
 
 
-def find(command: str, env: Mapping[str, str]) -> str | None:
-    """Return the path of an executable on ``env``'s PATH, or None."""
-    for folder in env.get("PATH", os.defpath).split(os.pathsep):
+def find(command: str, env: Mapping[str, str], place: str = "") -> str | None:
+    """Return the path of an executable on ``env``'s PATH, else in ``place``, or None."""
+    folders = env.get("PATH", os.defpath).split(os.pathsep)
+    for folder in [*folders, place] if place else folders:
         path = os.path.join(folder, command)
         if os.path.isfile(path) and os.access(path, os.X_OK):
             return path

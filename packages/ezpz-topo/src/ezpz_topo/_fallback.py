@@ -63,8 +63,8 @@ def get_hosts(
     named = [("argument", hostfile), *((name, env.get(name) or None) for name in _VARIABLES)]
     node_file = env.get("PBS_NODEFILE")
     if hostfile is None and env.get("PBS_JOBID") and node_file and not os.path.lexists(node_file):
-        # PBS writes it on the job's first node only. Its server knows the hosts; a HOSTFILE
-        # here would give this node other hosts than that one.
+        # Its server knows the hosts; a HOSTFILE here would give this node other hosts than those
+        # that read PBS's file.
         named = []
     for source, path in named:
         if path is not None:
@@ -97,8 +97,7 @@ def get_hostfile_with_fallback(
     """Return the path of a hostfile with the hosts that `get_hosts` gives.
 
     A file that is named stays as it is. Where none is, one is written into this user's private
-    folder, under a name that is the same on every rank of the job (but PBS's own file on the
-    first node of a PBS job).
+    folder, under a name that is the same on every rank of the job (in a PBS job: PBS's own).
 
     Args:
         hostfile: A hostfile that comes before all others.

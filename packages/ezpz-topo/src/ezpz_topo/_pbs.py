@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 def allocation(env: Mapping[str, str], *, commands: bool = True) -> Allocation:
     """Return the allocation that ``PBS_JOBID`` names: from the node file, else from qstat.
 
-    No command is started where the node file can be read. PBS writes it on the job's first
-    node only, so elsewhere the same variables lead to qstat. Job arrays (``40[1].pbs-0001``)
-    and interactive jobs are no different.
+    No command is started where the node file can be read; it lies on every node of the job
+    (OpenPBS 23.06). Where it cannot, the same variables lead to qstat. Job arrays
+    (``40[1].pbs-0001``) and interactive jobs are no different.
 
     Raises:
         HostfileError: The node file can be read, but does not parse.
@@ -53,7 +53,8 @@ def allocation(env: Mapping[str, str], *, commands: bool = True) -> Allocation:
         )
     elif not commands:
         raise SchedulerError(
-            f"{why}; expected PBS's node file; run this on the job's first node, which has it"
+            f"{why}; expected PBS's node file; set PBS_NODEFILE to a copy of it that every node of "
+            "the job can read"
         )
     else:
         from . import _pbs_jobs  # noqa: PLC0415  # 6 ms, and most jobs have their node file

@@ -16,7 +16,7 @@ from . import _commands
 from ._allocation import Allocation
 from ._errors import InvalidVariableError, SchedulerError
 from ._hosts import find_host
-from ._qstat import PLACE, QSTAT, Attributes, ask_for_job, ask_for_jobs, text_of
+from ._qstat import QSTAT, Attributes, ask_for_job, ask_for_jobs, place, text_of
 
 _HOST = re.compile(r"[0-9A-Za-z_][0-9A-Za-z_.-]{0,252}")
 _CHUNK = re.compile(rf"({_HOST.pattern})/[0-9]+(?:\*[0-9]+)?")
@@ -49,17 +49,16 @@ def end_time(job_id: str, env: Mapping[str, str]) -> datetime | None:
 def job_of_this_host(env: Mapping[str, str], hostname: str) -> Allocation | None:
     """Return the user's running job that has this host: for a shell that PBS did not start.
 
-    None without such a job, and where there is no qselect on PATH (then this is no host of a
-    PBS system, or its PATH lacks `PLACE`; ``_commands.find("qselect", env)`` tells which).
+    None without such a job, and where there is no qselect: then this is no host of a PBS system.
 
     Raises:
         SchedulerError: A command failed, or several jobs share this host.
     """
-    if _commands.find("qselect", env) is None:
+    if _commands.find("qselect", env, place(env)) is None:
         return None
     # -T: the subjobs of an array, which itself never runs (manual page of 23.06; not captured).
     argv = ("qselect", "-T", "-u", _user(env), "-s", "R")
-    job_ids = _commands.ask(argv, env=env, place=PLACE).stdout.split()
+    job_ids = _commands.ask(argv, env=env, place=place(env)).stdout.split()
     if not job_ids:
         return None
     _, jobs = ask_for_jobs(job_ids, env)

@@ -5,14 +5,13 @@ The forms are those captured from OpenPBS 23.06; not run on hardware.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 from collections.abc import Mapping, Sequence
 
 from . import _commands
 from ._errors import InvalidVariableError, SchedulerError
-
-PLACE = "/opt/pbs/bin"
-"""Where PBS's commands usually are; a job's login shell may not have it on PATH."""
 
 QSTAT = "qstat -f -F json"
 _UNKNOWN, _FINISHED = 153, 35
@@ -21,6 +20,19 @@ _JOB_ID = re.compile(r"[0-9]+(?:\[[0-9]*\])?(?:[.@][0-9A-Za-z_.@-]+)?")
 
 Attributes = Mapping[str, object]
 """One job of qstat's JSON."""
+
+
+def place(env: Mapping[str, str]) -> str:
+    """Return where PBS's commands are, as PBS itself knows it; a shell may not have it on PATH."""
+    prefix = env.get("PBS_EXEC", "")
+    if not prefix:
+        with contextlib.suppress(OSError):
+            conf = env.get("PBS_CONF_FILE") or "/etc/pbs.conf"
+            with open(conf, encoding="utf-8", errors="replace") as file:
+                for line in file:
+                    if line.startswith("PBS_EXEC="):
+                        prefix = line.partition("=")[2].strip().strip("\"'")
+    return os.path.join(prefix or "/opt/pbs", "bin")
 
 
 def ask_for_job(job_id: str, env: Mapping[str, str]) -> Attributes:
@@ -52,7 +64,7 @@ def ask_for_jobs(
         (*QSTAT.split(), *job_ids),
         env={**env, "TZ": "UTC0"},
         good=(0, _UNKNOWN, _FINISHED),
-        place=PLACE,
+        place=place(env),
     )
     if answer.status and not answer.stdout.strip():
         return answer.status, {}

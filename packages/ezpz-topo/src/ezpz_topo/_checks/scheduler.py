@@ -13,6 +13,7 @@ from ezpz_topo._allocation import Allocation, get_allocation, scheduler_of
 from ezpz_topo._errors import SchedulerError, TopoError
 from ezpz_topo._match import get_machine_info
 from ezpz_topo._nodelist import fold_nodelist
+from ezpz_topo._qstat import place
 
 from .result import CheckResult
 
@@ -20,7 +21,6 @@ _PING = {"slurm": ("scontrol", "ping"), "pbs": ("qstat", "-B")}
 """What asks the server itself something small (manual pages of Slurm and OpenPBS)."""
 
 _TITLES = {"slurm": "Slurm", "pbs": "PBS"}
-_PLACES = {"slurm": "/usr/bin", "pbs": "/opt/pbs/bin"}
 _LATER = "try again later: ezpz doctor --timeout=60 --only=scheduler"
 
 
@@ -44,7 +44,9 @@ def check(seconds: float, env: Mapping[str, str] | None = None) -> CheckResult:
 def ask_server(scheduler: str, seconds: float, env: Mapping[str, str]) -> str:
     """Return why the scheduler's server does not answer; empty where it does."""
     try:
-        answer = _commands.ask(_PING[scheduler], env=env, time_limit=seconds, attempts=1)
+        answer = _commands.ask(
+            _PING[scheduler], env=env, time_limit=seconds, attempts=1, place=_places(env)[scheduler]
+        )
     except SchedulerError as error:
         return str(error).partition("; ")[0]
     # `scontrol ping` of 22.05 says so for a controller of several, with exit status 0.
@@ -77,7 +79,7 @@ def _in_job(scheduler: str, job: Allocation, seconds: float, env: Mapping[str, s
     if why := ask_server(scheduler, 0.4 * seconds, env):
         return CheckResult.warning(
             f"job {job_id} of {title}, by its variables; but {why}",
-            f"add {_PLACES[scheduler]} to PATH if the command is missing; else {_LATER}",
+            _remedy(scheduler, env),
             **facts,
         )
     try:
@@ -93,19 +95,38 @@ def _in_job(scheduler: str, job: Allocation, seconds: float, env: Mapping[str, s
 
 
 def _outside(expected: str, machine: str, seconds: float, env: Mapping[str, str]) -> CheckResult:
-    here = [name for name, argv in _PING.items() if _commands.find(argv[0], env)]
-    asked = here[0] if here else expected
-    if asked not in _PING:
+    # The machine's own first: another one's client may be installed beside it, and not set up.
+    here = [name for name in _PING if name == expected or _is_here(name, env)]
+    here.sort(key=lambda name: name != expected)
+    if not here:
         return CheckResult.ok("none, and no job: ranks are started on this host", scheduler="none")
-    if why := ask_server(asked, 0.8 * seconds, env):
-        if asked == expected:
-            reason = f"{machine} has {_TITLES[asked]}, and {why}"
-            remedy = f"add {_PLACES[asked]} to PATH if the command is missing; else {_LATER}"
-        else:
-            reason = f"{_TITLES[asked]}'s commands are here, but {why}"
-            remedy = "nothing, if you start ranks on this host only; else ask the site"
-        return CheckResult.warning(reason, remedy, scheduler=asked)
-    return CheckResult.ok(f"{_TITLES[asked]} answers; no job in this shell", scheduler=asked)
+    why = {}
+    for asked in here:
+        why[asked] = ask_server(asked, 0.8 * seconds / len(here), env)
+        if not why[asked]:
+            what = f"{_TITLES[asked]} answers; no job in this shell"
+            return CheckResult.ok(what, scheduler=asked)
+    asked = here[0]
+    if asked == expected:
+        reason = f"{machine} has {_TITLES[asked]}, and {why[asked]}"
+        remedy = _remedy(asked, env)
+    else:
+        reason = f"{_TITLES[asked]}'s commands are here, but {why[asked]}"
+        remedy = "nothing, if you start ranks on this host only; else ask the site"
+    return CheckResult.warning(reason, remedy, scheduler=asked)
+
+
+def _is_here(scheduler: str, env: Mapping[str, str]) -> bool:
+    return bool(_commands.find(_PING[scheduler][0], env, _places(env)[scheduler]))
+
+
+def _remedy(scheduler: str, env: Mapping[str, str]) -> str:
+    folder = _places(env)[scheduler] or "/usr/bin"
+    return f"add {folder} to PATH if the command is missing; else {_LATER}"
+
+
+def _places(env: Mapping[str, str]) -> dict[str, str]:
+    return {"slurm": "", "pbs": place(env)}
 
 
 def _short(hosts: tuple[str, ...]) -> str:
