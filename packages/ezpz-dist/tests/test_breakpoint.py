@@ -302,7 +302,7 @@ def test_those_who_wait_learn_that_the_debugged_rank_has_ended(ranks, who):
         try:
             breakpoint(rank={who})
         except LostRankError as error:
-            print(error.ranks, error)
+            print(error.ranks, error, flush=True)
         os._exit(0)
         """),
         check=False,
@@ -329,7 +329,7 @@ def test_those_who_wait_for_a_rank_that_never_comes_time_out(ranks):
             try:
                 breakpoint()
             except HangError as error:
-                print(error.ranks, error)
+                print(error.ranks, error, flush=True)
         os._exit(0)
         """),
     )
