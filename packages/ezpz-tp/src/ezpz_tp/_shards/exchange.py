@@ -139,7 +139,7 @@ def send_full(
 
 
 def _all_gather_object(value: Any, group: ProcessGroup) -> list[Any]:
-    at = sending_device(group, torch.accelerator.current_accelerator())
+    at = sending_device(group, None)  # words are on the CPU; few backends need them elsewhere
     message = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
     sizes = all_gather(torch.tensor([len(message)], device=at), 0, group).tolist()
     padded = torch.zeros(max(sizes), dtype=torch.uint8, device=at)

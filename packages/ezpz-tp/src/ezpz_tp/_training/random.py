@@ -161,7 +161,10 @@ class RngTracker:
             name, kind = key.removesuffix("@cpu"), "cpu"
             # No accelerator's state is as long as the CPU's Mersenne twister.
             if state.numel() != cpu_bytes:
-                device = self._device or torch.accelerator.current_accelerator()
+                device = self._device
+                # What torch names is what it was built for, also where there is none.
+                if device is None and torch.accelerator.is_available():
+                    device = torch.accelerator.current_accelerator()
                 if device is None or device.type == "cpu":
                     raise ParallelError(
                         f"the state of random stream {key!r} has {state.numel()} bytes, the CPU's "

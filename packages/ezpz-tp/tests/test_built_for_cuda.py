@@ -1,0 +1,58 @@
+"""A torch that was built for CUDA, as the default wheel is, where there is no CUDA device."""
+
+import contextlib
+from unittest import mock
+
+import pytest
+import torch
+
+import ezpz_tp
+from ezpz_tp import ColumnParallelLinear, ParallelError
+from ezpz_tp._groups.default import get_state
+from ezpz_tp._megatron.memory import GlobalMemoryBuffer
+from ezpz_tp._shards.dcp import dtensor_state_dict, load_dtensor_state_dict
+from ezpz_tp._training.random import RngTracker
+from ezpz_tp.testing import run_ranks
+
+pytestmark = pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a device")
+
+
+@contextlib.contextmanager
+def built_for_cuda():
+    """Let torch's own core say what that of the CUDA wheel (2.13.0+cu130) says there."""
+    with (
+        mock.patch.object(torch.version, "cuda", "13.0"),
+        mock.patch.object(torch._C, "_has_cuda", True),
+        mock.patch.object(torch._C, "_cuda_getDeviceCount", lambda: 0, create=True),
+        mock.patch.object(torch._C, "_accelerator_getAccelerator", lambda: torch.device("cuda")),
+    ):
+        assert torch.accelerator.current_accelerator() == torch.device("cuda")
+        assert not torch.accelerator.is_available()
+        yield
+
+
+def on_the_cpu():
+    with built_for_cuda():
+        ezpz_tp.seed_model_parallel(1)
+        with ezpz_tp.get_rng_tracker().fork():
+            torch.rand(2)
+        layer = ColumnParallelLinear(4, 6, bias=False, gather_output=False)
+        held = dtensor_state_dict(layer)
+        load_dtensor_state_dict(layer, held)
+        whole = ezpz_tp.gather_state_dict(layer)
+        sent = ezpz_tp.broadcast_data(["ids"], {"ids": torch.arange(3)}, torch.int64)
+        buffer = GlobalMemoryBuffer().get_tensor([2], torch.float32, "some")
+        places = {each.device.type for each in (layer.weight, sent["ids"], buffer)}
+        places.add(get_state().to_mesh().device_type)
+    return places, None if whole is None else whole["weight"].shape
+
+
+def test_ranks_of_gloo_send_from_the_cpu():
+    for places, shape in run_ranks(on_the_cpu, 2, in_processes=True):
+        assert places == {"cpu"}
+        assert shape in (None, (6, 4))
+
+
+def test_a_stream_that_was_saved_on_an_accelerator_is_refused():
+    with built_for_cuda(), pytest.raises(ParallelError, match="saved on an accelerator"):
+        RngTracker().set_states({"some": torch.zeros(16, dtype=torch.uint8)})
