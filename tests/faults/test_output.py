@@ -99,3 +99,13 @@ def test_each_rank_sees_its_place(launch: Start) -> None:
     assert len(ports) == 1
     assert ports != {"1"}
     started.leaves_nothing()
+
+
+@pytest.mark.with_torchrun
+def test_standard_input_is_empty(launch: Start) -> None:
+    """Of every rank, for itself and for what it starts; mpiexec's pipe would never end."""
+    script = "cat && sh -c 'cat && echo read'"
+    started = launch([], ["sh", "-c", script])
+    assert started.ends(within=15) == 0, started.stderr
+    assert started.stdout == b"read\n" * 3
+    started.leaves_nothing()

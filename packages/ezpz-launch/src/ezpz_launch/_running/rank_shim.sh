@@ -30,6 +30,8 @@
 
 # bash takes an exported SHELLOPTS: with errexit no failure would be reported.
 set +eux
+# Hydra and Open MPI bring a pipe, whose end never comes.
+exec </dev/null
 ezpz_family=$1 ezpz_nproc=$2 ezpz_ppn=$3
 for ezpz_name in "$4" "$5" "$6"; do
   [ "$ezpz_name" != - ] || continue
