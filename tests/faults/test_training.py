@@ -74,6 +74,20 @@ def test_an_exception_ends_all_at_once(launch: Start, place: Place) -> None:
 
 
 @pytest.mark.with_torchrun
+def test_a_rank_that_takes_long_to_end_is_named(launch: Start, place: Place) -> None:
+    """The others, which leave because of it, have ended before it has."""
+    started = train(launch, "lingers", 1)
+    assert started.ends(within=30) == 1, started.stderr
+    said = [line for line in started.stderr.splitlines() if "first of all ranks" in line]
+    name = f"rank 1 on {place.hosts[1]}"
+    expected = f"ezpz-launch: {name} exited with status 1, first of all ranks"
+    assert [line.partition(";")[0] for line in said] == [expected]
+    (record,) = (started.folder / "state").rglob("*.json")
+    assert '"rank": 1' in record.read_text()
+    started.leaves_nothing()
+
+
+@pytest.mark.with_torchrun
 @pytest.mark.without("openmpi")
 def test_an_exception_ends_all_at_once_without_ezpz_launch(launch: Start, place: Place) -> None:
     guilty, mpi = 1 - GUILTY[place.launcher], place.launcher == "hydra"

@@ -227,6 +227,14 @@ def test_a_rank_that_was_killed_is_held_and_the_shell_says_nothing(held, until, 
     assert (shim.wait(20), reports(shim.stderr.read())[1]) == (128 + number, b"")
 
 
+@pytest.mark.parametrize(("word", "cause"), [("3", [("cause", 1, 3)]), ("x", []), ("", [])])
+def test_a_rank_that_leaves_because_of_another(shim, tmp_path, word, cause):
+    script = f'echo {word} >"$EZPZ_CAUSE_FILE"'
+    done = shim("sh", "-c", script, control={"attempt": 0}, env={"TMPDIR": str(tmp_path)})
+    assert reports(done.stderr)[0][1:] == [*cause, ("end", 1, 0)]
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_hold_ends_by_itself(words):
     control = Control(ID, 1).value()
     done = subprocess.run(

@@ -45,3 +45,16 @@ def test_an_end_without_a_start():
     status = Status(1)
     assert status.take(("end", 0, 0))
     assert (status.running, status.all_ended) == ([], True)
+
+
+def test_who_leaves_because_of_another_is_not_the_first():
+    status = Status(3)
+    for report in (("cause", 0, 2), ("cause", 0, 2), ("cause", 1, 3)):
+        assert not status.take(report)
+    assert status.take(("end", 0, 1))
+    assert (status.first_failure, status.has_running, status.ended) == ((2, 1), False, {0: 1})
+    # no rank of this launch is meant
+    other = Status(3)
+    assert not other.take(("cause", 1, 3))
+    assert other.take(("end", 1, 1))
+    assert other.first_failure == (1, 1)

@@ -1,8 +1,10 @@
 """A training script under ezpz_dist, in which one rank fails.
 
-usage: train.py FOLDER (raises|hangs|never-comes) RANK
+usage: train.py FOLDER (raises|lingers|hangs|never-comes) RANK
 """
 
+import atexit
+import os
 import sys
 import time
 from pathlib import Path
@@ -17,6 +19,9 @@ def load_batch():
     time.sleep(100)  # the line that hangs
 
 
+if what == "lingers":
+    # As what CUDA, NCCL or W&B do at the end.
+    atexit.register(time.sleep, 5 if int(os.environ["RANK"]) == guilty else 0)
 if what == "never-comes":
     from mpi4py import MPI  # the script's own
 

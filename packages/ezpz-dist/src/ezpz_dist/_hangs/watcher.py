@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch exports it so
@@ -125,6 +125,7 @@ class Watcher(threading.Thread):
             self.ending.set()
             self._leaving.set()
             if event["from"] != self.board.rank:
+                self._name_the_cause(event["from"])
                 self._end(event)
         elif kind == "notice":
             for callback in tuple(_callbacks.get(event["name"], ())):
@@ -171,6 +172,14 @@ class Watcher(threading.Thread):
             state = state_of(pid, namespace) if where == host else ""
             if state:
                 store.set(f"state/{event['roll']}/{rank}", state)
+
+    def _name_the_cause(self, rank: int) -> None:
+        """Tell ezpz-launch who failed, as that rank's process may take longer to end than this."""
+        path = os.environ.get("EZPZ_CAUSE_FILE", "")
+        # In a world of its own making, ranks have other numbers.
+        if path and os.environ.get("EZPZ_RANK") == str(self.board.rank):
+            with suppress(OSError), open(path, "x", encoding="ascii") as file:
+                file.write(f"{rank}\n")
 
     def _end(self, event: dict[str, Any]) -> None:
         end = time.monotonic() + FIRST_WORDS

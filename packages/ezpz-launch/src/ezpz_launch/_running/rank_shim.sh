@@ -91,7 +91,7 @@ ezpz_read() {
   [ "$3" = - ] || export EZPZ_JOB_ID="$3"
 }
 ezpz_id=- ezpz_files=- ezpz_shown=all ezpz_pump=- ezpz_type=-
-unset EZPZ_JOB_ID EZPZ_PROGRESS_FILE
+unset EZPZ_JOB_ID EZPZ_PROGRESS_FILE EZPZ_CAUSE_FILE
 if [ -n "${EZPZ_CONTROL-}" ]; then
   set -f
   ezpz_ifs=$IFS IFS='
@@ -155,7 +155,9 @@ if [ "$ezpz_id" != - ]; then
   # By it a launch finds what launches inside its ranks have started.
   [ -z "${EZPZ_LAUNCH_ID-}" ] || export EZPZ_INSIDE="${EZPZ_INSIDE:+$EZPZ_INSIDE:}$EZPZ_LAUNCH_ID"
   EZPZ_LAUNCH_ID=$ezpz_id
-  export EZPZ_LAUNCH_ID
+  # A rank that leaves because of another writes that one's number there.
+  EZPZ_CAUSE_FILE=${TMPDIR:-/tmp}/ezpz-$ezpz_id-$RANK
+  export EZPZ_LAUNCH_ID EZPZ_CAUSE_FILE
 fi
 export RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE NODE_RANK GROUP_RANK
 export EZPZ_LAUNCHER EZPZ_RANK EZPZ_WORLD_SIZE EZPZ_LOCAL_RANK EZPZ_LOCAL_WORLD_SIZE
@@ -235,6 +237,12 @@ if [ -z "$ezpz_status" ]; then
   ezpz_run "$@"
   ezpz_status=$?
   ezpz_back
+fi
+if [ "$ezpz_id" != - ] && [ -f "$EZPZ_CAUSE_FILE" ]; then
+  ezpz_value=''
+  read -r ezpz_value <"$EZPZ_CAUSE_FILE"
+  rm -f "$EZPZ_CAUSE_FILE"
+  case $ezpz_value in '' | *[!0-9]*) ;; *) ezpz_report "cause $RANK $ezpz_value" ;; esac
 fi
 ezpz_report "end $RANK $ezpz_status"
 if [ "$ezpz_id" != - ] && [ "$ezpz_status" != 0 ]; then

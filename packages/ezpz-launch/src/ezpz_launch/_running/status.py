@@ -20,12 +20,17 @@ class Status:
         self.pids: dict[int, int] = {}
         self.ended: dict[int, int] = {}
         self.first_failure: tuple[int, int] | None = None
+        self._causes: dict[int, int] = {}
         # Kept, not computed: the run loop asks many times, of up to 120,960 ranks.
         self._running: dict[int, None] = {}
 
     def take(self, report: Report) -> bool:
-        """Take a report in; return whether it is new (each comes twice)."""
+        """Take a report in; return whether it is a new start or end (each comes twice)."""
         what, rank, value = report
+        if what == "cause":
+            if value < self.nproc:
+                self._causes[rank] = value
+            return False
         table = self.pids if what == "start" else self.ended
         if rank in table or rank >= self.nproc:
             return False
@@ -33,7 +38,8 @@ class Status:
         if what != "start":
             self._running.pop(rank, None)
             if value and self.first_failure is None:
-                self.first_failure = (rank, value)
+                # Who leaves because of another may be quicker, and ends with its status.
+                self.first_failure = (self._causes.get(rank, rank), value)
         elif rank not in self.ended:
             self._running[rank] = None
         return True
