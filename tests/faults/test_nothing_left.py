@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -95,3 +96,25 @@ def test_sigterm_before_the_ranks_are_there(launch: Start) -> None:
     assert started.ends(within=5) in (143, -signal.SIGTERM), started.stderr
     started.leaves_nothing()
     assert started.done() == []
+
+
+def ticks(pid: int) -> int:
+    """Return the processor time that a process has used, in hundredths of a second."""
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])
+
+
+@pytest.mark.without("openmpi", "spawn", "srun")
+def test_hydra_s_proxy_sleeps_when_a_rank_has_ended(launch: Start) -> None:
+    """By itself it uses all of a core until the last one has."""
+    started = launch(["--grace", "1"], rank_program("hangs"))
+    first = started.ranks()[0]["pid"]
+    proxy = started.parent(started.shim(1))
+    started.until(lambda: not Path("/proc", str(first)).exists(), "rank 0 has ended", 20)
+    time.sleep(0.5)  # what it does at an end
+    before = ticks(proxy)
+    time.sleep(2)
+    assert ticks(proxy) - before < 20
+    started.process.send_signal(signal.SIGTERM)
+    assert started.ends(within=3) == 143, started.stderr
+    started.leaves_nothing()

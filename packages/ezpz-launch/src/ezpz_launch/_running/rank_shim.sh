@@ -258,4 +258,19 @@ if [ "$ezpz_id" != - ] && [ "$ezpz_status" != 0 ]; then
     ezpz_hold=$((ezpz_hold - 1))
   done
 fi
+# Hydra's proxy uses a whole core from when one rank's PMI socket closes until its last rank has
+# ended. So that socket stays open in a process of its own, which ends as the proxy does. It is
+# bash that can close those file descriptors above 9 that Hydra leaks, and waits for.
+if [ "$ezpz_family" = pmi ] && [ -n "${PMI_FD-}" ] && [ "$LOCAL_WORLD_SIZE" -gt 1 ]; then
+  (
+    trap '' INT TERM HUP QUIT USR1 USR2
+    unset EZPZ_LAUNCH_ID EZPZ_INSIDE # it is not for us to end
+    # shellcheck disable=SC2016 # bash's own
+    exec bash -pc 'for fd in /dev/fd/*; do
+      fd=${fd##*/}
+      [ "$fd" -le 2 ] || [ "$fd" = "$PMI_FD" ] || eval "exec $fd>&-"
+    done
+    read -r <&"$PMI_FD"'
+  ) </dev/null >/dev/null 2>&1 &
+fi
 exit "$ezpz_status"
