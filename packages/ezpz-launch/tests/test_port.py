@@ -1,4 +1,6 @@
 import socket
+import subprocess
+import sys
 
 import pytest
 
@@ -25,3 +27,25 @@ def test_a_port_that_is_taken_is_passed_over(monkeypatch, family, address):
         monkeypatch.setattr(_port, "_COUNT", 1)
         with pytest.raises(LaunchError, match="is taken"):
             _port.free_port()
+
+
+CHOOSE = """
+import os
+from ezpz_launch._planning.port import free_port
+os.urandom = bytes
+print(free_port(), flush=True)
+input()
+"""
+
+
+def test_launches_at_once_have_a_port_each_and_the_next_one_what_they_leave(process):
+    def choose():
+        pipe = subprocess.PIPE
+        child = process(sys.executable, "-c", CHOOSE, stdin=pipe, stdout=pipe, text=True)
+        return child, child.stdout.readline()
+
+    # Each would choose the same, and none of their ranks listens yet.
+    (first, one), (_, two), (_, three) = choose(), choose(), choose()
+    assert len({one, two, three}) == 3
+    first.communicate("\n", timeout=60)
+    assert choose()[1] == one
