@@ -135,6 +135,16 @@ def test_places_words_and_values(launch: Start) -> None:
     started.leaves_nothing()
 
 
+def test_a_place_to_meet_that_is_no_host_is_told_once_and_early(launch: Start) -> None:
+    started = launch(["--env", "MASTER_ADDR=nodeX"], rank_program("waits"))
+    started.ranks(4)
+    line = "MASTER_ADDR=nodeX (--env) cannot be looked up on this host"
+    started.until(lambda: line in started.stderr, "the name is told", 60)
+    started.process.send_signal(signal.SIGTERM)
+    started.ends(within=15)
+    assert started.stderr.count(line) == 1
+
+
 def test_an_unmodified_torchrun_script_trains(launch: Start) -> None:
     script = [sys.executable, str(FAULTS / "programs" / "ddp_tutorial.py"), "report.json"]
     started = launch(["--env", "OMP_NUM_THREADS=1"], script)

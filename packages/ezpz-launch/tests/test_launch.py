@@ -25,6 +25,26 @@ def test_each_rank_sees_its_place(launch):
     assert len({env["MASTER_PORT"] for _, env in shown(done)}) == 1
 
 
+def test_a_place_to_meet_that_the_shell_names_is_set_aside_in_a_line(launch):
+    env = {"MASTER_ADDR": "elsewhere", "MASTER_PORT": "1"}
+    done = launch("-n", "2", sys.executable, "-c", SHOW, env=env)
+    line = "MASTER_ADDR=elsewhere and MASTER_PORT=1 of the environment are not used: "
+    assert done.stderr.count(line) == 1, done.stderr
+    assert {seen["MASTER_ADDR"] for _, seen in shown(done)} == {"127.0.0.1"}
+    assert {seen["MASTER_PORT"] for _, seen in shown(done)}.isdisjoint({"1"})
+    explained = launch("-n", "2", "--dry-run", "true", env=env)
+    assert f"note: {line}" in explained.stdout
+    assert "--env MASTER_ADDR=elsewhere --env MASTER_PORT=1" in explained.stdout
+
+
+def test_a_place_to_meet_that_is_asked_for(launch):
+    asked = ["--env", "MASTER_ADDR=elsewhere", "--env", "MASTER_PORT=1"]
+    env = {"MASTER_ADDR": "a", "MASTER_PORT": "2"}
+    done = launch("-n", "2", *asked, sys.executable, "-c", SHOW, env=env)
+    seen = {(seen["MASTER_ADDR"], seen["MASTER_PORT"]) for _, seen in shown(done)}
+    assert (seen, done.stderr) == ({("elsewhere", "1")}, "")
+
+
 ARGUMENTS = ["--lr", "1e-4", "-n", "5", "--", "--x", "a b", "", "$(id)", "it's", "new\nline", "*"]
 
 

@@ -63,6 +63,8 @@ class _Attempts:
         self._heard: Heard = ([], -1)
         _make_log_dir(self._request.log_dir)
         self._signal_at = _signal_at(planned, topology, env)
+        for warning in planned.warnings:
+            say(warning)
 
     def to_the_last(self) -> int:
         """Attempt until it succeeds or must not be tried again; return the exit status."""
@@ -143,7 +145,15 @@ class _Attempts:
                 signal_at=self._signal_at,
                 scratch="" if ready.hostfile == self._planned.hostfile else ready.hostfile,
             )
-            return run(launch, self._heard, lambda: self._keeper.start(ready, argv))
+            return run(launch, self._heard, lambda: self._on_start(ready, argv))
+
+    def _on_start(self, ready: LaunchPlan, argv: tuple[str, ...]) -> None:
+        self._keeper.start(ready, argv)
+        if not ready.on_this_host and ready.nproc > 1 and not self._number:
+            import threading  # noqa: PLC0415
+
+            # A name server that does not answer must not hold us up.
+            threading.Thread(target=_look_up, args=(ready,), daemon=True).start()
 
     def _environment(self, ready: LaunchPlan) -> dict[str, str]:
         kept = {name: value for name, value in self._env.items() if name not in ready.removed}
@@ -189,6 +199,21 @@ def _with_new_port(planned: LaunchPlan) -> LaunchPlan:
     if _is_users_port(planned):
         return planned
     return replace(planned, environment={**planned.environment, "MASTER_PORT": str(free_port())})
+
+
+def _look_up(planned: LaunchPlan) -> None:
+    """Say once, early, that the ranks are to meet at a name that is none: they tell it late."""
+    import socket  # noqa: PLC0415  # 6 ms
+
+    name = planned.environment["MASTER_ADDR"]
+    try:
+        socket.getaddrinfo(name, None)
+    except (OSError, UnicodeError) as error:
+        say(
+            f"MASTER_ADDR={name} ({planned.sources['MASTER_ADDR']}) cannot be looked up on this "
+            f"host: {error}; expected a name that every rank finds, or they will not meet; name "
+            "another: --env MASTER_ADDR=HOST"
+        )
 
 
 @contextmanager

@@ -102,6 +102,28 @@ def _rendezvous(
     return {"MASTER_ADDR": (address, why), "MASTER_PORT": (str(port), why_port)}
 
 
+def set_aside(environment: Mapping[str, str], request: Request, user_env: Mapping[str, str]) -> str:
+    """Say which place to meet at, of the user's environment, the ranks do not get.
+
+    It is mostly left over from another launch or written for torchrun, and a port that is fixed
+    is soon another launch's.
+    """
+    asked = {pair.partition("=")[0] for pair in request.env}
+    names = [
+        name
+        for name in ("MASTER_ADDR", "MASTER_PORT")
+        if name not in asked and user_env.get(name, environment[name]) != environment[name]
+    ]
+    if not names:
+        return ""
+    pairs = [f"{name}={user_env[name]}" for name in names]
+    return (
+        f"{' and '.join(pairs)} of the environment {'is' if len(names) == 1 else 'are'} not used: "
+        f"the ranks meet at {environment['MASTER_ADDR']}:{environment['MASTER_PORT']}, a new place "
+        f"for each launch; to have yours: {' '.join(f'--env {pair}' for pair in pairs)}"
+    )
+
+
 def _machines(
     machine: Machine, launcher: Launcher, chosen: Chosen
 ) -> tuple[dict[str, tuple[str, str]], list[str]]:

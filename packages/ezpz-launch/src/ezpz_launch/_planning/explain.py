@@ -24,7 +24,7 @@ def explain(plan: LaunchPlan, argv: Sequence[str], hostfile: Sequence[str]) -> s
         lines += [f"with {plan.hostfile}:", *(f"  {line}" for line in _shortened(hostfile)), ""]
     lines += ["because:"]
     lines += [f"  {n:<{widths[0]}}  {v:<{widths[1]}}  ({why})" for n, v, why in rows]
-    return "\n".join([*lines, *(f"note: {note}" for note in plan.notes)])
+    return "\n".join([*lines, *(f"note: {note}" for note in (*plan.warnings, *plan.notes))])
 
 
 def explain_json(plan: LaunchPlan, argv: Sequence[str], hostfile: Sequence[str]) -> str:
@@ -43,7 +43,7 @@ def explain_json(plan: LaunchPlan, argv: Sequence[str], hostfile: Sequence[str])
             "ranks_per_host": list(placement.ranks),
             "settings": {name: value for name, value, _ in _settings(plan.request)},
             "sources": dict(plan.sources),
-            "notes": list(plan.notes),
+            "notes": [*plan.warnings, *plan.notes],
         },
         indent=2,
     )

@@ -47,6 +47,9 @@ def outside_of_launch(env: Mapping[str, str]) -> dict[str, str]:
             }
     # The step's own variables tell where the job's cores are; that it has ranks is not said.
     named |= {*slurm.rank, *slurm.local_rank}
+    if env.get("EZPZ_LAUNCHER") or env.get("TORCHELASTIC_RUN_ID"):
+        # Where the outer ranks meet; of another launcher's rank it is the user's.
+        named |= {"MASTER_ADDR", "MASTER_PORT"}
     return {
         name: value
         for name, value in env.items()

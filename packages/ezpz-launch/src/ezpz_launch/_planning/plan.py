@@ -11,7 +11,7 @@ from ezpz_topo import Machine, Topology, fold_nodelist
 
 from .arrange import Arrangement, arrange
 from .binding import bind, with_cpus_of_the_job
-from .environment import exported_names, misleading, ranks_environment
+from .environment import exported_names, misleading, ranks_environment, set_aside
 from .identify import Launcher
 from .machine_options import choose_options
 from .place import Placement
@@ -50,6 +50,7 @@ class LaunchPlan:
         control: Whether EZPZ_CONTROL will be in the launcher's environment, for the ranks.
         sources: For each decision, by name, why it is so.
         notes: What people should know.
+        warnings: What they are also told when the ranks are started.
     """
 
     request: Request
@@ -76,6 +77,7 @@ class LaunchPlan:
     control: bool = False
     sources: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     @property
     def nproc(self) -> int:
@@ -208,6 +210,7 @@ def complete(
         as_root=as_root,
         sources=sources,
         notes=(*launcher.notes, *chosen.notes, *notes),
+        warnings=tuple(filter(None, [set_aside(environment, request, user_env)])),
     )
 
 
