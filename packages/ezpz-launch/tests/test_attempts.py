@@ -212,6 +212,34 @@ def test_a_log_folder_that_cannot_be_made(spawned, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
+FULL = """
+mount -t tmpfs -o size=64k none "$1" && mkdir "$1/logs" && cd "$1" && shift
+exec "$@"
+"""
+FILL = "head -c 1000000 /dev/zero >x 2>/dev/null; echo why; exit 3"
+
+
+@pytest.mark.parametrize("begins", ["full", "with room", "without a file"])
+def test_a_log_folder_on_a_full_disk_is_told(clean_env, tmp_path, begins):
+    words = ["unshare", "--mount", "--map-root-user", "sh", "-c"]
+    if subprocess.run([*words, 'mount -t tmpfs none "$0"', tmp_path], check=False).returncode:
+        pytest.skip("this user may mount nothing")
+    (tmp_path / "disk").mkdir()
+    full = {"full": FULL.replace("exec", "head -c 1000000 /dev/zero >x 2>/dev/null; exec")}
+    full["without a file"] = FULL.replace("exec", "ln -s /absent/x logs/rank-0.out; exec")
+    words += [full.get(begins, FULL), "sh", str(tmp_path / "disk"), sys.executable, "-m"]
+    words += ["ezpz_launch", "--launcher", "spawn", "-n", "1", "--log-dir", "logs"]
+    done = subprocess.run(
+        [*words, "sh", "-c", FILL], env=clean_env, capture_output=True, text=True, check=False
+    )
+    status, why = {
+        "full": (2, "--log-dir logs: No space left on device; expected a folder"),
+        "with room": (3, "--log-dir logs: No space left on device; the ranks' last words may"),
+        "without a file": (2, "rank-0.out"),
+    }[begins]
+    assert (done.returncode, done.stderr.count(why)) == (status, 1), done.stderr
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_log_folder_that_cannot_be_written(tmp_path):
     tmp_path.chmod(0o500)

@@ -27,10 +27,9 @@ def test_what_can_be_executed(folder):
     ("program", "text"),
     [
         ("absent", "'absent': not found on PATH"),
-        ("./absent", "'./absent': no such file"),
-        ("./folder", "'./folder': no such file"),
+        ("/absent/x", "'/absent/x': no such file"),
         ("", "'': not found on PATH"),
-        ("program", "'program': not found on PATH"),
+        ("program", "'program': not found on PATH; try: ezpz-launch ./program"),
         ("train.py", "'train.py': not found on PATH; try: ezpz-launch python train.py"),
     ],
 )
@@ -38,6 +37,19 @@ def test_what_is_not_there(folder, program, text):
     with pytest.raises(CommandNotFoundError) as caught:
         require_command(program, {"PATH": "/absent"})
     assert (str(caught.value), caught.value.exit_status) == (text, 127)
+
+
+@pytest.mark.parametrize("program", ["./absent", "folder/train.py"])
+def test_where_a_relative_path_is_looked_for(folder, program):
+    (folder / "elsewhere" / "folder").mkdir(parents=True)
+    (folder / "elsewhere" / "folder" / "train.py").touch()
+    submitted = {"PBS_O_WORKDIR": str(folder / "elsewhere")}
+    hint = "give its path from there, or a whole one"
+    if program == "folder/train.py":
+        hint = f"try: cd {folder}/elsewhere"
+    with pytest.raises(CommandNotFoundError) as caught:
+        require_command(program, submitted)
+    assert str(caught.value) == f"{program!r}: no such file in {folder}; {hint}"
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,48 @@ def test_a_signal_ends_every_rank(clean_env, mpiexec, tmp_path, number, status):
     assert all_gone(pids)
 
 
+def test_ctrl_c_twice_says_one_line(clean_env, mpiexec, tmp_path):
+    deaf = f"import signal; [signal.signal(s, signal.SIG_IGN) for s in (2, 15)]; {WAIT}"
+    command = [sys.executable, "-m", "ezpz_launch", "-n", "2", sys.executable, "-c", deaf, tmp_path]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, env=clean_env, stdout=pipe, stderr=pipe, text=True)
+    try:
+        pids = pids_of_two_ranks(tmp_path)
+        process.send_signal(signal.SIGINT)
+        # Two at once would be one.
+        while pending(process.pid, signal.SIGINT):
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert (process.returncode, said) == (130, ("", "ezpz-launch: ended by SIGINT\n"))
+    assert all_gone(pids)
+
+
+def pending(pid, number):
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    masks = [int(line.split()[1], 16) for line in lines if line.startswith(("SigPnd", "ShdPnd"))]
+    return any(mask >> (number - 1) & 1 for mask in masks)
+
+
+def test_a_folder_that_is_gone_is_told_in_one_line(clean_env, mpiexec, tmp_path):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    script = 'cd "$1" && rmdir "$1" && shift && exec "$@"'
+    words = ["sh", "-c", script, "sh", str(gone), sys.executable, "-m", "ezpz_launch"]
+    done = subprocess.run(
+        [*words, "-n", "2", "true"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env=clean_env,
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert "the current directory cannot be read" in done.stderr
+
+
 def all_gone(pids):
     """Whether they end soon: what was killed is there until somebody reaps it."""
     end = time.monotonic() + 5

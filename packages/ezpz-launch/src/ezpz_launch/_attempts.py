@@ -75,8 +75,8 @@ class _Attempts:
         while True:
             self._sizes = _sizes(self._request.log_dir)
             outcome = self._attempt()
-            if outcome.failure and self._request.log_dir and not self._request.tee:
-                _say_last_words(self._request.log_dir, outcome.failure[0], self._sizes)
+            if outcome.failure and self._request.log_dir:
+                self._say_what_is_in_the_files(outcome.failure[0])
             status = outcome.exit_status
             told = self._wait_for_another(outcome)
             if told is None:
@@ -86,6 +86,13 @@ class _Attempts:
                 self._keeper.finish(128 + told, outcome.failure)
                 return 128 + told
             self._planned, self._number = _with_new_port(self._planned), self._number + 1
+
+    def _say_what_is_in_the_files(self, rank: int) -> None:
+        folder = self._request.log_dir
+        if not self._request.tee:
+            _say_last_words(folder, rank, self._sizes)
+        if why := _why_not_written(folder):
+            say(f"--log-dir {folder}: {why}; the ranks' last words may be missing there")
 
     def _wait_for_another(self, outcome: Outcome) -> int | None:
         """Pause before the next attempt; return the signal that told us to end, 0 without one.
@@ -266,12 +273,25 @@ def _make_log_dir(folder: str) -> None:
     if folder:
         try:
             os.makedirs(folder, exist_ok=True)
-            if not os.access(folder, os.W_OK | os.X_OK):
-                raise PermissionError(13, "Permission denied")
+            why = _why_not_written(folder)
         except OSError as error:
-            raise LaunchError(
-                f"--log-dir {folder}: {error.strerror}; expected a folder that can be written"
-            ) from error
+            why = str(error.strerror)
+        if why:
+            raise LaunchError(f"--log-dir {folder}: {why}; expected a folder that can be written")
+
+
+def _why_not_written(folder: str) -> str:
+    """Return why nothing can be written into a folder; a full disk takes a file, but no bytes."""
+    path = os.path.join(folder, f".ezpz-{os.urandom(8).hex()}")
+    try:
+        with open(path, "xb", buffering=0) as file:
+            file.write(bytes(4096))
+    except OSError as error:
+        return str(error.strerror)
+    finally:
+        with suppress(OSError):  # it may not even have been made
+            os.unlink(path)
+    return ""
 
 
 def _sizes(folder: str) -> dict[str, int]:
@@ -279,7 +299,7 @@ def _sizes(folder: str) -> dict[str, int]:
     if not folder:
         return {}
     with os.scandir(folder) as entries:
-        return {entry.name: entry.stat().st_size for entry in entries}
+        return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
 
 
 def _last_words(outcome: Outcome, request: Request, before: Mapping[str, int]) -> bytes:

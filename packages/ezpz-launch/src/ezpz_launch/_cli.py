@@ -54,6 +54,7 @@ def _main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     request = request_of(options, command)
     if request.dry_run and request.machine:
         return _print(_explained(_imagined(request, env), request))
+    _require_folder()
     topology = detect({**env, "EZPZ_MACHINE": request.machine} if request.machine else env)
     if not request.nested:
         refuse_nested(topology)
@@ -68,6 +69,17 @@ def _main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     from ._attempts import see_through  # noqa: PLC0415  # see _load_the_rest
 
     return see_through(planned, topology, env)
+
+
+def _require_folder() -> None:
+    """Refuse to launch from a folder that is gone: each rank's shell would complain of it."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise UsageError(
+            f"the current directory cannot be read ({error.strerror}); expected one that is "
+            "there; it was deleted, perhaps: cd to another"
+        ) from error
 
 
 def _print(text: str) -> int:

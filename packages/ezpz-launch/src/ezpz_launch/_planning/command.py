@@ -26,7 +26,19 @@ def require_command(program: str, env: Mapping[str, str]) -> None:
             f"ezpz-launch python {program}" if program.endswith(".py") else f"chmod +x {found[0]}"
         )
         raise CommandNotExecutableError(f"{found[0]} is not executable; try: {hint}")
-    script = program.endswith(".py") and os.path.isfile(program)
-    where = "no such file" if has_directory else "not found on PATH"
-    hint = f"; try: ezpz-launch python {program}" if script else ""
+    where, hint = "not found on PATH", ""
+    if has_directory:
+        where = "no such file"
+        if not os.path.isabs(program):
+            where += f" in {os.getcwd()}"
+            # A job of PBS begins in the home.
+            folder = env.get("PBS_O_WORKDIR") or env.get("SLURM_SUBMIT_DIR") or ""
+            is_there = folder and os.path.isfile(os.path.join(folder, program))
+            hint = (
+                f"; try: cd {folder}" if is_there else "; give its path from there, or a whole one"
+            )
+    elif program.endswith(".py") and os.path.isfile(program):
+        hint = f"; try: ezpz-launch python {program}"
+    elif os.path.isfile(program):
+        hint = f"; try: ezpz-launch ./{program}"
     raise CommandNotFoundError(f"{program!r}: {where}{hint}")

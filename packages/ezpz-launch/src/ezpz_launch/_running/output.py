@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import select
 import threading
 import time
@@ -20,6 +21,13 @@ from .reports import Report, Reports
 _CHUNK = 1 << 16
 _TAIL = 1 << 13
 _TICK = 0.02
+
+_OF_THE_KILLED = re.compile(
+    rb"\n?=+\n=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES\n"
+    rb".*?(debugging suggestions\n|$)",
+    re.DOTALL,
+)
+"""What Hydra says of ranks that died of a signal (MPICH 5.0.2), in one piece."""
 
 _LEFT_BEHIND = 2.0
 """Seconds for which what an ended launcher's ranks left behind may go on writing."""
@@ -38,12 +46,13 @@ class Output:
     Attributes:
         last: When something came last, by ``time.monotonic``.
         nobody_reads: Whether our own standard output is a pipe that nobody reads any more.
+        killed: Whether we have killed the ranks: the launcher's words on that are left out.
         tail: The last bytes of standard error.
     """
 
     def __init__(self, reports: tuple[Reports, Reports], wake: Callable[[], None]) -> None:
         self.last = time.monotonic()
-        self.nobody_reads = False
+        self.nobody_reads = self.killed = False
         self.tail = b""
         self._reports = {1: reports[0], 2: reports[1]}
         # Appended to by one thread, and taken from by another: deque's own are atomic.
@@ -131,6 +140,8 @@ class Output:
     def _sift(self, target: int, chunk: bytes) -> bytes:
         # On standard output, too: some launchers can be told to merge the two.
         chunk, found = self._reports[target].feed(chunk)
+        if self.killed:
+            chunk = _OF_THE_KILLED.sub(b"", chunk)
         if target == 2:
             self.tail = (self.tail + chunk)[-_TAIL:]
         if found:

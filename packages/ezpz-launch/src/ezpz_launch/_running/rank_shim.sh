@@ -230,8 +230,10 @@ trap : USR1 USR2
 ezpz_report "start $RANK $$"
 # Told to end before there was anything to end.
 ezpz_status=$ezpz_told
-# On this node the folder may be missing, if it is no shared one.
-[ "$ezpz_files" = - ] || mkdir -p "$ezpz_files" || ezpz_status=${ezpz_status:-2}
+# On this node the folder may be missing, if it is no shared one. Why a file cannot be made is said
+# here; below it would not be heard.
+[ "$ezpz_files" = - ] || { mkdir -p "$ezpz_files" && true >>"$ezpz_files/rank-$RANK.out"; } ||
+  ezpz_status=${ezpz_status:-2}
 if [ -z "$ezpz_status" ]; then
   ezpz_away
   ezpz_run "$@"

@@ -251,6 +251,7 @@ class _Run:
             self._forward_at = NEVER
             self._forward()
         if self._ending.kills(now):
+            self.output.killed = True
             self.nodes.kill()
         if now >= self._absent_at:
             self._absent_at = NEVER
