@@ -212,6 +212,32 @@ def test_a_log_folder_that_cannot_be_made(spawned, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
+QSTAT = """#!/bin/sh
+[ -e "{folder}/up" ] || {down}
+printf '{{"Jobs": {{"1.pbs": {{"stime": "{stime}", "Resource_List": {{"walltime": "60"}}}}}}}}'
+"""
+
+
+@pytest.mark.parametrize("down", ["exit 1", "exec sleep 60"])
+def test_a_scheduler_that_does_not_answer_is_asked_again_while_ranks_run(spawned, tmp_path, down):
+    stime = time.strftime("%a %b %d %H:%M:%S %Y", time.gmtime())
+    (tmp_path / "qstat").write_text(QSTAT.format(folder=tmp_path, down=down, stime=stime))
+    (tmp_path / "qstat").chmod(0o755)
+    (tmp_path / "nodes").write_text(os.uname().nodename)
+    env = {
+        "PBS_JOBID": "1.pbs", "PBS_NODEFILE": str(tmp_path / "nodes"),
+        "PATH": f"{tmp_path}:{os.environ['PATH']}", "EZPZ_SCHEDULER_TIMEOUT": "1",
+    }  # fmt: skip
+    # Its rank runs, and qstat answers only then.
+    script = f"trap 'echo heard; exit 0' USR1; touch {tmp_path}/up; while :; do sleep 0.1; done"
+    done = spawned("-n", "1", "--signal-before", "50m", "sh", "-c", script, env=env, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "heard\n"), done.stderr
+    first, *rest = done.stderr.splitlines()
+    assert first.startswith("ezpz-launch: --signal-before: "), done.stderr
+    assert first.endswith("; the ranks start, and it is asked again until it tells")
+    assert "s of the job are left" in rest[0]
+
+
 FULL = """
 mount -t tmpfs -o size=64k none "$1" && mkdir "$1/logs" && cd "$1" && shift
 exec "$@"

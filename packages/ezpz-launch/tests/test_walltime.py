@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 import pytest
 
 from ezpz_launch import LaunchError, UsageError
-from ezpz_launch._records.walltime import job_end, time_limit, when_to_signal
+from ezpz_launch._records.walltime import UnansweredError, job_end, time_limit, when_to_signal
 from ezpz_topo import Allocation, get_allocation
 
 END = datetime(2026, 11, 21, 2, 15, 43, tzinfo=UTC).timestamp()
@@ -131,6 +131,9 @@ def test_an_end_that_nobody_tells(tmp_path, scheduler, env, served, said):
     with pytest.raises(LaunchError, match=said) as caught:
         job_end(job, given, now=NOW)
     assert asked(tmp_path)
+    # Who is in a job, and has no answer yet, asks again.
+    later = "has no time limit" not in said and bool(env)
+    assert isinstance(caught.value, UnansweredError) == later
     text = str(caught.value)
     assert text.startswith("--signal-before: ")
     assert "expected" in text

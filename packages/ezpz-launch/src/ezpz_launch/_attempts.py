@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
@@ -30,6 +30,12 @@ if TYPE_CHECKING:
 
 _PORTS = 5
 """So many ports are tried where another program holds the first ones on rank 0's host."""
+
+_ANSWER = 3.0
+"""Seconds that the scheduler has to tell the job's end before the ranks start without."""
+
+_ASK_AGAIN = 60.0
+"""Seconds, at most, between two questions to a scheduler that does not answer."""
 
 _TAIL = 1 << 13
 _LINES = 20
@@ -113,7 +119,7 @@ class _Attempts:
                 progress=read_progress(self._progress_file),
             )
         )
-        if decision.retry and time.time() + decision.pause >= self._signal_at:
+        if decision.retry and time.time() + decision.pause >= self._signal_at():
             say("no retry: the job's end is near (--signal-before)")
             return None
         say(decision.why if decision.retry else f"no retry: {decision.why}")
@@ -254,19 +260,56 @@ def _hostfile(planned: LaunchPlan, directory: str) -> Iterator[LaunchPlan]:
             os.unlink(path)
 
 
-def _signal_at(planned: LaunchPlan, topology: Topology, env: Mapping[str, str]) -> float:
-    """Return when --signal-before is due, in seconds since the epoch."""
+def _signal_at(
+    planned: LaunchPlan, topology: Topology, env: Mapping[str, str]
+) -> Callable[[], float]:
+    """Return what tells when --signal-before is due, in seconds since the epoch.
+
+    A scheduler that does not answer is asked again, meanwhile the ranks run: the nodes are ours.
+    """
     before = planned.request.signal_before
     if not before:
-        return NEVER
-    from ezpz_launch._records.walltime import job_end, time_limit, when_to_signal  # noqa: PLC0415
+        return lambda: NEVER
+    import threading  # noqa: PLC0415
 
-    now = time.time()
-    end, _ = job_end(topology.allocation, env, now=now)
-    wait, note = when_to_signal(end, before, now, limit=time_limit(env))
-    if note:
-        say(note)
-    return now + wait
+    from ezpz_launch._records import walltime  # noqa: PLC0415
+
+    job, limit = topology.allocation, walltime.time_limit(env)
+    known, errors = [NEVER], list[LaunchError]()
+    asked, late = threading.Event(), threading.Event()
+
+    def ask() -> None:
+        pause = 1.0
+        while True:
+            try:
+                now = time.time()
+                end, _ = walltime.job_end(job, env, now=now)
+                wait, note = walltime.when_to_signal(end, before, now, limit=limit)
+                known.append(now + wait)
+                if note or late.is_set():
+                    say(note or "--signal-before: the job's end is known now")
+                break
+            except walltime.UnansweredError as error:
+                errors.append(error)
+                asked.set()
+            except LaunchError as error:
+                errors.append(error)
+                if late.is_set():
+                    say(str(error))
+                break
+            time.sleep(pause)
+            pause = min(2 * pause, _ASK_AGAIN)
+        asked.set()
+
+    threading.Thread(target=ask, daemon=True).start()
+    asked.wait(_ANSWER)
+    late.set()
+    if errors and not isinstance(errors[0], walltime.UnansweredError):
+        raise errors[0]
+    if known[-1] == NEVER:
+        why = errors[0] if errors else f"--signal-before: {job.scheduler} does not answer"
+        say(f"{why}; the ranks start, and it is asked again until it tells")
+    return lambda: known[-1]
 
 
 def _make_log_dir(folder: str) -> None:

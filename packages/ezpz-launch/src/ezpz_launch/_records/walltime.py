@@ -16,6 +16,10 @@ _END, _START = "SLURM_JOB_END_TIME", "SLURM_JOB_START_TIME"
 _REMEDY = "leave --signal-before out, or"
 
 
+class UnansweredError(LaunchError):
+    """The scheduler, whose job this is, did not tell its end: it may do so later."""
+
+
 def job_end(job: Allocation, env: Mapping[str, str], *, now: float) -> tuple[float, str]:
     """Return when the job's time limit ends, and by what that is known.
 
@@ -31,14 +35,16 @@ def job_end(job: Allocation, env: Mapping[str, str], *, now: float) -> tuple[flo
         Seconds since 1970, and the source.
 
     Raises:
-        LaunchError: There is no job, it has no time limit, or the scheduler does not tell.
+        UnansweredError: The scheduler does not tell now.
+        LaunchError: There is no job, or it has no time limit.
     """
     if job.ends_at is not None and job.ends_at.timestamp() > now:
         return _told(job)
     try:
         asked = get_allocation({**env, _END: ""}, ask=True)
     except TopoError as error:
-        raise LaunchError(f"--signal-before: the job's end is not known: {error}") from error
+        kind = LaunchError if job.scheduler == "none" else UnansweredError
+        raise kind(f"--signal-before: the job's end is not known: {error}") from error
     if asked.ends_at is not None:
         return _told(asked)
     if asked.scheduler == "none":
@@ -48,9 +54,7 @@ def job_end(job: Allocation, env: Mapping[str, str], *, now: float) -> tuple[flo
         )
     why = next((note for note in asked.notes if note.startswith("end of the walltime: ")), "")
     if why:
-        raise LaunchError(
-            f"--signal-before: {why}; expected the end of job {asked.job_id}; {_REMEDY} try again"
-        )
+        raise UnansweredError(f"--signal-before: {why}; expected the end of job {asked.job_id}")
     raise LaunchError(
         f"--signal-before: job {asked.job_id} has no time limit, says {asked.scheduler}; expected "
         f"one; {_REMEDY} submit with a walltime"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from ezpz_launch._request import GRACE
@@ -26,7 +26,7 @@ class Launch(NamedTuple):
         control: What the ranks' shims are told.
         grace: Seconds from SIGTERM to SIGKILL.
         idle_timeout: Seconds without any output after which the ranks hang; 0 for never.
-        signal_at: When to send SIGUSR1, in seconds since the epoch.
+        signal_at: Tells when to send SIGUSR1, in seconds since the epoch: NEVER until it is known.
         scratch: A file or folder made for the launch, to be removed also if we are killed.
     """
 
@@ -39,7 +39,7 @@ class Launch(NamedTuple):
     control: Control
     grace: float = GRACE
     idle_timeout: float = 0.0
-    signal_at: float = NEVER
+    signal_at: Callable[[], float] = lambda: NEVER
     scratch: str = ""
 
     def host_of(self, rank: int) -> str:

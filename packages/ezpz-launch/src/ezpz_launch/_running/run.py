@@ -175,7 +175,7 @@ class _Run:
             self._ending.next,
             self._forward_at,
             NEVER if self._ending.begun else self.hang.next_look,
-            now + self._signal_at - time.time() if self._all_started else NEVER,
+            now + self._signal_at() - time.time() if self._all_started else NEVER,
         )
 
     @property
@@ -236,8 +236,8 @@ class _Run:
         self._ending.look(now, self.status, self.nodes)
 
     def _do_what_is_due(self, now: float) -> None:
-        if self._signal_at <= time.time() and self._all_started:
-            self._signal_at = NEVER
+        if self._signal_at() <= time.time() and self._all_started:
+            self._signal_at = lambda: NEVER
             self.output.say("the job's end is near (--signal-before): SIGUSR1 to every rank")
             self._signal(signal.SIGUSR1)
         if self.hang.is_told(now):
