@@ -1,0 +1,163 @@
+"""A real PBS for a session, with an environment of ours in its user's shared home.
+
+EZPZ_TEST_PBS names a command with these verbs; hosts are pbs-0001 (server, login) and x1n0 to x1n2
+(4 cores each), and alice is a user on all of them:
+    on HOST @alice TEXT     run TEXT in a login shell of alice, with our standard input
+    sub TEXT [OPTION...]    submit a job of alice (qsub's options); print its id
+    wait ID                 until it has ended
+    lose HOST, find HOST    take a node's link down, and up
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import shlex
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Callable, Iterator
+from importlib.metadata import distribution
+from pathlib import Path
+
+import pytest
+
+PACKAGES = Path(__file__).resolve().parents[2] / "packages"
+OURS = ("ezpz-topo", "ezpz-launch")
+OTHERS = ("fire", "termcolor", "mpich", "mpi4py")
+SERVER = "pbs-0001"
+
+
+class Pbs:
+    """Jobs of alice, and what she sees on a host."""
+
+    home = "/home/alice/ezpz-tests"
+    """A folder that all hosts share; in its ``env`` is a virtual environment with ezpz-launch."""
+
+    def __init__(self, command: str) -> None:
+        self._command = shlex.split(command)
+        self.jobs: list[str] = []
+        self.lost: set[str] = set()
+
+    def run(self, *words: str, stdin: bytes = b"", timeout: float = 120) -> str:
+        """Run the command with a verb and its words; return what it prints."""
+        ended = subprocess.run(
+            [*self._command, *words], input=stdin, capture_output=True, timeout=timeout, check=False
+        )
+        said = ended.stdout.decode(errors="replace")
+        assert ended.returncode == 0, (words, ended.returncode, said, ended.stderr.decode())
+        return said
+
+    def on(self, host: str, text: str, **more: bytes) -> str:
+        """Run a text on a host in a login shell of alice; return what it prints."""
+        return self.run("on", host, "@alice", text, **more)  # type: ignore[arg-type]
+
+    def sub(self, text: str, *options: str) -> str:
+        """Submit a job that runs a text in the environment; return its id."""
+        begin = f". {self.home}/env/bin/activate; cd {self.home}; "
+        # -f: no helper of qsub in /var/tmp, which may be another PBS's.
+        options = ("-f", "-j", "oe", "-l", "place=scatter", "-l", "walltime=0:05:00", *options)
+        job = self.run("sub", begin + text, *options).split()[-1]
+        self.jobs.append(job)
+        return job
+
+    def output(self, job: str) -> str:
+        """Return what a job has written up to now."""
+        return self.on(SERVER, f"cat ~/*.o{job.partition('.')[0]} 2>/dev/null || true")
+
+    def ended(self, job: str, timeout: float = 180) -> str:
+        """Wait for a job's end; return what it has written."""
+        self.run("wait", job, timeout=timeout)
+        return self.output(job)
+
+    def writes(self, job: str, words: str, timeout: float = 120) -> str:
+        """Wait until a job has written these words; return what it has written."""
+        until = time.monotonic() + timeout
+        while words not in (said := self.output(job)):
+            assert time.monotonic() < until, (words, said)
+            time.sleep(0.2)
+        return said
+
+    def write(self, name: str, text: str) -> str:
+        """Write a file in the shared folder; return its path."""
+        path = f"{self.home}/{name}"
+        self.on(SERVER, f"cat >{shlex.quote(path)}", stdin=text.encode())
+        return path
+
+    def lose(self, host: str) -> None:
+        """Take a node's link down, until the test ends."""
+        self.lost.add(host)
+        self.run("lose", host)
+
+    def reset(self) -> None:
+        """Find the lost nodes, and delete the jobs."""
+        for host in self.lost:
+            self.run("find", host)
+        if self.jobs:
+            self.on(SERVER, f"qdel -W force {' '.join(self.jobs)} >/dev/null 2>&1 || true")
+        if self.lost:
+            _until_nodes_are_back(self)
+        self.jobs, self.lost = [], set()
+
+
+def _until_nodes_are_back(pbs: Pbs) -> None:
+    until = time.monotonic() + 120
+    while "down" in (said := pbs.on(SERVER, "pbsnodes -aS")):
+        assert time.monotonic() < until, said
+        time.sleep(1)
+
+
+@pytest.fixture(scope="session")
+def pbs_session() -> Iterator[Pbs]:
+    command = os.environ.get("EZPZ_TEST_PBS", "")
+    if not command:
+        pytest.skip("EZPZ_TEST_PBS names no command of a PBS to test with")
+    pbs = Pbs(command)
+    python = f"python3.{sys.version_info.minor}"
+    pbs.on(
+        SERVER,
+        f"rm -rf {pbs.home} && mkdir -p {pbs.home} && cd {pbs.home} && "
+        f"{python} -m venv --without-pip env && tar x -C env",
+        stdin=_environment(python, f"{pbs.home}/env"),
+    )
+    yield pbs
+    pbs.on(SERVER, f"rm -rf {pbs.home}")
+
+
+@pytest.fixture
+def pbs(pbs_session: Pbs) -> Iterator[Pbs]:
+    """The PBS; what a test submits or loses there ends with it."""
+    yield pbs_session
+    pbs_session.reset()
+
+
+def _environment(python: str, prefix: str) -> bytes:
+    """Return a tar file of what the environment holds: our sources, and what they need."""
+    made = io.BytesIO()
+    site = f"lib/{python}/site-packages"
+    with tarfile.open(fileobj=made, mode="w") as tar:
+        for name in (*OURS, *OTHERS):
+            for file in distribution(name).files or ():
+                path = Path(str(file.locate()))
+                is_ours = name in OURS and ".dist-info" not in str(file)
+                if path.is_file() and not is_ours and "__pycache__" not in path.parts:
+                    tar.add(path, os.path.normpath(f"{site}/{file}"), recursive=False)
+        for name in OURS:
+            (source,) = (PACKAGES / name / "src").glob("ezpz_*")
+            tar.add(source, f"{site}/{source.name}", filter=_without_bytecode)
+            for script in distribution(name).entry_points.select(group="console_scripts"):
+                module, _, function = script.value.partition(":")
+                text = (
+                    f"#!{prefix}/bin/python\nimport sys\nfrom {module} import {function}\n"
+                    f"sys.exit({function}())\n"
+                ).encode()
+                entry = tarfile.TarInfo(f"bin/{script.name}")
+                entry.size, entry.mode = len(text), 0o755
+                tar.addfile(entry, io.BytesIO(text))
+    return made.getvalue()
+
+
+def _without_bytecode(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
+    return None if "__pycache__" in entry.name else entry
