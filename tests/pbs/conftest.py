@@ -10,7 +10,6 @@ EZPZ_TEST_PBS names a command with these verbs; hosts are pbs-0001 (server, logi
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 import shlex
@@ -18,7 +17,7 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.metadata import distribution
 from pathlib import Path
 

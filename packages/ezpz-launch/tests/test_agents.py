@@ -15,6 +15,7 @@ import pytest
 import ezpz_launch._running.node
 from ezpz_launch._running.agents import Agents
 from ezpz_launch._running.control import Control
+from ezpz_launch._running.node import proof
 
 ID = f"agents-test.{os.getpid()}"  # a session beside this one must not meet ours
 
@@ -24,13 +25,13 @@ class Side:
 
     def __init__(self):
         self.poll = select.poll()
-        self.hello, self.stacks, self.lost = [], [], []
+        self.greeted, self.stacks, self.lost = [], [], []
         self.agents = Agents(
-            [os.uname().nodename],
+            [os.uname().nodename] * 4,
             self.poll,
-            self.hello.append,
+            self.greeted.append,
             lambda node, text: self.stacks.append((node, text)),
-            self.lost.append,
+            lambda node, rank: self.lost.append((node, rank)),
         )
         self.is_open = True
 
@@ -52,8 +53,25 @@ class Side:
     def connect(self):
         return socket.create_connection(self.address, timeout=20)
 
+    def challenged(self):
+        """A connection, and what it is challenged with."""
+        connection = self.connect()
+        said = b""
+        while not said.endswith(b"\n"):
+            self.serve()
+            with contextlib.suppress(BlockingIOError):
+                said += connection.recv(100, socket.MSG_DONTWAIT)
+        word, _, challenge = said.decode().strip().partition(" ")
+        assert word == "challenge"
+        return connection, challenge
+
+    def hello(self, node, challenge, secret=None, of_node=None):
+        """What the agent of a node says; of_node: what that of another one would."""
+        shown = proof(secret or self.agents.secret, of_node or node, "agent", challenge, "ab")
+        return f"hello {node} ab {shown}\n".encode()
+
     def is_refused(self, connection, until):
-        """Whether the connection is closed without a word."""
+        """Whether the connection is closed without another word."""
         connection.setblocking(False)
 
         def closed():
@@ -80,10 +98,8 @@ def side():
 def agent(side, until):
     """Start the agent of a node, as the shim does."""
 
-    def start(node=0, secrets=None, where=None, wait=True):
-        control = Control(
-            ID, 5, where=where or side.agents.where, secrets=secrets or side.agents.secrets
-        )
+    def start(node=0, where=None, wait=True):
+        control = Control(ID, 5, where=where or side.agents.where, secret=side.agents.secret)
         subprocess.run(
             [sys.executable, "-I", "-S", ezpz_launch._running.node.__file__, str(node)],
             env={**os.environ, "EZPZ_CONTROL": control.value()},
@@ -91,7 +107,7 @@ def agent(side, until):
             timeout=20,
         )
         if wait:
-            until(lambda: side.serve() and node in side.hello)
+            until(lambda: side.serve() and node in side.greeted)
 
     return start
 
@@ -131,11 +147,13 @@ def test_a_connection_that_ends_without_farewell_kills(side, agent, rank):
     assert marked.wait(20) == -signal.SIGKILL
 
 
-def test_a_connection_that_is_reset_kills(side, agent, rank):
+def test_a_connection_that_is_reset_kills(side, agent, rank, until):
     child = rank()
     agent()
     side.agents.send(0, f"start 0 {child.pid}")
+    # wait until it has taken that: what it has not read is lost with the connection
     side.agents.send(0, "stacks")
+    until(lambda: side.serve() and side.stacks)
     for connection in side.agents._connections.values():
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     side.close(farewell=False)
@@ -177,10 +195,16 @@ def test_an_agent_answers_with_stacks(side, agent, process, until, tmp_path):
 @pytest.mark.parametrize(
     "said",
     [
-        b"hello {wrong} 0\n",
-        b"hello {answer} 0\n",
-        b"hello {token}\n",
-        b"hello {token} 0 0\n",
+        b"hello {secret} abc\n",
+        b"hello {secret} 0\n",
+        b"hello 0 ab {wrong}\n",
+        b"hello 0 ab {other}\n",
+        b"hello 4 ab {beyond}\n",
+        b"hello abc ab {right}\n",
+        b"hello \xb2 ab {right}\n",
+        b"hello 0 \xff {right}\n",
+        b"hello 0 ab\n",
+        b"hello 0 ab {right} 0\n",
         b"stacks 3\nabc",
         b"\n",
         b"GET / HTTP/1.1\r\n\r\n",
@@ -188,19 +212,48 @@ def test_an_agent_answers_with_stacks(side, agent, process, until, tmp_path):
         b"\xff" * 5000 + b"\n",
     ],
 )
-def test_who_does_not_know_the_token_is_refused(side, until, said):
-    token, answer = side.agents.secrets
-    for name, value in (("wrong", "0" * 32), ("token", token), ("answer", answer)):
-        said = said.replace(b"{%s}" % name.encode(), value.encode())
-    with side.connect() as connection:
+def test_who_does_not_know_the_secret_of_the_node_is_refused(side, until, said):
+    connection, challenge = side.challenged()
+    secret = side.agents.secret
+    words = {
+        "secret": secret,
+        "right": proof(secret, 0, "agent", challenge, "ab"),
+        "wrong": proof("0" * 64, 0, "agent", challenge, "ab"),
+        "other": proof(secret, 1, "agent", challenge, "ab"),
+        "beyond": proof(secret, 4, "agent", challenge, "ab"),
+    }
+    for name, word in words.items():
+        said = said.replace(b"{%s}" % name.encode(), word.encode())
+    with connection:
         connection.sendall(said)
         assert side.is_refused(connection, until)
-    assert side.hello == []
+    assert side.greeted == []
     assert not side.agents.is_reached(0)
 
 
+def test_what_an_agent_has_said_is_of_no_use_to_another(side, until):
+    first, challenge = side.challenged()
+    with first:
+        said = side.hello(1, challenge)
+        first.sendall(said)
+        until(lambda: side.serve() and side.greeted)
+        second, again = side.challenged()
+        with second:
+            second.sendall(said)
+            assert side.is_refused(second, until)
+        # nor does one that knows the secret take the place of the node's own
+        third, again = side.challenged()
+        with third:
+            third.sendall(side.hello(1, again))
+            assert side.is_refused(third, until)
+        assert first.recv(1000).startswith(b"welcome ")
+        side.agents.send(1, "kill")
+        assert first.recv(1000) == b"kill\n"
+    assert side.greeted == [1]
+
+
 def test_little_is_kept_of_who_has_not_said_hello(side, until):
-    with side.connect() as connection:
+    with side.challenged()[0] as connection:
         for _ in range(40):
             connection.sendall(b"x" * 100)
             side.serve()
@@ -211,13 +264,15 @@ def test_little_is_kept_of_who_has_not_said_hello(side, until):
 
 
 def test_hello_and_stacks_in_pieces(side, until):
-    with side.connect() as connection:
-        for byte in f"hello {side.agents.secrets[0]} 3\nstacks 7\nab\ncd\n!".encode():
+    connection, challenge = side.challenged()
+    with connection:
+        for byte in side.hello(3, challenge) + b"stacks 7\nab\ncd\n!":
             connection.sendall(bytes([byte]))
             side.serve()
         until(lambda: side.stacks or (side.serve() and side.stacks))
-        assert connection.recv(1000) == f"welcome {side.agents.secrets[1]}\n".encode()
-    assert (side.hello, side.stacks) == ([3], [(3, b"ab\ncd\n!")])
+        expected = proof(side.agents.secret, 3, "launch", "ab", challenge)
+        assert connection.recv(1000) == f"welcome {expected}\n".encode()
+    assert (side.greeted, side.stacks) == ([3], [(3, b"ab\ncd\n!")])
 
 
 def test_an_agent_tells_an_impostor_nothing(side, agent, rank, until):
@@ -229,8 +284,11 @@ def test_an_agent_tells_an_impostor_nothing(side, agent, rank, until):
         connection, _ = server.accept()
         with connection:
             connection.settimeout(20)
-            assert connection.recv(1000).startswith(b"hello ")
-            order = f"welcome {'0' * 32}\nstart 0 {child.pid}\nsignal 9\n"
+            connection.sendall(b"challenge ab\n")
+            said = connection.recv(1000)
+            assert said.startswith(b"hello 0 ")
+            # its own proof proves nothing of us
+            order = f"welcome {said.split()[3].decode()}\nstart 0 {child.pid}\nsignal 9\n"
             connection.sendall(order.encode())
             with contextlib.suppress(ConnectionError):
                 assert connection.recv(1000) == b""
@@ -247,7 +305,7 @@ def test_an_agent_tries_every_address(side, agent):
 def test_the_agent_outlives_signals_and_holds_no_pipe(side, agent, rank):
     read, write = os.pipe()
     child = rank()
-    control = Control(ID, 5, where=side.agents.where, secrets=side.agents.secrets)
+    control = Control(ID, 5, where=side.agents.where, secret=side.agents.secret)
     env = {**os.environ, "EZPZ_CONTROL": control.value()}
     words = [sys.executable, "-I", "-S", ezpz_launch._running.node.__file__, "0"]
     null = subprocess.DEVNULL
@@ -256,7 +314,7 @@ def test_the_agent_outlives_signals_and_holds_no_pipe(side, agent, rank):
     assert select.select([read], [], [], 20)[0]
     assert os.read(read, 1) == b""
     os.close(read)
-    while 0 not in side.hello:
+    while 0 not in side.greeted:
         side.serve()
     side.agents.send(0, f"start 0 {child.pid}")
     side.close(farewell=False)
@@ -264,9 +322,9 @@ def test_the_agent_outlives_signals_and_holds_no_pipe(side, agent, rank):
 
 
 def test_an_agent_that_is_gone_before_it_is_welcome(side, until):
-    connection = side.connect()
+    connection, challenge = side.challenged()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    connection.sendall(f"hello {side.agents.secrets[0]} 0\n".encode())
+    connection.sendall(side.hello(0, challenge))
     connection.close()
     for _ in range(10):
         side.serve(20)
@@ -315,23 +373,27 @@ def test_an_agent_tells_of_ranks_that_are_lost(side, agent, process, until, who)
     assert side.lost == []
     os.kill(shim if who == "shim" else launcher.pid, signal.SIGKILL)
     until(lambda: side.serve() and side.lost)
-    assert side.lost == [5]
+    assert side.lost == [(2, 5)]
     for _ in range(30):  # it has time to say it again
         side.serve()
-    assert side.lost == [5]
+    assert side.lost == [(2, 5)]
 
 
-@pytest.mark.parametrize("said", [b"lost", b"lost x", b"lost -1", b"lost 1 2", b"last 1", b""])
-def test_what_an_agent_does_not_say_is_not_heard(side, until, said):
-    with side.connect() as connection:
-        text = b"hello %s 3\n%s\nlost 7\n" % (side.agents.secrets[0].encode(), said)
-        connection.sendall(text)
-        until(lambda: side.serve() and side.lost)
-    assert (side.hello, side.lost) == ([3], [7])
+@pytest.mark.parametrize(
+    "said",
+    [b"lost", b"lost x", b"lost -1", b"lost 1 2", b"last 1", b"", b"stacks xyz", b"stacks -1",
+     b"stacks 999999999999", b"stacks \xb2", b"hello 3 ab cd", b"x" * 5000],
+)  # fmt: skip
+def test_an_agent_that_says_anything_else_is_dropped(side, until, said):
+    connection, challenge = side.challenged()
+    with connection:
+        connection.sendall(side.hello(3, challenge) + b"lost 6\n" + said + b"\nlost 7\n")
+        until(lambda: side.serve() and not side.agents.is_reached(3) and side.lost)
+    assert (side.greeted, side.lost) == ([3], [(3, 6)])
 
 
 def test_who_has_not_said_hello_loses_no_rank(side, until):
-    with side.connect() as connection:
+    with side.challenged()[0] as connection:
         connection.sendall(b"lost 7\n")
         assert side.is_refused(connection, until)
     assert side.lost == []

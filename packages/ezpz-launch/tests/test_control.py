@@ -15,17 +15,17 @@ def control(**fields):
 def test_one_field_a_line_and_none_empty():
     # sh drops empty ones: what follows would be read as another
     full = control(
-        where=("10.0.0.1:5", "[fe80::1]:6"), secrets=("a", "b"), files="/a b", tee=True,
+        where=("10.0.0.1:5", "[fe80::1]:6"), secret="a", node_timeout=7, files="/a b", tee=True,
         only_ranks=(0, 2, 3), prefix=True, port=29500, device_type="cuda", devices=4,
         one_device=True, attempt=2, progress_file="/p q", job_id="12.pbs",
     )  # fmt: skip
     here = os.path.dirname(sys.modules[Control.__module__].__file__)
     assert control().value().split("\n") == [
-        "ID.0", "21", sys.executable, "-", "-", "-", "-", "-", "all", "-", "-", "-", "-", "0",
+        "ID.0", "21", sys.executable, "-", "-", "-", "15", "-", "all", "-", "-", "-", "-", "0",
         "0", "0", "-", "-",
     ]  # fmt: skip
     assert full.value().split("\n") == [
-        "ID.0", "21", sys.executable, f"{here}/node.py", "10.0.0.1:5 [fe80::1]:6", "a", "b",
+        "ID.0", "21", sys.executable, f"{here}/node.py", "10.0.0.1:5 [fe80::1]:6", "a", "7",
         "/a b", "0,2-3", f"{here}/rank_output.py", "--prefix", "29500", "cuda", "4", "1", "2",
         "/p q", "12.pbs",
     ]  # fmt: skip

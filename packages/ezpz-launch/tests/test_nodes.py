@@ -52,7 +52,7 @@ class Others:
         return True
 
     def start_agent(self, node=1):
-        control = Control(ID, 5, where=self.nodes.where(), secrets=self.nodes.secrets())
+        control = Control(ID, 5, where=self.nodes.where(), secret=self.nodes.secret())
         subprocess.run(
             [sys.executable, "-I", "-S", ezpz_launch._running.node.__file__, str(node)],
             env={**os.environ, "EZPZ_CONTROL": control.value()},
@@ -79,7 +79,7 @@ def rank(process):
 
 
 def test_of_this_host_nothing_is_told_to_agents(here):
-    assert (here.where(), here.secrets(), here.why_not) == ((), ("-", "-"), "")
+    assert (here.where(), here.secret(), here.why_not) == ((), "", "")
     assert here.unreached([0, 1]) == []
     with pytest.raises(AssertionError):
         here.handle(3)
@@ -243,7 +243,7 @@ def test_without_an_address_there_are_no_agents(told, monkeypatch):
     assert nodes.why_not == (
         "no address of ours that absent.invalid could reach ([Errno -2] Name or service not known)"
     )
-    assert (nodes.where(), nodes.secrets()) == ((), ("-", "-"))
+    assert (nodes.where(), nodes.secret()) == ((), "")
     assert nodes.unreached([0, 1]) == [0, 1]
     # no harm
     nodes.start(0, 1 << 30)

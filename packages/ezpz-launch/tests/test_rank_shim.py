@@ -450,7 +450,7 @@ def test_the_agent_is_started_once_a_node(words, process, tmp_path):
     )
     for rank, local in ((4, 0), (5, 1)):
         (tmp_path / "none").touch()
-        value = Control(ID, 5, where=("127.0.0.1:1",), secrets=("a", "b")).value().split("\n")
+        value = Control(ID, 5, where=("127.0.0.1:1",), secret="a").value().split("\n")
         value[3] = str(agent)
         env = {
             **environment(), "EZPZ_CONTROL": "\n".join(value), "PMI_RANK": str(rank),

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import errno
+import hmac
 import os
 import resource
 import select
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
-from .node import PROTOCOL_LINE, keep_alive
+from .node import PROTOCOL_LINE, keep_alive, proof
 
 _HELLO = 10.0
 """Seconds in which an agent says who it is."""
+
+_LONGEST_STACKS = 1 << 24
+"""Bytes of one node's stacks: more is no answer."""
 
 
 class Agents:
@@ -24,27 +28,30 @@ class Agents:
         poll: Where the sockets are registered; the owner hands what is ready to `handle`.
         on_hello: Called with the node of an agent that has connected.
         on_stacks: Called with what an agent answers when it is asked where its ranks hang.
-        on_lost: Called with a rank that nobody would report the end of.
+        on_lost: Called with a node and a rank that nobody would report the end of.
     """
 
     def __init__(
         self,
-        hosts: Iterable[str],
+        hosts: Sequence[str],
         poll: select.poll,
         on_hello: Callable[[int], None],
         on_stacks: Callable[[int, bytes], None],
-        on_lost: Callable[[int], None],
+        on_lost: Callable[[int, int], None],
     ) -> None:
         self._poll = poll
         self._on_hello, self._on_stacks, self._on_lost = on_hello, on_stacks, on_lost
         self._server = _listen(_own_address(hosts))
         self._connections: dict[int, socket.socket] = {}
+        # Who has not said hello: since when, and what each is challenged with.
+        self._strangers: dict[int, tuple[float, str]] = {}
         self._nodes: dict[int, int] = {}
         self._by_node: dict[int, socket.socket] = {}
+        # A node says hello once.
+        self._awaited = set(range(len(hosts)))
         self._received: dict[int, bytes] = {}
-        self._since: dict[int, float] = {}
         self._is_full = False
-        self.secrets = (os.urandom(16).hex(), os.urandom(16).hex())
+        self.secret = os.urandom(32).hex()
         poll.register(self._server, select.POLLIN)
 
     @property
@@ -104,14 +111,18 @@ class Agents:
         fd = connection.fileno()
         self._connections[fd] = connection
         self._received[fd] = b""
-        self._since[fd] = time.monotonic()
+        challenge = os.urandom(16).hex()
+        self._strangers[fd] = time.monotonic(), challenge
         self._poll.register(connection, select.POLLIN)
+        try:
+            connection.sendall(f"challenge {challenge}\n".encode())
+        except OSError:
+            self._drop(fd)
 
     def _drop_strangers(self) -> None:
         """Drop who has come and does not say hello."""
         late = time.monotonic() - _HELLO
-        strangers = self._connections.keys() - self._nodes.keys()
-        for fd in [fd for fd in strangers if self._since[fd] < late]:
+        for fd in [fd for fd, (since, _) in self._strangers.items() if since < late]:
             self._drop(fd)
 
     def _accept(self) -> socket.socket | None:
@@ -134,36 +145,44 @@ class Agents:
         return None
 
     def _read(self, fd: int) -> None:
+        """Take what has come; who says anything but what an agent says is dropped."""
         while fd in self._received:
             line, newline, rest = self._received[fd].partition(b"\n")
-            if not newline:
-                if fd not in self._nodes and len(line) > PROTOCOL_LINE:
-                    self._drop(fd)
+            if len(line) > PROTOCOL_LINE:
+                self._drop(fd)
+            if not newline or len(line) > PROTOCOL_LINE:
                 return
             words = line.split()
-            if fd not in self._nodes:
+            number = int(words[1]) if len(words) == 2 and words[1].isdigit() else -1
+            if fd in self._strangers:
                 self._received[fd] = rest
                 if not self._is_welcome(fd, words):
                     self._drop(fd)
+            elif words[:1] == [b"stacks"] and 0 <= number <= _LONGEST_STACKS:
+                if len(rest) < number:
                     return
-            elif words and words[0] == b"stacks":
-                length = int(words[1])
-                if len(rest) < length:
-                    return
-                self._received[fd] = rest[length:]
-                self._on_stacks(self._nodes[fd], rest[:length])
-            else:
+                self._received[fd] = rest[number:]
+                self._on_stacks(self._nodes[fd], rest[:number])
+            elif words[:1] == [b"lost"] and number >= 0:
                 self._received[fd] = rest
-                if len(words) == 2 and words[0] == b"lost" and words[1].isdigit():
-                    self._on_lost(int(words[1]))
+                self._on_lost(self._nodes[fd], number)
+            else:
+                self._drop(fd)
 
     def _is_welcome(self, fd: int, words: list[bytes]) -> bool:
-        if len(words) != 3 or words[:2] != [b"hello", self.secrets[0].encode()]:
+        """Whether it is the agent of a node that has none yet: it knows the node's secret."""
+        if len(words) != 4 or words[0] != b"hello" or not words[1].isdigit():
             return False
-        node = int(words[2])
+        node, own = int(words[1]), words[2].decode(errors="replace")
+        _, challenge = self._strangers[fd]
+        expected = proof(self.secret, node, "agent", challenge, own)
+        if node not in self._awaited or not hmac.compare_digest(words[3], expected.encode()):
+            return False
+        del self._strangers[fd]
+        self._awaited.remove(node)
         self._nodes[fd] = node
         self._by_node[node] = self._connections[fd]
-        self.send(node, f"welcome {self.secrets[1]}")
+        self.send(node, f"welcome {proof(self.secret, node, 'launch', own, challenge)}")
         self._on_hello(node)
         return True
 
@@ -172,7 +191,7 @@ class Agents:
         if connection is None:
             return
         self._received.pop(fd, None)
-        self._since.pop(fd, None)
+        self._strangers.pop(fd, None)
         node = self._nodes.pop(fd, None)
         if node is not None and self._by_node.get(node) is connection:
             del self._by_node[node]

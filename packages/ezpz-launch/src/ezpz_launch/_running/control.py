@@ -12,6 +12,9 @@ from ezpz_launch._planning.cores import fold_ranks
 
 VARIABLE = "EZPZ_CONTROL"
 
+NODE_TIMEOUT = 15
+"""Seconds without a sign of a node after which it is lost, unless asked otherwise."""
+
 _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
@@ -22,7 +25,8 @@ class Control(NamedTuple):
         launch_id: By which the launch's reports and processes are told.
         hold: Seconds for which a rank that failed waits to be released.
         where: ``host:port`` of the run loop, for the nodes' agents; empty where it needs none.
-        secrets: What an agent says, and what it wants to hear.
+        secret: What agents know, and do not say; empty where there are none.
+        node_timeout: Seconds without a sign of a node after which it is lost.
         files: A folder for the output of each rank; empty for none.
         only_ranks: Ranks whose output is shown; None for all.
         prefix: Whether each line begins with its rank and host.
@@ -39,7 +43,8 @@ class Control(NamedTuple):
     launch_id: str
     hold: float
     where: tuple[str, ...] = ()
-    secrets: tuple[str, str] = ("-", "-")
+    secret: str = ""
+    node_timeout: int = NODE_TIMEOUT
     files: str = ""
     only_ranks: Sequence[int] | None = None
     prefix: bool = False
@@ -66,7 +71,8 @@ class Control(NamedTuple):
             sys.executable,
             os.path.join(_HERE, "node.py") if self.where else "-",
             " ".join(self.where) or "-",
-            *self.secrets,
+            self.secret or "-",
+            str(self.node_timeout),
             self.files or "-",
             "all" if self.only_ranks is None else fold_ranks(self.only_ranks),
             os.path.join(_HERE, "rank_output.py") if pumped else "-",

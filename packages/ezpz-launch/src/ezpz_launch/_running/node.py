@@ -53,7 +53,7 @@ def main() -> int:
     for number in (*ending, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     fields = os.environ["EZPZ_CONTROL"].split("\n")
-    launch_id, addresses, token, answer = fields[0], fields[4], fields[5], fields[6]
+    launch_id, addresses, secret = fields[0], fields[4], fields[5]
     time.sleep(_SETTLED)
     connection = _connect(addresses.split())
     if connection is None:
@@ -61,19 +61,40 @@ def main() -> int:
         return 0
     ranks = NodeRanks(launch_id, launcher)
     try:
-        connection.sendall(f"hello {token} {sys.argv[1]}\n".encode())
         lines = _lines(connection, ranks)
-        if next(lines, "") != f"welcome {answer}":
+        if not _is_welcome(connection, lines, secret, int(sys.argv[1])):
             return 1
         for line in lines:
             reply = obey(ranks, line.split())
             if reply is None:
                 return 0
             connection.sendall(reply)
-    except OSError:
-        pass  # reset instead of closed: the same
+    except (OSError, ValueError, TypeError, LookupError):
+        pass  # reset instead of closed, or no orders of ezpz-launch: the same
     ranks.kill()
     return 1
+
+
+def _is_welcome(connection: socket.socket, lines: Iterator[str], secret: str, node: int) -> bool:
+    """Show ezpz-launch that we know the node's secret; return whether it knows it, too."""
+    import hmac  # noqa: PLC0415  # as socket
+
+    challenge, own = next(lines, "").partition(" ")[2], os.urandom(16).hex()
+    shown = proof(secret, node, "agent", challenge, own)
+    connection.sendall(f"hello {node} {own} {shown}\n".encode())
+    expected = f"welcome {proof(secret, node, 'launch', own, challenge)}"
+    return hmac.compare_digest(next(lines, ""), expected)
+
+
+def proof(secret: str, node: int, *words: str) -> str:
+    """Return what only one can say to these words who knows a node's secret.
+
+    Each node's is made of the launch's; neither goes over the network.
+    """
+    import hmac  # noqa: PLC0415
+
+    of_node = hmac.digest(secret.encode(), b"node %d" % node, "sha256")
+    return hmac.digest(of_node, " ".join(words).encode(), "sha256").hex()
 
 
 def _lines(connection: socket.socket, ranks: NodeRanks) -> Iterator[str]:

@@ -26,8 +26,8 @@ class Nodes(Protocol):
     def where(self) -> tuple[str, ...]:
         """Return the addresses that agents connect to; none where there are no agents."""
 
-    def secrets(self) -> tuple[str, str]:
-        """Return what an agent says, and what it wants to hear."""
+    def secret(self) -> str:
+        """Return what agents know; empty where there are none."""
 
     def watch(self, launcher: int, scratch: str) -> None:
         """See to it that nothing outlives us, if we are killed; not a scratch file either."""
@@ -87,8 +87,8 @@ class ThisHost:
     def where(self) -> tuple[str, ...]:  # as all below: see Nodes
         return ()
 
-    def secrets(self) -> tuple[str, str]:
-        return ("-", "-")
+    def secret(self) -> str:
+        return ""
 
     def watch(self, launcher: int, scratch: str) -> None:
         self._guardian = Guardian(self._launch_id, launcher, scratch)
@@ -173,7 +173,7 @@ class OtherHosts:
 
         try:
             self._agents = Agents(
-                hosts, poll, self._greet, lambda _, text: on_stacks(text), self._lost.append
+                hosts, poll, self._greet, lambda _, text: on_stacks(text), self._lose
             )
         except OSError as error:
             self.why_not = f"no address of ours that {hosts[0]} could reach ({error})"
@@ -181,8 +181,8 @@ class OtherHosts:
     def where(self) -> tuple[str, ...]:  # as all below: see Nodes
         return self._agents.where if self._agents else ()
 
-    def secrets(self) -> tuple[str, str]:
-        return self._agents.secrets if self._agents else ("-", "-")
+    def secret(self) -> str:
+        return self._agents.secret if self._agents else ""
 
     def watch(self, launcher: int, scratch: str) -> None:
         self._guardian = Guardian(self._launch_id, launcher, scratch)
@@ -241,6 +241,11 @@ class OtherHosts:
     def _send(self, rank: int, order: str) -> None:
         if self._agents:
             self._agents.send(rank // self._ppn, order)
+
+    def _lose(self, node: int, rank: int) -> None:
+        # An agent speaks for the ranks of its node.
+        if rank // self._ppn == node:
+            self._lost.append(rank)
 
     def _greet(self, node: int) -> None:
         """Tell an agent that has just connected what it has missed."""

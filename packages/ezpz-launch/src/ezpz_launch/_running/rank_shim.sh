@@ -13,7 +13,8 @@
 #              absent: ID    of the launch; reports on standard error are told by it
 #                      HOLD  seconds for which a rank that failed waits to be released
 #                      AGENT what starts this node's agent (two lines: Python, program)
-#                      WHERE host:port ... of ezpz-launch, and its secrets (two lines), for the agent
+#                      WHERE host:port ... of ezpz-launch, a secret, and the seconds after which one
+#                            of both is lost to the other, for the agent (three lines)
 #                      FILES a folder for the output of each rank
 #                      SHOWN ranks whose output is shown: 0,4-7; "all"
 #                      PUMP  program that labels, doubles or hides the output

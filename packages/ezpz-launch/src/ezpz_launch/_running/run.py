@@ -127,8 +127,8 @@ class _Run:
 
     def _start(self) -> LauncherProcess:
         launch = self.launch
-        where, secrets = self.nodes.where(), self.nodes.secrets()
-        control = launch.control._replace(where=where, secrets=secrets)
+        where, secret = self.nodes.where(), self.nodes.secret()
+        control = launch.control._replace(where=where, secret=secret)
         environment = {**launch.environment, VARIABLE: control.value()}
         try:
             return LauncherProcess(launch.argv, environment)
