@@ -183,6 +183,68 @@ def test_wrappers_of_one_process_and_several_optimizers(tmp_path):
         save_checkpoint(tmp_path, model=net, optimizer=stranger, step=2)
 
 
+class Sparse(nn.Linear):
+    def __init__(self, seed):
+        super().__init__(2, 2)
+        self.register_buffer("graph", (torch.eye(4) * seed).to_sparse())
+
+
+class Expanded(nn.Linear):
+    def __init__(self, seed):
+        super().__init__(2, 2)
+        self.register_buffer("mask", torch.full((1,), seed).expand(3, 4))
+
+
+class Renamed(nn.Module):
+    """Goes by other names in its state dict than in itself."""
+
+    def __init__(self, seed):
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        nn.init.constant_(self.inner.weight, seed)
+        self.inner._register_state_dict_hook(self.rename)
+        self.inner._register_load_state_dict_pre_hook(self.name_back)
+
+    def rename(self, _, state, prefix, __):
+        state[prefix + "old"] = state.pop(prefix + "weight")
+
+    def name_back(self, state, prefix, *_):
+        state[prefix + "weight"] = state.pop(prefix + "old")
+
+
+@pytest.mark.parametrize("kind", [nn.ReLU, Sparse, Expanded, Renamed])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_unusual_state_comes_back(tmp_path, kind, asynchronous):
+    model, other = (kind() if kind is nn.ReLU else kind(seed) for seed in (1, 2))
+    given = {"optimizer": torch.optim.Adam(model.parameters(), lr=0.5)} if kind is Renamed else {}
+    if given:
+        model.inner(torch.ones(2)).sum().backward()
+        given["optimizer"].step()
+    save_checkpoint(tmp_path, model=model, step=1, asynchronous=asynchronous, **given)
+    theirs = {"optimizer": torch.optim.Adam(other.parameters())} if given else {}
+    assert load_checkpoint(tmp_path, model=other, **theirs).step == 1
+    pairs = zip(model.state_dict().values(), other.state_dict().values(), strict=True)
+    assert all(torch.equal(one.to_dense(), two.to_dense()) for one, two in pairs)
+    if given:
+        moments = [each["optimizer"].state[one.inner.weight]["exp_avg"]
+                   for each, one in ((given, model), (theirs, other))]  # fmt: skip
+        assert torch.equal(*moments)
+
+
+def test_a_state_dict_that_the_model_itself_cannot_load_is_named(tmp_path):
+    model = Renamed(1)
+    save_checkpoint(tmp_path, model=model, step=1)
+    model.inner._load_state_dict_pre_hooks.clear()
+    with pytest.raises(CheckpointError, match=r"Missing key.*inner.weight.*its own state_dict\(\)"):
+        load_checkpoint(tmp_path, model=model)
+    save_checkpoint(tmp_path, model=nn.Linear(2, 2), step=2)
+    with pytest.raises(CheckpointError, match=r"1 tensors are not in it: graph; expected"):
+        load_checkpoint(tmp_path, model=Sparse(1))
+    assert "left as they are: graph" in load_checkpoint(
+        tmp_path, model=Sparse(1), strict=False
+    ).notes[0]  # fmt: skip
+
+
 def test_keep_and_saving_a_step_again(tmp_path, model):
     for step in (1, 2, 3, 4):
         save_checkpoint(tmp_path, model=model, step=step, keep=2)

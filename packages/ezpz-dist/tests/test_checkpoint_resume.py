@@ -227,3 +227,42 @@ def written(ranks, tmp_path):
 def test_any_wrapper_on_any_number_of_ranks_loads_what_two_ranks_wrote(ranks, written):
     ranks(1, written + READ.replace("{kinds!r}", "('bare',)"))
     ranks(4, written + READ.replace("{kinds!r}", "('plain_ddp', 'hsdp')"))
+
+
+SHARED = """
+class Shared(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+        self.b = self.a
+        relu = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        self.rest = nn.Sequential(relu, nn.ReLU(), relu)
+    def forward(self, x):
+        return self.rest(self.b(self.a(x)))
+
+def shared(wrap, seed):
+    torch.manual_seed(seed)
+    model = wrap(Shared())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(DATA[:4, :4]).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+compiled = lambda model: torch.compile(DistributedDataParallel(model), backend="eager")
+for kind, wrap in dict(ddp=DistributedDataParallel, fsdp2=fully_shard, compiled=compiled).items():
+    model, optimizer = shared(wrap, 1)
+    save_checkpoint(f"{where}/{kind}", model=model, optimizer=optimizer, step=1)
+    other, theirs = shared(wrap, 2)
+    load_checkpoint(f"{where}/{kind}", model=other, optimizer=theirs)
+    for one, two in zip(model.state_dict().values(), other.state_dict().values(), strict=True):
+        assert torch.equal(one, two), kind
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(optimizer.state[one]["exp_avg"], theirs.state[two]["exp_avg"]), kind
+    bare = Shared()
+    load_checkpoint(f"{where}/{kind}", model=bare)
+    assert bare.b is bare.a and torch.equal(bare.a.weight, whole(model)["a.weight"])
+"""
+
+
+def test_a_module_that_a_model_has_under_two_names(ranks, tmp_path):
+    ranks(2, BODY.replace("{where!r}", repr(str(tmp_path))) + SHARED)

@@ -233,3 +233,11 @@ def test_safetensors_and_urls(tmp_path):
     assert torch.equal(model.weight, state["weight"])
     with pytest.raises(CheckpointError, match="Protocol not known: nowhere"):
         load_on_one_rank("nowhere://model.pt")
+
+
+def test_an_expanded_buffer_is_filled(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    model.register_buffer("mask", torch.ones(1).expand(3, 4))
+    torch.save(model.state_dict() | {"mask": torch.full((3, 4), 2.0)}, tmp_path / "model.pt")
+    load_into(model, tmp_path / "model.pt")
+    assert torch.equal(model.mask, torch.full((3, 4), 2.0))

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -63,3 +64,12 @@ def listed(optimizer: Optimizers | None) -> list[Optimizer]:
     if optimizer is None:
         return []
     return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+
+
+def give_memory(model: nn.Module) -> None:
+    """Give elements of buffers that share memory (`expand`) some of their own, to be filled."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            strided = buffer.layout is torch.strided and not buffer.is_meta
+            if strided and 0 in buffer.stride() and buffer.numel() > 1:
+                setattr(module, name, buffer.clone(memory_format=torch.contiguous_format))

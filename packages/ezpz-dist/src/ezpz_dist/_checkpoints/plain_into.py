@@ -12,6 +12,7 @@ import torch
 from ezpz_dist._collectives.gather import all_gather_object
 from ezpz_dist._errors import CheckpointError
 
+from .given import give_memory
 from .plain import Place, PlainFile
 
 _SHOWN = 5
@@ -76,6 +77,7 @@ def _fit(model: torch.nn.Module, state: object, *, strict: bool) -> dict[int, li
         raise CheckpointError(f"it holds a {type(state).__name__}; expected a state dict")
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
         raise CheckpointError("the model is wrapped by FSDP1; load the file before wrapping it")
+    give_memory(model)
     mine = model.state_dict()
     missing = [name for name in mine if name not in state]
     extra = [name for name in state if name not in mine] if strict else []

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 
 from ezpz_dist._errors import CheckpointError
 
 from . import objects
 from .layout import Layout
-from .names import parameters_by_name, plain_name, quietly
+from .names import is_fsdp1, parameters_by_name, plain_name, quietly
 from .optimizers import State
 from .pieces import Pieces, blob_of, pieces_of
 
@@ -37,8 +39,34 @@ def rank_key(rank: int) -> str:
 
 def model_state(model: nn.Module) -> dict[str, Any]:
     """Return a model's state by plain names; its tensors are those in use."""
-    with quietly():
-        return dict(get_model_state_dict(model))
+    # Not get_model_state_dict: it looks for an attribute of every name, and wants a tensor at
+    # least; what its counterpart expects of a module under two names it does not give (2.13).
+    with quietly(), _sharded(model):
+        return {plain_name(model, name): value for name, value in model.state_dict().items()}
+
+
+def set_model_state(model: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
+    """Give a model its state, all of which it has, by plain names.
+
+    Raises:
+        ValueError: `load_state_dict` refuses what `state_dict` gave: a hook of the model's.
+    """
+    with quietly(), _sharded(model):
+        named = {name: state[plain_name(model, name)] for name in model.state_dict()}
+        try:
+            model.load_state_dict(named, strict=strict)
+        except RuntimeError as error:
+            raise ValueError(
+                f"{' '.join(str(error).split())}; expected a model that can load its own "
+                "state_dict(): hooks that change it need a counterpart for loading"
+            ) from error
+
+
+def _sharded(model: nn.Module) -> AbstractContextManager[object]:
+    if not is_fsdp1(model):
+        return nullcontext()
+    kind = StateDictType.SHARDED_STATE_DICT
+    return FullyShardedDataParallel.state_dict_type(model, kind)
 
 
 def optimizer_key(name: str, key: str, prefix: str = OPTIMIZER) -> str:
@@ -80,7 +108,7 @@ class Parts:
             {name: tp.shard_of(one, degree) for name, one in self._parameters.items()} if tp else {}
         )
         split = any(one is None or one.dim is not None for one in self._shards.values())
-        if degree > 1 and not split and not self._is_split_by_torch():
+        if degree > 1 and self._shards and not split and not self._is_split_by_torch():
             raise CheckpointError(
                 f"there are {degree} tensor-parallel ranks, but no parameter of "
                 f"{type(model).__name__} says what it is a part of, and one rank's would be saved "
@@ -148,18 +176,24 @@ def held_by(
     held: Held = {}
     values: dict[str, Any] = {}
     for name, value in model.items():
-        if isinstance(value, Tensor) or hasattr(value, "local_shards"):
+        if _has_pieces(value):
             held[MODEL + name] = parts.of_model(name, value)
         else:
             values[name] = value
     others: dict[str, dict[str, Any]] = {}
     for name, entries in state.items():
         for key, value in entries.items():
-            if isinstance(value, Tensor) or hasattr(value, "local_shards"):
+            if _has_pieces(value):
                 held[optimizer_key(name, key)] = parts.of_state(name, key, value)
             else:
                 others.setdefault(name, {})[key] = value
     return held, values, others
+
+
+def _has_pieces(value: Any) -> bool:
+    """Return whether it is a tensor that can be cut; a sparse one is saved whole, with the rest."""
+    dense = isinstance(value, Tensor) and value.layout is torch.strided
+    return dense or hasattr(value, "local_shards")
 
 
 def encoded(what: str, value: Any) -> Pieces:

@@ -8,16 +8,15 @@ from operator import and_, or_
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from ezpz_dist._errors import CheckpointError
 from ezpz_dist._world import World
 
 from . import index, objects, optimizers, state
-from .given import Given
+from .given import Given, give_memory
 from .layout import Layout
 from .manifest import Manifest
-from .names import quietly, refuse_deepspeed
+from .names import refuse_deepspeed
 from .pieces import blob_of
 from .ranks import Ranks
 from .reading import Reading, bytes_of, damages, shares
@@ -90,6 +89,7 @@ class Target:
     def _reading(self, store: Store, folder: str) -> Reading:
         refuse_deepspeed(self._given.model)
         self._choose_contents()
+        give_memory(self._given.model)
         self._model_state = state.model_state(self._given.model)
         self._state = self._room()
         parts = state.Parts(self._given.model, self._layout)
@@ -155,15 +155,18 @@ class Target:
         self._unknown = {
             key for key in self._saved if key.startswith(state.MODEL) and key not in held
         }
-        for what, names in (("are not in it", missing), ("would be cast", cast)):
-            if names and self._strict:
-                raise CheckpointError(
-                    f"{len(names)} tensors {what}: {_some(names)}; expected the model that was "
-                    "saved; strict=False loads the rest"
-                )
-            if names:
-                done = "were left as they are" if names is missing else "were cast"
-                self._notes.append(f"{len(names)} tensors {done}: {_some(names)}")
+        self._judge("are not in it", "were left as they are", missing)
+        self._judge("would be cast", "were cast", cast)
+
+    def _judge(self, what: str, done: str, names: list[str]) -> None:
+        """Refuse tensors that are not as they were saved, or note them."""
+        if names and self._strict:
+            raise CheckpointError(
+                f"{len(names)} tensors {what}: {_some(names)}; expected the model that was "
+                "saved; strict=False loads the rest"
+            )
+        if names:
+            self._notes.append(f"{len(names)} tensors {done}: {_some(names)}")
 
     def _judge_unknown(self, spare: list[str]) -> None:
         """Refuse tensors in it that no rank has: pipeline stages have some each."""
@@ -193,12 +196,14 @@ class Target:
         here = common["degrees"] == self._layout.degrees
         own_key = state.rank_key(self._ranks.rank if here else 0)
         own = self._object(own_key)
-        for name in self._values:
-            found = [stage["model"][name] for stage in stages if name in stage["model"]]
-            self._model_state[name] = found[0] if found else self._values[name]
-        options = StateDictOptions(strict=self._strict)
-        with quietly():
-            set_model_state_dict(self._given.model, self._model_state, options=options)
+        saved: dict[str, Any] = {}
+        for stage in reversed(stages):
+            saved |= stage["model"]
+        missing = [name for name in self._values if name not in saved]
+        self._judge("are not in it", "were left as they are", missing)
+        for name in self._values.keys() & saved.keys():
+            self._model_state[name] = saved[name]
+        state.set_model_state(self._given.model, self._model_state, self._strict)
         if self._given.optimizers and self._has("optimizer"):
             self._set_optimizers(stages)
         if self._given.scheduler is not None and self._has("scheduler"):
