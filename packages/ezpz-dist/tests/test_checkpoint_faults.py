@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 
 import pytest
 
@@ -225,3 +226,41 @@ def test_killed_in_the_middle_of_a_write(ranks, tmp_path):
     half = [name for name in os.listdir(where) if name.startswith(".step-00000002.tmp-")]
     assert half  # and it is only the next save that removes it
     ranks(2, script(AGAIN, where))
+
+
+UNHEARD = """
+import atexit, multiprocessing, resource, sys
+import torch, ezpz_dist
+
+def train(path):
+    {setup}
+    resource.setrlimit(resource.RLIMIT_FSIZE, (9000, resource.RLIM_INFINITY))
+    ezpz_dist.save_checkpoint(path, model=torch.nn.Linear(99, 99), step=1, asynchronous=True)
+
+if __name__ == "__main__":
+    if sys.argv[2] == "function":
+        function = multiprocessing.get_context("spawn").Process(target=train, args=sys.argv[1:2])
+        function.start()
+        function.join()
+        sys.exit(function.exitcode)
+    atexit.register(print, "flushed")
+    train(sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("how", ["one", "ranks", "function"])
+def test_a_failed_save_in_the_background_is_the_exit_status(clean_env, tmp_path, how):
+    """Of a script that ends without cleanup(), and whose other hooks are called still."""
+    program = tmp_path / "train.py"
+    setup = "pass" if how == "one" else "ezpz_dist.setup_torch(timeout=60)"
+    program.write_text(UNHEARD.replace("{setup}", setup))
+    start = ["mpiexec", "-n", "2"] if how == "ranks" else []
+    command = [*start, sys.executable, str(program), str(tmp_path / "checkpoints"), how]
+    done = subprocess.run(
+        command, env=clean_env, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 1, done.stderr
+    said = re.findall(r"^the last asynchronous save failed.*", done.stderr, re.MULTILINE)
+    assert len(said) == (2 if how == "ranks" else 1), done.stderr
+    assert "File too large" in done.stderr
+    assert done.stdout.count("flushed") == {"one": 1, "ranks": 2, "function": 0}[how]

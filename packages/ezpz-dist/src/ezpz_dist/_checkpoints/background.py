@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import logging
+import multiprocessing.util
+import os
 import threading
 from collections.abc import Callable
 from typing import TypeVar
@@ -71,14 +73,17 @@ class Saving:
 
     def start(self, work: Callable[[], object]) -> None:
         """Do the work in a thread of its own; `finish_saving` waits for it, also at exit."""
-        global _going, _registered
+        global _going
         # A daemon: the interpreter would wait for another without bound, and before our atexit.
         thread = threading.Thread(target=self.run, args=(work,), name="ezpz-save", daemon=True)
         _going = self
         finish_before_leaving(_finish_in_time)
-        if not _registered:
-            atexit.register(_at_exit)
-            _registered = True
+        atexit.unregister(_at_exit)
+        atexit.register(_at_exit)  # the last comes first: before a `cleanup` of setup_torch's
+        if multiprocessing.parent_process() is not None:
+            # A function's end: there Python < 3.14 calls nothing of atexit's.
+            multiprocessing.util.Finalize(None, _at_exit, exitpriority=1)
+            multiprocessing.util.Finalize(None, _end_function, exitpriority=-1000)
         thread.start()
 
     @property
@@ -88,7 +93,6 @@ class Saving:
 
 
 _going: Saving | None = None
-_registered = False
 
 AT_EXIT = 600.0
 """Seconds that `cleanup`, or a process at its end, stays for a save that goes on."""
@@ -119,7 +123,25 @@ def _finish_in_time() -> None:
 
 
 def _at_exit() -> None:
+    global _failure
     try:
         _finish_in_time()
-    except CheckpointError:
-        logger.exception("the last asynchronous save failed")
+    except Exception:  # whatever ended the save, nobody is left to raise it to
+        logger.exception("the last asynchronous save failed; the exit status is 1")
+        _failure = _Failure()
+
+
+class _Failure:
+    """Ends the process with 1, after all else: what atexit's functions raise Python ignores."""
+
+    def __del__(self, end: Callable[[int], object] = os._exit) -> None:
+        end(1)
+
+
+_failure: _Failure | None = None
+"""Let go of when the interpreter has flushed its output and clears its modules."""
+
+
+def _end_function() -> None:
+    if _failure is not None:
+        raise SystemExit(1)

@@ -65,7 +65,8 @@ def save_checkpoint(
         keep: How many steps to keep, the highest; None: all.
         asynchronous: Copy what this rank writes to the host, return, and write in the background.
             One at a time: the next save waits for it, and so do `load_checkpoint`, `cleanup` and
-            the end of the process. Its error comes up there, or in `Saving.wait`.
+            the end of the process. Its error comes up there, or in `Saving.wait`; at the end of
+            the process, it makes the exit status 1.
 
     Returns:
         A handle: ``.wait()`` returns the folder once it is complete.
