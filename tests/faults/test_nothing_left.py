@@ -88,6 +88,20 @@ def test_a_killed_rank_s_workers_go_with_it(launch: Start) -> None:
     started.until(lambda: not any(worker.exists() for worker in workers), "they are gone", 2)
 
 
+# Slurm itself kills what is left of a step.
+@pytest.mark.without("srun")
+@pytest.mark.parametrize(("holds", "deaf_to"), [("holds", ""), ("holds", "TERM"), ("not", "")])
+def test_what_a_rank_leaves_is_ended_and_named(launch: Start, holds: str, deaf_to: str) -> None:
+    """After a success, too, though it has left the rank's process group."""
+    started = launch([], rank_program("leaves_a_helper", holds, deaf_to))
+    (helper,) = started.ranks()[1]["workers"]
+    assert started.ends(within=10) == 0, started.stderr
+    (line,) = started.stderr.splitlines()
+    name = f"pid {helper} (sleep 60) on {os.uname().nodename}"
+    assert line.startswith(f"ezpz-launch: a rank left {name} running; ended"), started.stderr
+    started.leaves_nothing()
+
+
 def test_sigterm_before_the_ranks_are_there(launch: Start) -> None:
     started = launch(["--grace", "1"], rank_program("goes_on"))
     started.until(lambda: len(started.left()) > 1, "something is started", 20)

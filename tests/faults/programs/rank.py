@@ -105,6 +105,23 @@ def dies_with_workers() -> None:
     wait()
 
 
+def leaves_a_helper(holds: str, number: str) -> None:
+    """Rank 1 ends and leaves one that has a session of its own, and holds the output or not."""
+    pids = []
+    if RANK == FAILING:
+        script = f"trap '' {number}; echo ready; exec sleep 60"
+        helper = subprocess.Popen(
+            ["sh", "-c", script if number else script.partition(";")[2]],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=None if holds == "holds" else subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        helper.stdout.readline()
+        pids.append(helper.pid)
+    started(workers=pids)
+
+
 def stays_deaf() -> None:
     """Rank 1 exits 3; the others hear SIGTERM and go on."""
     hear(signal.SIGTERM)

@@ -37,11 +37,12 @@ class Ending:
         self.begun = self.killed = False
         self._grace = grace
         self._terminate_at = self._kill_at = self._end_launcher_at = NEVER
+        self._end_left_at = NEVER
 
     @property
     def next(self) -> float:
         """When the next of these is due."""
-        return min(self._terminate_at, self._kill_at, self._end_launcher_at)
+        return min(self._terminate_at, self._kill_at, self._end_left_at, self._end_launcher_at)
 
     def told(self, now: float, grace: float) -> None:
         """Let the ranks, which have heard the signal themselves, be killed after a grace."""
@@ -63,6 +64,7 @@ class Ending:
     def look(self, now: float, status: Status, nodes: Nodes) -> None:
         """See whether the launcher is what is left."""
         if status.all_ended and not self.begun and self._end_launcher_at == NEVER:
+            self._end_left_at = now + SETTLE
             self._end_launcher_at = now + _LINGER
         if self.begun and not self.killed:
             if status.has_running:
@@ -86,6 +88,13 @@ class Ending:
             self._kill_at = now + SETTLE
             self.killed = True
             self._end_launcher_at = min(self._end_launcher_at, now + _KILLED)
+        return due
+
+    def ends_left(self, now: float) -> bool:
+        """Whether a launcher waits for what its ranks left running: again and again, as above."""
+        due = now >= self._end_left_at
+        if due:
+            self._end_left_at = now + _LAUNCHER_ENDS
         return due
 
     def ends_launcher(self, now: float) -> bool:

@@ -56,10 +56,14 @@ def main() -> int:
     launch_id, addresses, secret = fields[0], fields[4], fields[5]
     time.sleep(_SETTLED)
     connection = _connect(addresses.split())
+    ranks = NodeRanks(launch_id, launcher)
     if connection is None:
         # The launch is over, or its host cannot be reached; ezpz-launch says so if it matters.
+        while launcher and proc.is_running(launcher):
+            time.sleep(1)
+        if launcher:
+            ranks.end_all_left()
         return 0
-    ranks = NodeRanks(launch_id, launcher)
     try:
         lines = _lines(connection, ranks)
         if not _is_welcome(connection, lines, secret, int(sys.argv[1])):
@@ -132,6 +136,13 @@ def obey(ranks: NodeRanks, words: list[str]) -> bytes | None:
             ranks.release(*numbers)
         case "kill":
             ranks.kill()
+        case "left":
+            text = ranks.name_left().encode()
+            return b"stacks %d\n%s" % (len(text), text)
+        case "end-left":
+            ranks.end_left()
+        case "end-all-left":
+            ranks.end_all_left()
         case "stacks":
             text = stacks(ranks, numbers)
             return b"stacks %d\n%s" % (len(text), text)

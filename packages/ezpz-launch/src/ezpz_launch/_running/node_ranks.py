@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING or __package__:
@@ -20,6 +21,12 @@ LOOK = 0.5
 
 _FIRST_LOOK = 0.05
 """The same while the command of a rank is still to be found."""
+
+_MOMENT = 1.0
+"""Seconds that what a rank left behind has to end."""
+
+_NAMED = 8
+"""So many of these are named."""
 
 
 class NodeRanks:
@@ -38,6 +45,7 @@ class NodeRanks:
         self._groups: dict[int, int] = {}
         self._born: dict[int, str] = {}
         self._ending = 0
+        self._left: dict[int, int] = {}
         self._launcher = launcher
         self._parents: dict[int, int] = {}
         self._commands: dict[int, tuple[int, str]] = {}
@@ -154,9 +162,43 @@ class NodeRanks:
     def kill(self) -> None:
         """SIGKILL every process of the launch on this node."""
         self.signal(signal.SIGKILL)
-        # What left its process group is found by its environment, where /proc shows it.
-        for pid in (*proc.marked(self._mark), *proc.inside(self._launch_id)):
+        for pid in self._all():
             proc.send(pid, signal.SIGKILL)
+
+    def name_left(self) -> str:
+        """Return the names of what ranks that have all ended left running, of each once."""
+        new = [pid for pid in self._all() if pid not in self._left]
+        self._left |= dict.fromkeys(new, signal.SIGTERM)
+        names = [f"pid {pid} ({proc.command(pid)})" for pid in new[:_NAMED]]
+        more = f" and {len(new) - _NAMED} more" if len(new) > _NAMED else ""
+        return f"{', '.join(names)}{more} on {os.uname().nodename}" if names else ""
+
+    def end_left(self) -> None:
+        """End what has been named: it has SIGTERM, and the next time SIGKILL."""
+        for pid in self._all():
+            if pid in self._left:
+                proc.send(pid, self._left[pid])
+                self._left[pid] = signal.SIGKILL
+
+    def end_all_left(self) -> str:
+        """Give all that is left a moment, end it, see that it ends, and return its names."""
+        names = ""
+        for _ in ("by itself", "by SIGTERM", "by SIGKILL"):
+            until = time.monotonic() + _MOMENT
+            while self._all():
+                if time.monotonic() > until:
+                    break
+                time.sleep(_MOMENT / 20)
+            else:
+                break
+            new = self.name_left()
+            names = names or new
+            self.end_left()
+        return names
+
+    def _all(self) -> list[int]:
+        # What left its process group is found by its environment, where /proc shows it.
+        return proc.of_launch(self._launch_id)
 
     def _target(self, pid: int) -> int:
         # Only a group that the launcher made for its ranks (srun: one for all of a node), never

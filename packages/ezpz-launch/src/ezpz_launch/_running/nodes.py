@@ -53,6 +53,12 @@ class Nodes(Protocol):
     def stacks(self, ranks: Sequence[int]) -> None:
         """Ask these ranks where they are; `on_stacks` is called with what each node answers."""
 
+    def end_left(self) -> None:
+        """End what ranks that have all ended left running; `on_stacks` is called with its names."""
+
+    def end_all_left(self) -> None:
+        """The same at the end of the launch; see to it that they do end."""
+
     def next_look(self) -> float:
         """Return after how many seconds to ask again."""
 
@@ -121,6 +127,13 @@ class ThisHost:
 
         # py-spy may take its time; signals are heard meanwhile.
         threading.Thread(target=ask, daemon=True).start()
+
+    def end_left(self) -> None:
+        self._on_stacks(self._ranks.name_left().encode())
+        self._ranks.end_left()
+
+    def end_all_left(self) -> None:
+        self._on_stacks(self._ranks.end_all_left().encode())
 
     def next_look(self) -> float:
         return self._ranks.next_look()
@@ -208,9 +221,7 @@ class OtherHosts:
         self._send(rank, f"release {pid}")
 
     def kill(self) -> None:
-        for node in range(len(self._hosts)):
-            if self._agents:
-                self._agents.send(node, "kill")
+        self._to_all("kill")
 
     def stacks(self, ranks: Sequence[int]) -> None:
         nodes: dict[int, list[str]] = {}
@@ -219,6 +230,14 @@ class OtherHosts:
         for node, its in nodes.items():
             if self._agents:
                 self._agents.send(node, f"stacks {' '.join(its)}")
+
+    def end_left(self) -> None:
+        self._to_all("left")  # it is named before the launcher can end
+        self._to_all("end-left")
+
+    def end_all_left(self) -> None:
+        # Nobody waits for thousands of nodes.
+        self._to_all("end-all-left")
 
     def next_look(self) -> float:
         return LOOK
@@ -237,6 +256,11 @@ class OtherHosts:
             self._agents.close(farewell=farewell)
         if self._guardian is not None:
             self._guardian.dismiss()
+
+    def _to_all(self, order: str) -> None:
+        for node in range(len(self._hosts)):
+            if self._agents:
+                self._agents.send(node, order)
 
     def _send(self, rank: int, order: str) -> None:
         if self._agents:

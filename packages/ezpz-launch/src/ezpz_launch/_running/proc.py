@@ -60,19 +60,36 @@ def _stat(pid: int) -> list[str]:
         return []
 
 
+def command(pid: int) -> str:
+    """Return what a process is known by: no options, whose values may be secrets."""
+    try:
+        with open(f"/proc/{pid}/cmdline", encoding="utf-8", errors="replace") as file:
+            words = file.read().split("\0")
+    except OSError:
+        return ""
+    named = words[:1]
+    for word in words[1:3]:
+        if word.startswith("-") or set(word) & set("=:@"):
+            break
+        named.append(word)
+    text = " ".join(map(os.path.basename, named)).strip()[:80]
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
 def marked(*marks: bytes) -> list[int]:
     """Return the processes that were started with these variables; none where /proc is absent."""
     return [pid for pid, environment in _environments() if set(marks) <= set(environment)]
 
 
-def inside(launch_id: bytes) -> list[int]:
-    """Return the processes of launches inside a rank of this one."""
+def of_launch(launch_id: bytes) -> list[int]:
+    """Return the processes of a launch, and of launches inside its ranks."""
     found = []
     for pid, environment in _environments():
         for variable in environment:
             name, _, value = variable.partition(b"=")
-            if name == b"EZPZ_INSIDE" and launch_id in value.split(b":"):
+            if name in (b"EZPZ_LAUNCH_ID", b"EZPZ_INSIDE") and launch_id in value.split(b":"):
                 found.append(pid)
+                break
     return found
 
 

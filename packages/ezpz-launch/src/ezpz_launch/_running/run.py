@@ -122,8 +122,18 @@ class _Run:
     def _nodes(self, launch_id: str) -> Nodes:
         launch = self.launch
         if launch.on_this_host:
-            return ThisHost(launch_id, self.hang.answer)
-        return OtherHosts(launch.hosts, launch.ppn, launch_id, self._poll, self.hang.answer)
+            return ThisHost(launch_id, self._answer)
+        return OtherHosts(launch.hosts, launch.ppn, launch_id, self._poll, self._answer)
+
+    def _answer(self, text: bytes) -> None:
+        """Take what a node says of its ranks: where they hang, or what they left running."""
+        if self.hang.declared:
+            self.hang.answer(text)
+        elif text:
+            self.output.say(
+                f"a rank left {text.decode(errors='replace')} running; ended, as all of a launch "
+                "ends with it but what has no EZPZ_LAUNCH_ID in its environment"
+            )
 
     def _start(self) -> LauncherProcess:
         launch = self.launch
@@ -148,11 +158,7 @@ class _Run:
         """Sleep until something happens, then look at all of it."""
         now = time.monotonic()
         patience = max(0.0, min(_AWAKE, self._next(now) - now))
-        for fd, _ in self._poll.poll(1000 * patience):
-            if fd in self._wakes:
-                os.read(fd, 4096)
-            else:
-                self.nodes.handle(fd)
+        self._serve(patience)
         self._take_reports()
         self._hear()
         stopped = time.monotonic() - now - patience
@@ -162,6 +168,13 @@ class _Run:
         self._look_for_the_lost(now)
         self._look_for_an_end(now)
         self._do_what_is_due(now)
+
+    def _serve(self, patience: float) -> None:
+        for fd, _ in self._poll.poll(1000 * patience):
+            if fd in self._wakes:
+                os.read(fd, 4096)
+            else:
+                self.nodes.handle(fd)
 
     def _forgive(self, seconds: float) -> None:
         """Count the time for nothing in which we were stopped (Ctrl-Z, a suspended job)."""
@@ -253,6 +266,8 @@ class _Run:
         if self._ending.kills(now):
             self.output.killed = True
             self.nodes.kill()
+        if self._ending.ends_left(now):
+            self.nodes.end_left()
         if now >= self._absent_at:
             self._absent_at = NEVER
             self._say_who_is_absent()
@@ -300,6 +315,9 @@ class _Run:
         self.output.drain(_DRAINED, self._is_told)
         self._take_reports()
         complete = self.status.all_ended and not self._ending.begun
+        if complete:
+            self._serve(0)  # what agents have said last
+            self.nodes.end_all_left()
         self.nodes.close(farewell=complete)
         if not complete:
             self.process.kill()
