@@ -85,6 +85,47 @@ def test_slots_are_those_of_the_hosts_in_use():
     assert arranged(three, hosts[1:], slots=(0, 6), source="argument").placement.ppn == 6
 
 
+PBS_JOB = replace(
+    job(2, machine="generic-pbs"), cpus_per_node=6, cpus_per_node_source="exec_host and NCPUS"
+)
+
+
+@pytest.mark.parametrize(
+    ("slots", "ranks"),
+    [
+        ((3, 2), (3, 2)),  # 1:ncpus=3:mpiprocs=3+1:ncpus=2:mpiprocs=2
+        ((2, 2), (2, 2)),
+        ((3, 1), (3, 1)),
+        ((1, 1), (3, 3)),  # no mpiprocs: by ncpus
+        ((1, 3), (1, 1)),
+    ],
+)
+def test_mpiprocs_of_a_pbs_job_decide(slots, ranks):
+    told = arranged(PBS_JOB, slots=slots)
+    assert told.placement.ranks == ranks
+    assert ("1, 3; 1 ranks a host are started" in told.warning) == (slots == (1, 3))
+    assert told.placement.source.startswith(f"{sum(ranks)}: " if len(set(ranks)) > 1 else "2 x ")
+
+
+def test_slots_of_which_only_the_last_hosts_differ():
+    assert arranged(job(3), slots=(4, 4, 3)).placement.ranks == (4, 4, 3)
+    assert arranged(job(2), slots=(4, 3), source="argument").placement.ranks == (4, 3)
+    assert arranged(job(2), slots=(4, 3), nproc=2).placement.ranks == (2,)
+    assert arranged(job(2), slots=(4, 3), ppn=1).placement.ranks == (1, 1)
+
+
+def test_a_job_of_one_cpu_has_one_rank():
+    alone = job(1, machine="generic-pbs", cpu_source="NCPUS")
+    told = arranged(replace(alone, cpu_count=1), slots=(1,))
+    assert (told.placement.ranks, told.cores, told.cores_source) == ((1,), 1, "NCPUS")
+
+
+@pytest.mark.parametrize(("slots", "ppn"), [((2, 2), 2), ((1, 1), 4), ((8, 8), 4)])
+def test_mpiprocs_where_there_are_devices_are_at_most_one_a_device(slots, ppn):
+    devices = Accelerators("cuda", 4, "4 x /dev/nvidia<N>")
+    assert arranged(replace(PBS_JOB, accelerators=devices), slots=slots).placement.ppn == ppn
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

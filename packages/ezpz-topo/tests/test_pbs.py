@@ -109,6 +109,37 @@ def test_job_by_its_variables_and_node_file_starts_no_command(tmp_path, pbs, var
     assert env == before
 
 
+@pytest.mark.parametrize(
+    ("told", "cpus"),
+    [
+        # As OpenPBS 23.06 gave them: NCPUS is a chunk's, or its ompthreads.
+        (((1,), "3", ""), (3, 3)),  # 1:ncpus=3
+        (((1,), "1", ""), (1, 1)),  # 1:ncpus=1, also on a node of many
+        (((2, 2), "4", "{}/0*4+x1n1/0*4"), (4, 4)),  # 2:ncpus=4:mpiprocs=2
+        (((2,), "1", "{}/0*4"), (2, 2)),  # 1:ncpus=4:mpiprocs=2:ompthreads=1
+        (((2,), "2", "{}/0*2+{}/1*2"), (4, 4)),  # 2:ncpus=2, packed
+        (((3, 2), "3", "{}/0*3+x1n1/0*2"), (3, 2)),  # ncpus=3:mpiprocs=3+ncpus=2:mpiprocs=2
+        (((2,), "2", None), (2, 2)),  # the server does not answer
+    ],
+)
+def test_the_chunks_cpus_are_all_that_the_job_has(tmp_path, monkeypatch, pbs, told, cpus):
+    lines, ncpus, exec_host = told
+    for asked_for in ("cpu_count_with_source", "cpus_per_node_with_source"):
+        monkeypatch.setattr(f"ezpz_topo._topology.{asked_for}", lambda *_: (64, "the node"))
+    served = {"1_pbs-0001": job(exec_host=exec_host.format(HERE, HERE))} if exec_host else {}
+    hosts = (f"{HERE}.site.gov", "x1n1")[: len(lines)]
+    text = "".join(f"{host}\n" * n for host, n in zip(hosts, lines, strict=True))
+    env = {**BATCH, **pbs(**served), "NCPUS": ncpus, "PBS_NODEFILE": node_file(tmp_path, text)}
+    found = detect(env)
+    assert (found.cpu_count, found.cpus_per_node) == cpus
+    # A rank asks nobody.
+    assert bool(asked(tmp_path)) == (lines != (1,))
+    ranks = {"PMI_RANK": "0", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "4"}
+    count = len(asked(tmp_path))
+    detect({**env, **ranks})
+    assert len(asked(tmp_path)) == count
+
+
 def test_array_job_has_brackets_in_its_id_and_its_node_files_name(tmp_path):
     env = {
         **BATCH, "PBS_JOBID": "40[1].pbs-0001", "PBS_ARRAY_INDEX": "1",

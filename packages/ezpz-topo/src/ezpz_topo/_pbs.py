@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ._allocation import Allocation
+from ._commands import TIME_LIMIT
 from ._errors import HostfileError, SchedulerError
 from ._hosts import find_host, get_hostname
 from ._slots import read_slots
@@ -82,6 +83,41 @@ def job_of_this_host(env: Mapping[str, str], hostname: str) -> Allocation | None
 
     job = _pbs_jobs.job_of_this_host(env, hostname)
     return None if job is None else _placed(job, hostname)
+
+
+def cpus_of_job(
+    job: Allocation, env: Mapping[str, str], *, commands: bool
+) -> tuple[int, int, str] | None:
+    """Return the CPUs that a job has here, and on the node where it has fewest, and the source.
+
+    ``NCPUS`` is ``ncpus`` of the first chunk, or its ``ompthreads`` where the job asked for these.
+    Where this node has several slots, they share it, or have as many each: only qstat tells. None
+    on no node of the job, and where nothing tells.
+    """
+    text = env.get("NCPUS", "")
+    if not (text.isascii() and text.isdecimal() and 0 < len(text) < 7 and int(text)):
+        return None
+    if job.node_name is None or job.slots is None:
+        return None
+    each, slots = int(text), dict(zip(job.hosts, job.slots, strict=True))
+    if slots[job.node_name] == 1:
+        return each, each, "NCPUS"
+    if not commands:
+        return None
+    from . import _pbs_jobs  # noqa: PLC0415
+
+    try:
+        # It must not hold up for long what can go on without.
+        told = _pbs_jobs.cpus_of_hosts(env["PBS_JOBID"], {TIME_LIMIT: "2", **env})
+    except SchedulerError:
+        return each, each, "NCPUS: qstat does not tell whether it is for each process"
+    cpus = {
+        name: min(told[known], each * slots[name])
+        for name in job.hosts
+        if (known := find_host(name, list(told)))
+    }
+    here = cpus.get(job.node_name, each)
+    return here, min(cpus.values(), default=here), "exec_host and NCPUS"
 
 
 def _placed(job: Allocation, hostname: str) -> Allocation:

@@ -19,7 +19,7 @@ from ._hosts import find_host
 from ._qstat import QSTAT, Attributes, ask_for_job, ask_for_jobs, place, text_of
 
 _HOST = re.compile(r"[0-9A-Za-z_][0-9A-Za-z_.-]{0,252}")
-_CHUNK = re.compile(rf"({_HOST.pattern})/[0-9]+(?:\*[0-9]+)?")
+_CHUNK = re.compile(rf"({_HOST.pattern})/[0-9]+(?:\*([0-9]{{1,6}}))?")
 _USER = re.compile(r"[0-9A-Za-z_.][0-9A-Za-z_.$-]*")
 _COUNT = re.compile(r"[1-9][0-9]{0,5}")
 _WALLTIME = re.compile(r"[0-9]{1,9}(?::[0-9]{1,9}){0,3}(?:\.[0-9]+)?")
@@ -80,7 +80,21 @@ def job_of_this_host(env: Mapping[str, str], hostname: str) -> Allocation | None
     return replace(here[0], sources=dict.fromkeys(here[0].sources, source))
 
 
-def _from_qstat(job_id: str, job: Attributes) -> Allocation:
+def cpus_of_hosts(job_id: str, env: Mapping[str, str]) -> dict[str, int]:
+    """Return the CPUs that a job has on each of its hosts, by qstat.
+
+    Raises:
+        InvalidVariableError: ``job_id`` is no job id.
+        SchedulerError: qstat did not answer, or knows no such job that runs.
+    """
+    cpus: dict[str, int] = {}
+    for name, count in _chunks(job_id, ask_for_job(job_id, env)):
+        cpus[name] = cpus.get(name, 0) + count
+    return cpus
+
+
+def _chunks(job_id: str, job: Attributes) -> list[tuple[str, int]]:
+    """Return host and CPUs of each chunk."""
     exec_host, state = text_of(job, "exec_host"), text_of(job, "job_state")
     if not exec_host:
         raise SchedulerError(
@@ -88,12 +102,17 @@ def _from_qstat(job_id: str, job: Attributes) -> Allocation:
             "expected a job that runs; wait until it starts"
         )
     chunks = [_CHUNK.fullmatch(part) for part in exec_host.split("+")]
-    names = [match[1] for match in chunks if match]
-    if len(names) < len(chunks):
+    found = [(match[1], int(match[2] or 1)) for match in chunks if match]
+    if len(found) < len(chunks):
         raise SchedulerError(
             f"{QSTAT}: job {job_id} has exec_host {exec_host[:80]!r}; expected a form such as "
             "x1n0/0*2+x1n1/0*2; set PBS_NODEFILE to a file with one host a line"
         )
+    return found
+
+
+def _from_qstat(job_id: str, job: Attributes) -> Allocation:
+    names = [name for name, _ in _chunks(job_id, job)]
     ends_at = None
     with contextlib.suppress(SchedulerError):  # the hosts are known without it
         ends_at = _end(job_id, job)

@@ -118,8 +118,8 @@ def detect(env: Mapping[str, str] | None = None, *, ask: bool | None = None) -> 
     """Look at this process, its job and its host. Pure: nothing is set or written.
 
     A command is started only by a process on its own, and where nothing else tells: the
-    scheduler's where the job's variables name no readable hosts, a vendor's tool where its
-    driver is loaded. One of several ranks starts none, and may know no hosts then.
+    scheduler's where the job's variables name no readable hosts or not its CPUs, a vendor's tool
+    where its driver is loaded. One of several ranks starts none, and may know no hosts then.
 
     Args:
         env: The environment to read; default ``os.environ``.
@@ -133,6 +133,15 @@ def detect(env: Mapping[str, str] | None = None, *, ask: bool | None = None) -> 
     job = _job_of(rank, env, ask)
     cpu_count, cpu_source = cpu_count_with_source()
     cpus_per_node, cpus_per_node_source = cpus_per_node_with_source(env)
+    # Of a machine that we know a job has whole nodes.
+    if job.scheduler == "pbs" and not (machine.devices_per_node or machine.cores_per_node):
+        from ._pbs import cpus_of_job  # noqa: PLC0415  # only a job of PBS needs it
+
+        told = cpus_of_job(job, env, commands=rank.world_size == 1 and ask is not False)
+        if told and told[0] < cpu_count:
+            cpu_count, cpu_source = told[0], told[2]
+        if told and told[1] < cpus_per_node:
+            cpus_per_node, cpus_per_node_source = told[1], told[2]
     return Topology(
         rank=rank,
         allocation=job,

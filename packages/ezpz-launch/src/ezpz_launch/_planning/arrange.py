@@ -10,7 +10,7 @@ from ezpz_launch._request import Request
 from ezpz_topo import Topology, same_host
 
 from .place import Placement, place
-from .select import select_hosts
+from .select import select_hosts, shown
 
 
 class Arrangement(NamedTuple):
@@ -22,6 +22,7 @@ class Arrangement(NamedTuple):
         source: Why these hosts.
         cores: CPU cores of each of the hosts in use; 0 where nobody tells.
         cores_source: Where that comes from.
+        warning: What people should know of it; mostly empty.
     """
 
     placement: Placement
@@ -29,6 +30,7 @@ class Arrangement(NamedTuple):
     source: str
     cores: int
     cores_source: str
+    warning: str = ""
 
 
 def arrange(
@@ -58,10 +60,10 @@ def arrange(
         exclude=request.exclude,
         nodes=request.nodes or 0,
     )
-    room = _fewest_slots(names, hosts, slots)
+    told = _slots_in_use(names, hosts, slots)
     alone = len(names) == 1 and _is_this_host(topology, names[0])
     cores = _cores(topology, here=alone)
-    default, why = _ranks_per_host(topology, request, room, hosts_source, cores)
+    default, last, why = _ranks_per_host(topology, request, told, hosts_source, cores)
     if request.nodes and request.nproc:
         # So many hosts are asked for, and so many are used.
         default = -(-request.nproc // request.nodes)
@@ -69,6 +71,17 @@ def arrange(
     placement = place(
         names, nproc=request.nproc, ppn=request.ppn, default_ppn=default, why_default=why
     )
+    warning = ""
+    if last and request.nproc is None and request.ppn is None:
+        if last < default:
+            ranks = (*placement.ranks[:-1], last)
+            placement = placement._replace(ranks=ranks, source=f"{sum(ranks)}: {why}")
+        elif len(set(told)) > 1:
+            warning = (
+                f"{why} are {shown([str(n) for n in told])}; {default} ranks a host are started: "
+                "only the last host may have fewer than the others; expected the larger ones "
+                "first; or choose by -n or --ppn"
+            )
     used = placement.hosts
     here = alone or (len(used) == 1 and _is_this_host(topology, used[0]))
     if here and not alone:
@@ -79,15 +92,17 @@ def arrange(
             "this host's own name; correct the hostfile"
         )
     _check(topology, request, placement)
-    return Arrangement(placement, here, source, *cores)
+    return Arrangement(placement, here, source, *cores, warning)
 
 
-def _fewest_slots(names: Sequence[str], hosts: Sequence[str], slots: int | Sequence[int]) -> int:
-    """Return the slots of the host with the fewest, of those in use that tell; 0 if none does."""
+def _slots_in_use(
+    names: Sequence[str], hosts: Sequence[str], slots: int | Sequence[int]
+) -> tuple[int, ...]:
+    """Return the slots of those hosts in use that tell."""
     if isinstance(slots, int):
-        return slots
+        return (slots,) * len(names) if slots else ()
     of_host = dict(zip(hosts, slots, strict=True))
-    return min(filter(None, (of_host[name] for name in names)), default=0)
+    return tuple(filter(None, (of_host[name] for name in names)))
 
 
 def _is_this_host(topology: Topology, host: str) -> bool:
@@ -118,28 +133,39 @@ def _cores(topology: Topology, *, here: bool) -> tuple[int, str]:
 def _ranks_per_host(
     topology: Topology,
     request: Request,
-    slots: int,
+    slots: Sequence[int],
     hosts_source: str,
     known_cores: tuple[int, str],
-) -> tuple[int, str]:
+) -> tuple[int, int, str]:
+    """Return the ranks of a host, those of the last one where slots decide (else 0), and why."""
+    per_host, last = (slots[0], slots[-1]) if slots else (0, 0)
+    if last > per_host or any(n != per_host for n in slots[:-1]):
+        # Ranks know their hosts by division: all but the last have as many.
+        per_host = last = min(slots)
     if slots and hosts_source in ("argument", "HOSTFILE"):
-        return slots, f"slots of the hostfile ({hosts_source})"
-    devices = topology.accelerators
+        return per_host, last, f"slots of the hostfile ({hosts_source})"
+    devices, job = topology.accelerators, topology.allocation
+    # PBS has one slot where the job asked for no mpiprocs.
+    is_asked = job.scheduler == "pbs" and any(n > 1 for n in slots)
+    if is_asked and per_host <= (devices.count or per_host):
+        return per_host, last, f"mpiprocs of the job's chunks ({job.sources.get('slots')})"
     if devices.count:
-        return devices.count, f"one a device: {devices.source}"
+        return devices.count, 0, f"one a device: {devices.source}"
     if devices.device_type != "cpu" and request.nproc is None and request.ppn is None:
         raise LaunchError(
             f"how many ranks? {devices.source}; expected -n, such as: ezpz-launch -n 4 "
             f"{request.command[0]} ..."
         )
-    if slots and topology.allocation.scheduler == "slurm":
-        told_by = topology.allocation.sources.get("slots", hosts_source)
-        return slots, f"no device; tasks of {told_by}"
+    if slots and job.scheduler == "slurm":
+        return per_host, last, f"no device; tasks of {job.sources.get('slots', hosts_source)}"
     cores, cores_source = known_cores
-    if not cores:
-        return 2, f"no device, and cores are {cores_source}: two"
-    why = f"no device; one per two of {cores} cores, at least two ({cores_source})"
-    return max(2, cores // 2), why
+    number, why = 2, f"no device, and cores are {cores_source}: two"
+    if cores == 1 and job.scheduler == "pbs":
+        number, why = 1, f"no device; the job has one core ({cores_source})"
+    elif cores:
+        number = max(2, cores // 2)
+        why = f"no device; one per two of {cores} cores, at least two ({cores_source})"
+    return number, 0, why
 
 
 def _check(topology: Topology, request: Request, placement: Placement) -> None:

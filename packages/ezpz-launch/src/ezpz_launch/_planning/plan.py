@@ -210,7 +210,9 @@ def complete(
         as_root=as_root,
         sources=sources,
         notes=(*launcher.notes, *chosen.notes, *notes),
-        warnings=tuple(filter(None, [set_aside(environment, request, user_env)])),
+        warnings=tuple(
+            filter(None, [arrangement.warning, set_aside(environment, request, user_env)])
+        ),
     )
 
 
