@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import json
 import os
 import re
 import shlex
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import termios
@@ -196,6 +199,21 @@ class Launch:
         """Return the processes of this launch that have a word that ends so."""
         return [pid for pid in self.left() if any(each.endswith(word) for each in _words(pid))]
 
+    def silence(self, host: str) -> None:
+        """Let the agent of a host, and all that its kernel says for it, be heard no more."""
+        node = str(list(dict.fromkeys(self.place.hosts)).index(host))
+        found: list[int] = []
+
+        def is_connected() -> bool:
+            agents = [pid for pid in self.find("node.py") if _words(pid)[-1] == node]
+            # The first process is its shim's child, and ends.
+            found[:] = [pid for pid in agents if _sockets(pid)]
+            return bool(found)
+
+        self.until(is_connected, f"the agent of {host} is connected", 40)
+        for descriptor in _sockets(found[0]):
+            _drop_all_packets(found[0], descriptor)
+
     def parent(self, pid: int) -> int:
         """Return the process that started another, 0 where that is gone."""
         with contextlib.suppress(OSError):
@@ -232,6 +250,28 @@ class Launch:
 def rank_program(behaviour: str, *arguments: str) -> list[str]:
     """Return the words of a rank that does this; it writes to ``said`` in its folder."""
     return [sys.executable, str(PROGRAMS / "rank.py"), "said", behaviour, *arguments]
+
+
+def _sockets(pid: int) -> list[int]:
+    with contextlib.suppress(OSError):
+        entries = list(Path(f"/proc/{pid}/fd").iterdir())
+        return [int(each.name) for each in entries if str(each.readlink()).startswith("socket:")]
+    return []
+
+
+def _drop_all_packets(pid: int, descriptor: int) -> None:
+    """Give another process's socket a filter that takes nothing; needs root."""
+    # Linux: pidfd_getfd is 438 everywhere; SO_ATTACH_FILTER 26; BPF_RET|BPF_K 6, of 0 bytes.
+    libc = ctypes.CDLL(None, use_errno=True)
+    handle = os.pidfd_open(pid)
+    own = libc.syscall(438, handle, descriptor, 0)
+    os.close(handle)
+    assert own >= 0, os.strerror(ctypes.get_errno())
+    program = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))
+    with socket.socket(fileno=own) as connection:
+        connection.setsockopt(
+            socket.SOL_SOCKET, 26, struct.pack("HP", 1, ctypes.addressof(program))
+        )
 
 
 def _words(pid: int) -> list[str]:

@@ -117,3 +117,16 @@ def test_usage_is_2(launch: Start) -> None:
     (line,) = started.stderr.splitlines()
     assert line.startswith("ezpz-launch: --grace 'no'")
     started.leaves_nothing()
+
+
+@pytest.mark.without("hydra", "openmpi", "spawn")  # each on one host here, without agents
+def test_a_lost_node_is_named(launch: Start) -> None:
+    started = launch(
+        ["--grace", "1"], rank_program("goes_on"), environment={"EZPZ_NODE_TIMEOUT": "5"}
+    )
+    started.ranks()
+    started.silence("nid002")
+    assert started.ends(within=60) == 137, started.stderr
+    assert "nid002 is lost: no answer for 5 s (EZPZ_NODE_TIMEOUT)" in started.stderr
+    assert "rank 1 on nid002 is lost with its node; ending the other ranks" in started.stderr
+    started.leaves_nothing(within=20)

@@ -147,15 +147,20 @@ class TwoHosts:
         return subprocess.CompletedProcess(command, started.returncode, stdout, stderr)
 
     def reset(self) -> None:
-        """Kill every process of both hosts, and empty their disks.
+        """Kill every process of both hosts, empty their disks, and bring their links up.
 
         Raises:
             SandboxError: A process is still there afterwards.
         """
         _end_processes(self.directory.name)
         for host in ADDRESSES:
+            self.set_link(host, "up")
             shutil.rmtree(self.directory / host)
             (self.directory / host).mkdir()
+
+    def set_link(self, host: str, state: str) -> None:
+        """Take a host's link ``"down"``, or ``"up"`` again."""
+        _ip("-n", f"{self.directory.name}-{_SWITCH}", "link", "set", host, state)
 
     def _start(self) -> None:
         name = self.directory.name

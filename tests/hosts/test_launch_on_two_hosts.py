@@ -267,3 +267,33 @@ def test_the_other_host_s_launcher_is_killed(launch: Start) -> None:
     os.kill(started.parent(started.shim(2)), signal.SIGKILL)
     assert started.ends(within=6) != 0, started.stderr
     started.leaves_nothing()
+
+
+def test_a_lost_host_is_named(launch: Start, hosts: TwoHosts) -> None:
+    started = launch(["--grace", "1"], rank_program("goes_on"))
+    started.ranks(4)
+    # Signals go through the agents, so they are there.
+    started.process.send_signal(signal.SIGUSR1)
+    started.until(lambda: all(map(started.heard, range(4))), "every rank hears it", 30)
+    assert "no agent on" not in started.stderr
+    hosts.set_link("nodeB", "down")
+    began = time.monotonic()
+    started.until(lambda: "nodeB is lost" in started.stderr, "it is named", 60)
+    # 15 s are promised; the rest is for a busy machine.
+    assert time.monotonic() - began < 25
+    assert started.ends(within=10) == 137, started.stderr
+    assert "no answer for 15 s (EZPZ_NODE_TIMEOUT)" in started.stderr
+    assert "rank 2 on nodeB is lost with its node; ending the other ranks" in started.stderr
+    # What is on the lost host ends there, by its agent.
+    started.leaves_nothing(within=20)
+
+
+def test_a_host_that_is_back_in_time_is_not_lost(launch: Start, hosts: TwoHosts) -> None:
+    started = launch([], rank_program("goes_on"), environment={"EZPZ_NODE_TIMEOUT": "60"})
+    started.ranks(4)
+    hosts.set_link("nodeB", "down")
+    time.sleep(16)
+    hosts.set_link("nodeB", "up")
+    (started.said / "go").touch()
+    assert started.ends(within=30) == 0, started.stderr
+    started.leaves_nothing()

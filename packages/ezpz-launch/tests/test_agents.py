@@ -17,21 +17,23 @@ from ezpz_launch._running.agents import Agents
 from ezpz_launch._running.control import Control
 from ezpz_launch._running.node import proof
 
-ID = f"agents-test.{os.getpid()}"  # a session beside this one must not meet ours
-
 
 class Side:
     """Our side: the agents, and what they said."""
 
     def __init__(self):
+        # An agent of the test before, or of a session beside this one, must not meet ours.
+        self.id = f"agents-test.{os.urandom(8).hex()}"
         self.poll = select.poll()
-        self.greeted, self.stacks, self.lost = [], [], []
+        self.greeted, self.stacks, self.lost, self.silent = [], [], [], []
         self.agents = Agents(
             [os.uname().nodename] * 4,
             self.poll,
-            self.greeted.append,
-            lambda node, text: self.stacks.append((node, text)),
-            lambda node, rank: self.lost.append((node, rank)),
+            on_hello=self.greeted.append,
+            on_stacks=lambda node, text: self.stacks.append((node, text)),
+            on_lost=lambda node, rank: self.lost.append((node, rank)),
+            on_silent=self.silent.append,
+            timeout=15,
         )
         self.is_open = True
 
@@ -99,7 +101,7 @@ def agent(side, until):
     """Start the agent of a node, as the shim does."""
 
     def start(node=0, where=None, wait=True):
-        control = Control(ID, 5, where=where or side.agents.where, secret=side.agents.secret)
+        control = Control(side.id, 5, where=where or side.agents.where, secret=side.agents.secret)
         subprocess.run(
             [sys.executable, "-I", "-S", ezpz_launch._running.node.__file__, str(node)],
             env={**os.environ, "EZPZ_CONTROL": control.value()},
@@ -138,7 +140,7 @@ def test_orders_reach_the_ranks(side, agent, rank):
 
 
 def test_a_connection_that_ends_without_farewell_kills(side, agent, rank):
-    child, marked = rank(), rank(EZPZ_LAUNCH_ID=ID)
+    child, marked = rank(), rank(EZPZ_LAUNCH_ID=side.id)
     agent()
     side.agents.send(0, f"start 0 {child.pid}")
     for fd in list(side.agents._connections):
@@ -161,7 +163,7 @@ def test_a_connection_that_is_reset_kills(side, agent, rank, until):
 
 
 def test_after_a_farewell_nothing_is_killed(side, agent, rank, process, until):
-    child, marked = rank(), rank(EZPZ_LAUNCH_ID=ID)
+    child, marked = rank(), rank(EZPZ_LAUNCH_ID=side.id)
     agent()
     side.agents.send(0, f"start 0 {child.pid}")
     (connection,) = side.agents._connections.values()
@@ -305,7 +307,7 @@ def test_an_agent_tries_every_address(side, agent):
 def test_the_agent_outlives_signals_and_holds_no_pipe(side, agent, rank):
     read, write = os.pipe()
     child = rank()
-    control = Control(ID, 5, where=side.agents.where, secret=side.agents.secret)
+    control = Control(side.id, 5, where=side.agents.where, secret=side.agents.secret)
     env = {**os.environ, "EZPZ_CONTROL": control.value()}
     words = [sys.executable, "-I", "-S", ezpz_launch._running.node.__file__, "0"]
     null = subprocess.DEVNULL
@@ -359,7 +361,7 @@ def test_more_agents_than_files_may_be_open(side, until):
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /proc")
 @pytest.mark.parametrize("who", ["shim", "launcher"])
 def test_an_agent_tells_of_ranks_that_are_lost(side, agent, process, until, who):
-    env = {**os.environ, "EZPZ_LAUNCH_ID": ID, "EZPZ_RANK": "5"}
+    env = {**os.environ, "EZPZ_LAUNCH_ID": side.id, "EZPZ_RANK": "5"}
     script = "sh -c 'sleep 60; true' >&2 & echo $!; wait"
     launcher = process("sh", "-c", script, stdout=-1, env=env)
     shim = int(launcher.stdout.readline())

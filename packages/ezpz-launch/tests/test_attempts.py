@@ -45,6 +45,13 @@ def test_retries_until_it_succeeds(spawned):
     assert "exit status 9: retry 1 of 3 in 1 s" in done.stderr
 
 
+@pytest.mark.parametrize("value", ["0", "2", "15s", "1.5", "-5", "86401", "\u00b2", "9" * 5000])
+def test_a_node_timeout_that_is_none(spawned, value):
+    done = spawned("-n", "1", "true", env={"EZPZ_NODE_TIMEOUT": value})
+    assert done.returncode == 2
+    assert "expected whole seconds, from 3 to 86400" in done.stderr
+
+
 def test_without_retries_there_is_one_attempt(spawned):
     done = spawned("-n", "1", "sh", "-c", "echo attempt $EZPZ_ATTEMPT; exit 9")
     assert (done.returncode, done.stdout) == (9, "attempt 0\n")

@@ -44,7 +44,7 @@ class Others:
         self.poll = select.poll()
         here = os.uname().nodename
         # the first is not looked up, and so takes no time: it has our name
-        self.nodes = OtherHosts([f"{here}.other", here], 2, ID, self.poll, told.append)
+        self.nodes = OtherHosts([f"{here}.other", here], 2, ID, self.poll, told.append, timeout=15)
 
     def serve(self):
         for fd, _ in self.poll.poll(50):
@@ -239,7 +239,7 @@ def test_without_an_address_there_are_no_agents(told, monkeypatch):
         raise OSError(-2, "Name or service not known")
 
     monkeypatch.setattr(ezpz_launch._running.agents, "_own_address", nowhere)
-    nodes = OtherHosts(["absent.invalid"], 2, ID, select.poll(), told.append)
+    nodes = OtherHosts(["absent.invalid"], 2, ID, select.poll(), told.append, timeout=15)
     assert nodes.why_not == (
         "no address of ours that absent.invalid could reach ([Errno -2] Name or service not known)"
     )
@@ -265,7 +265,7 @@ print(launcher.pid, rank.pid, flush=True)
 if sys.argv[1] == "here":
     nodes = ThisHost(sys.argv[3], print)
 else:
-    nodes = OtherHosts([os.uname().nodename], 2, sys.argv[3], select.poll(), print)
+    nodes = OtherHosts([os.uname().nodename], 2, sys.argv[3], select.poll(), print, timeout=15)
 nodes.watch(launcher.pid, sys.argv[2])
 nodes.start(0, rank.pid)
 print("watched", flush=True)

@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
-from ezpz_launch._errors import LaunchError
+from ezpz_launch._errors import LaunchError, UsageError
 from ezpz_launch._planning.launchers import argv as argv_of
 from ezpz_launch._planning.launchers import hostfile_of, needs_hostfile
 from ezpz_launch._planning.plan import LaunchPlan
 from ezpz_launch._planning.port import free_port
 from ezpz_launch._records.keeper import Keeper
 from ezpz_launch._request import Request
-from ezpz_launch._running.control import Control
+from ezpz_launch._running.control import NODE_TIMEOUT, Control
 from ezpz_launch._running.ending import SETTLE
 from ezpz_launch._running.launch import NEVER, Launch
 from ezpz_launch._running.outcome import Outcome
@@ -67,6 +67,7 @@ class _Attempts:
         self._progress_file = self._keeper.progress_file if self._retries else ""
         self._number = 0
         self._heard: Heard = ([], -1)
+        self._node_timeout = _node_timeout(env)
         _make_log_dir(self._request.log_dir)
         self._signal_at = _signal_at(planned, topology, env)
         for warning in planned.warnings:
@@ -179,6 +180,7 @@ class _Attempts:
         return Control(
             launch_id=f"{self._keeper.launch_id}.{self._number}",
             hold=SETTLE + request.grace + 10,
+            node_timeout=self._node_timeout,
             files=os.path.abspath(request.log_dir) if request.log_dir else "",
             only_ranks=request.only_ranks,
             prefix=request.prefix,
@@ -192,6 +194,17 @@ class _Attempts:
             progress_file=self._progress_file,
             job_id=job.job_id or "",
         )
+
+
+def _node_timeout(env: Mapping[str, str]) -> int:
+    """Return the seconds after which a node that does not answer is lost."""
+    text = env.get("EZPZ_NODE_TIMEOUT") or str(NODE_TIMEOUT)
+    if not (text.isascii() and text.isdigit() and 3 <= int(text[:6]) <= 86400):
+        raise UsageError(
+            f"EZPZ_NODE_TIMEOUT={text!r}: expected whole seconds, from 3 to 86400, after which a "
+            f"node that does not answer is lost; unset it for {NODE_TIMEOUT}"
+        )
+    return int(text)
 
 
 def _retries(allowed: int) -> Retries | None:

@@ -16,6 +16,9 @@ from .node import PROTOCOL_LINE, keep_alive, proof
 _HELLO = 10.0
 """Seconds in which an agent says who it is."""
 
+_SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)
+"""What the kernel says of a host that answers no more; one where the agent is dead does answer."""
+
 _LONGEST_STACKS = 1 << 24
 """Bytes of one node's stacks: more is no answer."""
 
@@ -29,18 +32,24 @@ class Agents:
         on_hello: Called with the node of an agent that has connected.
         on_stacks: Called with what an agent answers when it is asked where its ranks hang.
         on_lost: Called with a node and a rank that nobody would report the end of.
+        on_silent: Called with a node that does not answer any more.
+        timeout: Seconds after which it does not.
     """
 
     def __init__(
         self,
         hosts: Sequence[str],
         poll: select.poll,
+        *,
         on_hello: Callable[[int], None],
         on_stacks: Callable[[int, bytes], None],
         on_lost: Callable[[int, int], None],
+        on_silent: Callable[[int], None],
+        timeout: int,
     ) -> None:
         self._poll = poll
         self._on_hello, self._on_stacks, self._on_lost = on_hello, on_stacks, on_lost
+        self._on_silent, self._timeout = on_silent, timeout
         self._server = _listen(_own_address(hosts))
         self._connections: dict[int, socket.socket] = {}
         # Who has not said hello: since when, and what each is challenged with.
@@ -70,8 +79,8 @@ class Agents:
         if connection is not None:
             try:
                 connection.sendall(f"{order}\n".encode())
-            except OSError:
-                self._drop(connection.fileno())
+            except OSError as error:
+                self._fail(connection.fileno(), error)
 
     def handle(self, fd: int) -> bool:
         """Serve a socket that is ready; return whether it is one of these."""
@@ -85,8 +94,9 @@ class Agents:
             return False
         try:
             chunk = self._connections[fd].recv(1 << 16)
-        except OSError:
-            chunk = b""
+        except OSError as error:
+            self._fail(fd, error)
+            return True
         if not chunk:
             self._drop(fd)
             return True
@@ -105,7 +115,7 @@ class Agents:
         self._server.close()
 
     def _take(self, connection: socket.socket) -> None:
-        keep_alive(connection)
+        keep_alive(connection, self._timeout)
         # An agent that reads no more must not hold us up for ever.
         connection.settimeout(10)
         fd = connection.fileno()
@@ -185,6 +195,13 @@ class Agents:
         self.send(node, f"welcome {proof(self.secret, node, 'launch', own, challenge)}")
         self._on_hello(node)
         return True
+
+    def _fail(self, fd: int, error: OSError) -> None:
+        """Drop a connection; where its agent has not closed it, the node is lost."""
+        node = self._nodes.get(fd)
+        self._drop(fd)
+        if node is not None and error.errno in _SILENT:
+            self._on_silent(node)
 
     def _drop(self, fd: int) -> None:
         connection = self._connections.pop(fd, None)

@@ -55,7 +55,8 @@ def main() -> int:
     fields = os.environ["EZPZ_CONTROL"].split("\n")
     launch_id, addresses, secret = fields[0], fields[4], fields[5]
     time.sleep(_SETTLED)
-    connection = _connect(addresses.split())
+    # ezpz-launch is to say first that we are lost: our ranks' end is no failure of theirs.
+    connection = _connect(addresses.split(), 2 * int(fields[6]))
     ranks = NodeRanks(launch_id, launcher)
     if connection is None:
         # The launch is over, or its host cannot be reached; ezpz-launch says so if it matters.
@@ -175,7 +176,7 @@ def _stacks_module() -> ModuleType:
     return __import__(f"{__package__}.stacks" if __package__ else "stacks", fromlist=["dump"])
 
 
-def _connect(addresses: list[str]) -> socket.socket | None:
+def _connect(addresses: list[str], timeout: int) -> socket.socket | None:
     import socket  # noqa: PLC0415  # ezpz-launch itself loads this module, and needs none
 
     # Of thousands that come at once some find no room.
@@ -189,19 +190,29 @@ def _connect(addresses: list[str]) -> socket.socket | None:
             time.sleep(attempt + int.from_bytes(os.urandom(1), "little") / 256)
             continue
         connection.settimeout(None)
-        keep_alive(connection)
+        keep_alive(connection, timeout)
         return connection
     return None
 
 
-def keep_alive(connection: socket.socket) -> None:
-    """Let the kernel find out within about a minute that the other host is gone."""
+def keep_alive(connection: socket.socket, timeout: int) -> None:
+    """Let the kernel end a connection to a host that has not answered for so many seconds.
+
+    Kernels ask and answer by themselves: a host that is busy or suspended is not lost.
+    """
     import socket  # noqa: PLC0415
 
+    often = max(1, timeout // 7)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, seconds in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
+    for name, value in (
+        ("TCP_KEEPIDLE", often),
+        ("TCP_KEEPINTVL", often),
+        ("TCP_KEEPCNT", timeout // often - 1),
+        # In milliseconds: what was sent and is not taken, which no other of these bounds.
+        ("TCP_USER_TIMEOUT", 1000 * (timeout - often)),
+    ):
         if hasattr(socket, name):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), seconds)
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 if __name__ == "__main__":

@@ -65,6 +65,9 @@ class Nodes(Protocol):
     def lost(self) -> list[int]:
         """Return the ranks, once each, whose end nobody would report: what started them is gone."""
 
+    def silent(self) -> list[int]:
+        """Return the nodes, once each, that do not answer any more."""
+
     def unreached(self, ranks: Sequence[int]) -> list[int]:
         """Return those of these ranks that nothing reaches."""
 
@@ -141,6 +144,9 @@ class ThisHost:
     def lost(self) -> list[int]:
         return self._ranks.lost()
 
+    def silent(self) -> list[int]:
+        return []
+
     def unreached(self, ranks: Sequence[int]) -> list[int]:  # noqa: ARG002
         return []
 
@@ -164,6 +170,7 @@ class OtherHosts:
         launch_id: What every process of the launch has in its environment.
         poll: Where the agents' sockets are registered.
         on_stacks: Called with what a node's agent answers.
+        timeout: Seconds after which a node that does not answer is lost.
     """
 
     def __init__(
@@ -173,12 +180,15 @@ class OtherHosts:
         launch_id: str,
         poll: select.poll,
         on_stacks: OnStacks,
+        *,
+        timeout: int,
     ) -> None:
         self._hosts, self._ppn, self._launch_id = hosts, ppn, launch_id
         self._pids: dict[int, dict[int, int]] = {}
         self._signals: list[int] = []
         self._delivered: dict[int, int] = {}
         self._lost: list[int] = []
+        self._silent: list[int] = []
         self._guardian: Guardian | None = None
         self._agents: Agents | None = None
         self.why_not = ""
@@ -186,7 +196,13 @@ class OtherHosts:
 
         try:
             self._agents = Agents(
-                hosts, poll, self._greet, lambda _, text: on_stacks(text), self._lose
+                hosts,
+                poll,
+                on_hello=self._greet,
+                on_stacks=lambda _, text: on_stacks(text),
+                on_lost=self._lose,
+                on_silent=self._silent.append,
+                timeout=timeout,
             )
         except OSError as error:
             self.why_not = f"no address of ours that {hosts[0]} could reach ({error})"
@@ -246,6 +262,11 @@ class OtherHosts:
         lost = list(self._lost)
         self._lost.clear()
         return lost
+
+    def silent(self) -> list[int]:
+        silent = list(self._silent)
+        self._silent.clear()
+        return silent
 
     def unreached(self, ranks: Sequence[int]) -> list[int]:
         agents = self._agents

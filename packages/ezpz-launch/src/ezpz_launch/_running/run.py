@@ -76,6 +76,7 @@ class _Run:
         self.port_taken = False
         self._ending = Ending(launch.grace)
         self._said = self._announced = False
+        self._on_lost_nodes: set[int] = set()
         # When what is due, in time.monotonic's seconds.
         self._look_at = self._release_at = 0.0
         self._absent_at = time.monotonic() + _ABSENT
@@ -123,7 +124,8 @@ class _Run:
         launch = self.launch
         if launch.on_this_host:
             return ThisHost(launch_id, self._answer)
-        return OtherHosts(launch.hosts, launch.ppn, launch_id, self._poll, self._answer)
+        hosts, ppn, timeout = launch.hosts, launch.ppn, launch.control.node_timeout
+        return OtherHosts(hosts, ppn, launch_id, self._poll, self._answer, timeout=timeout)
 
     def _answer(self, text: bytes) -> None:
         """Take what a node says of its ranks: where they hang, or what they left running."""
@@ -215,6 +217,18 @@ class _Run:
             if self.status.take(("end", rank, 128 + signal.SIGKILL)):
                 where = self.launch.host_of(rank)
                 self.output.say(f"rank {rank} on {where} is lost: what started it is gone")
+        silent = set(self.nodes.silent())
+        lost = [rank for rank in self.status.running if rank // self.launch.ppn in silent]
+        if lost:
+            self._on_lost_nodes.update(lost)
+            hosts = list(dict.fromkeys(map(self.launch.host_of, lost)))
+            self.output.say(
+                f"{', '.join(hosts[:16])}{f' and {len(hosts) - 16} more' * (len(hosts) > 16)} "
+                f"{'is' if len(hosts) == 1 else 'are'} lost: no answer for "
+                f"{self.launch.control.node_timeout} s (EZPZ_NODE_TIMEOUT)"
+            )
+            for rank in lost:
+                self.status.take(("end", rank, 128 + signal.SIGKILL))
 
     def _hear(self) -> None:
         """Pass on what has arrived for the ranks."""
@@ -307,7 +321,10 @@ class _Run:
         failure = self.status.first_failure
         if failure and not self.hang.declared and self.told is None and not self._said:
             self._said = True
-            self.output.say(f"{describe(self.launch, *failure)}{more}")
+            rank, said = failure[0], describe(self.launch, *failure)
+            if rank in self._on_lost_nodes:
+                said = f"rank {rank} on {self.launch.host_of(rank)} is lost with its node"
+            self.output.say(f"{said}{more}")
 
     def _finish(self) -> None:
         """Read what is left in the pipes, and see that no rank is left."""
