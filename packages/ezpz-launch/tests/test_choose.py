@@ -16,17 +16,19 @@ ANSWERS = {
     "srun": "",
     "torchrun": "",
 }
+TM = "HYDRA build details\n  Launchers available:   ssh rsh fork pbs manual\n"
 
 
-def chosen(tmp_path, topology, programs, *, launcher="auto", **options):
+def chosen(tmp_path, topology, programs, *, launcher="auto", more=(), **options):
+    tmp_path.mkdir(exist_ok=True)
     for name in programs:
         path = tmp_path / name
-        path.write_text(f"#!/bin/sh\necho '{ANSWERS[name]}'\n")
+        path.write_text(f"#!/bin/sh\necho '{ANSWERS.get(name, '')}'\n")
         path.chmod(0o755)
     request = Request(("true",), launcher=launcher, **options)
     job = topology.allocation
     arrangement = arrange(topology, request, hosts=job.hosts, hosts_source="the job")
-    env = {"PATH": str(tmp_path)}
+    env = {"PATH": str(tmp_path), **dict(more)}
     return choose_launcher(topology, request, env, beside="", arrangement=arrangement)
 
 
@@ -79,6 +81,53 @@ def test_in_a_slurm_job_without_mpiexec_srun_gives_mpi_its_world(tmp_path):
 def test_several_hosts_need_a_launcher(tmp_path, machine, message):
     with pytest.raises(CommandNotFoundError, match=message):
         chosen(tmp_path, imagine(machine, 2, {}), ())
+
+
+def in_job(tmp_path, **more):
+    """The environment of a PBS job whose own commands are elsewhere."""
+    conf = tmp_path / "pbs.conf"
+    conf.write_text(f"PBS_SERVER=pbs-1\nPBS_EXEC={tmp_path}/pbs\n")
+    return {"PBS_JOBID": "1.pbs-1", "PBS_CONF_FILE": str(conf), **more}
+
+
+def test_other_nodes_of_a_pbs_job_are_reached_through_pbs_then_by_ssh(tmp_path):
+    topology, env = imagine("generic-pbs", 2, {}), in_job(tmp_path)
+    found = chosen(tmp_path / "ssh", topology, ["mpiexec", "ssh"], more=env)
+    assert (found.pbs_tmrsh, found.source[-7:]) == ("", "ssh/ssh")
+    chosen(tmp_path / "pbs", topology, ["mpiexec"], more={})
+    (tmp_path / "pbs" / "bin").mkdir()
+    tmrsh = tmp_path / "pbs" / "bin" / "pbs_tmrsh"
+    tmrsh.touch(0o755)
+    found = chosen(tmp_path / "ssh", topology, (), more=env)
+    assert found.pbs_tmrsh == str(tmrsh)
+    assert found.source == f"--version says HYDRA; other nodes by {tmrsh}"
+
+
+@pytest.mark.parametrize(
+    ("more", "options"),
+    [
+        ({"HYDRA_LAUNCHER": "ssh"}, {}),
+        ({"HYDRA_BOOTSTRAP_EXEC": "/x"}, {}),
+        ({}, {"launcher_args": ("-launcher", "manual")}),
+        ({}, {"nproc": 1}),  # here
+        ({"PBS_JOBID": ""}, {}),
+    ],
+)
+def test_where_it_is_told_or_needs_none(tmp_path, more, options):
+    env = in_job(tmp_path, **more)
+    found = chosen(tmp_path, imagine("generic-pbs", 2, {}), ["mpiexec"], more=env, **options)
+    assert (found.pbs_tmrsh, found.source) == ("", "--version says HYDRA")
+
+
+def test_hydra_that_knows_pbs_needs_none(tmp_path, monkeypatch):
+    monkeypatch.setitem(ANSWERS, "mpiexec", TM)
+    found = chosen(tmp_path, imagine("generic-pbs", 2, {}), ["mpiexec"], more=in_job(tmp_path))
+    assert (found.pbs_tmrsh, found.flavour) == ("", "tm")
+
+
+def test_nothing_reaches_the_other_nodes_of_a_pbs_job(tmp_path):
+    with pytest.raises(LaunchError, match="neither pbs_tmrsh nor ssh is here; expected one of"):
+        chosen(tmp_path, imagine("generic-pbs", 2, {}), ["mpiexec"], more=in_job(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Command lines that no machine's golden file has."""
 
+import subprocess
 from dataclasses import replace
 
 import pytest
@@ -153,6 +154,22 @@ def test_intels_hydra_gets_no_flag_of_mpichs(nodes, words):
     told = planned(intel, machine="generic-pbs", of=nodes)
     assert own_words(told) == words
     assert ("I_MPI_JOB_RESPECT_PROCESS_PLACEMENT" in told.environment) == (nodes > 1)
+
+
+def test_hydra_reaches_other_nodes_as_it_is_told():
+    hydra = Launcher("x", "hydra", "", pbs_tmrsh="/pbs/pbs_tmrsh")
+    told = planned(hydra, machine="generic-pbs", of=2)
+    words = own_words(told)
+    assert words[:7] == ["x", "-n", "4", "-ppn", "2", "-rmk", "user"]
+    assert words[7:10] == ["-launcher", "rsh", "-launcher-exec"]
+    assert words[11:] == ["-hostfile", "/tmp/hosts"]
+    assert told.environment["EZPZ_PBS_TMRSH"] == "/pbs/pbs_tmrsh"
+    # as Hydra calls it: options, the host, and words that are quoted for a shell
+    done = subprocess.run(
+        [words[10], "-l", "x1", '"/bin/true"', "it's"],
+        env={"EZPZ_PBS_TMRSH": "/bin/echo"}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout == """x1 /bin/sh -c "/bin/true" it's\n"""
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from ezpz_launch._errors import CommandNotFoundError, LaunchError
+from ezpz_launch._planning.choose import through_pbs
 from ezpz_launch._planning.identify import Launcher, find_command, find_mpiexec
 from ezpz_launch._planning.launchers import hydra, openmpi
 from ezpz_launch._planning.nested import outside_of_launch
@@ -77,14 +78,20 @@ def check(seconds: float, env: Mapping[str, str] | None = None) -> CheckResult:
         return _without_mpiexec(error, env, beside, seconds)
     except LaunchError as error:
         return CheckResult.of(error)
-    if launcher.kind == "pals" and not _in_job(env):
+    nodes = len(_nodes(env))
+    try:
+        # What a launch on all nodes of the job would do.
+        reached = through_pbs(launcher, env) if nodes > 1 else launcher
+    except LaunchError as error:
+        return CheckResult.of(error)
+    if launcher.kind == "pals" and not nodes:
         # PALS starts ranks on the nodes of a job only.
         alone = _try([], env, seconds)
         return _importing(alone, seconds) or _alone(launcher, alone)
     ended = _try(_words(launcher), env, seconds)
     if ended.status == _NO_OUTPUT and not ended.stdout:
         ended = _try(_words(launcher), env, seconds)
-    return _judged(launcher, ended, seconds)
+    return _judged(launcher, ended, seconds, reached.source.removeprefix(launcher.source))
 
 
 def _words(launcher: Launcher) -> list[str]:
@@ -100,15 +107,16 @@ def _try(words: Sequence[str], env: Mapping[str, str], seconds: float) -> Ended:
     return run([*words, sys.executable, "-P", "-c", _PROGRAM], env, 0.8 * seconds)
 
 
-def _in_job(env: Mapping[str, str]) -> bool:
+def _nodes(env: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the nodes of the job that we are on one of."""
     try:
         job = get_allocation(env, ask=False)
     except TopoError:
-        return False  # the check "scheduler" says so
-    return job.scheduler != "none" and job.on_node
+        return ()  # the check "scheduler" says so
+    return job.hosts if job.scheduler != "none" and job.on_node else ()
 
 
-def _judged(launcher: Launcher, ended: Ended, seconds: float) -> CheckResult:
+def _judged(launcher: Launcher, ended: Ended, seconds: float, reach: str) -> CheckResult:
     whose = f"{launcher.path} ({launcher.kind})"
     facts = {"mpiexec": launcher.path, "kind": launcher.kind}
     if failed := _without_mpi4py(ended):
@@ -125,7 +133,7 @@ def _judged(launcher: Launcher, ended: Ended, seconds: float) -> CheckResult:
     facts["library"] = library
     worlds = sorted(tuple(map(int, match.groups())) for match in _SAID.finditer(ended.stdout))
     if worlds == [(0, _RANKS, 3), (1, _RANKS, 3)] and not ended.status:
-        return _well(launcher, library, facts)
+        return _well(launcher, library, facts, reach)
     if worlds and worlds[0][1] == 1:
         seen = f"each of two is rank 0 of a world of 1, and exit status {ended.status}"
     else:
@@ -149,11 +157,12 @@ def _library(ended: Ended) -> str:
     return match[1] if match else "an unknown library"
 
 
-def _well(launcher: Launcher, library: str, facts: dict[str, str]) -> CheckResult:
+def _well(launcher: Launcher, library: str, facts: dict[str, str], reach: str) -> CheckResult:
     if launcher.notes:
         note, _, remedy = launcher.notes[-1].rpartition("; ")
         return CheckResult.warning(note, remedy, **facts)
-    return CheckResult.ok(f"two ranks of {library} by {launcher.path} ({launcher.kind})", **facts)
+    message = f"two ranks of {library} by {launcher.path} ({launcher.kind}){reach}"
+    return CheckResult.ok(message, **facts)
 
 
 def _without_mpi4py(ended: Ended) -> CheckResult | None:
@@ -187,7 +196,7 @@ def _without_mpiexec(
     alone = _try([], env, seconds)
     if alone.status == _NO_LIBRARY:
         # pip brings mpi4py without an MPI: a workstation needs none.
-        if not _in_job(env):
+        if not _nodes(env):
             return CheckResult.ok(
                 "no MPI here, and ezpz-launch needs none: it starts plain processes", mpiexec=None
             )

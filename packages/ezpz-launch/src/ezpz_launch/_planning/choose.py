@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 from ezpz_launch._errors import CommandNotFoundError, LaunchError
 from ezpz_launch._request import Request
@@ -11,6 +13,13 @@ from ezpz_topo import Topology
 
 from .arrange import Arrangement
 from .identify import MPIEXEC_KINDS, Launcher, find_command, find_mpiexec
+from .select import match_hosts
+
+_REACHES = ("launcher", "launcher-exec", "bootstrap", "bootstrap-exec", "rmk")
+"""Hydra's options about how it reaches other hosts."""
+
+_HYDRA_REACHES = tuple(f"HYDRA_{name.upper().replace('-', '_')}" for name in _REACHES)
+"""The same as variables."""
 
 _NO_MPI = (
     "no mpiexec here: the ranks are started as plain processes, and a program that uses MPI itself "
@@ -40,6 +49,64 @@ def choose_launcher(
     Raises:
         LaunchError: It is not here, or is another one than was asked for.
     """
+    found = _chosen(
+        topology, request, env, beside=beside, arrangement=arrangement, meanwhile=meanwhile
+    )
+    names, job = arrangement.placement.hosts, topology.allocation.hosts
+    if arrangement.on_this_host or match_hosts(names, job)[1]:
+        return found
+    return through_pbs(found, env, request.launcher_args)
+
+
+def through_pbs(
+    launcher: Launcher, env: Mapping[str, str], launcher_args: Sequence[str] = ()
+) -> Launcher:
+    """Return MPICH's Hydra with what starts its proxies on the other nodes of a PBS job.
+
+    Its own way is ssh, which many sites do not have between nodes. What the user says to Hydra
+    comes first.
+
+    Raises:
+        LaunchError: Nothing here reaches the other nodes.
+    """
+    is_told = any(env.get(name) for name in _HYDRA_REACHES) or any(
+        word.lstrip("-") in _REACHES for word in launcher_args
+    )
+    if launcher.kind != "hydra" or launcher.flavour or is_told or not env.get("PBS_JOBID"):
+        return launcher
+    path = {**env, "PATH": os.pathsep.join([env.get("PATH", ""), *_pbs_folders(env)])}
+    for name, found in (("pbs_tmrsh", path), ("ssh", env)):
+        with suppress(CommandNotFoundError):
+            program = find_command(name, name, found).path
+            source = f"{launcher.source}; other nodes by {program}"
+            pbs_tmrsh = program if name == "pbs_tmrsh" else ""
+            return launcher._replace(source=source, pbs_tmrsh=pbs_tmrsh)
+    raise LaunchError(
+        f"{launcher.path} starts nothing on the job's other nodes: neither pbs_tmrsh nor ssh is "
+        "here; expected one of them on PATH; add the folder of PBS's commands to PATH, or load "
+        "the site's own MPI"
+    )
+
+
+def _pbs_folders(env: Mapping[str, str]) -> list[str]:
+    """Return where PBS's commands may lie: where its own configuration says, and as usual."""
+    folders = ["/opt/pbs/bin"]
+    path = env.get("PBS_CONF_FILE") or "/etc/pbs.conf"
+    with suppress(OSError), open(path, encoding="utf-8", errors="replace") as conf:
+        values = (line.strip().partition("=") for line in conf)
+        folders[:0] = [f"{value}/bin" for name, _, value in values if name == "PBS_EXEC" and value]
+    return folders
+
+
+def _chosen(
+    topology: Topology,
+    request: Request,
+    env: Mapping[str, str],
+    *,
+    beside: str,
+    arrangement: Arrangement,
+    meanwhile: Callable[[], None] | None,
+) -> Launcher:
     asked = request.launcher
     if asked == "auto":
         return _auto(topology, env, beside, here=arrangement.on_this_host, meanwhile=meanwhile)

@@ -77,6 +77,8 @@ def ranks_environment(
         # Below a scheduler it would otherwise follow that one's layout, whatever -ppn says
         # (Intel MPI developer reference).
         added["I_MPI_JOB_RESPECT_PROCESS_PLACEMENT"] = "0", "so that Intel MPI heeds -ppn"
+    if launcher.pbs_tmrsh:
+        added["EZPZ_PBS_TMRSH"] = launcher.pbs_tmrsh, "starts Hydra's proxies on the other nodes"
     if request.machine:
         # The ranks are on the machine that the user named, whatever their host looks like.
         added["EZPZ_MACHINE"] = request.machine, "--machine"

@@ -33,7 +33,9 @@ class Launcher(NamedTuple):
         kind: ``"pals"``, ``"hydra"``, ``"openmpi"``, ``"srun"``, ``"torchrun"`` or ``"spawn"``.
         source: By what it was found and recognised.
         notes: What people should know, such as another one that it shadows.
-        flavour: ``"intel"`` for Intel MPI's Hydra, whose flags differ; else empty.
+        flavour: ``"intel"`` for Intel MPI's Hydra, whose flags differ; ``"tm"`` for one that knows
+            PBS's own interface for tasks; else empty.
+        pbs_tmrsh: What starts Hydra's proxies on a PBS job's other nodes; empty for its own way.
     """
 
     path: str
@@ -41,6 +43,7 @@ class Launcher(NamedTuple):
     source: str
     notes: tuple[str, ...] = ()
     flavour: str = ""
+    pbs_tmrsh: str = ""
 
     def is_of(self, launcher: str) -> bool:
         """Whether it is the one that a machine's file names (``"mpiexec"``: any MPI's)."""
@@ -134,7 +137,9 @@ def identify(path: str, meanwhile: Callable[[], None] | None = None) -> Launcher
         raise LaunchError(f"{path} --version failed ({error}); expected an mpiexec") from error
     for mark, kind, flavour in _MARKS:
         if mark in answer:
-            return Launcher(path, kind, f"--version says {mark}", flavour=flavour)
+            launchers = answer.partition("Launchers available:")[2].partition("\n")[0].split()
+            found = Launcher(path, kind, f"--version says {mark}", flavour=flavour)
+            return found._replace(flavour="tm") if "pbs" in launchers else found
     first = answer.strip().partition("\n")[0][:80]
     raise LaunchError(
         f"{path} --version says {first!r}; expected MPICH's Hydra, Intel MPI, Open MPI or PALS; "

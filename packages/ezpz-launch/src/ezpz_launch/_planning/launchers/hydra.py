@@ -6,11 +6,16 @@ manager "user") is unverified, and none of it has been run.
 
 from __future__ import annotations
 
+import os
+
 from ezpz_launch._planning.identify import Launcher
 from ezpz_launch._planning.plan import LaunchPlan
 from ezpz_topo import family
 
-from .shim import shim_argv
+from .shim import PROGRAMS, shim_argv
+
+_PBS_RSH = os.path.join(PROGRAMS, "pbs_rsh.sh")
+"""Starts a proxy as rsh would, by the program that EZPZ_PBS_TMRSH names."""
 
 
 def argv(plan: LaunchPlan) -> list[str]:
@@ -22,6 +27,8 @@ def argv(plan: LaunchPlan) -> list[str]:
     else:
         words += ["-ppn", str(placement.ppn)]
         words += [] if intel else ["-rmk", "user"]
+        if plan.launcher.pbs_tmrsh:
+            words += ["-launcher", "rsh", "-launcher-exec", _PBS_RSH]
         words += ["-hostfile", plan.hostfile]
     return [*words, *plan.launcher_args, *shim_argv(plan, family("pmi"), separator=":")]
 
