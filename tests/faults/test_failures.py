@@ -127,6 +127,6 @@ def test_a_lost_node_is_named(launch: Start) -> None:
     started.ranks()
     started.silence("nid002")
     assert started.ends(within=60) == 137, started.stderr
-    assert "nid002 is lost: no answer for 5 s (EZPZ_NODE_TIMEOUT)" in started.stderr
+    assert "nid002 is lost: no answer within 5 s (EZPZ_NODE_TIMEOUT)" in started.stderr
     assert "rank 1 on nid002 is lost with its node; ending the other ranks" in started.stderr
     started.leaves_nothing(within=20)

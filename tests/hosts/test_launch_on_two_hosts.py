@@ -282,7 +282,7 @@ def test_a_lost_host_is_named(launch: Start, hosts: TwoHosts) -> None:
     # 15 s are promised; the rest is for a busy machine.
     assert time.monotonic() - began < 25
     assert started.ends(within=10) == 137, started.stderr
-    assert "no answer for 15 s (EZPZ_NODE_TIMEOUT)" in started.stderr
+    assert "no answer within 15 s (EZPZ_NODE_TIMEOUT)" in started.stderr
     assert "rank 2 on nodeB is lost with its node; ending the other ranks" in started.stderr
     # What is on the lost host ends there, by its agent.
     started.leaves_nothing(within=20)

@@ -50,7 +50,7 @@ def test_a_lost_node_is_named(pbs: Pbs) -> None:
         time.sleep(0.2)
     pbs.lose(second)
     began = time.monotonic()
-    pbs.writes(job, f"{second} is lost: no answer for 15 s")
+    pbs.writes(job, f"{second} is lost: no answer within 15 s")
     # 15 s are promised; the rest is for a busy machine.
     assert time.monotonic() - began < 25
     said = pbs.writes(job, "exit 137")

@@ -101,6 +101,8 @@ def test_other_nodes_of_a_pbs_job_are_reached_through_pbs_then_by_ssh(tmp_path):
     found = chosen(tmp_path / "ssh", topology, (), more=env)
     assert found.pbs_tmrsh == str(tmrsh)
     assert found.source == f"--version says HYDRA; other nodes by {tmrsh}"
+    env = {"PBS_JOBID": "1.pbs-1", "PBS_CONF_FILE": "/dev/null", "PBS_O_PATH": str(tmrsh.parent)}
+    assert chosen(tmp_path / "ssh", topology, (), more=env).pbs_tmrsh == str(tmrsh)
 
 
 @pytest.mark.parametrize(

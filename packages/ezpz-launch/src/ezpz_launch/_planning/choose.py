@@ -89,8 +89,8 @@ def through_pbs(
 
 
 def _pbs_folders(env: Mapping[str, str]) -> list[str]:
-    """Return where PBS's commands may lie: where its own configuration says, and as usual."""
-    folders = ["/opt/pbs/bin"]
+    """Return where PBS's commands may lie: as configured, as at submission, as usual."""
+    folders = [*env.get("PBS_O_PATH", "").split(os.pathsep), "/opt/pbs/bin"]
     path = env.get("PBS_CONF_FILE") or "/etc/pbs.conf"
     with suppress(OSError), open(path, encoding="utf-8", errors="replace") as conf:
         values = (line.strip().partition("=") for line in conf)

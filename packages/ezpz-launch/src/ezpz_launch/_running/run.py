@@ -224,7 +224,7 @@ class _Run:
             hosts = list(dict.fromkeys(map(self.launch.host_of, lost)))
             self.output.say(
                 f"{', '.join(hosts[:16])}{f' and {len(hosts) - 16} more' * (len(hosts) > 16)} "
-                f"{'is' if len(hosts) == 1 else 'are'} lost: no answer for "
+                f"{'is' if len(hosts) == 1 else 'are'} lost: no answer within "
                 f"{self.launch.control.node_timeout} s (EZPZ_NODE_TIMEOUT)"
             )
             for rank in lost:
