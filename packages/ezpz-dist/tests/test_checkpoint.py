@@ -19,7 +19,14 @@ import ezpz_dist._checkpoints.owner
 from ezpz_dist import CheckpointError
 from ezpz_dist._checkpoints import manifest as manifests
 from ezpz_dist._checkpoints.background import finish_saving
-from ezpz_dist._checkpoints.folder import Name, names_in, next_name, parse, to_remove
+from ezpz_dist._checkpoints.folder import (
+    Name,
+    names_in,
+    newest_first,
+    next_name,
+    parse,
+    to_remove,
+)
 from ezpz_dist._checkpoints.listing import (
     latest_checkpoint,
     list_checkpoints,
@@ -50,6 +57,11 @@ def optimizer(model):
 def fresh():
     torch.manual_seed(2)
     return nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 2))
+
+
+def entries(folder):
+    """What is there beside the file that says who saves there."""
+    return sorted(set(os.listdir(folder)) - {"owner.json"})
 
 
 def equal(one, other):
@@ -248,20 +260,61 @@ def test_a_state_dict_that_the_model_itself_cannot_load_is_named(tmp_path):
 def test_keep_and_saving_a_step_again(tmp_path, model):
     for step in (1, 2, 3, 4):
         save_checkpoint(tmp_path, model=model, step=step, keep=2)
-    assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000003", "step-00000004"]
+    assert entries(tmp_path) == ["latest", "step-00000003", "step-00000004"]
     with torch.no_grad():
         model[0].weight.fill_(9)
     again = save_checkpoint(tmp_path, model=model, step=4, keep=2)
     assert again.folder.endswith("step-00000004.1")
-    assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000003", "step-00000004.1"]
+    assert entries(tmp_path) == ["latest", "step-00000003", "step-00000004.1"]
     other = fresh()
     assert load_checkpoint(tmp_path, model=other).step == 4
     assert equal(other, model)
-    save_checkpoint(tmp_path, model=model, step=2, keep=1)  # never the one just written
-    assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000002", "step-00000004.1"]
-    assert [one.step for one in list_checkpoints(tmp_path)] == [2, 4]
+    save_checkpoint(tmp_path, model=model, step=2, keep=1)
+    assert entries(tmp_path) == ["latest", "step-00000002"]
     save_checkpoint(tmp_path, model=model, step=9, keep=None)
-    assert [one.step for one in list_checkpoints(tmp_path)] == [2, 4, 9]
+    assert [one.step for one in list_checkpoints(tmp_path)] == [2, 9]
+
+
+def uncounted(folder):
+    """Make it as it was written before saves were counted."""
+    told = json.loads((folder / "manifest.json").read_bytes())["checkpoint"]
+    del told["sequence"]
+    whole = {"checkpoint": told, "crc32": summed(told)}
+    (folder / "manifest.json").write_text(json.dumps(whole))
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_a_run_that_went_back_stays_there(tmp_path, model, caplog, counted):
+    for step in (100, 200, 300):
+        with torch.no_grad():
+            model[0].weight.fill_(step)
+        save_checkpoint(tmp_path, model=model, step=step)
+    if not counted:
+        for step in (100, 200, 300):
+            uncounted(tmp_path / f"step-00000{step}")
+        (tmp_path / "owner.json").unlink()
+    assert load_checkpoint(tmp_path, model=model).step == 300
+    assert "below" not in caplog.text
+    load_checkpoint(tmp_path, model=model, step=100)
+    save_checkpoint(tmp_path, model=model, step=150)
+    assert "step 150 is saved below step 300, the last saved in" in caplog.text
+    assert (tmp_path / "latest").read_text() == "step-00000150\n"
+    assert latest_checkpoint(tmp_path).step == verify_checkpoint(tmp_path).step == 150
+    assert [one.step for one in list_checkpoints(tmp_path)] == [300, 100, 150]
+    assert load_checkpoint(tmp_path, model=model).step == 150
+    # Damaged, the newest gives way to the one that it stands on.
+    shutil.copytree(tmp_path, tmp_path / "copy")
+    damage(tmp_path / "copy/step-00000150/index.json", "flipped")
+    assert load_checkpoint(tmp_path / "copy", model=model).step == 100
+    shutil.rmtree(tmp_path / "copy/step-00000100")
+    assert load_checkpoint(tmp_path / "copy", model=model).step == 300
+    caplog.clear()
+    (tmp_path / "owner.json").unlink()  # as another process finds it after this one's end
+    save_checkpoint(tmp_path, model=model, step=160)
+    assert [one.step for one in list_checkpoints(tmp_path)] == [100, 150, 160]
+    save_checkpoint(tmp_path, model=model, step=300)
+    assert [one.step for one in list_checkpoints(tmp_path)] == [150, 160, 300]
+    assert "below" not in caplog.text
 
 
 def test_what_only_bears_the_name_is_not_counted_and_a_linked_one_is_unlinked(tmp_path, model):
@@ -278,7 +331,7 @@ def test_what_only_bears_the_name_is_not_counted_and_a_linked_one_is_unlinked(tm
     for step in (2, 3, 4):
         save_checkpoint(root, model=model, step=step, keep=2)
     expected = ["latest", "step-00000003", "step-00000004", "step-00000099"]
-    assert sorted(os.listdir(tmp_path / "real")) == expected
+    assert entries(tmp_path / "real") == expected
     assert (tmp_path / "disk/moved/one/manifest.json").exists()
     assert load_checkpoint(root, model=model).step == 4
     (root / "latest").write_text("step-00000077\n")  # for people: never read
@@ -290,14 +343,18 @@ def test_names():
     assert str(Name(42, 3)) == "step-00000042.3"
     assert parse("step-42") is None
     assert parse(".step-00000042.tmp-x") is None
-    entries = ["latest", "step-00000002", "step-00000010.1", "step-00000010", "x"]
-    assert names_in(entries) == [Name(10, 1), Name(10), Name(2)]
-    assert next_name(10, entries) == Name(10, 2)
-    assert next_name(3, entries) == Name(3)
+    there = ["latest", "step-00000002", "step-00000010.1", "step-00000010", "x"]
+    assert names_in(there) == [Name(10, 1), Name(10), Name(2)]
+    assert next_name(10, there) == Name(10, 2)
+    assert next_name(3, there) == Name(3)
     names = [Name(1), Name(2), Name(3), Name(3, 1)]
-    assert to_remove(names, Name(3, 1), 2) == [Name(1), Name(3)]
-    assert to_remove(names, Name(1), 1) == [Name(2)]
-    assert to_remove(names, Name(3, 1), None) == [Name(3)]
+    order = newest_first(dict.fromkeys(names, 0))
+    assert order == [Name(3, 1), Name(2), Name(1), Name(3)]
+    assert to_remove(order, Name(3, 1), 2) == [Name(3), Name(1)]
+    assert to_remove(order, Name(3, 1), None) == [Name(3)]
+    order = newest_first(dict.fromkeys(names, 1) | {Name(1): 2})
+    assert order == [Name(1), Name(3, 1), Name(3), Name(2)]
+    assert to_remove(order, Name(1), 1) == [Name(2), Name(3), Name(3, 1)]
 
 
 def test_leftovers_of_the_dead_go_and_those_of_the_living_stay(tmp_path, model, monkeypatch):
@@ -528,7 +585,7 @@ def test_what_could_not_be_read_back_is_not_saved(tmp_path, model):
         save_checkpoint(tmp_path, model=model, step=2, keep=0)
     with pytest.raises(CheckpointError, match="on the meta device"):
         save_checkpoint(tmp_path, model=nn.Linear(2, 2, device="meta"), step=2)
-    assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000001"]
+    assert entries(tmp_path) == ["latest", "step-00000001"]
 
 
 def test_deepspeed_saves_itself(tmp_path, model):
@@ -661,9 +718,9 @@ def test_a_url_whose_store_renames_nothing(model, optimizer):
         fs.store[old].modified -= dt.timedelta(hours=2)
     for step in (4, 5, 6):
         save_checkpoint(url, step=step, keep=2, **given)
-    entries = {path.rpartition("/")[2] for path in fs.ls("/run/checkpoints", False)}
+    found = {path.rpartition("/")[2] for path in fs.ls("/run/checkpoints", False)}
     there = {f"step-0000000{step}" for step in (1, 5, 6, 9)}
-    assert entries == there | {"latest"}
+    assert found == there | {"latest", "owner.json"}
     with fs.open("/run/checkpoints/step-00000006/__0_0.distcp", "r+b") as file:
         file.seek(300)
         file.write(b"damage")
@@ -690,6 +747,22 @@ def test_something_is_in_the_way(tmp_path, model, monkeypatch):
         with pytest.raises(CheckpointError, match=r"step-00000001 has appeared.*one job at a time"):
             save_checkpoint(tmp_path / "two", model=model, step=1)
     assert os.listdir(tmp_path / "two") == ["step-00000001"]
+
+    def and_another_saves(self, name):
+        away = owner_token().replace(owner_token().split("~")[0], "elsewhere", 1)
+        about = {"owner": away, "run": "PBS_JOBID=7", "step": 1, "sequence": 1}
+        working = begin(self, name)
+        (tmp_path / "three/owner.json").write_text(json.dumps(about))
+        return working
+
+    match = rf"saves in .*three: PBS_JOBID=7, process {os.getpid()} on elsewhere, which may run"
+    with monkeypatch.context() as patch:
+        patch.setattr(FolderStore, "begin", and_another_saves)
+        with pytest.raises(CheckpointError, match=match):
+            save_checkpoint(tmp_path / "three", model=model, step=1)
+    assert os.listdir(tmp_path / "three") == ["owner.json"]
+    (tmp_path / "three/owner.json").write_text("[]")  # tells nothing
+    save_checkpoint(tmp_path / "three", model=model, step=1)
     with pytest.raises(CheckpointError, match="cannot be listed: NotADirectoryError"):
         load_checkpoint(tmp_path / "file", model=model)
 

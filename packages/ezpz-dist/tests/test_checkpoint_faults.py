@@ -32,7 +32,7 @@ if dist.get_world_size() > 1:
 
 def entries():
     dist.barrier()
-    return sorted(os.listdir(where))
+    return sorted(set(os.listdir(where)) - {"owner.json"})
 
 def refused(pattern, **given):
     import re
@@ -131,7 +131,8 @@ with Limit(300_000 if rank == 1 else 1 << 40):
         raise AssertionError
 dist.barrier()
 assert [one.step for one in list_checkpoints(url)] == [1, 2]
-assert sorted(os.listdir(where + "-url")) == ["latest", "step-00000001", "step-00000002"]
+files = ["latest", "owner.json", "step-00000001", "step-00000002"]
+assert sorted(os.listdir(where + "-url")) == files
 # cleanup() waits for the save that goes on, and says what became of it.
 with Limit(300_000 if rank == 1 else 1 << 40):
     save_checkpoint(where, model=model, step=6, asynchronous=True)
@@ -264,3 +265,63 @@ def test_a_failed_save_in_the_background_is_the_exit_status(clean_env, tmp_path,
     assert len(said) == (2 if how == "ranks" else 1), done.stderr
     assert "File too large" in done.stderr
     assert done.stdout.count("flushed") == {"one": 1, "ranks": 2, "function": 0}[how]
+
+
+JOBS = """
+for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+    del os.environ[name]  # each is a job of its own
+os.environ["PBS_JOBID"] = f"{10 + job}.pbs"
+model, here = torch.nn.Linear(2, 2), "{where}"
+
+def saves(step):
+    save_checkpoint(here, model=model, step=step)
+
+def refused(step, *words):
+    try:
+        saves(step)
+    except CheckpointError as error:
+        assert all(word in str(error) for word in words), error
+    else:
+        raise AssertionError("saved")
+
+def come(number):
+    open(f"{here}.{job}.{number}", "w").close()
+    until = time.monotonic() + 60
+    while not os.path.exists(f"{here}.{1 - job}.{number}"):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+if job == 0:
+    saves(15)
+    come(1)
+    come(2)
+    refused(20, "11.pbs")  # whose turn it is now
+    come(3)
+else:
+    come(1)
+    refused(15, "10.pbs, process", "which runs and saved step 15", "load_checkpoint() from there")
+    assert load_checkpoint(here, model=model).step == 15
+    saves(16)
+    come(2)
+    come(3)
+    saves(17)
+"""
+
+ENDED = """
+assert not (ending and os.path.exists("{where}/owner.json"))
+save_checkpoint("{where}", model=torch.nn.Linear(2, 2), step=18)
+if not ending:
+    os._exit(0)
+"""
+
+
+def test_the_second_job_in_a_folder_is_told(programs, tmp_path):
+    where = str(tmp_path / "checkpoints")
+    start = "import os, time, torch\nfrom ezpz_dist import *\n"
+    text = start + "job = int(os.environ['RANK'])\n" + JOBS.replace("{where}", where)
+    for status, _, errors in programs(2, text):
+        assert status == 0, errors
+    for ending in (True, False, False):  # a job that is killed leaves its claim, and is dead
+        text = f"{start}ending = {ending}\n{ENDED.replace('{where}', where)}"
+        ((status, _, errors),) = programs(1, text)
+        assert status == 0, errors

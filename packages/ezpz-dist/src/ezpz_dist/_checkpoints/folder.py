@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 MANIFEST = "manifest.json"
 INDEX = "index.json"
 LATEST = "latest"
 """A text file with the newest folder's name: for people and shell scripts; loading lists."""
+OWNER = "owner.json"
+"""Who saves there."""
 
 _NAME = re.compile(r"step-(\d{8,18})(?:\.(\d{1,6}))?")
-_WORKING = re.compile(r"\.(?:step-\d+(?:\.\d+)?|latest)\.tmp-(?P<owner>.+)")
+_WORKING = re.compile(r"\.(?:step-\d+(?:\.\d+)?|latest|owner\.json)\.tmp-(?P<owner>.+)")
 _GONE = re.compile(r"\.step-\d+(?:\.\d+)?\.gone-.+")
 
 MAX_STEP = 10**18 - 1
@@ -47,7 +50,7 @@ def parse(name: str) -> Name | None:
 
 
 def names_in(entries: list[str]) -> list[Name]:
-    """Return the check-points among a folder's entries, the newest first."""
+    """Return the check-points among a folder's entries, the highest step first."""
     return sorted((name for each in entries if (name := parse(each))), reverse=True)
 
 
@@ -68,15 +71,32 @@ def next_name(step: int, entries: list[str]) -> Name:
     return Name(step, max(taken) + 1 if taken else 0)
 
 
-def to_remove(names: list[Name], saved: Name, keep: int | None) -> list[Name]:
-    """Return the check-points to remove once ``saved`` is complete.
+def newest_first(sequences: Mapping[Name, int]) -> list[Name]:
+    """Return check-points in the order of loading: the last saved first.
 
-    Earlier ones of its step, and all but the ``keep`` of the highest steps; never itself.
+    A run that goes back abandons what it had saved from that step on: that comes after all that
+    the newest stands on.
     """
-    steps = sorted({name.step for name in names}, reverse=True)
-    kept = set(steps if keep is None else steps[:keep])
+    trunk: list[Name] = []
+    abandoned: list[Name] = []
+    for name in sorted(sequences, key=lambda each: (sequences[each], each), reverse=True):
+        (trunk if not trunk or name.step < trunk[-1].step else abandoned).append(name)
+    return trunk + abandoned
+
+
+def to_remove(names: Sequence[Name], saved: Name, keep: int | None) -> list[Name]:
+    """Return the check-points to remove once ``saved`` is complete, the oldest first.
+
+    Earlier ones of its step, and all but those of the ``keep`` newest steps; never itself.
+
+    Args:
+        names: The newest first.
+        saved: The one just written.
+        keep: None: all.
+    """
+    kept = set(list(dict.fromkeys(name.step for name in names))[:keep])
     return [
         name
-        for name in sorted(names)
+        for name in reversed(names)
         if name != saved and (name.step not in kept or name.step == saved.step)
     ]

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ezpz_dist._errors import CheckpointError
 
-from .folder import MANIFEST, Name, names_in, parse
+from .folder import Name, names_in, newest_first, next_name, parse, to_remove
+from .given import Order
 from .manifest import Manifest, damage_of, read_manifest
+from .owner import refuse_other
 from .store import Store, open_store
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,31 +50,50 @@ def described(store: Store, name: str, manifest: Manifest) -> Checkpoint:
 
 
 def list_checkpoints(path: str | os.PathLike[str]) -> list[Checkpoint]:
-    """Return the check-points under a path that were completed, the lowest step first.
+    """Return the check-points under a path that were completed, the newest last.
 
-    By their manifests: their other files are not looked at. Not a collective.
+    Those that a run abandoned, as it went back to a lower step, come first. By their manifests:
+    their other files are not looked at. Not a collective.
     """
-    return list(reversed(list(_completed(open_store(path)))))
+    return list(reversed(_completed(open_store(path))))
 
 
 def latest_checkpoint(path: str | os.PathLike[str]) -> Checkpoint | None:
-    """Return the completed check-point of the highest step; None: there is none yet.
+    """Return the completed check-point that was saved last; None: there is none yet.
 
     By its manifest: its other files are not looked at. Not a collective.
     """
-    return next(_completed(open_store(path)), None)
+    return next(iter(_completed(open_store(path))), None)
 
 
-def _completed(store: Store) -> Iterator[Checkpoint]:
-    seen = set()
-    for name in names_in(store.entries()):
+def _completed(store: Store) -> list[Checkpoint]:
+    found, _ = read_manifests(store, names_in(store.entries()))  # loading says what is wrong
+    newest: dict[int, Checkpoint] = {}
+    for name, manifest in found.items():
+        newest.setdefault(name.step, described(store, str(name), manifest))
+    return list(newest.values())
+
+
+def read_manifests(
+    store: Store, names: Sequence[Name]
+) -> tuple[dict[Name, Manifest], dict[Name, str]]:
+    """Return the manifests that can be read, of the newest first, and what is wrong with others."""
+    found: dict[Name, Manifest] = {}
+    wrong: dict[Name, str] = {}
+    for name in names:
         try:
-            manifest = read_manifest(store, str(name))
-        except ValueError:
-            continue  # loading and verifying say why
-        if manifest.step == name.step and name.step not in seen:
-            seen.add(name.step)
-            yield described(store, str(name), manifest)
+            found[name] = read_manifest(store, str(name))
+        except ValueError as error:
+            wrong[name] = str(error)
+    order = newest_first({name: manifest.sequence for name, manifest in found.items()})
+    return {name: found[name] for name in order}, wrong
+
+
+def candidates(store: Store, step: int | None) -> list[Name]:
+    """Return what to load, the best first; how new one without a manifest is nobody knows."""
+    names = [name for name in names_in(store.entries()) if step in (None, name.step)]
+    found, wrong = read_manifests(store, names)
+    return [*wrong, *found]
 
 
 def verify_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> Checkpoint:
@@ -79,7 +103,7 @@ def verify_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> 
 
     Args:
         path: Where check-points are, or the folder of one.
-        step: Which; None: the highest.
+        step: Which; None: the last saved.
 
     Raises:
         CheckpointError: There is none, or it is damaged: every file that is, and how.
@@ -89,7 +113,7 @@ def verify_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> 
     if step is None and parse(last):
         store, name = open_store(above), last
     else:
-        names = [each for each in names_in(store.entries()) if step in (None, each.step)]
+        names = candidates(store, step)
         if not names:
             raise CheckpointError(none_there(store, step))
         name = str(names[0])
@@ -97,8 +121,7 @@ def verify_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> 
         manifest = read_manifest(store, name)
     except ValueError as error:
         raise CheckpointError(f"{store.root}/{name}: {error}") from error
-    problems = mismatch(name, manifest)
-    problems += [
+    problems = [
         problem
         for file, said in manifest.files.items()
         if (problem := damage_of(store, name, file, said))
@@ -108,17 +131,47 @@ def verify_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> 
     return described(store, name, manifest)
 
 
-def mismatch(folder: str, manifest: Manifest) -> list[str]:
-    """Return what is wrong with a manifest in a folder of this name."""
-    names = names_in([folder])
-    if names and names[0].step != manifest.step:
-        return [f"{MANIFEST} is of step {manifest.step}"]
-    return []
-
-
 def none_there(store: Store, step: int | None) -> str:
     """Return the words for a check-point that is not there."""
     names: list[Name] = names_in(store.entries())
     steps = ", ".join(str(each) for each in sorted({name.step for name in names})) or "none"
     which = "no check-point" if step is None else f"no check-point of step {step}"
     return f"{which} in {store.root}; there are: {steps}"
+
+
+def begin(store: Store, order: Order) -> tuple[Name, str, int]:
+    """Make the folder for a check-point; return its name, the folder's, and its sequence.
+
+    Raises:
+        CheckpointError: Another job saves there.
+    """
+    owner = refuse_other(store)
+    entries = store.entries()
+    # Who saved last knows how often; else the manifests do.
+    known = {} if owner is not None and owner.is_me else read_manifests(store, names_in(entries))[0]
+    last = owner.sequence if owner is not None else 0
+    newest = owner.step if owner is not None and owner.is_me else None
+    if known:
+        newest = next(iter(known)).step
+        last = max(last, *(manifest.sequence for manifest in known.values()))
+    if newest is not None and newest > order.step:
+        logger.warning(
+            "step %d is saved below step %d, the last saved in %s: from now on it is the newest, "
+            "which is loaded, and those above it count as abandoned, which keep= removes first",
+            order.step, newest, store.root,
+        )  # fmt: skip
+    name = next_name(order.step, entries)
+    working = store.begin(name)
+    if left := store.remove_leftovers(working):
+        logger.info("removed what unfinished saves left in %s: %s", store.root, ", ".join(left))
+    return name, working, last + 1
+
+
+def superseded(store: Store, saved: Name, keep: int | None) -> list[Name]:
+    """Return what is to be removed once a check-point is complete, the oldest first."""
+    names = names_in(store.entries())
+    if keep is None:
+        names = [name for name in names if name.step == saved.step]
+    # Not counted, and not touched: what bears the name and is no check-point.
+    found, _ = read_manifests(store, names)
+    return to_remove(list(found), saved, keep)

@@ -16,11 +16,12 @@ from ezpz_dist._errors import CheckpointError
 from ezpz_dist._world import current_world
 
 from .background import finish_saving
-from .folder import INDEX, Name, names_in
+from .folder import INDEX, Name
 from .given import Given, Optimizers, listed
 from .layout import current_layout
-from .listing import mismatch, none_there
+from .listing import candidates, none_there
 from .manifest import Manifest, damage_of, read_manifest
+from .owner import follow
 from .ranks import Ranks, ranks_of
 from .store import Store, open_store
 
@@ -83,7 +84,8 @@ def load_checkpoint(
         scheduler: Has ``load_state_dict()``; or several.
         data: Has ``load_state_dict()``; or several; or a dict, which is filled. On another number
             of ranks each is given rank 0's.
-        step: Load this one or fail; None: the highest.
+        step: Load this one or fail; None: the last saved. What a run abandoned, as it went back
+            and saved a lower step, is loaded last.
         rng: Set the random streams of Python, numpy, torch, the device and ezpz_tp. In another
             layout of ranks, those that were not there get streams derived from rank 0's.
         strict: Names and dtypes must be the same; else what is missing is left as it is, what is
@@ -132,7 +134,8 @@ def load_checkpoint(
 
 
 def _candidates(store: Store, step: int | None) -> list[Name]:
-    names = [name for name in names_in(store.entries()) if step in (None, name.step)]
+    follow(store)
+    names = candidates(store, step)
     if step is not None and not names:
         raise CheckpointError(none_there(store, step))
     return names
@@ -160,13 +163,10 @@ def _opened(store: Store, folder: str) -> tuple[Manifest, bytes] | str:
     """Return manifest and index, or what is wrong with them."""
     try:
         manifest = read_manifest(store, folder)
-        problems = mismatch(folder, manifest)
         if INDEX not in manifest.files:
-            problems.append(f"the manifest has no {INDEX}")
-        elif damage := damage_of(store, folder, INDEX, manifest.files[INDEX]):
-            problems.append(damage)
-        if problems:
-            return "; ".join(problems)
+            return f"the manifest has no {INDEX}"
+        if damage := damage_of(store, folder, INDEX, manifest.files[INDEX]):
+            return damage
         with store.open(f"{folder}/{INDEX}", "rb") as file:
             return manifest, file.read()
     except (ValueError, OSError) as error:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ezpz_dist._version import __version__
 
-from .folder import MANIFEST
+from .folder import MANIFEST, parse
 from .store import Store
 
 FORMAT = 1
@@ -46,6 +46,7 @@ class Manifest:
         time: When it was complete, in seconds since 1970, by rank 0's clock.
         torch: torch's version.
         files: By name.
+        sequence: One more than that of the one saved before it; 0 where that was not counted yet.
     """
 
     step: int
@@ -54,6 +55,7 @@ class Manifest:
     time: float
     torch: str
     files: Mapping[str, Written]
+    sequence: int = 0
 
     @property
     def size(self) -> int:
@@ -93,7 +95,7 @@ def decode(data: bytes) -> Manifest:
         files = {name: Written(int(n), int(c, 16)) for name, (n, c) in about["files"].items()}
         return Manifest(
             int(about["step"]), int(about["world_size"]), tuple(map(str, about["contents"])),
-            float(about["time"]), str(about["torch"]), files,
+            float(about["time"]), str(about["torch"]), files, int(about.get("sequence", 0)),
         )  # fmt: skip
     except _MALFORMED as error:
         raise ValueError(f"{MANIFEST} is damaged ({error!r})") from error
@@ -103,7 +105,7 @@ def read_manifest(store: Store, folder: str) -> Manifest:
     """Return a check-point's manifest.
 
     Raises:
-        ValueError: There is none, or it is damaged, or it cannot be read.
+        ValueError: There is none, it is damaged or another step's, or it cannot be read.
     """
     path = f"{folder}/{MANIFEST}"
     try:
@@ -116,6 +118,9 @@ def read_manifest(store: Store, folder: str) -> Manifest:
             manifest = decode(file.read())
     except OSError as error:
         raise ValueError(f"{MANIFEST} cannot be read ({error})") from error
+    name = parse(folder)
+    if name is not None and name.step != manifest.step:
+        raise ValueError(f"{MANIFEST} is of step {manifest.step}")
     return manifest
 
 

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
+import json
+import logging
 import os
 import re
 import uuid
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from ezpz_dist._errors import CheckpointError
+from ezpz_dist._world import finish_before_leaving
 from ezpz_topo import get_hostname
+
+from .folder import OWNER
+
+if TYPE_CHECKING:
+    from .store import Store
+
+logger = logging.getLogger(__name__)
 
 _TOKEN = re.compile(r"(?P<host>.+)~(?P<space>\d+)~(?P<pid>\d+)~(?P<start>\d+)~[0-9a-f]{8}")
 
@@ -52,3 +66,109 @@ def _birth(pid: int) -> tuple[int, int]:
     # Field 2, the command, may hold spaces and parentheses; field 3 is the state, 22 the start.
     fields = text.rpartition(")")[2].split()
     return _pid_space(), 0 if fields[0] in ("Z", "X") else int(fields[19])
+
+
+_RUN = ("SLURM_JOB_ID", "PBS_JOBID", "EZPZ_LAUNCH_ID", "TORCHELASTIC_RUN_ID")
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Who saves in a folder: the process of rank 0 of the run that completed the last save there.
+
+    Attributes:
+        token: Of the process.
+        run: Ids of its job and launch, for people.
+        step: What it saved last.
+        sequence: Of that.
+    """
+
+    token: str
+    run: str
+    step: int
+    sequence: int
+
+    @property
+    def process(self) -> str:
+        """Return what tells the process from others."""
+        return self.token.rpartition("~")[0]
+
+    @property
+    def is_me(self) -> bool:
+        """Return whether it is this process."""
+        return self.process == owner_token().rpartition("~")[0]
+
+
+_followed: set[str] = set()
+"""Processes whose check-points this one went to load: it may go on in their place."""
+
+_owned: dict[str, Store] = {}
+
+
+def read_owner(store: Store) -> Owner | None:
+    """Return who saves there; None: nobody, as far as can be read."""
+    try:
+        if store.size(OWNER) is None:
+            return None
+        with store.open(OWNER, "rb") as file:
+            about = json.loads(file.read())
+        return Owner(
+            str(about["owner"]), str(about["run"]), int(about["step"]), int(about["sequence"])
+        )
+    except (OSError, ArithmeticError, LookupError, TypeError, ValueError):
+        return None
+
+
+def follow(store: Store) -> None:
+    """Note that this process loads from there, and may go on to save there."""
+    if (owner := read_owner(store)) is not None:
+        _followed.add(owner.process)
+
+
+def refuse_other(store: Store) -> Owner | None:
+    """Return who saved there last; None: nobody, as far as is known.
+
+    Raises:
+        CheckpointError: It is another process, which may still run, and this one has not loaded
+            what that saved.
+    """
+    owner = read_owner(store)
+    if owner is None or owner.is_me or owner.process in _followed:
+        return owner
+    dead = is_dead(owner.token)
+    if dead:
+        return owner
+    host, _, pid, _ = (owner.process.rsplit("~", 3) + ["?"] * 3)[:4]
+    run = f"{owner.run}, " if owner.run else ""
+    raise CheckpointError(
+        f"another job saves in {store.root}: {run}process {pid} on {host}, which "
+        f"{'runs' if dead is False else 'may run'} and saved step {owner.step}; expected one job "
+        "at a time: give each its own folder; to go on in its place, load_checkpoint() from there "
+        f"first; if it has ended, remove {store.root}/{OWNER}"
+    )
+
+
+def claim(store: Store, step: int, sequence: int) -> None:
+    """Say that this process saves there."""
+    run = " ".join(f"{name}={os.environ[name]}" for name in _RUN if os.environ.get(name))
+    about = {"owner": owner_token(), "run": run, "step": step, "sequence": sequence}
+    store.put(OWNER, json.dumps(about).encode())
+
+
+def release_at_end(store: Store) -> None:
+    """Have the claim of this process taken back when it cleans up or ends."""
+    if not _owned:
+        atexit.unregister(_release)
+        atexit.register(_release)
+    _owned[store.root] = store
+    finish_before_leaving(_release)
+
+
+def _release() -> None:
+    while _owned:
+        root, store = _owned.popitem()
+        try:
+            owner = read_owner(store)
+            if owner is not None and owner.is_me:
+                store.discard(OWNER)
+        except Exception as error:  # noqa: BLE001 - a URL's store at exit; we end, which is seen
+            logger.debug("%s/%s is not removed: %s", root, OWNER, error)

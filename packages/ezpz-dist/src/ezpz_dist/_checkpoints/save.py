@@ -59,10 +59,11 @@ def save_checkpoint(
         model: Wrapped or not.
         optimizer: The model's, or several.
         scheduler: Has ``state_dict()``; or several.
-        step: The step; the highest is loaded first.
+        step: The step. What was saved last is loaded first: below a step that is there, it says
+            that the run has gone back.
         data: Has ``state_dict()``, as a sampler; or several; or a dict. Each rank's own is saved.
         extra: Whatever else, of numbers, strings, tensors, lists and dicts. Rank 0's is saved.
-        keep: How many steps to keep, the highest; None: all.
+        keep: How many steps to keep, the newest, and those of an abandoned branch last; None: all.
         asynchronous: Copy what this rank writes to the host, return, and write in the background.
             One at a time: the next save waits for it, and so do `load_checkpoint`, `cleanup` and
             the end of the process. Its error comes up there, or in `Saving.wait`; at the end of
@@ -73,8 +74,9 @@ def save_checkpoint(
 
     Raises:
         CheckpointError: On all ranks, with the rank, host and file: the disk is full, the folder
-            cannot be written, something cannot be saved, or ranks differ; or the asynchronous save
-            before failed. Nothing half-done is left.
+            cannot be written, something cannot be saved, or ranks differ; another job, which may
+            still run, saves there, and this one has not loaded from there; or the asynchronous
+            save before failed. Nothing half-done is left.
         HangError: A rank does not come, or writes for longer than the timeout of `setup_torch`.
         LostRankError: A rank has ended.
         NotSetUpError: There are several ranks and `setup_torch` was not called.

@@ -19,9 +19,11 @@ from ezpz_dist._errors import CheckpointError
 
 from . import index
 from .files import Files
-from .folder import INDEX, LATEST, MANIFEST, Name, names_in, next_name, to_remove
+from .folder import INDEX, LATEST, MANIFEST, OWNER, Name
 from .given import Order
+from .listing import begin, superseded
 from .manifest import Manifest, Written, encode
+from .owner import claim, refuse_other, release_at_end
 from .pieces import Pieces
 from .planning import Planner, agree
 from .ranks import Ranks
@@ -55,6 +57,7 @@ class Draft:
     order: Order
     name: Name
     working: str
+    sequence: int
     plan: SavePlan
     planner: Planner
     metadata: Metadata | None
@@ -77,16 +80,10 @@ def draft(
     what = f"step {order.step} cannot be saved to {store.root}"
     planner = Planner(held)
     mine, made = agree(ranks, what, planner, stage)
-    begun: tuple[Name, str] = ranks.first(what, lambda: _begin(store, order.step))
+    begun: tuple[Name, str, int] = ranks.first(what, lambda: begin(store, order))
+    if ranks.rank == 0:
+        release_at_end(store)
     return Draft(ranks, store, order, *begun, mine, planner, made)
-
-
-def _begin(store: Store, step: int) -> tuple[Name, str]:
-    name = next_name(step, store.entries())
-    working = store.begin(name)
-    if left := store.remove_leftovers(working):
-        logger.info("removed what unfinished saves left in %s: %s", store.root, ", ".join(left))
-    return name, working
 
 
 def write(draft: Draft) -> Manifest:
@@ -138,21 +135,19 @@ def _complete(
     written = {name: one for _, each in told for name, one in each.items()} | files.written
     _see(store, draft.working, written, draft.ranks, [each for _, each in told])
     manifest = Manifest(
-        order.step, draft.ranks.size, order.contents, time.time(), torch.__version__, written
-    )
+        order.step, draft.ranks.size, order.contents, time.time(), torch.__version__, written,
+        draft.sequence,
+    )  # fmt: skip
+    refuse_other(store)  # one that began as this did
     files.write(MANIFEST, encode(manifest))
     store.publish(draft.working, draft.name)
     # It is saved; what comes after must not tell the script that it is not.
     with _warning(order.step, f"{LATEST} is not written"):
         store.put(LATEST, f"{draft.name}\n".encode())
+    with _warning(order.step, f"{OWNER} is not written"):
+        claim(store, order.step, draft.sequence)
     with _warning(order.step, "older ones are not removed"):
-        # Not counted, and not touched: what bears the name and is no check-point.
-        there = [
-            name
-            for name in names_in(store.entries())
-            if store.size(f"{name}/{MANIFEST}") is not None
-        ]
-        for name in to_remove(there, draft.name, order.keep):
+        for name in superseded(store, draft.name, order.keep):
             with _warning(order.step, f"{name} is not removed"):
                 store.remove(name)
     return manifest
