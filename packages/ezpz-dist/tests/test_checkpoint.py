@@ -1,6 +1,7 @@
 """Check-points of one process: what is on disk, what is damaged, what is hostile."""
 
 import datetime as dt
+import enum
 import io
 import json
 import logging
@@ -10,6 +11,7 @@ import re
 import shutil
 import zlib
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -125,6 +127,35 @@ def test_everything_comes_back(tmp_path, model, optimizer, caplog, monkeypatch):
     with pytest.warns(UserWarning, match="in a single process"):
         dcp.load(plain, checkpoint_id=saving.folder, no_dist=True)
     assert torch.equal(plain["model"]["0.weight"], model[0].weight)
+
+
+def test_common_types_in_extra_come_back_as_plain_ones(tmp_path, model):
+    numpy = pytest.importorskip("numpy")
+    at = dt.datetime(2024, 5, 6, 7, 8, tzinfo=dt.UTC)
+    extra = {
+        "best": numpy.float64(0.5), "seen": [numpy.int64(3), numpy.bool_(True)],
+        "since": numpy.datetime64("2024-05-06"), "to": Path("runs") / "a", Path("b"): 1,
+        "mode": Mode.FAST, "at": (at, at.date(), at.time(), dt.timedelta(minutes=1)),
+        "place": {"point": Point(1, numpy.float32(0.25)), "t": torch.ones(2)},
+    }  # fmt: skip
+    save_checkpoint(tmp_path, model=model, step=1, extra=extra)
+    found = load_checkpoint(tmp_path, model=model).extra
+    assert torch.equal(found["place"].pop("t"), torch.ones(2))
+    expected = {
+        "best": 0.5, "seen": [3, True], "since": "2024-05-06", "to": "runs/a", "b": 1,
+        "mode": "fast", "at": ("2024-05-06T07:08:00+00:00", "2024-05-06", "07:08:00", 60.0),
+        "place": {"point": (1, 0.25)},
+    }  # fmt: skip
+    assert repr(found) == repr(expected)  # types, too
+
+
+class Mode(enum.Enum):
+    FAST = "fast"
+
+
+class Point(NamedTuple):
+    x: int
+    y: float
 
 
 def test_progress_is_the_highest_step_and_no_reason_to_fail(tmp_path, model, monkeypatch, caplog):

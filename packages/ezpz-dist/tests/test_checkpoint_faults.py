@@ -7,6 +7,13 @@ import subprocess
 import sys
 
 import pytest
+import torch
+
+from ezpz_dist import (
+    CheckpointError,
+    list_checkpoints,
+    save_checkpoint,
+)
 
 START = """
 import os
@@ -161,6 +168,37 @@ def disk(tmp_path):
         return
     yield str(path)
     subprocess.run(["umount", str(path)], check=True)
+
+
+def saved_on(disk, size, keep, steps):
+    """Save a model of so many MB on a disk of 1 MB; return what is there then."""
+    model = torch.nn.Linear(int(size * 250_000), 1, bias=False)
+    for step in steps:
+        save_checkpoint(disk, model=model, step=step, keep=keep)
+    return [each.step for each in list_checkpoints(disk)]
+
+
+def test_keep_frees_room_on_a_full_disk(disk, caplog):
+    if not disk:
+        pytest.skip("this user may not mount a disk")
+    assert saved_on(disk, 0.25, 3, (1, 2, 3)) == [1, 2, 3]
+    # Three fill it; the oldest goes first, and no more than that.
+    assert saved_on(disk, 0.25, 3, (4, 5)) == [3, 4, 5]
+    assert "step 4 does not fit beside the others" in caplog.text
+    assert "step-00000001 is removed before it is saved (keep=3)" in caplog.text
+    assert saved_on(disk, 0.25, 1, (6,)) == [6]
+    with pytest.raises(CheckpointError, match="No space left"):
+        saved_on(disk, 0.8, 1, (7,))
+    # Never the last whole one, whatever is newer.
+    assert saved_on(disk, 0.25, 3, (7, 8)) == [6, 7, 8]
+    for step in (7, 8):
+        with open(f"{disk}/step-0000000{step}/__0_0.distcp", "ab") as file:
+            file.write(b"damage")
+    caplog.clear()
+    assert saved_on(disk, 0.6, 1, (9,)) == [9]
+    assert re.findall(r"step-\d+ is removed before", caplog.text) == [
+        "step-00000007 is removed before", "step-00000008 is removed before",
+    ]  # fmt: skip
 
 
 def script(body, where, disk=""):

@@ -139,8 +139,13 @@ def none_there(store: Store, step: int | None) -> str:
     return f"{which} in {store.root}; there are: {steps}"
 
 
-def begin(store: Store, order: Order) -> tuple[Name, str, int]:
+def begin(store: Store, order: Order, size: int) -> tuple[Name, str, int]:
     """Make the folder for a check-point; return its name, the folder's, and its sequence.
+
+    Args:
+        store: Where.
+        order: What is to be saved.
+        size: About how many bytes that are.
 
     Raises:
         CheckpointError: Another job saves there.
@@ -164,7 +169,32 @@ def begin(store: Store, order: Order) -> tuple[Name, str, int]:
     working = store.begin(name)
     if left := store.remove_leftovers(working):
         logger.info("removed what unfinished saves left in %s: %s", store.root, ", ".join(left))
+    if order.keep is not None and store.free() < size:
+        _make_room(store, order.step, order.keep, size)
     return name, working, last + 1
+
+
+def _make_room(store: Store, step: int, keep: int, size: int) -> None:
+    """Remove the oldest beyond ``keep - 1``, but never the last whole one, if that is enough."""
+    found, _ = read_manifests(store, names_in(store.entries()))
+    # By the files' sizes: to read them all would take longer than the other ranks wait.
+    whole = [
+        name
+        for name, manifest in found.items()
+        if all(store.size(f"{name}/{file}") == said.size for file, said in manifest.files.items())
+    ]
+    spare = [name for name in list(found)[keep - 1 :] if name not in whole[:1]]
+    if not whole or store.free() + sum(found[name].size for name in spare) < size:
+        return  # it will fail, and leave what is there
+    for name in reversed(spare):
+        if (free := store.free()) >= size:
+            return
+        logger.warning(
+            "step %d does not fit beside the others (%.1f MB, and %.1f MB free in %s): %s is "
+            "removed before it is saved (keep=%d)",
+            step, size / 1e6, free / 1e6, store.root, name, keep,
+        )  # fmt: skip
+        store.remove(name)
 
 
 def superseded(store: Store, saved: Name, keep: int | None) -> list[Name]:

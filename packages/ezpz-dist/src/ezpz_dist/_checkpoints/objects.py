@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import io
 import pickle
+import sys
+from collections import OrderedDict
 from collections.abc import Callable
+from enum import Enum
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -31,6 +36,29 @@ def encode(what: str, value: Any) -> bytes:
             "numbers, strings, tensors, None, and tuples, lists and dicts of them"
         ) from error
     return stream.getvalue()
+
+
+def plain(value: Any) -> Any:
+    """Return a value with common types inside as plain ones; what is none of these as it is."""
+    numpy = sys.modules.get("numpy")
+    if isinstance(value, Enum):
+        value = plain(value.value)
+    elif numpy and isinstance(value, numpy.generic):
+        number = value.item()
+        value = value if isinstance(number, numpy.generic) else plain(number)
+    elif isinstance(value, PurePath):
+        value = str(value)
+    elif isinstance(value, dt.date | dt.time):
+        value = value.isoformat()
+    elif isinstance(value, dt.timedelta):
+        value = value.total_seconds()
+    elif type(value) in (dict, OrderedDict):
+        value = type(value)((plain(key), plain(each)) for key, each in value.items())
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        value = tuple(map(plain, value))
+    elif type(value) in (list, tuple, set):
+        value = type(value)(map(plain, value))
+    return value
 
 
 def decode(what: str, data: bytes) -> Any:

@@ -63,7 +63,12 @@ def save_checkpoint(
             that the run has gone back.
         data: Has ``state_dict()``, as a sampler; or several; or a dict. Each rank's own is saved.
         extra: Whatever else, of numbers, strings, tensors, lists and dicts. Rank 0's is saved.
+            A numpy scalar comes back as a Python number, a path and a date, time or datetime as
+            text (ISO 8601), a timedelta as seconds, an Enum's member as its value, a namedtuple as
+            a tuple.
         keep: How many steps to keep, the newest, and those of an abandoned branch last; None: all.
+            The older ones go once the new one is there; where it would not fit beside them, before,
+            but never the last whole one.
         asynchronous: Copy what this rank writes to the host, return, and write in the background.
             One at a time: the next save waits for it, and so do `load_checkpoint`, `cleanup` and
             the end of the process. Its error comes up there, or in `Saving.wait`; at the end of
@@ -118,7 +123,7 @@ def _opened(path: str | os.PathLike[str], order: Order) -> Store:
 
 
 def _collect(ranks: Ranks, layout: Layout, given: Given) -> Held:
-    from . import state  # noqa: PLC0415 - heavy to import
+    from . import objects, state  # noqa: PLC0415 - heavy to import
     from .names import refuse_deepspeed  # noqa: PLC0415
     from .optimizers import state_of  # noqa: PLC0415
 
@@ -132,7 +137,7 @@ def _collect(ranks: Ranks, layout: Layout, given: Given) -> Held:
     own = {"rng": rng_state(ranks.world), "data": state.state_dicts(given.data)}
     common = {
         "scheduler": state.state_dicts(given.scheduler),
-        "extra": dict(given.extra or {}),
+        "extra": objects.plain(dict(given.extra or {})),
         "degrees": layout.degrees,
     }
     held |= state.values_of(others) | {state.rank_key(ranks.rank): state.encoded("rank", own)}

@@ -60,6 +60,9 @@ class Store(Protocol):
     def remove_leftovers(self, working: str) -> list[str]:
         """Remove what dead attempts left, never a live one's or ``working``; return the names."""
 
+    def free(self) -> float:
+        """Return the bytes that there is room for; infinity where that cannot be told."""
+
 
 def open_store(path: str | os.PathLike[str]) -> Store:
     """Return the store of a path, or of a URL such as ``s3://bucket/run``.
@@ -157,6 +160,13 @@ class FolderStore:
                 self.discard(entry)
                 removed.append(entry)
         return removed
+
+    def free(self) -> float:
+        try:
+            about = os.statvfs(self.root)
+        except OSError:
+            return math.inf
+        return about.f_bavail * about.f_frsize
 
     def _is_abandoned(self, entry: str, owner: str, now: float) -> bool:
         dead = is_dead(owner)
@@ -261,6 +271,9 @@ class UrlStore:
             self.discard(name)
             removed.append(name)
         return removed
+
+    def free(self) -> float:
+        return math.inf
 
     def _is_abandoned(self, name: str, files: list[str], now: float) -> bool:
         owners = [each.removeprefix(_WRITING) for each in files if each.startswith(_WRITING)]

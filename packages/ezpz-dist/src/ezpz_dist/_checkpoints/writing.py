@@ -11,7 +11,11 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.serialization import get_crc32_options, set_crc32_options
 
@@ -80,10 +84,22 @@ def draft(
     what = f"step {order.step} cannot be saved to {store.root}"
     planner = Planner(held)
     mine, made = agree(ranks, what, planner, stage)
-    begun: tuple[Name, str, int] = ranks.first(what, lambda: begin(store, order))
+    begun: tuple[Name, str, int] = ranks.first(what, lambda: begin(store, order, _size(made)))
     if ranks.rank == 0:
         release_at_end(store)
     return Draft(ranks, store, order, *begun, mine, planner, made)
+
+
+def _size(metadata: Metadata | None) -> int:
+    """Return about how many bytes will be written, rather too many."""
+    assert metadata is not None
+    tensors = [
+        about
+        for about in metadata.state_dict_metadata.values()
+        if isinstance(about, TensorStorageMetadata)
+    ]
+    pieces = sum(len(about.chunks) for about in tensors)
+    return sum(one.size.numel() * one.properties.dtype.itemsize for one in tensors) + pieces * 4096
 
 
 def write(draft: Draft) -> Manifest:
