@@ -8,7 +8,13 @@ from torch import nn
 from ezpz_tp._errors import DegreeError, ParallelError
 from ezpz_tp._groups.getters import get_tensor_parallel_rank
 from ezpz_tp._layers.linear import ColumnParallelLinear, RowParallelLinear
-from ezpz_tp._training.checkpoint import checkpoint, checkpoint_activations
+from ezpz_tp._training.checkpoint import (
+    CheckpointWithoutOutput,
+    CheckpointWithoutOutputManager,
+    checkpoint,
+    checkpoint_activations,
+    is_checkpointing,
+)
 from ezpz_tp._training.random import (
     MODEL_PARALLEL_RNG,
     RngTracker,
@@ -192,3 +198,102 @@ def test_under_compilation():
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
     (found,) = torch.autograd.grad(compiled(x).sum(), x)
     assert torch.equal(found, expected)
+
+
+def test_a_region_of_megatrons_says_that_it_runs():
+    seen = []
+
+    def function(x):
+        seen.append(is_checkpointing())
+        return x.exp()
+
+    y = checkpoint(function, False, torch.zeros(2, requires_grad=True))
+    assert not is_checkpointing()
+    y.sum().backward()
+    assert seen == [True, True]
+    assert not is_checkpointing()
+
+
+def two_regions(manager, weights, x, tracker):
+    """A norm and an activation, with dropout, each kept by the product that follows."""
+    kept = []
+
+    def region(function, *args):
+        if manager is None:
+            return function(*args)
+        kept.append(CheckpointWithoutOutput(ckpt_manager=manager or None))
+        return kept[-1].checkpoint(function, *args)
+
+    def drop(x, p):
+        with tracker.fork():
+            return nn.functional.dropout(x.tanh(), p)
+
+    first = region(lambda x: x * weights[0], x)
+    inner = first.reshape(-1, 4) @ weights[1]
+    residual = nn.functional.dropout(first, 0.5)
+    if kept and not manager:
+        kept[0].discard_output_and_register_recompute(inner)
+    second = region(drop, inner, 0.5)
+    output = second @ weights[2] + residual
+    if kept and not manager:
+        kept[1].discard_output_and_register_recompute(output)
+    elif kept:
+        manager.discard_all_outputs_and_register_unified_recompute(output)
+    return output, [first, second] if kept else []
+
+
+@pytest.mark.parametrize("manager", [False, True], ids=["each", "together"])
+def test_outputs_are_freed_and_made_again(manager):
+    tracker = get_rng_tracker()
+    results = []
+    # The input needs no gradient: the parameters do.
+    x = torch.randn(6, 4, dtype=torch.float64)
+    start = [torch.randn(4, dtype=torch.float64)]
+    start += [torch.randn(4, 4, dtype=torch.float64) for _ in range(2)]
+    try:
+        for regions in (None, CheckpointWithoutOutputManager() if manager else False):
+            seed_model_parallel(3)
+            weights = [each.clone().requires_grad_() for each in start]
+            output, freed = two_regions(regions, weights, x, tracker)
+            if manager is not False and regions is not None:
+                assert [each.untyped_storage().size() for each in freed] == [0, 0]
+            torch.rand(3)  # the generators have moved on when backward runs
+            output.square().sum().backward()
+            results.append([output.detach(), *(weight.grad for weight in weights)])
+    finally:
+        tracker.reset()
+    for plain, found in zip(*results, strict=True):
+        assert torch.equal(plain, found)
+
+
+def test_an_output_that_is_the_input_is_not_freed():
+    x = torch.ones(3, requires_grad=True)
+    region = CheckpointWithoutOutput(retain_input_tensors=True)
+    same, double = region.checkpoint(lambda x: (x.view(3), x * 2), x)
+    y = (same * double).sum()
+    region.discard_output_and_register_recompute(y)
+    assert x.tolist() == [1, 1, 1]
+    assert double.untyped_storage().size() == 0
+    y.backward()
+    assert x.grad.tolist() == [4, 4, 4]
+
+
+def test_what_cannot_be_made_again_is_said():
+    with pytest.raises(NotImplementedError, match="fp8"):
+        CheckpointWithoutOutput(fp8="e4m3")
+    with pytest.raises(ValueError, match="has not run yet"):
+        CheckpointWithoutOutputManager().add_checkpoint(CheckpointWithoutOutput())
+    x = torch.ones(3, requires_grad=True)
+    with pytest.raises(TypeError, match="returned dict"):
+        CheckpointWithoutOutput().checkpoint(lambda x: {"y": x}, x)
+    region = CheckpointWithoutOutput()
+    y = region.checkpoint(torch.exp, x)
+    with pytest.raises(ParallelError, match="hook_tensor has no gradient"):
+        region.discard_output_and_register_recompute(y.detach())
+    with pytest.raises(ParallelError, match=r"use backward\(\)"):
+        torch.autograd.grad(y.sum(), x)
+    with torch.no_grad():  # nothing is kept, and nothing made again
+        region = CheckpointWithoutOutput()
+        y = region.checkpoint(torch.exp, x)
+        region.discard_output_and_register_recompute(y * 2)
+    assert y.untyped_storage().size() == 0

@@ -9,7 +9,10 @@ from torch.utils.checkpoint import checkpoint
 from ezpz_tp._errors import DegreeError, ParallelError
 from ezpz_tp._groups.default import get_state
 from ezpz_tp._regions.mappings import copy_to_tensor_parallel_region
-from ezpz_tp._training.cross_entropy import vocab_parallel_cross_entropy
+from ezpz_tp._training.cross_entropy import (
+    VocabParallelCrossEntropy,
+    vocab_parallel_cross_entropy,
+)
 from ezpz_tp.testing import counting, run_ranks
 
 IGNORED = -100
@@ -348,3 +351,29 @@ def unchecked():
 
 class Uninspected(torch.Tensor):
     """A target that is not looked at, as one on a device."""
+
+
+def test_megatrons_steps_make_its_loss_and_change_nothing():
+    logits, target, grad = drawn(8, 8, torch.float32)
+    target = target.clamp(min=0)
+    expected, gradient = unsharded(logits, target, grad, 8)
+    halves, steps = logits.chunk(2, -1), VocabParallelCrossEntropy
+    kept = logits.clone()
+    wide = [steps.calculate_logits_max(half.contiguous()) for half in halves]
+    most = torch.stack([most for _, most in wide]).amax(0)
+    made = [
+        steps.calculate_predicted_logits(each, target, most, 4 * rank, 4 * rank + 4)
+        for rank, (each, _) in enumerate(wide)
+    ]
+    predicted, total = (made[0][i] + made[1][i] for i in (2, 3))
+    for rank, (foreign, column, _, _, exponentials) in enumerate(made):
+        softmax, loss = steps.calculate_cross_entropy_loss(exponentials, predicted, total)
+        torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=1e-6)
+        for _ in range(2):  # the saved softmax serves a second backward, too
+            flat, rows, update, found = steps.prepare_gradient_calculation_operands(
+                softmax, foreign
+            )
+            found = steps.calculate_gradients(flat, rows, column, update, found, grad.float())
+            own = gradient.chunk(2, -1)[rank]
+            torch.testing.assert_close(found.double(), own, rtol=1e-5, atol=1e-6)
+    assert torch.equal(logits, kept)

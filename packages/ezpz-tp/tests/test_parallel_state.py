@@ -1,6 +1,8 @@
 import gc
 import warnings
 import weakref
+from datetime import timedelta
+from math import prod
 
 import pytest
 import torch
@@ -320,6 +322,82 @@ def test_the_memory_buffer(a_machine):
     assert mpu.get_global_memory_buffer() is mpu.get_global_memory_buffer()
 
 
+def groups_besides_the_axes():
+    rank = dist.get_rank()
+    mpu.initialize_model_parallel(2, context_parallel_size=2, create_gloo_process_groups=False)
+    whole = mpu.get_data_and_context_parallel_group(with_context_parallel=True)
+    assert the_ranks(whole) == [rank % 2, rank % 2 + 2]
+    assert mpu.get_hybrid_data_context_parallel_groups(group_size=2) is whole
+    for experts in ("", "expert_"):
+        assert the_ranks(getattr(mpu, f"get_{experts}gtp_weight_remat_group")()) == [rank]
+        assert getattr(mpu, f"get_{experts}gtp_weight_remat_world_size")() == 1
+        assert getattr(mpu, f"get_{experts}gtp_weight_remat_rank")() == 0
+        assert getattr(mpu, f"get_{experts}gtp_weight_remat_global_ranks")() == [rank]
+    for absent in (
+        mpu.get_hierarchical_context_parallel_groups,
+        mpu.get_hybrid_data_context_parallel_groups,
+        mpu.get_inter_distributed_optimizer_instance_group,
+    ):
+        assert absent(check_initialized=False) is None
+        with pytest.raises(NotInitializedError, match="ezpz_tp makes none"):
+            absent()
+    again, experts = mpu.create_all_gather_groups(for_expert_parallelism=True)
+    assert experts is None
+    assert again is not whole
+    assert the_ranks(again) == the_ranks(whole)
+    own = mpu.create_group([0, 3], group_desc="ends")
+    if rank in (0, 3):
+        mpu.update_pg_timeout(timedelta(seconds=77), own)
+        assert own._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=77)
+    mpu.update_pg_timeout(timedelta(seconds=99))
+    for group in (whole, again, mpu.get_tensor_model_parallel_group()):
+        assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=99)
+    total = torch.ones(1)
+    dist.all_reduce(total, group=again)
+    assert total.item() == 2
+    mpu.destroy_model_parallel()
+    assert again not in dist.distributed_c10d._world.pg_map
+
+
+def test_groups_besides_the_axes():
+    run_ranks(groups_besides_the_axes, 4, in_processes=True, initialize=False)
+
+
+def test_all_gather_groups_are_not_the_worlds(a_machine):
+    mpu.initialize_model_parallel()
+    assert mpu.get_data_parallel_group(with_context_parallel=True) is dist.group.WORLD
+    again, _ = mpu.create_all_gather_groups()
+    assert again is not dist.group.WORLD
+    assert again.size() == 64
+
+
+@pytest.mark.parametrize("degrees", [(2, 1, 3, 2, 2), (2, 4, 1, 2, 1), (1, 1, 1, 1, 1)])
+@pytest.mark.parametrize("order", ["tp-cp-ep-dp-pp", "tp-gtp_remat-cp-ep-pp-dp", "pp-dp-cp-ep-tp"])
+@pytest.mark.parametrize(
+    "token", ["tp", "dp", "pp", "cp", "ep", "tp-dp", "tp-pp", "dp-cp", "tp-ep-pp"]
+)
+def test_ranks_by_megatrons_names(degrees, order, token):
+    sizes = dict(zip(("tp", "ep", "dp", "pp", "cp"), degrees, strict=True))
+    made = mpu.RankGenerator(**sizes, order=order, rank_offset=5)
+    # Megatron's rule: the first of the order varies fastest.
+    axes = [axis for axis in order.split("-") if axis in sizes]
+    grid = torch.arange(made.world_size).view([sizes[axis] for axis in reversed(axes)])
+    dims = [len(axes) - 1 - axes.index(axis) for axis in sizes if axis in token.split("-")]
+    others = [dim for dim in range(len(axes)) if dim not in dims]
+    length = prod(grid.shape[dim] for dim in dims)
+    expected = grid.permute(*others, *sorted(dims)).reshape(-1, length) + 5
+    assert made.get_ranks(token) == expected.tolist()
+
+
+def test_ranks_by_megatrons_names_that_do_not_fit():
+    with pytest.raises(DegreeError, match="grid of their own"):
+        mpu.RankGenerator(tp=1, ep=2, dp=1, pp=1, cp=2, order="tp-cp-ep-dp-pp")
+    with pytest.raises(NotImplementedError, match="gtp_remat=2"):
+        mpu.RankGenerator(1, 1, 1, 1, 1, "tp", gtp_remat=2)
+    with pytest.raises(ValueError, match="axis 'xp'"):
+        mpu.RankGenerator(2, 1, 1, 1, 1, "tp").get_ranks("xp")
+
+
 def test_before_initialization():
     assert not mpu.is_initialized()
     assert mpu.get_tensor_model_parallel_world_size() == 1
@@ -327,8 +405,11 @@ def test_before_initialization():
     assert mpu.get_tensor_model_parallel_group(check_initialized=False) is None
     assert mpu.get_context_parallel_global_ranks(check_initialized=False) is None
     assert not mpu.is_rank_in_embedding_group()
+    assert mpu.get_gtp_weight_remat_group(check_initialized=False) is None
     with pytest.raises(NotInitializedError):
         mpu.get_tensor_model_parallel_group()
+    with pytest.raises(AssertionError):  # what Megatron's code catches
+        mpu.get_gtp_weight_remat_group()
     mpu.destroy_model_parallel()
 
 

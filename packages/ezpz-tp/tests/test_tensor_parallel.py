@@ -11,6 +11,7 @@ from torch.nn import functional
 from torch.nn.init import normal_, ones_
 
 import ezpz_tp
+import ezpz_tp.tensor_parallel.gtp_api
 from ezpz_tp import parallel_state, tensor_parallel
 from ezpz_tp._errors import DegreeError, ParallelError
 from ezpz_tp._regions.collectives import all_gather
@@ -553,3 +554,66 @@ def test_streams_that_are_not_supported():
     )
     generator = torch.Generator()
     assert torch.equal(tensor_parallel.convert_cuda_rng_state(generator), generator.get_state())
+
+
+def test_streams_are_read_by_megatrons_name():
+    tracker = tensor_parallel.CudaRNGStatesTracker()
+    tracker.add("state1", 4)
+    assert torch.equal(tracker.states_["state1"], tracker.get_states()["state1"])
+    with pytest.raises(TypeError):  # which would be lost
+        tracker.states_["state1"] = torch.get_rng_state()
+    names = {tensor_parallel.random.get_gtp_remat_rng_tracker_name(e) for e in (False, True)}
+    assert names == {"gtp-remat-rng", "egtp-remat-rng"}
+
+
+def test_megatrons_ways_to_fill_a_shard():
+    fill = tensor_parallel.layers._initialize_affine_weight_cpu
+    torch.manual_seed(7)
+    full = torch.empty(8, 3).normal_()
+    for rank in range(2):
+        torch.manual_seed(7)
+        weight = torch.nn.Parameter(torch.empty(4, 3, dtype=torch.bfloat16))
+        found = fill(
+            weight,
+            8,
+            3,
+            4,
+            0,
+            normal_,
+            2,
+            True,
+            params_dtype=torch.bfloat16,
+            rank=rank,
+            world_size=2,
+        )
+        rounded = full.bfloat16()
+        assert torch.equal(found, rounded)
+        expected = torch.cat(rounded.chunk(4)[rank::2])
+        assert torch.equal(weight, expected)
+        assert (weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride) == (
+            True,
+            0,
+            2,
+        )
+    try:
+        tensor_parallel.model_parallel_cuda_manual_seed(5, tp_rank=1, ep_rank=0, etp_rank=0)
+        shard = torch.empty(4)
+        tensor_parallel.layers._initialize_affine_weight_gpu(shard, normal_, 0)
+        drawn = torch.empty(4).normal_(generator=torch.Generator().manual_seed(5 + 2718 + 1))
+        assert torch.equal(shard, drawn)
+    finally:
+        tensor_parallel.get_cuda_rng_tracker().reset()
+
+
+def test_layers_for_inference_are_refused():
+    with pytest.raises(NotImplementedError, match="InferenceRowParallelLinear needs Transformer"):
+        tensor_parallel.InferenceRowParallelLinear(4, 4, config=None)
+    layers = tensor_parallel.inference_layers
+    assert not layers.is_inference_column_parallel_linear(torch.nn.Linear(1, 1))
+    assert not tensor_parallel.gtp_api.HAVE_GTP
+    assert tensor_parallel.param_is_not_gtp_duplicate(torch.ones(1))
+    copy_to = torch.ones(1)
+    source = torch.ones(1)
+    source.allreduce = False
+    tensor_parallel.copy_gtp_attributes(copy_to, source)
+    assert copy_to.allreduce is False

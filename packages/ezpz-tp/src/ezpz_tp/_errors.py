@@ -7,8 +7,8 @@ class ParallelError(RuntimeError):
     """Something about parallel groups, layers or their use is wrong."""
 
 
-class NotInitializedError(ParallelError):
-    """A group was asked for before it was made."""
+class NotInitializedError(ParallelError, AssertionError):
+    """A group was asked for before it was made. Megatron-LM's code expects an AssertionError."""
 
 
 class DegreeError(ParallelError, ValueError):

@@ -2,8 +2,9 @@
 
 The groups are those of `ezpz_tp`: each rank makes its own and no other, rank sets that are
 equal share one, and an axis of degree 1 has a group of this rank alone. Errors are
-`ezpz_tp.ParallelError` where Megatron has an AssertionError. Sizes and ranks that are set by
-hand (``set_*``) are returned by the getters here and in `ezpz_tp.mpu`, and change nothing else.
+`ezpz_tp.ParallelError`; `NotInitializedError` is an AssertionError, too, as Megatron's. Sizes
+and ranks that are set by hand (``set_*``) are returned by the getters here and in `ezpz_tp.mpu`,
+and change nothing else.
 
 Source: NVIDIA/Megatron-LM megatron/core/parallel_state.py, 2026-08-22.
 """
@@ -22,11 +23,13 @@ from ._groups import default as _default
 from ._groups.maker import EMBEDDING, EmbeddingRanks
 from ._groups.state import ParallelState
 from ._groups.world import live_world
+from ._megatron import creation as _creation
 from ._megatron import experts as _expert_parallel
 from ._megatron import groups as _model_parallel
 from ._megatron import overrides as _overrides
 from ._megatron import stages as _stages
-from ._megatron.experts import *  # noqa: F403 - names of this module
+from ._megatron.creation import *  # noqa: F403 - names of this module
+from ._megatron.experts import *  # noqa: F403
 from ._megatron.groups import *  # noqa: F403
 from ._megatron.memory import GlobalMemoryBuffer
 from ._megatron.overrides import *  # noqa: F403
@@ -45,6 +48,7 @@ __all__ += _model_parallel.__all__
 __all__ += _stages.__all__
 __all__ += _expert_parallel.__all__
 __all__ += _overrides.__all__
+__all__ += _creation.__all__
 
 # Those that Megatron's getters may ask for, on any ranks: all are made at once, where every
 # rank takes part. Most share a group.

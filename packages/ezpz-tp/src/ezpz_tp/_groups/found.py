@@ -99,7 +99,7 @@ class Groups(Positions):
                 f"the {' x '.join(axes)} group of a ParallelState that was destroyed"
             )
         if len(axes) == 1 and axes[0] in self._ranks:  # a stage's only rank
-            self._groups[axes] = self._one()
+            self._groups[axes] = self._make_alone()
             return self._groups[axes]
         if len(axes) == 1 and axes[0] in EMBEDDING:
             raise ParallelError(
@@ -108,7 +108,7 @@ class Groups(Positions):
                 "embedding=True"
             )
         several = self._spanned(axes)
-        found = self._groups.get(several) or self._equal(several) if several else self._one()
+        found = self._groups.get(several) or self._equal(several) if several else self._make_alone()
         if found is None:
             raise ParallelError(
                 f"no group spans {' x '.join(axes)} (degrees "
@@ -141,8 +141,14 @@ class Groups(Positions):
             return f"give it: ParallelState.from_groups(also={{{axes!r}: ...}})"
         return f"ask for it when the groups are made: also=[{axes!r}]"
 
-    def _one(self) -> ProcessGroup:
-        """Return the group of this rank alone, made when first asked for."""
+    def alone(self) -> ProcessGroup:
+        """Return the group of this rank alone: of an axis whose degree is always 1."""
+        self.check_world()
+        if self._closed:
+            raise NotInitializedError("a group of a ParallelState that was destroyed")
+        return self._make_alone()
+
+    def _make_alone(self) -> ProcessGroup:
         if self._alone is None:
             self._alone = Alone(self.rank)
         return self._alone

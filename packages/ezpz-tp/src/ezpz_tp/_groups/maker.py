@@ -48,6 +48,8 @@ class Maker:
         timeout: timedelta | None,
         wanted: tuple[tuple[str, ...], ...],
         stages: tuple[str, ...] = (),
+        *,
+        apart: bool = False,
     ) -> None:
         world = initialized_world(str(layout))
         self.world: weakref.ref[ProcessGroup] = weakref.ref(world)
@@ -55,6 +57,7 @@ class Maker:
         self._rank = rank
         self._backend = backend
         self._timeout = timeout
+        self._apart = apart  # not the world's group, where it has the same ranks
         self._default = dist.get_backend(world)
         self._known: dict[tuple[str | None, tuple[int, ...]], ProcessGroup] = {}
         self.made: list[ProcessGroup] = []
@@ -145,7 +148,7 @@ class Maker:
         degree = self._layout.degree(axes)
         if degree == 1:
             return None
-        if degree == self._layout.world_size and backend is None:
+        if degree == self._layout.world_size and backend is None and not self._apart:
             world = self.world()
             assert world is not None
             return world

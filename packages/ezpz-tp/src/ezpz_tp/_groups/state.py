@@ -103,11 +103,12 @@ class ParallelState(Groups):
         *,
         backend: str | Mapping[str, str] | None,
         timeout: timedelta | None,
+        apart: bool = False,
     ) -> ParallelState:
-        """Make the groups of these axes only; `create` says the rest."""
+        """Make the groups of these axes only, `create` says the rest; ``apart``: not the world."""
         rank = initialized_world(str(layout)).rank()
         wanted = tuple(wanted)
-        maker = Maker(layout, rank, backend, timeout, wanted, tuple(stages))
+        maker = Maker(layout, rank, backend, timeout, wanted, tuple(stages), apart=apart)
         try:
             groups, ranks = maker.make(wanted, stages)
         except BaseException:  # also at Ctrl-C: no half-made set of groups stays; raised again

@@ -30,6 +30,8 @@ from torch.distributed import ProcessGroup
 from ezpz_tp._errors import ParallelError
 from ezpz_tp._groups.default import tensor_group
 
+# Megatron-LM's optimizers read these of weights that it shards once more, or stacks.
+_GTP = ("is_gtp_weight_remat", "allreduce", "gtp_replica_group", "pad_length")
 _DEFAULTS = {"tensor_model_parallel": False, "partition_dim": -1, "partition_stride": 1}
 _WHOLE = ("full_shape", "partition_blocks", "partition_padded")
 _ALL = (*_DEFAULTS, *_WHOLE, "sequence_parallel", "allreduce", "shared")
@@ -123,6 +125,18 @@ def param_is_not_tensor_parallel_duplicate(
         tp_group = expert_tp_group
     group = tensor_group(tp_group)
     return group is None or group.rank() == 0
+
+
+def copy_gtp_attributes(destination: Tensor, source: Tensor) -> None:
+    """Say of one tensor what Megatron-LM says of another's weight that is sharded once more."""
+    for name in _GTP:
+        if hasattr(source, name):
+            setattr(destination, name, getattr(source, name))
+
+
+def param_is_not_gtp_duplicate(param: Tensor) -> bool:  # noqa: ARG001 - none is one
+    """Return True: no parameter is sharded, or copied, over an axis of its own."""
+    return True
 
 
 @contextmanager

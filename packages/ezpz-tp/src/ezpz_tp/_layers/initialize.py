@@ -78,15 +78,8 @@ def initialize_shard(
     if shard.is_meta:
         return
     full_shape = tuple(full_shape)
-    parts = stretches(
-        tuple(shard.shape), full_shape, partition_dim, index=index, degree=degree, stride=stride
-    )
     with torch.no_grad():
-        local, offsets = local_part(shard)
-        held = [within(s, offsets, tuple(local.shape)) for s in parts]
-        if sum(elements(full) for _, full in held) < local.numel():
-            local.zero_()  # the rows past the end of the full weight
-        held = [(at, full) for at, full in held if elements(full)]
+        local, held = _held(shard, full_shape, partition_dim, index, degree, stride)
         dim = partition_dim or 0
         try:
             with NoOtherNumbers():
@@ -98,6 +91,57 @@ def initialize_shard(
             weight = _whole(local, full_shape, init_method, seed, error)
             for at, full in held:
                 local[slices(at)].copy_(weight[slices(full)])
+
+
+def initialize_from_whole(
+    shard: Tensor,
+    full_shape: Sequence[int],
+    partition_dim: int | None,
+    index: int,
+    degree: int,
+    init_method: InitMethod,
+    *,
+    stride: int | Sequence[int] = 1,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Fill this rank's part of a weight that is made whole, from torch's default generator.
+
+    As fairscale and, with ``dtype`` float32, Megatron-LM on the CPU do. The ranks must agree on
+    where their generators are (`one_generator`). The weight is made on the shard's device, and of
+    its dtype, unless said otherwise.
+
+    Returns:
+        The full weight.
+    """
+    weight = torch.empty(
+        tuple(full_shape), dtype=dtype or shard.dtype, device=device or shard.device
+    )
+    with torch.no_grad():
+        local, held = _held(shard, tuple(full_shape), partition_dim, index, degree, stride)
+        init_method(weight)
+        for at, full in held:
+            local[slices(at)].copy_(weight[slices(full)])
+    return weight
+
+
+def _held(
+    shard: Tensor,
+    full_shape: tuple[int, ...],
+    partition_dim: int | None,
+    index: int,
+    degree: int,
+    stride: int | Sequence[int],
+) -> tuple[Tensor, list[tuple[Box, Box]]]:
+    """Return what this process holds, zero past the end of the full weight, and where it lies."""
+    parts = stretches(
+        tuple(shard.shape), full_shape, partition_dim, index=index, degree=degree, stride=stride
+    )
+    local, offsets = local_part(shard)
+    held = [within(s, offsets, tuple(local.shape)) for s in parts]
+    if sum(elements(full) for _, full in held) < local.numel():
+        local.zero_()
+    return local, [(at, full) for at, full in held if elements(full)]
 
 
 def agree_on_seed(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from torch.distributed import ProcessGroup
 
-from ezpz_tp._errors import ParallelError
+from ezpz_tp._errors import NotInitializedError, ParallelError
 from ezpz_tp._groups.default import (
     current_state,
     get_state,
@@ -32,11 +32,23 @@ __all__ = [
     "get_context_parallel_group",
     "get_context_parallel_rank",
     "get_context_parallel_world_size",
+    "get_data_and_context_parallel_group",
     "get_data_parallel_group",
     "get_data_parallel_rank",
     "get_data_parallel_src_rank",
     "get_data_parallel_world_size",
     "get_embedding_group",
+    "get_expert_gtp_weight_remat_global_ranks",
+    "get_expert_gtp_weight_remat_group",
+    "get_expert_gtp_weight_remat_rank",
+    "get_expert_gtp_weight_remat_world_size",
+    "get_gtp_weight_remat_global_ranks",
+    "get_gtp_weight_remat_group",
+    "get_gtp_weight_remat_rank",
+    "get_gtp_weight_remat_world_size",
+    "get_hierarchical_context_parallel_groups",
+    "get_hybrid_data_context_parallel_groups",
+    "get_inter_distributed_optimizer_instance_group",
     "get_intra_distributed_optimizer_instance_group",
     "get_model_parallel_group",
     "get_model_parallel_src_rank",
@@ -133,6 +145,64 @@ def get_intra_distributed_optimizer_instance_group(
     return found_group(check_initialized, "tensor", "context", "data", "pipeline")
 
 
+def get_inter_distributed_optimizer_instance_group(check_initialized: bool = True) -> None:
+    """Return None, where ``check_initialized`` is False: there is one optimizer instance."""
+    _refuse_group(check_initialized, "across optimizer instances, of which there is one")
+
+
+def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> None:
+    """Return None, where ``check_initialized`` is False: the context axis is one ring."""
+    _refuse_group(check_initialized, "of a context axis in levels")
+
+
+def get_hybrid_data_context_parallel_groups(
+    check_initialized: bool = True, group_size: int | None = None
+) -> ProcessGroup | None:
+    """Return the group over context and data if it has ``group_size`` ranks; there is no other."""
+    if group_size == size_or_alone("context", "data"):
+        return found_group(check_initialized, "context", "data")
+    _refuse_group(check_initialized, f"of {group_size} ranks over context and data")
+    return None
+
+
+def _refuse_group(check_initialized: bool, what: str) -> None:
+    if check_initialized:
+        raise NotInitializedError(
+            f"no group {what}; ezpz_tp makes none: pass check_initialized=False to have None"
+        )
+
+
+def get_gtp_weight_remat_group(check_initialized: bool = True) -> ProcessGroup | None:
+    """Return the group that gathers sharded weights again: this rank alone, as none are."""
+    if not check_initialized and not tensor_parallel_is_initialized():
+        return None
+    return get_state().alone()
+
+
+def get_gtp_weight_remat_world_size() -> int:
+    """Return 1: weights are not sharded once more."""
+    return 1
+
+
+def get_gtp_weight_remat_rank() -> int:
+    """Return 0, this rank's position in `get_gtp_weight_remat_group`."""
+    return 0
+
+
+def get_gtp_weight_remat_global_ranks(check_initialized: bool = True) -> list[int] | None:
+    """Return the global ranks of `get_gtp_weight_remat_group`."""
+    if not check_initialized and not tensor_parallel_is_initialized():
+        return None
+    return [get_state().rank]
+
+
+# Experts' weights are not sharded once more, either.
+get_expert_gtp_weight_remat_group = get_gtp_weight_remat_group
+get_expert_gtp_weight_remat_world_size = get_gtp_weight_remat_world_size
+get_expert_gtp_weight_remat_rank = get_gtp_weight_remat_rank
+get_expert_gtp_weight_remat_global_ranks = get_gtp_weight_remat_global_ranks
+
+
 def get_tensor_model_parallel_world_size() -> int:
     """Return the number of ranks in this rank's tensor-parallel group."""
     return size_of("tensor")
@@ -214,6 +284,11 @@ def get_data_parallel_group(
     """Return this rank's data-parallel group, or that over context and data."""
     _whole(with_context_parallel, partial_data_parallel)
     return get_state().group(*_data_axes(with_context_parallel))
+
+
+def get_data_and_context_parallel_group(with_context_parallel: bool = True) -> ProcessGroup:
+    """Return this rank's group over context and data, or that over data alone."""
+    return get_data_parallel_group(with_context_parallel)
 
 
 def get_data_parallel_world_size(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 
 import torch
 from torch import Tensor
@@ -126,6 +126,11 @@ class RngTracker:
                 f"{late[0]} was first used inside fork({name!r}), after its generator was to be "
                 f"exchanged; initialize it before, or give RngTracker device={late[0]!r}"
             )
+
+    @property
+    def states_(self) -> Mapping[str, Tensor]:
+        """What `get_states` returns, to read: Megatron-LM's name. `set_states` changes them."""
+        return MappingProxyType(self.get_states())
 
     def get_states(self) -> dict[str, Tensor]:
         """Return the state of every stream, to save with a check-point.

@@ -8,13 +8,20 @@ Source: NVIDIA/Megatron-LM megatron/core/tensor_parallel/__init__.py, 2026-08-22
 
 from .cross_entropy import vocab_parallel_cross_entropy
 from .data import broadcast_data
+from .inference_layers import (
+    InferenceColumnParallelLinear,
+    InferenceLayerNormColumnParallelLinear,
+    InferenceRowParallelLinear,
+)
 from .layers import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
+    copy_gtp_attributes,
     copy_tensor_model_parallel_attributes,
     linear_with_frozen_weight,
     linear_with_grad_accumulation_and_async_allreduce,
+    param_is_not_gtp_duplicate,
     param_is_not_tensor_parallel_duplicate,
     set_defaults_if_not_set_tensor_model_parallel_attributes,
     set_tensor_model_parallel_attributes,
@@ -34,6 +41,7 @@ from .mappings import (
     scatter_to_tensor_model_parallel_region,
 )
 from .random import (
+    CheckpointWithoutOutput,
     CudaRNGStatesTracker,
     checkpoint,
     convert_cuda_rng_state,
@@ -51,8 +59,12 @@ from .utils import (
 )
 
 __all__ = [
+    "CheckpointWithoutOutput",
     "ColumnParallelLinear",
     "CudaRNGStatesTracker",
+    "InferenceColumnParallelLinear",
+    "InferenceLayerNormColumnParallelLinear",
+    "InferenceRowParallelLinear",
     "RowParallelLinear",
     "VocabParallelEmbedding",
     "VocabUtility",
@@ -63,6 +75,7 @@ __all__ = [
     "broadcast_data",
     "checkpoint",
     "convert_cuda_rng_state",
+    "copy_gtp_attributes",
     "copy_tensor_model_parallel_attributes",
     "copy_to_tensor_model_parallel_region",
     "gather_from_sequence_parallel_region",
@@ -75,6 +88,7 @@ __all__ = [
     "linear_with_frozen_weight",
     "linear_with_grad_accumulation_and_async_allreduce",
     "model_parallel_cuda_manual_seed",
+    "param_is_not_gtp_duplicate",
     "param_is_not_tensor_parallel_duplicate",
     "reduce_from_tensor_model_parallel_region",
     "reduce_scatter_last_dim_to_tensor_parallel_region",

@@ -16,15 +16,19 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ezpz_tp._errors import DegreeError, ParallelError
+from ezpz_tp._groups.default import index_or_alone, size_or_alone
 from ezpz_tp._layers import linear as _layers
 from ezpz_tp._layers.attributes import (
+    copy_gtp_attributes,
     copy_tensor_model_parallel_attributes,
+    param_is_not_gtp_duplicate,
     param_is_not_tensor_parallel_duplicate,
     set_defaults_if_not_set_tensor_model_parallel_attributes,
     set_tensor_model_parallel_attributes,
 )
-from ezpz_tp._layers.initialize import InitMethod
+from ezpz_tp._layers.initialize import InitMethod, initialize_from_whole
 from ezpz_tp._regions.mappings import scatter_to_tensor_parallel_region
+from ezpz_tp._training.random import EXPERT_PARALLEL_RNG, MODEL_PARALLEL_RNG, get_rng_tracker
 
 from ._embedding import VocabParallelEmbedding
 from ._linear import linear_with_frozen_weight, linear_with_grad_accumulation_and_async_allreduce
@@ -35,9 +39,11 @@ __all__ = [
     "ColumnParallelLinear",
     "RowParallelLinear",
     "VocabParallelEmbedding",
+    "copy_gtp_attributes",
     "copy_tensor_model_parallel_attributes",
     "linear_with_frozen_weight",
     "linear_with_grad_accumulation_and_async_allreduce",
+    "param_is_not_gtp_duplicate",
     "param_is_not_tensor_parallel_duplicate",
     "set_defaults_if_not_set_tensor_model_parallel_attributes",
     "set_tensor_model_parallel_attributes",
@@ -303,3 +309,51 @@ class RowParallelLinear(ExtraState, _layers.RowParallelLinear):
             return nn.functional.linear(input_, self.weight), self.bias
         output = super().forward(input_)
         return output if isinstance(output, tuple) else (output, None)
+
+
+def _initialize_affine_weight_gpu(
+    weight: Tensor,
+    init_method: InitMethod,
+    partition_dim: int,
+    stride: int = 1,
+    is_expert: bool = False,
+) -> None:
+    """Fill a shard from this rank's own random stream: the full weight depends on the degree."""
+    set_tensor_model_parallel_attributes(weight, True, partition_dim, stride)
+    with get_rng_tracker().fork(EXPERT_PARALLEL_RNG if is_expert else MODEL_PARALLEL_RNG):
+        init_method(weight)
+
+
+def _initialize_affine_weight_cpu(
+    weight: Tensor,
+    output_size: int,
+    input_size: int,
+    per_partition_size: int,
+    partition_dim: int,
+    init_method: InitMethod,
+    stride: int = 1,
+    return_master_weight: bool = False,
+    *,
+    params_dtype: torch.dtype = torch.float32,
+    rank: int | None = None,
+    world_size: int | None = None,
+    skip_set_tensor_parallel_attributes: bool = False,
+) -> Tensor | None:
+    """Fill a shard from the full weight, drawn in float32 from torch's default generator."""
+    if not skip_set_tensor_parallel_attributes:
+        set_tensor_model_parallel_attributes(weight, True, partition_dim, stride)
+    del per_partition_size  # the weight has it
+    if rank is None or world_size is None:
+        rank, world_size = index_or_alone("tensor"), size_or_alone("tensor")
+    full = initialize_from_whole(
+        weight,
+        (output_size, input_size),
+        partition_dim,
+        rank,
+        world_size,
+        init_method,
+        stride=stride,
+        dtype=torch.float32,
+        device="cpu",
+    )
+    return full.to(params_dtype) if return_master_weight else None

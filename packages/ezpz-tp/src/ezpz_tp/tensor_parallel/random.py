@@ -12,7 +12,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ezpz_tp._training.checkpoint import checkpoint
+from ezpz_tp._training.checkpoint import (
+    CheckpointWithoutOutput,
+    CheckpointWithoutOutputManager,
+    checkpoint,
+    is_checkpointing,
+)
 from ezpz_tp._training.random import (
     DATA_PARALLEL_RNG,
     EXPERT_PARALLEL_RNG,
@@ -24,6 +29,8 @@ from ezpz_tp._training.random import (
 from ._settings import refuse
 
 __all__ = [
+    "CheckpointWithoutOutput",
+    "CheckpointWithoutOutputManager",
     "CudaRNGStatesTracker",
     "checkpoint",
     "convert_cuda_rng_state",
@@ -31,7 +38,9 @@ __all__ = [
     "get_cuda_rng_tracker",
     "get_data_parallel_rng_tracker_name",
     "get_expert_parallel_rng_tracker_name",
+    "get_gtp_remat_rng_tracker_name",
     "initialize_rng_tracker",
+    "is_checkpointing",
     "is_graph_safe_cuda_rng_tracker",
     "model_parallel_cuda_manual_seed",
 ]
@@ -139,6 +148,11 @@ def get_expert_parallel_rng_tracker_name() -> str:
 def get_data_parallel_rng_tracker_name() -> str:
     """Return the name of the stream that starts as the default one."""
     return DATA_PARALLEL_RNG
+
+
+def get_gtp_remat_rng_tracker_name(is_expert: bool = False) -> str:
+    """Return the name of a stream for weights that are sharded once more; there is none here."""
+    return "egtp-remat-rng" if is_expert else "gtp-remat-rng"
 
 
 def convert_cuda_rng_state(

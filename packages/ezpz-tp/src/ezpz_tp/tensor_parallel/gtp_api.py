@@ -1,0 +1,15 @@
+"""What Megatron-LM asks before it shards weights once more: not here.
+
+Source: NVIDIA/Megatron-LM megatron/core/tensor_parallel/gtp_api.py, 2026-08-22.
+"""
+
+from __future__ import annotations
+
+__all__ = ["HAVE_GTP", "deregister_and_clear_gtp_symm_pools"]
+
+HAVE_GTP = False
+"""Read before any other name of Megatron-LM's module is used."""
+
+
+def deregister_and_clear_gtp_symm_pools() -> None:
+    """Do nothing: there are no pools, and code that ends asks without looking."""
