@@ -166,9 +166,12 @@ def forget_meshes() -> None:
     """
     if "torch.distributed.tensor" not in sys.modules:
         return
-    from torch.distributed.tensor import debug  # noqa: PLC0415  # only where DTensor is used
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415  # only where it is used
 
-    clear = getattr(debug, "_clear_sharding_prop_cache", None)  # not in every torch
+    # As torch.distributed.tensor.debug does, which needs numpy; not every torch has the second.
+    dispatcher: Any = DTensor._op_dispatcher  # noqa: SLF001
+    dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)  # noqa: SLF001
     if clear is not None:
         clear()
 
