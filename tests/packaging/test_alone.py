@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
+import importlib.util
 import os
 import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
 from pathlib import Path
 
 import pytest
@@ -28,26 +30,22 @@ IMPORTS = {
     "ezpz-obs": "ezpz_obs",
     "ezpz-suite": "ezpz",
 }
-# What the tests of a package need beside the package: pytest, and an MPI where ranks are started.
-TEST_NEEDS = {
-    "ezpz-topo": ["hypothesis", "pytest-xdist"],
-    "ezpz-tp": ["numpy", "pytest-xdist", "safetensors"],
-    "ezpz-launch": ["mpich", "mpi4py", "py-spy", "pytest-xdist"],
-    "ezpz-dist": ["mpich", "numpy", "pytest-xdist", "safetensors"],
-    "ezpz-obs": ["hypothesis", "pytest-xdist"],
-    "ezpz-suite": ["pytest-xdist"],
+# What of its tests is run where it is alone: that all of it is there and starts, with no more than
+# it asks for. What it does then is the same beside its siblings, where `unit` runs all of them.
+TESTS = {
+    "ezpz-topo": ["test_public.py", "test_checks.py", "test_cli.py", "test_machines_data.py"],
+    "ezpz-device": ["."],
+    "ezpz-tp": ["test_public.py", "test_dialect_names.py", "test_linear.py", "test_dcp.py"],
+    "ezpz-launch": ["test_public.py", "test_help.py", "test_launch.py", "test_rank_shim.py"],
+    "ezpz-dist": ["test_public.py", "test_setup.py", "test_plain.py"],
+    "ezpz-obs": ["test_public.py", "test_extras.py", "test_history.py", "test_sinks_names.py"],
+    "ezpz-suite": ["test_names.py", "test_cli.py", "examples/test_settings.py"],
 }
-# How many of its tests run at once, where they mostly wait for each other.
-AT_ONCE = {
-    "ezpz-topo": 4, "ezpz-launch": 4, "ezpz-tp": 2, "ezpz-dist": 2, "ezpz-obs": 2, "ezpz-suite": 2,
-}  # fmt: skip
-# Two that compute, with a thread for each core of their own, would be in each other's way.
-ENVIRONMENT = {"ezpz-tp": {"OMP_NUM_THREADS": "1"}}
+# What they need beside the package: pytest, and an MPI where ranks are started.
+TEST_NEEDS = {"ezpz-launch": ["mpich"], "ezpz-dist": ["mpich"]}
 EXTRAS = {"ezpz-suite": "[examples]"}
 # Those that ask for torch, by themselves or by a sibling: `installed` would tell of another.
 WITH_TORCH = {"ezpz-device", "ezpz-tp", "ezpz-dist", "ezpz-suite"}
-# Those that use torch where the user's is there: their tests have one.
-TORCH_FOR_TESTS = {"ezpz-obs"}
 SIBLINGS = {
     "ezpz-topo": set(),
     "ezpz-tp": set(),
@@ -124,15 +122,23 @@ class Environment:
         pip = [sys.executable, "-m", "pip", "--python", self.python, "install", "--quiet"]
         run([*pip, "--no-compile", "--find-links", str(self.built), *what])
 
-    def link(self, other: Environment) -> None:
-        """Take over what is installed in another: files by links, commands with this Python."""
-        shutil.copytree(other.packages, self.packages, copy_function=_link, dirs_exist_ok=True)
-        for command in (other.folder / "bin").iterdir():
-            here = self.folder / "bin" / command.name
-            if not here.exists():
-                words = command.read_text(encoding="utf-8")
-                here.write_text(words.replace(str(other.folder), str(self.folder)), "utf-8")
-                here.chmod(0o755)
+    def link(self, other: Path, words: str) -> None:
+        """Take over a package and what it asks for: files by links, commands with this Python."""
+        (packages,) = other.glob("lib/python*/site-packages")
+        for name in asked_for(words, packages):
+            (each,) = importlib.metadata.distributions(name=name, path=[str(packages)])
+            for file in each.files or []:
+                source = Path(os.path.normpath(packages / file))
+                if source.is_relative_to(packages):
+                    _link(source, self.packages / file)
+                    if source.suffix == ".py":  # compiled, for whoever made the other
+                        kept = Path(importlib.util.cache_from_source(str(source)))
+                        _link(kept, self.packages / kept.relative_to(packages))
+                elif source.parent == other / "bin":
+                    here = self.folder / "bin" / source.name
+                    text = source.read_text("utf-8").replace(str(other), str(self.folder))
+                    here.write_text(text, "utf-8")
+                    here.chmod(0o755)
 
     def installed(self) -> set[str]:
         return {
@@ -140,27 +146,28 @@ class Environment:
             for each in importlib.metadata.distributions(path=[str(self.packages)])
         }
 
-    def asked_for(self, words: str) -> set[str]:
-        """Return a package, what it asks for, what that asks for, and so on: all is installed."""
-        found: set[tuple[str, frozenset[str]]] = set()
-        left = [Requirement(words)]
-        while left:
-            wanted = left.pop()
-            name, extras = canonicalize_name(wanted.name), frozenset(wanted.extras)
-            if (name, extras) in found:
-                continue
-            found.add((name, extras))
-            (each,) = importlib.metadata.distributions(name=name, path=[str(self.packages)])
-            for asked in map(Requirement, each.requires or []):
-                under = [{"extra": extra} for extra in (*extras, "")]
-                if asked.marker is None or any(map(asked.marker.evaluate, under)):
-                    left.append(asked)
-        return {name for name, _ in found}
+
+def asked_for(words: str, packages: Path) -> set[str]:
+    """Return a package, what it asks for, what that asks for, and so on: all is installed."""
+    found: set[tuple[str, frozenset[str]]] = set()
+    left = [Requirement(words)]
+    while left:
+        wanted = left.pop()
+        name, extras = canonicalize_name(wanted.name), frozenset(wanted.extras)
+        if (name, extras) in found:
+            continue
+        found.add((name, extras))
+        (each,) = importlib.metadata.distributions(name=name, path=[str(packages)])
+        for asked in map(Requirement, each.requires or []):
+            under = [{"extra": extra} for extra in (*extras, "")]
+            if asked.marker is None or any(map(asked.marker.evaluate, under)):
+                left.append(asked)
+    return {name for name, _ in found}
 
 
-def _link(source: str, target: str) -> None:
-    # What both ask for, in the version that the constraints give both.
-    if not os.path.exists(target):
+def _link(source: Path, target: Path) -> None:
+    if source.exists() and not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
         os.link(source, target)
 
 
@@ -170,30 +177,24 @@ class Environments:
     def __init__(self, built: Path, folder: Path) -> None:
         self.built, self.folder = built, folder
 
-    @cached_property
-    def torch(self) -> Environment:
-        """Torch alone, to be linked: it takes longer to install, and to compile, than the rest."""
-        made = Environment(self.folder / "torch", self.built)
-        made.install("--compile", "torch")
-        return made
-
     def make(self, name: str) -> Environment:
         """Make the environment of a package, with what its tests need."""
         package = IMPORTS[name]
         made = Environment(self.folder / name, self.built)
         if name in WITH_TORCH:
-            made.link(self.torch)
+            # It takes longer to install, and to compile, than all the rest.
+            made.link(ROOT / ".hatch" / "test", "torch")
         made.install(f"{wheel_of(self.built, name)}{EXTRAS.get(name, '')}")
 
         code = f"import {package}, sys; print({package}.__file__)"
         assert str(made.folder) in run([made.python, "-c", code], cwd=self.folder)
         installed = made.installed()
-        assert installed == made.asked_for(name + EXTRAS.get(name, "")), "only what it asks for"
+        assert installed == asked_for(name + EXTRAS.get(name, ""), made.packages), (
+            "only what it asks for"
+        )
         ours = {each for each in installed if each.startswith("ezpz-")}
         assert ours == {name} | SIBLINGS[name], "only itself, and the siblings that it needs"
 
-        if name in TORCH_FOR_TESTS:
-            made.link(self.torch)
         made.install("pytest", "pytest-timeout", *TEST_NEEDS.get(name, []))
         return made
 
@@ -212,24 +213,49 @@ def environments(
 
 
 @pytest.mark.parametrize("name", IMPORTS)
-def test_alone(
-    environments: dict[str, Future[Environment]],
-    name: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_alone(environments: dict[str, Future[Environment]], name: str, tmp_path: Path) -> None:
     python = environments[name].result().python
     # Away from the source tree, so that nothing but the wheel can be imported.
     shutil.copytree(ROOT / "packages" / name / "tests", tmp_path / "tests")
     shutil.copy(ROOT / "pytest.ini", tmp_path)
-    at_once = ["-n", str(AT_ONCE[name])] if name in AT_ONCE else []
-    said = run(
-        [python, "-m", "pytest", "-q", "--timeout=120", "-o", "testpaths=", *at_once, "tests"],
-        cwd=tmp_path, more=ENVIRONMENT.get(name),
-    )  # fmt: skip
-    assert " passed" in said
-    skipped = [f"\n{line} ({name} alone)" for line in said.splitlines() if line[:7] == "SKIPPED"]
-    if skipped:
-        with capsys.disabled():
-            # scripts/test gathers what was skipped, in there too
-            print(*skipped)
+    words = [
+        python,
+        "-m",
+        "pytest",
+        "-q",
+        "-o",
+        "testpaths=",
+        *(f"tests/{each}" for each in TESTS[name]),
+    ]
+    assert " passed" in run(words, cwd=tmp_path)
+
+
+# What is imported by another name than it is asked for; what comes with something else.
+KNOWN_AS = {
+    "PIL": "pillow",
+    "mlflow": "mlflow-skinny",
+    "requests": "wandb",
+    "sklearn": "scikit-learn",
+}
+# Files that are sent to nodes, where each is imported by its bare name.
+SENT = {"ezpz-launch": {"node_ranks", "proc"}}
+
+
+@pytest.mark.parametrize("name", IMPORTS)
+def test_what_is_imported_is_asked_for(name: str) -> None:
+    """In functions, too: a library that only happens to be there would be missing for a user."""
+    package = ROOT / "packages" / name
+    project = tomllib.loads((package / "pyproject.toml").read_text("utf-8"))["project"]
+    extras = project.get("optional-dependencies", {}).values()
+    asked = {canonicalize_name(Requirement(words).name)
+             for words in sum(extras, project["dependencies"])}  # fmt: skip
+    unknown = set()
+    for path in (package / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            imported = [each.name for each in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                imported = [str(node.module)]
+            for top in {each.partition(".")[0] for each in imported} - sys.stdlib_module_names:
+                if canonicalize_name(KNOWN_AS.get(top, top)) not in asked:
+                    unknown.add(top)
+    assert unknown - {IMPORTS[name]} <= SENT.get(name, set())
