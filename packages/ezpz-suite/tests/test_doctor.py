@@ -108,7 +108,7 @@ def results_of(done):
 
 def is_left(pid):
     """Whether a process still runs, some seconds after it was killed."""
-    end = time.monotonic() + 10
+    end = time.monotonic() + 120
     while time.monotonic() < end:
         try:
             with open(f"/proc/{pid}/stat") as file:

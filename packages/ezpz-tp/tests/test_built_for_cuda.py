@@ -23,8 +23,10 @@ def built_for_cuda():
     with (
         mock.patch.object(torch.version, "cuda", "13.0"),
         mock.patch.object(torch._C, "_has_cuda", True),
-        mock.patch.object(torch._C, "_cuda_getDeviceCount", lambda: 0, create=True),
-        mock.patch.object(torch._C, "_accelerator_getAccelerator", lambda: torch.device("cuda")),
+        mock.patch.object(torch._C, "_cuda_getDeviceCount", return_value=0, create=True),
+        mock.patch.object(
+            torch._C, "_accelerator_getAccelerator", return_value=torch.device("cuda")
+        ),
     ):
         assert torch.accelerator.current_accelerator() == torch.device("cuda")
         assert not torch.accelerator.is_available()

@@ -79,9 +79,11 @@ def test_it_is_short_and_says_how_to_start_it(name):
 @pytest.mark.parametrize("name", EXPECTED)
 def test_two_ranks_learn_and_agree(name, launch, alone, tmp_path):
     needs(name)
-    expected, out = EXPECTED[name], tmp_path / "out"
-    said = launch(2, name, f"--outdir={out}", cwd=tmp_path)
-    assert list(tmp_path.iterdir()) == [out], "nothing else is written"
+    expected, here = EXPECTED[name], tmp_path / "here"
+    here.mkdir()
+    out = here / "out"
+    said = launch(2, name, f"--outdir={out}", cwd=here)
+    assert list(here.iterdir()) == [out], "nothing else is written"
     assert said.count("done") == 1, "rank 0 alone speaks"
     assert f"metrics={out / 'metrics.jsonl'}" in said
     assert "Warning" not in said, said
