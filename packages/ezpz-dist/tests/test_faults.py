@@ -161,6 +161,18 @@ finally:
     assert f"rank 1 on {HOST} has left: SIGTERM at train.py:" in ends[0][2]
 
 
+def test_sigterm_at_exit_prints_no_traceback(programs, tmp_path):
+    inner = tmp_path / "inner.py"
+    inner.write_text(text(60, "import atexit; atexit.register(os.kill, os.getpid(), 15)\n"))
+    # an interpreter of its own, for an exit as scripts have it
+    outer = f"""
+    import subprocess, sys
+    sys.exit(subprocess.run([sys.executable, {str(inner)!r}], check=False).returncode)
+    """
+    ends = programs(2, outer)
+    assert [(status, errors) for status, _, errors in ends] == [(0, "")] * 2
+
+
 def test_a_handler_of_the_users_own_stays(programs):
     body = """
 import signal

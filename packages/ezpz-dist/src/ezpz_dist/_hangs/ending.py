@@ -72,8 +72,10 @@ def release_sigterm() -> None:
 
 def _terminated(_: int, frame: FrameType | None) -> None:
     global _unwinding
-    if _unwinding:
-        return  # launchers repeat it, and a `finally` that saves is not to be cut off
+    if _unwinding or not threading.main_thread().is_alive():
+        # Launchers repeat it, and a `finally` that saves is not to be cut off. At exit the main
+        # thread counts as ended: there is no script to unwind, and Python would print a traceback.
+        return
     _unwinding = True
     line, _inside = describe_frames(frame)
     leave_word(f"SIGTERM at {line}")
