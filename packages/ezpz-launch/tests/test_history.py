@@ -185,6 +185,34 @@ def test_another_host(env):
     assert state_of(env, record(host="some-other-host")) == "unknown"
 
 
+# What OpenPBS 23.06 and Slurm 22.05.8 answered about a job that is over, and about one that runs.
+OVER = {
+    "pbs": ("qstat", "echo qstat: 12 Job has finished, use -x or -H >&2; exit 35"),
+    "slurm": ("scontrol", "echo slurm_load_jobs error: Invalid job id specified >&2; exit 1"),
+}
+RUNS = """echo '{"Jobs":{"12":{"job_state":"R","exec_host":"x1n0/0*2"}}}'"""
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "answer", "state"),
+    [
+        ("pbs", OVER["pbs"][1], "ended by the scheduler"),
+        ("slurm", OVER["slurm"][1], "ended by the scheduler"),
+        ("pbs", RUNS, "unknown"),
+        ("pbs", "echo cannot connect to server pbs-0001 >&2; exit 111", "unknown"),
+    ],
+)
+def test_another_host_whose_job_is_over(env, tmp_path, scheduler, answer, state):
+    command = tmp_path / "bin" / OVER[scheduler][0]
+    command.parent.mkdir()
+    command.write_text(f"#!/bin/sh\n{answer}\n")
+    command.chmod(0o755)
+    # asked in a shell of another job
+    env |= {"PATH": f"{command.parent}:/usr/bin:/bin", "PBS_JOBID": "3", "PBS_NODEFILE": "/none"}
+    assert state_of(env, record(host="some-other-host", scheduler=scheduler)) == state
+    assert state in history(env)
+
+
 # Damage.
 
 DAMAGE = [

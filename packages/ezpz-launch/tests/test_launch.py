@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,6 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from ezpz_topo import get_hostname
 
 SHOW = "import os, sys, json; print(json.dumps([sys.argv[1:], dict(os.environ)]) + '\\n', end='')"
 
@@ -64,6 +67,22 @@ def test_environment_values_pass_unharmed(launch):
     value = 'a b "q" $(id)\nnext'
     done = launch("-n", "1", sys.executable, "-c", SHOW, env={"TEST_VALUE": value})
     assert shown(done)[0][1]["TEST_VALUE"] == value
+
+
+@pytest.mark.parametrize("host", [get_hostname(), "x1n7"])
+def test_a_shell_on_a_jobs_node_is_told_of_the_job(launch, process, until, tmp_path, host):
+    shutil.copy(shutil.which("sleep"), tmp_path / "pbs_mom")
+    daemon = process(str(tmp_path / "pbs_mom"), "600")
+    until(lambda: Path(f"/proc/{daemon.pid}/comm").read_text() == "pbs_mom\n")
+    answer = json.dumps({"Jobs": {"7.pbs": {"exec_host": f"{host}/0*2+x1n8/0*2"}}})
+    for name, text in (("qselect", "7.pbs"), ("qstat", answer)):
+        (tmp_path / name).write_text(f"#!/bin/sh\necho '{text}'\n")
+        (tmp_path / name).chmod(0o755)
+    env = {"PATH": f"{os.environ['PATH']}:{tmp_path}", "USER": "alice"}
+    done = launch("-n", "1", "true", env=env)
+    hint = "this host is a node of your job 7.pbs ("
+    assert (done.returncode, hint in done.stderr) == (0, host != "x1n7")
+    assert ("for the job's: export PBS_JOBID=7.pbs" in done.stderr) is (host != "x1n7")
 
 
 def test_the_first_failing_rank_gives_the_exit_status(launch):

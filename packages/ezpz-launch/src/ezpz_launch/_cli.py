@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
-from ezpz_topo import TopoError, Topology, detect
+from ezpz_topo import TopoError, Topology, detect, fold_nodelist, get_allocation
 
 from ._argv import split
 from ._errors import LaunchError, UsageError
@@ -64,6 +65,7 @@ def _main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     asked = dict(pair.split("=", 1) for pair in request.env)
     require_command(request.command[0], {**env, **asked})
     planned = _planned(topology, request, env)
+    _hint_at_a_job(topology, request, env)
     if request.dry_run:
         return _print(_explained(planned, request))
     from ._attempts import see_through  # noqa: PLC0415  # see _load_the_rest
@@ -94,6 +96,36 @@ def _print(text: str) -> int:
     except OSError as error:
         raise LaunchError(f"cannot write to standard output: {error.strerror}") from error
     return 0
+
+
+def _hint_at_a_job(topology: Topology, request: Request, env: Mapping[str, str]) -> None:
+    """Name the job that this host is a node of, where this shell has none of its variables."""
+    job, named = topology.allocation, request.hostfile or env.get("HOSTFILE")
+    if job.scheduler != "none" or topology.rank.launcher != "none" or named or not _is_a_node():
+        return
+    try:
+        found = get_allocation({"EZPZ_SCHEDULER_TIMEOUT": "3", **env}, ask=True)
+    except TopoError:
+        return  # it is a hint, and no more
+    if found.job_id:
+        how = f"export PBS_JOBID={found.job_id}"
+        if found.scheduler == "slurm":
+            how = f"srun --jobid={found.job_id} --overlap --pty bash"
+        say(
+            f"this host is a node of your job {found.job_id} ({fold_nodelist(found.hosts)}), whose "
+            f"variables this shell does not have: this host alone is used; for the job's: {how}"
+        )
+
+
+def _is_a_node() -> bool:
+    """Whether a scheduler's daemon runs here: no other host pays for a question to its server."""
+    with suppress(OSError):
+        for name in os.listdir("/proc"):
+            if name.isdecimal():
+                with suppress(OSError), open(f"/proc/{name}/comm", "rb") as file:
+                    if file.read().strip() in (b"pbs_mom", b"slurmd"):
+                        return True
+    return False
 
 
 def _planned(topology: Topology, request: Request, env: Mapping[str, str]) -> LaunchPlan:

@@ -25,6 +25,11 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 }  # fmt: skip
 """What a record must have to be told of; what else it has is passed on."""
 
+_JOB = {"pbs": "PBS_JOBID", "slurm": "SLURM_JOB_ID"}
+_OF_A_JOB = ("PBS_JOB", "PBS_NODE", "PBS_ENV", "SLURM_JOB", "SLURM_STEP", "SLURM_NODE", "SLURM_HET")
+_NOT_RUNNING = ("that runs; ", "Invalid job id specified")
+"""What ezpz_topo's errors say of a job that does not run: in its own words, and in scontrol's."""
+
 _TITLES = ("when", "took", "exit", "ranks", "hosts", "job", "command")
 _WIDEST = {"hosts": 24, "job": 30, "command": 60}
 
@@ -70,9 +75,10 @@ def history(env: Mapping[str, str], *, limit: int = 20, as_json: bool = False) -
     """Return the newest launches as a table for people, newest last; or as JSON.
 
     The column ``exit`` has the exit status, or for one without an end: ``running``; ``never
-    ended`` where ezpz-launch was killed or its host went down; ``unknown`` where it was started
-    on another host, whose processes cannot be seen from here. JSON has the records as they were
-    written, a list, each with ``state``: ``ended`` or one of these three. Files that do not
+    ended`` where ezpz-launch was killed or its host went down; and where it was started on another
+    host, whose processes cannot be seen from here, ``ended by the scheduler`` if its job is over,
+    else ``unknown``. JSON has the records as they were written, a list, each with ``state``:
+    ``ended`` or one of these four. Files that do not
     read as records are left out, and counted below the table.
 
     Args:
@@ -92,6 +98,7 @@ def history(env: Mapping[str, str], *, limit: int = 20, as_json: bool = False) -
     found, damaged = _read(folder, limit)
     for stored in found:
         stored["state"] = _state(stored)
+    _look_for_jobs([stored for stored in found if stored["state"] == "unknown"], env)
     if as_json:
         return json.dumps(found, indent=1)
     lines = _table(found) if found else [f"no launches so far; they are recorded in {folder}"]
@@ -160,6 +167,29 @@ def _state(stored: Stored) -> str:
     else:
         alive = _is_ours(stored["pid"])
     return "running" if alive else "never ended"
+
+
+def _look_for_jobs(unknown: Sequence[Stored], env: Mapping[str, str]) -> None:
+    """Say which of these ended with their jobs: killed with one, a launch cannot write its end."""
+    from ezpz_topo import TopoError, get_allocation  # noqa: PLC0415
+
+    mine = {name: value for name, value in env.items() if not name.startswith(_OF_A_JOB)}
+    mine.setdefault("EZPZ_SCHEDULER_TIMEOUT", "3")
+    over: dict[str, bool] = {}
+    for stored in unknown:
+        variable, job = _JOB.get(stored["scheduler"]), stored["job_id"]
+        if variable is None or not job:
+            continue
+        if job not in over:
+            try:
+                get_allocation({**mine, variable: job}, ask=True)
+                over[job] = False
+            except TopoError as error:
+                over[job] = any(words in str(error) for words in _NOT_RUNNING)
+                if not over[job]:
+                    return  # nobody answers
+        if over[job]:
+            stored["state"] = "ended by the scheduler"
 
 
 def _is_ours(pid: int) -> bool:
