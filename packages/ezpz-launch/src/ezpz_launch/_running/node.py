@@ -137,15 +137,12 @@ def obey(ranks: NodeRanks, words: list[str]) -> bytes | None:
             ranks.release(*numbers)
         case "kill":
             ranks.kill()
-        case "left":
-            text = ranks.name_left().encode()
-            return b"stacks %d\n%s" % (len(text), text)
         case "end-left":
             ranks.end_left()
         case "end-all-left":
             ranks.end_all_left()
-        case "stacks":
-            text = stacks(ranks, numbers)
+        case "left" | "stacks" as what:
+            text = ranks.name_left().encode() if what == "left" else stacks(ranks, numbers)
             return b"stacks %d\n%s" % (len(text), text)
         case "farewell":
             return None
