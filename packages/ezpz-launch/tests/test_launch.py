@@ -93,6 +93,15 @@ def test_the_first_failing_rank_gives_the_exit_status(launch):
     assert "exited with status 7, first of all ranks" in done.stderr
 
 
+def test_ranks_do_not_cut_each_others_lines(launch):
+    # Unbuffered, print writes what it is given and the line's end one after the other.
+    code = "for _ in range(5000): print('one', 'line')"
+    done = launch("-n", "3", sys.executable, "-u", "-c", code)
+    assert done.returncode == 0, done.stderr
+    assert set(done.stdout.splitlines()) == {"one line"}
+    assert done.stdout.count("\n") == 15_000
+
+
 def test_statuses_are_not_mixed(launch):
     # Hydra by itself would say 1 | 6 = 7
     code = (

@@ -30,6 +30,7 @@ class Control(NamedTuple):
         files: A folder for the output of each rank; empty for none.
         only_ranks: Ranks whose output is shown; None for all.
         prefix: Whether each line begins with its rank and host.
+        whole_lines: Whether no rank's line may be cut by another's.
         tee: Whether output goes to the files and to the terminal.
         port: A port to be found free on rank 0's host; 0 where it has been.
         device_type: torch's word for the devices, ``cuda`` or ``xpu``; empty where there are none.
@@ -48,6 +49,7 @@ class Control(NamedTuple):
     files: str = ""
     only_ranks: Sequence[int] | None = None
     prefix: bool = False
+    whole_lines: bool = False
     tee: bool = False
     port: int = 0
     device_type: str = ""
@@ -64,7 +66,9 @@ class Control(NamedTuple):
             UsageError: A path holds a line break.
         """
         # Into files alone, sh's own redirection is enough.
-        pumped = self.tee or ((self.prefix or self.only_ranks is not None) and not self.files)
+        pumped = self.tee or (
+            (self.prefix or self.only_ranks is not None or self.whole_lines) and not self.files
+        )
         fields = [
             self.launch_id,
             f"{self.hold:.0f}",

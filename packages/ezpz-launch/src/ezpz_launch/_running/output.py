@@ -23,11 +23,9 @@ _TAIL = 1 << 13
 _TICK = 0.02
 
 _OF_THE_KILLED = re.compile(
-    rb"\n?=+\n=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES\n"
-    rb".*?(debugging suggestions\n|$)",
-    re.DOTALL,
+    rb"\n?(=+\n=   BAD TERMINATION OF ONE OF|YOUR APPLICATION TERMINATED WITH THE EXIT STRING)"
 )
-"""What Hydra says of ranks that died of a signal (MPICH 5.0.2), in one piece."""
+"""How Hydra begins what it says last, of ranks that died of a signal (MPICH 5.0.2)."""
 
 _LEFT_BEHIND = 2.0
 """Seconds for which what an ended launcher's ranks left behind may go on writing."""
@@ -68,6 +66,7 @@ class Output:
         # Then our own lines appear below what it shows.
         self._is_a_terminal = os.isatty(1)
         self._complained = False
+        self._hushed: set[int] = set()
         self._line_is_open = False
 
     def copy(self, stdout: int, stderr: int) -> None:
@@ -140,8 +139,11 @@ class Output:
     def _sift(self, target: int, chunk: bytes) -> bytes:
         # On standard output, too: some launchers can be told to merge the two.
         chunk, found = self._reports[target].feed(chunk)
-        if self.killed:
-            chunk = _OF_THE_KILLED.sub(b"", chunk)
+        if target in self._hushed:
+            chunk = b""
+        elif self.killed and (last := _OF_THE_KILLED.search(chunk)):
+            self._hushed.add(target)
+            chunk = chunk[: last.start()]
         if target == 2:
             self.tail = (self.tail + chunk)[-_TAIL:]
         if found:

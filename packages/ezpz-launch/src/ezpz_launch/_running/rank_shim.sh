@@ -17,7 +17,7 @@
 #                            of both is lost to the other, for the agent (three lines)
 #                      FILES a folder for the output of each rank
 #                      SHOWN ranks whose output is shown: 0,4-7; "all"
-#                      PUMP  program that labels, doubles or hides the output
+#                      PUMP  program that labels, doubles or hides the output, and keeps lines whole
 #                      PREFIX --prefix, for it
 #                      PORT  a port that must be free on rank 0's host
 #                      DEVICES their type (cuda, xpu), how many a node has, and whether each
@@ -192,7 +192,7 @@ ezpz_close() { [ "$ezpz_fd" = 0 ] || eval "exec $ezpz_fd>&-"; }
 ezpz_run() {
   if [ "$ezpz_pump" = - ] && [ "$ezpz_files" != - ]; then
     (ezpz_close && exec "$@") >>"$ezpz_files/rank-$RANK.out" 2>>"$ezpz_files/rank-$RANK.err"
-  elif [ "$ezpz_pump" = - ] || { [ "$ezpz_files$ezpz_prefix" = -- ] && ezpz_is_shown; }; then
+  elif [ "$ezpz_pump" = - ]; then
     (ezpz_back && exec "$@")
   else
     set -- -- "$@"
