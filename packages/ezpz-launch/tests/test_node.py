@@ -19,5 +19,7 @@ def test_orders(process):
     assert child.wait(20) == -signal.SIGTERM
     assert obey(ranks, ["end", "3"]) == b""
     assert ranks.pid(3) is None
+    assert obey(ranks, ["left"]) == b"stacks 0\n"
+    assert obey(ranks, ["end-left"]) == obey(ranks, ["end-all-left"]) == b""
     assert obey(ranks, ["farewell"]) is None
     assert obey(ranks, ["an order of tomorrow"]) == b""

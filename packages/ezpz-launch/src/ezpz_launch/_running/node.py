@@ -127,6 +127,20 @@ def obey(ranks: NodeRanks, words: list[str]) -> bytes | None:
     """Carry out one order and return what is to be answered; None for a farewell."""
     numbers = [int(word) for word in words[1:]]
     match words[0]:
+        case "farewell":
+            return None
+        case "stacks":
+            text = stacks(ranks, numbers)
+        case "left":
+            text = ranks.name_left().encode()
+        case order:
+            _obey_silently(ranks, order, numbers)
+            return b""
+    return b"stacks %d\n%s" % (len(text), text)
+
+
+def _obey_silently(ranks: NodeRanks, order: str, numbers: list[int]) -> None:
+    match order:
         case "start":
             ranks.started(*numbers)
         case "end":
@@ -141,12 +155,6 @@ def obey(ranks: NodeRanks, words: list[str]) -> bytes | None:
             ranks.end_left()
         case "end-all-left":
             ranks.end_all_left()
-        case "left" | "stacks" as what:
-            text = ranks.name_left().encode() if what == "left" else stacks(ranks, numbers)
-            return b"stacks %d\n%s" % (len(text), text)
-        case "farewell":
-            return None
-    return b""
 
 
 def stacks(ranks: NodeRanks, which: list[int]) -> bytes:
