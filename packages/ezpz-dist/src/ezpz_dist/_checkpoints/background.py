@@ -73,14 +73,15 @@ class Saving:
 
     def start(self, work: Callable[[], object]) -> None:
         """Do the work in a thread of its own; `finish_saving` waits for it, also at exit."""
-        global _going
+        global _going, _function
         # A daemon: the interpreter would wait for another without bound, and before our atexit.
         thread = threading.Thread(target=self.run, args=(work,), name="ezpz-save", daemon=True)
         _going = self
         finish_before_leaving(_finish_in_time)
         atexit.unregister(_at_exit)
         atexit.register(_at_exit)  # the last comes first: before a `cleanup` of setup_torch's
-        if multiprocessing.parent_process() is not None:
+        if multiprocessing.parent_process() is not None and _function != os.getpid():
+            _function = os.getpid()
             # A function's end: there Python < 3.14 calls nothing of atexit's.
             multiprocessing.util.Finalize(None, _at_exit, exitpriority=1)
             multiprocessing.util.Finalize(None, _end_function, exitpriority=-1000)
@@ -93,6 +94,8 @@ class Saving:
 
 
 _going: Saving | None = None
+_function = 0
+"""The process of multiprocessing whose end is seen to."""
 
 AT_EXIT = 600.0
 """Seconds that `cleanup`, or a process at its end, stays for a save that goes on."""
@@ -128,7 +131,7 @@ def _at_exit() -> None:
         _finish_in_time()
     except Exception:  # whatever ended the save, nobody is left to raise it to
         logger.exception("the last asynchronous save failed; the exit status is 1")
-        _failure = _Failure()
+        _failure = _failure or _Failure()
 
 
 class _Failure:

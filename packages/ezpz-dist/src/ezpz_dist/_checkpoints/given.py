@@ -70,6 +70,10 @@ def give_memory(model: nn.Module) -> None:
     """Give elements of buffers that share memory (`expand`) some of their own, to be filled."""
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            strided = buffer.layout is torch.strided and not buffer.is_meta
-            if strided and 0 in buffer.stride() and buffer.numel() > 1:
+            if buffer.layout is not torch.strided or buffer.is_meta:
+                continue
+            if any(
+                size > 1 and not step
+                for size, step in zip(buffer.shape, buffer.stride(), strict=True)
+            ):
                 setattr(module, name, buffer.clone(memory_format=torch.contiguous_format))

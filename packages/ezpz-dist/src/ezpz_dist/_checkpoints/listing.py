@@ -90,7 +90,7 @@ def read_manifests(
 
 
 def candidates(store: Store, step: int | None) -> list[Name]:
-    """Return what to load, the best first; how new one without a manifest is nobody knows."""
+    """Return what to load, the newest first: that may be one whose manifest cannot be read."""
     names = [name for name in names_in(store.entries()) if step in (None, name.step)]
     found, wrong = read_manifests(store, names)
     return [*wrong, *found]
