@@ -247,6 +247,10 @@ class Launch:
         return "\n".join(lines)
 
 
+MEET_HERE = ["--env", "MASTER_ADDR=127.0.0.1"]
+"""The names of Slurm's nodes are no host's here, and a line says so."""
+
+
 def rank_program(behaviour: str, *arguments: str) -> list[str]:
     """Return the words of a rank that does this; it writes to ``said`` in its folder."""
     return [sys.executable, str(PROGRAMS / "rank.py"), "said", behaviour, *arguments]

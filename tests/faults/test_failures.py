@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.faults.launches import rank_program
+from tests.faults.launches import MEET_HERE, rank_program
 
 if TYPE_CHECKING:
     from tests.faults.launches import Launch
@@ -86,7 +86,7 @@ def test_a_failure_in_a_flood_of_errors_is_seen(launch: Start) -> None:
 
 
 def test_the_first_ends_well_and_the_others_go_on(launch: Start) -> None:
-    started = launch([], rank_program("first_ends"))
+    started = launch(MEET_HERE, rank_program("first_ends"))
     started.ranks()
     began = time.monotonic()
     assert started.ends(within=5) == 0, started.stderr

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.faults.launches import rank_program
+from tests.faults.launches import MEET_HERE, rank_program
 
 if TYPE_CHECKING:
     from tests.faults.launches import Launch
@@ -29,7 +29,7 @@ def expected(size: int) -> dict[bytes, int]:
 @pytest.mark.with_torchrun
 def test_10_mb_a_rank(launch: Start) -> None:
     size = 10 << 20
-    started = launch([], rank_program("writes", str(size)))
+    started = launch(MEET_HERE, rank_program("writes", str(size)))
     assert started.ends(within=40) == 0, started.stderr[-2000:]
     assert started.done() == [0, 1, 2]
     # Ranks may be mixed within a line: srun and Hydra do so.
@@ -40,7 +40,7 @@ def test_10_mb_a_rank(launch: Start) -> None:
 
 
 def test_any_bytes(launch: Start) -> None:
-    started = launch([], rank_program("writes_odd_bytes"))
+    started = launch(MEET_HERE, rank_program("writes_odd_bytes"))
     assert started.ends(within=10) == 0, started.stderr
     odd = bytes(range(256)) + b"\x1e\x1e\x1f\n\x1eezpz \x1f\x1e"
     assert counts(started.stdout) == {byte: 3 * count for byte, count in counts(odd).items()}

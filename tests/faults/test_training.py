@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.faults.launches import PROGRAMS, SLACK
+from tests.faults.launches import MEET_HERE, PROGRAMS, SLACK
 
 if TYPE_CHECKING:
     from tests.faults.launches import Launch, Place
@@ -42,8 +42,7 @@ def train(launch: Start, what: str, guilty: int, **more: object) -> Launch:
     script = [sys.executable, str(PROGRAMS / "train.py"), ".", what, str(guilty)]
     # Long enough for the others to have ended by themselves.
     options = ["--env", "OMP_NUM_THREADS=1", "--grace", "30"]
-    # The names of Slurm's nodes are no host's here.
-    started = launch([*options, "--env", "MASTER_ADDR=127.0.0.1"], script, **more)
+    started = launch([*options, *MEET_HERE], script, **more)
     started.until((started.folder / "time").exists, "all ranks are set up", 90)
     return started
 
