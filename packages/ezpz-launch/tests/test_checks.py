@@ -109,9 +109,11 @@ def test_an_mpiexec_that_fails_or_hangs(clean_env, mpi4py, tmp_path):
     assert (hung.status, "did not end in 0.8 s" in hung.message) == ("error", True)
 
 
-def test_an_mpiexec_that_nobody_knows(clean_env, tmp_path):
+def test_an_mpiexec_that_nobody_knows(clean_env, tmp_path, monkeypatch):
     program(tmp_path / "bin" / "mpiexec", "echo Acme MPI 1.0")
-    result = mpi.check(60, {**clean_env, "PATH": f"{tmp_path}/bin:{clean_env['PATH']}"})
+    beside = tmp_path / "python" / "bin"  # no MPI's follows
+    monkeypatch.setattr("sys.executable", str(beside / "python"))
+    result = mpi.check(60, {**clean_env, "PATH": f"{tmp_path}/bin"})
     assert result.status == "error"
     assert "says 'Acme MPI 1.0'" in result.message
 
