@@ -113,4 +113,4 @@ def test_a_process_that_does_not_end_is_ended():
     began = time.monotonic()
     callee = Callee(sys.executable, "def call(): pass\n")
     callee.end()
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 120

@@ -27,7 +27,7 @@ def test_a_rank_that_fails_ends_the_others_and_is_named(tmp_path, capfd):
     began = time.monotonic()
     with pytest.raises(RanksError, match=r"^breaks.py, rank 1: OSError: it broke$"):
         ranks(str(tmp_path / "breaks.py"), {}, 2)
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 120
     assert "Traceback" in capfd.readouterr().err
 
 

@@ -65,7 +65,7 @@ def test_survivors_that_ignore_sigterm_are_killed(launch: Start) -> None:
 
 def test_survivors_have_the_grace(launch: Start) -> None:
     """The others need longer than any launcher gives by itself, and get it."""
-    started = launch(["--grace", "20"], rank_program("exits_beside_checkpoints", "3", "1.2"))
+    started = launch(["--grace", "600"], rank_program("exits_beside_checkpoints", "3", "1.2"))
     fails(started, 3, "exited with status 3", grace=1.2)
     assert started.done() == [0, 2]
 

@@ -85,7 +85,7 @@ def test_a_killed_rank_s_workers_go_with_it(launch: Start) -> None:
     workers = [Path("/proc", str(pid)) for said in started.ranks() for pid in said["workers"]]
     assert started.ends(within=5) == 137, started.stderr
     started.leaves_nothing()
-    started.until(lambda: not any(worker.exists() for worker in workers), "they are gone", 2)
+    started.until(lambda: not any(worker.exists() for worker in workers), "they are gone", 60)
 
 
 # Slurm itself kills what is left of a step.
@@ -104,7 +104,7 @@ def test_what_a_rank_leaves_is_ended_and_named(launch: Start, holds: str, deaf_t
 
 def test_sigterm_before_the_ranks_are_there(launch: Start) -> None:
     started = launch(["--grace", "1"], rank_program("goes_on"))
-    started.until(lambda: len(started.left()) > 1, "something is started", 20)
+    started.until(lambda: len(started.left()) > 1, "something is started", 120)
     started.process.send_signal(signal.SIGTERM)
     # Python's own end by it, where that is not running yet.
     assert started.ends(within=5) in (143, -signal.SIGTERM), started.stderr

@@ -92,7 +92,7 @@ def test_ctrl_c(launch: Start) -> None:
 
 @pytest.mark.with_torchrun
 def test_a_second_ctrl_c_does_not_wait(launch: Start) -> None:
-    started = launch(["--grace", "60"], rank_program("checkpoints", "50"), on_terminal=True)
+    started = launch(["--grace", "600"], rank_program("checkpoints", "600"), on_terminal=True)
     started.ranks()
     started.press_ctrl_c()
     all_hear(started, "SIGINT")
@@ -103,7 +103,7 @@ def test_a_second_ctrl_c_does_not_wait(launch: Start) -> None:
 
 
 def test_the_grace_ends(launch: Start) -> None:
-    started = launch(["--grace", "1"], rank_program("checkpoints", "50"))
+    started = launch(["--grace", "1"], rank_program("checkpoints", "600"))
     started.ranks()
     started.process.send_signal(signal.SIGTERM)
     assert started.ends(within=3) == 143

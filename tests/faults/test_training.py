@@ -41,9 +41,9 @@ GUILTY = {"hydra": 0, "openmpi": 1, "srun": 1, "spawn": 0, "torchrun": 1}
 def train(launch: Start, what: str, guilty: int, **more: object) -> Launch:
     script = [sys.executable, str(PROGRAMS / "train.py"), ".", what, str(guilty)]
     # Long enough for the others to have ended by themselves.
-    options = ["--env", "OMP_NUM_THREADS=1", "--grace", "30"]
+    options = ["--env", "OMP_NUM_THREADS=1", "--grace", "600"]
     started = launch([*options, *MEET_HERE], script, **more)
-    started.until((started.folder / "time").exists, "all ranks are set up", 90)
+    started.until((started.folder / "time").exists, "all ranks are set up", 120)
     return started
 
 

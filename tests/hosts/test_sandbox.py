@@ -61,7 +61,7 @@ def inodes_of(sandbox: ModuleType, directory: Path) -> set[int]:
 
 
 def wait_until(so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not so():
         assert time.monotonic() < deadline
         time.sleep(0.02)

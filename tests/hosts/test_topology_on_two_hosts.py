@@ -37,7 +37,7 @@ def say(
              *program("say"), str(said), *options],
             # Whatever devices this machine has, they are not the hosts'.
             env={"TORCH_DEVICE": "cpu", **(env or {})},
-            timeout=120,
+            timeout=300,
         )  # fmt: skip
         reports = [json.loads(file.read_text(encoding="utf-8")) for file in said.iterdir()]
         reports.sort(key=lambda report: int(report["rank"]))

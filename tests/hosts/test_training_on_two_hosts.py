@@ -27,7 +27,7 @@ def test_ranks_of_two_hosts_train_and_are_measured(
     launch = ["-n", "2", "--ppn", "1", "--hostfile", str(hostfile)]
     done = hosts.run(
         [sys.executable, "-m", "ezpz", "test", *launch, *SMALL, "--pairs", "--json"],
-        env=environment, timeout=120,
+        env=environment, timeout=300,
     )  # fmt: skip
     found = json.loads(done.stdout)
     assert (found["ok"], found["ranks"], found["nodes"]) == (True, 2, 2)

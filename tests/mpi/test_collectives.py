@@ -63,7 +63,7 @@ def test_nobody_leaves_a_barrier_before_the_last_has_come(world, implementation)
     if rank == size - 1:
         time.sleep(0.3)
     arrived = time.time()
-    ezpz.barrier(implementation=implementation, timeout=20)
+    ezpz.barrier(implementation=implementation, timeout=120)
     left = time.time()
     assert left >= ezpz.all_reduce(arrived, "max")
 
@@ -91,7 +91,7 @@ def test_a_barrier_over_mpi_does_not_wait_for_ever(world):
         start = time.monotonic()
         with pytest.raises(ezpz_dist.HangError, match="barrier"):
             ezpz.barrier(implementation="mpi", timeout=0.5)
-        assert time.monotonic() - start < 10
+        assert time.monotonic() - start < 60
         with pytest.raises(ezpz_dist.CollectiveError, match="MPI cannot take it back"):
             ezpz.barrier(implementation="mpi")
         ezpz.barrier()
@@ -99,7 +99,7 @@ def test_a_barrier_over_mpi_does_not_wait_for_ever(world):
         while over_mpi._abandoned:
             with contextlib.suppress(ezpz_dist.CollectiveError):
                 ezpz.barrier(implementation="mpi")
-            assert time.monotonic() - start < 30
+            assert time.monotonic() - start < 120
     else:
         ezpz.barrier()
         ezpz.barrier(implementation="mpi")

@@ -87,7 +87,7 @@ def in_browser(built: Path, tmp_path: Path) -> Iterator[Callable[[str], Any]]:
                 assert came.wait(90), "the browser told nothing"
             finally:
                 process.terminate()
-                process.wait(30)
+                process.wait(120)
             came.clear()
             return told.pop()
 

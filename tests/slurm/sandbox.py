@@ -283,7 +283,7 @@ class SlurmSandbox:
     def _ask(self, *command: str) -> str:
         try:
             done = subprocess.run(
-                command, env=self.environment, capture_output=True, text=True, timeout=10,
+                command, env=self.environment, capture_output=True, text=True, timeout=120,
                 check=False, stdin=subprocess.DEVNULL,
             )  # fmt: skip
         except subprocess.TimeoutExpired:

@@ -49,13 +49,13 @@ def test_a_sandbox_with_a_running_job_leaves_nothing(
 ) -> None:
     with sandbox.SlurmSandbox() as other:
         other.run(["sbatch", "-N", "2", "--wrap", "srun -n 2 sleep 300"])
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while not any("sleep" in words for words in processes_of(other.directory)):
             assert time.monotonic() < deadline, "the job does not start"
             time.sleep(0.05)
         directory = other.directory
         began = time.monotonic()
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 60
     assert processes_of(directory) == []
     assert not directory.exists()
     assert processes_of(slurm.directory), "the other sandbox lives on"
@@ -78,7 +78,7 @@ def test_a_command_that_hangs_is_ended_and_its_job_cancelled(
     with pytest.raises(sandbox.SandboxError, match=r"did not end within 1 s"):
         slurm.run(["srun", "-N", "4", "-n", "8", "sleep", "300"], timeout=1)
     # All eight cores are needed again.
-    slurm.run(["srun", "-N", "4", "-n", "8", "true"], timeout=20)
+    slurm.run(["srun", "-N", "4", "-n", "8", "true"], timeout=120)
 
 
 def test_it_listens_on_loopback_only(slurm: SlurmSandbox) -> None:

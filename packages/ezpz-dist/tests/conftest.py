@@ -91,7 +91,7 @@ def ranks(fork_server, clean_env, tmp_path):
     """
     started, held = [], []
 
-    def run(n, script, *, check=True, env=None, timeout=60, program=None, each=None):
+    def run(n, script, *, check=True, env=None, timeout=180, program=None, each=None):
         # Held, without listening, so that no test beside this one is given the same port.
         probe = socket.socket()
         held.append(probe)

@@ -28,7 +28,7 @@ def command():
     return shlex.split(found[1])
 
 def attach(typed):
-    done = subprocess.run(command(), input=typed, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(command(), input=typed, capture_output=True, text=True, timeout=120)
     answers.append(done.stdout + done.stderr)
 
 def person(work, *arguments):
@@ -188,7 +188,7 @@ def test_under_ezpz_launch_pdb_is_on_the_launchers_terminal(clean_env, tmp_path)
         textwrap.dedent("""
         import ezpz_dist
         from ezpz_dist._debugging.breakpoint import breakpoint
-        rank = ezpz_dist.setup_torch(timeout=30)
+        rank = ezpz_dist.setup_torch(timeout=120)
         loss = 10.5 + rank
         breakpoint(rank=1)
         total = ezpz_dist.all_reduce(loss)
@@ -218,7 +218,7 @@ def test_without_a_terminal_through_a_socket(ranks):
     first, second = ranks(
         2,
         script("""
-        rank = setup_torch(timeout=30)
+        rank = setup_torch(timeout=120)
         room.EVERY = 0.3
         import logging
         log = io.StringIO()
@@ -238,7 +238,7 @@ def test_without_a_terminal_through_a_socket(ranks):
                 time.sleep(0.01)
             time.sleep(0.1)
             link.send_signal(signal.SIGINT)
-            answers.append(link.communicate("p rank\\nc\\n", timeout=30)[0])
+            answers.append(link.communicate("p rank\\nc\\n", timeout=120)[0])
 
         spinning = []
         def spin():
@@ -290,7 +290,7 @@ def test_those_who_wait_learn_that_the_debugged_rank_has_ended(ranks, who):
     outcomes = ranks(
         2,
         script(f"""
-        rank = setup_torch(timeout=30)
+        rank = setup_torch(timeout=120)
         room.EVERY = 0.3
         if rank == {who}:
             def kill():
@@ -333,7 +333,7 @@ def test_those_who_wait_for_a_rank_that_never_comes_time_out(ranks):
         os._exit(0)
         """),
     )
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 60
     assert out.startswith("(0,) breakpoint(rank=0) at ")
     assert "did not come within 2 s; expected every rank to call it at that line" in out
     assert " in elsewhere" in out

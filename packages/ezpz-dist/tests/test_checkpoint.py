@@ -691,7 +691,7 @@ def test_asynchronous(tmp_path, model):
     saving = save_checkpoint(tmp_path, model=model, step=1, asynchronous=True)
     with torch.no_grad():
         model[0].weight.zero_()
-    assert saving.wait(30).endswith("step-00000001")
+    assert saving.wait(120).endswith("step-00000001")
     assert "done" in repr(saving)
     other = fresh()
     load_checkpoint(tmp_path, model=other)

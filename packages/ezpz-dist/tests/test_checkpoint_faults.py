@@ -27,7 +27,7 @@ from ezpz_dist._checkpoints.load import load_checkpoint
 from ezpz_dist._checkpoints.save import save_checkpoint
 
 where = {where!r}
-rank = setup_torch(timeout=20)
+rank = setup_torch(timeout=120)
 # A shard of 2 MB a rank: more than any buffer holds back.
 model = nn.Linear(1024, 1024, bias=False)
 with torch.no_grad():
@@ -48,7 +48,7 @@ def refused(pattern, **given):
         save_checkpoint(given.pop("path", where), model=model, **given).wait()
     except CheckpointError as error:
         assert re.search(pattern, str(error)), error
-        assert time.monotonic() - start < 15
+        assert time.monotonic() - start < 60
     else:
         raise AssertionError("saved")
     assert entries() == ["latest", "step-00000001"], entries()
@@ -73,7 +73,7 @@ with Limit(300_000 if rank == 1 else 1 << 40):
     refused(f"rank 1 on {host}: .*File too large.*{where}/.step-00000002.tmp-.*/__1_0.distcp",
         step=2)
     saving = save_checkpoint(where, model=model, step=2, asynchronous=True)
-    saving._done.wait(20)
+    saving._done.wait(120)
     refused("rank 1 on .*File too large", step=3)
 finish_saving()  # it was told already
 with Limit(100 if rank == 0 else 1 << 40):
@@ -150,7 +150,7 @@ with Limit(300_000 if rank == 1 else 1 << 40):
     else:
         raise AssertionError
 assert not dist.is_initialized()
-setup_torch(timeout=20)
+setup_torch(timeout=120)
 # The process ends, and the save it began with it: whole.
 save_checkpoint(where, model=model, step=7, asynchronous=True)
 """

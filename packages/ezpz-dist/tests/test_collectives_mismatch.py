@@ -18,7 +18,7 @@ def caught(kind, *calls):
     try:
         result = calls[min(rank, len(calls) - 1)]()
     except kind as error:
-        assert time.monotonic() - start < 20
+        assert time.monotonic() - start < 60
         assert type(error) is kind, error
         # the group still works, and every rank has raised the same
         assert len(set(all_gather_object((str(error), error.ranks)))) == 1
@@ -124,7 +124,7 @@ who, text = caught(CollectiveError, lambda: all_reduce(1 << 63), good)
 assert who == (0,) and "OverflowError" in text, text
 who, text = caught(CollectiveError, lambda: all_reduce(1, implementation="x"), good)
 assert who == (0,) and "ValueError: implementation 'x'" in text, text
-who, text = caught(CollectiveError, lambda: barrier(timeout=-1), lambda: barrier(timeout=9))
+who, text = caught(CollectiveError, lambda: barrier(timeout=-1), lambda: barrier(timeout=90))
 assert who == (0,) and "ValueError: timeout -1" in text, text
 who, text = caught(CollectiveError, lambda: broadcast(1, root=3), lambda: broadcast(1))
 assert who == (0,) and "root 3; expected a rank from 0 to 2" in text, text
@@ -332,7 +332,7 @@ def test_a_barrier_that_one_rank_does_not_come_to(ranks):
             except (HangError, LostRankError) as error:
                 assert 1 in error.ranks and "rank 1" in str(error), error
                 assert "barrier()" in str(error), error
-                assert time.monotonic() - start < 10
+                assert time.monotonic() - start < 60
             else:
                 raise AssertionError("nothing raised")
             store.set(f"told/{rank}", "")

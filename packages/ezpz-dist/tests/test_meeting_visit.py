@@ -70,7 +70,7 @@ def test_a_listener_that_is_no_store(listener, kind, what):
     start = time.monotonic()
     with pytest.raises(StrangerError, match=what):
         visit("127.0.0.1", listener(kind), 0.2, SECOND, JOB)
-    assert time.monotonic() - start < 20  # torch's own client: for ever
+    assert time.monotonic() - start < 60  # torch's own client: for ever
 
 
 def test_nobody():

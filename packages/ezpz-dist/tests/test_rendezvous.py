@@ -248,7 +248,7 @@ def test_whoever_holds_the_port_the_ranks_meet_elsewhere(ranks, listener):
         assert zero[:2] == one[:2]
         kind, port, took = one
         assert int(port) == candidates(ports[kind])[1]
-        assert float(took) < 10  # torch's own client: 22 s, or for ever
+        assert float(took) < 20  # torch's own client: 22 s, or for ever
         logged = f"rank 0 listens on port {port}, for 127.0.0.1:{ports[kind]} (MASTER_ADDR and MAS"
         assert logged in said[0]
         assert logged not in said[1]
@@ -299,7 +299,7 @@ def test_rank_0_never_comes(monkeypatch, caplog):
     start = time.monotonic()
     with pytest.raises(SetupError) as caught, caplog.at_level(logging.WARNING):
         meet(info("torchrun"), SECOND, env)
-    assert 1 <= time.monotonic() - start < 30
+    assert 1 <= time.monotonic() - start < 120
     waits = (
         f"for rank 0's store at 127.0.0.1:{port} (MASTER_ADDR and MASTER_PORT), and finds at "
         f"127.0.0.1:{port}: connection refused; "

@@ -17,7 +17,7 @@ from ezpz_dist._hangs.watcher import Watcher
 
 def test_a_node_that_is_gone_is_told_in_time():
     # 0.05 s for each of its ranks, one after the other, took longer than there is.
-    size = 200
+    size = 2000
     store = dist.HashStore()
     for rank in range(size):
         store.set(f"facts/{rank}", json.dumps([f"n{rank // 100}", 1000 + rank, 1, {}]))
@@ -26,12 +26,12 @@ def test_a_node_that_is_gone_is_told_in_time():
     watcher = Watcher(Board(0, hosts, store, lambda seconds: store))
     began = time.monotonic()
     call = call_roll(watcher)
-    assert time.monotonic() - began < 6
+    assert time.monotonic() - began < 60
     assert len(call.silent) == size - 1
     text, missing = waiting.tell_missing(call, 0)
     assert missing == list(range(1, size))
     assert "rank 1 on n0 does not answer" in text
-    assert "199 ranks in all do not answer: 1-199" in text
+    assert "1999 ranks in all do not answer: 1-1999" in text
 
 
 def test_what_is_told_to_thousands_is_short():
@@ -75,6 +75,6 @@ def test_a_watcher_that_finds_no_store_at_first_tries_again():
     watcher = Watcher(Board(0, ["a", "b"], store, connect))
     watcher.start()
     watcher.board.post(store, "closed", [0])
-    watcher.join(5)
+    watcher.join(120)
     assert not watcher.is_alive()
     assert (watcher.lost, len(tries)) == (True, 2)

@@ -73,8 +73,8 @@ def test_many_set_ups_with_a_model_that_outlives_the_group(ranks):
         import faulthandler
         kept = None
         for i in range(40):
-            faulthandler.dump_traceback_later(20, exit=True)
-            setup_torch(timeout=15)
+            faulthandler.dump_traceback_later(120, exit=True)
+            setup_torch(timeout=120)
             model = wrap_model(torch.nn.Linear(4, 4))
             model(torch.rand(2, 4)).sum().backward()
             all_reduce(1)

@@ -11,7 +11,7 @@ BEGIN = """
     import logging, signal, threading, time
     from ezpz_dist._checkpoints.signal import SnapshotOnSignal
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    rank, n = setup_torch(timeout=20), int(os.environ.get("WORLD_SIZE", 1))
+    rank, n = setup_torch(timeout=120), int(os.environ.get("WORLD_SIZE", 1))
     saved = lambda step: print("saved", step, flush=True)
     def send(name):
         os.kill(os.getpid(), getattr(signal, name))
@@ -102,7 +102,7 @@ def test_undisturbed_it_sends_nothing_and_puts_handlers_back(ranks):
         assert os.waitstatus_to_exitcode(os.wait()[1]) == -signal.SIGTERM
     assert signal.getsignal(signal.SIGUSR1) is handler
     assert signal.getsignal(signal.SIGTERM) is before
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while "ezpz-snapshot" in {thread.name for thread in threading.enumerate()}:
         assert time.monotonic() < deadline, "its thread ends with it"
     send("SIGUSR1")
@@ -191,7 +191,7 @@ def test_it_gives_up_after_a_while_and_says_where_it_stands(ranks):
             snapshot.step(step)
     """,
         check=False,
-        timeout=20,
+        timeout=120,
     )
     assert [code for code, _, _ in done] == [124, 124], done
     text = "".join(err for _, _, err in done)

@@ -201,7 +201,7 @@ refused("dtype='bf16' without use_fsdp; expected it with FSDP only", wrap_model,
         use_fsdp=not odd, dtype="bf16")
 refused("parameter 0 is float32 [2] there, and float32 [4, 4] on rank 0",
         wrap_optimizer_for_zero1, torch.optim.SGD, list(net().parameters())[:: -1 if odd else 1])
-assert time.monotonic() - start < 30
+assert time.monotonic() - start < 150
 # And after all this the ranks are still together.
 assert wrap_model_for_ddp(net())(torch.ones(1, 4)).shape == (1, 2)
 cleanup()

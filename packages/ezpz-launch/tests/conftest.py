@@ -45,7 +45,7 @@ def launch(clean_env, mpiexec, tmp_path):
     reports = tmp_path / "reports"
     reports.mkdir()
 
-    def run(*words, env=None, timeout=60, **kwargs):
+    def run(*words, env=None, timeout=180, **kwargs):
         return subprocess.run(
             [sys.executable, "-m", "ezpz_launch", *words],
             env={**clean_env, "TMPDIR": str(reports), **(env or {})},

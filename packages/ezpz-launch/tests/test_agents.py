@@ -37,7 +37,7 @@ class Side:
         )
         self.is_open = True
 
-    def serve(self, timeout=50):
+    def serve(self, timeout=120):
         ready = self.poll.poll(timeout)
         for fd, _ in ready:
             self.agents.handle(fd)
@@ -53,7 +53,7 @@ class Side:
         return host.strip("[]"), int(port)
 
     def connect(self):
-        return socket.create_connection(self.address, timeout=20)
+        return socket.create_connection(self.address, timeout=120)
 
     def challenged(self):
         """A connection, and what it is challenged with."""
@@ -106,7 +106,7 @@ def agent(side, until):
             [sys.executable, "-I", "-S", ezpz_launch._running.node.__file__, str(node)],
             env={**os.environ, "EZPZ_CONTROL": control.value()},
             check=True,
-            timeout=20,
+            timeout=120,
         )
         if wait:
             until(lambda: side.serve() and node in side.greeted)
@@ -125,7 +125,7 @@ def rank(process):
 def served(side, until, child):
     """Serve until a process has ended, and return its exit status."""
     until(lambda: (side.is_open and side.serve()) or child.poll() is not None)
-    return child.wait(20)
+    return child.wait(120)
 
 
 def test_orders_reach_the_ranks(side, agent, rank):
@@ -133,7 +133,7 @@ def test_orders_reach_the_ranks(side, agent, rank):
     agent()
     side.agents.send(0, f"start 0 {child.pid}")
     side.agents.send(0, f"signal {signal.SIGTERM.value}")
-    assert child.wait(20) == -signal.SIGTERM
+    assert child.wait(120) == -signal.SIGTERM
     assert side.agents.is_reached(0)
     assert not side.agents.is_reached(1)
     side.agents.send(1, "kill")  # nobody there: no harm
@@ -145,8 +145,8 @@ def test_a_connection_that_ends_without_farewell_kills(side, agent, rank):
     side.agents.send(0, f"start 0 {child.pid}")
     for fd in list(side.agents._connections):
         side.agents._drop(fd)  # as when ezpz-launch is killed
-    assert child.wait(20) == -signal.SIGKILL
-    assert marked.wait(20) == -signal.SIGKILL
+    assert child.wait(120) == -signal.SIGKILL
+    assert marked.wait(120) == -signal.SIGKILL
 
 
 def test_a_connection_that_is_reset_kills(side, agent, rank, until):
@@ -159,7 +159,7 @@ def test_a_connection_that_is_reset_kills(side, agent, rank, until):
     for connection in side.agents._connections.values():
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     side.close(farewell=False)
-    assert child.wait(20) == -signal.SIGKILL
+    assert child.wait(120) == -signal.SIGKILL
 
 
 def test_after_a_farewell_nothing_is_killed(side, agent, rank, process, until):
@@ -177,7 +177,7 @@ def test_after_a_farewell_nothing_is_killed(side, agent, rank, process, until):
 
 
 def test_an_agent_answers_with_stacks(side, agent, process, until, tmp_path):
-    script = "import time; print('ready', flush=True); time.sleep(60)"
+    script = "import time; print('ready', flush=True); time.sleep(600)"
     command = f'"{sys.executable}" -c "{script}"; exit 7'
     shell = process("sh", "-c", command, stdout=-1, env={**os.environ, "PYTHONFAULTHANDLER": "1"},
                     stderr=-1)  # fmt: skip
@@ -189,7 +189,7 @@ def test_an_agent_answers_with_stacks(side, agent, process, until, tmp_path):
     ((node, text),) = side.stacks
     assert node == 2
     if not text:  # no py-spy here, or it may not look: the rank has said it itself
-        assert b"most recent call first" in shell.communicate(timeout=20)[1]
+        assert b"most recent call first" in shell.communicate(timeout=120)[1]
     else:
         assert b"rank 5:" in text
 
@@ -320,7 +320,7 @@ def test_the_agent_outlives_signals_and_holds_no_pipe(side, agent, rank):
         side.serve()
     side.agents.send(0, f"start 0 {child.pid}")
     side.close(farewell=False)
-    assert child.wait(20) == -signal.SIGKILL
+    assert child.wait(120) == -signal.SIGKILL
 
 
 def test_an_agent_that_is_gone_before_it_is_welcome(side, until):
@@ -362,10 +362,10 @@ def test_more_agents_than_files_may_be_open(side, until):
 @pytest.mark.parametrize("who", ["shim", "launcher"])
 def test_an_agent_tells_of_ranks_that_are_lost(side, agent, process, until, who):
     env = {**os.environ, "EZPZ_LAUNCH_ID": side.id, "EZPZ_RANK": "5"}
-    script = "sh -c 'sleep 60; true' >&2 & echo $!; wait"
+    script = "sh -c 'sleep 600; true' >&2 & echo $!; wait"
     launcher = process("sh", "-c", script, stdout=-1, env=env)
     shim = int(launcher.stdout.readline())
-    well = process("sh", "-c", "sleep 60; true", env={**env, "EZPZ_RANK": "4"})
+    well = process("sh", "-c", "sleep 600; true", env={**env, "EZPZ_RANK": "4"})
     agent(node=2)
     side.agents.send(2, f"start 4 {well.pid}")
     side.agents.send(2, f"start 5 {shim}")

@@ -97,7 +97,7 @@ def test_a_signal_during_the_pause_ends_it(background, clean_env, after):
             break
     time.sleep(after)
     launch.terminate()
-    assert launch.wait(20) == 143
+    assert launch.wait(120) == 143
     assert b"retry 3" not in launch.stderr.read()
     words = [sys.executable, "-m", "ezpz_launch", "history", "--json"]
     told = subprocess.run(words, env=clean_env, capture_output=True, check=True)
@@ -349,11 +349,11 @@ def test_a_port_that_a_rank_finds_taken_ends_the_run(clean_env):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_launch_that_was_told_to_end_is_not_tried_again(background, tmp_path, until, number):
-    script = f"touch {tmp_path}/$EZPZ_ATTEMPT; exec sleep 60"
+    script = f"touch {tmp_path}/$EZPZ_ATTEMPT; exec sleep 600"
     launch = background("-n", "1", "--retries", "3", "sh", "-c", script, stderr=-1)
     until((tmp_path / "0").exists)
     launch.send_signal(number)
-    assert launch.wait(20) == 128 + number
+    assert launch.wait(120) == 128 + number
     assert not (tmp_path / "1").exists()
 
 

@@ -30,7 +30,7 @@ def test_a_command_that_hangs_is_ended(tmp_path):
     program(script, f"echo begun; sleep 1000 & echo $! > {tmp_path}/pid; wait")
     begun = time.monotonic()
     ended = run([str(script)], os.environ, 0.5)
-    assert time.monotonic() - begun < 30
+    assert time.monotonic() - begun < 120
     assert (ended.status, ended.stdout) == (None, "begun\n")
     os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
 

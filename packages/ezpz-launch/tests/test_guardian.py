@@ -37,7 +37,7 @@ def guarded(process):
     """Start a process with a guardian; return it and what it guards."""
     known = []
 
-    def start(launcher="sleep 60 & wait"):
+    def start(launcher="sleep 600 & wait"):
         parent = process(sys.executable, "-c", GUARDED, launcher, stdin=-1, stdout=-1)
         known.extend(map(int, parent.stdout.readline().split()))
         return parent, known[:3], known[3]
@@ -48,7 +48,9 @@ def guarded(process):
 
 
 @pytest.mark.parametrize(
-    "launcher", ["sleep 60 & wait", "trap '' TERM; sleep 60; sleep 60"], ids=["", "deaf launcher"]
+    "launcher",
+    ["sleep 600 & wait", "trap '' TERM; sleep 600; sleep 600"],
+    ids=["", "deaf launcher"],
 )
 def test_kill_9_of_the_parent_ends_ranks_and_launcher(guarded, until, launcher):
     parent, pids, guardian = guarded(launcher)
@@ -60,7 +62,7 @@ def test_kill_9_of_the_parent_ends_ranks_and_launcher(guarded, until, launcher):
 
 def test_a_launcher_is_first_asked_to_end(guarded, until, tmp_path):
     path = tmp_path / "asked"
-    parent, pids, _ = guarded(f"trap 'echo yes >{path}; exit' TERM; sleep 60 & wait")
+    parent, pids, _ = guarded(f"trap 'echo yes >{path}; exit' TERM; sleep 600 & wait")
     parent.kill()
     until(lambda: not any(map(is_running, pids)))
     assert path.read_text() == "yes\n"
@@ -74,7 +76,7 @@ def test_dismissed_it_ends_and_harms_nobody(guarded, until):
     until(lambda: not is_running(guardian))
     assert all(map(is_running, pids))
     parent.kill()
-    parent.wait(20)
+    parent.wait(120)
     assert all(map(is_running, pids))
 
 
@@ -104,7 +106,7 @@ def _ignores(pid, number):
 
 
 def test_kill_9_of_ezpz_launch(background, until, tmp_path):
-    script = f"echo $$ >{tmp_path}/$RANK.new; mv {tmp_path}/$RANK.new {tmp_path}/$RANK; sleep 60"
+    script = f"echo $$ >{tmp_path}/$RANK.new; mv {tmp_path}/$RANK.new {tmp_path}/$RANK; sleep 600"
     launch = background("-n", "2", "sh", "-c", f"{script}; true", stdout=-1, stderr=-1)
     until(lambda: len([path for path in tmp_path.iterdir() if path.suffix != ".new"]) == 2)
     pids = [int(path.read_text()) for path in tmp_path.iterdir()]

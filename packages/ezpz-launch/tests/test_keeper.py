@@ -23,12 +23,12 @@ def test_ids_sort_by_time_and_are_unique():
 
 
 def test_a_launch_that_was_killed_never_ended(background, clean_env, until, tmp_path):
-    launch = background("-n", "1", "sh", "-c", f"touch {tmp_path}/started; sleep 60")
+    launch = background("-n", "1", "sh", "-c", f"touch {tmp_path}/started; sleep 600")
     until((tmp_path / "started").exists)
     (record,) = until(lambda: history(clean_env))
     assert (record["state"], record["exit_status"]) == ("running", None)
     launch.kill()
-    launch.wait(20)
+    launch.wait(120)
     (record,) = history(clean_env)
     assert (record["state"], record["end"]) == ("never ended", None)
 

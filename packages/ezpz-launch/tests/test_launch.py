@@ -114,16 +114,16 @@ def test_statuses_are_not_mixed(launch):
 
 
 def test_survivors_are_ended(launch):
-    code = "import sys, os, time; os.environ['RANK'] == '1' and sys.exit(3); time.sleep(60)"
+    code = "import sys, os, time; os.environ['RANK'] == '1' and sys.exit(3); time.sleep(600)"
     began = time.monotonic()
     done = launch("-n", "2", sys.executable, "-c", code)
     assert done.returncode == 3
     assert "ending the other ranks" in done.stderr
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 120
 
 
 def test_kill_9_of_a_rank(launch):
-    code = "import os, time; os.environ['RANK'] == '1' and os.kill(os.getpid(), 9); time.sleep(60)"
+    code = "import os, time; os.environ['RANK'] == '1' and os.kill(os.getpid(), 9); time.sleep(600)"
     done = launch("-n", "2", sys.executable, "-c", code)
     assert done.returncode == 137
     assert "rank 1 on" in done.stderr
@@ -133,7 +133,7 @@ def test_kill_9_of_a_rank(launch):
 WAIT = """
 import os, pathlib, sys, time
 pathlib.Path(sys.argv[1], os.environ["RANK"]).write_text(str(os.getpid()))
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -150,7 +150,7 @@ def test_a_signal_ends_every_rank(clean_env, mpiexec, tmp_path, number, status):
     try:
         pids = pids_of_two_ranks(tmp_path)
         process.send_signal(number)
-        assert process.wait(timeout=30) == status
+        assert process.wait(timeout=120) == status
     finally:
         process.kill()
         process.communicate()
@@ -201,7 +201,7 @@ def test_a_folder_that_is_gone_is_told_in_one_line(clean_env, mpiexec, tmp_path)
 
 def all_gone(pids):
     """Whether they end soon: what was killed is there until somebody reaps it."""
-    end = time.monotonic() + 5
+    end = time.monotonic() + 120
     while any(is_running(pid) for pid in pids):
         if time.monotonic() > end:
             return False
@@ -224,7 +224,7 @@ def test_nohup_is_respected(clean_env, mpiexec, tmp_path):
         assert process.poll() is None
         assert all(is_running(pid) for pid in pids)
         process.terminate()
-        assert process.wait(timeout=30) == 143
+        assert process.wait(timeout=120) == 143
     finally:
         process.kill()
         process.communicate()

@@ -187,7 +187,7 @@ def four(background, tmp_path, until):
     """Start two launches of two ranks each in another; return it and the four ranks' pids."""
     folder = tmp_path / "pids"
     folder.mkdir()
-    script = f"echo $$ >{folder}/$$.new && mv {folder}/$$.new {folder}/$$ && exec sleep 60"
+    script = f"echo $$ >{folder}/$$.new && mv {folder}/$$.new {folder}/$$ && exec sleep 600"
 
     def ready():
         return len(list(folder.glob("*[0-9]"))) == 4
@@ -207,7 +207,7 @@ def four(background, tmp_path, until):
 def test_sigterm_ends_all_of_it(four, until):
     outer, pids = four()
     outer.send_signal(signal.SIGTERM)
-    assert outer.wait(30) == 143
+    assert outer.wait(120) == 143
     until(lambda: not any(map(is_running, pids)))
 
 

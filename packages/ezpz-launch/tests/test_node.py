@@ -16,7 +16,7 @@ def test_orders(process):
     assert obey(ranks, ["signal", "0"]) == b""
     assert child.poll() is None
     assert obey(ranks, ["signal", "15"]) == b""
-    assert child.wait(20) == -signal.SIGTERM
+    assert child.wait(120) == -signal.SIGTERM
     assert obey(ranks, ["end", "3"]) == b""
     assert ranks.pid(3) is None
     assert obey(ranks, ["left"]) == b"stacks 0\n"

@@ -16,7 +16,7 @@ COUNTS = (
     "import signal, sys, time\n"
     "signal.signal(signal.SIGUSR1, lambda *_: print('heard', flush=True))\n"
     "print('ready', flush=True)\n"
-    "while True: time.sleep(60)\n"
+    "while True: time.sleep(600)\n"
 )
 
 
@@ -38,11 +38,11 @@ def rank(process):
 
 
 def test_the_whole_group_of_a_rank_is_signalled(process, ranks, until):
-    shell = process("sh", "-c", "sleep 60 & echo $!; wait", stdout=-1)
+    shell = process("sh", "-c", "sleep 600 & echo $!; wait", stdout=-1)
     child = int(shell.stdout.readline())
     ranks.started(0, shell.pid)
     ranks.signal(signal.SIGTERM)
-    assert shell.wait(20) == -signal.SIGTERM
+    assert shell.wait(120) == -signal.SIGTERM
     until(lambda: not is_running(child))
 
 
@@ -69,7 +69,7 @@ def test_our_own_group_is_never_signalled(process, ranks):
         # as a launcher that leads the group in which we are would be
         ranks._leaders.add(os.getpgrp())
         ranks.signal(signal.SIGUSR1)
-        assert child.wait(20) == -signal.SIGUSR1
+        assert child.wait(120) == -signal.SIGUSR1
     finally:
         signal.signal(signal.SIGUSR1, previous)
     assert heard == []
@@ -80,7 +80,7 @@ def test_a_group_that_no_rank_leads_is_not_signalled(process, rank, ranks):
     child = rank(process_group=launcher.pid)
     ranks.started(0, child.pid)
     ranks.signal(signal.SIGTERM)
-    assert child.wait(20) == -signal.SIGTERM
+    assert child.wait(120) == -signal.SIGTERM
     assert launcher.poll() is None
 
 
@@ -91,7 +91,7 @@ def test_a_rank_that_has_ended_is_not_signalled(rank, ranks):
     ranks.ended(0)
     assert (ranks.pid(0), ranks.pid(1)) == (None, runs.pid)
     ranks.signal(signal.SIGTERM)
-    assert runs.wait(20) == -signal.SIGTERM
+    assert runs.wait(120) == -signal.SIGTERM
     assert ended.poll() is None
 
 
@@ -108,7 +108,7 @@ def test_another_process_of_that_number_is_not_signalled(process, ranks):
 
 def test_a_process_that_was_gone_when_it_was_reported(process, ranks):
     child = process("true")
-    child.wait(20)
+    child.wait(120)
     ranks.started(0, child.pid)
     ranks.signal(signal.SIGTERM)
     ranks.kill()
@@ -116,11 +116,11 @@ def test_a_process_that_was_gone_when_it_was_reported(process, ranks):
 
 
 def test_what_a_rank_leaves_in_its_group_is_signalled(process, ranks, until):
-    shell = process("sh", "-c", "sleep 60 & echo $!; read line", stdout=-1, stdin=-1)
+    shell = process("sh", "-c", "sleep 600 & echo $!; read line", stdout=-1, stdin=-1)
     child = int(shell.stdout.readline())
     ranks.started(0, shell.pid)
     shell.stdin.close()
-    shell.wait(20)
+    shell.wait(120)
     ranks.signal(signal.SIGTERM)
     until(lambda: not is_running(child))
 
@@ -133,17 +133,17 @@ def test_what_left_its_group_is_killed_by_its_mark(process, ranks):
     ours, others = marked(ID), [marked(ID + "1"), marked("x" + ID), marked("")]
     plain = process("sleep", "60", env={**os.environ, "OTHER": f"EZPZ_LAUNCH_ID={ID}"})
     ranks.kill()
-    assert ours.wait(20) == -signal.SIGKILL
+    assert ours.wait(120) == -signal.SIGKILL
     assert [child.poll() for child in (*others, plain)] == [None] * 4
 
 
 def test_release_signals_the_shim_alone(process, ranks):
-    shell = process("sh", "-c", "trap 'exit 7' TERM; sleep 60 & echo $!; wait", stdout=-1)
+    shell = process("sh", "-c", "trap 'exit 7' TERM; sleep 600 & echo $!; wait", stdout=-1)
     child = int(shell.stdout.readline())
     ranks.started(0, shell.pid)
     ranks.ended(0)
     ranks.release(shell.pid)
-    assert shell.wait(20) == 7
+    assert shell.wait(120) == 7
     assert is_running(child)
 
 
@@ -154,7 +154,7 @@ def test_a_name_like_the_end_of_a_name(process, ranks, tmp_path):
     assert is_running(child.pid)
     ranks.started(0, child.pid)
     ranks.signal(signal.SIGTERM)
-    assert child.wait(20) == -signal.SIGTERM
+    assert child.wait(120) == -signal.SIGTERM
 
 
 def test_what_is_only_waited_for_does_not_run(process, until):
@@ -175,7 +175,7 @@ def test_a_mark_is_found_fast(ranks):
 def shim(process):
     """Start a shell that stays, as the rank shim does, and goes on after its command."""
 
-    def start(script="echo ready; sleep 60", rank=0, then="true", **options):
+    def start(script="echo ready; sleep 600", rank=0, then="true", **options):
         env = {**os.environ, "EZPZ_LAUNCH_ID": ID, "EZPZ_RANK": str(rank)}
         child = process(
             "sh", "-c", f"(exec sh -c '{script}; :'); {then}", env=env, stdout=-1, **options
@@ -191,7 +191,7 @@ ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /p
 
 def kill_and_reap(child):
     child.kill()
-    child.wait(20)
+    child.wait(120)
 
 
 @ON_LINUX
@@ -240,20 +240,20 @@ def test_a_shim_that_was_killed_before_its_command_was_seen(shim, ranks):
 @ON_LINUX
 @pytest.mark.parametrize("is_seen", [True, False])
 def test_a_rank_that_ended_with_its_shim_is_not_lost(shim, ranks, until, is_seen):
-    child = shim("echo ready; echo $$; exec sleep 60")
+    child = shim("echo ready; echo $$; exec sleep 600")
     command = int(child.stdout.readline())
     ranks.started(0, child.pid)
     if is_seen:
         assert ranks.lost() == []
     os.killpg(child.pid, signal.SIGKILL)
-    child.wait(20)
+    child.wait(120)
     until(lambda: not is_running(command))
     assert [ranks.lost() for _ in range(3)] == [[], [], []]
 
 
 @ON_LINUX
 def test_a_rank_whose_shim_waits_to_be_released_is_not_lost(shim, ranks):
-    child = shim("echo ready", then="echo ended; sleep 60; true")
+    child = shim("echo ready", then="echo ended; sleep 600; true")
     ranks.started(0, child.pid)
     assert child.stdout.readline() == b"ended\n"
     assert ranks.lost() == []
@@ -265,7 +265,7 @@ def test_a_rank_whose_shim_waits_to_be_released_is_not_lost(shim, ranks):
 @ON_LINUX
 def test_what_a_shim_runs_before_the_command_is_not_taken_for_it(shim, ranks, until):
     # as `uname -n` is, of --prefix
-    child = shim("echo ready; read line", then="echo next; sleep 60; true", stdin=-1)
+    child = shim("echo ready; read line", then="echo next; sleep 600; true", stdin=-1)
     ranks.started(0, child.pid)
     assert ranks.lost() == []
     child.stdin.write(b"\n")
@@ -292,7 +292,7 @@ def orphan(process):
     """Start a launcher with one shim, and return both."""
 
     def start():
-        script = "sh -c 'sleep 60; true' >&2 & echo $!; wait"
+        script = "sh -c 'sleep 600; true' >&2 & echo $!; wait"
         launcher = process("sh", "-c", script, stdout=-1)
         return launcher, int(launcher.stdout.readline())
 

@@ -55,7 +55,7 @@ def open_files():
 
 
 def test_it_has_a_session_of_its_own(launcher):
-    one = launcher("sh", "-c", "echo ready; sleep 60; true")
+    one = launcher("sh", "-c", "echo ready; sleep 600; true")
     assert line(one.stdout) == "ready"
     assert os.getsid(one.pid) == os.getpgid(one.pid) == one.pid
     assert os.getsid(one.pid) != os.getsid(0)
@@ -119,7 +119,7 @@ def test_what_cannot_be_started_leaves_nothing_open(words, why):
 
 
 def test_its_end_is_asked_for_first(launcher, until):
-    one = launcher("sh", "-c", "trap 'exit 5' TERM; sleep 60 & echo $!; wait")
+    one = launcher("sh", "-c", "trap 'exit 5' TERM; sleep 600 & echo $!; wait")
     child = int(line(one.stdout))
     # before it has become its program it may hear nothing
     until(lambda: Path(f"/proc/{child}/comm").read_text() == "sleep\n")
@@ -143,7 +143,7 @@ def test_the_second_time_it_is_killed(launcher, until):
 
 
 def test_what_it_left_in_its_group_is_killed(launcher, until):
-    one = launcher("sh", "-c", "sleep 60 & echo $!")
+    one = launcher("sh", "-c", "sleep 600 & echo $!")
     child = int(line(one.stdout))
     until(lambda: one.poll() is not None)
     assert is_running(child)
@@ -153,7 +153,7 @@ def test_what_it_left_in_its_group_is_killed(launcher, until):
 
 def test_a_signal_to_pass_on_is_for_itself_alone(launcher, until):
     # `sleep` would die of it
-    one = launcher("sh", "-c", "trap 'echo heard' USR1; sleep 60 & echo $!; wait; wait")
+    one = launcher("sh", "-c", "trap 'echo heard' USR1; sleep 600 & echo $!; wait; wait")
     child = int(line(one.stdout))
     one.pass_on(signal.SIGUSR1)
     assert line(one.stdout) == "heard"

@@ -114,7 +114,7 @@ def test_a_progress_bar_that_takes_its_time():
             assert text_until(process.stdout, shown) == shown
             process.stdin.write(b"\n")
             process.stdin.flush()
-        assert process.wait(timeout=20) == 0
+        assert process.wait(timeout=120) == 0
         process.stdin.close()
 
 
@@ -229,7 +229,7 @@ def test_a_terminal_that_is_gone_does_not_stop_the_command(tmp_path, options):
     options = [*options, "--files", str(tmp_path)]
     with running(*python(code), options=options) as process:
         process.stdout.close()
-        assert process.wait(timeout=30) == 5
+        assert process.wait(timeout=120) == 5
     assert (tmp_path / "rank-3.out").read_bytes() == b"line\n" * 200000
 
 
@@ -250,7 +250,7 @@ def test_a_command_that_closes_its_output_and_goes_on():
     assert pump("sh", "-c", "exec >&- 2>&-; sleep 0.3; exit 6").returncode == 6
 
 
-@pytest.mark.parametrize("leftover", ["sleep 60", "yes", "exec 2>&-; sleep 60"])
+@pytest.mark.parametrize("leftover", ["sleep 600", "yes", "exec 2>&-; sleep 600"])
 def test_a_child_that_keeps_the_pipe_open_is_not_waited_for(tmp_path, leftover):
     path = tmp_path / "pid"
     script = f"({leftover}) & echo $! >{path}; echo said; exit 4"
@@ -258,9 +258,9 @@ def test_a_child_that_keeps_the_pipe_open_is_not_waited_for(tmp_path, leftover):
     with running("sh", "-c", script) as process:
         with open(process.stdout.fileno(), "rb", closefd=False) as file:
             seen = file.read()
-        assert process.wait(timeout=30) == 4
+        assert process.wait(timeout=120) == 4
     assert HEAD + b"said\n" in seen
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 120
 
 
 def test_output_written_last_is_not_lost_to_a_slow_reader():
@@ -269,7 +269,7 @@ def test_output_written_last_is_not_lost_to_a_slow_reader():
         time.sleep(1.5)  # longer than what is waited for after the command's end
         with open(process.stdout.fileno(), "rb", closefd=False) as file:
             assert file.read() == b"line\n" * 12000
-        assert process.wait(timeout=20) == 0
+        assert process.wait(timeout=120) == 0
 
 
 # signals
@@ -282,7 +282,7 @@ def end(number, frame):
 for number in (1, 2, 3, 15, signal.SIGUSR1, signal.SIGUSR2):
     signal.signal(number, end)
 os.write(1, b"ready\\n")
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -293,7 +293,7 @@ def test_a_signal_to_the_group_is_the_commands(name):
         text_until(process.stdout, b"ready\n")
         os.killpg(process.pid, number)
         assert text_until(process.stdout, b"\n") == HEAD + b"got %d\n" % number
-        assert process.wait(timeout=20) == 9
+        assert process.wait(timeout=120) == 9
 
 
 SHOW = """
@@ -316,11 +316,11 @@ def test_what_was_ignored_stays_ignored_and_nothing_else(ignored):
 
 @ON_LINUX
 def test_a_killed_pump_takes_the_command_with_it():
-    code = "import os, time; os.write(1, b'%d\\n' % os.getpid()); time.sleep(60)"
+    code = "import os, time; os.write(1, b'%d\\n' % os.getpid()); time.sleep(600)"
     with running(*python(code)) as process:
         pid = int(text_until(process.stdout, b"\n").removeprefix(HEAD))
         process.kill()
-        end = time.monotonic() + 10
+        end = time.monotonic() + 120
         while is_running(pid):
             assert time.monotonic() < end, "the command goes on"
             time.sleep(0.02)

@@ -214,7 +214,7 @@ def test_a_rank_that_failed_waits_to_be_released(held, until):
     assert (found[1], own) == (("end", 1, 3), b"own\n")
     assert shim.poll() is None
     until(lambda: shim.terminate() or shim.poll() is not None)
-    assert (shim.wait(20), reports(shim.stderr.read())[1]) == (3, b"")
+    assert (shim.wait(120), reports(shim.stderr.read())[1]) == (3, b"")
 
 
 @pytest.mark.parametrize("number", [9, 15])
@@ -224,7 +224,7 @@ def test_a_rank_that_was_killed_is_held_and_the_shell_says_nothing(held, until, 
     assert (found[1], own) == (("end", 1, 128 + number), b"")
     until(lambda: shim.terminate() or shim.poll() is not None)
     # zsh may report the end once more when it is interrupted
-    assert (shim.wait(20), reports(shim.stderr.read())[1]) == (128 + number, b"")
+    assert (shim.wait(120), reports(shim.stderr.read())[1]) == (128 + number, b"")
 
 
 @pytest.mark.parametrize(("word", "cause"), [("3", [("cause", 1, 3)]), ("x", []), ("", [])])
@@ -239,7 +239,7 @@ def test_the_hold_ends_by_itself(words):
     control = Control(ID, 1).value()
     done = subprocess.run(
         words("sh", "-c", "exit 3"), env={**environment(), "EZPZ_CONTROL": control},
-        capture_output=True, check=False, timeout=20,
+        capture_output=True, check=False, timeout=120,
     )  # fmt: skip
     assert done.returncode == 3
     assert reports(done.stderr)[1] == b""
@@ -258,7 +258,7 @@ def test_a_hold_that_is_killed_makes_no_noise(held, until):
     shim, _ = held("sh", "-c", "exit 3")
     (sleep,) = until(lambda: children(shim.pid))
     os.kill(sleep, signal.SIGKILL)  # as NodeRanks.kill does: it has our mark
-    assert shim.wait(20) == 3
+    assert shim.wait(120) == 3
     assert shim.stderr.read() == b""
 
 
@@ -269,12 +269,12 @@ def children(pid):
 
 def test_a_signal_to_the_group_is_the_commands(words, process):
     """The shim stays to see how the command ends."""
-    script = "trap 'echo heard; exit 7' USR1; echo ready; sleep 60 & wait"
+    script = "trap 'echo heard; exit 7' USR1; echo ready; sleep 600 & wait"
     shim = process(*words("sh", "-c", script), env=environment(), stdout=-1)
     assert shim.stdout.readline() == b"ready\n"
     os.killpg(shim.pid, signal.SIGUSR1)
     assert shim.stdout.readline() == b"heard\n"
-    assert shim.wait(20) == 7
+    assert shim.wait(120) == 7
 
 
 def test_attempt_job_and_progress(variables):
@@ -364,7 +364,7 @@ def test_files(shim, tmp_path):
 def test_a_folder_that_this_node_does_not_have(words, tmp_path):
     env = environment(files=str(tmp_path / "absent" / "logs"))
     env["EZPZ_CONTROL"] = env["EZPZ_CONTROL"].replace("\n10\n", "\n0\n", 1)
-    done = subprocess.run(words(*SAYS), env=env, capture_output=True, check=False, timeout=20)
+    done = subprocess.run(words(*SAYS), env=env, capture_output=True, check=False, timeout=120)
     made = (tmp_path / "absent" / "logs" / "rank-1.out").exists()
     assert made or b"absent" in done.stderr
 

@@ -103,5 +103,5 @@ def test_a_pause_is_not_ended_by_sigusr1():
 def test_a_group_that_is_gone(process):
     child = process("sleep", "60")
     signal_group(child.pid, signal.SIGTERM)
-    assert child.wait(20) == -signal.SIGTERM
+    assert child.wait(120) == -signal.SIGTERM
     signal_group(child.pid, signal.SIGTERM)

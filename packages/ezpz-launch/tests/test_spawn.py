@@ -80,7 +80,7 @@ def test_a_progress_bar_is_shown_before_its_line_ends(process):
     spawner.stdin.write(b"\n")
     spawner.stdin.flush()
     assert spawner.stdout.read() == b"\n"
-    assert spawner.wait(20) == 0
+    assert spawner.wait(120) == 0
 
 
 def test_ten_megabytes_without_a_line():
@@ -90,11 +90,11 @@ def test_ten_megabytes_without_a_line():
 
 
 def test_what_a_rank_leaves_in_the_background_does_not_hold_it(process, until):
-    script = "sleep 60 >/dev/null & echo $!; sleep 60 & echo $!; exit 4"
+    script = "sleep 600 >/dev/null & echo $!; sleep 600 & echo $!; exit 4"
     spawner = process(*SPAWNER, "-n", "1", "sh", "-c", script, stdout=-1)
     pids = [int(spawner.stdout.readline()) for _ in range(2)]
     try:
-        assert spawner.wait(20) == 4
+        assert spawner.wait(120) == 4
     finally:
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
@@ -106,18 +106,18 @@ def test_nobody_reads(process):
     spawner = process(*SPAWNER, "-n", "1", "sh", "-c", "seq 100000; exit 5", stdout=write)
     os.close(write)
     os.close(read)
-    assert spawner.wait(20) == 5
+    assert spawner.wait(120) == 5
 
 
 def test_sigterm_reaches_every_rank_and_what_it_started(process, until):
-    script = "trap 'echo bye; exit 9' TERM; sleep 60 & echo $!; wait"
+    script = "trap 'echo bye; exit 9' TERM; sleep 600 & echo $!; wait"
     spawner = process(*SPAWNER, "-n", "2", "sh", "-c", script, stdout=-1)
     pids = [int(spawner.stdout.readline()) for _ in range(2)]
     # a shell's child hears nothing until it has become its program
     until(lambda: all(Path(f"/proc/{pid}/comm").read_text() == "sleep\n" for pid in pids))
     spawner.terminate()
     assert spawner.stdout.read() == b"bye\n" * 2
-    assert spawner.wait(20) == 9
+    assert spawner.wait(120) == 9
     until(lambda: not any(map(is_running, pids)))
 
 

@@ -154,7 +154,7 @@ def test_following_a_live_run(tmp_path):
         time.sleep(0.001)
     history.close()
     stopped.set()  # asked only where there is nothing new
-    thread.join(20)
+    thread.join(120)
     assert [next(iter(line)) for line in seen] == ["ezpz_obs", *["step"] * 50, "event"]
 
 

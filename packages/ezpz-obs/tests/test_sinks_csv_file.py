@@ -102,7 +102,7 @@ def test_a_run_without_a_folder_is_told(caplog):
 def test_a_folder_that_is_removed_is_said(tmp_path, caplog):
     with History(tmp_path / "run", sinks=["csv"], summary=False) as history:
         history.record({"loss": 1})
-        until = time.monotonic() + 10
+        until = time.monotonic() + 120
         while not (tmp_path / "run" / "metrics.csv").exists():
             assert time.monotonic() < until
             time.sleep(0.05)

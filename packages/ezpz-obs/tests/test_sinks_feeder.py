@@ -109,13 +109,13 @@ def test_a_slow_one_loses_the_oldest_and_says_how_many(caplog, tmp_path):
 
     def wait():
         inside.set()
-        go_on.wait(60)
+        go_on.wait(300)
 
     sink = Keeping(write=wait)
     feeder = Feeder(sink, HEADER, tmp_path, capacity=100)
     given = records(1001)
     feeder.put(given[0])
-    assert inside.wait(10)
+    assert inside.wait(120)
     for record in given[1:]:
         feeder.put(record)
     go_on.set()
@@ -132,7 +132,7 @@ def test_one_that_hangs_is_left_behind(caplog, hang):
     sink.open_seconds = 0.3
     sink.abandon = abandoned.set
     feeder = Feeder(sink, HEADER, None)
-    assert abandoned.wait(10)
+    assert abandoned.wait(120)
     for record in records(1000):
         feeder.put(record)
     feeder.close(0.0)

@@ -233,7 +233,7 @@ def test_nobody_is_asked_on_a_terminal(clean, server, tmp_path, key):
     except OSError:  # the terminal is closed when the process has ended
         pass
     os.close(ours)
-    assert process.wait(30) == 0
+    assert process.wait(120) == 0
     assert b'"offline": true' in shown
     assert b"Enter your" not in shown
 

@@ -171,4 +171,4 @@ def test_the_longest_word_takes_no_time(unit):
     began = time.monotonic()
     redact([unit * (131_072 // len(unit))])
     # linear is a quarter of a second, quadratic a minute and more
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 30

@@ -316,6 +316,6 @@ def foreign_group():
 )
 def test_bad_input_is_one_clear_error_and_never_a_hang(bad, told):
     with pytest.raises((ezpz_tp.ParallelError, IndexError)) as info:
-        run_ranks(bad, 2, in_processes=True, initialize=False, timeout=20)
+        run_ranks(bad, 2, in_processes=True, initialize=False, timeout=120)
     assert re.search(told, str(info.value))
     assert "raised by rank" in "".join(info.value.__notes__)

@@ -16,7 +16,7 @@ folder, what, guilty = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 
 def load_batch():
     """Read what never comes."""
-    time.sleep(100)  # the line that hangs
+    time.sleep(600)  # the line that hangs
 
 
 if what == "lingers":
@@ -28,7 +28,7 @@ if what == "never-comes":
     if MPI.COMM_WORLD.rank == guilty:
         (folder / "time").write_text(repr(time.time()))
         load_batch()
-rank = ezpz_dist.setup_torch(timeout=2 if what == "never-comes" else 60)
+rank = ezpz_dist.setup_torch(timeout=2 if what == "never-comes" else 300)
 ezpz_dist.barrier()
 if rank == guilty:
     (folder / "time").write_text(repr(time.time()))

@@ -58,7 +58,7 @@ def test_a_live_run_is_followed_to_its_end(tmp_path):
         assert thread.is_alive()
     finally:
         history.close()
-        thread.join(30)
+        thread.join(120)
     assert not thread.is_alive()
     assert out.getvalue().splitlines()[-1].endswith("end: closed")
 

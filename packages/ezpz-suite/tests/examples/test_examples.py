@@ -130,10 +130,10 @@ def test_one_rank_is_enough(name, alone, tmp_path, capsys):
 def test_vit_counts_the_images_that_it_saw(alone, tmp_path):
     """In every step, the last of an epoch too: 1438 are no multiple of 64."""
     needs("vit")
-    run_here(alone, "vit", "--epochs=2", f"--outdir={tmp_path}")
+    run_here(alone, "vit", "--epochs=1", f"--outdir={tmp_path}")
     steps = [one for one in records(tmp_path) if "samples_per_s" in one]
     assert {round(one["samples_per_s"] * one["step_s"]) for one in steps} == {64}
-    assert len(steps) == 2 * (1438 // 64)
+    assert len(steps) == 1438 // 64
 
 
 @pytest.mark.parametrize("name", ["fsdp", "vit"])
