@@ -235,7 +235,7 @@ def test_an_mpi4py_that_takes_long_to_import_is_a_warning(tmp_path):
 
 def test_checks_that_hang_are_errors_and_the_whole_takes_five_seconds(probes, tmp_path):
     site = probes("well", "hangs", "hangs_in_c", "stops")
-    # Five seconds are promised, on a machine that has nothing else to do; a check hangs for an hour.
+    # Five seconds are promised, on an idle machine; a check hangs for an hour.
     begun = time.monotonic()
     done = doctor("--json", site=site, cwd=tmp_path)
     assert time.monotonic() - begun < 60
