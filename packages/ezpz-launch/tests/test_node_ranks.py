@@ -13,8 +13,8 @@ from ezpz_launch._running.proc import is_running
 
 ID = f"node-test.{os.getpid()}"  # a session beside this one must not meet ours
 COUNTS = (
-    "import signal, sys, time\n"
-    "signal.signal(signal.SIGUSR1, lambda *_: print('heard', flush=True))\n"
+    "import os, signal, time\n"
+    "signal.signal(signal.SIGUSR1, lambda *_: os.write(1, b'heard\\n'))\n"
     "print('ready', flush=True)\n"
     "while True: time.sleep(600)\n"
 )

@@ -16,8 +16,8 @@ from ezpz_launch._running.proc import is_running
 
 ID = f"nodes-test.{os.getpid()}"  # a session beside this one must not meet ours
 COUNTS = (
-    "import signal, time\n"
-    "signal.signal(signal.SIGUSR1, lambda *_: print('heard', flush=True))\n"
+    "import os, signal, time\n"
+    "signal.signal(signal.SIGUSR1, lambda *_: os.write(1, b'heard\\n'))\n"
     "print('ready', flush=True)\n"
     "while True: time.sleep(600)\n"
 )
@@ -41,10 +41,14 @@ class Others:
     """Two hosts with two ranks each, of which ours is the second, and an agent there."""
 
     def __init__(self, told):
+        # The agent of the test before may still look for what it is to kill.
+        self.id = f"{ID}.{os.urandom(4).hex()}"
         self.poll = select.poll()
         here = os.uname().nodename
         # the first is not looked up, and so takes no time: it has our name
-        self.nodes = OtherHosts([f"{here}.other", here], 2, ID, self.poll, told.append, timeout=15)
+        self.nodes = OtherHosts(
+            [f"{here}.other", here], 2, self.id, self.poll, told.append, timeout=15
+        )
 
     def serve(self):
         for fd, _ in self.poll.poll(50):
@@ -52,7 +56,7 @@ class Others:
         return True
 
     def start_agent(self, node=1):
-        control = Control(ID, 5, where=self.nodes.where(), secret=self.nodes.secret())
+        control = Control(self.id, 5, where=self.nodes.where(), secret=self.nodes.secret())
         subprocess.run(
             [sys.executable, "-I", "-S", ezpz_launch._running.node.__file__, str(node)],
             env={**os.environ, "EZPZ_CONTROL": control.value()},
@@ -222,7 +226,7 @@ def test_nodes_elsewhere_are_asked_where_their_ranks_are(others, told, until):
 @ON_LINUX
 def test_lost_ranks_elsewhere(others, process, until):
     nodes = others.nodes
-    env = {**os.environ, "EZPZ_LAUNCH_ID": ID, "EZPZ_RANK": "3"}
+    env = {**os.environ, "EZPZ_LAUNCH_ID": others.id, "EZPZ_RANK": "3"}
     shim = process("sh", "-c", "sleep 600 >&2 & echo ready; wait", stdout=-1, env=env)
     assert shim.stdout.readline() == b"ready\n"
     others.start_agent()
