@@ -157,3 +157,10 @@ def parametrized():
 
 def test_a_parametrized_layer_works_and_is_copied_with_its_attributes():
     assert run_ranks(parametrized, 2) == [((True, 0, 1), True)] * 2
+
+
+def test_what_megatrons_optimizers_ask_is_copied():
+    source, copy = torch.ones(2), torch.ones(2)
+    source.is_qkv, source.qkv_split_shapes, source.expert_tp = True, (2, 1, 1), True
+    copy_tensor_model_parallel_attributes(copy, source)
+    assert (copy.is_qkv, copy.qkv_split_shapes, copy.expert_tp) == (True, (2, 1, 1), True)

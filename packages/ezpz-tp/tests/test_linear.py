@@ -1,14 +1,24 @@
 """The linear layers: shapes, attributes, options, and errors that name the layer."""
 
 import copy
+import functools
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.nn import functional as F
 
 from ezpz_tp._errors import DegreeError, NotInitializedError, ParallelError
-from ezpz_tp._groups.default import get_state, use_state
+from ezpz_tp._groups.default import (
+    destroy_tensor_parallel,
+    get_state,
+    initialize_tensor_parallel,
+    use_state,
+)
+from ezpz_tp._layers.embedding import ParallelEmbedding, VocabParallelEmbedding
 from ezpz_tp._layers.linear import ColumnParallelLinear, RowParallelLinear
 from ezpz_tp.testing import counting, run_ranks
 
@@ -284,3 +294,100 @@ def test_a_state_does_not_outlive_its_block():
 
     assert run_ranks(inside, 2) == [2, 2]
     assert ColumnParallelLinear(4, 4).tp_size == 1
+
+
+def saved_and_loaded(folder):
+    rank = dist.get_rank()
+    initialize_tensor_parallel(2)
+    model = torch.nn.Sequential(
+        VocabParallelEmbedding(8, 4),
+        ColumnParallelLinear(4, 8, gather_output=False),
+        RowParallelLinear(8, 4, input_is_parallel=True),
+    )
+    ids = torch.arange(8)
+    expected = model(ids)
+    torch.save(model, f"{folder}/{rank}.pt")
+    dist.barrier()
+    found = torch.load(f"{folder}/{rank}.pt", weights_only=False)
+    assert torch.equal(found(ids), expected)
+    assert found[1].weight.tensor_model_parallel
+    assert found[1].tp_group is model[1].tp_group
+    assert copy.copy(model[1]).tp_group is model[1].tp_group
+    with pytest.raises(DegreeError, match=f"saved by rank {1 - rank} of 2 .* this is rank {rank}"):
+        torch.load(f"{folder}/{1 - rank}.pt", weights_only=False)
+    destroy_tensor_parallel()
+    with pytest.raises(NotInitializedError, match=r"call initialize_tensor_parallel\(2\) before"):
+        torch.load(f"{folder}/{rank}.pt", weights_only=False)
+
+
+def test_a_model_is_saved_whole_and_loaded_into_the_group_there_is(tmp_path):
+    run_ranks(saved_and_loaded, 2, tmp_path, in_processes=True, initialize=False)
+
+
+def dtensors():
+    mesh = init_device_mesh("cpu", (2,))
+    x = distribute_tensor(torch.ones(4, 8), mesh, [Replicate()])
+    for layer in (ColumnParallelLinear(8, 4), RowParallelLinear(8, 4)):
+        with pytest.raises(ParallelError, match=r"input is a DTensor, .*pass input.to_local\(\)"):
+            layer(x)
+    ids = distribute_tensor(torch.arange(4), mesh, [Replicate()])
+    for layer in (VocabParallelEmbedding(8, 4), ParallelEmbedding(8, 4)):
+        with pytest.raises(ParallelError, match="input is a DTensor"):
+            layer(ids)
+
+
+def test_a_dtensor_is_refused_with_what_to_do():
+    run_ranks(dtensors, 2, in_processes=True)
+
+
+def drawn_whole():
+    """Weights of layers that draw as fairscale's and torch's do, and what comes after."""
+    torch.manual_seed(3)
+    options = {"bias": False, "init": "whole"}
+    layers = (
+        ColumnParallelLinear(6, 8, stride=2, **options),
+        RowParallelLinear(8, 6, **options),
+        VocabParallelEmbedding(9, 4, init="whole"),
+        ParallelEmbedding(5, 4, init="whole"),
+        ColumnParallelLinear(6, 8, seed=5, **options),
+    )
+    return [layer.get_master_weight() for layer in layers], torch.rand(2)
+
+
+def test_a_weight_that_is_drawn_whole_is_fairscales():
+    torch.manual_seed(3)
+    expected = [
+        torch.nn.init.xavier_normal_(torch.empty(s)) for s in [(8, 6), (6, 8), (9, 4), (5, 4)]
+    ]
+    after = torch.rand(2)
+    torch.manual_seed(5)
+    expected.append(torch.nn.init.xavier_normal_(torch.empty(8, 6)))
+    for degree in (1, 2):
+        for weights, later in run_ranks(drawn_whole, degree, in_processes=True):
+            for found, weight in zip(weights, expected, strict=True):
+                assert torch.equal(found, weight)
+            assert torch.equal(later, after)
+
+
+def test_a_weight_that_is_drawn_whole_is_torchs():
+    torch.manual_seed(3)
+    plain = torch.nn.Linear(6, 8)
+    torch.manual_seed(3)
+    method = functools.partial(torch.nn.init.kaiming_uniform_, a=5**0.5)
+    assert torch.equal(
+        ColumnParallelLinear(6, 8, init_method=method, init="whole").weight, plain.weight
+    )
+    with pytest.raises(ValueError, match="init='all'; expected 'blocks' or 'whole'"):
+        ColumnParallelLinear(6, 8, init="all")
+
+
+def drawn_by_other_seeds():
+    torch.manual_seed(dist.get_rank())
+    return ColumnParallelLinear(6, 8, bias=False, init="whole").get_master_weight()
+
+
+def test_the_first_ranks_generator_decides():
+    torch.manual_seed(0)
+    expected = torch.nn.init.xavier_normal_(torch.empty(8, 6))
+    for found in run_ranks(drawn_by_other_seeds, 2, in_processes=True):
+        assert torch.equal(found, expected)

@@ -1,7 +1,13 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
 import torch.distributed as dist
 
-from ezpz_tp import mpu, parallel_state
+import ezpz_tp
+from ezpz_tp import mpu, parallel_state, tensor_parallel
 from ezpz_tp.model_parallel import initialize as fairscale
+from ezpz_tp.model_parallel_config import ModelParallelConfig
 from ezpz_tp.testing import run_ranks
 
 
@@ -76,3 +82,75 @@ def fairscales():
 
 def test_fairscales_names():
     run_ranks(fairscales, 4, in_processes=True, initialize=False)
+
+
+def code_for_megatron_mpu():
+    """As bigscience's and gpt-neox's models have it."""
+    assert mpu.is_unitialized()
+    mpu.initialize_model_parallel(2)
+    assert not mpu.is_unitialized()
+    mpu.model_parallel_cuda_manual_seed(5)
+    args = SimpleNamespace(params_dtype=torch.float64, sequence_parallel=False, use_mup=False)
+    embedding = mpu.VocabParallelEmbedding(8, 4, init_method=torch.nn.init.normal_)
+    up = mpu.ColumnParallelLinear(4, 8, gather_output=False, skip_bias_add=True)
+    down = mpu.RowParallelLinear(
+        neox_args=args,
+        input_size=8,
+        output_size=4,
+        input_is_parallel=True,
+        skip_bias_add=True,
+        parallel_output=False,
+        mup_rescale_parameters=True,
+    )
+    assert (up.input_size, up.output_size, up.output_size_per_partition) == (4, 8, 4)
+    assert down.weight.dtype == torch.float64
+    data = {"text": torch.arange(6).view(2, 3)} if dist.get_rank() == 0 else None
+    ids = mpu.broadcast_data(["text"], data, torch.int64)["text"]
+    hidden = embedding(ids)
+    inner, bias = up(hidden)
+    with mpu.get_cuda_rng_tracker().fork():
+        torch.rand(1)
+    output, _ = mpu.checkpoint(down, torch.relu(inner + bias).double())
+    plain, nothing = mpu.ColumnParallelLinear(4, mpu.divide(8, 2))(hidden)
+    assert plain.shape == (2, 3, 4)
+    assert nothing is None
+    halves = mpu.split_tensor_along_last_dim(output, 2)
+    both = mpu.gather_from_tensor_model_parallel_region(
+        mpu.scatter_to_model_parallel_region(output)
+    )
+    assert torch.equal(both, output)
+    assert torch.equal(torch.cat(halves, -1), output)
+    logits = mpu.copy_to_tensor_model_parallel_region(output.float())[..., :2]
+    mpu.vocab_parallel_cross_entropy(logits.contiguous(), ids % 4).sum().backward()
+    full = [layer.get_master_weight() for layer in (embedding, up, down)]
+    mpu.destroy_model_parallel()
+    expected = torch.relu(full[0][ids] @ full[1].T).double() @ full[2].T
+    torch.testing.assert_close(output.detach(), expected)
+    with pytest.raises(NotImplementedError, match="parallel_output=True is not supported"):
+        mpu.RowParallelLinear(8, 4, parallel_output=True)
+
+
+def test_code_for_megatron_mpu_runs_and_is_right():
+    run_ranks(code_for_megatron_mpu, 2, in_processes=True, initialize=False)
+
+
+def test_layers_of_every_dialect_are_instances():
+    config = ModelParallelConfig(use_cpu_initialization=True)
+    options = {"config": config, "init_method": torch.nn.init.normal_}
+    column, row = mpu.ColumnParallelLinear, mpu.RowParallelLinear
+    more = {"bias": True, "input_is_parallel": True, "skip_bias_add": True}
+    for layer, kind, other in (
+        (column(4, 4), column, row),
+        (ezpz_tp.ColumnParallelLinear(4, 4), column, row),
+        (tensor_parallel.ColumnParallelLinear(4, 4, **options), column, row),
+        (tensor_parallel.RowParallelLinear(4, 4, **more, **options), row, column),
+        (ezpz_tp.VocabParallelEmbedding(4, 4), mpu.VocabParallelEmbedding, row),
+    ):
+        assert isinstance(layer, kind)
+        assert not isinstance(layer, other)
+
+    class Own(column):
+        pass
+
+    assert isinstance(Own(4, 4), column)
+    assert not isinstance(column(4, 4), Own)

@@ -1,3 +1,4 @@
+import importlib
 import io
 
 import pytest
@@ -336,3 +337,21 @@ def test_a_seed_without_room_for_the_ranks_own_changes_nothing():
     with pytest.raises(ValueError, match=r"seed 18446744073709551615; expected 0 to 2\*\*62 - 1"):
         seed_model_parallel(2**64 - 1, tracker=tracker)
     assert set(tracker.get_states()) == {"a"}
+
+
+@pytest.mark.parametrize("accelerator", [True, False])
+@pytest.mark.parametrize("dialect", ["tensor_parallel.random", "model_parallel.random", "mpu"])
+def test_megatrons_seed_leaves_the_cpus_stream_where_an_accelerator_is(
+    dialect, accelerator, monkeypatch
+):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: accelerator)
+    seed = importlib.import_module(f"ezpz_tp.{dialect}").model_parallel_cuda_manual_seed
+    try:
+        torch.manual_seed(42)
+        seed(7)
+        drawn = torch.rand(3)
+        assert torch.equal(drawn, seeded(42 if accelerator else 7, 3))
+        with get_rng_tracker().fork():
+            assert torch.equal(torch.rand(3), seeded(7 + 2718, 3))
+    finally:
+        get_rng_tracker().reset()

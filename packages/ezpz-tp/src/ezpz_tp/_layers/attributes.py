@@ -34,7 +34,9 @@ from ezpz_tp._groups.default import tensor_group
 _GTP = ("is_gtp_weight_remat", "allreduce", "gtp_replica_group", "pad_length")
 _DEFAULTS = {"tensor_model_parallel": False, "partition_dim": -1, "partition_stride": 1}
 _WHOLE = ("full_shape", "partition_blocks", "partition_padded")
-_ALL = (*_DEFAULTS, *_WHOLE, "sequence_parallel", "allreduce", "shared")
+# Megatron-LM's optimizers ask how queries, keys and values are stacked, and whose experts' it is.
+_OTHERS = ("sequence_parallel", "allreduce", "shared", "is_qkv", "qkv_split_shapes", "expert_tp")
+_ALL = (*_DEFAULTS, *_WHOLE, *_OTHERS)
 
 
 def set_tensor_model_parallel_attributes(

@@ -37,6 +37,8 @@ class VocabParallelEmbedding(EmbeddingTable):
         sequence_parallel: Return this rank's part of dim 0.
         tp_group: Default: the tensor-parallel group.
         seed: Of the weight; default: drawn from torch's generator.
+        init: ``"whole"`` makes the full weight on every rank, from torch's default generator, as
+            fairscale's and torch's layers do, so that the same seed gives the same weight.
 
     Raises:
         DegreeError: The ``padding_idx`` is not in the vocabulary.
@@ -66,6 +68,7 @@ class VocabParallelEmbedding(EmbeddingTable):
         sequence_parallel: bool = False,
         tp_group: ProcessGroup | None = None,
         seed: int | None = None,
+        init: str = "blocks",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -80,6 +83,7 @@ class VocabParallelEmbedding(EmbeddingTable):
             init_method=init_method,
             tp_group=tp_group,
             seed=seed,
+            init=init,
         )
         # With one rank there is no sequence to share.
         self.sequence_parallel: bool = sequence_parallel and self.tp_group is not None
@@ -152,6 +156,8 @@ class ParallelEmbedding(EmbeddingTable):
         gather_output: Return whole rows on every rank; False returns this rank's columns.
         tp_group: Default: the tensor-parallel group.
         seed: Of the weight; default: drawn from torch's generator.
+        init: ``"whole"`` makes the full weight on every rank, from torch's default generator, as
+            fairscale's and torch's layers do, so that the same seed gives the same weight.
 
     Raises:
         DegreeError: The degree does not divide ``embedding_dim``; or as of
@@ -177,6 +183,7 @@ class ParallelEmbedding(EmbeddingTable):
         gather_output: bool = True,
         tp_group: ProcessGroup | None = None,
         seed: int | None = None,
+        init: str = "blocks",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -191,6 +198,7 @@ class ParallelEmbedding(EmbeddingTable):
             init_method=init_method,
             tp_group=tp_group,
             seed=seed,
+            init=init,
         )
         self.gather_output = gather_output
         self.embedding_dim_per_partition: int = self.shard_size("embedding_dim", embedding_dim)

@@ -11,7 +11,8 @@ import contextlib
 import math
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -25,6 +26,10 @@ from .tile import NoOtherNumbers, NotElementwiseError, Tile
 
 InitMethod = Callable[[Tensor], object]
 """Fills a tensor in place, as the functions of ``torch.nn.init`` do."""
+
+Init = Literal["blocks", "whole"]
+"""How a weight is drawn: in blocks, of which no rank makes more than it holds; or whole, from
+torch's default generator, as fairscale and torch's own layers do."""
 
 _LARGE = 1 << 28
 """Bytes of a full weight from which making it is worth a warning."""
@@ -144,6 +149,57 @@ def _held(
     return local, [(at, full) for at, full in held if elements(full)]
 
 
+def check_init(layer: str, init: str) -> Init:
+    """Return ``init``, if it is one.
+
+    Raises:
+        ValueError: It is not.
+    """
+    if init not in get_args(Init):
+        raise ValueError(
+            f"{layer}: init={init!r}; expected {' or '.join(map(repr, get_args(Init)))}"
+        )
+    return init  # type: ignore[return-value]
+
+
+@contextlib.contextmanager
+def one_generator(
+    seed: int | None, group: ProcessGroup | None, device: torch.device
+) -> Iterator[None]:
+    """Let torch's default generator of a device be the same on every rank of a group.
+
+    It begins at ``seed`` and comes back after the block; without one it begins where the first
+    rank's is, and stays where it was left. Collective in that case.
+    """
+    if seed is not None:
+        with _seeded(seed, device):
+            yield
+        return
+    kind: Any = torch if device.type == "cpu" else torch.get_device_module(device)
+    state: Tensor = kind.get_rng_state()
+    if group is not None:
+        state = broadcast_(state.to(sending_device(group, device)), 0, group).cpu()
+    with _default_generators:
+        kind.set_rng_state(state)
+        yield
+
+
+@contextlib.contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed torch's default generators for a block. Ranks that are threads take turns."""
+    on_cpu = device.type == "cpu"
+    saved = [] if on_cpu else [device.index or 0]
+    with (
+        _default_generators,
+        torch.random.fork_rng(saved, device_type="cuda" if on_cpu else device.type),
+        contextlib.nullcontext() if on_cpu else torch.get_device_module(device).device(device),
+    ):
+        torch.default_generator.manual_seed(seed)
+        if not on_cpu:
+            torch.get_device_module(device).manual_seed(seed)
+        yield
+
+
 def agree_on_seed(
     seed: int | None, group: ProcessGroup | None, device: torch.device | str | None = None
 ) -> int:
@@ -257,20 +313,9 @@ def _whole(
             f"every rank, as {reason}; an init_method that treats elements alone does not",
             stacklevel=3,
         )
-    device, state = like.device, _mixed(seed, 0)
-    weight = torch.empty(full_shape, dtype=dtype, device=device)
-    on_cpu = device.type == "cpu"
-    saved = [] if on_cpu else [device.index or 0]
-    # The functions of torch.nn.init that come here mostly take no generator. Ranks that are
-    # threads of one process share the default one: one at a time.
-    with (
-        _default_generators,
-        torch.random.fork_rng(saved, device_type="cuda" if on_cpu else device.type),
-        contextlib.nullcontext() if on_cpu else torch.get_device_module(device).device(device),
-    ):
-        torch.default_generator.manual_seed(state)
-        if not on_cpu:
-            torch.get_device_module(device).manual_seed(state)
+    weight = torch.empty(full_shape, dtype=dtype, device=like.device)
+    # The functions of torch.nn.init that come here mostly take no generator.
+    with _seeded(_mixed(seed, 0), like.device):
         init_method(weight)
     return weight
 

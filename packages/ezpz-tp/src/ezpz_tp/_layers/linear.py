@@ -56,6 +56,8 @@ class ColumnParallelLinear(ShardedLinear):
             ``vocab_size``); the gathered output has none of them.
         tp_group: Default: the tensor-parallel group.
         seed: Of the weight; default: drawn from torch's generator.
+        init: ``"whole"`` makes the full weight on every rank, from torch's default generator, as
+            fairscale's and torch's layers do, so that the same seed gives the same weight.
 
     Raises:
         DegreeError: The degree does not divide ``out_features``.
@@ -87,6 +89,7 @@ class ColumnParallelLinear(ShardedLinear):
         pad_output: bool = False,
         tp_group: ProcessGroup | None = None,
         seed: int | None = None,
+        init: str = "blocks",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -99,6 +102,7 @@ class ColumnParallelLinear(ShardedLinear):
             skip_bias_add,
             tp_group,
             seed,
+            init,
         )
         self.gather_output = gather_output
         # Summing the gradients of several layers at once is for the caller who clears this.
@@ -187,6 +191,8 @@ class RowParallelLinear(ShardedLinear):
         skip_bias_add: Return ``(output, bias)`` and leave the addition to the caller.
         tp_group: Default: the tensor-parallel group.
         seed: Of the weight; default: drawn from torch's generator.
+        init: ``"whole"`` makes the full weight on every rank, from torch's default generator, as
+            fairscale's and torch's layers do, so that the same seed gives the same weight.
 
     Raises:
         DegreeError: The degree does not divide ``in_features``.
@@ -215,6 +221,7 @@ class RowParallelLinear(ShardedLinear):
         skip_bias_add: bool = False,
         tp_group: ProcessGroup | None = None,
         seed: int | None = None,
+        init: str = "blocks",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -227,6 +234,7 @@ class RowParallelLinear(ShardedLinear):
             skip_bias_add,
             tp_group,
             seed,
+            init,
         )
         self.input_is_parallel = input_is_parallel
         columns = self.stacked_shard_size("in_features", in_features)

@@ -62,11 +62,22 @@ class ParallelModule(nn.Module):
                 f"{state.size('tensor')}; call initialize_tensor_parallel() before building layers"
             )
 
+    def check_plain(self, input_: Tensor) -> None:
+        """Refuse a DTensor, which torch does not mix with this rank's part of a weight."""
+        placements = getattr(input_, "placements", None)
+        if placements is not None:
+            raise ParallelError(
+                f"{type(self).__name__}({self.extra_repr()}): the input is a DTensor, "
+                f"{list(placements)}; expected this rank's plain tensor: pass input.to_local(), "
+                "or input.full_tensor() where every rank is to have the whole"
+            )
+
     def explain(self, error: RuntimeError, input_: Tensor, weight: Tensor, size: int) -> NoReturn:
         """Raise what a failed forward means for this layer, if its input is the reason."""
         if isinstance(error, ParallelError):
             raise error
         name = f"{type(self).__name__}({self.extra_repr()})"
+        self.check_plain(input_)
         if input_.device != weight.device:
             raise ParallelError(
                 f"{name}: the input is on {input_.device} and the weight on {weight.device}; "
@@ -98,6 +109,34 @@ class ParallelModule(nn.Module):
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))
         copy_attributes(self, new)
         return new
+
+    def __copy__(self) -> Self:
+        new = type(self).__new__(type(self))
+        new.__dict__.update(self.__dict__)
+        return new
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A group cannot be saved; whoever loads the layer is in one of the same size.
+        return {**self.__dict__, "tp_group": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        if self.tp_size == 1:
+            return
+        name, group = type(self).__name__, tensor_group()
+        if group is None:
+            raise NotInitializedError(
+                f"{name}: it was saved by rank {self.tp_rank} of {self.tp_size} tensor-parallel "
+                "ranks, and there is no tensor-parallel group here; call "
+                f"initialize_tensor_parallel({self.tp_size}) before loading it"
+            )
+        if (group.rank(), group.size()) != (self.tp_rank, self.tp_size):
+            raise DegreeError(
+                f"{name}: it was saved by rank {self.tp_rank} of {self.tp_size} tensor-parallel "
+                f"ranks, and this is rank {group.rank()} of {group.size()}; expected the file of "
+                "this rank at the same degree. For another degree use save_shards and load_shards"
+            )
+        self.tp_group = group
 
     # What follows may put new parameters, of which nothing is said, in the place of those here.
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

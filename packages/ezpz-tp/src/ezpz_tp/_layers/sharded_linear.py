@@ -12,7 +12,15 @@ from ezpz_tp._errors import DegreeError
 from ezpz_tp._regions.collectives import all_gather
 
 from .attributes import set_tensor_model_parallel_attributes, set_whole
-from .initialize import InitMethod, agree_on_seed, initialize_shard
+from .initialize import (
+    Init,
+    InitMethod,
+    agree_on_seed,
+    check_init,
+    initialize_from_whole,
+    initialize_shard,
+    one_generator,
+)
 from .module import ParallelModule
 
 
@@ -24,6 +32,7 @@ class ShardedLinear(ParallelModule):
     out_features: int
     init_method: InitMethod
     seed: int | None
+    init: Init
     weight: nn.Parameter
     bias: nn.Parameter | None
     master_weight: Tensor | None
@@ -38,6 +47,7 @@ class ShardedLinear(ParallelModule):
         skip_bias_add: bool,
         tp_group: ProcessGroup | None,
         seed: int | None,
+        init: str,
     ) -> None:
         super().__init__(tp_group)
         for what, size in (("in_features", in_features), ("out_features", out_features)):
@@ -45,6 +55,7 @@ class ShardedLinear(ParallelModule):
                 raise DegreeError(f"{type(self).__name__}: {what}={size}; expected at least 1")
         self.in_features, self.out_features = in_features, out_features
         self.init_method, self.seed = init_method, seed
+        self.init = check_init(type(self).__name__, init)
         self.stride: int | tuple[int, ...] = stride if isinstance(stride, int) else tuple(stride)
         # With one rank there is no sequence to share.
         self.sequence_parallel: bool = sequence_parallel and self.tp_group is not None
@@ -102,18 +113,21 @@ class ShardedLinear(ParallelModule):
         """
         if self.weight.device.type == "meta":
             return
-        seed = agree_on_seed(self.seed, self.tp_group, self.weight.device)
+        place = (
+            self.weight,
+            (self.out_features, self.in_features),
+            self.partition_dim,
+            self.tp_rank,
+            self.tp_size,
+            self.init_method,
+        )
+        if self.init == "whole":
+            with one_generator(self.seed, self.tp_group, self.weight.device):
+                initialize_from_whole(*place, stride=self.stride)
+        else:
+            seed = agree_on_seed(self.seed, self.tp_group, self.weight.device)
+            initialize_shard(*place, seed=seed, stride=self.stride)
         with torch.no_grad():
-            initialize_shard(
-                self.weight,
-                (self.out_features, self.in_features),
-                self.partition_dim,
-                self.tp_rank,
-                self.tp_size,
-                self.init_method,
-                seed=seed,
-                stride=self.stride,
-            )
             if self.bias is not None:
                 self.bias.zero_()
 

@@ -10,7 +10,16 @@ from ezpz_tp._errors import DegreeError, ParallelError
 from ezpz_tp._regions.collectives import all_gather
 
 from .attributes import set_tensor_model_parallel_attributes, set_whole
-from .initialize import InitMethod, agree_on_seed, initialize_shard, local_part
+from .initialize import (
+    Init,
+    InitMethod,
+    agree_on_seed,
+    check_init,
+    initialize_from_whole,
+    initialize_shard,
+    local_part,
+    one_generator,
+)
 from .module import ParallelModule, empty_parameter
 
 
@@ -33,6 +42,7 @@ class EmbeddingTable(ParallelModule):
     sparse: bool
     init_method: InitMethod
     seed: int | None
+    init: Init
 
     def __init__(
         self,
@@ -47,6 +57,7 @@ class EmbeddingTable(ParallelModule):
         init_method: InitMethod,
         tp_group: ProcessGroup | None,
         seed: int | None,
+        init: str,
     ) -> None:
         super().__init__(tp_group)
         for what, size in (("num_embeddings", num_embeddings), ("embedding_dim", embedding_dim)):
@@ -62,6 +73,7 @@ class EmbeddingTable(ParallelModule):
         self.max_norm, self.norm_type = max_norm, norm_type
         self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
         self.init_method, self.seed = init_method, seed
+        self.init = check_init(type(self).__name__, init)
 
     def make_weight(
         self, *shape: int, device: torch.device | str | None, dtype: torch.dtype | None
@@ -83,15 +95,20 @@ class EmbeddingTable(ParallelModule):
         """
         if self.weight.is_meta:
             return
-        initialize_shard(
+        place = (
             self.weight,
             (self.num_embeddings, self.embedding_dim),
             self.partition_dim,
             self.tp_rank,
             self.tp_size,
             self.init_method,
-            seed=agree_on_seed(self.seed, self.tp_group, self.weight.device),
         )
+        if self.init == "whole":
+            with one_generator(self.seed, self.tp_group, self.weight.device):
+                initialize_from_whole(*place)
+        else:
+            seed = agree_on_seed(self.seed, self.tp_group, self.weight.device)
+            initialize_shard(*place, seed=seed)
         row = self.padding_row()
         if row is not None:
             with torch.no_grad():
@@ -134,7 +151,8 @@ class EmbeddingTable(ParallelModule):
         )
 
     def check_device(self, ids: Tensor) -> None:
-        """Raise `ParallelError` where the ids are on another device."""
+        """Raise `ParallelError` where the ids are on another device, or a DTensor."""
+        self.check_plain(ids)
         if ids.device != self.weight.device:
             raise ParallelError(
                 f"{type(self).__name__}({self.extra_repr()}): the ids are on {ids.device} and "

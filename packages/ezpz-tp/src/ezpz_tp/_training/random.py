@@ -316,4 +316,27 @@ def seed_model_parallel(
     tracker.add(EXPERT_PARALLEL_RNG, seed + expert_offset)
 
 
+def seed_as_megatron(
+    seed: int,
+    *,
+    tensor_rank: int | None = None,
+    expert_rank: int | None = None,
+    expert_tensor_rank: int | None = None,
+) -> None:
+    """Do what `seed_model_parallel` does, and leave the CPU's default stream where it is.
+
+    As Megatron-LM's ``model_parallel_cuda_manual_seed``: that stream is ``torch.manual_seed``'s.
+    Without an accelerator the CPU's stands for the accelerator's, and is seeded.
+    """
+    state = torch.get_rng_state()
+    seed_model_parallel(
+        seed,
+        tensor_rank=tensor_rank,
+        expert_rank=expert_rank,
+        expert_tensor_rank=expert_tensor_rank,
+    )
+    if torch.accelerator.is_available():
+        torch.set_rng_state(state)
+
+
 _TRACKER = RngTracker()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ezpz_tp._training.checkpoint import checkpoint_activations
-from ezpz_tp._training.random import RngTracker, get_rng_tracker, seed_model_parallel
+from ezpz_tp._training.random import RngTracker, get_rng_tracker, seed_as_megatron
 
 __all__ = [
     "CudaRNGStatesTracker",
@@ -29,8 +29,8 @@ def get_cuda_rng_tracker() -> RngTracker:
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """See `ezpz_tp.seed_model_parallel`, which seeds the CPU too."""
-    seed_model_parallel(seed)
+    """See `ezpz_tp.seed_model_parallel`; with an accelerator the CPU's stream is left alone."""
+    seed_as_megatron(seed)
 
 
 def checkpoint(function: Callable[..., Result], *args: Any) -> Result:

@@ -23,7 +23,7 @@ from ezpz_tp._training.random import (
     EXPERT_PARALLEL_RNG,
     RngTracker,
     get_rng_tracker,
-    seed_model_parallel,
+    seed_as_megatron,
 )
 
 from ._settings import refuse
@@ -114,7 +114,7 @@ def model_parallel_cuda_manual_seed(
     gtp_remat_world_size: int | None = None,
     egtp_remat_world_size: int | None = None,
 ) -> None:
-    """See `ezpz_tp.seed_model_parallel`, which seeds the CPU too.
+    """See `ezpz_tp.seed_model_parallel`; with an accelerator the CPU's stream is left alone.
 
     Args:
         seed: As there.
@@ -137,7 +137,7 @@ def model_parallel_cuda_manual_seed(
     refuse(name, "egtp_remat_rank", egtp_remat_rank, None, 0)
     refuse(name, "gtp_remat_world_size", gtp_remat_world_size, None, 1)
     refuse(name, "egtp_remat_world_size", egtp_remat_world_size, None, 1)
-    seed_model_parallel(seed, tensor_rank=tp_rank, expert_rank=ep_rank, expert_tensor_rank=etp_rank)
+    seed_as_megatron(seed, tensor_rank=tp_rank, expert_rank=ep_rank, expert_tensor_rank=etp_rank)
 
 
 def get_expert_parallel_rng_tracker_name() -> str:
