@@ -7,9 +7,10 @@ file wants run. That one is written too, for torch's own tools; it is never read
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -21,6 +22,17 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from .archives import Place
+
+
+class Chunk(NamedTuple):
+    """A piece of a tensor in a check-point: of the whole, and of a file."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    place: Place
+
 
 @dataclass(frozen=True, slots=True)
 class Saved:
@@ -28,26 +40,46 @@ class Saved:
 
     size: torch.Size
     dtype: torch.dtype
+    chunks: list[Chunk] = field(default_factory=list)
 
 
-def encode(metadata: Metadata) -> bytes:
+def encode(saved: Mapping[str, Saved]) -> bytes:
     """Return the index of what was written."""
     files: dict[str, int] = {}
     tensors: dict[str, Any] = {}
-    for key, about in metadata.state_dict_metadata.items():
-        assert isinstance(about, TensorStorageMetadata)
-        chunks = []
-        for chunk in about.chunks:
-            at = metadata.storage_data[MetadataIndex(key, chunk.offsets)]
-            file = files.setdefault(at.relative_path, len(files))
-            chunks.append([list(chunk.offsets), list(chunk.sizes), file, at.offset, at.length])
-        dtype = str(about.properties.dtype).removeprefix("torch.")
-        tensors[key] = [dtype, list(about.size), chunks]
+    for key, about in saved.items():
+        chunks = [
+            (offsets, sizes, files.setdefault(file, len(files)), *place)
+            for offsets, sizes, file, place in about.chunks
+        ]
+        tensors[key] = (str(about.dtype).removeprefix("torch."), about.size, chunks)
     return json.dumps({"files": list(files), "tensors": tensors}, separators=(",", ":")).encode()
 
 
-def decode(data: bytes) -> Metadata:
-    """Return what an index says, as `torch.distributed.checkpoint` wants it.
+def metadata_of(saved: Mapping[str, Saved]) -> bytes:
+    """Return the same as torch's own tools want it."""
+    # What is equal is one object: it is made and pickled once, however many tensors there are.
+    sizes: dict[tuple[int, ...], torch.Size] = {}
+    alike: dict[Any, TensorStorageMetadata] = {}
+    metadata = Metadata({}, storage_data={})
+    for key, about in saved.items():
+        places = [(offsets, shape) for offsets, shape, _, _ in about.chunks]
+        layout = (about.dtype, about.size, *places)
+        if layout not in alike:
+            sizes |= {each: torch.Size(each) for pair in places for each in pair}
+            chunks = [ChunkStorageMetadata(sizes[one], sizes[other]) for one, other in places]
+            properties = TensorProperties(dtype=about.dtype)
+            alike[layout] = TensorStorageMetadata(properties, about.size, chunks)
+        metadata.state_dict_metadata[key] = alike[layout]
+        for offsets, _, file, (at, length) in about.chunks:
+            index = MetadataIndex(key)
+            object.__setattr__(index, "offset", sizes[offsets])  # it would make another
+            metadata.storage_data[index] = _StorageInfo(file, at, length)
+    return pickle.dumps(metadata)
+
+
+def decode(data: bytes) -> dict[str, Saved]:
+    """Return what an index says.
 
     Raises:
         ValueError: It is damaged.
@@ -55,21 +87,21 @@ def decode(data: bytes) -> Metadata:
     try:
         whole = json.loads(data)
         files = [_text(name) for name in whole["files"]]
-        metadata = Metadata({}, storage_data={})
+        dtypes: dict[str, torch.dtype] = {}
+        saved: dict[str, Saved] = {}
         for key, (dtype, size, chunks) in whole["tensors"].items():
-            properties = TensorProperties(dtype=_dtype(dtype))
-            placed = []
-            for offsets, sizes, file, offset, length in chunks:
-                chunk = ChunkStorageMetadata(torch.Size(_ints(offsets)), torch.Size(_ints(sizes)))
-                start, count = _ints([offset, length])
-                at = _StorageInfo(files[file], start, count)
-                metadata.storage_data[MetadataIndex(key, chunk.offsets)] = at
-                placed.append(chunk)
-            shape = torch.Size(_ints(size))
-            metadata.state_dict_metadata[key] = TensorStorageMetadata(properties, shape, placed)
+            if dtype not in dtypes:
+                dtypes[dtype] = _dtype(dtype)
+            placed = [
+                Chunk(_ints(offsets), _ints(sizes), files[file], Place(*_ints([at, length])))
+                for offsets, sizes, file, at, length in chunks
+            ]
+            saved[key] = Saved(torch.Size(_ints(size)), dtypes[dtype], placed)
+            if any(not len(size) == len(each.offsets) == len(each.sizes) for each in placed):
+                raise ValueError(f"{key} has pieces of other dimensions")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"index.json is damaged ({error!r})") from error
-    return metadata
+    return saved
 
 
 def _text(name: Any) -> str:
@@ -78,11 +110,11 @@ def _text(name: Any) -> str:
     return name
 
 
-def _ints(values: Any) -> Iterator[int]:
+def _ints(values: Any) -> tuple[int, ...]:
     for value in values:
         if not isinstance(value, int) or value < 0:
             raise ValueError(f"{value!r} is no size")
-        yield value
+    return tuple(values)
 
 
 def _dtype(name: Any) -> torch.dtype:
@@ -90,12 +122,3 @@ def _dtype(name: Any) -> torch.dtype:
     if not isinstance(found, torch.dtype):
         raise TypeError(f"{name!r} is no dtype of this torch")
     return found
-
-
-def saved_in(metadata: Metadata) -> dict[str, Saved]:
-    """Return the whole tensors of a check-point by key."""
-    return {
-        key: Saved(about.size, about.properties.dtype)
-        for key, about in metadata.state_dict_metadata.items()
-        if isinstance(about, TensorStorageMetadata)
-    }

@@ -22,7 +22,7 @@ from .layout import current_layout
 from .listing import candidates, none_there
 from .manifest import Manifest, damage_of, read_manifest
 from .owner import follow
-from .ranks import Ranks, ranks_of
+from .ranks import Ranks, collecting_later, ranks_of
 from .store import Store, open_store
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def load_checkpoint(
     ranks = ranks_of(world)
     finish_saving()
     started = time.monotonic()
-    with ranks.waiting("load_checkpoint()"):
+    with ranks.waiting("load_checkpoint()"), collecting_later():
         from .target import Target  # noqa: PLC0415 - heavy to import
 
         store = ranks.here(f"{os.fspath(path)} cannot be loaded", lambda: open_store(path))

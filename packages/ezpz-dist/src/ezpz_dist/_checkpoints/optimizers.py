@@ -100,13 +100,13 @@ def _held(
 def _like(what: str, parameter: Tensor, before: Any, said: Any, counts: bool) -> Tensor:
     size, dtype = said.size, said.dtype
     if isinstance(before, Tensor):
-        return torch.zeros_like(before.detach(), dtype=dtype)
+        return torch.empty_like(before.detach(), dtype=dtype)
     if counts or size.numel() == 1:
         # Optimizers count on the host, unless their state says otherwise.
         return torch.empty(size, dtype=dtype)
     whole = getattr(parameter, "full_shape", parameter.shape)
     if tuple(size) in (tuple(parameter.shape), tuple(whole)):
-        return torch.zeros_like(parameter.detach(), dtype=dtype)
+        return torch.empty_like(parameter.detach(), dtype=dtype)
     if isinstance(parameter, DTensor):
         raise ValueError(
             f"{what} in the optimizer was saved with shape {tuple(size)}, the parameter has "

@@ -14,12 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from ezpz_tp import Shard
@@ -30,36 +25,15 @@ Piece = tuple[tuple[int, ...], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """What a rank holds of a tensor. `torch.distributed.checkpoint` knows it by its methods."""
+    """What a rank holds of a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     held: tuple[Piece, ...]
 
-    def size(self) -> torch.Size:
-        """Return the whole tensor's."""
-        return torch.Size(self.shape)
-
-    def at(self, index: MetadataIndex) -> Tensor:
-        """Return the piece that an index is about."""
-        return next(piece for offsets, piece in self.held if offsets == tuple(index.offset or ()))
-
-    def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
-        size = torch.Size(self.shape)
-        properties = TensorProperties(dtype=self.dtype)
-        return [
-            WriteItem(
-                MetadataIndex(name, chunk.offsets),
-                WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk, properties, size),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [
-            ChunkStorageMetadata(torch.Size(offsets), piece.size()) for offsets, piece in self.held
-        ]
+    def at(self, offsets: tuple[int, ...]) -> Tensor:
+        """Return the piece that begins there."""
+        return next(piece for start, piece in self.held if start == offsets)
 
 
 def pieces_of(

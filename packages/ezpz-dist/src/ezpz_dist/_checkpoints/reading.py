@@ -2,41 +2,17 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
-from .files import Files
+from .archives import Wanted, read
+from .index import Chunk, Saved
 from .manifest import Manifest, damage_of
 from .pieces import Pieces
 from .store import Store
-
-
-class _Filled(DefaultLoadPlanner):
-    """torch's planner over pieces to be filled. Unpickles nothing."""
-
-    def __init__(self, held: Mapping[str, Pieces], metadata: Metadata) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.state_dict = dict(held)
-        self.original_state_dict = self.state_dict
-        self.metadata = metadata
-        self.is_coordinator = False
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        pieces: Pieces = self.state_dict[index.fqn]
-        return pieces.at(index)
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        # torch's would unpickle whatever is there; we write tensors only.
-        del value
-        raise TypeError(f"{read_item.storage_index.fqn} is no tensor; expected tensors only")
 
 
 class Reading:
@@ -45,23 +21,25 @@ class Reading:
     Args:
         store: Where.
         folder: Of the check-point.
-        metadata: What is in which file.
+        saved: What is in which file.
         held: What to fill, by key; all of it is there, with these sizes.
     """
 
     def __init__(
-        self, store: Store, folder: str, metadata: Metadata, held: Mapping[str, Pieces]
+        self, store: Store, folder: str, saved: Mapping[str, Saved], held: Mapping[str, Pieces]
     ) -> None:
         self._store, self._folder = store, folder
-        self._planner = _Filled(held, metadata)
-        self._metadata = metadata
-        self._plan: LoadPlan = self._planner.create_local_plan()
+        self._wanted: dict[str, list[Wanted]] = {}
+        for key, pieces in held.items():
+            dtype = saved[key].dtype
+            for chunk, part, target in _overlaps(pieces, saved[key].chunks):
+                one = Wanted(key, chunk.place, dtype, chunk.sizes, part, target)
+                self._wanted.setdefault(chunk.file, []).append(one)
 
     @property
     def files(self) -> set[str]:
         """Names of the files that are read."""
-        placed = self._metadata.storage_data
-        return {placed[item.storage_index].relative_path for item in self._plan.items}
+        return set(self._wanted)
 
     def fill(self) -> None:
         """Read.
@@ -70,12 +48,32 @@ class Reading:
             ValueError: What a file holds is no tensor, or another.
             OSError: A file cannot be read.
         """
-        reader = FileSystemReader("")
-        reader.fs = Files(self._store, self._folder)  # type: ignore[assignment]
-        reader.path = ""
-        reader.set_up_storage_reader(self._metadata, is_coordinator=False)
-        with torch.no_grad():
-            reader.read_data(self._plan, self._planner).wait()
+        for name, wanted in self._wanted.items():
+            with self._store.open(f"{self._folder}/{name}", "rb") as file:
+                read(file, wanted)
+
+
+def _overlaps(
+    pieces: Pieces, chunks: Sequence[Chunk]
+) -> Iterator[tuple[Chunk, tuple[slice, ...] | None, Tensor]]:
+    """Yield what pieces have in common with what is saved: of which chunk what, and where to."""
+    same = {(chunk.offsets, chunk.sizes): chunk for chunk in chunks}
+    for offsets, tensor in pieces.held:
+        if (chunk := same.get((offsets, tuple(tensor.shape)))) is not None:
+            yield chunk, None, tensor
+            continue
+        for chunk in chunks:
+            part, to = [], []
+            for start, length, begin, count in zip(
+                offsets, tensor.shape, chunk.offsets, chunk.sizes, strict=True
+            ):
+                first, last = max(start, begin), min(start + length, begin + count)
+                if first >= last:
+                    break
+                part.append(slice(first - begin, last - begin))
+                to.append(slice(first - start, last - start))
+            else:
+                yield chunk, tuple(part), tensor[tuple(to)]
 
 
 def shares(files: Sequence[str], manifest: Manifest, readers: int) -> list[list[str]]:

@@ -18,7 +18,7 @@ from .background import Saving, finish_saving
 from .folder import MAX_STEP
 from .given import Given, Optimizers, Order, listed
 from .layout import Layout, current_layout
-from .ranks import Ranks, ranks_of
+from .ranks import Ranks, collecting_later, ranks_of
 from .rng import rng_state
 from .store import Store, open_store
 
@@ -88,7 +88,7 @@ def save_checkpoint(
     """
     ranks = ranks_of(current_world("save_checkpoint()"))
     finish_saving()
-    with ranks.waiting(f"save_checkpoint(step={step})"):
+    with ranks.waiting(f"save_checkpoint(step={step})"), collecting_later():
         given = Given(model, listed(optimizer), scheduler, data, extra)
         draft = _draft(path, ranks, given, Order(step, (*given.contents, "rng"), keep))
         saving = Saving(step, f"{draft.store.root}/{draft.name}")

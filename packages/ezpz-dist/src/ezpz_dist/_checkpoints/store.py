@@ -54,9 +54,6 @@ class Store(Protocol):
     def put(self, path: str, data: bytes) -> None:
         """Write a small file whole: a reader sees the old or the new one."""
 
-    def rename(self, path: str, to: str) -> None:
-        """Rename a file."""
-
     def remove_leftovers(self, working: str) -> list[str]:
         """Remove what dead attempts left, never a live one's or ``working``; return the names."""
 
@@ -143,9 +140,6 @@ class FolderStore:
             file.flush()
             os.fsync(file.fileno())
         aside.replace(self._at(path))
-
-    def rename(self, path: str, to: str) -> None:
-        self._at(path).rename(self._at(to))
 
     def remove_leftovers(self, working: str) -> list[str]:
         # The file system's own clock, which other hosts' files were stamped by.
@@ -257,9 +251,6 @@ class UrlStore:
     def put(self, path: str, data: bytes) -> None:
         with self.open(path, "wb") as file:
             file.write(data)
-
-    def rename(self, path: str, to: str) -> None:
-        self._fs.mv(self._at(path), self._at(to))
 
     def remove_leftovers(self, working: str) -> list[str]:
         now = self._last_write(working, self._names(working))  # by the store's own clock

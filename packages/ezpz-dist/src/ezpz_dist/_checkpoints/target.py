@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from functools import reduce
 from operator import and_, or_
 from typing import Any
-
-from torch.distributed.checkpoint.metadata import Metadata
 
 from ezpz_dist._errors import CheckpointError
 from ezpz_dist._world import World
@@ -44,11 +43,10 @@ class Target:
         ranks = self._ranks
         self._what = f"{store.root}/{folder} cannot be loaded"
         self._manifest, self._notes = manifest, []
-        metadata, problem = _decoded(data, manifest)
-        if metadata is None:
+        saved, problem = _decoded(data, manifest)
+        if problem:
             return [problem]
-        self._metadata = metadata
-        self._saved = index.saved_in(metadata)
+        self._saved = saved
         reading = ranks.here(self._what, lambda: self._reading(store, folder))
         self._reader = reading
         mine, spare = self._shared_out(reading.files)
@@ -108,7 +106,7 @@ class Target:
                 raise CheckpointError(f"there is no {key} in it; save_checkpoint writes one")
             known[key] = blob_of(bytes(self._saved[key].size.numel()))
         self._held = known
-        return Reading(store, folder, self._metadata, known)
+        return Reading(store, folder, self._saved, known)
 
     def _choose_contents(self) -> None:
         """Make sure that what is asked for was saved."""
@@ -143,9 +141,9 @@ class Target:
         for key, pieces in held.items():
             saved = self._saved.get(key)
             if saved is None:
-                if pieces.size().numel():  # of one without elements no rank had a piece to write
+                if math.prod(pieces.shape):  # of one without elements no rank had a piece to write
                     missing.append(key)
-            elif saved.size != pieces.size():
+            elif saved.size != pieces.shape:
                 raise CheckpointError(
                     f"{key} has shape {tuple(saved.size)} in it and {pieces.shape} here; expected "
                     "the model that was saved"
@@ -244,15 +242,15 @@ class Target:
         )
 
 
-def _decoded(data: bytes, manifest: Manifest) -> tuple[Metadata | None, str]:
+def _decoded(data: bytes, manifest: Manifest) -> tuple[dict[str, index.Saved], str]:
     try:
-        metadata = index.decode(data)
+        saved = index.decode(data)
     except ValueError as error:
-        return None, str(error)
-    unknown = {at.relative_path for at in metadata.storage_data.values()} - manifest.files.keys()
-    if unknown:
-        return None, f"the manifest does not list {_some(sorted(unknown))}"
-    return metadata, ""
+        return {}, str(error)
+    files = {chunk.file for about in saved.values() for chunk in about.chunks}
+    if unknown := files - manifest.files.keys():
+        return {}, f"the manifest does not list {_some(sorted(unknown))}"
+    return saved, ""
 
 
 def _bits(names: Sequence[str], chosen: Collection[str]) -> int:

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import (
-    Metadata,
-    StorageMeta,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import SavePlan
-from torch.serialization import get_crc32_options, set_crc32_options
+from torch import Tensor
 
 from ezpz_dist._errors import CheckpointError
 
-from . import index
+from . import archives, index
+from .archives import Place
 from .files import Files
 from .folder import INDEX, LATEST, MANIFEST, OWNER, Name
 from .given import Order
@@ -29,7 +23,7 @@ from .listing import begin, superseded
 from .manifest import Manifest, Written, encode
 from .owner import claim, refuse_other, release_at_end
 from .pieces import Pieces
-from .planning import Planner, agree
+from .planning import Item, agree
 from .ranks import Ranks
 from .store import Store
 
@@ -39,17 +33,8 @@ _SEEN_WITHIN = 10.0
 """Seconds in which rank 0 must see what others wrote; network file systems remember misses."""
 
 
-class _Writer(FileSystemWriter):
-    """torch's, writing through `Files`; the path of this machine stays out of the metadata."""
-
-    def __init__(self, files: Files) -> None:
-        # Files syncs; torch would call os.sync() for what is no file of this machine.
-        super().__init__("", single_file_per_rank=True, sync_files=False)
-        self.fs = files  # type: ignore[assignment]  # torch says its own subclass
-        self.path = ""
-
-    def storage_meta(self) -> StorageMeta | None:
-        return StorageMeta(save_id=self.save_id)
+def _name(rank: int) -> str:
+    return f"__{rank}_0.distcp"  # as torch's own tools name it
 
 
 @dataclass(slots=True)
@@ -62,14 +47,13 @@ class Draft:
     name: Name
     working: str
     sequence: int
-    plan: SavePlan
-    planner: Planner
-    metadata: Metadata | None
+    tensors: list[Tensor]
+    dealt: list[list[Item]]
     started: float = field(default_factory=time.monotonic)
 
     def copy(self) -> None:
         """Take what is to be written out of the training's hands."""
-        self.planner.copy(self.plan.items)
+        self.tensors = [tensor.to("cpu", copy=True) for tensor in self.tensors]
 
 
 def draft(
@@ -82,24 +66,18 @@ def draft(
             made: on all ranks.
     """
     what = f"step {order.step} cannot be saved to {store.root}"
-    planner = Planner(held)
-    mine, made = agree(ranks, what, planner, stage)
-    begun: tuple[Name, str, int] = ranks.first(what, lambda: begin(store, order, _size(made)))
+    mine, dealt = agree(ranks, what, held, stage)
+    begun: tuple[Name, str, int] = ranks.first(what, lambda: begin(store, order, _size(dealt)))
     if ranks.rank == 0:
         release_at_end(store)
-    return Draft(ranks, store, order, *begun, mine, planner, made)
+    return Draft(ranks, store, order, *begun, mine, dealt)
 
 
-def _size(metadata: Metadata | None) -> int:
+def _size(dealt: Sequence[Sequence[Item]]) -> int:
     """Return about how many bytes will be written, rather too many."""
-    assert metadata is not None
-    tensors = [
-        about
-        for about in metadata.state_dict_metadata.values()
-        if isinstance(about, TensorStorageMetadata)
-    ]
-    pieces = sum(len(about.chunks) for about in tensors)
-    return sum(one.size.numel() * one.properties.dtype.itemsize for one in tensors) + pieces * 4096
+    return sum(
+        math.prod(item.sizes) * item.dtype.itemsize + 4096 for items in dealt for item in items
+    )
 
 
 def write(draft: Draft) -> Manifest:
@@ -112,10 +90,10 @@ def write(draft: Draft) -> Manifest:
     what = f"step {draft.order.step} cannot be saved to {store.root}"
     files = Files(store, draft.working)
 
-    def write_mine() -> tuple[Any, dict[str, Written]]:
-        with _checksummed_once():
-            results = _Writer(files).write_data(draft.plan, draft.planner)
-            return results.wait(), files.written
+    def write_mine() -> tuple[list[Place], dict[str, Written]]:
+        with files.open(_name(ranks.rank)) as stream:
+            places = archives.write(stream, draft.tensors)
+        return places, files.written
 
     try:
         told = ranks.everywhere(what, write_mine)
@@ -126,28 +104,19 @@ def write(draft: Draft) -> Manifest:
         raise
 
 
-@contextmanager
-def _checksummed_once() -> Iterator[None]:
-    """Keep torch from summing tensors too, as for a ZIP archive: nobody looks at its sums.
-
-    In this thread, as of torch 2.13; in earlier ones perhaps in all.
-    """
-    before = get_crc32_options()
-    set_crc32_options(False)
-    try:
-        yield
-    finally:
-        set_crc32_options(before)
-
-
 def _complete(
-    draft: Draft, files: Files, told: Sequence[tuple[Any, dict[str, Written]]]
+    draft: Draft, files: Files, told: Sequence[tuple[list[Place], dict[str, Written]]]
 ) -> Manifest:
     store, order = draft.store, draft.order
-    metadata = draft.metadata
-    assert metadata is not None
-    _Writer(files).finish(metadata, [results for results, _ in told])
-    files.write(INDEX, index.encode(metadata))
+    saved: dict[str, index.Saved] = {}
+    for rank, (items, (places, _)) in enumerate(zip(draft.dealt, told, strict=True)):
+        for item, place in zip(items, places, strict=True):
+            if item.key not in saved:
+                saved[item.key] = index.Saved(torch.Size(item.shape), item.dtype)
+            chunk = index.Chunk(item.offsets, item.sizes, _name(rank), place)
+            saved[item.key].chunks.append(chunk)
+    files.write(".metadata", index.metadata_of(saved))
+    files.write(INDEX, index.encode(saved))
     written = {name: one for _, each in told for name, one in each.items()} | files.written
     _see(store, draft.working, written, draft.ranks, [each for _, each in told])
     manifest = Manifest(
