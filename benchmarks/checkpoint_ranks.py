@@ -21,18 +21,21 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import ezpz_dist
 
+ALONE = (("small", [(2,)] * 10_000, True), ("ten", [(2_500_000,)] * 10, False))
+"""Cases of one process: name, sizes of parameters, and whether AdamW has its state."""
+
 Ways = dict[str, tuple[Callable[[Path], object], Callable[[Path], object]]]
 
 
 class Training:
-    """A model that has made a step, with AdamW's state: three times its parameters."""
+    """A model that has made a step, with AdamW's state, three times its parameters, or without."""
 
-    def __init__(self, wrap: Callable[[nn.Module], nn.Module], width: int) -> None:
-        torch.manual_seed(0)
-        layers = [nn.Linear(width, width, bias=False) for _ in range(8)]
-        self.model: Any = wrap(nn.Sequential(*layers))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
-        self.model(torch.ones(4, width)).square().mean().backward()
+    def __init__(self, model: nn.Module, adam: bool = True) -> None:
+        self.model: Any = model
+        kind = torch.optim.AdamW if adam else torch.optim.SGD
+        self.optimizer = kind(self.model.parameters(), lr=1e-4)
+        for parameter in self.model.parameters():
+            parameter.grad = torch.ones_like(parameter)
         self.optimizer.step()
         self.steps = 0
 
@@ -112,12 +115,27 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
     box = [tempfile.mkdtemp() if job["rank"] == 0 else ""]
     dist.broadcast_object_list(box, 0)
     folder = Path(box[0])
-    for name, wrap in (
-        ("ddp", ezpz_dist.wrap_model_for_ddp),
-        ("fsdp2", ezpz_dist.wrap_model_for_fsdp2),
-    ):
-        training = Training(wrap, job["width"])
+    for name, tensors, adam in ALONE if job.get("alone") else ():
+        torch.manual_seed(0)
+        training = Training(nn.ParameterList(torch.randn(size) for size in tensors), adam)
         ways: Ways = {
+            "ours": (training.save_ours, training.load_ours),
+            "torch.save": (training.save_torch, training.load_torch),
+        }
+        found[name] = measure(ways, job["rounds"], folder)
+    for name, wrap in (
+        ()
+        if job.get("alone")
+        else (
+            ("ddp", ezpz_dist.wrap_model_for_ddp),
+            ("fsdp2", ezpz_dist.wrap_model_for_fsdp2),
+        )
+    ):
+        torch.manual_seed(0)
+        width = job["width"]
+        layers = [nn.Linear(width, width, bias=False) for _ in range(8)]
+        training = Training(wrap(nn.Sequential(*layers)))
+        ways = {
             "ours": (training.save_ours, training.load_ours),
             "DCP": (training.save_dcp, training.load_dcp),
         }

@@ -100,7 +100,7 @@ def _held(
 def _like(what: str, parameter: Tensor, before: Any, said: Any, counts: bool) -> Tensor:
     size, dtype = said.size, said.dtype
     if isinstance(before, Tensor):
-        return torch.empty_like(before.detach(), dtype=dtype)
+        return before.detach() if before.dtype == dtype else torch.empty_like(before, dtype=dtype)
     if counts or size.numel() == 1:
         # Optimizers count on the host, unless their state says otherwise.
         return torch.empty(size, dtype=dtype)
