@@ -128,14 +128,19 @@ class RankGenerator:
                 f"RankGenerator: ep={ep} and cp={cp}; expected 1 of one of them, as experts lie on "
                 "a grid of their own"
             )
-        self.tp, self.ep, self.dp, self.pp, self.cp = tp, ep, dp, pp, cp
-        self.gtp_remat, self.rank_offset = gtp_remat, rank_offset
-        self.world_size = tp * ep * dp * pp * cp
+        self.tp: int = tp
+        self.ep: int = ep
+        self.dp: int = dp
+        self.pp: int = pp
+        self.cp: int = cp
+        self.gtp_remat: int = gtp_remat
+        self.rank_offset: int = rank_offset
+        self.world_size: int = tp * ep * dp * pp * cp
         sizes = {"tp": tp, "pp": pp, "dp": dp, "ep": ep, "cp": cp, "gtp_remat": 1}
         self.name_to_size: dict[str, int] = sizes
         given = order.lower().split("-")
-        self.order = "-".join([*given, *(name for name in sizes if name not in given)])
-        self.ordered_size = [sizes.get(token, 0) for token in self.order.split("-")]
+        self.order: str = "-".join([*given, *(name for name in sizes if name not in given)])
+        self.ordered_size: list[int] = [sizes.get(token, 0) for token in self.order.split("-")]
         # One axis of the two is of degree 1: the other has its place in the layout.
         self._axes = {
             "tp": "tensor",

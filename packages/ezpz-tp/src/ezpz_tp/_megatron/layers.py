@@ -50,7 +50,7 @@ class ColumnParallelLinear(_linear.ColumnParallelLinear, metaclass=_OfAnyDialect
         options: gpt-neox's others: refused unless they change nothing.
     """
 
-    core = _linear.ColumnParallelLinear
+    core: type = _linear.ColumnParallelLinear
 
     def __init__(
         self,
@@ -77,8 +77,9 @@ class ColumnParallelLinear(_linear.ColumnParallelLinear, metaclass=_OfAnyDialect
             skip_bias_add=skip_bias_add,
             **_read("ColumnParallelLinear", neox_args, options),
         )
-        self.input_size, self.output_size = input_size, output_size
-        self.output_size_per_partition = output_size // self.tp_size
+        self.input_size: int = input_size
+        self.output_size: int = output_size
+        self.output_size_per_partition: int = output_size // self.tp_size
 
     def forward(self, input_: Tensor) -> tuple[Tensor, nn.Parameter | None]:
         """Return the output, and the bias if it was not added, else None."""
@@ -89,7 +90,7 @@ class ColumnParallelLinear(_linear.ColumnParallelLinear, metaclass=_OfAnyDialect
 class RowParallelLinear(_linear.RowParallelLinear, metaclass=_OfAnyDialect):
     """`ezpz_tp.RowParallelLinear`; see `ColumnParallelLinear` for the arguments."""
 
-    core = _linear.RowParallelLinear
+    core: type = _linear.RowParallelLinear
 
     def __init__(
         self,
@@ -116,8 +117,9 @@ class RowParallelLinear(_linear.RowParallelLinear, metaclass=_OfAnyDialect):
             skip_bias_add=skip_bias_add,
             **_read("RowParallelLinear", neox_args, options),
         )
-        self.input_size, self.output_size = input_size, output_size
-        self.input_size_per_partition = input_size // self.tp_size
+        self.input_size: int = input_size
+        self.output_size: int = output_size
+        self.input_size_per_partition: int = input_size // self.tp_size
 
     def forward(self, input_: Tensor) -> tuple[Tensor, nn.Parameter | None]:
         """Return the output, and the bias if it was not added, else None."""
@@ -128,7 +130,7 @@ class RowParallelLinear(_linear.RowParallelLinear, metaclass=_OfAnyDialect):
 class VocabParallelEmbedding(_embedding.VocabParallelEmbedding, metaclass=_OfAnyDialect):
     """`ezpz_tp.VocabParallelEmbedding` of which ``init_method`` is the third argument."""
 
-    core = _embedding.VocabParallelEmbedding
+    core: type = _embedding.VocabParallelEmbedding
 
     def __init__(
         self,
