@@ -190,12 +190,10 @@ def test_survivors_that_ignore_sigterm_are_killed_on_both_hosts(launch: Start) -
 
 @pytest.mark.parametrize("holds", ["holds", "not"])
 def test_what_a_rank_leaves_is_ended(launch: Start, holds: str) -> None:
-    """After a success, too; where mpiexec waits for its output, it is named."""
+    """After a success, too."""
     started = launch([], rank_program("leaves_a_helper", holds, ""))
     started.ranks(4)
     assert started.ends(within=10) == 0, started.stderr
-    named = re.findall(r"a rank left pid \d+ \(sleep 60\) on nodeA running", started.stderr)
-    assert len(named) == (holds == "holds"), started.stderr
     started.leaves_nothing()
 
 

@@ -31,6 +31,6 @@ def test_what_cannot_be(options, message):
 
 def test_what_nobody_asked_for_is_off():
     plain = Request(COMMAND)
-    assert (plain.idle_timeout, plain.grace, plain.signal_before, plain.retries) == (0, 5, 0, 0)
+    assert (plain.idle_timeout, plain.grace, plain.signal_before, plain.retries) == (0, 7, 0, 0)
     assert plain.only_ranks is None
     assert not any((plain.one_device, plain.tee, plain.prefix, plain.nested, plain.log_dir))

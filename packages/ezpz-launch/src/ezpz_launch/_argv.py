@@ -51,7 +51,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("only-ranks", value="LIST", help="show the output of these ranks only, such as 0,4-7"),
     Option("prefix", help="begin each line of output with [rank@host]"),
     Option("idle-timeout", value="TIME", help="end a launch that is silent for so long: 600, 10m"),
-    Option("grace", value="TIME", help="from SIGTERM to SIGKILL; default: 5 seconds"),
+    Option("grace", value="TIME", help="from SIGTERM to SIGKILL; default: 7 seconds"),
     Option("signal-before", value="TIME", help="send SIGUSR1 so long before the job's end"),
     Option("retries", value="N", help="start again after a failure, up to N times"),
     Option("nested", help="allow a launch inside a rank of another"),

@@ -8,7 +8,7 @@ from ._errors import UsageError
 
 LAUNCHERS = ("auto", "pals", "mpiexec", "hydra", "openmpi", "srun", "torchrun", "spawn")
 
-GRACE = 5.0
+GRACE = 7.0
 """Seconds from SIGTERM to SIGKILL, unless asked otherwise.
 
 PBS kills all of a job 8 to 10 s after its SIGTERM (measured): until then the ranks have been
