@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from ezpz_obs import SinkError
 from ezpz_obs._sinks import setup_wandb, verify_wandb
 
 pytest.importorskip("wandb")
@@ -116,7 +117,8 @@ def start(tmp_path, clean):
     def start(**env):
         lines, printed = [], 0.0
         with subprocess.Popen(
-            [sys.executable, "-c", PROGRAM], cwd=tmp_path, env={**os.environ, **env}, text=True,
+            [sys.executable, "-c", PROGRAM], cwd=tmp_path, text=True,
+            env={**os.environ, "EZPZ_SINK_SECONDS": "120", **env},
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         ) as process:  # fmt: skip
             for line in process.stdout:
@@ -168,7 +170,7 @@ def test_online_where_the_server_answers(start, server):
 
 
 def test_a_server_that_never_answers(start, server):
-    found = start(WANDB_BASE_URL=server.url, WANDB_API_KEY=KEY)
+    found = start(WANDB_BASE_URL=server.url, WANDB_API_KEY=KEY, EZPZ_SINK_SECONDS="10")
     assert found["offline"]
     assert found["took"] < PROMISED + BUSY
     assert found["exit"] < PROMISED + BUSY
@@ -178,7 +180,7 @@ def test_a_server_that_never_answers(start, server):
 
 def test_a_server_that_hangs_after_its_first_answer(start, server):
     server.hangs_at = lambda path, name: name != ""
-    found = start(WANDB_BASE_URL=server.url, WANDB_API_KEY=KEY)
+    found = start(WANDB_BASE_URL=server.url, WANDB_API_KEY=KEY, EZPZ_SINK_SECONDS="10")
     assert found["offline"] is None
     assert found["took"] < PROMISED + BUSY
     assert found["exit"] < PROMISED + BUSY
@@ -188,9 +190,15 @@ def test_a_server_that_hangs_after_its_first_answer(start, server):
 
 def test_a_server_that_hangs_at_the_end(start, server):
     server.hangs_at = lambda path, name: "file_stream" in path or name == "CreateRunFiles"
-    found = start(WANDB_BASE_URL=server.url, WANDB_API_KEY=KEY)
+    found = start(WANDB_BASE_URL=server.url, WANDB_API_KEY=KEY, EZPZ_SINK_SECONDS="10")
     assert found["offline"] is False
     assert found["exit"] < PROMISED + BUSY
+
+
+def test_a_time_that_is_none(clean, monkeypatch):
+    monkeypatch.setenv("EZPZ_SINK_SECONDS", "soon")
+    with pytest.raises(SinkError, match=r"EZPZ_SINK_SECONDS='soon'; expected seconds above 3"):
+        setup_wandb("tests")
 
 
 def test_nobody_listens(start):
@@ -279,7 +287,9 @@ def test_a_run_of_ones_own_id_goes_offline_too(start, server):
     """W&B's service has the id of the start that failed still in use."""
     server.hangs_at = lambda path, name: False
     server.status = 404
-    found = start(WANDB_BASE_URL=server.url, WANDB_API_KEY=KEY, WANDB_RUN_ID="mine")
+    found = start(
+        WANDB_BASE_URL=server.url, WANDB_API_KEY=KEY, EZPZ_SINK_SECONDS="10", WANDB_RUN_ID="mine"
+    )
     assert found["offline"]
     assert found["took"] < PROMISED + BUSY
     (said,) = found["warned"]

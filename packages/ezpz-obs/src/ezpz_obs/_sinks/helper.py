@@ -24,6 +24,7 @@ from ezpz_obs._errors import SinkError
 from ezpz_obs._records.lines import encode_anything, encode_record
 
 from .child import CLOSE
+from .libraries import start_seconds
 
 logger = logging.getLogger("ezpz_obs")
 
@@ -39,14 +40,13 @@ class Helper:
 
     Args:
         name: One of `LIBRARY_SINKS`.
-        open_seconds: How long opening may take once the library is imported.
         close_seconds: How long closing may take; a `Feeder` is stricter.
     """
 
-    def __init__(self, name: str, open_seconds: float = 10.0, close_seconds: float = 10.0) -> None:
+    def __init__(self, name: str, close_seconds: float = 10.0) -> None:
         self.name = name
-        self.open_seconds = _START_SECONDS + open_seconds + 1.0
-        self._reply_seconds, self._close_seconds = open_seconds, close_seconds
+        self._reply_seconds, self._close_seconds = start_seconds(), close_seconds
+        self.open_seconds = _START_SECONDS + self._reply_seconds + 1.0
         self._process: subprocess.Popen[bytes] | None = None
         self._abandoned = False
         self._unread = b""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,22 @@ def make_library_sink(name: str, warn: Callable[[str], None], folder: Path | Non
     _, module, kind = LIBRARY_SINKS[name]
     make = getattr(importlib.import_module(f"{__package__}.{module}"), kind)
     return cast("Sink", make(warn, folder))
+
+
+def start_seconds() -> float:
+    """Return the seconds that a library has to start: of ``EZPZ_SINK_SECONDS``, else 10.
+
+    Raises:
+        SinkError: That is no number above 3.
+    """
+    text = os.environ.get("EZPZ_SINK_SECONDS", "10")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 3 < seconds <= 86_400:
+        raise SinkError(f"EZPZ_SINK_SECONDS={text!r}; expected seconds above 3, to 86400")
+    return seconds
 
 
 def check_installed(name: str) -> None:

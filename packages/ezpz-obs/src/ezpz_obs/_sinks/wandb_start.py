@@ -19,7 +19,7 @@ from ezpz_topo import redact
 
 from .credentials import find_credentials, find_key, find_mode, find_server
 from .homes import give_home
-from .libraries import check_installed
+from .libraries import check_installed, start_seconds
 from .values import project_of
 
 if TYPE_CHECKING:
@@ -27,9 +27,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("ezpz_obs")
 
-_SECONDS = 10.0
 _ANSWER_SECONDS = 4.0
-_OFFLINE_SECONDS = 2.0  # kept of the ten for starting offline,
+_OFFLINE_SECONDS = 2.0  # kept of what there is for starting offline,
 _FREE_SECONDS = 1.0  # and for ending a start that failed
 _EXIT_SECONDS = 9.0
 HOMES = {"WANDB_CONFIG_DIR": "wandb/config", "WANDB_CACHE_DIR": "wandb/cache",
@@ -43,7 +42,7 @@ def setup_wandb(
     outdir: str | os.PathLike[str] | None = None,
     **options: Any,
 ) -> Run | None:
-    """Start a W&B run on rank 0, within 10 s; other ranks get None and start nothing.
+    """Start a W&B run on rank 0, within 10 s (``EZPZ_SINK_SECONDS``); other ranks get None.
 
     Without credentials (``WANDB_API_KEY``, ``~/.netrc``) it is offline, and nobody is asked for
     any. A server that does not answer makes it offline too, with one warning. The
@@ -61,7 +60,7 @@ def setup_wandb(
         and where it did not start (one warning).
 
     Raises:
-        SinkError: wandb is not installed.
+        SinkError: wandb is not installed, or ``EZPZ_SINK_SECONDS`` is no time.
         ezpz_topo.TopoError: The rank cannot be known.
     """
     if find_place().rank != 0:
@@ -94,12 +93,13 @@ def verify_wandb() -> bool:
 
 
 def start_run(warn: Callable[[str], None], settings: Mapping[str, Any], **options: Any) -> Any:
-    """Start a run, within 10 s: online if that is wanted and the server answers, else offline.
+    """Start a run: online if that is wanted and the server answers, else offline.
 
     Returns:
         The run, or None where W&B is disabled, or hangs (warned about).
     """
-    until = time.monotonic() + _SECONDS
+    seconds = start_seconds()
+    until = time.monotonic() + seconds
     mode = options.pop("mode", None) or find_mode()
     if mode == "disabled":
         return None
@@ -115,7 +115,7 @@ def start_run(warn: Callable[[str], None], settings: Mapping[str, Any], **option
         left = until - time.monotonic() - _OFFLINE_SECONDS - _FREE_SECONDS
         done, outcome = _within(left, lambda: _init(wandb, mode, left, settings, options))
         if not done:
-            warn(f"{find_server()} does not answer within {_SECONDS:.0f} s; going on without W&B")
+            warn(f"{find_server()} does not answer within {seconds:.0f} s; going on without W&B")
             return None
         if not isinstance(outcome, wandb.errors.Error):
             return outcome
@@ -126,7 +126,7 @@ def start_run(warn: Callable[[str], None], settings: Mapping[str, Any], **option
     left = max(_OFFLINE_SECONDS, until - time.monotonic())
     done, outcome = _within(left, lambda: _init(wandb, "offline", left, settings, options))
     if not done or isinstance(outcome, wandb.errors.Error):
-        why = _first_line(outcome) if done else f"no start within {_SECONDS:.0f} s"
+        why = _first_line(outcome) if done else f"no start within {seconds:.0f} s"
         warn(f"{why}; going on without W&B")
         return None
     return outcome
