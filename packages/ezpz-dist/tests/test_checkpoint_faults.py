@@ -273,6 +273,7 @@ import torch, ezpz_dist
 
 def train(path):
     {setup}
+    sys.dont_write_bytecode = True  # what is imported now would be kept, cut off
     resource.setrlimit(resource.RLIMIT_FSIZE, (9000, resource.RLIM_INFINITY))
     ezpz_dist.save_checkpoint(path, model=torch.nn.Linear(99, 99), step=1, asynchronous=True)
 
@@ -283,6 +284,8 @@ if __name__ == "__main__":
         function.join()
         sys.exit(function.exitcode)
     atexit.register(print, "flushed")
+    kept = open(sys.argv[3], "w")
+    kept.write("flushed")
     train(sys.argv[1])
 """
 
@@ -294,7 +297,8 @@ def test_a_failed_save_in_the_background_is_the_exit_status(clean_env, tmp_path,
     setup = "pass" if how == "one" else "ezpz_dist.setup_torch(timeout=60)"
     program.write_text(UNHEARD.replace("{setup}", setup))
     start = ["mpiexec", "-n", "2"] if how == "ranks" else []
-    command = [*start, sys.executable, str(program), str(tmp_path / "checkpoints"), how]
+    kept = tmp_path / "kept"
+    command = [*start, sys.executable, str(program), str(tmp_path / "checkpoints"), how, str(kept)]
     done = subprocess.run(
         command, env=clean_env, capture_output=True, text=True, timeout=120, check=False
     )
@@ -303,6 +307,24 @@ def test_a_failed_save_in_the_background_is_the_exit_status(clean_env, tmp_path,
     assert len(said) == (2 if how == "ranks" else 1), done.stderr
     assert "File too large" in done.stderr
     assert done.stdout.count("flushed") == {"one": 1, "ranks": 2, "function": 0}[how]
+    assert how == "function" or kept.read_text() == "flushed"
+
+
+FORKS = """
+import os, sys, threading
+from ezpz_dist._checkpoints.background import Saving
+
+going = threading.Event()
+Saving(1, "there").start(going.wait)
+if child := os.fork():
+    _, status = os.waitpid(child, 0)
+    going.set()
+    sys.exit(os.waitstatus_to_exitcode(status))
+"""
+
+
+def test_a_child_that_is_forked_while_a_save_goes_on_does_not_wait_for_it(clean_env):
+    subprocess.run([sys.executable, "-c", FORKS], env=clean_env, timeout=120, check=True)
 
 
 JOBS = """

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import io
 import os
+import sys
 import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -49,7 +50,7 @@ class _Frame:
 
     def around(self, tensors: Sequence[Tensor]) -> bytearray:
         """Return the archives of tensors like the one that it was made for."""
-        elements = torch.stack(list(tensors)).cpu()
+        elements = torch.stack(list(tensors)).cpu().contiguous()  # it may be channels_last
         within = elements.view(len(tensors), -1).view(torch.uint8)
         room = bytearray(len(tensors) * (len(self.head) + within.shape[1] + len(self.tail)))
         rows, stop = _view(room).view(len(tensors), -1), len(self.head) + within.shape[1]
@@ -68,6 +69,12 @@ class _Frame:
 
 def _view(room: bytearray | memoryview) -> Tensor:
     return torch.frombuffer(room, dtype=torch.uint8)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Return whether its values are its bytes: of a view of conjugates, say, they are not."""
+    lazy = tensor.is_conj() or tensor.is_neg() or tensor.is_quantized
+    return tensor.is_contiguous() and not lazy
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
@@ -101,7 +108,7 @@ def write(stream: Any, tensors: Sequence[Tensor]) -> list[Place]:
 
 @contextmanager
 def _checksummed_once() -> Iterator[None]:
-    """Keep torch from summing tensors too, as for a ZIP archive: nobody looks at its sums.
+    """Keep torch from summing tensors too, as for a ZIP archive: its sums are never read.
 
     In this thread, as of torch 2.13; in earlier ones perhaps in all.
     """
@@ -127,7 +134,7 @@ def _owned(tensor: Tensor) -> Tensor:
 
 def _made_frame(tensor: Tensor) -> _Frame | None:
     """Return the frame of what is like a tensor; None where torch's archives differ in more."""
-    if not 0 < tensor.nbytes <= _SMALL:
+    if tensor.is_quantized or not 0 < tensor.nbytes <= _SMALL:
         return None
     one, other = (_archive(tensor, fill) for fill in (0, 255))
     if len(one) != len(other):
@@ -235,7 +242,7 @@ def _load(stream: IO[bytes], one: Wanted) -> Tensor:
 
 def _found_frame(stream: IO[bytes], one: Wanted, tensor: Tensor) -> _Frame | None:
     """Return the frame of an archive that torch has read; None where its elements are not found."""
-    if tensor.dtype != one.dtype or not tensor.is_contiguous() or not tensor.nbytes:
+    if tensor.dtype != one.dtype or not _is_plain(tensor) or not tensor.nbytes:
         return None
     at, length = one.place
     try:
@@ -254,6 +261,8 @@ def _found_frame(stream: IO[bytes], one: Wanted, tensor: Tensor) -> _Frame | Non
     ):
         return None
     head, tail = _read(stream, at, start), _read(stream, at + stop, length - stop)
+    if sys.byteorder.encode() not in bytes(head) + bytes(tail):
+        return None  # torch has turned the bytes; zeros look the same
     return _Frame(_view(head), _view(tail))
 
 
@@ -297,7 +306,7 @@ def _fill_together(stream: IO[bytes], frame: _Frame, wanted: Sequence[Wanted]) -
 def _fill_in_place(stream: IO[bytes], frame: _Frame, one: Wanted) -> bool:
     """Fill a large tensor without another of its size; return whether that can be done."""
     (at, length), start, ends = one.place, len(frame.head), len(frame.tail)
-    if one.part or one.target.dtype != one.dtype or not one.target.is_contiguous():
+    if one.part or one.target.dtype != one.dtype or not _is_plain(one.target):
         return False
     head, tail = _read(stream, at, start), _read(stream, at + length - ends, ends)
     if not (torch.equal(_view(head), frame.head) and torch.equal(_view(tail), frame.tail)):

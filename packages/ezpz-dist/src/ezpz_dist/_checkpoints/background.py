@@ -6,6 +6,7 @@ import atexit
 import logging
 import multiprocessing.util
 import os
+import sys
 import threading
 from collections.abc import Callable
 from typing import TypeVar
@@ -101,6 +102,15 @@ AT_EXIT = 600.0
 """Seconds that `cleanup`, or a process at its end, stays for a save that goes on."""
 
 
+def _forget() -> None:
+    global _going
+    _going = None
+
+
+# A child has no thread that saves: at its end it would wait in vain.
+os.register_at_fork(after_in_child=_forget)
+
+
 def finish_saving(timeout: float | None = None) -> None:
     """Wait for the asynchronous save that goes on, if any. `cleanup` does it too.
 
@@ -132,6 +142,8 @@ def _at_exit() -> None:
     except Exception:  # whatever ended the save, nobody is left to raise it to
         logger.exception("the last asynchronous save failed; the exit status is 1")
         _failure = _failure or _Failure()
+        # Let go of with sys, after all other modules: their open files are written by then.
+        vars(sys)["ezpz_dist's failure"] = _failure
 
 
 class _Failure:
@@ -142,7 +154,6 @@ class _Failure:
 
 
 _failure: _Failure | None = None
-"""Let go of when the interpreter has flushed its output and clears its modules."""
 
 
 def _end_function() -> None:
