@@ -295,6 +295,20 @@ def all_ways():
     return agreed, full_weights(device="meta"), full_weights(seed=3), drawn
 
 
+def test_a_seed_is_drawn_where_the_weight_is(monkeypatch):
+    """So that a script that seeds the accelerator alone, as Megatron's do, decides its weights."""
+    places, draw = [], torch.randint
+
+    def noted(*args, device, **options):
+        places.append(device.type)
+        return draw(*args, **options)  # there may be no accelerator
+
+    monkeypatch.setattr(torch, "randint", noted)
+    for device in ("cuda", "meta", None):
+        agree_on_seed(None, None, device)
+    assert places == ["cuda", "cpu", "cpu"]
+
+
 def test_trap_3_layers_have_the_same_weights_at_every_degree_and_by_way_of_meta():
     expected, given = full_weights(), full_weights(seed=3)
     assert not expected[0][20].any()

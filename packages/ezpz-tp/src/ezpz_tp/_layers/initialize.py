@@ -208,17 +208,17 @@ def agree_on_seed(
     Collective when ``seed`` is None: every rank of the group calls this.
 
     Args:
-        seed: The seed, the same on every rank; or None for one drawn from torch's default CPU
-            generator on the group's first rank. Every rank draws, so that their generators
-            stay as far as each other's.
+        seed: The seed, the same on every rank; or None for one drawn from torch's default
+            generator of the device on the group's first rank. Every rank draws, so that their
+            generators stay as far as each other's.
         group: The ranks that share the weight; None for a rank alone.
-        device: Where the weight will be: the device that the group can communicate from,
-            unless it is the CPU or meta.
+        device: Where the weight will be; the CPU for None and meta.
     """
     if seed is not None:
         return int(seed)
-    # Explicitly on the CPU: under ``with torch.device("meta")`` there would be no value.
-    drawn = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device="cpu")
+    # Where the weight is, as Megatron-LM's seed is its accelerator's alone; meta has no values.
+    place = torch.device("cpu" if device is None or torch.device(device).type == "meta" else device)
+    drawn = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=place)
     if group is not None:
         drawn = broadcast_(drawn.to(sending_device(group, device)), 0, group)
     return int(drawn.item())
