@@ -139,7 +139,7 @@ def _at_exit() -> None:
     global _failure
     try:
         _finish_in_time()
-    except Exception:  # whatever ended the save, nobody is left to raise it to
+    except Exception:  # whatever ended the save, there is no caller left to raise it to
         logger.exception("the last asynchronous save failed; the exit status is 1")
         _failure = _failure or _Failure()
         # Let go of with sys, after all other modules: their open files are written by then.

@@ -26,7 +26,7 @@ from .archives import Place
 
 
 class Chunk(NamedTuple):
-    """A piece of a tensor in a check-point: of the whole, and of a file."""
+    """A piece of a tensor in a checkpoint: of the whole, and of a file."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]

@@ -140,7 +140,7 @@ def none_there(store: Store, step: int | None) -> str:
 
 
 def begin(store: Store, order: Order, size: int) -> tuple[Name, str, int]:
-    """Make the folder for a check-point; return its name, the folder's, and its sequence.
+    """Make the folder for a checkpoint; return its name, the folder's, and its sequence.
 
     Args:
         store: Where.
@@ -202,6 +202,6 @@ def superseded(store: Store, saved: Name, keep: int | None) -> list[Name]:
     names = names_in(store.entries())
     if keep is None:
         names = [name for name in names if name.step == saved.step]
-    # Not counted, and not touched: what bears the name and is no check-point.
+    # Not counted, and not touched: what bears the name and is no checkpoint.
     found, _ = read_manifests(store, names)
     return to_remove(list(found), saved, keep)

@@ -99,13 +99,13 @@ class Owner:
 
 
 _followed: set[str] = set()
-"""Processes whose check-points this one went to load: it may go on in their place."""
+"""Processes whose checkpoints this one went to load: it may go on in their place."""
 
 _owned: dict[str, Store] = {}
 
 
 def read_owner(store: Store) -> Owner | None:
-    """Return who saves there; None: nobody, as far as can be read."""
+    """Return who saves there; None: no process, as far as can be read."""
     try:
         if store.size(OWNER) is None:
             return None
@@ -125,7 +125,7 @@ def follow(store: Store) -> None:
 
 
 def refuse_other(store: Store) -> Owner | None:
-    """Return who saved there last; None: nobody, as far as is known.
+    """Return who saved there last; None: no process, as far as is known.
 
     Raises:
         CheckpointError: It is another process, which may still run, and this one has not loaded
