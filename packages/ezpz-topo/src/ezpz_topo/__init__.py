@@ -54,6 +54,7 @@ _LATER = {
     "get_hostfile_with_fallback": "_fallback",
     "get_hosts": "_fallback",
     "get_nodes_from_hostfile": "_hostfile",
+    "get_pbs_folder": "_qstat",
     "imagine": "_imagine",
     "launching_ancestors": "_ancestors",
     "parse_hostfile": "_hostfile",
@@ -75,6 +76,7 @@ if TYPE_CHECKING:
     )
     from ._hostfile import HostSlots, get_nodes_from_hostfile, parse_hostfile, read_hostfile
     from ._imagine import imagine
+    from ._qstat import get_pbs_folder
     from ._secrets import redact
 
 __all__ = [
@@ -120,6 +122,7 @@ __all__ = [
     "get_node_index",
     "get_nodes_from_hostfile",
     "get_num_nodes",
+    "get_pbs_folder",
     "get_rank",
     "get_rank_info",
     "get_world_size",

@@ -16,7 +16,7 @@ from . import _commands
 from ._allocation import Allocation
 from ._errors import InvalidVariableError, SchedulerError
 from ._hosts import find_host
-from ._qstat import QSTAT, Attributes, ask_for_job, ask_for_jobs, place, text_of
+from ._qstat import QSTAT, Attributes, ask_for_job, ask_for_jobs, get_pbs_folder, text_of
 
 _HOST = re.compile(r"[0-9A-Za-z_][0-9A-Za-z_.-]{0,252}")
 _CHUNK = re.compile(rf"({_HOST.pattern})/[0-9]+(?:\*([0-9]{{1,6}}))?")
@@ -54,11 +54,11 @@ def job_of_this_host(env: Mapping[str, str], hostname: str) -> Allocation | None
     Raises:
         SchedulerError: A command failed, or several jobs share this host.
     """
-    if _commands.find("qselect", env, place(env)) is None:
+    if _commands.find("qselect", env, get_pbs_folder(env)) is None:
         return None
     # -T: the subjobs of an array, which itself never runs (manual page of 23.06; not captured).
     argv = ("qselect", "-T", "-u", _user(env), "-s", "R")
-    job_ids = _commands.ask(argv, env=env, place=place(env)).stdout.split()
+    job_ids = _commands.ask(argv, env=env, place=get_pbs_folder(env)).stdout.split()
     if not job_ids:
         return None
     _, jobs = ask_for_jobs(job_ids, env)

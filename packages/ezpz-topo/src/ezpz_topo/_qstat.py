@@ -22,8 +22,9 @@ Attributes = Mapping[str, object]
 """One job of qstat's JSON."""
 
 
-def place(env: Mapping[str, str]) -> str:
+def get_pbs_folder(env: Mapping[str, str] | None = None) -> str:
     """Return where PBS's commands are, as PBS itself knows it; a shell may not have it on PATH."""
+    env = os.environ if env is None else env
     prefix = env.get("PBS_EXEC", "")
     if not prefix:
         with contextlib.suppress(OSError):
@@ -64,7 +65,7 @@ def ask_for_jobs(
         (*QSTAT.split(), *job_ids),
         env={**env, "TZ": "UTC0"},
         good=(0, _UNKNOWN, _FINISHED),
-        place=place(env),
+        place=get_pbs_folder(env),
     )
     if answer.status and not answer.stdout.strip():
         return answer.status, {}

@@ -74,7 +74,10 @@ def through_pbs(
     )
     if launcher.kind != "hydra" or launcher.flavour or is_told or not env.get("PBS_JOBID"):
         return launcher
-    path = {**env, "PATH": os.pathsep.join([env.get("PATH", ""), *_pbs_folders(env)])}
+    from ezpz_topo import get_pbs_folder  # noqa: PLC0415  # only a job of PBS needs it
+
+    folders = [env.get("PATH", ""), get_pbs_folder(env), env.get("PBS_O_PATH", "")]
+    path = {**env, "PATH": os.pathsep.join(folders)}
     for name, found in (("pbs_tmrsh", path), ("ssh", env)):
         with suppress(CommandNotFoundError):
             program = find_command(name, name, found).path
@@ -86,16 +89,6 @@ def through_pbs(
         "here; expected one of them on PATH; add the folder of PBS's commands to PATH, or load "
         "the site's own MPI"
     )
-
-
-def _pbs_folders(env: Mapping[str, str]) -> list[str]:
-    """Return where PBS's commands may lie: as configured, as at submission, as usual."""
-    folders = [*env.get("PBS_O_PATH", "").split(os.pathsep), "/opt/pbs/bin"]
-    path = env.get("PBS_CONF_FILE") or "/etc/pbs.conf"
-    with suppress(OSError), open(path, encoding="utf-8", errors="replace") as conf:
-        values = (line.strip().partition("=") for line in conf)
-        folders[:0] = [f"{value}/bin" for name, _, value in values if name == "PBS_EXEC" and value]
-    return folders
 
 
 def _chosen(

@@ -13,7 +13,7 @@ from ezpz_topo._allocation import Allocation, get_allocation, scheduler_of
 from ezpz_topo._errors import SchedulerError, TopoError
 from ezpz_topo._match import get_machine_info
 from ezpz_topo._nodelist import fold_nodelist
-from ezpz_topo._qstat import place
+from ezpz_topo._qstat import get_pbs_folder
 
 from .result import CheckResult
 
@@ -126,7 +126,7 @@ def _remedy(scheduler: str, env: Mapping[str, str]) -> str:
 
 
 def _places(env: Mapping[str, str]) -> dict[str, str]:
-    return {"slurm": "", "pbs": place(env)}
+    return {"slurm": "", "pbs": get_pbs_folder(env)}
 
 
 def _short(hosts: tuple[str, ...]) -> str:
