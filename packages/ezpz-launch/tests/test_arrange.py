@@ -110,6 +110,8 @@ def test_mpiprocs_of_a_pbs_job_decide(slots, ranks):
 def test_slots_of_which_only_the_last_hosts_differ():
     assert arranged(job(3), slots=(4, 4, 3)).placement.ranks == (4, 4, 3)
     assert arranged(job(2), slots=(4, 3), source="argument").placement.ranks == (4, 3)
+    # The last one does not tell: none is given more than it has.
+    assert arranged(job(3), slots=(4, 2, 0), source="argument").placement.ranks == (2, 2, 2)
     assert arranged(job(2), slots=(4, 3), nproc=2).placement.ranks == (2,)
     assert arranged(job(2), slots=(4, 3), ppn=1).placement.ranks == (1, 1)
 

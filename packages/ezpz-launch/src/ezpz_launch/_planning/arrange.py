@@ -98,11 +98,12 @@ def arrange(
 def _slots_in_use(
     names: Sequence[str], hosts: Sequence[str], slots: int | Sequence[int]
 ) -> tuple[int, ...]:
-    """Return the slots of those hosts in use that tell."""
+    """Return the slots of the hosts in use; the fewest of each where some do not tell."""
     if isinstance(slots, int):
         return (slots,) * len(names) if slots else ()
     of_host = dict(zip(hosts, slots, strict=True))
-    return tuple(filter(None, (of_host[name] for name in names)))
+    told = tuple(filter(None, (of_host[name] for name in names)))
+    return told if len(told) == len(names) else (min(told, default=0),) * len(told)
 
 
 def _is_this_host(topology: Topology, host: str) -> bool:
