@@ -137,6 +137,18 @@ def test_what_left_its_group_is_killed_by_its_mark(process, ranks):
     assert [child.poll() for child in (*others, plain)] == [None] * 4
 
 
+@pytest.mark.parametrize("name", ["PBS_JOBID", "SLURM_JOB_ID"])
+def test_a_job_that_a_rank_submitted_is_not_of_the_launch(process, ranks, monkeypatch, name):
+    env = {**os.environ, "EZPZ_LAUNCH_ID": ID}
+    theirs = process("sleep", "600", env={**env, name: "8"})
+    ranks.kill()  # of no job
+    monkeypatch.setenv(name, "7")
+    ours, plain = (process("sleep", "600", env=each) for each in ({**env, name: "7"}, env))
+    ranks.kill()
+    assert [child.wait(120) for child in (ours, plain)] == [-signal.SIGKILL] * 2
+    assert theirs.poll() is None
+
+
 def test_release_signals_the_shim_alone(process, ranks):
     shell = process("sh", "-c", "trap 'exit 7' TERM; sleep 600 & echo $!; wait", stdout=-1)
     child = int(shell.stdout.readline())

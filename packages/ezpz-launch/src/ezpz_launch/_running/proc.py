@@ -82,15 +82,22 @@ def marked(*marks: bytes) -> list[int]:
 
 
 def of_launch(launch_id: bytes) -> list[int]:
-    """Return the processes of a launch, and of launches inside its ranks."""
-    found = []
+    """Return the processes of a launch, and of launches inside its ranks.
+
+    Not of another job: one that a rank has submitted has that rank's environment.
+    """
+    found, job = [], _job([b"%s=%s" % pair for pair in os.environb.items()])
     for pid, environment in _environments():
-        for variable in environment:
+        for variable in environment if _job(environment) <= job else ():
             name, _, value = variable.partition(b"=")
             if name in (b"EZPZ_LAUNCH_ID", b"EZPZ_INSIDE") and launch_id in value.split(b":"):
                 found.append(pid)
                 break
     return found
+
+
+def _job(environment: list[bytes]) -> set[bytes]:
+    return {each for each in environment if each.startswith((b"PBS_JOBID=", b"SLURM_JOB_ID="))}
 
 
 def _environments() -> Iterator[tuple[int, list[bytes]]]:
