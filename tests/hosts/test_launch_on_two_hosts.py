@@ -5,6 +5,7 @@ Hydra reaches a host as by ssh: with a login's environment, not with that of the
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -189,12 +190,25 @@ def test_survivors_that_ignore_sigterm_are_killed_on_both_hosts(launch: Start) -
 
 
 @pytest.mark.parametrize("holds", ["holds", "not"])
-def test_what_a_rank_leaves_is_ended(launch: Start, holds: str) -> None:
-    """After a success, too."""
-    started = launch([], rank_program("leaves_a_helper", holds, ""))
+def test_what_a_rank_leaves_is_ended(launch: Start, holds: str, tmp_path: Path) -> None:
+    """After a success, too; where mpiexec waits for its output, it is named."""
+    # On a terminal: elsewhere what it has is our own pump's, which mpiexec does not wait for.
+    master, slave = os.openpty()
+    os.set_blocking(master, False)
+    words = ["sh", "-c", 'exec "$@" >"$0" 2>&1', os.ttyname(slave), sys.executable, "-m"]
+    words += ["ezpz_launch", "--hostfile", str(tmp_path / "hostfile"), "-n", "4", "--ppn", "2"]
+    started = launch([], rank_program("leaves_a_helper", holds, ""), bare=words)
     started.ranks(4)
     assert started.ends(within=10) == 0, started.stderr
+    said = ""
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            said += os.read(master, 4096).decode()
+    named = re.findall(r"a rank left pid \d+ \(sleep 60\) on nodeA running", said)
+    assert len(named) == (holds == "holds"), said
     started.leaves_nothing()
+    os.close(master)
+    os.close(slave)
 
 
 def test_sigterm_leaves_5_s_for_a_checkpoint(launch: Start) -> None:
