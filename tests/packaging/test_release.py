@@ -169,7 +169,7 @@ def unknown_fragment(clone: Path) -> None:
 
 
 def no_fragment(clone: Path) -> None:
-    for path in (clone / "packages/ezpz-topo/news").glob("*.added.md"):
+    for path in (clone / "packages/ezpz-topo/news").glob("+*.md"):
         path.unlink()
     commit(clone)
 
