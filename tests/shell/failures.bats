@@ -118,9 +118,9 @@ no_python() {
 @test "no network: pip's own words, the log, the remedy, no stamp; with wheels the next call repairs" {
   unshare --net true 2>/dev/null || cannot 'unshare --net fails'
   mkdir shells
-  make_script shells/bash "exec unshare --net $(type -P bash) \"\$@\""
+  make_script shells/bash "exec $(type -P unshare) --net $(type -P bash) \"\$@\""
   VARS+=(EZPZ_VENV="$PWD/env")
-  PATH=$PWD/shells:$PATH SH=bash survives 'pip install' EZPZ_WHEELS
+  SH=$PWD/shells/bash survives 'pip install' EZPZ_WHEELS
   [ ! -e env/.ezpz/stamp ]
   BIN_DIR=$UV:$BIN here 'set -eu; . "$1/utils.sh"; ezpz_setup_env; command -v python' "$CLONE"
   [ "${lines[-1]}" = "$PWD/env/bin/python" ]
