@@ -214,7 +214,7 @@ class _Run:
             return
         self._look_at = now + self.nodes.next_look()
         for rank in self.nodes.lost():
-            if self.status.take(("end", rank, 128 + signal.SIGKILL)):
+            if self.status.take(("end", rank, 128 + signal.SIGKILL)) and not self._ending.killed:
                 where = self.launch.host_of(rank)
                 self.output.say(f"rank {rank} on {where} is lost: what started it is gone")
         silent = set(self.nodes.silent())
