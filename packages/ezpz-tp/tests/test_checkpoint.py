@@ -1,5 +1,6 @@
 import gc
 import weakref
+from threading import Event, Thread
 
 import pytest
 import torch
@@ -211,6 +212,32 @@ def test_a_region_of_megatrons_says_that_it_runs():
     assert not is_checkpointing()
     y.sum().backward()
     assert seen == [True, True]
+    assert not is_checkpointing()
+
+
+def test_regions_of_two_threads_do_not_end_each_other():
+    began, ended, left = Event(), Event(), []
+
+    def first(x):
+        began.wait()
+        return x.exp()
+
+    def second(x):
+        began.set()
+        ended.wait()
+        return x.exp()
+
+    def run(function):
+        checkpoint(function, False, torch.zeros(2, requires_grad=True))
+        ended.set()
+        left.append(is_checkpointing())
+
+    threads = [Thread(target=run, args=(each,)) for each in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert left == [False, False]
     assert not is_checkpointing()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
@@ -22,7 +23,7 @@ from .random import RngTracker, rng_contexts
 
 Result = TypeVar("Result")
 
-_checkpointing = False
+_checkpointing = ContextVar("_checkpointing", default=False)  # of each thread: ranks may be
 
 
 def checkpoint_activations(
@@ -78,12 +79,11 @@ def checkpoint(
     """Run `checkpoint_activations` with Megatron-LM's signature."""
 
     def noted(*args: Any) -> Result:
-        global _checkpointing
-        before, _checkpointing = _checkpointing, True
+        before = _checkpointing.set(True)
         try:
             return function(*args)
         finally:
-            _checkpointing = before
+            _checkpointing.reset(before)
 
     return checkpoint_activations(
         function if torch.compiler.is_compiling() else noted,
@@ -94,7 +94,7 @@ def checkpoint(
 
 def is_checkpointing() -> bool:
     """Return whether a region of `checkpoint` runs, for the first time or again."""
-    return _checkpointing
+    return _checkpointing.get()
 
 
 class CheckpointWithoutOutput:
