@@ -130,7 +130,9 @@ def ranks(fork_server, clean_env, tmp_path):
             process.join(timeout)
             out, err = (path.read_text() for path in files)
             assert process.exitcode is not None, f"still running after {timeout} s: {err}"
-            assert not check or process.exitcode == 0, err
+            assert not check or process.exitcode == 0, "\n".join(
+                f"{files[1].name}: {files[1].read_text()}" for _, files in mine
+            )
             done.append(out if check else (process.exitcode, out, err))
         return done
 

@@ -29,6 +29,7 @@ def test_set_up_twice_clean_up_and_again(ranks, n):
             "gloo", store=dist.HashStore() if n == 1 else None, rank=own, world_size=n
         )
         refused("a process group exists already")
+        dist.barrier()  # the store of rank 0 goes with its group; the others are still in theirs
         dist.destroy_process_group()
         sys.excepthook = hook
 
