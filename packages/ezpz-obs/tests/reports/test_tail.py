@@ -77,6 +77,8 @@ def test_interrupted(write_run, records):
     with subprocess.Popen(
         [sys.executable, "-c", code, "tail", folder], stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        # In the background of a script's shell it is ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - one thread
     ) as process:  # fmt: skip
         while "step=4" not in process.stdout.readline():
             pass
