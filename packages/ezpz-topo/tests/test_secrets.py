@@ -123,6 +123,7 @@ def test_inside_a_word(text, left):
         (["--key", "x"], ["--key", "***"]),
         (["-token", "x"], ["-token", "***"]),
         (["curl", "Bearer", "x"], ["curl", "Bearer", "***"]),
+        (["curl", "BEARER", "x"], ["curl", "BEARER", "***"]),
         (["--token"], ["--token"]),
         (["--password", "a\nb"], ["--password", "***"]),
         (["--password=a\nb"], ["--password=***"]),

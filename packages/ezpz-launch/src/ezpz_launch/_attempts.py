@@ -184,7 +184,7 @@ class _Attempts:
             files=os.path.abspath(request.log_dir) if request.log_dir else "",
             only_ranks=request.only_ranks,
             prefix=request.prefix,
-            # Into a file or a pipe, where nobody waits for half a line.
+            # Into a file or a pipe, where no reader waits for half a line.
             whole_lines=planned.nproc > 1 and not (os.isatty(1) and os.isatty(2)),
             tee=request.tee,
             # Ours has been looked at; another host's is looked at there.

@@ -135,10 +135,10 @@ def _redact_words(words: Iterable[object]) -> Iterator[object]:
             value_next = False
             continue
         yield _redacted(word)
-        flag = _FLAG.fullmatch(word) if isinstance(word, str) else None
-        value_next = word in ("Bearer", "bearer") or bool(
-            flag and _is_secret(flag["name"], option=True)
-        )
+        text = word if isinstance(word, str) else ""
+        flag = _FLAG.fullmatch(text)
+        is_named = bool(flag and _is_secret(flag["name"], option=True))
+        value_next = is_named or text.lower() == "bearer"
 
 
 def _is_suspect(text: str) -> bool:

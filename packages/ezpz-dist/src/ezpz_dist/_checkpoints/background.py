@@ -107,7 +107,7 @@ def _forget() -> None:
     _going = None
 
 
-# A child has no thread that saves: at its end it would wait in vain.
+# A child has no thread that saves: at its end it would wait for ever.
 os.register_at_fork(after_in_child=_forget)
 
 

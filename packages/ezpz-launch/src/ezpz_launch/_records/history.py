@@ -187,7 +187,7 @@ def _look_for_jobs(unknown: Sequence[Stored], env: Mapping[str, str]) -> None:
             except TopoError as error:
                 over[job] = any(words in str(error) for words in _NOT_RUNNING)
                 if not over[job]:
-                    return  # nobody answers
+                    return  # no answer
         if over[job]:
             stored["state"] = "ended by the scheduler"
 

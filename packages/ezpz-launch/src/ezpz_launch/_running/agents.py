@@ -31,7 +31,7 @@ class Agents:
         poll: Where the sockets are registered; the owner hands what is ready to `handle`.
         on_hello: Called with the node of an agent that has connected.
         on_stacks: Called with what an agent answers when it is asked where its ranks hang.
-        on_lost: Called with a node and a rank that nobody would report the end of.
+        on_lost: Called with a node and a rank whose end would not be reported.
         on_silent: Called with a node that does not answer any more.
         timeout: Seconds after which it does not.
     """
