@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from ezpz_launch._planning.launchers.shim import SHIM
-from ezpz_launch._running.control import VARIABLE
+from ezpz_launch._launch import VARIABLE
+from ezpz_launch._plan import SHIM
 
 from .fresh import STRACE, environment, traced
 from .growth import Absent, Fact, Found

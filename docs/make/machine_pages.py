@@ -71,7 +71,7 @@ def _command(machine: Machine) -> Iterator[str]:
         [sys.executable, "-m", "ezpz_launch", *words],
         env=kept, capture_output=True, text=True, check=True, timeout=60,
     )  # fmt: skip
-    printed = re.sub(r"\S*/(ezpz_launch/_running/)", r"…/\1", done.stdout)
+    printed = re.sub(r"\S*/(ezpz_launch/)", r"…/\1", done.stdout)
     yield "## What is run\n"
     yield f"```bash\nezpz-launch {' '.join(words)}\n```\n"
     yield f"```text\n{printed.rstrip()}\n```\n"

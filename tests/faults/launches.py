@@ -206,7 +206,7 @@ class Launch:
         found: list[int] = []
 
         def is_connected() -> bool:
-            agents = [pid for pid in self.find("node.py") if _words(pid)[-1] == node]
+            agents = [pid for pid in self.find("_agent.py") if _words(pid)[-1] == node]
             # The first process is its shim's child, and ends.
             found[:] = [pid for pid in agents if _sockets(pid)]
             return bool(found)

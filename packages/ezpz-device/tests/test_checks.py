@@ -6,13 +6,7 @@ import pytest
 import torch
 
 from ezpz_device import get_torch_device_type
-from ezpz_device._checks.accelerator import (
-    check,
-    count_devices,
-    is_built_for,
-    try_backend,
-    try_devices,
-)
+from ezpz_device._checks import check, count_devices, is_built_for, try_backend, try_devices
 
 NOTHING = {"PATH": "/nonexistent"}
 

@@ -12,10 +12,10 @@ import sys
 
 import pytest
 
-import ezpz_launch._running.node
-from ezpz_launch._running.agents import Agents
-from ezpz_launch._running.control import Control
-from ezpz_launch._running.node import proof
+import ezpz_launch._agent
+from ezpz_launch._agent import proof
+from ezpz_launch._launch import Control
+from ezpz_launch._nodes import Agents
 
 
 class Side:
@@ -103,7 +103,7 @@ def agent(side, until):
     def start(node=0, where=None, wait=True):
         control = Control(side.id, 5, where=where or side.agents.where, secret=side.agents.secret)
         subprocess.run(
-            [sys.executable, "-I", "-S", ezpz_launch._running.node.__file__, str(node)],
+            [sys.executable, "-I", "-S", ezpz_launch._agent.__file__, str(node)],
             env={**os.environ, "EZPZ_CONTROL": control.value()},
             check=True,
             timeout=120,
@@ -309,7 +309,7 @@ def test_the_agent_outlives_signals_and_holds_no_pipe(side, agent, rank):
     child = rank()
     control = Control(side.id, 5, where=side.agents.where, secret=side.agents.secret)
     env = {**os.environ, "EZPZ_CONTROL": control.value()}
-    words = [sys.executable, "-I", "-S", ezpz_launch._running.node.__file__, "0"]
+    words = [sys.executable, "-I", "-S", ezpz_launch._agent.__file__, "0"]
     null = subprocess.DEVNULL
     subprocess.run(words, env=env, check=True, pass_fds=[write], stdout=null, stderr=null)
     os.close(write)

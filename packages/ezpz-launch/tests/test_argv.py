@@ -3,7 +3,7 @@ import sys
 import pytest
 
 from ezpz_launch import UsageError
-from ezpz_launch._argv import OPTIONS, split
+from ezpz_launch._options import OPTIONS, split
 
 USER = ["python", "train.py", "--lr", "1e-4", "-n", "5", "--help", "--", "--x", "a b", ""]
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from ezpz_launch import LaunchError, Request, UsageError
-from ezpz_launch._planning.arrange import arrange
+from ezpz_launch._placement import arrange
 from ezpz_topo import Accelerators, imagine
 
 COMMAND = ("python", "train.py")

@@ -11,9 +11,9 @@ from dataclasses import replace
 import pytest
 
 from ezpz_launch import LaunchError, Request
-from ezpz_launch._attempts import _Attempts, _hostfile, _make_log_dir
 from ezpz_launch._cli import _planned
-from ezpz_launch._running.outcome import Outcome
+from ezpz_launch._launch import Outcome
+from ezpz_launch._retry import _Attempts, _hostfile, _make_log_dir
 from ezpz_topo import detect
 
 
@@ -110,10 +110,10 @@ def test_a_signal_while_the_last_bytes_are_read_ends_it(clean_env):
     """A launcher that leaves something behind which goes on writing to our pipe."""
     program = """
 import os, sys, threading
-from ezpz_launch._running.control import Control
-from ezpz_launch._running.launch import Launch
-from ezpz_launch._running import run as module
-from ezpz_launch._running.run import run
+from ezpz_launch._launch import Control
+from ezpz_launch._launch import Launch
+from ezpz_launch import _run as module
+from ezpz_launch._run import run
 module._DRAINED = 5.0  # a busy machine may be silent for 0.3 s
 script = "while echo x; do sleep 0.1; done & exit 9"
 launch = Launch(
@@ -133,11 +133,11 @@ sys.exit(outcome.exit_status)
 
 RUN = """
 import gc, os, sys, threading
-from ezpz_launch._running.control import Control
-from ezpz_launch._running.launch import Launch
-from ezpz_launch._running.run import run
-from ezpz_launch._planning.launchers.shim import SHIM
-from ezpz_launch._planning.launchers.spawn import SPAWN
+from ezpz_launch._launch import Control
+from ezpz_launch._launch import Launch
+from ezpz_launch._run import run
+from ezpz_launch._plan import SHIM
+from ezpz_launch.launchers.spawn import SPAWN
 NAMES = ("EZPZ_SPAWN_RANK", "EZPZ_SPAWN_SIZE", "EZPZ_SPAWN_RANK")
 
 def launch(*command, before=(), **more):
@@ -315,8 +315,8 @@ def test_ports_are_not_tried_for_ever(attempts, more, times):
 
 
 def test_a_hostfile_that_somebody_removes(attempts, tmp_path, monkeypatch):
-    monkeypatch.setattr("ezpz_launch._attempts.needs_hostfile", lambda _: True)
-    monkeypatch.setattr("ezpz_launch._attempts.hostfile_of", lambda _: ["alpha", "beta"])
+    monkeypatch.setattr("ezpz_launch._retry.needs_hostfile", lambda _: True)
+    monkeypatch.setattr("ezpz_launch._retry.hostfile_of", lambda _: ["alpha", "beta"])
     with _hostfile(attempts._planned, str(tmp_path)) as ready:
         path = tmp_path / os.path.basename(ready.hostfile)
         assert path.read_text() == "alpha\nbeta\n"
@@ -324,7 +324,7 @@ def test_a_hostfile_that_somebody_removes(attempts, tmp_path, monkeypatch):
 
 
 def test_nowhere_to_write_the_hostfile(attempts, tmp_path, monkeypatch):
-    monkeypatch.setattr("ezpz_launch._attempts.needs_hostfile", lambda _: True)
+    monkeypatch.setattr("ezpz_launch._retry.needs_hostfile", lambda _: True)
     absent = str(tmp_path / "absent")
     with (
         pytest.raises(LaunchError, match="set TMPDIR to one"),

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from ezpz_launch._checks import mpi, room, versions
-from ezpz_launch._checks.command import Ended, run
+from ezpz_launch import _checks
+from ezpz_launch._checks import Ended, run
 
 
 def program(path, body):
@@ -72,7 +72,7 @@ def elsewhere(clean_env, mpi4py, tmp_path, monkeypatch):
 
 
 def test_two_ranks_of_the_real_mpi(clean_env, mpiexec, mpi4py):
-    result = mpi.check(60, clean_env)
+    result = _checks.check_mpi(60, clean_env)
     assert result.status == "ok"
     assert result.details["mpiexec"] == mpiexec
     assert result.details["library"] in result.message
@@ -80,7 +80,7 @@ def test_two_ranks_of_the_real_mpi(clean_env, mpiexec, mpi4py):
 
 def test_a_rank_of_another_launch_is_not_in_the_way(clean_env, mpiexec, mpi4py):
     outer = {"PMI_RANK": "1", "PMI_SIZE": "4", "PMI_FD": "9", "MPI_LOCALRANKID": "1"}
-    assert mpi.check(60, {**clean_env, **outer}).status == "ok"
+    assert _checks.check_mpi(60, {**clean_env, **outer}).status == "ok"
 
 
 def test_an_mpiexec_of_another_mpi_makes_worlds_of_one(clean_env, mpi4py, tmp_path):
@@ -91,7 +91,7 @@ def test_an_mpiexec_of_another_mpi_makes_worlds_of_one(clean_env, mpi4py, tmp_pa
         '"$last" "$@" & "$last" "$@"; wait'
     )
     program(tmp_path / "bin" / "mpiexec", body)
-    result = mpi.check(60, {**clean_env, "PATH": f"{tmp_path}/bin:{clean_env['PATH']}"})
+    result = _checks.check_mpi(60, {**clean_env, "PATH": f"{tmp_path}/bin:{clean_env['PATH']}"})
     assert result.status == "error"
     assert f"{tmp_path}/bin/mpiexec (openmpi) starts ranks of another MPI" in result.message
     assert "each of two is rank 0 of a world of 1" in result.message
@@ -102,10 +102,10 @@ def test_an_mpiexec_that_fails_or_hangs(clean_env, mpi4py, tmp_path):
     env = {**clean_env, "PATH": f"{tmp_path}/bin:{clean_env['PATH']}"}
     version = 'if [ "$1" = --version ]; then echo HYDRA; exit; fi'
     program(tmp_path / "bin" / "mpiexec", f"{version}\necho no such fabric >&2; exit 5")
-    failed = mpi.check(60, env)
+    failed = _checks.check_mpi(60, env)
     assert (failed.status, "end with 5: no such fabric" in failed.message) == ("error", True)
     program(tmp_path / "bin" / "mpiexec", f"{version}\nexec sleep 1000")
-    hung = mpi.check(1, env)
+    hung = _checks.check_mpi(1, env)
     assert (hung.status, "did not end in 0.8 s" in hung.message) == ("error", True)
 
 
@@ -113,41 +113,41 @@ def test_an_mpiexec_that_nobody_knows(clean_env, tmp_path, monkeypatch):
     program(tmp_path / "bin" / "mpiexec", "echo Acme MPI 1.0")
     beside = tmp_path / "python" / "bin"  # no MPI's follows
     monkeypatch.setattr("sys.executable", str(beside / "python"))
-    result = mpi.check(60, {**clean_env, "PATH": f"{tmp_path}/bin"})
+    result = _checks.check_mpi(60, {**clean_env, "PATH": f"{tmp_path}/bin"})
     assert result.status == "error"
     assert "says 'Acme MPI 1.0'" in result.message
 
 
 def test_mpi4py_without_a_library(clean_env, mpiexec, mpi4py):
-    result = mpi.check(60, {**clean_env, "MPI4PY_LIBMPI": "/nonexistent/libmpi.so"})
+    result = _checks.check_mpi(60, {**clean_env, "MPI4PY_LIBMPI": "/nonexistent/libmpi.so"})
     assert result.status == "error"
     assert "mpi4py cannot load an MPI library" in result.message
 
 
 def test_without_mpi4py_there_is_nothing_to_agree_with(clean_env, mpiexec, tmp_path):
     (tmp_path / "mpi4py.py").write_text("raise ImportError")
-    result = mpi.check(60, {**clean_env, "PYTHONPATH": str(tmp_path)})
+    result = _checks.check_mpi(60, {**clean_env, "PYTHONPATH": str(tmp_path)})
     assert result.status == "ok"
     assert "mpi4py is not installed" in result.message
 
 
 def test_without_an_mpiexec(elsewhere, tmp_path):
-    result = mpi.check(60, elsewhere)
+    result = _checks.check_mpi(60, elsewhere)
     assert result.status == "warning"
     assert "no mpiexec on PATH or in this environment" in result.message
     assert "pip install mpich" in result.remedy
     program(tmp_path / "bin" / "srun", "exit 0")
-    with_srun = mpi.check(60, elsewhere)
+    with_srun = _checks.check_mpi(60, elsewhere)
     assert (with_srun.status, with_srun.details["srun"]) == ("ok", f"{tmp_path}/bin/srun")
 
 
 def test_a_workstation_without_any_mpi_needs_none(elsewhere, tmp_path):
     env = {**elsewhere, "MPI4PY_LIBMPI": "/nonexistent/libmpi.so"}
-    result = mpi.check(60, env)
+    result = _checks.check_mpi(60, env)
     assert (result.status, "it starts plain processes" in result.message) == ("ok", True)
     (tmp_path / "nodes").write_text(f"{os.uname().nodename}\n")
     job = {"PBS_JOBID": "1.x", "PBS_NODEFILE": str(tmp_path / "nodes")}
-    in_job = mpi.check(60, {**env, **job})
+    in_job = _checks.check_mpi(60, {**env, **job})
     assert in_job.status == "warning"
     assert "load the site's MPI module" in in_job.remedy
 
@@ -157,7 +157,7 @@ def test_a_workstation_without_any_mpi_needs_none(elsewhere, tmp_path):
     [("CRAY MPICH version 8.1.28", "ok"), ("Open MPI v5.0.11", "error")],
 )
 def test_pals_outside_of_a_job_is_judged_by_name(library, status, tmp_path, clean_env, monkeypatch):
-    monkeypatch.setattr("ezpz_launch._planning.identify._PALS", str(tmp_path / "pals"))
+    monkeypatch.setattr("ezpz_launch._identify._PALS", str(tmp_path / "pals"))
     program(tmp_path / "pals" / "mpiexec", "exit 9")
     (tmp_path / "mpi4py").mkdir()
     (tmp_path / "mpi4py" / "__init__.py").write_text("class rc: pass\n")
@@ -167,7 +167,7 @@ def test_pals_outside_of_a_job_is_judged_by_name(library, status, tmp_path, clea
         f"def Get_library_version(): return {library!r}\n"
     )
     env = {**clean_env, "PATH": str(tmp_path / "pals"), "PYTHONPATH": str(tmp_path)}
-    result = mpi.check(60, env)
+    result = _checks.check_mpi(60, env)
     assert result.status == status
     assert result.details["library"] == library
 
@@ -178,7 +178,7 @@ def test_pals_outside_of_a_job_is_judged_by_name(library, status, tmp_path, clea
 def test_there_is_room_here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     env = {"HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path)}
-    result = room.disk(5, env)
+    result = _checks.disk(5, env)
     assert result.status in ("ok", "warning")
     assert result.details["the folder of records"]["folder"] == str(tmp_path)
     assert list(tmp_path.iterdir()) == [], "nothing is left, and nothing is made"
@@ -196,14 +196,14 @@ def unprivileged(monkeypatch):
 
 def test_a_folder_that_may_not_be_written_is_an_error(tmp_path, unprivileged, monkeypatch):
     monkeypatch.chdir("/")
-    result = room.disk(5, {"HOME": "/", "TMPDIR": "/"})
+    result = _checks.disk(5, {"HOME": "/", "TMPDIR": "/"})
     assert result.status == "error"
     assert "/ (the working directory) cannot be written: Permission denied" in result.message
 
 
 def test_a_tmpdir_that_is_not_there_is_an_error(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    result = room.disk(5, {"HOME": str(tmp_path), "TMPDIR": str(tmp_path / "none")})
+    result = _checks.disk(5, {"HOME": str(tmp_path), "TMPDIR": str(tmp_path / "none")})
     assert result.status == "error"
     assert "none (TMPDIR) cannot be written: No such file" in result.message
     assert "set TMPDIR" in result.remedy
@@ -213,7 +213,7 @@ def test_a_working_directory_that_is_gone_is_an_error(tmp_path, monkeypatch):
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
-    result = room.disk(5, {"HOME": str(tmp_path), "TMPDIR": str(tmp_path)})
+    result = _checks.disk(5, {"HOME": str(tmp_path), "TMPDIR": str(tmp_path)})
     monkeypatch.chdir(tmp_path)
     assert (result.status, "is gone" in result.message) == ("error", True)
 
@@ -233,7 +233,7 @@ def on_a_small_disk(size, code, folder):
 
 def test_a_full_disk_is_an_error(tmp_path):
     code = (
-        "from ezpz_launch._checks.room import disk\n"
+        "from ezpz_launch._checks import disk\n"
         f"r = disk(5, {{'HOME': {str(tmp_path)!r}, 'TMPDIR': {str(tmp_path)!r}}})\n"
         "print(r.status, r.message, r.remedy, sep='\\t')"
     )
@@ -247,7 +247,7 @@ def test_a_full_disk_is_an_error(tmp_path):
 
 def test_the_shared_memory_of_a_container(tmp_path):
     code = (
-        "from ezpz_launch._checks.room import shared_memory\n"
+        "from ezpz_launch._checks import shared_memory\n"
         "r = shared_memory(5)\nprint(r.status, r.message, r.remedy, sep='\\t')"
     )
     status, message, remedy = on_a_small_disk("64m", code, "/dev/shm")
@@ -259,8 +259,8 @@ def test_the_shared_memory_of_a_container(tmp_path):
 
 
 def test_shared_memory_of_this_host(tmp_path):
-    assert room.shared_memory(5).status in ("ok", "warning")
-    missing = room.shared_memory(5, folder=str(tmp_path / "shm"))
+    assert _checks.shared_memory(5).status in ("ok", "warning")
+    missing = _checks.shared_memory(5, folder=str(tmp_path / "shm"))
     assert missing.status == ("error" if sys.platform == "linux" else "ok")
 
 
@@ -268,7 +268,7 @@ def test_shared_memory_of_this_host(tmp_path):
 
 
 def told(**hosts):
-    found = dict.fromkeys(versions.PACKAGES, "1.0") | {"python": "3.11.2"}
+    found = dict.fromkeys(_checks.PACKAGES, "1.0") | {"python": "3.11.2"}
     lines = [[host, found | changes] for host, changes in hosts.items()]
     import json
 
@@ -276,34 +276,34 @@ def told(**hosts):
 
 
 def test_one_host_has_nothing_to_compare():
-    result = versions.check(5, {"PATH": "/nonexistent"})
+    result = _checks.check_versions(5, {"PATH": "/nonexistent"})
     assert (result.status, result.message) == ("ok", "one host: nothing to compare")
 
 
 def test_what_the_program_says_is_read():
-    done = run([sys.executable, "-c", versions.PROGRAM], os.environ, 60)
-    ((host, found),) = versions.said(f"a launcher's banner\n{done.stdout}").items()
+    done = run([sys.executable, "-c", _checks.PROGRAM], os.environ, 60)
+    ((host, found),) = _checks.said(f"a launcher's banner\n{done.stdout}").items()
     assert host == (os.environ.get("SLURMD_NODENAME") or os.uname().nodename)
     assert found["python"] == sys.version.split()[0]
     assert found["ezpz-launch"]
-    assert set(found) == {"python", *versions.PACKAGES}
+    assert set(found) == {"python", *_checks.PACKAGES}
 
 
 def test_versions_that_differ_are_an_error_that_names_the_hosts():
     out = told(n1={}, n2={}, n3={"torch": "2.6.0"}, n4={"torch": "not installed"})
-    result = versions.judge(("n1", "n2", "n3", "n4"), Ended(0, out, ""), 5)
+    result = _checks.judge(("n1", "n2", "n3", "n4"), Ended(0, out, ""), 5)
     assert result.status == "error"
     assert result.message == "torch is 1.0 on n[1-2], 2.6.0 on n3, not installed on n4"
 
 
 def test_hosts_that_are_silent():
-    slow = versions.judge(("n1", "n2"), Ended(None, told(n1={}), ""), 5)
+    slow = _checks.judge(("n1", "n2"), Ended(None, told(n1={}), ""), 5)
     assert (slow.status, slow.message) == ("warning", "1 of 2 hosts answered in 3.5 s")
-    failed = versions.judge(("n1", "n2"), Ended(1, told(n1={}), "rank 1 on n2: exit 127\n"), 5)
+    failed = _checks.judge(("n1", "n2"), Ended(1, told(n1={}), "rank 1 on n2: exit 127\n"), 5)
     assert failed.status == "error"
     assert "1 of 2 hosts told their versions" in failed.message
     assert "rank 1 on n2: exit 127" in failed.message
-    same = versions.judge(("n1", "n2"), Ended(0, told(n1={}, n2={}), ""), 5)
+    same = _checks.judge(("n1", "n2"), Ended(0, told(n1={}, n2={}), ""), 5)
     assert (same.status, same.message) == (
         "ok", "Python 3.11.2, torch 1.0 and ezpz's packages are the same on 2 hosts"
     )  # fmt: skip

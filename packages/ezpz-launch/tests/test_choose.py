@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from ezpz_launch import CommandNotFoundError, LaunchError, Request
-from ezpz_launch._planning.arrange import arrange
-from ezpz_launch._planning.choose import choose_launcher, imagine_launcher
+from ezpz_launch._identify import choose_launcher, imagine_launcher
+from ezpz_launch._placement import arrange
 from ezpz_topo import imagine
 
 ANSWERS = {

@@ -3,7 +3,7 @@ import os
 import pytest
 
 from ezpz_launch._errors import CommandNotExecutableError, CommandNotFoundError
-from ezpz_launch._planning.command import require_command
+from ezpz_launch._identify import require_command
 
 
 @pytest.fixture

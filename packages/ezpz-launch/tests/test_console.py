@@ -55,7 +55,7 @@ def test_a_launch_loads_little(shell):
     done = shell('"$@"', *command, "-n", "1", "true")
     loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert done.returncode == 0
-    assert "ezpz_launch._records.record" in loaded
+    assert "ezpz_launch._record" in loaded
     heavy = {"tomllib", "socket", "shutil", "pathlib", "datetime", "logging"}
     # on a node of a scheduler, such as beside the tests of Slurm, it is asked for a job
     assert not loaded & (heavy - {"datetime"} if _is_a_node() else heavy)

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from ezpz_launch import UsageError
-from ezpz_launch._running.control import Control, fold_ranks
+from ezpz_launch._launch import Control, fold_ranks
 
 
 def control(**fields):
@@ -25,7 +25,7 @@ def test_one_field_a_line_and_none_empty():
         "0", "0", "-", "-",
     ]  # fmt: skip
     assert full.value().split("\n") == [
-        "ID.0", "21", sys.executable, f"{here}/node.py", "10.0.0.1:5 [fe80::1]:6", "a", "7",
+        "ID.0", "21", sys.executable, f"{here}/_agent.py", "10.0.0.1:5 [fe80::1]:6", "a", "7",
         "/a b", "0,2-3", f"{here}/rank_output.py", "--prefix", "29500", "cuda", "4", "1", "2",
         "/p q", "12.pbs",
     ]  # fmt: skip

@@ -2,10 +2,9 @@
 
 import pytest
 
-from ezpz_launch._running.ending import SETTLE, Ending
-from ezpz_launch._running.launch import NEVER
-from ezpz_launch._running.nodes import ThisHost
-from ezpz_launch._running.status import Status
+from ezpz_launch._launch import NEVER, Status
+from ezpz_launch._nodes import ThisHost
+from ezpz_launch._run import SETTLE, Ending
 
 
 @pytest.fixture

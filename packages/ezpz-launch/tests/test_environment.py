@@ -3,8 +3,8 @@
 import pytest
 
 from ezpz_launch import Request, plan
-from ezpz_launch._planning.environment import users_own
-from ezpz_launch._planning.identify import Launcher
+from ezpz_launch._environment import users_own
+from ezpz_launch._identify import Launcher
 from ezpz_topo import imagine
 
 PBS = {

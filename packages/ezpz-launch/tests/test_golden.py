@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ezpz_launch import main
-from ezpz_launch._planning.launchers.shim import SHIM
+from ezpz_launch._plan import SHIM
 from ezpz_topo import known_machines
 
 GOLDEN = Path(__file__).parent / "golden"

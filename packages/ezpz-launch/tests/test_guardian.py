@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from ezpz_launch._running.proc import is_running
+from ezpz_launch._agent import is_running
 
 GUARDED = """
 import os, subprocess, sys, time
-from ezpz_launch._running.guardian import Guardian
+from ezpz_launch._nodes import Guardian
 launcher = subprocess.Popen(["sh", "-c", sys.argv[1]], start_new_session=True)
 rank = subprocess.Popen(["sleep", "60"], start_new_session=True)
 marked = subprocess.Popen(

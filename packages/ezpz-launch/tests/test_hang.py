@@ -7,14 +7,11 @@ import time
 
 import pytest
 
-from ezpz_launch._running import hang as module
-from ezpz_launch._running.control import Control
-from ezpz_launch._running.hang import Hang
-from ezpz_launch._running.launch import NEVER, Launch
-from ezpz_launch._running.nodes import ThisHost
-from ezpz_launch._running.output import Output
-from ezpz_launch._running.reports import Reports
-from ezpz_launch._running.status import Status
+from ezpz_launch import _run as module
+from ezpz_launch._launch import NEVER, Control, Launch, Status
+from ezpz_launch._nodes import ThisHost
+from ezpz_launch._output import Output, Reports
+from ezpz_launch._run import Hang
 
 ID = f"hang-test.{os.getpid()}"  # a session beside this one must not meet ours
 HERE = os.uname().nodename

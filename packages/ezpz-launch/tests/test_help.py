@@ -4,9 +4,8 @@ import shlex
 
 import pytest
 
-from ezpz_launch._argv import OPTIONS, split
-from ezpz_launch._help import EXAMPLES, USAGE, help_page
-from ezpz_launch._options import request_of
+from ezpz_launch._cli import EXAMPLES, USAGE, help_page
+from ezpz_launch._options import OPTIONS, request_of, split
 
 LINES = help_page().splitlines()
 VALUES = {"N": "2", "TIME": "10m", "K=V": "A=1", "KIND": "spawn", "LIST": "0-3"}

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from ezpz_launch import LaunchError, UsageError
-from ezpz_launch._records.history import USAGE, command, history
-from ezpz_launch._records.record import Record, Recorder, iso_time, new_id, process_start
+from ezpz_launch._history import USAGE, command, history
+from ezpz_launch._record import Record, Recorder, iso_time, new_id, process_start
 from ezpz_topo import get_hostname
 
 START = 1795227043.25

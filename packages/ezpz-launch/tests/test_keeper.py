@@ -5,7 +5,7 @@ import subprocess
 import sys
 import time
 
-from ezpz_launch._records.keeper import new_id
+from ezpz_launch._record import new_id
 
 
 def history(env):

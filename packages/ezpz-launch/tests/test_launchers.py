@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from ezpz_launch import LaunchError, Request, UsageError, plan
-from ezpz_launch._planning.identify import Launcher
-from ezpz_launch._planning.launchers import argv, hostfile_of
-from ezpz_launch._planning.launchers.spawn import SPAWN
+from ezpz_launch._identify import Launcher
+from ezpz_launch.launchers import argv, hostfile_of
+from ezpz_launch.launchers.spawn import SPAWN
 from ezpz_topo import imagine
 
 

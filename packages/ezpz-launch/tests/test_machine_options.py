@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from ezpz_launch import UsageError
-from ezpz_launch._planning.identify import Launcher
-from ezpz_launch._planning.machine_options import choose_options
+from ezpz_launch._identify import Launcher, choose_options
 from ezpz_topo import imagine
 
 

@@ -8,8 +8,8 @@ from importlib.util import find_spec
 
 import pytest
 
-from ezpz_launch._planning.nested import outside_of_launch
-from ezpz_launch._running.proc import is_running
+from ezpz_launch._agent import is_running
+from ezpz_launch._identify import outside_of_launch
 from ezpz_topo import FAMILIES, get_rank_info
 
 RANKS = {

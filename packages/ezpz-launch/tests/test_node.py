@@ -2,8 +2,7 @@
 
 import signal
 
-from ezpz_launch._running.node import obey
-from ezpz_launch._running.node_ranks import NodeRanks
+from ezpz_launch._agent import NodeRanks, obey
 
 
 def test_orders(process):

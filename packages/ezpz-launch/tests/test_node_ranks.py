@@ -8,8 +8,7 @@ import time
 
 import pytest
 
-from ezpz_launch._running.node_ranks import NodeRanks
-from ezpz_launch._running.proc import is_running
+from ezpz_launch._agent import NodeRanks, is_running
 
 ID = f"node-test.{os.getpid()}"  # a session beside this one must not meet ours
 COUNTS = (

@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-import ezpz_launch._running.agents
-import ezpz_launch._running.node
-from ezpz_launch._running.control import Control
-from ezpz_launch._running.nodes import OtherHosts, ThisHost
-from ezpz_launch._running.proc import is_running
+import ezpz_launch._agent
+import ezpz_launch._nodes
+from ezpz_launch._agent import is_running
+from ezpz_launch._launch import Control
+from ezpz_launch._nodes import OtherHosts, ThisHost
 
 ID = f"nodes-test.{os.getpid()}"  # a session beside this one must not meet ours
 COUNTS = (
@@ -58,7 +58,7 @@ class Others:
     def start_agent(self, node=1):
         control = Control(self.id, 5, where=self.nodes.where(), secret=self.nodes.secret())
         subprocess.run(
-            [sys.executable, "-I", "-S", ezpz_launch._running.node.__file__, str(node)],
+            [sys.executable, "-I", "-S", ezpz_launch._agent.__file__, str(node)],
             env={**os.environ, "EZPZ_CONTROL": control.value()},
             check=True,
             timeout=120,
@@ -242,7 +242,7 @@ def test_without_an_address_there_are_no_agents(told, monkeypatch):
     def nowhere(_):
         raise OSError(-2, "Name or service not known")
 
-    monkeypatch.setattr(ezpz_launch._running.agents, "_own_address", nowhere)
+    monkeypatch.setattr(ezpz_launch._nodes, "_own_address", nowhere)
     nodes = OtherHosts(["absent.invalid"], 2, ID, select.poll(), told.append, timeout=15)
     assert nodes.why_not == (
         "no address of ours that absent.invalid could reach ([Errno -2] Name or service not known)"
@@ -262,7 +262,7 @@ def test_without_an_address_there_are_no_agents(told, monkeypatch):
 
 WATCHED = """
 import os, select, subprocess, sys
-from ezpz_launch._running.nodes import OtherHosts, ThisHost
+from ezpz_launch._nodes import OtherHosts, ThisHost
 launcher = subprocess.Popen(["sleep", "60"], start_new_session=True, stdout=subprocess.DEVNULL)
 rank = subprocess.Popen(["sleep", "60"], start_new_session=True, stdout=subprocess.DEVNULL)
 print(launcher.pid, rank.pid, flush=True)

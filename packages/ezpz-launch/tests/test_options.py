@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from ezpz_launch import LaunchError, Request, _options
-from ezpz_launch._argv import split
+from ezpz_launch._options import split
 
 
 def test_the_explanation_for_programs(launch):

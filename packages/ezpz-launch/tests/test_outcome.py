@@ -2,10 +2,7 @@ import signal
 
 import pytest
 
-from ezpz_launch._running.control import Control
-from ezpz_launch._running.launch import Launch
-from ezpz_launch._running.outcome import describe, exit_status_of, how
-from ezpz_launch._running.status import Status
+from ezpz_launch._launch import Control, Launch, Status, describe, exit_status_of, how
 
 LAUNCH = Launch(
     argv=("mpiexec",),

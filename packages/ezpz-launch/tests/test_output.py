@@ -12,8 +12,8 @@ import pytest
 # Copies fds 3 and 4 to 1 and 2, until their end, then tells on 5 what it saw.
 COPIER = """
 import json, os, sys, time
-from ezpz_launch._running.output import Output
-from ezpz_launch._running.reports import Reports
+from ezpz_launch._output import Output
+from ezpz_launch._output import Reports
 woken = []
 output = Output((Reports("ID"), Reports("ID")), lambda: woken.append(1))
 output.copy(3, 4)

@@ -1,7 +1,7 @@
 import pytest
 
 from ezpz_launch import UsageError
-from ezpz_launch._planning.place import place
+from ezpz_launch._placement import place
 
 HOSTS = ("a", "b", "c", "d")
 

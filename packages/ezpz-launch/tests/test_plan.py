@@ -4,8 +4,8 @@ from dataclasses import replace
 import pytest
 
 from ezpz_launch import LaunchError, Request, UsageError, plan
-from ezpz_launch._planning.identify import Launcher
-from ezpz_launch._planning.launchers import argv
+from ezpz_launch._identify import Launcher
+from ezpz_launch.launchers import argv
 from ezpz_topo import (
     Accelerators,
     Allocation,

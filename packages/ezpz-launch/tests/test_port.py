@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from ezpz_launch import LaunchError
-from ezpz_launch._planning import port as _port
+from ezpz_launch import _environment as _port
 
 
 def test_it_can_be_bound_and_is_no_ephemeral_one():
@@ -31,7 +31,7 @@ def test_a_port_that_is_taken_is_passed_over(monkeypatch, family, address):
 
 CHOOSE = """
 import os
-from ezpz_launch._planning.port import free_port
+from ezpz_launch._environment import free_port
 os.urandom = bytes
 print(free_port(), flush=True)
 input()

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from ezpz_launch import LaunchError
-from ezpz_launch._running.proc import is_running
-from ezpz_launch._running.process import LauncherProcess
+from ezpz_launch._agent import is_running
+from ezpz_launch._nodes import LauncherProcess
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from ezpz_launch._records.progress import PROGRESS_VARIABLE, read_progress
+from ezpz_launch._record import PROGRESS_VARIABLE, read_progress
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_both_ways_of_the_contract(tmp_path):
     )
     assert read_progress(path) == 1200
     # the lines of the module's own text
-    import ezpz_launch._records.progress as module
+    import ezpz_launch._record as module
 
     _, _, text = module.__doc__.partition("::\n\n")
     code = text.partition("\n\n")[0]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 # It is a program: found, never imported here.
-FOLDER = Path(importlib.util.find_spec("ezpz_launch").origin).parent / "_running"
+FOLDER = Path(importlib.util.find_spec("ezpz_launch").origin).parent
 PUMP = [sys.executable, "-I", "-S", str(FOLDER / "rank_output.py"), "3", "nid01"]
 HEAD = b"[3@nid01] "
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from ezpz_launch._planning.launchers.shim import SHIM
-from ezpz_launch._running.control import Control
-from ezpz_launch._running.proc import is_running
+from ezpz_launch._agent import is_running
+from ezpz_launch._launch import Control
+from ezpz_launch._plan import SHIM
 
 NAMES = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID")
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}

@@ -10,9 +10,8 @@ from datetime import UTC, datetime
 import pytest
 
 from ezpz_launch import LaunchError, Request, __version__, plan
-from ezpz_launch._planning.identify import Launcher
-from ezpz_launch._records.progress import read_progress
-from ezpz_launch._records.record import (
+from ezpz_launch._identify import Launcher
+from ezpz_launch._record import (
     ID,
     KEPT,
     Record,
@@ -20,6 +19,7 @@ from ezpz_launch._records.record import (
     iso_time,
     new_id,
     process_start,
+    read_progress,
     record_of,
     records_folder,
     to_json,
@@ -202,7 +202,7 @@ def test_ids_sort_by_time_and_are_unique():
 
 WRITE = """
 import resource, signal, sys
-from ezpz_launch._records.record import Recorder, iso_time, new_id
+from ezpz_launch._record import Recorder, iso_time, new_id
 sys.path.insert(0, sys.argv[1])
 from test_record import RECORD
 import os
@@ -345,7 +345,7 @@ def test_many_launches_at_once_make_one_folder(tmp_path):
     code = (
         "import os, sys\n"
         "from dataclasses import replace\n"
-        "from ezpz_launch._records.record import Recorder, new_id\n"
+        "from ezpz_launch._record import Recorder, new_id\n"
         "sys.path.insert(0, sys.argv[1])\n"
         "from test_record import RECORD\n"
         "sys.stdin.read()\n"
@@ -392,7 +392,7 @@ def test_importing_it_loads_nothing_heavy():
     code = (
         "import sys, ezpz_launch._cli\n"
         "before = set(sys.modules)\n"
-        "import ezpz_launch._records.record\n"
+        "import ezpz_launch._record\n"
         "print([m for m in set(sys.modules) - before if not m.startswith('ezpz_launch')])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

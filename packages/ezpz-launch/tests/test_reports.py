@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from ezpz_launch._running.reports import Reports
+from ezpz_launch._output import Reports
 
 ID = "20260101T000000000001Z-42-abcdef.0"
 

@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from ezpz_launch._records.retry import Attempt, Retries, ends_with_import_error
+from ezpz_launch._retry import Attempt, Retries, ends_with_import_error
 
 
 @pytest.mark.parametrize(

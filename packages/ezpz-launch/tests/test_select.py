@@ -1,7 +1,7 @@
 import pytest
 
 from ezpz_launch import UsageError
-from ezpz_launch._planning.select import match_hosts, select_hosts
+from ezpz_launch._placement import match_hosts, select_hosts
 from ezpz_topo import NodelistError
 
 HOSTS = ("nid001.hsn", "nid002.hsn", "nid003.hsn", "nid004.hsn")

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from ezpz_launch._running.signals import ENDING, pause, signal_group, signals
+from ezpz_launch._launch import ENDING, pause, signal_group, signals
 
 
 def readable(fd, seconds=0.0):
@@ -91,7 +91,7 @@ def test_a_pause_is_not_ended_by_sigusr1():
     program = (
         "import os, signal\n"
         "from threading import Timer\n"
-        "from ezpz_launch._running.signals import pause, signals\n"
+        "from ezpz_launch._launch import pause, signals\n"
         "with signals() as heard:\n"
         "    Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1)).start()\n"
         "    print(pause(0.5, heard))"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ezpz_launch._planning.launchers.spawn import SPAWN
-from ezpz_launch._running.proc import is_running
+from ezpz_launch._agent import is_running
+from ezpz_launch.launchers.spawn import SPAWN
 
 SPAWNER = [sys.executable, "-I", "-S", SPAWN]
 

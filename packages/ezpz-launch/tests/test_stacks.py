@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-FOLDER = Path(importlib.util.find_spec("ezpz_launch").origin).parent / "_running"
+FOLDER = Path(importlib.util.find_spec("ezpz_launch").origin).parent
 
 # Loaded as the node agent loads it: by its path, without the package.
-_spec = importlib.util.spec_from_file_location("_stacks", FOLDER / "stacks.py")
+_spec = importlib.util.spec_from_file_location("_agent", FOLDER / "_agent.py")
 _stacks = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(_stacks)
 

@@ -1,4 +1,4 @@
-from ezpz_launch._running.status import Status
+from ezpz_launch._launch import Status
 
 
 def test_reports_in_the_order_in_which_they_come():

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 import pytest
 
 from ezpz_launch import LaunchError, UsageError
-from ezpz_launch._records.walltime import UnansweredError, job_end, time_limit, when_to_signal
+from ezpz_launch._retry import UnansweredError, job_end, time_limit, when_to_signal
 from ezpz_topo import Allocation, get_allocation
 
 END = datetime(2026, 11, 21, 2, 15, 43, tzinfo=UTC).timestamp()

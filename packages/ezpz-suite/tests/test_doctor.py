@@ -316,7 +316,7 @@ def test_what_its_imports_left_no_time_for_is_a_warning(probes, monkeypatch):
     assert times_out.remedy.endswith("; if it says the same: see who comes")
 
 
-ACCELERATOR = Check("accelerator", "ezpz_device._checks.accelerator:check", "ezpz-device 0.1")
+ACCELERATOR = Check("accelerator", "ezpz_device._checks:check", "ezpz-device 0.1")
 STOOD = """Timeout (0:00:03)!
 Thread 0x00007f11 (most recent call first):
   File "/site-packages/ezpz/_doctor/child.py", line 66 in _end_with

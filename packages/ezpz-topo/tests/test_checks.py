@@ -6,10 +6,9 @@ import socket
 
 import pytest
 
-from ezpz_topo import CheckError, CheckResult, HostfileError
-from ezpz_topo._checks import hostfile, network, scheduler
-from ezpz_topo._checks.interfaces import chosen
-from ezpz_topo._hosts import get_hostname, short_name
+from ezpz_topo import CheckError, CheckResult, HostfileError, _checks
+from ezpz_topo._checks import chosen
+from ezpz_topo._nodelist import get_hostname, short_name
 
 SCONTROL = """\
 case "$1" in
@@ -96,26 +95,26 @@ def test_an_error_of_ours_brings_its_remedy():
 
 
 def test_without_a_scheduler_all_is_well():
-    result = scheduler.check(5, NOTHING)
+    result = _checks.check_scheduler(5, NOTHING)
     assert (result.status, result.details) == ("ok", {"scheduler": "none"})
 
 
 def test_outside_of_a_job_the_controller_is_asked(slurm):
-    assert scheduler.check(5, slurm()).message == "Slurm answers; no job in this shell"
-    down = scheduler.check(5, slurm("DOWN"))
+    assert _checks.check_scheduler(5, slurm()).message == "Slurm answers; no job in this shell"
+    down = _checks.check_scheduler(5, slurm("DOWN"))
     assert down.status == "warning"
     assert "'Slurmctld(primary) at head is DOWN'" in down.message
 
 
 def test_a_controller_that_hangs_is_not_waited_for(tmp_path):
     command(tmp_path, "scontrol", "exec sleep 100")
-    result = scheduler.check(0.5, {"PATH": f"{tmp_path}:/usr/bin:/bin"})
+    result = _checks.check_scheduler(0.5, {"PATH": f"{tmp_path}:/usr/bin:/bin"})
     assert result.status == "warning"
     assert "'scontrol ping' gave no answer in 0.4 s" in result.message
 
 
 def test_on_a_machine_with_a_scheduler_its_commands_are_missed():
-    result = scheduler.check(5, {**NOTHING, "EZPZ_MACHINE": "aurora"})
+    result = _checks.check_scheduler(5, {**NOTHING, "EZPZ_MACHINE": "aurora"})
     assert result.status == "warning"
     assert "aurora has PBS, and 'qstat' cannot be started" in result.message
     assert "add /opt/pbs/bin to PATH" in result.remedy
@@ -124,34 +123,34 @@ def test_on_a_machine_with_a_scheduler_its_commands_are_missed():
 def test_another_schedulers_client_that_is_not_set_up_hides_none_that_answers(tmp_path):
     command(tmp_path, "scontrol", "echo Could not establish a configuration source >&2; exit 1")
     command(tmp_path, "qstat", "exit 0")
-    result = scheduler.check(5, {"PATH": f"{tmp_path}:/usr/bin:/bin"})
+    result = _checks.check_scheduler(5, {"PATH": f"{tmp_path}:/usr/bin:/bin"})
     assert (result.status, result.message) == ("ok", "PBS answers; no job in this shell")
 
 
 def test_in_a_job_the_controller_knows_it(slurm):
-    result = scheduler.check(5, {**slurm(), **IN_JOB})
+    result = _checks.check_scheduler(5, {**slurm(), **IN_JOB})
     assert result.status == "ok"
     assert "job 7 has 2 hosts: nid[001-002], ends at 2026-11-21 02:05 UTC" in result.message
     assert result.details["hosts"] == ["nid001", "nid002"]
 
 
 def test_in_a_job_whose_controller_is_silent_the_variables_do(slurm):
-    result = scheduler.check(5, {**slurm("DOWN", 1), **IN_JOB})
+    result = _checks.check_scheduler(5, {**slurm("DOWN", 1), **IN_JOB})
     assert result.status == "warning"
     assert "job 7 of Slurm, by its variables; but 'scontrol ping' ended with" in result.message
-    gone = scheduler.check(5, {**NOTHING, **IN_JOB})
+    gone = _checks.check_scheduler(5, {**NOTHING, **IN_JOB})
     assert (gone.status, "cannot be started" in gone.message) == ("warning", True)
 
 
 def test_a_job_that_is_over_is_an_error(slurm):
-    result = scheduler.check(5, {**slurm(), **IN_JOB, "SLURM_JOB_ID": "8"})
+    result = _checks.check_scheduler(5, {**slurm(), **IN_JOB, "SLURM_JOB_ID": "8"})
     assert result.status == "error"
     assert "'scontrol show job 8'" in result.message
     assert "Invalid job id" in result.message
 
 
 def test_two_jobs_at_once_are_an_error():
-    result = scheduler.check(5, {**NOTHING, **IN_JOB, "PBS_JOBID": "1.x"})
+    result = _checks.check_scheduler(5, {**NOTHING, **IN_JOB, "PBS_JOBID": "1.x"})
     assert (result.status, result.remedy) == (
         "error", "unset the one that is left over from another shell"
     )  # fmt: skip
@@ -159,7 +158,7 @@ def test_two_jobs_at_once_are_an_error():
 
 def test_pbs_is_asked_for_its_job(pbs, tmp_path):
     (tmp_path / "nodes").write_text("x1n0.site\nx1n1.site\n")
-    result = scheduler.check(5, {**pbs, "PBS_NODEFILE": str(tmp_path / "nodes")})
+    result = _checks.check_scheduler(5, {**pbs, "PBS_NODEFILE": str(tmp_path / "nodes")})
     assert result.status == "ok"
     assert result.message == "PBS answers; job 1.pbs-0001 has 2 hosts: x1n0.site,x1n1.site"
 
@@ -168,16 +167,16 @@ def test_pbs_is_asked_for_its_job(pbs, tmp_path):
 
 
 def test_without_a_hostfile_and_a_job_this_host_is_used(tmp_path):
-    result = hostfile.check(5, NOTHING)
+    result = _checks.check_hostfile(5, NOTHING)
     assert (result.status, result.details["hosts"]) == ("ok", [get_hostname()])
     (tmp_path / "hosts").write_text("a\nb slots=2\n")
-    named = hostfile.check(5, {**NOTHING, "HOSTFILE": str(tmp_path / "hosts")})
+    named = _checks.check_hostfile(5, {**NOTHING, "HOSTFILE": str(tmp_path / "hosts")})
     assert named.status == "ok"
     assert "2 hosts (a, b); no job to compare with" in named.message
 
 
 def test_a_hostfile_that_cannot_be_read_is_an_error(tmp_path):
-    result = hostfile.check(5, {**NOTHING, "HOSTFILE": str(tmp_path / "none")})
+    result = _checks.check_hostfile(5, {**NOTHING, "HOSTFILE": str(tmp_path / "none")})
     assert result.status == "error"
     assert "none' cannot be read" in result.message
     assert "unset the variable that names it" in result.remedy
@@ -193,7 +192,7 @@ def test_a_hostfile_that_cannot_be_read_is_an_error(tmp_path):
 )
 def test_a_hostfile_is_held_to_the_job(slurm, tmp_path, text, status, said):
     (tmp_path / "hosts").write_text(text)
-    result = hostfile.check(5, {**slurm(), **IN_JOB, "HOSTFILE": str(tmp_path / "hosts")})
+    result = _checks.check_hostfile(5, {**slurm(), **IN_JOB, "HOSTFILE": str(tmp_path / "hosts")})
     assert result.status == status
     assert said in result.message
     assert "(slurm's server)" in result.message or status == "ok"
@@ -201,19 +200,19 @@ def test_a_hostfile_is_held_to_the_job(slurm, tmp_path, text, status, said):
 
 def test_variables_of_another_job_are_seen(slurm):
     stale = {**IN_JOB, "SLURM_JOB_NODELIST": "nid[003-004]", "SLURM_NODELIST": "nid[003-004]"}
-    result = hostfile.check(5, {**slurm(), **stale})
+    result = _checks.check_hostfile(5, {**slurm(), **stale})
     assert result.status == "error"
     assert "Slurm's variables name nid003, nid004, which job 7 does not have" in result.message
-    assert hostfile.check(5, {**slurm(), **IN_JOB}).status == "ok"
+    assert _checks.check_hostfile(5, {**slurm(), **IN_JOB}).status == "ok"
 
 
 def test_where_the_server_is_silent_the_variables_are_compared_with(tmp_path):
     (tmp_path / "hosts").write_text("nid009\n")
     env = {**NOTHING, **IN_JOB}
-    silent = hostfile.check(5, env)
+    silent = _checks.check_hostfile(5, env)
     assert silent.status == "ok"
     assert "its server did not tell: 'scontrol' cannot be started" in silent.message
-    wrong = hostfile.check(5, {**env, "HOSTFILE": str(tmp_path / "hosts")})
+    wrong = _checks.check_hostfile(5, {**env, "HOSTFILE": str(tmp_path / "hosts")})
     assert wrong.status == "error"
     assert "(SLURM_JOB_NODELIST)" in wrong.message
 
@@ -221,11 +220,11 @@ def test_where_the_server_is_silent_the_variables_are_compared_with(tmp_path):
 def test_the_node_file_of_pbs_is_held_to_exec_host(pbs, tmp_path):
     (tmp_path / "nodes").write_text("x1n0.site\nx1n7.site\n")
     env = {**pbs, "PBS_NODEFILE": str(tmp_path / "nodes")}
-    wrong = hostfile.check(5, env)
+    wrong = _checks.check_hostfile(5, env)
     assert wrong.status == "error"
     assert "PBS_NODEFILE name x1n7.site, which job 1.pbs-0001 does not have" in wrong.message
     (tmp_path / "nodes").write_text("x1n0.site\nx1n0.site\nx1n1.site\n")
-    assert hostfile.check(5, env).status == "ok"
+    assert _checks.check_hostfile(5, env).status == "ok"
 
 
 # The network.
@@ -251,40 +250,40 @@ def test_interfaces_are_chosen_as_each_library_does(form, text, names, missing):
 
 
 def test_nothing_set_is_well():
-    assert network.check(5, NOTHING).status == "ok"
-    named = network.check(5, {**NOTHING, "GLOO_SOCKET_IFNAME": LOOPBACK})
+    assert _checks.check_network(5, NOTHING).status == "ok"
+    named = _checks.check_network(5, {**NOTHING, "GLOO_SOCKET_IFNAME": LOOPBACK})
     assert named.status == "ok"
     assert named.details["variables"] == {"GLOO_SOCKET_IFNAME": LOOPBACK}
 
 
 @pytest.mark.parametrize("variable", ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"])
 def test_an_interface_that_is_not_here_is_an_error(variable):
-    result = network.check(5, {**NOTHING, variable: "hsn7"})
+    result = _checks.check_network(5, {**NOTHING, variable: "hsn7"})
     assert result.status == "error"
     assert f"{variable}=hsn7: no interface hsn7; this host has" in result.message
 
 
 def test_loopback_does_not_reach_the_other_hosts():
-    result = network.check(5, {**NOTHING, **IN_JOB, "GLOO_SOCKET_IFNAME": LOOPBACK})
+    result = _checks.check_network(5, {**NOTHING, **IN_JOB, "GLOO_SOCKET_IFNAME": LOOPBACK})
     assert result.status == "error"
     assert "loopback alone does not reach the other hosts" in result.message
 
 
 def test_every_interface_left_out_is_an_error():
     everything = ",".join(name for _, name in socket.if_nameindex())
-    result = network.check(5, {**NOTHING, "NCCL_SOCKET_IFNAME": f"^{everything}"})
+    result = _checks.check_network(5, {**NOTHING, "NCCL_SOCKET_IFNAME": f"^{everything}"})
     assert (result.status, "no interface is left" in result.message) == ("error", True)
 
 
 def test_what_the_machines_file_has_is_compared():
     aurora = {**NOTHING, "EZPZ_MACHINE": "aurora"}
-    unset = network.check(5, aurora)
+    unset = _checks.check_network(5, aurora)
     assert unset.status == "ok"
     assert "ezpz-launch sets CCL_PROCESS_LAUNCHER" in unset.message
-    other = network.check(5, {**aurora, "FI_MR_CACHE_MONITOR": "memhooks"})
+    other = _checks.check_network(5, {**aurora, "FI_MR_CACHE_MONITOR": "memhooks"})
     assert other.status == "warning"
     assert "=memhooks, where aurora.toml has userfaultfd" in other.message
-    assert network.check(5, {**aurora, "FI_MR_CACHE_MONITOR": "userfaultfd"}).status == "ok"
+    assert _checks.check_network(5, {**aurora, "FI_MR_CACHE_MONITOR": "userfaultfd"}).status == "ok"
 
 
 def test_a_first_host_that_cannot_be_looked_up_is_an_error(tmp_path, monkeypatch):
@@ -301,38 +300,41 @@ def test_a_first_host_that_cannot_be_looked_up_is_an_error(tmp_path, monkeypatch
         **NOTHING, "EZPZ_MACHINE": "aurora", "PBS_JOBID": "1.x", "PBS_ENVIRONMENT": "PBS_BATCH",
         "PBS_NODEFILE": str(tmp_path / "nodes"),
     }  # fmt: skip
-    result = network.check(5, env)
+    result = _checks.check_network(5, env)
     assert result.status == "error"
     assert ".hsn.cm.aurora.alcf.anl.gov, the first host on the fast network" in result.message
     assert "Name or service not known" in result.message
     assert "MASTER_ADDR=" in result.remedy
     monkeypatch.setattr(socket, "getaddrinfo", lambda name, port: asked.append(name))
-    assert network.check(5, env).status == "ok"
+    assert _checks.check_network(5, env).status == "ok"
     assert asked == 2 * [f"{short_name(get_hostname())}.hsn.cm.aurora.alcf.anl.gov"]
 
 
 def test_slingshot_without_a_card_is_an_error(tmp_path):
     (tmp_path / "sys/class").mkdir(parents=True)
     env = {**NOTHING, "FI_PROVIDER": "cxi"}
-    assert network.check(5, env, root=str(tmp_path)).status == "error"
+    assert _checks.check_network(5, env, root=str(tmp_path)).status == "error"
     (tmp_path / "sys/class/cxi").mkdir()
-    assert network.check(5, env, root=str(tmp_path)).status == "ok"
+    assert _checks.check_network(5, env, root=str(tmp_path)).status == "ok"
 
 
 def test_what_slows_is_a_warning(tmp_path):
     (tmp_path / "sys/class/infiniband/mlx5_0").mkdir(parents=True)
     root = str(tmp_path)
     two_hosts = {**NOTHING, **IN_JOB, "NCCL_IB_DISABLE": "1"}
-    result = network.check(5, two_hosts, root=root)
+    result = _checks.check_network(5, two_hosts, root=root)
     assert result.status == "warning"
     assert "NCCL_IB_DISABLE=1: NCCL leaves InfiniBand and RoCE alone (mlx5_0)" in result.message
-    assert network.check(5, {**NOTHING, "NCCL_IB_DISABLE": "1"}, root=root).status == "ok"
-    assert network.check(5, {**NOTHING, "NCCL_P2P_DISABLE": "1"}, root=root).status == "warning"
-    assert network.check(5, {**NOTHING, "NCCL_P2P_DISABLE": "0"}, root=root).status == "ok"
+    assert _checks.check_network(5, {**NOTHING, "NCCL_IB_DISABLE": "1"}, root=root).status == "ok"
+    assert (
+        _checks.check_network(5, {**NOTHING, "NCCL_P2P_DISABLE": "1"}, root=root).status
+        == "warning"
+    )
+    assert _checks.check_network(5, {**NOTHING, "NCCL_P2P_DISABLE": "0"}, root=root).status == "ok"
 
 
 def test_the_environment_is_only_read():
     before = dict(os.environ)
-    for check in (scheduler.check, hostfile.check, network.check):
+    for check in (_checks.check_scheduler, _checks.check_hostfile, _checks.check_network):
         assert check(5).status in ("ok", "warning")
     assert dict(os.environ) == before

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from ezpz_topo import InvalidVariableError
-from ezpz_topo._cpus import (
+from ezpz_topo._devices import (
     cpu_count_with_source,
     cpus_per_node_with_source,
     get_cpu_count,

@@ -11,7 +11,7 @@ from ezpz_topo import (
     parse_hostfile,
     read_hostfile,
 )
-from ezpz_topo._slots import MAX_BYTES, parse_bytes
+from ezpz_topo._hostfile import MAX_BYTES, parse_bytes
 
 
 def pairs(text):
@@ -174,7 +174,7 @@ def test_nul_bytes_are_an_error_even_in_a_comment():
 
 
 def test_too_many_hosts(monkeypatch):
-    monkeypatch.setattr("ezpz_topo._slots.MAX_HOSTS", 3)
+    monkeypatch.setattr("ezpz_topo._hostfile.MAX_HOSTS", 3)
     assert len(parse_hostfile("a\nb\nc\na\n")) == 3
     with pytest.raises(HostfileError, match="'d' is host 4; expected at most 3"):
         parse_hostfile("a\nb\nc\nd\n")
@@ -187,7 +187,7 @@ def test_too_many_lines():
 
 @pytest.mark.parametrize("lines", [b"\n", b"a\n", b"a\nb\n", b"a\na\nb\nb\n"])
 def test_too_many_lines_of_names(monkeypatch, lines):
-    monkeypatch.setattr("ezpz_topo._slots._MAX_LINES", 8)
+    monkeypatch.setattr("ezpz_topo._hostfile._MAX_LINES", 8)
     if lines != b"\n":
         assert set(parse_bytes(lines * (8 // lines.count(b"\n")), "x")) <= {"a", "b"}
     with pytest.raises(HostfileError, match="more than 8 lines"):
@@ -195,7 +195,7 @@ def test_too_many_lines_of_names(monkeypatch, lines):
 
 
 def test_too_many_hosts_of_a_line_a_slot(monkeypatch):
-    monkeypatch.setattr("ezpz_topo._slots.MAX_HOSTS", 3)
+    monkeypatch.setattr("ezpz_topo._hostfile.MAX_HOSTS", 3)
     assert parse_bytes(b"a\na\nb\nc\nc\n", "x") == {"a": 2, "b": None, "c": 2}
     with pytest.raises(HostfileError, match="'d' is host 4; expected at most 3"):
         parse_bytes(b"a\na\nb\nc\nc\nd\n", "x")

@@ -18,8 +18,8 @@ from ezpz_topo import (
     short_name,
     write_hostfile_from_list_of_hosts,
 )
-from ezpz_topo._hosts import host_key, is_host
-from ezpz_topo._slots import _count_runs, parse_bytes, parse_text
+from ezpz_topo._hostfile import _count_runs, parse_bytes, parse_text
+from ezpz_topo._nodelist import host_key, is_host
 
 # Not even its caches go into the working directory.
 set_hypothesis_home_dir(os.devnull)

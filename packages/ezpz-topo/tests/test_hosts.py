@@ -5,7 +5,7 @@ import subprocess
 import pytest
 
 from ezpz_topo import get_hostname, same_host, short_name
-from ezpz_topo._hosts import find_host, is_host
+from ezpz_topo._nodelist import find_host, is_host
 
 
 def test_hostname_is_what_hostname_prints():

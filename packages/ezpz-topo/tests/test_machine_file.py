@@ -6,7 +6,7 @@ import pytest
 
 from ezpz_topo import get_machine_info
 from ezpz_topo._errors import MachineError
-from ezpz_topo._machine_file import read_document
+from ezpz_topo._machine import read_document
 
 GOOD = """
 site = "nowhere"

@@ -5,8 +5,7 @@ import os
 import pytest
 
 from ezpz_topo import known_machines
-from ezpz_topo._machine_file import PACKAGED
-from ezpz_topo._match import GENERIC
+from ezpz_topo._machine import GENERIC, PACKAGED
 
 MACHINES = known_machines({})
 

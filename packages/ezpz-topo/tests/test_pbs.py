@@ -15,7 +15,7 @@ from ezpz_topo._errors import (
     InvalidVariableError,
     SchedulerError,
 )
-from ezpz_topo._hosts import get_hostname, short_name
+from ezpz_topo._nodelist import get_hostname, short_name
 
 FAKE = Path(__file__).parent / "pbs" / "fake.py"
 HERE = short_name(get_hostname())

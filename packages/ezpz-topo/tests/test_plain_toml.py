@@ -5,8 +5,7 @@ import tomllib
 
 import pytest
 
-from ezpz_topo._machine_file import PACKAGED
-from ezpz_topo._plain_toml import parse_plain
+from ezpz_topo._machine import PACKAGED, parse_plain
 
 PLAIN = [
     "", "\n", "# x", "a = \"b\"#c", "a = 0\nb = 12", 'a = ["b", 3,\n  "d",\n]  # e\n',

@@ -1,7 +1,7 @@
 import pytest
 
 from ezpz_topo import InvalidVariableError
-from ezpz_topo._tasks import tasks_on_node
+from ezpz_topo._nodelist import tasks_on_node
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from ezpz_topo._vendor_tools import ask_vendor_tool
+from ezpz_topo._devices import ask_vendor_tool
 
 NVIDIA = """GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-5d5ba0d6-d33d-2b2c-524d-9e3d8d2b8a77)
 GPU 1: NVIDIA A100-SXM4-40GB (UUID: GPU-0aa11ebd-627f-af3f-1a0d-4e1fd92fd7b0)

@@ -7,8 +7,13 @@
 'gloo'
 """
 
-from ._backend import available_backends, get_torch_backend, is_backend_available
-from ._dtypes import TORCH_DTYPES_MAP, as_dtype
+from ._backend import (
+    TORCH_DTYPES_MAP,
+    as_dtype,
+    available_backends,
+    get_torch_backend,
+    is_backend_available,
+)
 from ._errors import DeviceError
 from ._memory import Memory, get_memory, reset_peak_memory
 from ._peaks import get_peak_flops

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ._dtypes import TORCH_DTYPES_MAP
+from ._backend import TORCH_DTYPES_MAP
 from ._errors import DeviceError
 from ._select import device_in_use
 

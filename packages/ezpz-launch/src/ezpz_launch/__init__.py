@@ -10,26 +10,20 @@ _LATER = {
     "CommandNotExecutableError": "_errors",
     "CommandNotFoundError": "_errors",
     "LaunchError": "_errors",
-    "LaunchPlan": "_planning.plan",
-    "Request": "_request",
+    "LaunchPlan": "_plan",
+    "Request": "_options",
     "UsageError": "_errors",
     "main": "_cli",
-    "plan": "_planning.plan",
-    "split": "_argv",
+    "plan": "_plan",
+    "split": "_options",
 }
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from ._argv import split
     from ._cli import main
-    from ._errors import (
-        CommandNotExecutableError,
-        CommandNotFoundError,
-        LaunchError,
-        UsageError,
-    )
-    from ._planning.plan import LaunchPlan, plan
-    from ._request import Request
+    from ._errors import CommandNotExecutableError, CommandNotFoundError, LaunchError, UsageError
+    from ._options import Request, split
+    from ._plan import LaunchPlan, plan
 
 __all__ = [
     "CommandNotExecutableError",

@@ -1,5 +1,5 @@
 """``python -m ezpz_launch``: the same as ``ezpz-launch``."""
 
-from ._console import main
+from ._cli import console
 
-main()
+console()

@@ -1,29 +1,90 @@
-"""The command ``ezpz-launch``."""
+"""The command ezpz-launch: from its words to its exit status."""
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from ezpz_topo import TopoError, Topology, detect, fold_nodelist, get_allocation
 
-from ._argv import split
-from ._errors import LaunchError, UsageError
-from ._options import request_of
-from ._planning.arrange import arrange
-from ._planning.choose import choose_launcher, imagine_launcher
-from ._planning.command import require_command
-from ._planning.nested import outside_of_launch, refuse_nested
-from ._planning.port import free_port
-from ._request import Request
-from ._say import say
+from ._environment import free_port
+from ._errors import LaunchError, UsageError, say
+from ._identify import (
+    choose_launcher,
+    imagine_launcher,
+    outside_of_launch,
+    refuse_nested,
+    require_command,
+)
+from ._options import OPTIONS, Request, request_of, split
+from ._placement import arrange
 from ._version import __version__
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from ._planning.plan import LaunchPlan
+    from typing import NoReturn
+
+    from ._plan import LaunchPlan
+
+
+# The door of the console script: `_cli.main`, as a process that starts and ends quickly.
+
+_GARBAGE = 100_000
+"""So many new objects are looked through for garbage: what a small launch never has."""
+
+
+def console() -> NoReturn:
+    """Run ``ezpz-launch`` and end this process with its exit status."""
+    # Nothing of what is imported is garbage: to look for some takes 4 of 50 ms.
+    gc.set_threshold(_GARBAGE)
+
+    status = main()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            # None: it was closed when we started.
+            if stream is not None:
+                stream.flush()
+        except OSError:
+            continue  # nobody reads it
+    # To take a process's modules apart before it ends serves nobody, and takes 6 ms.
+    os._exit(status)
+
+
+# The page that ``ezpz-launch --help`` prints.
+
+USAGE = "ezpz-launch [OPTION...] [--] COMMAND [ARGUMENT...]"
+
+EXAMPLES = (
+    ("ezpz-launch python train.py --lr 1e-4", "one rank a device of this job, or host"),
+    ("ezpz-launch -n 2 -m ezpz.examples.minimal", "two ranks of a module"),
+    ("ezpz-launch --dry-run --machine aurora -N 4 python train.py", "what would be run, and why"),
+    ("ezpz-launch --idle-timeout 10m --retries 3 python train.py", "stacks of a hang; start again"),
+    ("ezpz-launch history", "the launches so far"),
+)
+
+
+def help_page() -> str:
+    """Return the page."""
+    lines = [f"usage: {USAGE}", "", "Start COMMAND on every rank; its words are not touched.", ""]
+    lines.append("options:")
+    for option in OPTIONS:
+        flags = ", ".join([*([f"-{option.short}"] if option.short else []), f"--{option.name}"])
+        lines.append(f"  {f'{flags} {option.value}'.rstrip():<24} {option.help}")
+    lines += ["", "examples:"]
+    lines += [f"  {words:<59} {what}" for words, what in EXAMPLES]
+    lines += [
+        "",
+        "exit status: 0; that of the first rank that failed (128 + signal if it was killed; 75:",
+        "check-pointed, requeue); 2 usage; 124 hang; 126, 127 the command cannot be executed or",
+        "found; 130 Ctrl-C; 143 SIGTERM.",
+    ]
+    return "\n".join(lines)
+
+
+# The command ``ezpz-launch``.
 
 HOSTFILE = "HOSTFILE"
 """Stands in a dry run for the file that a launch would write."""
@@ -42,13 +103,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     if argv[:1] == ["history"]:
-        from ._records.history import command as history  # noqa: PLC0415  # only this needs it
+        from ._history import command as history  # noqa: PLC0415  # only this needs it
 
         return _print(history(argv[1:], env))
     options, command = split(argv)
     if "help" in options:
-        from ._help import help_page  # noqa: PLC0415  # only this needs it
-
         return _print(help_page())
     if "version" in options:
         return _print(__version__)
@@ -68,7 +127,7 @@ def _main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     _hint_at_a_job(topology, request, env)
     if request.dry_run:
         return _print(_explained(planned, request))
-    from ._attempts import see_through  # noqa: PLC0415  # see _load_the_rest
+    from ._retry import see_through  # noqa: PLC0415  # see _load_the_rest
 
     return see_through(planned, topology, env)
 
@@ -136,7 +195,7 @@ def _planned(topology: Topology, request: Request, env: Mapping[str, str]) -> La
     launcher = choose_launcher(
         topology, request, env, beside=beside, arrangement=arrangement, meanwhile=_load_the_rest
     )
-    from ._planning.plan import complete  # noqa: PLC0415  # see _load_the_rest
+    from ._plan import complete  # noqa: PLC0415  # see _load_the_rest
 
     return complete(
         topology,
@@ -152,7 +211,7 @@ def _planned(topology: Topology, request: Request, env: Mapping[str, str]) -> La
 
 def _load_the_rest() -> None:
     """Import what comes after the choice of the launcher, while that is asked whose it is."""
-    from . import _attempts  # noqa: F401, PLC0415
+    from . import _retry  # noqa: F401, PLC0415
 
 
 def _imagined(request: Request, env: Mapping[str, str]) -> LaunchPlan:
@@ -161,7 +220,7 @@ def _imagined(request: Request, env: Mapping[str, str]) -> LaunchPlan:
         raise UsageError("--dry-run --machine: its hosts are made up; expected no --hostfile")
     from ezpz_topo import imagine  # noqa: PLC0415  # only a dry run needs it
 
-    from ._planning.plan import plan  # noqa: PLC0415  # see _load_the_rest
+    from ._plan import plan  # noqa: PLC0415  # see _load_the_rest
 
     topology = imagine(request.machine, request.nodes or 1, env)
     return plan(
@@ -195,9 +254,9 @@ def _hosts(
 
 
 def _explained(planned: LaunchPlan, request: Request) -> str:
-    from ._planning.explain import explain, explain_json  # noqa: PLC0415  # only a dry run needs it
-    from ._planning.launchers import argv as argv_of  # noqa: PLC0415  # see _load_the_rest
-    from ._planning.launchers import hostfile_of, needs_hostfile  # noqa: PLC0415
+    from ._plan import explain, explain_json  # noqa: PLC0415  # only a dry run needs it
+    from .launchers import argv as argv_of  # noqa: PLC0415  # see _load_the_rest
+    from .launchers import hostfile_of, needs_hostfile  # noqa: PLC0415
 
     lines = hostfile_of(planned) if needs_hostfile(planned) else []
     return (explain_json if request.json else explain)(planned, argv_of(planned), lines)

@@ -7,9 +7,8 @@
 (1, 2, 'PMI_RANK')
 """
 
-from ._accelerators import Accelerators, get_accelerators
 from ._allocation import Allocation, get_allocation
-from ._cpus import get_cpu_count, get_cpus_per_node
+from ._devices import Accelerators, get_accelerators, get_cpu_count, get_cpus_per_node
 from ._env import FAMILIES, Family, family
 from ._errors import (
     CheckError,
@@ -22,21 +21,26 @@ from ._errors import (
     SchedulerError,
     TopoError,
 )
-from ._hosts import get_hostname, same_host, short_name
-from ._machine import Machine
-from ._match import get_machine, get_machine_info, known_machines
-from ._nodelist import expand_nodelist, first_host, fold_nodelist
+from ._machine import Machine, get_machine, get_machine_info, known_machines
+from ._nodelist import (
+    expand_nodelist,
+    first_host,
+    fold_nodelist,
+    get_hostname,
+    same_host,
+    short_name,
+)
 from ._rank import (
+    RankInfo,
     get_local_device,
     get_local_rank,
     get_local_world_size,
     get_rank,
     get_rank_info,
 )
-from ._reading import RankInfo
-from ._topology import Topology, detect
-from ._version import __version__
-from ._world import (
+from ._topology import (
+    Topology,
+    detect,
     get_gpus_per_node,
     get_node_index,
     get_num_nodes,
@@ -44,40 +48,41 @@ from ._world import (
     get_world_size_in_use,
     get_world_size_total,
 )
+from ._version import __version__
 
 # What `detect` does not need is imported when it is used: each of these takes 1 to 4 ms.
 _LATER = {
-    "Ancestor": "_ancestors",
-    "CheckResult": "_checks.result",
+    "Ancestor": "_rank",
+    "CheckResult": "_checks",
     "HostSlots": "_hostfile",
-    "Hosts": "_fallback",
-    "get_hostfile_with_fallback": "_fallback",
-    "get_hosts": "_fallback",
+    "Hosts": "_hosts",
+    "get_hostfile_with_fallback": "_hosts",
+    "get_hosts": "_hosts",
     "get_nodes_from_hostfile": "_hostfile",
-    "get_pbs_folder": "_qstat",
-    "imagine": "_imagine",
-    "launching_ancestors": "_ancestors",
+    "get_pbs_folder": "_pbs",
+    "imagine": "_topology",
+    "launching_ancestors": "_rank",
     "parse_hostfile": "_hostfile",
     "read_hostfile": "_hostfile",
     "redact": "_secrets",
-    "write_hostfile_from_list_of_hosts": "_fallback",
-    "write_localhost_to_hostfile": "_fallback",
+    "write_hostfile_from_list_of_hosts": "_hosts",
+    "write_localhost_to_hostfile": "_hosts",
 }
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from ._ancestors import Ancestor, launching_ancestors
-    from ._checks.result import CheckResult
-    from ._fallback import (
+    from ._checks import CheckResult
+    from ._hostfile import HostSlots, get_nodes_from_hostfile, parse_hostfile, read_hostfile
+    from ._hosts import (
         Hosts,
         get_hostfile_with_fallback,
         get_hosts,
         write_hostfile_from_list_of_hosts,
         write_localhost_to_hostfile,
     )
-    from ._hostfile import HostSlots, get_nodes_from_hostfile, parse_hostfile, read_hostfile
-    from ._imagine import imagine
-    from ._qstat import get_pbs_folder
+    from ._pbs import get_pbs_folder
+    from ._rank import Ancestor, launching_ancestors
     from ._secrets import redact
+    from ._topology import imagine
 
 __all__ = [
     "FAMILIES",

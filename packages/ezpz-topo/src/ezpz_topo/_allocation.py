@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from ._errors import InvalidVariableError, SchedulerError, TopoError
-from ._hosts import get_hostname
+from ._nodelist import get_hostname
 
 TYPE_CHECKING = False  # typing and datetime would cost 3 ms, and nothing here runs them
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from ._errors import TopoError
-from ._match import known_machines
+from ._machine import known_machines
 from ._nodelist import expand_nodelist, fold_nodelist
 from ._topology import Topology, detect
 from ._version import __version__

@@ -1,21 +1,235 @@
-"""The hostfile: parsed, read and written.
-
-Read are ``host``, ``host:n`` (Hydra), ``host n``, ``host slots=n max_slots=m`` (Open MPI,
-DeepSpeed), a line for each slot (PBS), addresses (IPv6 with slots in brackets) and comments.
-Open MPI 5 passes over the number of ``host n``; here it means slots, as to LSF. Written is one
-host a line, which every launcher reads alike: ranks per node are an option of the launcher.
-"""
+"""Hostfiles: read, parsed and written."""
 
 from __future__ import annotations
 
 import os
+import re
+import stat
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ._errors import HostfileError
-from ._hosts import host_key, is_host
-from ._nodelist import MAX_HOSTS
-from ._slots import parse_text, read_slots
+from ._nodelist import MAX_HOSTS, host_key, is_host
+
+# Files that somebody else names: read whole, but neither for ever nor into all of memory.
+
+
+def read_regular(path: str, limit: int) -> bytes:
+    """Return what a regular file says.
+
+    Raises:
+        OSError: It cannot be read, is no regular file (a FIFO would wait for its writer,
+            ``/dev/zero`` has no end), or is longer than ``limit`` bytes.
+        ValueError: The path holds a NUL.
+    """
+    with open(path, "rb", opener=_open_without_waiting) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(f"{path!r} is not a regular file")
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise OSError(f"{path!r} has more than {limit} bytes")
+    return data
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
+
+
+# The lines of a hostfile: how many slots they give to which host.
+
+MAX_BYTES = 64 << 20
+"""A larger file is refused: 10,000 nodes of 100 slots each, a line a slot, are 45 MB."""
+
+_IN_NAMES = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_.-\n"
+_MAX_NAME = 253
+_MAX_LINE = 4096
+_MAX_LINES = 1 << 22  # 10,000 nodes of 100 slots each, a line a slot, are 1,000,000
+_MAX_GUESS = 1 << 16  # bytes
+_BLANKS = str.maketrans("\t\v\f", "   ")
+_NUMBER = r"0*[1-9][0-9]{0,5}"
+_IN_BRACKETS = r"\[([^\[\]]*)\](?::(.*))?"
+# The words that Open MPI 5 (PRRTE) takes for each; it takes - for _ as well.
+_SLOTS = frozenset({"slots", "cpu", "count"})
+_MAX_SLOTS = frozenset(f"max_{word}" for word in _SLOTS) | {f"{word}_max" for word in _SLOTS}
+
+
+def read_slots(path: str | os.PathLike[str]) -> dict[str, int | None]:
+    """Return host -> slots of a hostfile, in order: a third of the time of `read_hostfile`.
+
+    Raises:
+        HostfileError: As `read_hostfile`.
+    """
+    name = os.fspath(path)
+    try:
+        return parse_bytes(read_regular(name, MAX_BYTES), name)
+    except (OSError, ValueError) as error:  # a name with a NUL, and undecodable bytes
+        raise HostfileError(
+            f"hostfile {name!r} cannot be read ({error}); expected a text file with one host a "
+            "line; name another, or unset the variable that names it"
+        ) from error
+
+
+def parse_bytes(data: bytes, path: str) -> dict[str, int | None]:
+    """Return host -> slots of what a hostfile holds, in order.
+
+    Raises:
+        UnicodeDecodeError: It is not UTF-8.
+        HostfileError: It does not parse.
+    """
+    found = _slots_of_names(data)
+    return parse_text(data.decode(), path) if found is None else found
+
+
+def parse_text(text: str, path: str) -> dict[str, int | None]:
+    """Return host -> slots, in order, of any lines; see `parse_hostfile`."""
+    if "\0" in text:
+        raise HostfileError(f"hostfile {path!r} holds NUL bytes; expected text, one host a line")
+    if text.count("\n") > _MAX_LINES:
+        raise HostfileError(
+            f"hostfile {path!r} has more than {_MAX_LINES} lines; expected one host a line; "
+            "name the job's own hostfile"
+        )
+    found: dict[str, tuple[str, int, bool]] = {}  # first spelling, slots, whether they are told
+    # Node files repeat a line for each slot. Some editors begin a file with a mark of its encoding.
+    for line, times in Counter(text.removeprefix("\ufeff").split("\n")).items():
+        try:
+            entry = _parse_line(line)
+        except HostfileError as error:
+            number = text.removeprefix("\ufeff").split("\n").index(line) + 1
+            raise HostfileError(f"hostfile {path!r} line {number}: {error}") from None
+        if entry is None:
+            continue
+        key, host, slots = entry
+        if key in found:
+            found[key] = (found[key][0], found[key][1] + (slots or 1) * times, True)
+            continue
+        if len(found) >= MAX_HOSTS:
+            raise HostfileError(
+                f"hostfile {path!r}: {host[:40]!r} is host {MAX_HOSTS + 1}; expected at most "
+                f"{MAX_HOSTS}; name the job's own hostfile"
+            )
+        found[key] = (host, (slots or 1) * times, slots is not None or times > 1)
+    if not found:
+        raise HostfileError(f"hostfile {path!r} names no host; expected one host a line")
+    return {host: slots if told else None for host, slots, told in found.values()}
+
+
+def _slots_of_names(data: bytes) -> dict[str, int | None] | None:
+    """Return host -> slots where each line is a host's name, and no host has two names.
+
+    Most files are so, and that is seen at a glance: line by line it would take ten times as long.
+    None where there is more to it, or something wrong. Names that do not begin with a letter are
+    left to that, too: they may be addresses.
+    """
+    runs = _count_runs(data)
+    if runs is None and data.count(b"\n") > _MAX_LINES:
+        return None
+    text = data if runs is None else b"".join(runs)
+    if text.translate(None, _IN_NAMES) or b".." in text or b".-" in text:
+        return None
+    hosts = text.decode("ascii").split()
+    found: dict[str, int | None] = dict.fromkeys(hosts) if runs is None else {}
+    if len(found) < len(hosts):
+        times = Counter(hosts).values() if runs is None else runs.values()
+        found = {host: n if n > 1 else None for host, n in zip(found or hosts, times, strict=True)}
+    keys = "\n".join([host.partition(".")[0] for host in found]).lower().split("\n")
+    # Of the characters of names, in lower case, none but letters stand after the "a".
+    if min(keys) < "a" or len(set(keys)) < len(keys) or len(keys) > MAX_HOSTS:
+        return None
+    return None if max(map(len, found)) > _MAX_NAME else found
+
+
+def _count_runs(data: bytes) -> dict[bytes, int] | None:
+    """Return line -> how often it is there, in order, lines with their ends, without empty ones.
+
+    PBS repeats a host's line for each slot. Such a run is compared as a whole, with as many
+    repeats as the one before had, and its lines are never made: a third of the time of a `Counter`.
+    None if the first line is not repeated at once, or there are too many.
+    """
+    find, startswith = data.find, data.startswith
+    at = find(b"\n") + 1
+    if not at or not startswith(data[:at], at):
+        return None
+    counts: dict[bytes, int] = {}
+    at, run, seen = 0, 1, 0
+    while end := find(b"\n", at) + 1:
+        line = data[at:end]
+        size = (end - at) * run
+        # No long line after a long run is repeated into all of memory.
+        if size < _MAX_GUESS and startswith(line * run, at):
+            at += size
+        else:
+            at, run = end, 1
+        while startswith(line, at) and run <= _MAX_LINES:
+            at, run = at + len(line), run + 1
+        seen += run
+        if seen > _MAX_LINES:
+            return None
+        counts[line] = counts[line] + run if line in counts else run
+    if at < len(data):
+        line = data[at:] + b"\n"
+        counts[line] = counts.get(line, 0) + 1
+    counts.pop(b"\n", None)
+    return counts
+
+
+def _parse_line(line: str) -> tuple[str, str, int | None] | None:
+    """Return key, name and slots of the host of one line; None where there is none."""
+    line = line.removesuffix("\r").partition("#")[0].translate(_BLANKS).strip(" ")
+    if not line:
+        return None
+    if len(line) > _MAX_LINE:
+        raise HostfileError(f"{len(line)} characters; expected one host a line")
+    # Open MPI takes blanks around the equals sign.
+    line = "=".join(part.strip(" ") for part in line.split("="))
+    # Not split(): a no-break space from a web page is part of a name, and wrong.
+    token, *options = filter(None, line.split(" "))
+    host, slots = _host_of(token)
+    most = None
+    for option in options:
+        word, equals, value = option.replace("-", "_").rpartition("=")
+        if word in _MAX_SLOTS and most is None:
+            most = _number(value, option)
+        elif (word in _SLOTS or not equals) and slots is None:
+            slots = _number(value, option)
+        else:
+            raise _bad(option, "slots=n and max_slots=m, each once, beside the host")
+    if most is not None and most < (slots or 1):
+        raise _bad(f"max_slots={most}", f"at least the {slots} slots of the host")
+    # As in Open MPI, the most slots are the slots where nothing else is said.
+    return host_key(host), host, slots or most
+
+
+def _host_of(token: str) -> tuple[str, int | None]:
+    """Return host and slots of ``host``, ``host:n``, ``[address]:n`` or a bare address."""
+    host, number = token, None
+    if match := re.fullmatch(_IN_BRACKETS, token):
+        host, number = match[1], match[2]
+        if ":" not in host:
+            host = token  # a bracket of numbers is no address
+    elif token.count(":") == 1:
+        host, _, number = token.partition(":")
+    if is_host(host):
+        return host, None if number is None else _number(number, token)
+    if "[" in token or "]" in token:
+        raise _bad(token, "one host a line; expand it first: ezpz-topo expand NODELIST")
+    if "@" in token:
+        raise _bad(token, "a host without its user; name the user in ~/.ssh/config")
+    raise _bad(token, "host, host:n or host slots=n; write one host a line")
+
+
+def _number(text: str, part: str) -> int:
+    if not re.fullmatch(_NUMBER, text):
+        raise _bad(part, "slots from 1 to 999999, as host:n or host slots=n; correct the number")
+    return int(text)
+
+
+def _bad(part: str, expected: str) -> HostfileError:
+    return HostfileError(f"{part[:40]!r}; expected {expected}")
+
+
+# The hostfile: parsed, read and written.
 
 
 @dataclass(frozen=True, slots=True)

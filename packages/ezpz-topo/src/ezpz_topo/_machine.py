@@ -1,20 +1,74 @@
-"""A machine: what is known of it, as its file says."""
+"""Machines: their files, which of them this host belongs to, and its facts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import os
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
-from ._accelerators import DEVICE_TYPES
-from ._machine_file import (
-    BACKENDS,
-    LAUNCHERS,
-    SCHEDULERS,
-    Reader,
-    has_key,
-    read_document,
-    read_text,
+from ._allocation import scheduler_of
+from ._devices import DEVICE_TYPES
+from ._errors import MachineError
+from ._hostfile import read_regular
+from ._nodelist import get_hostname, short_name
+
+if TYPE_CHECKING:
+    from typing import Any, NoReturn
+
+
+# Plain TOML, read at a tenth of the cost of importing ``tomllib``.
+
+_STRING = r'"[^"\\\x00-\x08\x0a-\x1f\x7f]*"'
+_ITEM = rf"(?:{_STRING}|0|[1-9][0-9]{{0,17}}(?![0-9]))"
+_LIST = rf"\[[ \t\n]*(?:{_ITEM}[ \t\n]*,[ \t\n]*)*(?:{_ITEM}[ \t\n]*)?\]"
+_PLAIN_LINE = (
+    r"[ \t]*(?:"
+    r"\[([A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)*)\]"
+    rf"|([A-Za-z0-9_-]+)[ \t]*=[ \t]*({_ITEM}|{_LIST})"
+    r")?[ \t]*(?:#[^\x00-\x08\x0a-\x1f\x7f]*)?(?:\n|\Z)"
 )
+
+
+def parse_plain(text: str) -> dict[str, Any] | None:
+    """Parse TOML of comments, tables, strings, counts and lists; None where there is more to it.
+
+    ``tomllib`` takes 4 to 10 ms to import (typing, datetime), more than all of `detect` may
+    cost. What this accepts it reads as tomllib does, and a test holds it to that on every
+    packaged file and on thousands of damaged ones; the rest is left to tomllib.
+    """
+    # Not at import: they take 1 ms to compile, which re remembers.
+    line, item = re.compile(_PLAIN_LINE), re.compile(_ITEM)
+    document: dict[str, Any] = {}
+    table, at = document, 0
+    while at < len(text):
+        match = line.match(text, at)
+        if match is None:
+            return None
+        at = match.end()
+        head, key, value = match.groups()
+        if head is not None:
+            *outer, name = head.split(".")
+            table = document
+            for part in outer:
+                table = table.setdefault(part, {})
+                if not isinstance(table, dict):
+                    return None
+            # A table opens once; one that a deeper table made is tomllib's business.
+            if name in table:
+                return None
+            table = table.setdefault(name, {})
+        elif key is not None:
+            if key in table:
+                return None
+            items = [v[1:-1] if v[0] == '"' else int(v) for v in item.findall(value)]
+            table[key] = items if value[0] == "[" else items[0]
+    return document
+
+
+# A machine: what is known of it, as its file says.
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,3 +215,402 @@ def _option(reader: Reader, binds: tuple[str, ...]) -> Option:
         backend=reader.text("backend", BACKENDS),
         cpu_bind=reader.text("cpu_bind", binds),
     )
+
+
+# One machine, one TOML file: how one is read, and what it may say.
+
+_MAX_BYTES = 1 << 20
+PACKAGED = os.path.join(os.path.dirname(__file__), "machines")
+
+SCHEDULERS = ("slurm", "pbs", "none")
+LAUNCHERS = ("pals", "hydra", "openmpi", "srun", "torchrun", "spawn", "mpiexec")
+BACKENDS = ("nccl", "xccl", "ccl", "gloo", "mpi")
+
+_NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyz0123456789-_")
+
+
+def machine_files(env: Mapping[str, str]) -> dict[str, str]:
+    """Return name → path of every machine file; the user's hide the packaged ones."""
+    files: dict[str, str] = {}
+    for folder, required in [*_user_folders(env), (PACKAGED, True)]:
+        try:
+            entries = os.listdir(folder)
+        except (OSError, ValueError) as error:  # a folder's name with a NUL
+            if not required and isinstance(error, FileNotFoundError | NotADirectoryError):
+                continue
+            raise MachineError(
+                f"{folder!r} cannot be listed ({error}); expected a folder of machine "
+                "files; mend EZPZ_MACHINES or make the folder"
+            ) from error
+        for entry in sorted(entries):
+            name, extension = os.path.splitext(entry)
+            if extension != ".toml" or entry.startswith("."):
+                continue
+            if name[0] in "-_" or not _NAME_CHARACTERS.issuperset(name):
+                raise MachineError(
+                    f"{os.path.join(folder, entry)}: {name!r} names no machine; expected "
+                    "lower-case letters, digits, - and _; rename the file"
+                )
+            files.setdefault(name, os.path.join(folder, entry))
+    return files
+
+
+def _user_folders(env: Mapping[str, str]) -> list[tuple[str, bool]]:
+    """Return (folder, whether it must be there)."""
+    if env.get("EZPZ_MACHINES"):
+        return [(folder, True) for folder in env["EZPZ_MACHINES"].split(os.pathsep) if folder]
+    config, home = env.get("XDG_CONFIG_HOME"), env.get("HOME")
+    if not config and home:
+        mac = sys.platform == "darwin"
+        config = os.path.join(home, "Library/Application Support" if mac else ".config")
+    # Without a home there is no folder: asking the user database may hang on its server.
+    return [(os.path.join(config, "ezpz", "machines"), False)] if config else []
+
+
+def read_text(path: str) -> str:
+    try:
+        return read_regular(path, _MAX_BYTES).decode()
+    except (OSError, ValueError) as error:
+        raise MachineError(
+            f"{path}: cannot be read ({error}); expected a readable UTF-8 file; mend or remove it"
+        ) from error
+
+
+def read_rules(text: str, path: str) -> dict[str, list[str]]:
+    """Return the match rules of a file, where possible from its ``[match]`` table alone.
+
+    Every file is looked at to find the one that matches, and this table is a tenth of it.
+    """
+    if "match" not in text and "extends" not in text:
+        return {}
+    start = text.find("\n[match]\n")
+    if start >= 0 and '"""' not in text and "'''" not in text:
+        end = text.find("\n[", start + 1)
+        return Reader(path, _parse(text[start + 1 : end + 1 or len(text)], path)).rules()
+    return Reader(path, read_document(text, path)).rules()
+
+
+def _parse(text: str, path: str) -> dict[str, Any]:
+    plain = parse_plain(text)
+    if plain is not None:
+        return plain
+    import tomllib  # noqa: PLC0415  # see parse_plain
+
+    try:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # also of a number with 5,000 digits
+        raise MachineError(f"{path}: {error}; expected TOML; mend that line") from error
+
+
+def read_document(text: str, path: str) -> dict[str, Any]:
+    """Return a file's keys and values, those of the packaged machine that it extends included."""
+    document = _parse(text, path)
+    base = document.pop("extends", None)
+    if base is None:
+        return document
+    below_path = os.path.join(PACKAGED, f"{base}.toml")
+    if not isinstance(base, str) or os.sep in base or not os.path.isfile(below_path):
+        names = sorted(machine_files({}))
+        Reader(path, document).fail("extends", base, f"one of {', '.join(names)}", str(base), names)
+    below = read_document(read_text(below_path), below_path)
+    if os.path.basename(path) != f"{base}.toml":
+        # Another machine like it has its own hosts.
+        for key in ("match", "nodes", "hsn_suffix"):
+            below.pop(key, None)
+    return _merged(below, document, path)
+
+
+def _merged(below: dict[str, Any], document: dict[str, Any], path: str) -> dict[str, Any]:
+    merged = {**below, **document}
+    for key, value in document.items():
+        # Rules are replaced as a whole: they are looked at without the file below.
+        if key != "match" and isinstance(value, dict) and isinstance(below.get(key), dict):
+            merged[key] = {**below[key], **value}
+    for mark in ("inferred", "predecessor"):
+        own = Reader(path, document).texts(mark)
+        kept = [key for key in below.get(mark, ()) if not has_key(document, key)]
+        merged[mark] = [key for key in kept if has_key(merged, key)] + list(own)
+    return merged
+
+
+def has_key(document: Mapping[str, Any], dotted: str) -> bool:
+    """Return whether a dotted key, such as ``options.scale``, is in a document."""
+    here: Any = document
+    for part in dotted.split("."):
+        if not isinstance(here, dict) or part not in here:
+            return False
+        here = here[part]
+    return True
+
+
+class Reader:
+    """Takes typed values out of one document, and says what is wrong with which key."""
+
+    def __init__(self, path: str, document: Mapping[str, Any], prefix: str = "") -> None:
+        self.path, self.document, self.prefix = path, document, prefix
+
+    def fail(
+        self, key: str, value: object, expected: str, word: str = "", known: Iterable[str] = ()
+    ) -> NoReturn:
+        import difflib  # noqa: PLC0415  # only an error pays for it
+
+        shown = repr(value)
+        shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
+        close = difflib.get_close_matches(word, list(known), 1)
+        hint = f"did you mean {close[0]!r}?" if close else "mend this key"
+        raise MachineError(
+            f"{self.path}: {self.prefix}{key} = {shown}; expected {expected}; {hint}"
+        )
+
+    def only(self, known: Iterable[str]) -> None:
+        for key, value in self.document.items():
+            if key not in known:
+                self.fail(key, value, f"no such key, but {', '.join(known)}", key, known)
+
+    def text(self, key: str, choices: tuple[str, ...] = (), *, required: bool = False) -> str:
+        value = self.document.get(key, "")
+        expected = f"one of {', '.join(choices)}" if choices else "a string"
+        self._require(key, required, expected)
+        if not isinstance(value, str) or (choices and value and value not in choices):
+            self.fail(key, value, expected, value if isinstance(value, str) else "", choices)
+        return value
+
+    def _require(self, key: str, required: bool, expected: str) -> None:
+        if required and not self.document.get(key):
+            raise MachineError(f"{self.path}: no {self.prefix}{key}; expected {expected}; add it")
+
+    def date(self) -> str:
+        # TOML has dates too, but none without a day.
+        value = str(self.document.get("date", ""))
+        if not re.fullmatch(r"20[0-9]{2}-(0[1-9]|1[0-2])(-(0[1-9]|[12][0-9]|3[01]))?", value):
+            self.fail("date", value, 'when the source was read, such as "2026-08"')
+        return value
+
+    def count(self, key: str) -> int | None:
+        value = self.document.get(key)
+        if value is not None and (type(value) is not int or value < 0):
+            self.fail(key, value, "a number of 0 or more")
+        return value
+
+    def texts(
+        self, key: str, choices: tuple[str, ...] = (), *, required: bool = False
+    ) -> tuple[str, ...]:
+        value = self.document.get(key, [])
+        self._require(key, required, "a list of strings")
+        if not isinstance(value, list) or not all(isinstance(v, str) and v for v in value):
+            self.fail(key, value, "a list of strings")
+        # One line each: they become arguments of a command.
+        if any(not v.isprintable() for v in value):
+            self.fail(key, value, "strings without line ends and control characters")
+        for item in value:
+            if choices and item not in choices:
+                self.fail(key, value, f"a list of {', '.join(choices)}", item, choices)
+        return tuple(value)
+
+    def counts(self, key: str) -> tuple[int, ...]:
+        value = self.document.get(key, [])
+        if not isinstance(value, list) or not all(type(v) is int and v >= 0 for v in value):
+            self.fail(key, value, "a list of numbers of 0 or more")
+        return tuple(value)
+
+    def table(self, key: str) -> Reader:
+        value = self.document.get(key, {})
+        if not isinstance(value, dict):
+            self.fail(key, value, f"a table, [{self.prefix}{key}]")
+        return Reader(self.path, value, f"{self.prefix}{key}.")
+
+    def tables(self, key: str) -> list[tuple[str, Reader]]:
+        return [(name, self.table(key).table(name)) for name in self.table(key).document]
+
+    def variables(self, key: str) -> dict[str, str]:
+        table = self.table(key)
+        for name, value in table.document.items():
+            if not name.isidentifier() or not isinstance(value, str) or "\0" in value:
+                table.fail(name, value, "a variable and its value as a string")
+        return dict(table.document)
+
+    def rules(self) -> dict[str, list[str]]:
+        """Return ``[match]``: domains, hostnames, and variables with their values."""
+        table, rules, known = self.table("match"), {}, ("domains", "hostnames")
+        for key, value in table.document.items():
+            variable = key.isidentifier() and key.isupper()
+            if key not in known and not variable:
+                table.fail(key, value, "domains, hostnames or a VARIABLE", key, known)
+            one = variable and isinstance(value, str) and value
+            rules[key] = [value] if one else list(table.texts(key))
+            for item in rules[key]:
+                if key == "domains" and item.startswith("."):
+                    table.fail(key, item, "a domain without the dot before it")
+                if key == "hostnames" and "#" in item[:-1]:
+                    table.fail(key, item, "a short name, with # at its end for any number")
+        return rules
+
+    def binds(self, devices: int | None) -> dict[str, tuple[str, ...]]:
+        """Return ``[cpu_bind]``: under each name one range of cores for each local rank."""
+        table, reserved = self.table("cpu_bind"), set(self.counts("reserved_cores"))
+        for name in table.document:
+            ranges = table.texts(name)
+            if len(ranges) != (devices or 0):
+                table.fail(name, list(ranges), f"{devices or 'no'} ranges, as devices_per_node has")
+            taken = set(reserved)
+            for text in ranges:
+                cores = _cores(text)
+                if not cores:
+                    table.fail(name, text, "cores low-high, such as 4-7 or 0-7,104-111")
+                if not taken.isdisjoint(cores):
+                    table.fail(name, text, "cores that no other rank has and none is reserved")
+                taken |= cores
+        return {name: table.texts(name) for name in table.document}
+
+
+def _cores(text: str) -> set[int]:
+    """Return the cores of ``0-7,104-111``; none where it does not parse."""
+    cores: set[int] = set()
+    for part in text.split(","):
+        low, dash, high = part.partition("-")
+        ends = (low, high if dash else low)
+        if not all(n.isascii() and n.isdecimal() and len(n) < 6 and n == str(int(n)) for n in ends):
+            return set()
+        span = range(int(ends[0]), int(ends[1]) + 1)
+        if not span or not cores.isdisjoint(span):
+            return set()
+        cores.update(span)
+    return cores
+
+
+# On which machine: match this host to one of the machine files, the user's own included.
+
+GENERIC = {"slurm": "generic-slurm", "pbs": "generic-pbs", "none": "workstation"}
+"""Which file serves where no named machine matches, by the scheduler of the job variables."""
+
+_OF_THE_JOB, _INHERITED, _SHORT_NAME = 3, 2, 1
+"""How far a match is believed: the scheduler's or kernel's own word, then variables that a
+shell may have inherited from elsewhere, then short host names, which several sites use."""
+
+
+def get_machine_info(
+    env: Mapping[str, str] | None = None, *, hostname: str | None = None
+) -> Machine:
+    """Return the machine that this host belongs to, or the generic one of its scheduler.
+
+    ``EZPZ_MACHINE`` decides if set. Else the files' match rules are held against the job's
+    server or cluster and the kernel's host name with domain; then against variables that a
+    shell may have inherited (``NERSC_HOST``, ``PBS_O_HOST``, ...); then against the short
+    host name. What the job's scheduler or a variable of that standing contradicts is set
+    aside, and two machines of the same standing are none. No name is looked up.
+
+    Args:
+        env: The environment to read; default ``os.environ``.
+        hostname: This host's name; default, the kernel's.
+
+    Raises:
+        MachineError: ``EZPZ_MACHINE`` names no machine, a folder of ``EZPZ_MACHINES`` is
+            missing, or a file that matters here is wrong.
+    """
+    env = os.environ if env is None else env
+    files = machine_files(env)
+    scheduler = scheduler_of(env)
+    asked = env.get("EZPZ_MACHINE", "")
+    if asked and asked.lower() not in files:
+        names = ", ".join(sorted(files))
+        raise MachineError(f"EZPZ_MACHINE={asked!r}; expected one of {names}; or add that file")
+    if asked:
+        machine, why = read_machine(asked.lower(), files), f"EZPZ_MACHINE={asked}"
+        odd = _odd(machine, scheduler)
+        return replace(machine, matched_by=why, notes=(f"{why}, but {odd}",) if odd else ())
+    hostname = get_hostname() if hostname is None else hostname
+    found: list[tuple[int, str, Machine]] = []
+    notes: list[str] = []
+    for name, path in files.items():
+        rules = read_rules(read_text(path), path)
+        standing, why, against = _match(rules, env, hostname)
+        if not standing:
+            continue
+        machine = read_machine(name, files)
+        against = _odd(machine, scheduler) or against
+        if against:
+            notes.append(f"{why} set aside for {name}: {against}")
+        else:
+            found.append((standing, why, machine))
+    best = max((standing for standing, _, _ in found), default=0)
+    first = [(why, machine) for standing, why, machine in found if standing == best]
+    notes += [f"{why} set aside for {m.name}" for standing, why, m in found if standing < best]
+    if len(first) == 1:
+        return replace(first[0][1], matched_by=first[0][0], notes=tuple(notes))
+    if first:
+        both = ", ".join(f"{machine.name} ({why})" for why, machine in first)
+        notes.append(f"{both}: cannot tell which; set EZPZ_MACHINE to the right one")
+    job = {"slurm": "SLURM_JOB_ID is set", "pbs": "PBS_JOBID is set"}.get(scheduler, "no job")
+    why = f"no machine is certain; {job}"
+    return replace(
+        read_machine(GENERIC.get(scheduler, "workstation"), files),
+        matched_by=why,
+        notes=tuple(notes),
+    )
+
+
+def get_machine(env: Mapping[str, str] | None = None) -> str:
+    """Return the name of the machine that this host belongs to (see `get_machine_info`)."""
+    return get_machine_info(env).name
+
+
+def known_machines(env: Mapping[str, str] | None = None) -> dict[str, Machine]:
+    """Read every machine file; return the machines by name. Raises MachineError for a wrong one."""
+    files = machine_files(os.environ if env is None else env)
+    return {name: read_machine(name, files) for name in sorted(files)}
+
+
+def _odd(machine: Machine, scheduler: str) -> str:
+    odd = scheduler not in ("none", machine.scheduler)
+    return f"this is a {scheduler} job and {machine.name} has {machine.scheduler}" if odd else ""
+
+
+def _match(
+    rules: Mapping[str, list[str]], env: Mapping[str, str], hostname: str
+) -> tuple[int, str, str]:
+    """Return how far these rules hold (0: not), by which, and what speaks against them."""
+    found: list[tuple[int, str]] = []
+    against: list[tuple[int, str]] = []
+    in_slurm = bool(env.get("SLURM_JOB_ID"))
+    domains, hostnames = rules.get("domains", []), rules.get("hostnames", [])
+    for variable, values in rules.items():
+        value = env.get(variable)
+        if variable in ("domains", "hostnames") or not value:
+            continue
+        # Slurm sets the cluster's name for its jobs; any other variable may be inherited.
+        own = in_slurm and variable == "SLURM_CLUSTER_NAME"
+        standing, shown = _OF_THE_JOB if own else _INHERITED, f"{variable}={value}"
+        if value not in values:
+            against.append((standing, shown))
+            continue
+        found.append((standing, shown))
+        if domains and "." in hostname and not _under(hostname, domains):
+            against.append((_INHERITED, f"the host is {hostname}"))
+    # The id of a PBS job is 123.server, or 123[4].server in an array.
+    job_id = env.get("PBS_JOBID", "")
+    for standing, host, shown in (
+        (_OF_THE_JOB, job_id.partition(".")[2], f"PBS_JOBID={job_id}"),
+        (_INHERITED, env.get("PBS_O_HOST", ""), f"PBS_O_HOST={env.get('PBS_O_HOST')}"),
+    ):
+        if _under(host, domains) or _called(host, hostnames):
+            found.append((standing, shown))
+    if _under(hostname, domains):
+        found.append((_OF_THE_JOB, f"the domain of host {hostname}"))
+    elif _called(hostname, hostnames):
+        found.append((_SHORT_NAME, f"the name of host {hostname}"))
+    if not found:
+        return 0, "", ""
+    standing, why = max(found, key=lambda rule: rule[0])
+    return standing, why, next((what for level, what in against if level >= standing), "")
+
+
+def _under(host: str, domains: list[str]) -> bool:
+    return any(f".{host}".endswith(f".{domain}") for domain in domains)
+
+
+def _called(host: str, patterns: list[str]) -> bool:
+    """Return whether a host's short name is one of these; ``#`` at the end is any number."""
+    name = short_name(host)
+    digits = name[len(name.rstrip("0123456789")) :]
+    stem = name[: len(name) - len(digits)]
+    return bool(name) and (name in patterns or (bool(digits) and f"{stem}#" in patterns))

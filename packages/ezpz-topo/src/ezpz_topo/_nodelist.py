@@ -1,18 +1,102 @@
-"""Slurm's nodelists: ``nid[001-004,9],login1`` to host names and back.
-
-Grammar and order as ``scontrol show hostnames`` has them (Slurm 22.05.8), but what does not
-parse is an error here, where Slurm returns rubbish (an unclosed bracket) or less than was
-meant (``n[1-]``). Text after a bracket is legal from Slurm 23.02.5.
-"""
+"""Names of hosts, and Slurm's short notation for many of them."""
 
 from __future__ import annotations
 
 import itertools
 import operator
+import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
-from ._errors import NodelistError
+from ._errors import InvalidVariableError, NodelistError
+
+# Host names: this host's own, and when two names mean the same host.
+
+_NAME = r"[A-Za-z0-9_][A-Za-z0-9_-]*(?:\.[A-Za-z0-9_][A-Za-z0-9_-]*)*\.?"
+_MAX_NAME = 254  # DNS: 253 characters, and the final dot
+_OCTETS = frozenset(str(number) for number in range(256))
+
+
+def get_hostname() -> str:
+    """Return this host's name as the kernel has it (what ``hostname`` prints)."""
+    return os.uname().nodename
+
+
+def short_name(host: str) -> str:
+    """Return the part before the first dot: the suffix differs between PBS and ``hostname``.
+
+    An address has no suffix and stays whole.
+
+    >>> short_name("x1n0.hsn.example"), short_name("10.0.0.1"), short_name("fe80::1")
+    ('x1n0', '10.0.0.1', 'fe80::1')
+    """
+    return host if ":" in host or _is_numeric(host) else host.partition(".")[0]
+
+
+def same_host(a: str, b: str) -> bool:
+    """Return whether two names mean the same host: by short name, whatever the case.
+
+    Addresses are compared whole, and never with a name: nothing is looked up.
+
+    >>> same_host("x1n0", "X1N0.hsn.example"), same_host("10.0.0.1", "10.0.0.2")
+    (True, False)
+    """
+    return host_key(a) == host_key(b)
+
+
+def find_host(host: str, hosts: Sequence[str]) -> str | None:
+    """Return the first of these names that means this host, as it stands there (`same_host`)."""
+    key = host_key(host)
+    # Few of ten thousand begin alike, and only those are looked at. IPv6 has several spellings.
+    start = "" if ":" in key else key
+    if start not in "\n".join(hosts).lower():
+        return None
+    for each in hosts:
+        if each.lower().startswith(start) and host_key(each) == key:
+            return each
+    return None
+
+
+def host_key(host: str) -> str:
+    """Return what all spellings of one host have in common."""
+    if ":" in host:
+        return _ipv6(host.removeprefix("[").removesuffix("]")) or host.lower()
+    return short_name(host).lower()
+
+
+def is_host(text: str) -> bool:
+    """Return whether this is a host's name, an IPv4 or an IPv6 address (without brackets).
+
+    All digits, or a number of dotted ones other than four, is neither: the resolver would
+    take ``12`` for 0.0.0.12.
+    """
+    if ":" in text:
+        return _ipv6(text) is not None
+    if _is_numeric(text):
+        # "010" is 8 to some resolvers and 10 to others.
+        octets = text.split(".")
+        return len(octets) == 4 and all(octet in _OCTETS for octet in octets)
+    return len(text) <= _MAX_NAME and re.fullmatch(_NAME, text) is not None
+
+
+def _is_numeric(host: str) -> bool:
+    return host.replace(".", "").isdigit()
+
+
+def _ipv6(text: str) -> str | None:
+    """Return the one spelling of an IPv6 address; None if it is none, or has a zone."""
+    # A zone (fe80::1%eth0) holds on one host only, and may have any character in it.
+    if "%" in text:
+        return None
+    import ipaddress  # noqa: PLC0415  # 2 ms, and only IPv6 pays for it
+
+    try:
+        return str(ipaddress.IPv6Address(text))
+    except ValueError:
+        return None
+
+
+# Slurm's nodelists: ``nid[001-004,9],login1`` to host names and back.
 
 MAX_HOSTS = 1 << 20
 """More hosts than this are refused before they are made; the largest machines have 10,000."""
@@ -194,3 +278,59 @@ def _runs(numbers: list[str]) -> Iterable[str]:
 
 def _shown(nodelist: str) -> str:
     return repr(nodelist if len(nodelist) <= 60 else f"{nodelist[:57]}...")
+
+
+# Slurm's compressed task counts: ``4(x2),3`` is 4, 4, 3 in the order of the nodelist.
+
+_TASK = r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?"
+
+
+def tasks_on_node(text: str, node_rank: int, *, variable: str) -> int:
+    """Return the number of tasks on one node.
+
+    Args:
+        text: Such as ``"4(x2),3"``.
+        node_rank: Index of the node in the nodelist, from 0.
+        variable: The name of the variable that ``text`` was read from, for errors.
+
+    Raises:
+        InvalidVariableError: The text does not parse, or has fewer nodes than that.
+
+    Source: slurm's ``srun`` manual, SLURM_TASKS_PER_NODE; checked on Slurm 22.05.8.
+    """
+    left = node_rank
+    for tasks, nodes in _task_items(text, variable):
+        if left < nodes:
+            return tasks
+        left -= nodes
+    raise InvalidVariableError(
+        f"{variable}={text!r} tells of {node_rank - left} nodes; expected more than {node_rank}"
+    )
+
+
+def tasks_of_nodes(text: str, num_nodes: int, *, variable: str) -> tuple[int, ...]:
+    """Return the number of tasks on each of so many nodes.
+
+    Raises:
+        InvalidVariableError: The text does not parse, or tells of another number of nodes.
+    """
+    counts = list(_task_items(text, variable))
+    told = sum(nodes for _, nodes in counts)
+    # Before they are made: a repeat can have nine digits.
+    if told != num_nodes:
+        raise InvalidVariableError(
+            f"{variable}={text[:60]!r} tells of {told} nodes; expected {num_nodes}, as the "
+            "nodelist has; unset the variable that is a leftover of another job"
+        )
+    return tuple(tasks for tasks, nodes in counts for _ in range(nodes))
+
+
+def _task_items(text: str, variable: str) -> Iterator[tuple[int, int]]:
+    """Yield (tasks, number of nodes with so many)."""
+    for item in text.split(","):
+        match = re.fullmatch(_TASK, item)
+        if match is None:
+            raise InvalidVariableError(
+                f"{variable}={text!r}: {item!r} does not parse; expected counts such as 4(x2),3"
+            )
+        yield int(match[1]), int(match[2] or 1)

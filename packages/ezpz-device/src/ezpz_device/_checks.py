@@ -1,0 +1,177 @@
+"""What `ezpz doctor` checks of the device."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch exports it so
+
+from ezpz_topo import Accelerators, CheckResult, TopoError, get_accelerators
+
+from ._backend import ONECCL_MODULE, available_backends, get_torch_backend
+from ._errors import DeviceError
+from ._select import get_torch_device_type
+
+_SIZE = 256
+
+_BUILDS = {"cuda": "CUDA or ROCm", "xpu": "Intel GPUs", "mps": "Metal"}
+
+
+def check(seconds: float, env: Mapping[str, str] | None = None, *, root: str = "/") -> CheckResult:
+    """Compare torch's devices with the host's, multiply on each, and start their backend.
+
+    Args:
+        seconds: How long it may take: what it does not come to, it does not say.
+        env: The environment to read; default ``os.environ``.
+        root: Where the host's ``dev`` and ``sys`` are found; for tests.
+    """
+    env = os.environ if env is None else env
+    until = time.monotonic() + 0.7 * seconds
+    try:
+        host = get_accelerators(env, root=root)
+        device_type, backend = get_torch_device_type(env), get_torch_backend(env)
+    except (TopoError, DeviceError) as error:
+        return CheckResult.of(error)
+    facts: dict[str, object] = {
+        "torch": torch.__version__,
+        "device_type": device_type,
+        "count": count_devices(device_type),
+        "backend": backend,
+        "host_device_type": host.device_type,
+        "host_count": host.count,
+        "host_source": host.source,
+    }
+    if device_type == "cpu" and host.device_type != "cpu":
+        return _unseen(host, facts)
+    result = _of_devices(host, until, facts)
+    if result.status == "error" or (device_type != "cpu" and time.monotonic() > until):
+        return result
+    if silent := try_backend(backend, device_type, max(until - time.monotonic(), 1.0)):
+        return CheckResult.error(
+            f"the backend {backend} of {device_type} does not start: {silent}",
+            "see the check network; set TORCH_BACKEND to another: one of "
+            f"{', '.join(available_backends())}",
+            **facts,
+        )
+    return replace(result, message=f"{result.message}; {backend} starts")
+
+
+def _unseen(host: Accelerators, facts: dict[str, object]) -> CheckResult:
+    shown = f"{host.count} {host.device_type} device" + ("s" if host.count != 1 else "")
+    return CheckResult.error(
+        f"this host has {shown} ({host.source}), and torch {torch.__version__} "
+        f"{_why_unseen(host.device_type)}",
+        _remedy(host.device_type),
+        **facts,
+    )
+
+
+def _of_devices(host: Accelerators, until: float, facts: dict[str, object]) -> CheckResult:
+    device_type = str(facts["device_type"])
+    if device_type == "cpu":
+        return CheckResult.ok(
+            f"none on this host ({host.source}): torch {torch.__version__} computes on the CPU",
+            **facts,
+        )
+    count = count_devices(device_type)
+    tried, wrong = try_devices(device_type, count, until)
+    if wrong:
+        return CheckResult.error(
+            wrong,
+            "see what its vendor's tool says of it (nvidia-smi, rocm-smi, xpu-smi); leave it out "
+            "by CUDA_VISIBLE_DEVICES, ROCR_VISIBLE_DEVICES or ZE_AFFINITY_MASK",
+            **facts,
+        )
+    said = f"torch {torch.__version__} computes on {tried} of {count} {device_type} devices"
+    if host.device_type == device_type and count < host.count:
+        return CheckResult.warning(
+            f"{said}; the host shows {host.count} ({host.source})",
+            "see what its vendor's tool says of the others, and whether another job has them",
+            **facts,
+        )
+    return CheckResult.ok(said, **facts)
+
+
+def count_devices(device_type: str) -> int:
+    """Return how many devices torch sees: one of Metal's, none of the CPU's."""
+    if device_type in ("cpu", "mps"):
+        return int(device_type == "mps")
+    return int(getattr(torch, device_type).device_count())
+
+
+def try_devices(device_type: str, count: int, until: float) -> tuple[int, str]:
+    """Multiply on each device, the first one in any case; return how many, and what was wrong."""
+    left = torch.arange(_SIZE * _SIZE, dtype=torch.float32).reshape(_SIZE, _SIZE) % 7
+    # Small integers: exact in fp32, in TF32, and in whatever order they are added.
+    expected = left @ left
+    for index in range(count):
+        if index and time.monotonic() > until:
+            return index, ""
+        device = torch.device(device_type) if device_type == "mps" else f"{device_type}:{index}"
+        try:
+            there = left.to(device)
+            found = (there @ there).cpu()
+        except RuntimeError as error:  # torch's for every fault of a driver or device
+            return index, f"{device} cannot multiply: {str(error).partition(chr(10))[0]}"
+        if not torch.equal(found, expected):
+            off = (found - expected).abs().max().item()
+            return index, f"{device} multiplies wrongly: off by {off:g}"
+    return count, ""
+
+
+def try_backend(backend: str, device_type: str, seconds: float) -> str:
+    """Reduce in a world of one rank, on its first device; return what was wrong."""
+    if backend == "mpi":
+        return ""  # its world is that of its launcher, and the check "mpi" starts one
+    try:
+        if backend == "ccl":
+            importlib.import_module(ONECCL_MODULE)
+        dist.init_process_group(
+            backend, store=HashStore(), rank=0, world_size=1,
+            timeout=timedelta(seconds=seconds),
+        )  # fmt: skip
+        try:
+            three = torch.full((1,), 3.0, device=device_type)
+            dist.all_reduce(three)
+            total = three.item()
+        finally:
+            dist.destroy_process_group()
+    except (RuntimeError, ValueError, ImportError) as error:  # torch's, and its plug-in's
+        return str(error).partition("\n")[0]
+    return "" if total == 3.0 else f"the sum of 3 alone is {total:g}"
+
+
+def _why_unseen(device_type: str) -> str:
+    if not is_built_for(device_type):
+        return f"is built without {_BUILDS[device_type]}"
+    if device_type == "cuda":
+        try:
+            torch.cuda.init()
+        except (RuntimeError, AssertionError) as error:  # both are torch's own
+            return f"cannot use it: {str(error).partition(chr(10))[0]}"
+    return "sees none of them"
+
+
+def is_built_for(device_type: str) -> bool:
+    """Return whether this torch was built for a type of device."""
+    if device_type == "cuda":
+        return torch.version.cuda is not None or torch.version.hip is not None
+    if device_type == "xpu":
+        return bool(torch.xpu._is_compiled())  # noqa: SLF001  # there is no public word for it
+    return bool(torch.backends.mps.is_built())
+
+
+def _remedy(device_type: str) -> str:
+    if is_built_for(device_type):
+        return "update the driver, or install a torch for the one that is here: see nvidia-smi"
+    return (
+        f"install a torch for {_BUILDS[device_type]} (pytorch.org, Get Started), or load the "
+        "site's module; to compute on the CPU on purpose: export TORCH_DEVICE=cpu"
+    )

@@ -1,1 +1,0 @@
-"""What ezpz_device has ``ezpz doctor`` look at: the accelerator."""

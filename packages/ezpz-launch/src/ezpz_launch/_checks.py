@@ -1,0 +1,519 @@
+"""What `ezpz doctor` checks of launching."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from ezpz_topo import CheckResult, TopoError, fold_nodelist, get_allocation, get_rank_info
+
+from ._errors import CommandNotFoundError, LaunchError
+from ._identify import Launcher, find_command, find_mpiexec, outside_of_launch, through_pbs
+from ._record import records_folder
+from .launchers import hydra, openmpi
+
+# Run a command for a check: no input, a time limit, and nothing left of it afterwards.
+
+
+class Ended(NamedTuple):
+    """How a command ended; ``status`` is None where its time was over."""
+
+    status: int | None
+    stdout: str
+    stderr: str
+
+    @property
+    def last_words(self) -> str:
+        """The last line with a letter in it of what it said, for people."""
+        said = self.stderr.strip() or self.stdout.strip()
+        lines = [line for line in said.splitlines() if any(map(str.isalpha, line))]
+        return lines[-1].strip()[:160] if lines else "nothing"
+
+
+def run(
+    argv: Sequence[str], env: Mapping[str, str], seconds: float, *, grace: float = 0.0
+) -> Ended:
+    """Run a command to its end, or for so long.
+
+    It stays in the check's process group: what it leaves behind ends with that, also where the
+    check itself is ended.
+
+    Args:
+        argv: The command and its arguments.
+        env: Its environment.
+        seconds: Then it is ended.
+        grace: Seconds from SIGTERM to SIGKILL, for one that has others to end.
+
+    Raises:
+        OSError: It cannot be started.
+    """
+    process = subprocess.Popen(
+        list(argv), env=dict(env), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, errors="replace",
+    )  # fmt: skip
+    with process:
+        try:
+            said = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            if grace:
+                process.terminate()
+            return Ended(None, *_rest(process, grace))
+        finally:
+            process.kill()  # nothing, where it has ended
+        return Ended(process.returncode, *said)
+
+
+def _rest(process: subprocess.Popen[str], grace: float) -> tuple[str, str]:
+    """Return what it had said; it is killed where it does not end by itself."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return process.communicate(timeout=grace)
+    process.kill()
+    try:
+        return process.communicate(timeout=0.2)
+    except subprocess.TimeoutExpired as error:
+        # What it started holds the pipes.
+        return _text(error.stdout), _text(error.stderr)
+
+
+def _text(said: str | bytes | None) -> str:
+    return said.decode(errors="replace") if isinstance(said, bytes) else said or ""
+
+
+# The check ``mpi``: the library that mpi4py loads belongs to the mpiexec that starts the ranks.
+
+_NO_MPI4PY, _NO_LIBRARY = 81, 82
+_BEGUN = "-->"
+"""A rank's first line: without a letter, it is nobody's last words."""
+
+# One write a rank, so that two lines do not mix.
+_PROGRAM = f"""\
+import sys
+sys.stdout.write("{_BEGUN}\\n")
+sys.stdout.flush()
+try:
+    import mpi4py
+except ImportError:
+    sys.exit({_NO_MPI4PY})
+mpi4py.rc.initialize = False
+try:
+    from mpi4py import MPI
+except (ImportError, RuntimeError) as error:
+    print(str(error).partition("\\n")[0], file=sys.stderr)
+    sys.exit({_NO_LIBRARY})
+version = MPI.Get_library_version().splitlines()[0].replace(chr(0), "")
+sys.stdout.write("ezpz-library " + " ".join(version.split()) + "\\n")
+sys.stdout.flush()
+MPI.Init_thread()
+world = MPI.COMM_WORLD
+total = world.allreduce(world.rank + 1)
+sys.stdout.write(f"ezpz-mpi {{world.rank}} {{world.size}} {{total}}\\n")
+sys.stdout.flush()
+MPI.Finalize()
+"""
+
+_SAID = re.compile(r"ezpz-mpi ([0-9]+) ([0-9]+) ([0-9]+)")
+_LIBRARY = re.compile(r"ezpz-library (.*)")
+_OTHERS = {"hydra": ("Open MPI",), "pals": ("Open MPI",), "openmpi": ("MPICH", "MVAPICH", "Intel")}
+"""Kind of launcher to the libraries that are of another MPI."""
+
+_PATIENCE = 45.0
+"""Seconds after which an import that is not done is an error; ``--timeout=60`` gives more."""
+
+_RANKS = 2
+_NO_OUTPUT = 141
+"""Hydra's exit status, without any output, once in 200 starts of ranks that end at once."""
+
+
+def check_mpi(seconds: float, env: Mapping[str, str] | None = None) -> CheckResult:
+    """Start two ranks of mpi4py by the mpiexec that ezpz-launch would use.
+
+    Args:
+        seconds: How long it may take.
+        env: The environment to read, and the ranks'; default ``os.environ``.
+    """
+    env = outside_of_launch(os.environ if env is None else env)
+    beside = os.path.dirname(sys.executable)
+    try:
+        launcher = find_mpiexec(env, beside=beside)
+    except CommandNotFoundError as error:
+        return _without_mpiexec(error, env, beside, seconds)
+    except LaunchError as error:
+        return CheckResult.of(error)
+    nodes = len(_nodes(env))
+    try:
+        # What a launch on all nodes of the job would do.
+        reached = through_pbs(launcher, env) if nodes > 1 else launcher
+    except LaunchError as error:
+        return CheckResult.of(error)
+    if launcher.kind == "pals" and not nodes:
+        # PALS starts ranks on the nodes of a job only.
+        alone = _try([], env, seconds)
+        return _importing(alone, seconds) or _alone(launcher, alone)
+    ended = _try(_words(launcher), env, seconds)
+    if ended.status == _NO_OUTPUT and not ended.stdout:
+        ended = _try(_words(launcher), env, seconds)
+    return _judged(launcher, ended, seconds, reached.source.removeprefix(launcher.source))
+
+
+def _words(launcher: Launcher) -> list[str]:
+    start = [launcher.path, "-n", str(_RANKS)]
+    if launcher.kind == "hydra":
+        return [*start, *hydra.on_this_host(launcher)]
+    if launcher.kind == "openmpi":
+        return [*start, *openmpi.anywhere(as_root=os.geteuid() == 0)]
+    return [*start, "--ppn", str(_RANKS), "--envall"]
+
+
+def _try(words: Sequence[str], env: Mapping[str, str], seconds: float) -> Ended:
+    return run([*words, sys.executable, "-P", "-c", _PROGRAM], env, 0.8 * seconds)
+
+
+def _nodes(env: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the nodes of the job that we are on one of."""
+    try:
+        job = get_allocation(env, ask=False)
+    except TopoError:
+        return ()  # the check "scheduler" says so
+    return job.hosts if job.scheduler != "none" and job.on_node else ()
+
+
+def _judged(launcher: Launcher, ended: Ended, seconds: float, reach: str) -> CheckResult:
+    whose = f"{launcher.path} ({launcher.kind})"
+    facts = {"mpiexec": launcher.path, "kind": launcher.kind}
+    if failed := _without_mpi4py(ended):
+        return failed
+    if late := _importing(ended, seconds):
+        return late
+    if ended.status is None:
+        return CheckResult.error(
+            f"two ranks of mpi4py by {whose} did not end in {0.8 * seconds:.1f} s",
+            f"run it by hand: {launcher.path} -n 2 {sys.executable} -m mpi4py.bench helloworld",
+            **facts,
+        )
+    library = _library(ended)
+    facts["library"] = library
+    worlds = sorted(tuple(map(int, match.groups())) for match in _SAID.finditer(ended.stdout))
+    if worlds == [(0, _RANKS, 3), (1, _RANKS, 3)] and not ended.status:
+        return _well(launcher, library, facts, reach)
+    if worlds and worlds[0][1] == 1:
+        seen = f"each of two is rank 0 of a world of 1, and exit status {ended.status}"
+    else:
+        seen = f"they end with {ended.status}: {ended.last_words}"
+    if worlds or any(name in library for name in _OTHERS[launcher.kind]):
+        return CheckResult.error(
+            f"mpi4py loads {library}, and {whose} starts ranks of another MPI: {seen}",
+            "put the mpiexec of that library first on PATH, or reinstall mpi4py for this one: "
+            "pip install --no-cache-dir --no-binary=mpi4py --force-reinstall mpi4py",
+            **facts,
+        )
+    return CheckResult.error(
+        f"two ranks of {library} by {whose} fail: {seen}",
+        f"run it by hand: {launcher.path} -n 2 {sys.executable} -m mpi4py.bench helloworld",
+        **facts,
+    )
+
+
+def _library(ended: Ended) -> str:
+    match = _LIBRARY.search(ended.stdout)
+    return match[1] if match else "an unknown library"
+
+
+def _well(launcher: Launcher, library: str, facts: dict[str, str], reach: str) -> CheckResult:
+    if launcher.notes:
+        note, _, remedy = launcher.notes[-1].rpartition("; ")
+        return CheckResult.warning(note, remedy, **facts)
+    message = f"two ranks of {library} by {launcher.path} ({launcher.kind}){reach}"
+    return CheckResult.ok(message, **facts)
+
+
+def _without_mpi4py(ended: Ended) -> CheckResult | None:
+    if ended.status == _NO_MPI4PY:
+        return CheckResult.ok("mpi4py is not installed: no rank of this environment needs MPI")
+    if ended.status == _NO_LIBRARY:
+        return CheckResult.error(
+            f"mpi4py cannot load an MPI library: {ended.last_words}",
+            "load the site's MPI module, or: pip install mpich",
+        )
+    return None
+
+
+def _importing(ended: Ended, seconds: float) -> CheckResult | None:
+    """Return that the ranks run and are not through with their imports: a slow file system."""
+    is_loaded = _LIBRARY.search(ended.stdout) is not None
+    if ended.status is not None or is_loaded or _BEGUN not in ended.stdout:
+        return None
+    message = f"not done in {0.8 * seconds:.1f} s: still importing mpi4py and its MPI library"
+    if seconds < _PATIENCE:
+        remedy = "ask again with more time: ezpz doctor --timeout=60 --only=mpi"
+        return CheckResult.warning(message, remedy)
+    return CheckResult.error(
+        message, f"see what takes so long: {sys.executable} -X importtime -c 'import mpi4py.MPI'"
+    )
+
+
+def _without_mpiexec(
+    error: Exception, env: Mapping[str, str], beside: str, seconds: float
+) -> CheckResult:
+    alone = _try([], env, seconds)
+    if alone.status == _NO_LIBRARY:
+        # pip brings mpi4py without an MPI: a workstation needs none.
+        if not _nodes(env):
+            return CheckResult.ok(
+                "no MPI here, and ezpz-launch needs none: it starts plain processes", mpiexec=None
+            )
+        return CheckResult.of(error, "warning")
+    if failed := _without_mpi4py(alone):
+        return failed
+    try:
+        srun = find_command("srun", "srun", env, beside=beside)
+    except CommandNotFoundError:
+        return CheckResult.of(error, "warning")
+    return CheckResult.ok(f"no mpiexec; {srun.path} starts the ranks", srun=srun.path)
+
+
+def _alone(launcher: Launcher, ended: Ended) -> CheckResult:
+    """Judge by names alone: PALS goes with the MPICH of its vendor."""
+    if failed := _without_mpi4py(ended):
+        return failed
+    version = _library(ended)
+    facts = {"mpiexec": launcher.path, "kind": launcher.kind, "library": version}
+    if any(name in version for name in _OTHERS["pals"]):
+        return CheckResult.error(
+            f"mpi4py loads {version}, and {launcher.path} is PALS, which starts ranks of MPICH",
+            "load the modules of the site's MPICH and of an mpi4py for it",
+            **facts,
+        )
+    return CheckResult.ok(f"{version} and PALS; ranks are tried inside a job only", **facts)
+
+
+# The checks ``disk`` and ``shared-memory``: files can be written, and there is room for more.
+
+_TRIED = 1 << 20
+"""Bytes that are written to see that they can be: no figure tells of a quota."""
+
+_LITTLE = 1 << 30
+"""Less room than this is warned about: one checkpoint of 70 million parameters with AdamW."""
+
+SHARED_MEMORY = "/dev/shm"
+
+
+def disk(_seconds: float, env: Mapping[str, str] | None = None) -> CheckResult:
+    """Write into the folders that a launch and a training write into, and see what room they have.
+
+    These are the working directory, ``TMPDIR``, and the folder of ezpz-launch's records. What is
+    written has no name, and is gone at once.
+    """
+    env = os.environ if env is None else env
+    try:
+        records = records_folder(env)
+        places = {
+            "the working directory": os.getcwd(),
+            "TMPDIR": env.get("TMPDIR") or "/tmp",  # where ezpz-launch writes
+            "the folder of records": _existing(records),
+        }
+    except LaunchError as error:
+        return CheckResult.of(error)
+    except OSError as error:
+        return CheckResult.error(
+            f"the working directory is gone ({error.strerror})", "change to a folder that is there"
+        )
+    facts: dict[str, object] = {}
+    little = ""
+    for what, folder in places.items():
+        if why := _why_not_written(folder):
+            return CheckResult.error(
+                f"{folder} ({what}) cannot be written: {why}", _remedy(what), folder=folder
+            )
+        free = _free(folder)
+        facts[what] = {"folder": folder, "free_bytes": free}
+        if free < _LITTLE and not little:
+            little = f"{folder} ({what}) has {_size(free)} free"
+    if little:
+        return CheckResult.warning(little, "remove what is old there, or go elsewhere", **facts)
+    free = min(_free(folder) for folder in places.values())
+    return CheckResult.ok(
+        f"{_size(free)} free or more in the working directory, TMPDIR and the folder of records",
+        **facts,
+    )
+
+
+def shared_memory(_seconds: float, *, folder: str = SHARED_MEMORY) -> CheckResult:
+    """Write into the shared memory that data loaders' workers and NCCL use, and see what is free.
+
+    Args:
+        _seconds: How long it may take.
+        folder: Where it is; for tests.
+    """
+    if not os.path.isdir(folder):
+        system = os.uname().sysname
+        if system == "Linux":
+            return CheckResult.error(
+                f"there is no {folder}: data loaders' workers and NCCL cannot share memory",
+                f"mount it: mount -t tmpfs none {folder}, or ask who made this container",
+            )
+        return CheckResult.ok(f"{system} has no {folder}, and needs none")
+    remedy = (
+        f"remove what ended runs left in {folder} (ls -l {folder}); in a container: "
+        "docker run --shm-size=8g, or --ipc=host"
+    )
+    if why := _why_not_written(folder):
+        return CheckResult.error(f"{folder} cannot be written: {why}", remedy, folder=folder)
+    free = _free(folder)
+    facts = {"folder": folder, "free_bytes": free}
+    if free < _LITTLE:
+        return CheckResult.warning(
+            f"{_size(free)} free in {folder}: batches of data loaders' workers, and NCCL's "
+            "buffers, may not fit: a bus error then",
+            remedy, **facts,
+        )  # fmt: skip
+    return CheckResult.ok(f"{_size(free)} free in {folder}", **facts)
+
+
+def _existing(folder: str) -> str:
+    while not os.path.isdir(folder):
+        folder = os.path.dirname(folder)
+    return folder
+
+
+def _why_not_written(folder: str) -> str:
+    """Write a nameless file; return what is wrong, empty where nothing is."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(_TRIED))
+            file.flush()
+            # What a file system over the network or a quota thinks of it, it may tell only now.
+            os.fsync(file.fileno())
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def _free(folder: str) -> int:
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize
+
+
+def _remedy(what: str) -> str:
+    own = {
+        "TMPDIR": "set TMPDIR to a folder that you may write to",
+        "the folder of records": "set EZPZ_STATE_DIR to a folder that you may write to",
+    }
+    return f"remove what is old there; or {own.get(what, 'change to a folder that you may write')}"
+
+
+def _size(count: int) -> str:
+    for unit, power in (("TiB", 40), ("GiB", 30), ("MiB", 20)):
+        if count >= 1 << power:
+            return f"{count / (1 << power):.1f} {unit}"
+    return f"{count >> 10} KiB"
+
+
+# The check ``versions``: every host of the allocation has the same Python, torch and ezpz.
+
+PACKAGES = ("torch", "ezpz-suite", "ezpz-topo", "ezpz-device", "ezpz-tp", "ezpz-dist",
+            "ezpz-launch", "ezpz-obs", "mpi4py", "numpy")  # fmt: skip
+
+# One write a rank, so that lines do not mix. torch itself takes a second to import.
+PROGRAM = f"""\
+import importlib.metadata, json, os, sys
+found = {{"python": sys.version.split()[0]}}
+for name in {PACKAGES!r}:
+    try:
+        found[name] = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        found[name] = "not installed"
+host = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
+sys.stdout.write("ezpz-versions " + json.dumps([host, found]) + chr(10))
+"""
+
+_MARK = "ezpz-versions "
+
+
+def check_versions(seconds: float, env: Mapping[str, str] | None = None) -> CheckResult:
+    """Start one process on each host of the allocation, and compare what is installed there.
+
+    Args:
+        seconds: How long it may take.
+        env: The environment to read, and the processes'; default ``os.environ``.
+    """
+    env = os.environ if env is None else env
+    try:
+        job, rank = get_allocation(env, ask=False), get_rank_info(env)
+    except TopoError as error:
+        return CheckResult.of(error)
+    if job.num_nodes < 2:
+        return CheckResult.ok("one host: nothing to compare")
+    if rank.world_size > 1:
+        return CheckResult.ok("not compared: this is one of several ranks", hosts=list(job.hosts))
+    words = [sys.executable, "-P", "-m", "ezpz_launch", "--ppn=1", "--grace=0.5", sys.executable,
+             "-P", "-c", PROGRAM]  # fmt: skip
+    # All hosts of the job are asked, whichever a hostfile would choose.
+    mine = {name: value for name, value in env.items() if name != "HOSTFILE"}
+    with tempfile.TemporaryDirectory(prefix="ezpz-doctor-") as state:
+        # The records of launches are the user's own.
+        ended = run(words, {**mine, "EZPZ_STATE_DIR": state}, 0.7 * seconds, grace=0.15 * seconds)
+    return judge(job.hosts, ended, seconds)
+
+
+def judge(hosts: tuple[str, ...], ended: Ended, seconds: float) -> CheckResult:
+    """Compare what the processes of these hosts said."""
+    found = said(ended.stdout)
+    facts = {"hosts": list(hosts), "versions": found}
+    differing = _differing(found)
+    if differing:
+        return CheckResult.error(
+            differing,
+            "use one environment on all hosts: on a file system that they share, or the same "
+            "module or container on each",
+            **facts,
+        )
+    if ended.status is None:
+        return CheckResult.warning(
+            f"{len(found)} of {len(hosts)} hosts answered in {0.7 * seconds:.1f} s",
+            "give them more time: ezpz doctor --timeout=120 --only=versions",
+            **facts,
+        )
+    if ended.status or len(found) < len(hosts):
+        return CheckResult.error(
+            f"{len(found)} of {len(hosts)} hosts told their versions, and ezpz-launch ended with "
+            f"{ended.status}: {ended.last_words}",
+            f"see what is wrong there: ezpz-launch --ppn 1 {sys.executable} --version",
+            **facts,
+        )
+    shown = next(iter(found.values()))
+    return CheckResult.ok(
+        f"Python {shown['python']}, torch {shown['torch']} and ezpz's packages are the same on "
+        f"{len(found)} hosts",
+        **facts,
+    )
+
+
+def said(output: str) -> dict[str, dict[str, str]]:
+    """Return host -> package -> version."""
+    lines = [line for line in output.splitlines() if line.startswith(_MARK)]
+    return dict(json.loads(line.removeprefix(_MARK)) for line in lines)
+
+
+def _differing(found: Mapping[str, Mapping[str, str]]) -> str:
+    """Say which package differs first, and on which hosts; empty where none does."""
+    for name in ("python", *PACKAGES):
+        hosts_of: dict[str, list[str]] = {}
+        for host, versions in found.items():
+            hosts_of.setdefault(versions[name], []).append(host)
+        if len(hosts_of) > 1:
+            most = sorted(hosts_of.items(), key=lambda item: -len(item[1]))
+            told = [f"{version} on {_fold(hosts)}" for version, hosts in most]
+            return f"{name} is {', '.join(told[:4])}"
+    return ""
+
+
+def _fold(hosts: list[str]) -> str:
+    folded = fold_nodelist(hosts)
+    return folded if len(folded) <= 60 else f"{len(hosts)} hosts ({folded[:40]}...)"

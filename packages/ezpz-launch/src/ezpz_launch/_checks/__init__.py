@@ -1,1 +1,0 @@
-"""What ezpz_launch has ``ezpz doctor`` look at: MPI, room for files, versions on other hosts."""

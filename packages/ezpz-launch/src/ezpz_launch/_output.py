@@ -1,0 +1,257 @@
+"""Output of the launcher, on its way to the terminal, and the ranks' reports in it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import select
+import threading
+import time
+from _queue import SimpleQueue
+from collections import deque
+from collections.abc import Callable
+
+# What the ranks' shims report, told apart from what the ranks themselves write.
+
+Report = tuple[str, int, int]
+"""What happened, to which rank, with what value."""
+
+_LONGEST = 160
+"""Bytes of the longest report: what is longer and not ended is none."""
+
+
+class Reports:
+    """Take the reports of one launch out of a stream of bytes.
+
+    Args:
+        launch_id: By which its reports are told.
+    """
+
+    def __init__(self, launch_id: str) -> None:
+        self._start = b"\x1eezpz " + launch_id.encode() + b" "
+        self._held = b""
+        self._newline_follows = False
+
+    def feed(self, chunk: bytes) -> tuple[bytes, list[Report]]:
+        """Return the bytes that the ranks wrote, and what was reported between them.
+
+        What may be the beginning of a report is held back until more comes.
+        """
+        if self._newline_follows and chunk:
+            self._newline_follows = False
+            chunk = chunk.removeprefix(b"\n")
+        data, self._held = self._held + chunk, b""
+        kept: list[bytes] = []
+        found: list[Report] = []
+        while data:
+            before, separator, rest = data.partition(b"\x1e")
+            kept.append(before)
+            if not separator:
+                break
+            data = separator + rest
+            if not data.startswith(self._start[: len(data)]):
+                kept.append(separator)
+                data = rest
+                continue
+            end = data.find(b"\x1f", 0, _LONGEST)
+            if end < 0 and len(data) < _LONGEST:
+                self._held = data
+                break
+            data = self._take(data, end, kept, found)
+        return b"".join(kept), found
+
+    def rest(self) -> bytes:
+        """Return what was held back and, at the end of the stream, is no report."""
+        held, self._held = self._held, b""
+        return b"" if held.startswith(self._start) else held
+
+    def _take(self, data: bytes, end: int, kept: list[bytes], found: list[Report]) -> bytes:
+        """Take one report from the beginning of the data; return what follows it."""
+        begin = len(self._start)
+        if end < 0:
+            # Cut, and no end in sight: its second copy is whole.
+            return data[begin:]
+        inner = data.rfind(b"\x1e", begin, end)
+        if inner > 0:
+            # Another rank's report came between, or what one wrote itself.
+            kept.append(data[begin:inner])
+            return data[inner:]
+        report = _read(data[begin:end])
+        if report is None:
+            # Another rank's piece came between; its bytes are not ours to drop.
+            kept.append(data[begin:end])
+        else:
+            found.append(report)
+        if len(data) == end + 1:
+            self._newline_follows = True
+        return data[end + 1 :].removeprefix(b"\n")
+
+
+def _read(text: bytes) -> Report | None:
+    half, _, again = text.partition(b"|")
+    words = half.split(b" ")
+    if half != again or len(words) != 3 or not all(word.isdigit() for word in words[1:]):
+        return None
+    return words[0].decode("ascii", "replace"), int(words[1]), int(words[2])
+
+
+# The launcher's output, on its way to ours: every byte, as it comes.
+
+_CHUNK = 1 << 16
+_TAIL = 1 << 13
+_TICK = 0.02
+
+_OF_THE_KILLED = re.compile(rb"\n?(={83}\n|YOUR APPLICATION TERMINATED WITH THE EXIT STRING)")
+"""How Hydra begins its last words, line by line, of ranks that died of a signal (MPICH 5.0.2)."""
+
+_LEFT_BEHIND = 2.0
+"""Seconds for which what an ended launcher's ranks left behind may go on writing."""
+
+_TOLD = 1.0
+"""Seconds that a reader has who takes nothing, when we are told to end."""
+
+
+class Output:
+    """Copies two pipes to our standard output and error, and says what we have to say.
+
+    Args:
+        reports: What takes the ranks' reports out of each.
+        wake: Called, from another thread, when there is something to look at.
+
+    Attributes:
+        last: When something came last, by ``time.monotonic``.
+        nobody_reads: Whether our own standard output is a pipe that nobody reads any more.
+        killed: Whether we have killed the ranks: the launcher's words on that are left out.
+        tail: The last bytes of standard error.
+    """
+
+    def __init__(self, reports: tuple[Reports, Reports], wake: Callable[[], None]) -> None:
+        self.last = time.monotonic()
+        self.nobody_reads = self.killed = False
+        self.tail = b""
+        self._reports = {1: reports[0], 2: reports[1]}
+        # Appended to by one thread, and taken from by another: deque's own are atomic.
+        self._found: deque[Report] = deque()
+        self._wake = wake
+        self._threads: list[threading.Thread] = []
+        self._messages: SimpleQueue[str] = SimpleQueue()
+        self._speaker: threading.Thread | None = None
+        self._unsaid = 0
+        self._waited_when_told = 0.0
+        # Of each target, whether somebody is writing to it just now.
+        self._writing = {1: False, 2: False}
+        # Then our own lines appear below what it shows.
+        self._is_a_terminal = os.isatty(1)
+        self._complained = False
+        self._hushed: set[int] = set()
+        self._line_is_open = False
+
+    def copy(self, stdout: int, stderr: int) -> None:
+        """Start to copy from these pipes, and close them at their end."""
+        for source, target in ((stdout, 1), (stderr, 2)):
+            thread = threading.Thread(target=self._pump, args=(source, target), daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def take_reports(self) -> list[Report]:
+        """Return what has been reported since the last call, in order."""
+        found = []
+        while self._found:
+            found.append(self._found.popleft())
+        return found
+
+    def say(self, message: str) -> None:
+        """Write a line of ours to standard error, on a line of its own."""
+        if self._speaker is None:
+            self._speaker = threading.Thread(target=self._speak, daemon=True)
+            self._speaker.start()
+        self._unsaid += 1
+        self._messages.put(message)
+
+    def drain(self, patience: float, is_told: Callable[[], object]) -> None:
+        """Wait for the ends of an ended launcher's pipes.
+
+        A reader that is slow has all the time that it wants, unless we are told to end. What a rank
+        left in the background may hold the pipes open for ever, and has none.
+
+        Args:
+            patience: Seconds for which nothing may come.
+            is_told: Whether we are told to end.
+        """
+        began, free = time.monotonic(), 0.0
+        while any(thread.is_alive() for thread in self._threads):
+            self._threads[0 if self._threads[0].is_alive() else 1].join(_TICK)
+            self._waited_when_told += _TICK if is_told() else 0.0
+            free += 0.0 if any(self._writing.values()) else _TICK
+            silent = time.monotonic() - max(self.last, began) > patience and free > patience
+            if silent or free > _LEFT_BEHIND or self._waited_when_told > _TOLD:
+                return
+
+    def close(self, is_told: Callable[[], object]) -> None:
+        """Wait until all that we said has been written."""
+        while self._unsaid and self._waited_when_told <= _TOLD:
+            time.sleep(_TICK / 10)
+            self._waited_when_told += _TICK / 10 if is_told() else 0.0
+
+    def _speak(self) -> None:
+        while True:
+            message = self._messages.get()
+            newline = "\n" if self._line_is_open else ""
+            self._write(2, f"{newline}ezpz-launch: {message}\n".encode(errors="backslashreplace"))
+            self._unsaid -= 1
+
+    def _pump(self, source: int, target: int) -> None:
+        while True:
+            chunk = os.read(source, _CHUNK)
+            if not chunk:
+                break
+            self.last = time.monotonic()
+            chunk = self._sift(target, chunk)
+            self._write(target, chunk)
+            self.last = time.monotonic()
+        self._write(target, self._reports[target].rest())
+        os.close(source)
+        self._wake()
+
+    def _sift(self, target: int, chunk: bytes) -> bytes:
+        # On standard output, too: some launchers can be told to merge the two.
+        chunk, found = self._reports[target].feed(chunk)
+        if target in self._hushed:
+            chunk = b""
+        elif self.killed and (last := _OF_THE_KILLED.search(chunk)):
+            self._hushed.add(target)
+            chunk = chunk[: last.start()]
+        if target == 2:
+            self.tail = (self.tail + chunk)[-_TAIL:]
+        if found:
+            self._found.extend(found)
+            self._wake()
+        return chunk
+
+    def _write(self, target: int, data: bytes) -> None:
+        if not data:
+            return
+        if target == 2 or self._is_a_terminal:
+            self._line_is_open = not data.endswith(b"\n")
+        self._writing[target] = True
+        try:
+            while data:
+                try:
+                    data = data[os.write(target, data) :]
+                except BlockingIOError:
+                    # Whoever shares the terminal with us made it so.
+                    select.select([], [target], [])
+        except OSError as error:
+            self._cannot_write(target, error)
+        finally:
+            self._writing[target] = False
+
+    def _cannot_write(self, target: int, error: OSError) -> None:
+        """Go on without: training is worth more than its output; but `| head` ends a program."""
+        if error.errno == errno.EPIPE and target == 1:
+            self.nobody_reads = True
+            self._wake()
+        elif not self._complained and target == 1 and error.errno != errno.EIO:
+            self._complained = True
+            self.say(f"cannot write the output: {error.strerror}")

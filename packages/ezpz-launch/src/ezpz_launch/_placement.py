@@ -1,0 +1,351 @@
+"""On which hosts ranks start, and how many on each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from ezpz_topo import Topology, expand_nodelist, same_host, short_name
+
+from ._errors import LaunchError, UsageError
+from ._options import Request
+
+# Which hosts a launch may use: all that we were given, less what the user leaves out.
+
+
+def select_hosts(
+    hosts: Sequence[str], source: str, *, include: str = "", exclude: str = "", nodes: int = 0
+) -> tuple[tuple[str, ...], str]:
+    """Return the hosts to use, in order, and why these.
+
+    Args:
+        hosts: The hosts that there are.
+        source: Where they come from.
+        include: A nodelist of those to use, such as ``nid[001-004]``; all if empty.
+        exclude: A nodelist of those not to use.
+        nodes: How many, counted from the first; all if 0.
+
+    Raises:
+        UsageError: A name is none of the hosts, no host is left, or there are fewer than asked.
+        NodelistError: A nodelist does not parse.
+    """
+    kept, why = list(hosts), source
+    for flag, nodelist in (("--include", include), ("--exclude", exclude)):
+        if nodelist:
+            chosen, unknown = match_hosts(expand_nodelist(nodelist), hosts)
+            if unknown:
+                raise UsageError(
+                    f"{flag} {unknown[0]}: none of the hosts {shown(hosts)} ({source}); "
+                    "expected one of them"
+                )
+            kept = [host for host in kept if (host in chosen) == (flag == "--include")]
+            why += f", {flag} {nodelist}"
+    if not kept:
+        raise UsageError(
+            f"{why}: no host is left of {len(hosts)}; expected one at least; exclude fewer"
+        )
+    if nodes:
+        if nodes < 0 or nodes > len(kept):
+            raise UsageError(
+                f"-N {nodes}: there are {len(kept)} hosts ({why}); expected from 1 to {len(kept)}"
+            )
+        kept, why = kept[:nodes], f"the first {nodes} of {len(kept)}: {why}"
+    return tuple(kept), why
+
+
+def match_hosts(names: Iterable[str], hosts: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Return those of ``hosts`` that are named, each with its name, in order; and what is none.
+
+    Names mean a host as `same_host` has it; ten thousand of each are matched in one pass.
+    """
+    exact = set(hosts)
+    by_short: dict[str, str] | None = None
+    found: dict[str, str] = {}
+    unknown: list[str] = []
+    for name in names:
+        host: str | None = name if name in exact else None
+        if host is None and ":" in name:
+            # IPv6 has several spellings, and only same_host knows them.
+            host = next((each for each in hosts if same_host(each, name)), None)
+        elif host is None:
+            if by_short is None:
+                by_short = {short_name(each).lower(): each for each in reversed(hosts)}
+            host = by_short.get(short_name(name).lower())
+        if host is None:
+            unknown.append(name)
+        else:
+            found[host] = name
+    return found, unknown
+
+
+def shown(hosts: Sequence[str]) -> str:
+    """Return a few hosts for an error; there can be ten thousand."""
+    return ", ".join([*hosts[:4], *(["..."] if len(hosts) > 4 else [])])
+
+
+# How many ranks on which hosts: pure arithmetic, and an error where numbers contradict.
+
+
+class Placement(NamedTuple):
+    """Ranks on hosts, filled host by host.
+
+    Attributes:
+        hosts: The hosts that get ranks, in rank order.
+        ranks: How many each of them gets: all the same, but for a smaller last one.
+        source: Where the number of ranks comes from.
+        source_per_host: Where the number of ranks of a host comes from.
+    """
+
+    hosts: tuple[str, ...]
+    ranks: tuple[int, ...]
+    source: str
+    source_per_host: str
+
+    @property
+    def nproc(self) -> int:
+        """Number of ranks in all."""
+        return sum(self.ranks)
+
+    @property
+    def ppn(self) -> int:
+        """Number of ranks of a full host."""
+        return self.ranks[0]
+
+    @property
+    def is_even(self) -> bool:
+        """Whether every host has as many ranks."""
+        return self.ranks[-1] == self.ranks[0]
+
+
+def place(
+    hosts: Sequence[str],
+    *,
+    nproc: int | None,
+    ppn: int | None,
+    default_ppn: int,
+    why_default: str,
+) -> Placement:
+    """Decide how many ranks each host gets.
+
+    Without ``nproc`` every host gets ``ppn``; with it the hosts are filled in order, each up to
+    ``ppn``, and the rest get none: ranks that are close to each other talk faster.
+
+    Args:
+        hosts: Where ranks may run.
+        nproc: Ranks in all, if asked for.
+        ppn: Ranks a host, if asked for.
+        default_ppn: Ranks a host, if not.
+        why_default: Where that comes from.
+
+    Raises:
+        UsageError: The numbers contradict each other, or are below 1.
+    """
+    for name, value in (("-n", nproc), ("--ppn", ppn)):
+        if value is not None and value < 1:
+            raise UsageError(f"{name} {value}: expected at least 1 rank")
+    if nproc is None:
+        per_host, why = (default_ppn, why_default) if ppn is None else (ppn, "--ppn")
+        total, why_total = per_host * len(hosts), f"{len(hosts)} x {per_host}: {why}"
+        if len(hosts) == 1:
+            why_total = why
+    else:
+        total, why_total = nproc, "-n"
+        # More than one a device on one host is asked for on purpose; on several it is not known
+        # to be, so that they are filled evenly instead.
+        crowded = -(-nproc // len(hosts))
+        per_host, why = (max(default_ppn, crowded), why_default) if ppn is None else (ppn, "--ppn")
+        if crowded > per_host:
+            raise UsageError(
+                f"-n {nproc} with --ppn {per_host} on {len(hosts)} hosts: room for "
+                f"{per_host * len(hosts)} ranks; expected at most that many, or more hosts"
+            )
+        if ppn is None and crowded > default_ppn:
+            why = f"-n {nproc} / {len(hosts)} hosts"
+    per_host = min(per_host, total)
+    full, rest = divmod(total, per_host)
+    ranks = (per_host,) * full + ((rest,) if rest else ())
+    return Placement(tuple(hosts[: len(ranks)]), ranks, why_total, why)
+
+
+# Which hosts a launch uses and how many ranks each gets: decided before any launcher is.
+
+
+class Arrangement(NamedTuple):
+    """Ranks on hosts, and what is known of these hosts.
+
+    Attributes:
+        placement: How many ranks on which hosts.
+        on_this_host: Whether this host alone has ranks.
+        source: Why these hosts.
+        cores: CPU cores of each of the hosts in use; 0 where nobody tells.
+        cores_source: Where that comes from.
+        warning: What people should know of it; mostly empty.
+    """
+
+    placement: Placement
+    on_this_host: bool
+    source: str
+    cores: int
+    cores_source: str
+    warning: str = ""
+
+
+def arrange(
+    topology: Topology,
+    request: Request,
+    *,
+    hosts: Sequence[str],
+    hosts_source: str,
+    slots: int | Sequence[int] = 0,
+) -> Arrangement:
+    """Decide which hosts are used, and how many ranks each of them gets.
+
+    Args:
+        topology: Where we are.
+        request: What the user asked for.
+        hosts: The hosts that there are.
+        hosts_source: Where they come from.
+        slots: The ranks foreseen on each of ``hosts``, 0 where not told; one number for all.
+
+    Raises:
+        LaunchError: What was asked for contradicts itself, or cannot be done here.
+    """
+    names, source = select_hosts(
+        hosts,
+        hosts_source,
+        include=request.include,
+        exclude=request.exclude,
+        nodes=request.nodes or 0,
+    )
+    told = _slots_in_use(names, hosts, slots)
+    alone = len(names) == 1 and _is_this_host(topology, names[0])
+    cores = _cores(topology, here=alone)
+    default, last, why = _ranks_per_host(topology, request, told, hosts_source, cores)
+    if request.nodes and request.nproc:
+        # So many hosts are asked for, and so many are used.
+        default = -(-request.nproc // request.nodes)
+        why = f"-n {request.nproc} / -N {request.nodes}"
+    placement = place(
+        names, nproc=request.nproc, ppn=request.ppn, default_ppn=default, why_default=why
+    )
+    warning = ""
+    if last and request.nproc is None and request.ppn is None:
+        if last < default:
+            ranks = (*placement.ranks[:-1], last)
+            placement = placement._replace(ranks=ranks, source=f"{sum(ranks)}: {why}")
+        elif len(set(told)) > 1:
+            warning = (
+                f"{why} are {shown([str(n) for n in told])}; {default} ranks a host are started: "
+                "only the last host may have fewer than the others; expected the larger ones "
+                "first; or choose by -n or --ppn"
+            )
+    used = placement.hosts
+    here = alone or (len(used) == 1 and _is_this_host(topology, used[0]))
+    if here and not alone:
+        cores = _cores(topology, here=True)
+    if not here and any(same_host(host, "localhost") for host in used):
+        raise UsageError(
+            f"localhost among several hosts ({source}): the others would not find it; expected "
+            "this host's own name; correct the hostfile"
+        )
+    _check(topology, request, placement)
+    return Arrangement(placement, here, source, *cores, warning)
+
+
+def _slots_in_use(
+    names: Sequence[str], hosts: Sequence[str], slots: int | Sequence[int]
+) -> tuple[int, ...]:
+    """Return the slots of the hosts in use; the fewest of each where some do not tell."""
+    if isinstance(slots, int):
+        return (slots,) * len(names) if slots else ()
+    of_host = dict(zip(hosts, slots, strict=True))
+    told = tuple(filter(None, (of_host[name] for name in names)))
+    return told if len(told) == len(names) else (min(told, default=0),) * len(told)
+
+
+def _is_this_host(topology: Topology, host: str) -> bool:
+    job = topology.allocation
+    if job.scheduler != "none":
+        return job.node_name is not None and same_host(host, job.node_name)
+    return any(same_host(host, name) for name in (topology.hostname, "localhost", "127.0.0.1"))
+
+
+def _cores(topology: Topology, *, here: bool) -> tuple[int, str]:
+    """Return the cores of each host in use, and what told it.
+
+    This process's affinity holds for this host alone. A job's other nodes are taken to be as
+    this one, if this is one of them; and never to have more than the machine's file says, which
+    counts cores where the kernel counts hardware threads.
+    """
+    machine = topology.machine
+    if here:
+        cores, source = topology.cpu_count, topology.cpu_source
+    else:
+        cores, source = topology.cpus_per_node, topology.cpus_per_node_source
+    told = machine.cores_per_node or 0
+    if told and (told < cores or not (here or topology.allocation.on_node)):
+        return told, f"cores_per_node of {machine.name}.toml"
+    return cores, source
+
+
+def _ranks_per_host(
+    topology: Topology,
+    request: Request,
+    slots: Sequence[int],
+    hosts_source: str,
+    known_cores: tuple[int, str],
+) -> tuple[int, int, str]:
+    """Return the ranks of a host, those of the last one where slots decide (else 0), and why."""
+    per_host, last = (slots[0], slots[-1]) if slots else (0, 0)
+    if last > per_host or any(n != per_host for n in slots[:-1]):
+        # Ranks know their hosts by division: all but the last have as many.
+        per_host = last = min(slots)
+    if slots and hosts_source in ("argument", "HOSTFILE"):
+        return per_host, last, f"slots of the hostfile ({hosts_source})"
+    devices, job = topology.accelerators, topology.allocation
+    # PBS has one slot where the job asked for no mpiprocs.
+    is_asked = job.scheduler == "pbs" and any(n > 1 for n in slots)
+    if is_asked and per_host <= (devices.count or per_host):
+        return per_host, last, f"mpiprocs of the job's chunks ({job.sources.get('slots')})"
+    if devices.count:
+        return devices.count, 0, f"one a device: {devices.source}"
+    if devices.device_type != "cpu" and request.nproc is None and request.ppn is None:
+        raise LaunchError(
+            f"how many ranks? {devices.source}; expected -n, such as: ezpz-launch -n 4 "
+            f"{request.command[0]} ..."
+        )
+    if slots and job.scheduler == "slurm":
+        return per_host, last, f"no device; tasks of {job.sources.get('slots', hosts_source)}"
+    cores, cores_source = known_cores
+    number, why = 2, f"no device, and cores are {cores_source}: two"
+    if cores == 1 and job.scheduler == "pbs":
+        number, why = 1, f"no device; the job has one core ({cores_source})"
+    elif cores:
+        number = max(2, cores // 2)
+        why = f"no device; one per two of {cores} cores, at least two ({cores_source})"
+    return number, 0, why
+
+
+def _check(topology: Topology, request: Request, placement: Placement) -> None:
+    """Refuse what the placement cannot satisfy."""
+    used, nodes = len(placement.hosts), request.nodes
+    if nodes and used < nodes:
+        raise UsageError(
+            f"-n {placement.nproc} on -N {nodes} hosts: {placement.ppn} ranks each "
+            f"({placement.source_per_host}) fill {used} of them; expected -N {used}, or "
+            f"-n from {placement.ppn * (nodes - 1) + 1} to {placement.ppn * nodes}"
+        )
+    beyond = [rank for rank in request.only_ranks or () if rank >= placement.nproc]
+    if beyond:
+        raise UsageError(
+            f"--only-ranks {beyond[0]}: there are {placement.nproc} ranks ({placement.source}); "
+            f"expected from 0 to {placement.nproc - 1}"
+        )
+    devices = topology.accelerators
+    if request.one_device and devices.device_type == "cpu":
+        raise UsageError(f"--one-device: no device to show ({devices.source}); expected none of it")
+    if request.one_device and 0 < devices.count < placement.ppn:
+        raise UsageError(
+            f"--one-device with {placement.ppn} ranks a host ({placement.source_per_host}): there "
+            f"are {devices.count} devices ({devices.source}); expected at most one rank a device"
+        )

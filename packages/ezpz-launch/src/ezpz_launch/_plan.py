@@ -1,0 +1,409 @@
+"""What will be started, decided whole before anything starts, and explained."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ezpz_topo import Family, Machine, Topology, fold_nodelist
+
+from ._environment import (
+    bind,
+    exported_names,
+    misleading,
+    ranks_environment,
+    set_aside,
+    with_cpus_of_the_job,
+)
+from ._errors import LaunchError, UsageError
+from ._identify import Launcher, choose_options
+from ._options import GRACE, Request, fold_ranks
+from ._placement import Arrangement, Placement, arrange, match_hosts, shown
+
+# Topology + Request -> LaunchPlan: pure, so that every command line can be shown and tested.
+
+_LONGEST_WORD = 100_000
+"""Bytes of one word of a command line, with room to spare (Linux: MAX_ARG_STRLEN, 131,072)."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchPlan:
+    """What will be started.
+
+    Attributes:
+        request: What the user asked for.
+        command: The user's words, verbatim.
+        launcher: What starts the ranks.
+        placement: How many ranks on which hosts.
+        machine: The machine's flags and options.
+        on_this_host: Whether this host alone has ranks.
+        nodelist: The hosts, where srun is to be told because they are not all of the job's.
+        by_rank: Whether srun is to read the host of each rank from the hostfile.
+        in_step: Whether we are in a step of the Slurm job, whose cores the ranks have to share.
+        hostfile: Path of the file that names the hosts, where the launcher reads one.
+        device_type: torch's word for the devices of the hosts.
+        devices: Devices to ask the scheduler for on each host; 0 for none.
+        flags: The machine's flags for this launcher.
+        unbound: Whether the user wants no binding, and the launcher is to be told so.
+        cpu_bind: Cores of each rank of a host; empty for no list.
+        depth: Cores for each rank where the machine binds in order; 0 where it does not.
+        launcher_args: The user's words for the launcher.
+        environment: What is added to the ranks' environment.
+        exported: Variables to name to a launcher that exports none by itself.
+        removed: The user's variables that would lead the launcher astray.
+        as_root: Whether we are root.
+        control: Whether EZPZ_CONTROL will be in the launcher's environment, for the ranks.
+        sources: For each decision, by name, why it is so.
+        notes: What people should know.
+        warnings: What they are also told when the ranks are started.
+    """
+
+    request: Request
+    command: tuple[str, ...]
+    launcher: Launcher
+    placement: Placement
+    machine: Machine
+    on_this_host: bool
+    nodelist: str
+    by_rank: bool
+    in_step: bool
+    hostfile: str
+    device_type: str
+    devices: int
+    flags: tuple[str, ...]
+    unbound: bool
+    cpu_bind: tuple[str, ...]
+    depth: int
+    launcher_args: tuple[str, ...]
+    environment: Mapping[str, str]
+    exported: tuple[str, ...]
+    removed: tuple[str, ...] = ()
+    as_root: bool = False
+    control: bool = False
+    sources: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def nproc(self) -> int:
+        """Number of ranks in all."""
+        return self.placement.nproc
+
+
+def plan(
+    topology: Topology,
+    request: Request,
+    launcher: Launcher,
+    *,
+    hosts: Sequence[str],
+    hosts_source: str,
+    slots: int | Sequence[int] = 0,
+    hostfile: str,
+    port: int,
+    user_env: Mapping[str, str],
+    as_root: bool = False,
+) -> LaunchPlan:
+    """Decide how many ranks run where, and with what environment, by a launcher that is known.
+
+    Where the launcher depends on the hosts: `arrange`, then choose it, then `complete`.
+
+    Args:
+        topology: Where we are.
+        request: What the user asked for.
+        launcher: What starts the ranks.
+        hosts: The hosts that there are.
+        hosts_source: Where they come from.
+        slots: The ranks foreseen on each of ``hosts``, 0 where not told; one number for all.
+        hostfile: Where a file with the hosts in use will be, if the launcher needs one.
+        port: A TCP port for the ranks' rendezvous.
+        user_env: The environment we were called with; an OMP_NUM_THREADS there is kept.
+        as_root: Whether we are root.
+
+    Raises:
+        LaunchError: What was asked for contradicts itself, or cannot be done here.
+    """
+    arrangement = arrange(topology, request, hosts=hosts, hosts_source=hosts_source, slots=slots)
+    return complete(
+        topology,
+        request,
+        arrangement,
+        launcher,
+        hostfile=hostfile,
+        port=port,
+        user_env=user_env,
+        as_root=as_root,
+    )
+
+
+def complete(
+    topology: Topology,
+    request: Request,
+    arrangement: Arrangement,
+    launcher: Launcher,
+    *,
+    hostfile: str,
+    port: int,
+    user_env: Mapping[str, str],
+    as_root: bool = False,
+) -> LaunchPlan:
+    """Decide what is left when hosts, ranks and launcher are known.
+
+    Args:
+        topology: Where we are.
+        request: What the user asked for.
+        arrangement: Which hosts get how many ranks.
+        launcher: What starts them.
+        hostfile: Where a file with the hosts in use will be, if the launcher needs one.
+        port: A TCP port for the ranks' rendezvous.
+        user_env: The environment we were called with.
+        as_root: Whether we are root.
+
+    Raises:
+        LaunchError: What was asked for contradicts itself, or cannot be done here.
+    """
+    machine = topology.machine
+    nodelist, by_rank = "", False
+    if launcher.kind == "srun":
+        arrangement, nodelist, by_rank = _for_srun(topology, arrangement)
+    chosen = choose_options(machine, request.options, launcher)
+    binding = bind(machine, request, arrangement, launcher, chosen)
+    if launcher.kind == "srun":
+        binding = with_cpus_of_the_job(binding, arrangement, user_env)
+    environment, why, notes = ranks_environment(
+        topology,
+        request,
+        arrangement,
+        launcher,
+        chosen,
+        bound=binding.cores_each,
+        port=port,
+        user_env=user_env,
+    )
+    placement, devices = arrangement.placement, topology.accelerators
+    sources = {
+        "nproc": placement.source,
+        "ppn": placement.source_per_host,
+        "hosts": arrangement.source,
+        "launcher": launcher.source,
+        "cpu_bind": binding.source,
+        **({"flags": binding.flags_source} if binding.flags_source else {}),
+        **{f"--option {name}": machine.options[name].why for name in chosen.names},
+        **why,
+    }
+    asks_for_devices = devices.device_type != "cpu" and machine.devices_per_node
+    return LaunchPlan(
+        request=request,
+        command=request.command,
+        launcher=launcher,
+        placement=placement,
+        machine=machine,
+        on_this_host=arrangement.on_this_host,
+        nodelist=nodelist,
+        by_rank=by_rank,
+        in_step="SLURM_STEP_ID" in user_env,
+        hostfile=hostfile,
+        device_type=devices.device_type,
+        devices=devices.count if asks_for_devices else 0,
+        flags=binding.flags,
+        unbound=binding.unbound,
+        cpu_bind=binding.cores,
+        depth=binding.depth,
+        launcher_args=request.launcher_args,
+        environment=environment,
+        exported=exported_names(topology, environment, user_env),
+        removed=tuple(misleading(launcher, user_env, in_step="SLURM_STEP_ID" in user_env)),
+        as_root=as_root,
+        sources=sources,
+        notes=(*launcher.notes, *chosen.notes, *notes),
+        warnings=tuple(
+            filter(None, [arrangement.warning, set_aside(environment, request, user_env)])
+        ),
+    )
+
+
+def _for_srun(topology: Topology, arrangement: Arrangement) -> tuple[Arrangement, str, bool]:
+    """Return the arrangement in the job's own names, its nodelist, and whether by rank.
+
+    srun knows the job's nodes by Slurm's names only, sorts those it is given into the job's order,
+    and evens out how many ranks each gets, unless it reads the host of each rank from a file.
+    """
+    job, placement = topology.allocation, arrangement.placement
+    if job.scheduler != "slurm":
+        raise LaunchError(
+            f"srun starts ranks in a Slurm job, and there is none here ({job.sources['hosts']}); "
+            "expected to be inside one; salloc or sbatch first, or choose another --launcher"
+        )
+    names = placement.hosts
+    if names != job.hosts[: len(names)]:
+        found, unknown = match_hosts(names, job.hosts)
+        if unknown:
+            raise UsageError(
+                f"{shown(unknown)} ({arrangement.source}): not in Slurm job {job.job_id}, which "
+                f"has {shown(job.hosts)}; expected hosts of the job, srun reaches no others"
+            )
+        if len(found) < len(names):
+            raise UsageError(
+                f"{shown(names)} ({arrangement.source}): two of these are one node of Slurm job "
+                f"{job.job_id}; expected each once"
+            )
+        placement = placement._replace(hosts=tuple(found))
+        arrangement = arrangement._replace(placement=placement)
+    if not placement.is_even:
+        return arrangement, "", True
+    used = set(placement.hosts)
+    if len(used) == len(job.hosts) and placement.hosts == job.hosts:
+        return arrangement, "", False
+    if placement.hosts != tuple(host for host in job.hosts if host in used):
+        return arrangement, "", True
+    nodelist = fold_nodelist(placement.hosts)
+    return arrangement, nodelist, len(nodelist) > _LONGEST_WORD
+
+
+# What every rank starts with: the words that a launcher is given to run.
+
+PROGRAMS = os.path.dirname(os.path.abspath(__file__))
+"""The folder of the programs that run beside the ranks."""
+
+SHIM = os.path.join(PROGRAMS, "rank_shim.sh")
+
+_ESCAPE = "+"
+"""Put before every word of a command that holds a launcher's own separator."""
+
+
+def shim_argv(plan: LaunchPlan, names: Family, *, separator: str = "") -> list[str]:
+    """Return the words that run the plan's command as one rank.
+
+    Args:
+        plan: The launch.
+        names: The variables by which the launcher tells a rank who it is.
+        separator: A word that this launcher would take for the start of another program.
+    """
+    # PALS with PMIx tells no size at all; srun's is that of the step.
+    size = "-" if names.name == "pals" else names.world_size[0]
+    words = ["sh", SHIM, names.name, str(plan.placement.nproc), str(plan.placement.ppn)]
+    words += [names.rank[0], size, names.local_rank[0]]
+    if separator and separator in plan.command:
+        return [*words, "--escaped", *(_ESCAPE + word for word in plan.command)]
+    return [*words, "--", *plan.command]
+
+
+# What ``--dry-run`` says: the command, and for each decision its value and its source.
+
+
+def explain(plan: LaunchPlan, argv: Sequence[str], hostfile: Sequence[str]) -> str:
+    """Return the explanation of a launch, for people; the command can be pasted into a shell."""
+    rows = _decisions(plan)
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    # One long value must not push every source off the screen.
+    widths[1] = min(widths[1], 40)
+    lines = ["would run:", *_command(plan, argv), ""]
+    if hostfile:
+        lines += [f"with {plan.hostfile}:", *(f"  {line}" for line in _shortened(hostfile)), ""]
+    lines += ["because:"]
+    lines += [f"  {n:<{widths[0]}}  {v:<{widths[1]}}  ({why})" for n, v, why in rows]
+    return "\n".join([*lines, *(f"note: {note}" for note in (*plan.warnings, *plan.notes))])
+
+
+def explain_json(plan: LaunchPlan, argv: Sequence[str], hostfile: Sequence[str]) -> str:
+    """Return the explanation of a launch, for programs."""
+    placement = plan.placement
+    return json.dumps(
+        {
+            "argv": list(argv),
+            "environment": dict(plan.environment),
+            "hostfile": {"path": plan.hostfile, "lines": list(hostfile)} if hostfile else None,
+            "launcher": {"kind": plan.launcher.kind, "path": plan.launcher.path},
+            "machine": plan.machine.name,
+            "nproc": placement.nproc,
+            "ppn": placement.ppn,
+            "hosts": list(placement.hosts),
+            "ranks_per_host": list(placement.ranks),
+            "settings": {name: value for name, value, _ in _settings(plan.request)},
+            "sources": dict(plan.sources),
+            "notes": [*plan.warnings, *plan.notes],
+        },
+        indent=2,
+    )
+
+
+def _decisions(plan: LaunchPlan) -> list[tuple[str, str, str]]:
+    placement, sources = plan.placement, plan.sources
+    rows = [
+        ("machine", plan.machine.name, plan.machine.matched_by),
+        ("launcher", f"{plan.launcher.kind}: {plan.launcher.path}", sources["launcher"]),
+        ("ranks", str(placement.nproc), sources["nproc"]),
+        ("ranks per host", _ranks(placement.ranks), sources["ppn"]),
+        ("hosts", fold_nodelist(placement.hosts), sources["hosts"]),
+        ("cpu binding", _binding(plan), sources["cpu_bind"]),
+    ]
+    if "flags" in sources:
+        rows += [("launcher flags", " ".join(plan.flags), sources["flags"])]
+    for name in dict.fromkeys(plan.request.options):
+        rows += [("option", name, f"--option: {sources[f'--option {name}']}")]
+    rows += _settings(plan.request)
+    return rows + [(name, value, sources[name]) for name, value in plan.environment.items()]
+
+
+def _settings(asked: Request) -> list[tuple[str, str, str]]:
+    """Return what is asked of the launch while it runs; what nobody asked for is not shown."""
+    rows = []
+    if asked.one_device:
+        rows.append(("devices of a rank", "its own only", "--one-device"))
+    if asked.log_dir:
+        where, why = ("there and here", ", --tee") if asked.tee else ("there only", "")
+        rows.append(("output", f"{asked.log_dir}, {where}", f"--log-dir{why}"))
+    if asked.only_ranks is not None:
+        ranks = fold_ranks(asked.only_ranks)
+        rows.append(("output shown", f"of ranks {ranks}", "--only-ranks"))
+    if asked.prefix:
+        rows.append(("lines begin with", "[rank@host]", "--prefix"))
+    for name, seconds, usual, flag in (
+        ("hung when silent", asked.idle_timeout, 0.0, "--idle-timeout"),
+        ("SIGTERM to SIGKILL", asked.grace, GRACE, "--grace"),
+        ("SIGUSR1 before end", asked.signal_before, 0.0, "--signal-before"),
+    ):
+        if seconds != usual:
+            rows.append((name, f"{seconds:g} s", flag))
+    if asked.retries:
+        rows.append(("retries", f"up to {asked.retries}", "--retries"))
+    if asked.nested:
+        rows.append(("inside a launch", "allowed", "--nested"))
+    return rows
+
+
+def _binding(plan: LaunchPlan) -> str:
+    if plan.cpu_bind:
+        return ":".join(plan.cpu_bind)
+    if plan.depth:
+        return f"in order, {plan.depth} cores each"
+    return " ".join(f for f in plan.flags if f.startswith(("--cpu-bind", "--depth"))) or "none"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    same = f"{ranks[0]} x {len(ranks)}" if len(ranks) > 1 else str(ranks[0])
+    return same if ranks[-1] == ranks[0] else f"{ranks[0]} x {len(ranks) - 1}, {ranks[-1]}"
+
+
+def _command(plan: LaunchPlan, argv: Sequence[str]) -> list[str]:
+    """Return the command with one group of arguments a line, each but the last continued."""
+    added = [f"{name}={value}" for name, value in plan.environment.items()]
+    removed = [["-u", name] for name in plan.removed]
+    groups = [["env"], *removed, *([pair] for pair in added), [argv[0]]]
+    start = argv.index("sh", 1)
+    for word in argv[1:start]:
+        # A flag begins a group, and what follows it belongs to it.
+        if word.startswith("-") or len(groups[-1]) > 1 or groups[-1][0] == argv[0]:
+            groups.append([word])
+        else:
+            groups[-1].append(word)
+    end = len(argv) - len(plan.command)
+    groups += [list(argv[start:end]), list(argv[end:])]
+    lines = [shlex.join(group) for group in groups if group]
+    return [f"  {line} \\" for line in lines[:-1]] + [f"  {lines[-1]}"]
+
+
+def _shortened(lines: Sequence[str]) -> list[str]:
+    return list(lines) if len(lines) <= 8 else [*lines[:6], "...", lines[-1]]

@@ -1,1 +1,0 @@
-"""Topology and request in, plan and command line out: pure, but for looking at PATH and ports."""

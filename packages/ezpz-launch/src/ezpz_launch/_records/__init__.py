@@ -1,1 +1,0 @@
-"""What outlives a launch: its record, and whether it is tried again."""

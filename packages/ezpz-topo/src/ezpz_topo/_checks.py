@@ -1,0 +1,468 @@
+"""What `ezpz doctor` checks of hosts, networks and schedulers."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from . import _commands
+from ._allocation import Allocation, get_allocation, scheduler_of
+from ._errors import CheckError, SchedulerError, TopoError
+from ._hosts import Hosts, get_hosts
+from ._machine import Machine, get_machine_info
+from ._nodelist import fold_nodelist, host_key, short_name
+from ._pbs import get_pbs_folder
+
+# What a check of ``ezpz doctor`` found, and what to do about it.
+
+STATUSES = ("ok", "warning", "error")
+
+_SEPARATOR = "; "
+"""Between value, expectation and remedy in the errors of these packages."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    """The result of one check: every warning and error comes with its remedy.
+
+    A check is a callable that takes the seconds that it has and returns one of these; a package
+    contributes it by an entry point of the group ``ezpz.checks``, whose name is the check's.
+
+    >>> CheckResult.warning("1 GiB free in /tmp", "remove what is old there").status
+    'warning'
+
+    Attributes:
+        status: ``"ok"``; ``"warning"``: it works, with a loss; ``"error"``: it will not work.
+        message: What was found, with the values that tell, in a sentence or two.
+        remedy: What to do; empty where there is nothing to be done.
+        details: The same for programs: texts, numbers, lists and mappings of these.
+        name: The check's; ``ezpz doctor`` fills it in.
+        source: The distribution and the object that checked; ``ezpz doctor`` fills it in.
+        seconds: How long it took; ``ezpz doctor`` fills it in.
+    """
+
+    status: str
+    message: str
+    remedy: str = ""
+    details: Mapping[str, object] = field(default_factory=dict)
+    name: str = ""
+    source: str = ""
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.status not in STATUSES:
+            raise CheckError(
+                f"a check's status is {self.status!r}; expected one of {', '.join(STATUSES)}"
+            )
+        for name in ("message", "remedy"):
+            value: object = getattr(self, name)
+            if not isinstance(value, str):
+                raise CheckError(f"a check's {name} is {value!r}; expected text")
+        if not self.message.strip():
+            raise CheckError("a check's message is empty; expected what was found")
+        if self.status != "ok" and not self.remedy.strip():
+            raise CheckError(
+                f"{self.status} without a remedy ({self.message[:60]!r}); expected what to do"
+            )
+
+    @classmethod
+    def ok(cls, message: str, /, **details: object) -> CheckResult:
+        """Return the result of what is as it should be."""
+        return cls("ok", message, details=details)
+
+    @classmethod
+    def warning(cls, message: str, remedy: str, /, **details: object) -> CheckResult:
+        """Return the result of what works, with a loss."""
+        return cls("warning", message, remedy, details)
+
+    @classmethod
+    def error(cls, message: str, remedy: str, /, **details: object) -> CheckResult:
+        """Return the result of what will not work."""
+        return cls("error", message, remedy, details)
+
+    @classmethod
+    def of(cls, error: Exception, status: str = "error", /, **details: object) -> CheckResult:
+        """Return the result that one of these packages' errors tells: its end is the remedy.
+
+        >>> CheckResult.of(ValueError("n is 3; expected 2; start two")).remedy
+        'start two'
+        """
+        message, separator, remedy = str(error).rpartition(_SEPARATOR)
+        if not separator:
+            message, remedy = str(error) or type(error).__name__, "see the message"
+        return cls(status, message, remedy, {**details, "error": type(error).__name__})
+
+
+# The check ``hostfile``: it names hosts that the scheduler gave us.
+
+_NODE_VARIABLES = {"slurm": "Slurm's variables", "pbs": "PBS_NODEFILE"}
+
+
+def check_hostfile(seconds: float, env: Mapping[str, str] | None = None) -> CheckResult:
+    """Compare the hosts that ezpz would use with those of the job, as its scheduler knows it.
+
+    Args:
+        seconds: How long it may take.
+        env: The environment to read; default ``os.environ``.
+    """
+    env = os.environ if env is None else env
+    try:
+        used, scheduler = get_hosts(None, env), scheduler_of(env)
+        if scheduler == "none":
+            return _without_job(used)
+        job = get_allocation(env, ask=False)
+        given, by, unheard = job.hosts, job.sources["hosts"], ""
+        try:
+            given = job_of_server(scheduler, job.job_id or "", 0.35 * seconds, env).hosts
+            by = f"{scheduler}'s server"
+        except SchedulerError as error:
+            # The check "scheduler" says so too, and whether that is an error.
+            unheard = f" ({by}; its server did not tell: {str(error).partition('; ')[0]})"
+        if strangers := _strangers(job.hosts, given):
+            return CheckResult.error(
+                f"{_NODE_VARIABLES[scheduler]} name {_some(strangers)}, which job {job.job_id} "
+                f"does not have: {_some(given)} ({by})",
+                "unset the variables that another job left in this shell, or open a new one",
+                hosts=list(job.hosts), job_hosts=list(given),
+            )  # fmt: skip
+    except TopoError as error:
+        return CheckResult.of(error)
+    hosts = [entry.host for entry in used.entries]
+    facts = {"hosts": hosts, "job_hosts": list(given), "source": used.source}
+    if strangers := _strangers(hosts, given):
+        return CheckResult.error(
+            f"{used.source}={used.path} names {_some(strangers)}, which job {job.job_id} does not "
+            f"have: {_some(given)} ({by})",
+            f"unset {used.source}, or write the job's hosts into another file and name that",
+            **facts,
+        )
+    what = f"{used.source}={used.path}" if used.path else f"no hostfile is needed: {used.source}"
+    return CheckResult.ok(
+        f"{what}: {len(hosts)} of the {len(given)} hosts of job {job.job_id}{unheard}", **facts
+    )
+
+
+def _without_job(used: Hosts) -> CheckResult:
+    hosts = [entry.host for entry in used.entries]
+    if used.path is None:
+        return CheckResult.ok("none is named; ranks are started on this host", hosts=hosts)
+    return CheckResult.ok(
+        f"{used.source}={used.path}: {len(hosts)} hosts ({_some(hosts)}); no job to compare with",
+        hosts=hosts, source=used.source,
+    )  # fmt: skip
+
+
+def _strangers(hosts: Iterable[str], given: Iterable[str]) -> list[str]:
+    known = {host_key(host) for host in given}
+    return [host for host in hosts if host_key(host) not in known]
+
+
+def _some(hosts: Iterable[str]) -> str:
+    names = list(hosts)
+    return ", ".join([*names[:4], *(["..."] if len(names) > 4 else [])])
+
+
+# Which interfaces a variable chooses: each library has a form of its own.
+
+VARIABLES = {
+    "NCCL_SOCKET_IFNAME": "prefixes",
+    "GLOO_SOCKET_IFNAME": "names",
+    "TP_SOCKET_IFNAME": "names",
+    "CCL_KVS_IFACE": "names",
+    "FI_TCP_IFACE": "names",
+}
+"""Variable to its form: NCCL's documentation, "Environment variables"; torch.distributed's,
+"Common environment variables"; oneCCL's; libfabric's fi_tcp(7)."""
+
+
+class Choice(NamedTuple):
+    """What a variable leaves.
+
+    Attributes:
+        names: The interfaces of this host that are chosen.
+        missing: What was asked for by name and is not here.
+    """
+
+    names: tuple[str, ...]
+    missing: tuple[str, ...] = ()
+
+
+def chosen(form: str, text: str, interfaces: Sequence[str]) -> Choice:
+    """Return which of these interfaces a variable's value chooses.
+
+    NCCL's form: a list of prefixes, ``=`` before it for whole names, ``^`` for all but these. The
+    first that are here do; so only where none is here, all are missing. The others want each.
+
+    >>> chosen("prefixes", "^lo,docker", ["lo", "eth0"]).names
+    ('eth0',)
+    """
+    if form == "names":
+        words = [word.strip() for word in text.split(",") if word.strip()]
+        missing = tuple(word for word in words if word not in interfaces)
+        return Choice(tuple(word for word in words if word in interfaces), missing)
+    excluded, exact = text.startswith("^"), text.lstrip("^").startswith("=")
+    words = [word for word in text.lstrip("^=").split(",") if word]
+    hit = [
+        name
+        for name in interfaces
+        if any(name == word if exact else name.startswith(word) for word in words)
+    ]
+    if excluded:
+        return Choice(tuple(name for name in interfaces if name not in hit))
+    return Choice(tuple(hit), () if hit else tuple(words))
+
+
+# The check ``network``: variables of NCCL, libfabric, oneCCL and gloo, against this host.
+
+_PREFIXES = ("NCCL_", "RCCL_", "CCL_", "FI_", "GLOO_", "UCX_", "MPICH_", "PALS_", "TORCH_NCCL_")
+"""Beginnings of the variables that say how ranks reach each other."""
+
+_SLOW = {
+    "NCCL_IB_DISABLE": "NCCL leaves InfiniBand and RoCE alone",
+    "NCCL_P2P_DISABLE": "NCCL copies between GPUs of a host through its memory",
+    "NCCL_SHM_DISABLE": "NCCL talks within a host through its network",
+}
+"""NCCL's documentation, "Environment variables"."""
+
+
+def check_network(
+    _seconds: float, env: Mapping[str, str] | None = None, *, root: str = "/"
+) -> CheckResult:
+    """Compare the variables of the high-speed network with the machine's file and this host.
+
+    Args:
+        _seconds: How long it may take; only the resolver takes any, and knows no limit.
+        env: The environment to read; default ``os.environ``.
+        root: Where ``sys`` is found; for tests.
+    """
+    env = os.environ if env is None else env
+    try:
+        machine, job = get_machine_info(env), _job(env)
+    except TopoError as error:
+        return CheckResult.of(error)
+    set_here = {name: env[name] for name in sorted(env) if name.startswith(_PREFIXES)}
+    facts: dict[str, object] = {"machine": machine.name, "variables": set_here}
+    names = [name for _, name in socket.if_nameindex()]
+    several = job is not None and job.num_nodes > 1
+    for variable, form in VARIABLES.items():
+        if env.get(variable) and (wrong := _wrong(chosen(form, env[variable], names), several)):
+            return CheckResult.error(
+                f"{variable}={env[variable]}: {wrong}; this host has {', '.join(names)}",
+                f"unset {variable}, or name an interface that every host has",
+                interfaces=names, **facts,
+            )  # fmt: skip
+    if found := _fabric(env, root):
+        return CheckResult.error(*found, **facts)
+    if several and job is not None and (found := _fast_name(machine, job)):
+        return CheckResult.error(*found, **facts)
+    if warned := _differing(machine, env) or _slowed(env, root, several=several):
+        return CheckResult.warning(*warned, **facts)
+    return CheckResult.ok(_all_well(machine, set_here), **facts)
+
+
+def _job(env: Mapping[str, str]) -> Allocation | None:
+    try:
+        return get_allocation(env, ask=False)
+    except SchedulerError:
+        return None  # the check "scheduler" says so
+
+
+def _wrong(choice: Choice, several: bool) -> str:
+    if choice.missing:
+        return f"no interface {', '.join(choice.missing)}"
+    if not choice.names:
+        return "no interface is left"
+    if several and all(name in ("lo", "lo0") for name in choice.names):
+        return "loopback alone does not reach the other hosts of the job"
+    return ""
+
+
+def _fabric(env: Mapping[str, str], root: str) -> tuple[str, str] | None:
+    """Say where libfabric is told to use Slingshot, and this host has none."""
+    cards = f"{root.rstrip('/')}/sys/class/cxi"
+    asked = "cxi" in env.get("FI_PROVIDER", "").split(",")
+    if not asked or os.path.isdir(cards) or not os.path.isdir(os.path.dirname(cards)):
+        return None
+    return (
+        f"FI_PROVIDER={env['FI_PROVIDER']}, and this host has no Slingshot card ({cards})",
+        "unset FI_PROVIDER here: it is for the compute nodes",
+    )
+
+
+def _fast_name(machine: Machine, job: Allocation) -> tuple[str, str] | None:
+    """Say where the name at which the ranks would meet is none."""
+    first = job.hosts[0]
+    if not machine.hsn_suffix or not job.on_node or first.replace(".", "").isdigit():
+        return None
+    name = short_name(first) + machine.hsn_suffix
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError as error:
+        return (
+            f"{name}, the first host on the fast network, cannot be looked up: {error}",
+            f"ask the site; until then name another: --env MASTER_ADDR={first}",
+        )
+    return None
+
+
+def _differing(machine: Machine, env: Mapping[str, str]) -> tuple[str, str] | None:
+    for name, value in machine.environment.items():
+        also = [each.environment.get(name) for each in machine.options.values()]
+        if name.startswith(_PREFIXES) and env.get(name, value) not in (value, *also):
+            return (
+                f"{name}={env[name]}, where {machine.name}.toml has {value}",
+                f"unset {name}, unless it is set on purpose: ezpz-launch then leaves it as it is",
+            )
+    return None
+
+
+def _slowed(env: Mapping[str, str], root: str, *, several: bool) -> tuple[str, str] | None:
+    cards = _cards(root)
+    for name, what in _SLOW.items():
+        if env.get(name, "0") in ("", "0"):
+            continue
+        if name == "NCCL_IB_DISABLE" and not (several and cards):
+            continue
+        there = f" ({', '.join(cards)})" if name == "NCCL_IB_DISABLE" else ""
+        return f"{name}={env[name]}: {what}{there}", f"unset {name}, unless it is a workaround"
+    return None
+
+
+def _cards(root: str) -> Sequence[str]:
+    try:
+        return sorted(os.listdir(f"{root.rstrip('/')}/sys/class/infiniband"))
+    except OSError:
+        return ()  # no such card, or no Linux
+
+
+def _all_well(machine: Machine, set_here: Mapping[str, str]) -> str:
+    said = f"{len(set_here)} variables of the network are set" if set_here else "nothing is set"
+    told = [name for name in machine.environment if name.startswith(_PREFIXES)]
+    if not told:
+        return f"{said}, and {machine.name} asks for none"
+    missing = [name for name in told if name not in set_here]
+    if not missing:
+        return f"{said}, all that {machine.name}.toml asks for among them"
+    return f"{said}; ezpz-launch sets {', '.join(missing)} ({machine.name}.toml) for each rank"
+
+
+# The check ``scheduler``: whose job this is, and whether its scheduler answers.
+
+_PING = {"slurm": ("scontrol", "ping"), "pbs": ("qstat", "-B")}
+"""What asks the server itself something small (manual pages of Slurm and OpenPBS)."""
+
+_TITLES = {"slurm": "Slurm", "pbs": "PBS"}
+_LATER = "try again later: ezpz doctor --timeout=60 --only=scheduler"
+
+
+def check_scheduler(seconds: float, env: Mapping[str, str] | None = None) -> CheckResult:
+    """Say whose job this is, and whether the scheduler's commands answer.
+
+    Args:
+        seconds: How long it may take.
+        env: The environment to read; default ``os.environ``.
+    """
+    env = os.environ if env is None else env
+    try:
+        scheduler, machine = scheduler_of(env), get_machine_info(env)
+        if scheduler != "none":
+            return _in_job(scheduler, get_allocation(env, ask=False), seconds, env)
+        return _outside(machine.scheduler, machine.name, seconds, env)
+    except TopoError as error:
+        return CheckResult.of(error)
+
+
+def ask_server(scheduler: str, seconds: float, env: Mapping[str, str]) -> str:
+    """Return why the scheduler's server does not answer; empty where it does."""
+    try:
+        answer = _commands.ask(
+            _PING[scheduler], env=env, time_limit=seconds, attempts=1, place=_places(env)[scheduler]
+        )
+    except SchedulerError as error:
+        return str(error).partition("; ")[0]
+    # `scontrol ping` of 22.05 says so for a controller of several, with exit status 0.
+    if scheduler == "slurm" and "is UP" not in answer.stdout:
+        return f"scontrol ping says {answer.stdout.strip()!r}"
+    return ""
+
+
+def job_of_server(
+    scheduler: str, job_id: str, seconds: float, env: Mapping[str, str]
+) -> Allocation:
+    """Return the job as the scheduler's server knows it.
+
+    Raises:
+        TopoError: It knows no such job that runs, or does not answer.
+    """
+    asked = {**env, _commands.TIME_LIMIT: f"{max(seconds, 0.001):.3f}"}
+    if scheduler == "slurm":
+        from . import _slurm  # noqa: PLC0415  # only a job pays
+
+        return _slurm.job_by_id(job_id, asked)
+    from . import _pbs  # noqa: PLC0415
+
+    return _pbs.job_by_id(job_id, asked)
+
+
+def _in_job(scheduler: str, job: Allocation, seconds: float, env: Mapping[str, str]) -> CheckResult:
+    title, job_id = _TITLES[scheduler], job.job_id or ""
+    facts: dict[str, object] = {"scheduler": scheduler, "job_id": job_id, "hosts": list(job.hosts)}
+    if why := ask_server(scheduler, 0.4 * seconds, env):
+        return CheckResult.warning(
+            f"job {job_id} of {title}, by its variables; but {why}",
+            _remedy(scheduler, env),
+            **facts,
+        )
+    try:
+        # Twice at most, with a pause between.
+        known = job_of_server(scheduler, job_id, 0.2 * seconds, env)
+    except TopoError as error:
+        return CheckResult.of(error, **facts)
+    ends = "" if known.ends_at is None else f", ends at {known.ends_at:%Y-%m-%d %H:%M} UTC"
+    count = f"{len(job.hosts)} host" + ("s" if len(job.hosts) != 1 else "")
+    return CheckResult.ok(
+        f"{title} answers; job {job_id} has {count}: {_short(job.hosts)}{ends}", **facts
+    )
+
+
+def _outside(expected: str, machine: str, seconds: float, env: Mapping[str, str]) -> CheckResult:
+    # The machine's own first: another one's client may be installed beside it, and not set up.
+    here = [name for name in _PING if name == expected or _is_here(name, env)]
+    here.sort(key=lambda name: name != expected)
+    if not here:
+        return CheckResult.ok("none, and no job: ranks are started on this host", scheduler="none")
+    why = {}
+    for asked in here:
+        why[asked] = ask_server(asked, 0.8 * seconds / len(here), env)
+        if not why[asked]:
+            what = f"{_TITLES[asked]} answers; no job in this shell"
+            return CheckResult.ok(what, scheduler=asked)
+    asked = here[0]
+    if asked == expected:
+        reason = f"{machine} has {_TITLES[asked]}, and {why[asked]}"
+        remedy = _remedy(asked, env)
+    else:
+        reason = f"{_TITLES[asked]}'s commands are here, but {why[asked]}"
+        remedy = "nothing, if you start ranks on this host only; else ask the site"
+    return CheckResult.warning(reason, remedy, scheduler=asked)
+
+
+def _is_here(scheduler: str, env: Mapping[str, str]) -> bool:
+    return bool(_commands.find(_PING[scheduler][0], env, _places(env)[scheduler]))
+
+
+def _remedy(scheduler: str, env: Mapping[str, str]) -> str:
+    folder = _places(env)[scheduler] or "/usr/bin"
+    return f"add {folder} to PATH if the command is missing; else {_LATER}"
+
+
+def _places(env: Mapping[str, str]) -> dict[str, str]:
+    return {"slurm": "", "pbs": get_pbs_folder(env)}
+
+
+def _short(hosts: tuple[str, ...]) -> str:
+    folded = fold_nodelist(hosts)
+    return folded if len(folded) <= 60 else f"{folded[:57]}..."

@@ -1,1 +1,0 @@
-"""What ezpz_topo has ``ezpz doctor`` look at: the scheduler, the hostfile, the network."""
