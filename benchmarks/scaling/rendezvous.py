@@ -19,15 +19,15 @@ from dataclasses import asdict
 from datetime import timedelta
 from threading import Thread
 from torch.distributed import TCPStore
-from ezpz_dist._group import Asked
-from ezpz_dist._meeting import agreement
-from ezpz_dist._meeting.agreement import _judge, agree
-from ezpz_dist._meeting.facts import common_facts
-from ezpz_dist._meeting.hosts import unfold_hosts
-from ezpz_dist._meeting.job import Job
-from ezpz_dist._meeting.place import Place
-from ezpz_dist._meeting.server import open_store
-from ezpz_dist._meeting.visit import visit
+from ezpz_dist._setup import Asked
+from ezpz_dist import _agreement as agreement
+from ezpz_dist._agreement import _judge, agree
+from ezpz_dist._agreement import common_facts
+from ezpz_dist._address import unfold_hosts
+from ezpz_dist._address import Job
+from ezpz_dist._address import Place
+from ezpz_dist._rendezvous import open_store
+from ezpz_dist._rendezvous import visit
 from ezpz_dist._store import _all_there, arrived
 from ezpz_topo import RankInfo
 # What a training script has imported, whose versions are compared.

@@ -7,10 +7,8 @@ import torch
 from torch import nn
 
 import ezpz
-from ezpz_dist._wrapping.ddp import wrap_model_for_ddp
-from ezpz_dist._wrapping.fsdp import wrap_model_for_fsdp
-from ezpz_dist._wrapping.fsdp2 import wrap_model_for_fsdp2
-from ezpz_dist._wrapping.zero1 import wrap_optimizer_for_zero1
+from ezpz_dist._fsdp2 import wrap_model_for_fsdp, wrap_model_for_fsdp2
+from ezpz_dist._wrap import wrap_model_for_ddp, wrap_optimizer_for_zero1
 
 ROWS = 12  # divides by 1, 2, 3 and 4 ranks
 

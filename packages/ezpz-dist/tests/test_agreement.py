@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from ezpz_dist._meeting import agreement, facts
+from ezpz_dist import _agreement
 
 HOST = socket.gethostname()
 
@@ -61,7 +61,7 @@ def test_a_rank_that_never_comes_is_named_on_all_others(programs, tmp_path):
     script = """
 import os, sys, time, ezpz_dist
 from pathlib import Path
-from ezpz_dist._meeting import agreement
+from ezpz_dist import _agreement as agreement
 agreement.FIRST_WORD = 1.0
 if os.environ["RANK"] == "2":
     sys.exit(0)
@@ -160,14 +160,14 @@ def test_the_script_that_is_compared(monkeypatch):
     monkeypatch.delattr(main, "__file__", raising=False)
     monkeypatch.setattr(sys, "orig_argv", ["python", "-f", "kernel-1.json"])
     monkeypatch.setattr(sys, "argv", ["ipykernel", "-f", "kernel-1.json"])
-    assert facts._script() == "no file", "a notebook's kernel has a file of its own"
+    assert _agreement._script() == "no file", "a notebook's kernel has a file of its own"
     monkeypatch.setattr(sys, "argv", ["-c", "--rank", "1"])
     monkeypatch.setattr(sys, "orig_argv", ["python", "-I", "-c", "pass", "--rank", "1"])
-    first = facts._script()
+    first = _agreement._script()
     monkeypatch.setattr(sys, "orig_argv", ["python", "-c", "pass", "--rank", "2"])
-    assert facts._script() == first, "its arguments are each rank's own"
+    assert _agreement._script() == first, "its arguments are each rank's own"
     monkeypatch.setattr(sys, "orig_argv", ["python", "-c", "exit()", "--rank", "2"])
-    assert facts._script() != first
+    assert _agreement._script() != first
 
 
 def test_what_only_some_ranks_have_imported_is_no_difference():
@@ -175,14 +175,14 @@ def test_what_only_some_ranks_have_imported_is_no_difference():
         rank: [f"n{rank}", 1, 1, {"packages": packages}]
         for rank, packages in enumerate([{"numpy": "2"}, {}, {"numpy": "2", "mpi4py": "4"}])
     }
-    assert not agreement._difference(said[0], said)
+    assert not _agreement._difference(said[0], said)
     said[2][3]["packages"]["numpy"] = "1"
-    assert "rank 2: numpy 1 on n2, rank 0 2 on n0" in agreement._difference(said[0], said)
+    assert "rank 2: numpy 1 on n2, rank 0 2 on n0" in _agreement._difference(said[0], said)
 
 
 @pytest.mark.parametrize("size", [10, 5000])
 def test_only_a_few_differences_are_written_out(size):
     said = {rank: [f"n{rank}", 1, 1, {"a": rank}] for rank in range(size)}
-    told = agreement._difference(said[0], said)
+    told = _agreement._difference(said[0], said)
     assert len(told) < 4000
     assert ("differences more" in told) == (size > 16)

@@ -15,8 +15,8 @@ import pytest
 # to standard error goes to a string; the rank has no terminal, wherever the tests are run.
 PERSON = """
 import io, re, shlex, shutil, signal, subprocess, threading, time
-from ezpz_dist._debugging import breakpoint as room
-from ezpz_dist._debugging.breakpoint import breakpoint
+from ezpz_dist import _debugger as room
+from ezpz_dist._debugger import breakpoint
 if os.getsid(0) != os.getpid():
     os.setsid()
 said = sys.stderr = io.StringIO()
@@ -89,7 +89,7 @@ def test_the_terminal_that_is_found(ranks):
         1,
         script("""
         import pty
-        from ezpz_dist._debugging.terminal import find_terminal, has_input
+        from ezpz_dist._debugger import find_terminal, has_input
 
         def below_a_terminal(session):
             pid, terminal = pty.fork()
@@ -187,7 +187,7 @@ def test_under_ezpz_launch_pdb_is_on_the_launchers_terminal(clean_env, tmp_path)
     program.write_text(
         textwrap.dedent("""
         import ezpz_dist
-        from ezpz_dist._debugging.breakpoint import breakpoint
+        from ezpz_dist._debugger import breakpoint
         rank = ezpz_dist.setup_torch(timeout=120)
         loss = 10.5 + rank
         breakpoint(rank=1)

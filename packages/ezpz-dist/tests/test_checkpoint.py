@@ -18,30 +18,29 @@ import pytest
 import torch
 from torch import nn
 
-import ezpz_dist._checkpoints.owner
+import ezpz_dist._checkpoints.store
 from ezpz_dist import CheckpointError
-from ezpz_dist._checkpoints import manifest as manifests
-from ezpz_dist._checkpoints.background import finish_saving
-from ezpz_dist._checkpoints.files import _Summing
-from ezpz_dist._checkpoints.folder import (
-    Name,
-    names_in,
-    newest_first,
-    next_name,
-    parse,
-    to_remove,
-)
-from ezpz_dist._checkpoints.listing import (
+from ezpz_dist._checkpoints import index as manifests
+from ezpz_dist._checkpoints.index import (
+    _Summing,
     latest_checkpoint,
     list_checkpoints,
     verify_checkpoint,
 )
 from ezpz_dist._checkpoints.load import load_checkpoint
-from ezpz_dist._checkpoints.owner import is_dead, owner_token
 from ezpz_dist._checkpoints.pieces import pieces_of
-from ezpz_dist._checkpoints.planning import _deal, items_of
-from ezpz_dist._checkpoints.save import save_checkpoint
-from ezpz_dist._checkpoints.store import FolderStore
+from ezpz_dist._checkpoints.save import _deal, finish_saving, items_of, save_checkpoint
+from ezpz_dist._checkpoints.store import (
+    FolderStore,
+    Name,
+    is_dead,
+    names_in,
+    newest_first,
+    next_name,
+    owner_token,
+    parse,
+    to_remove,
+)
 
 
 @pytest.fixture
@@ -442,13 +441,13 @@ def test_leftovers_of_the_dead_go_and_those_of_the_living_stay(tmp_path, model, 
     assert not any(path.exists() for path in (*gone, old, tmp_path / f".latest.tmp-{dead}"))
     assert all(path.exists() for path in (*stays, tmp_path / "notes.txt"))
     # Where pids tell nothing, only the clock does.
-    monkeypatch.setattr(ezpz_dist._checkpoints.owner, "_pid_space", lambda: 0)
+    monkeypatch.setattr(ezpz_dist._checkpoints.store, "_pid_space", lambda: 0)
     assert is_dead(mine) is None
 
 
 def rewrite(folder, **changed):
     """Say in the manifest what is in the files now, as one who can write there would."""
-    said = manifests.decode((folder / "manifest.json").read_bytes())
+    said = manifests.decode_manifest((folder / "manifest.json").read_bytes())
     files = dict(said.files)
     for name in os.listdir(folder):
         if name != "manifest.json":
@@ -456,7 +455,7 @@ def rewrite(folder, **changed):
             files[name] = manifests.Written(len(data), zlib.crc32(data))
     parts = {name: getattr(said, name) for name in said.__dataclass_fields__}
     told = manifests.Manifest(**{**parts, "files": files, **changed})
-    (folder / "manifest.json").write_bytes(manifests.encode(told))
+    (folder / "manifest.json").write_bytes(manifests.encode_manifest(told))
 
 
 def summed(about):
@@ -891,7 +890,7 @@ def test_shards_that_nothing_can_be_told_of(tmp_path, monkeypatch):
 
 
 def test_waiting_for_an_asynchronous_save_is_bounded(tmp_path):
-    from ezpz_dist._checkpoints.background import Saving
+    from ezpz_dist._checkpoints.save import Saving
 
     saving = Saving(3, "there")
     with pytest.raises(CheckpointError, match=r"step 3 is not saved after 0.01 s; expected there"):
@@ -901,13 +900,13 @@ def test_waiting_for_an_asynchronous_save_is_bounded(tmp_path):
 
 def test_manifests_that_do_not_fit_their_folder(tmp_path, model):
     folder = Path(save_checkpoint(tmp_path, model=model, step=1).folder)
-    said = manifests.decode((folder / "manifest.json").read_bytes())
+    said = manifests.decode_manifest((folder / "manifest.json").read_bytes())
     listed = dict(said.files)
 
     def told(**files):
         parts = {name: getattr(said, name) for name in said.__dataclass_fields__}
         changed = manifests.Manifest(**{**parts, "files": files})
-        (folder / "manifest.json").write_bytes(manifests.encode(changed))
+        (folder / "manifest.json").write_bytes(manifests.encode_manifest(changed))
         with pytest.raises(CheckpointError) as caught:
             load_checkpoint(tmp_path, model=model)
         return str(caught.value)
@@ -935,9 +934,9 @@ def test_manifests_that_do_not_fit_their_folder(tmp_path, model):
 
 def test_folders_that_hosts_do_not_share(tmp_path, monkeypatch, model):
     """Rank 0 sees another size than a rank wrote: here because the file is cut meanwhile."""
-    from ezpz_dist._checkpoints import writing
+    from ezpz_dist._checkpoints import save
 
-    monkeypatch.setattr(writing, "_SEEN_WITHIN", 0.1)
+    monkeypatch.setattr(save, "_SEEN_WITHIN", 0.1)
     monkeypatch.setattr(FolderStore, "size", lambda *_: 3)
     match = r"rank 0 on .* sees 3 bytes of __0_0.distcp, rank 0 on .*; expected a folder that all"
     with pytest.raises(CheckpointError, match=match):

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from ezpz_dist._checks import all_reduce
+from ezpz_dist import _checks
 from ezpz_topo import get_rank_info
 
 
@@ -20,7 +20,7 @@ def nothing_is_left():
 
 
 def test_two_ranks_add():
-    result = all_reduce.check(100)
+    result = _checks.check(100)
     assert result.status == "ok"
     assert result.message.startswith("two ranks add 4 MiB by gloo (")
     assert result.details["bytes"] == 4 << 20
@@ -35,12 +35,12 @@ def test_a_rank_of_another_launch_has_ranks_of_its_own(monkeypatch):
     }  # fmt: skip
     for name, value in outer.items():
         monkeypatch.setenv(name, value)
-    assert all_reduce.check(100).status == "ok"
+    assert _checks.check(100).status == "ok"
 
 
 def test_the_environment_of_a_rank_is_of_that_world_alone():
     env = {"PMI_RANK": "3", "PMI_SIZE": "4", "SLURM_PROCID": "1", "SLURM_JOB_ID": "7", "A": "b"}
-    all_reduce.become(1, 4321, env)
+    _checks.become(1, 4321, env)
     info = get_rank_info(env)
     assert (info.rank, info.world_size, info.local_rank) == (1, 2, 1)
     assert (env["MASTER_PORT"], env["SLURM_JOB_ID"], env["A"]) == ("4321", "7", "b")
@@ -49,7 +49,7 @@ def test_the_environment_of_a_rank_is_of_that_world_alone():
 
 def test_an_interface_that_is_not_there_is_an_error(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "hsn7")
-    result = all_reduce.check(100)
+    result = _checks.check(100)
     assert result.status == "error"
     assert result.message.startswith("rank ")
     assert " of 2 by gloo: " in result.message
@@ -58,7 +58,7 @@ def test_an_interface_that_is_not_there_is_an_error(monkeypatch):
 
 
 def test_too_little_time_is_an_error():
-    result = all_reduce.check(0.001)
+    result = _checks.check(0.001)
     assert result.status == "error"
     assert re.match("rank [01] of 2 (did not end in time|by gloo)", result.message)
 
@@ -81,14 +81,14 @@ def test_a_rank_that_dies_or_stops_is_an_error(how, seconds, said, monkeypatch):
             os.kill(process.pid, how)
 
     monkeypatch.setattr(kind, "start", start)
-    result = all_reduce.check(seconds)
+    result = _checks.check(seconds)
     assert result.status == "error"
     assert re.match(said, result.message)
 
 
 def test_devices_that_take_long_are_a_warning(monkeypatch):
     """Two ways on the CPU stand for the CPU's and the devices'; the second takes for ever."""
-    real, calls = all_reduce._add, []
+    real, calls = _checks._add, []
 
     def add(*arguments):
         calls.append(arguments)
@@ -96,9 +96,9 @@ def test_devices_that_take_long_are_a_warning(monkeypatch):
             time.sleep(1000)
         return real(*arguments)
 
-    monkeypatch.setattr(all_reduce, "_ways", lambda asked: [("cpu", "gloo"), ("cpu", "gloo")])
-    monkeypatch.setattr(all_reduce, "_add", add)
-    result = all_reduce.check(8)
+    monkeypatch.setattr(_checks, "_ways", lambda asked: [("cpu", "gloo"), ("cpu", "gloo")])
+    monkeypatch.setattr(_checks, "_add", add)
+    result = _checks.check(8)
     assert result.status == "warning"
     assert "two ranks add by gloo; by their devices' backend rank 0 did not in 8.0 s" in (
         result.message
@@ -112,13 +112,13 @@ def test_ranks_of_a_process_that_has_computed():
     torch.set_num_threads(2)
     try:
         torch.ones(1 << 20).sum()
-        assert all_reduce.check(8).status == "ok"
+        assert _checks.check(8).status == "ok"
     finally:
         torch.set_num_threads(before)
 
 
 def test_two_ways_are_both_told(monkeypatch):
-    monkeypatch.setattr(all_reduce, "_ways", lambda asked: [("cpu", "gloo"), ("cpu", "gloo")])
-    result = all_reduce.check(100)
+    monkeypatch.setattr(_checks, "_ways", lambda asked: [("cpu", "gloo"), ("cpu", "gloo")])
+    result = _checks.check(100)
     assert result.status == "ok"
     assert result.message.count("gloo (") == 2

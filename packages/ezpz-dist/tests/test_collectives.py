@@ -3,7 +3,7 @@
 import pytest
 
 from ezpz_dist import NotSetUpError, all_reduce, barrier, broadcast
-from ezpz_dist._collectives.gather import all_gather_object
+from ezpz_dist._collectives import all_gather_object
 
 pytest_n = pytest.mark.parametrize("n", [1, 3])
 
@@ -14,8 +14,8 @@ def test_numbers_tensors_and_dicts(ranks, n):
         n,
         """
         import collections, math
-        from ezpz_dist._collectives.reduce import OPS
-        from ezpz_dist._collectives.tensors import DTYPES
+        from ezpz_dist._collectives import OPS
+        from ezpz_dist._values import DTYPES
         rank, n = setup_torch(timeout=60), dist.get_world_size()
         total = n * (n + 1) // 2
 
@@ -134,8 +134,8 @@ def test_objects(ranks, n):
         n,
         """
         import dataclasses, types
-        from ezpz_dist._collectives.device import synchronize
-        from ezpz_dist._collectives.gather import all_gather_object
+        from ezpz_dist._collectives import synchronize
+        from ezpz_dist._collectives import all_gather_object
         rank, n = setup_torch(timeout=60), dist.get_world_size()
         root = n - 1
 
@@ -197,7 +197,7 @@ def test_before_set_up_no_local_answer_in_a_world_of_several(ranks, n):
     ranks(
         n,
         """
-        from ezpz_dist._collectives.gather import all_gather_object
+        from ezpz_dist._collectives import all_gather_object
         n = int(os.environ.get("WORLD_SIZE", 1))
         calls = (barrier, lambda: all_reduce(1), lambda: broadcast(1), lambda: all_gather_object(1),
                  lambda: all_reduce(1, implementation="mpi"),

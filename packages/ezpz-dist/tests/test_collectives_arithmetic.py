@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from ezpz_dist._collectives.scalars import combine, combine_packed, pack
-from ezpz_dist._collectives.tensors import Flat
+from ezpz_dist._values import Flat, combine, combine_packed, pack
 
 
 def test_sums_are_exact_whatever_the_order():

@@ -4,7 +4,7 @@ import pytest
 
 CAUGHT = """
 import time
-from ezpz_dist._collectives.gather import all_gather_object
+from ezpz_dist._collectives import all_gather_object
 from ezpz_dist._world import find_world
 rank, n = setup_torch(timeout=60), dist.get_world_size()
 store = find_world().store

@@ -8,15 +8,13 @@ import sys
 import pytest
 import torch
 
-from ezpz_dist import DataError
-from ezpz_dist._data import slices
-from ezpz_dist._data.shared import share_on_node
-from ezpz_dist._data.slices import read_share
+from ezpz_dist import DataError, _slices
+from ezpz_dist._slices import read_share, share_on_node
 
 PARTS = """
     import pathlib
-    from ezpz_dist._data.node import node_group, scatter_from_one_reader
-    from ezpz_dist._data.shared import share_on_node
+    from ezpz_dist._slices import node_group, scatter_from_one_reader
+    from ezpz_dist._slices import share_on_node
     rank, n = setup_torch(timeout=30), int(os.environ.get("WORLD_SIZE", 1))
     left = lambda: [path for path in pathlib.Path("/dev/shm").glob("ezpz-*")
                     if path.stat().st_size in (7168, 64, 128)]
@@ -109,7 +107,7 @@ import os, pathlib, sys
 import ezpz_dist, torch
 from ezpz_dist import *
 from ezpz_dist._data import slices
-from ezpz_dist._data.slices import read_share
+from ezpz_dist._slices import read_share
 rank = setup_torch(timeout=30)
 n, folder = all_reduce(1), sys.argv[1]
 int32 = torch.int32
@@ -202,7 +200,7 @@ def test_mpi_where_there_is_none(ranks, folder):
     done = ranks(
         2,
         f"""
-        from ezpz_dist._data.slices import read_share
+        from ezpz_dist._slices import read_share
         setup_torch(timeout=30)
         try:
             read_share("{folder}/7", torch.int32, (7, 6), implementation="mpi")
@@ -226,4 +224,4 @@ def test_in_one_process_without_set_up(folder, clean_env, monkeypatch):
     with (folder / "far").open("rb") as file:
         file.seek((1 << 32) + 1)
         with pytest.raises(DataError, match="ended 3 bytes early; expected it not to change"):
-            slices._fill(file, part)
+            _slices._fill(file, part)

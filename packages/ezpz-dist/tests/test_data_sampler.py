@@ -8,9 +8,7 @@ import pytest
 import torch
 
 from ezpz_dist import DataError
-from ezpz_dist._data.loader import DataLoader
-from ezpz_dist._data.sampler import DataParallelSampler
-from ezpz_dist._data.share import data_share, share_of
+from ezpz_dist._data import DataLoader, DataParallelSampler, data_share, share_of
 
 
 def samplers(length, count, **more):
@@ -161,9 +159,9 @@ def test_ranks_of_one_data_parallel_rank_get_the_same(ranks, degree):
     done = ranks(
         4,
         f"""
-        from ezpz_dist._data.loader import DataLoader
-        from ezpz_dist._data.sampler import DataParallelSampler
-        from ezpz_dist._data.share import data_share, share_of
+        from ezpz_dist._data import DataLoader
+        from ezpz_dist._data import DataParallelSampler
+        from ezpz_dist._data import data_share, share_of
         rank = setup_torch(timeout=30, tensor_parallel_size={degree})
         loader = DataLoader(range(16), 2, shuffle=True)
         got = [batch.tolist() for batch in loader]
@@ -185,12 +183,12 @@ def test_before_set_up_no_local_answer_in_a_world_of_several(ranks):
     ranks(
         2,
         """
-        from ezpz_dist._data.loader import DataLoader
-        from ezpz_dist._data.node import node_group, scatter_from_one_reader
-        from ezpz_dist._data.sampler import DataParallelSampler
-        from ezpz_dist._data.share import data_share, share_of
-        from ezpz_dist._data.shared import share_on_node
-        from ezpz_dist._data.slices import read_share
+        from ezpz_dist._data import DataLoader
+        from ezpz_dist._slices import node_group, scatter_from_one_reader
+        from ezpz_dist._data import DataParallelSampler
+        from ezpz_dist._data import data_share, share_of
+        from ezpz_dist._slices import share_on_node
+        from ezpz_dist._slices import read_share
         from ezpz_dist._checkpoints.plain import load_on_one_rank
         for call in (data_share, lambda: share_of([1, 2]), lambda: DataParallelSampler(3),
                      lambda: DataLoader([1, 2]), node_group,

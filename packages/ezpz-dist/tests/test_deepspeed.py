@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from ezpz_dist import SetupError, WrapError
-from ezpz_dist._meeting.frameworks import check_framework
-from ezpz_dist._wrapping.deepspeed_config import deepspeed_config
+from ezpz_dist._deepspeed import deepspeed_config
+from ezpz_dist._frameworks import check_framework
 
 needs_deepspeed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 PRELUDE = """
 import json, warnings
 warnings.simplefilter("ignore")  # DeepSpeed calls what torch 2.13 deprecates
-from ezpz_dist._wrapping.deepspeed import wrap_model_for_deepspeed
+from ezpz_dist._deepspeed import wrap_model_for_deepspeed
 from torch import nn
 
 def build():

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ezpz_dist import SetupError
-from ezpz_dist._meeting.frameworks import check_framework
+from ezpz_dist._frameworks import check_framework
 
 STAND_IN = """
 import os
@@ -71,7 +71,7 @@ def test_it_is_called_and_compared(ranks, stand_in, n):
         n,
         f"""
         sys.path.insert(0, {stand_in!r})
-        from ezpz_dist._wrapping.horovod import wrap_model_for_horovod
+        from ezpz_dist._wrap import wrap_model_for_horovod
         rank = setup_torch(framework="horovod", timeout=60)
         n = dist.get_world_size()
 
@@ -129,7 +129,7 @@ def test_it_sees_another_world(ranks, stand_in):
         2,
         f"""
         sys.path.insert(0, {stand_in!r})
-        from ezpz_dist._meeting.frameworks import prepare_framework
+        from ezpz_dist._frameworks import prepare_framework
         from ezpz_dist._world import find_world
         setup_torch(timeout=60)
         world = find_world()

@@ -6,8 +6,7 @@ import pytest
 
 import ezpz_dist
 import ezpz_topo
-from ezpz_dist._debugging.info import get_dist_info, query_environment
-from ezpz_dist._debugging.picture import picture
+from ezpz_dist._info import get_dist_info, picture, query_environment
 
 INFO = {
     "is_set_up": True,
@@ -117,7 +116,7 @@ def test_a_job_whose_hosts_only_a_command_could_tell(monkeypatch):
 
 SCRIPT = """
 import json, contextlib, io
-from ezpz_dist._debugging.info import get_dist_info, print_dist_setup
+from ezpz_dist._info import get_dist_info, print_dist_setup
 before = get_dist_info()
 rank = setup_torch(timeout=30)
 size = dist.get_world_size()

@@ -5,9 +5,8 @@ import time
 
 import pytest
 
-from ezpz_dist import SetupError
-from ezpz_dist._meeting import address, interface
-from ezpz_dist._meeting.rendezvous import gloo_interface
+from ezpz_dist import SetupError, _address
+from ezpz_dist._rendezvous import gloo_interface
 from ezpz_topo import RankInfo, get_hostname
 
 ONE_NODE = RankInfo(1, 2, 1, 2, 0, "pmi")
@@ -15,23 +14,23 @@ TWO_NODES = RankInfo(1, 2, 0, 1, None, "pmi")
 
 
 def test_an_address_stands_for_itself():
-    assert address.look_up("127.0.0.1") == (("127.0.0.1",), "")
-    assert address.look_up("::1") == (("::1",), "")
-    assert address.literal("[::1]") == "::1"
-    assert address.literal("h") == "h"
+    assert _address.look_up("127.0.0.1") == (("127.0.0.1",), "")
+    assert _address.look_up("::1") == (("::1",), "")
+    assert _address.literal("[::1]") == "::1"
+    assert _address.literal("h") == "h"
 
 
 def test_a_name_stands_for_addresses():
-    found = address.resolve("localhost", TWO_NODES, "MASTER_ADDR")
+    found = _address.resolve("localhost", TWO_NODES, "MASTER_ADDR")
     assert set(found) <= {"127.0.0.1", "::1"}
-    assert all(address.is_own(each) and address.is_loopback(each) for each in found)
+    assert all(_address.is_own(each) and _address.is_loopback(each) for each in found)
 
 
 @pytest.mark.parametrize("name", ["no-such-host.invalid", "a" * 300, "b\u00e4h" * 99])
 def test_a_name_that_does_not_resolve_is_an_error_within_2_s(name):
     start = time.monotonic()
     with pytest.raises(SetupError) as caught:
-        address.resolve(name, TWO_NODES, "MASTER_ADDR")
+        _address.resolve(name, TWO_NODES, "MASTER_ADDR")
     assert time.monotonic() - start < 60  # 2 s, and a busy machine
     said = str(caught.value)
     assert said.startswith(f"rank 1 of 2 on {get_hostname()}: MASTER_ADDR is {name!r}, which does")
@@ -48,8 +47,8 @@ def test_a_name_may_come_to_be_known_a_moment_later(monkeypatch):
             raise answer
         return answer
 
-    monkeypatch.setattr(address, "_ask", ask)
-    assert address.resolve("h", TWO_NODES, "MASTER_ADDR") == ("10.1.2.3",)
+    monkeypatch.setattr(_address, "_ask", ask)
+    assert _address.resolve("h", TWO_NODES, "MASTER_ADDR") == ("10.1.2.3",)
 
 
 def test_a_resolver_that_does_not_answer_is_left_behind(monkeypatch):
@@ -57,15 +56,15 @@ def test_a_resolver_that_does_not_answer_is_left_behind(monkeypatch):
         time.sleep(4)
         return ("10.1.2.3",)
 
-    monkeypatch.setattr(address, "_ask", ask)
-    monkeypatch.setattr(address, "_LONGEST", 0.1)
-    assert address.look_up("h") == ((), "the resolver has not answered in 0.1 s")
+    monkeypatch.setattr(_address, "_ask", ask)
+    monkeypatch.setattr(_address, "_LONGEST", 0.1)
+    assert _address.look_up("h") == ((), "the resolver has not answered in 0.1 s")
 
 
 def test_whose_an_address_is():
-    assert address.is_own("127.0.0.1")
-    assert not address.is_own("192.0.2.1")  # RFC 5737: nobody's
-    assert not address.is_own("2001:db8::1")
+    assert _address.is_own("127.0.0.1")
+    assert not _address.is_own("192.0.2.1")  # RFC 5737: nobody's
+    assert not _address.is_own("2001:db8::1")
 
 
 @pytest.mark.parametrize(
@@ -79,40 +78,40 @@ def test_whose_an_address_is():
     ],
 )
 def test_the_fast_network(machine, host, expected):
-    assert address.on_fast_network(host, {"EZPZ_MACHINE": machine}) == expected
+    assert _address.on_fast_network(host, {"EZPZ_MACHINE": machine}) == expected
 
 
 def test_one_node_needs_no_name():
-    assert address.advertised(ONE_NODE, {}) == "127.0.0.1"
+    assert _address.advertised(ONE_NODE, {}) == "127.0.0.1"
 
 
 def test_a_host_whose_name_means_loopback_advertises_an_address(monkeypatch):
     # This machine's own name cannot be changed for a test: another's is looked up.
-    outward = interface.outward_address()
+    outward = _address.outward_address()
     if outward is None:
         pytest.skip("no interface here but loopback")
-    monkeypatch.setattr(address, "get_hostname", lambda: "localhost")
-    assert address.advertised(TWO_NODES, {}) == outward
-    assert address.is_own(outward)
-    monkeypatch.setattr(address, "get_hostname", lambda: outward)
-    assert address.advertised(TWO_NODES, {}) == outward
+    monkeypatch.setattr(_address, "get_hostname", lambda: "localhost")
+    assert _address.advertised(TWO_NODES, {}) == outward
+    assert _address.is_own(outward)
+    monkeypatch.setattr(_address, "get_hostname", lambda: outward)
+    assert _address.advertised(TWO_NODES, {}) == outward
 
 
 def test_a_host_without_an_address_says_so(monkeypatch):
-    monkeypatch.setattr(address, "get_hostname", lambda: "localhost")
-    monkeypatch.setattr(address, "outward_address", lambda: None)
+    monkeypatch.setattr(_address, "get_hostname", lambda: "localhost")
+    monkeypatch.setattr(_address, "outward_address", lambda: None)
     with pytest.raises(SetupError, match=r"rank 0's host localhost has no address that other no"):
-        address.advertised(TWO_NODES, {})
+        _address.advertised(TWO_NODES, {})
 
 
 def test_gloo_is_told_an_interface_only_where_it_would_err(monkeypatch):
-    module = "ezpz_dist._meeting.rendezvous"
+    module = "ezpz_dist._rendezvous"
     monkeypatch.setattr(f"{module}.get_hostname", lambda: "localhost")
-    outward = interface.outward_interface()
+    outward = _address.outward_interface()
     assert gloo_interface(TWO_NODES, "127.0.0.1", 29500, {}) == outward
     assert gloo_interface(TWO_NODES, "127.0.0.1", 29500, {"GLOO_SOCKET_IFNAME": "x"}) is None
     assert gloo_interface(ONE_NODE, "127.0.0.1", 29500, {}) is None
-    own = interface.outward_address()
+    own = _address.outward_address()
     if own is not None:
         assert outward in {name for _, name in socket.if_nameindex()}
         assert gloo_interface(TWO_NODES, own, 29500, {}) == outward

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from ezpz_dist._meeting.agreement import _pack
-from ezpz_dist._meeting.hosts import fold_hosts, unfold_hosts
+from ezpz_dist._address import fold_hosts, unfold_hosts
+from ezpz_dist._agreement import _pack
 
 
 def aurora(nodes: int) -> list[str]:

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from ezpz_dist._meeting.job import Job
+from ezpz_dist._address import Job
 from ezpz_topo import RankInfo
 
 

@@ -6,9 +6,8 @@ from datetime import timedelta
 
 import pytest
 
-from ezpz_dist import SetupError
-from ezpz_dist._meeting import mpi
-from ezpz_dist._meeting.rendezvous import meet
+from ezpz_dist import SetupError, _mpi
+from ezpz_dist._rendezvous import meet
 from ezpz_topo import RankInfo
 
 # One process can be a world of MPI without a launcher.
@@ -16,7 +15,7 @@ SCRIPT = """
 import atexit, sys
 import mpi4py
 from ezpz_dist import SetupError
-from ezpz_dist._meeting import mpi
+from ezpz_dist import _mpi as mpi
 from ezpz_topo import RankInfo
 alone = RankInfo(0, 1, 0, 1, 0, "pmi")
 """
@@ -80,6 +79,6 @@ def test_mpi_that_cannot_be_had(ranks, before, said):
 
 
 def test_rank_0s_trouble_is_everybodys(monkeypatch):
-    monkeypatch.setattr(mpi, "broadcast_once", lambda value, info, timeout: ("", 0, "no address"))
+    monkeypatch.setattr(_mpi, "broadcast_once", lambda value, info, timeout: ("", 0, "no address"))
     with pytest.raises(SetupError, match=r"^no address$"):
         meet(RankInfo(1, 2, 1, 2, 0, "pmi"), timedelta(seconds=1), {})

@@ -9,14 +9,8 @@ from datetime import timedelta
 import pytest
 
 from ezpz_dist import SetupError
-from ezpz_dist._meeting.job import Job
-from ezpz_dist._meeting.place import Place
-from ezpz_dist._meeting.server import (
-    PORTS,
-    candidates,
-    open_store,
-    warn_of_a_foreign_address,
-)
+from ezpz_dist._address import Job, Place
+from ezpz_dist._rendezvous import PORTS, candidates, open_store, warn_of_a_foreign_address
 from ezpz_topo import RankInfo, get_hostname
 
 INFO = RankInfo(0, 2, 0, 2, 0, "torchrun")
@@ -98,7 +92,7 @@ def test_a_port_that_cannot_be_had_for_another_reason(monkeypatch):
     def no(address, port):
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr("ezpz_dist._meeting.server._listen", no)
+    monkeypatch.setattr("ezpz_dist._rendezvous._listen", no)
     with pytest.raises(
         SetupError, match="cannot listen on port 5 \\(a test\\): Too many open files"
     ):
@@ -133,7 +127,7 @@ def test_rank_0_may_hold_connections_of_all_ranks(ranks):
         1,
         """
         import resource
-        from ezpz_dist._meeting.server import _make_room
+        from ezpz_dist._rendezvous import _make_room
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (600, hard))
         _make_room(10)
@@ -146,7 +140,7 @@ def test_rank_0_may_hold_connections_of_all_ranks(ranks):
         1,
         """
         import resource
-        from ezpz_dist._meeting.server import _make_room
+        from ezpz_dist._rendezvous import _make_room
         resource.setrlimit(resource.RLIMIT_NOFILE, (600, 700))
         _make_room(1000)
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 700

@@ -7,8 +7,8 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
-from ezpz_dist._meeting.job import Job
-from ezpz_dist._meeting.visit import JOB_KEY, NobodyError, StrangerError, knock, visit
+from ezpz_dist._address import Job
+from ezpz_dist._rendezvous import JOB_KEY, NobodyError, StrangerError, knock, visit
 
 JOB = Job({"user": "1", "port": "2"}, "h", 3)
 SECOND = timedelta(seconds=1)

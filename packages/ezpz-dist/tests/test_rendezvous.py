@@ -12,12 +12,9 @@ from datetime import timedelta
 import pytest
 from torch.distributed import DistNetworkError, TCPStore
 
-from ezpz_dist import SetupError
-from ezpz_dist._meeting import address, search
-from ezpz_dist._meeting.job import Job
-from ezpz_dist._meeting.rendezvous import meet, side_store
-from ezpz_dist._meeting.server import candidates, derived_port
-from ezpz_dist._meeting.visit import JOB_KEY
+from ezpz_dist import SetupError, _address, _rendezvous
+from ezpz_dist._address import Job
+from ezpz_dist._rendezvous import JOB_KEY, candidates, derived_port, meet, side_store
 from ezpz_topo import RankInfo, get_hostname
 
 # torch looks up the name of every address that it connects to; glibc's own wait is 5 s.
@@ -103,7 +100,7 @@ if os.environ["PMI_RANK"] == absent:
         time.sleep(60)
     sys.exit(3)
 import ezpz_dist
-from ezpz_dist._meeting import mpi
+from ezpz_dist import _mpi as mpi
 mpi.SAY_AFTER = 0.2
 ezpz_dist.setup_torch(timeout=2)
 """
@@ -195,7 +192,7 @@ def test_a_slurm_port_that_is_taken_is_passed_over():
     ],
 )
 def test_a_host_that_does_not_resolve(monkeypatch, launcher, env, source):
-    monkeypatch.setattr(address, "_RETRIED", 0.1)  # test_meeting_address.py has the whole time
+    monkeypatch.setattr(_address, "_RETRIED", 0.1)  # test_meeting_address.py has the whole time
     said = f"rank 1 of 2 on {get_hostname()}: {source} is 'no-such-host.invalid', which does not re"
     with pytest.raises(SetupError, match=re.escape(said)):
         meet(info(launcher, local_world_size=1), timedelta(seconds=60), env)
@@ -204,7 +201,7 @@ def test_a_host_that_does_not_resolve(monkeypatch, launcher, env, source):
 MEET = """
     import logging, time
     from datetime import timedelta
-    from ezpz_dist._meeting.rendezvous import meet, side_store
+    from ezpz_dist._rendezvous import meet, side_store
     from ezpz_topo import get_rank_info
     logging.basicConfig(stream=sys.stdout, format="%(message)s")
     info, sixty = get_rank_info(), timedelta(seconds=60)
@@ -295,7 +292,7 @@ def test_rank_0_never_comes(monkeypatch, caplog):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    monkeypatch.setattr(search, "SAY_AFTER", 0.1)
+    monkeypatch.setattr(_rendezvous, "SAY_AFTER", 0.1)
     start = time.monotonic()
     with pytest.raises(SetupError) as caught, caplog.at_level(logging.WARNING):
         meet(info("torchrun"), SECOND, env)

@@ -8,11 +8,8 @@ import zlib
 import torch.distributed as dist
 from torch.distributed import DistNetworkError
 
-from ezpz_dist._hangs import doing, waiting
-from ezpz_dist._hangs.board import Board
-from ezpz_dist._hangs.roll_call import RollCall, call_roll
-from ezpz_dist._hangs.standing import Standing
-from ezpz_dist._hangs.watcher import Watcher
+from ezpz_dist import _diagnosis, _watch
+from ezpz_dist._diagnosis import Board, RollCall, Standing, Watcher, call_roll
 
 
 def test_a_node_that_is_gone_is_told_in_time():
@@ -28,7 +25,7 @@ def test_a_node_that_is_gone_is_told_in_time():
     call = call_roll(watcher)
     assert time.monotonic() - began < 60
     assert len(call.silent) == size - 1
-    text, missing = waiting.tell_missing(call, 0)
+    text, missing = _watch.tell_missing(call, 0)
     assert missing == list(range(1, size))
     assert "rank 1 on n0 does not answer" in text
     assert "1999 ranks in all do not answer: 1-1999" in text
@@ -49,18 +46,18 @@ def test_what_is_told_to_thousands_is_short():
 
 def test_another_threads_collective_is_not_the_main_threads():
     def save():
-        doing.enter("save")
-        seen.append(doing.current())
-        doing.leave()
+        _diagnosis.enter("save")
+        seen.append(_diagnosis.current())
+        _diagnosis.leave()
 
     seen: list[str] = []
-    doing.enter("barrier()")
+    _diagnosis.enter("barrier()")
     thread = threading.Thread(target=save)
     thread.start()
     thread.join()
-    assert seen == [doing.current()] == ["barrier()"]
-    doing.leave()
-    assert doing.current() == ""
+    assert seen == [_diagnosis.current()] == ["barrier()"]
+    _diagnosis.leave()
+    assert _diagnosis.current() == ""
 
 
 def test_a_watcher_that_finds_no_store_at_first_tries_again():

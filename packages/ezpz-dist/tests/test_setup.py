@@ -92,7 +92,7 @@ def test_the_nodes_cores_are_shared_among_its_ranks(ranks, n):
         os.environ.pop("OMP_NUM_THREADS", None)
         os.cpu_count = lambda: 6
         for allowed in (6, 3):
-            ezpz_dist._group.get_cpu_count = lambda: allowed
+            ezpz_dist._setup.get_cpu_count = lambda: allowed
             torch.set_num_threads(5)
             setup_torch(timeout=60)
             print(torch.get_num_threads())

@@ -9,9 +9,16 @@ import time
 import pytest
 import torch
 
-from ezpz_dist._debugging.clock import EventClock, HostClock, clock_for
-from ezpz_dist._debugging.timers import Timer, Timers, in_words
-from ezpz_dist._debugging.timing import timed, timeitlogit
+from ezpz_dist._timers import (
+    EventClock,
+    HostClock,
+    Timer,
+    Timers,
+    clock_for,
+    in_words,
+    timed,
+    timeitlogit,
+)
 
 
 def test_a_timer_adds_up_and_nests():
@@ -172,7 +179,7 @@ def test_each_rank_logs_for_itself_or_one_for_all(ranks):
         import logging, io
         log = io.StringIO()
         logging.basicConfig(stream=log, level=logging.INFO, format="%(message)s")
-        from ezpz_dist._debugging.timing import timed, timeitlogit
+        from ezpz_dist._timers import timed, timeitlogit
         import ezpz_topo
 
         @timeitlogit(rank=ezpz_topo.get_rank())

@@ -73,7 +73,7 @@ for use_fsdp in (False, True):
 # In another type, and as shards.
 from torch.distributed.fsdp import FSDPModule
 said = []
-logging.getLogger("ezpz_dist._wrapping.model").addFilter(lambda record: said.append(record))
+logging.getLogger("ezpz_dist._wrap").addFilter(lambda record: said.append(record))
 model = Net()
 elements = sum(p.numel() for p in model.parameters())
 model = wrap_model(model, use_fsdp=True, dtype="bf16")

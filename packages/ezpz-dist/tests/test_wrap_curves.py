@@ -5,10 +5,10 @@ import pytest
 TASK = """
 import copy
 from torch import nn
-from ezpz_dist._wrapping.ddp import wrap_model_for_ddp
-from ezpz_dist._wrapping.fsdp import wrap_model_for_fsdp
-from ezpz_dist._wrapping.fsdp2 import wrap_model_for_fsdp2
-from ezpz_dist._wrapping.zero1 import wrap_optimizer_for_zero1
+from ezpz_dist._wrap import wrap_model_for_ddp
+from ezpz_dist._fsdp2 import wrap_model_for_fsdp
+from ezpz_dist._fsdp2 import wrap_model_for_fsdp2
+from ezpz_dist._wrap import wrap_optimizer_for_zero1
 
 class Block(nn.Module):
     def __init__(self, width):
@@ -127,7 +127,7 @@ assert {p.grad.dtype for p in wrapped.parameters()} == {torch.float32}
 older = wrap_model_for_fsdp(copy.deepcopy(model), dtype="bf16")
 assert off(losses(older, adamw(older.parameters()), mine)) < 0.1
 # oneCCL cannot average: it is asked for sums, which gives the same.
-from ezpz_dist._wrapping import fsdp2
+from ezpz_dist import _fsdp2 as fsdp2
 fsdp2._WITHOUT_AVERAGE = ("gloo",)
 summed = wrap_model_for_fsdp2(copy.deepcopy(model))
 groups = [g for m in summed.modules() if hasattr(m, "_get_fsdp_state")

@@ -5,15 +5,15 @@ from types import SimpleNamespace
 import pytest
 
 from ezpz_dist import WrapError
-from ezpz_dist._wrapping.fsdp2 import _check_sizes
+from ezpz_dist._fsdp2 import _check_sizes
 
 PARALLEL = """
 import copy, ezpz_tp
 from torch import nn
-from ezpz_dist._wrapping.ddp import wrap_model_for_ddp
-from ezpz_dist._wrapping.fsdp import wrap_model_for_fsdp
-from ezpz_dist._wrapping.fsdp2 import wrap_model_for_fsdp2
-from ezpz_dist._wrapping.zero1 import wrap_optimizer_for_zero1
+from ezpz_dist._wrap import wrap_model_for_ddp
+from ezpz_dist._fsdp2 import wrap_model_for_fsdp
+from ezpz_dist._fsdp2 import wrap_model_for_fsdp2
+from ezpz_dist._wrap import wrap_optimizer_for_zero1
 
 class Block(nn.Module):
     def __init__(self, seed):
@@ -142,8 +142,8 @@ stage = ezpz_tp.get_state().index("pipeline")
 torch.manual_seed(rank)
 model = wrap_model_for_fsdp2(nn.Linear(2, 3 + stage))
 assert model.weight.device_mesh.size() == 2
-from ezpz_dist._wrapping.mesh import data_parallel_mesh
-from ezpz_dist._wrapping.replicas import find_replicas
+from ezpz_dist._fsdp2 import data_parallel_mesh
+from ezpz_dist._replicas import find_replicas
 assert data_parallel_mesh(find_replicas("test"), 2).shape == (2,)
 both = data_parallel_mesh(find_replicas("test"), 1)
 assert both.mesh_dim_names == ("replicate", "shard") and both.shape == (2, 1)

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from ezpz_dist._wrapping.units import find_units
+from ezpz_dist._fsdp2 import find_units
 
 
 class Block(nn.Module):

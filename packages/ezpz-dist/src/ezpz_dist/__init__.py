@@ -8,12 +8,7 @@
 >>> ezpz_dist.cleanup()
 """
 
-from ._cleanup import cleanup
-from ._collectives.barrier import barrier
-from ._collectives.broadcast import broadcast
-from ._collectives.device import synchronize
-from ._collectives.gather import all_gather_object
-from ._collectives.reduce import all_reduce
+from ._collectives import all_gather_object, all_reduce, barrier, broadcast, synchronize
 from ._errors import (
     CheckpointError,
     CollectiveError,
@@ -26,91 +21,82 @@ from ._errors import (
     SetupError,
     WrapError,
 )
-from ._hangs.watch import Watch, watch
 from ._seed import seed_everything, seed_for_rank
-from ._setup import setup_torch
+from ._setup import cleanup, setup_torch
 from ._version import __version__
+from ._watch import Watch, watch
 
 # What a script may never use is imported when it is.
 _LATER = {
-    "Checkpoint": "_checkpoints.listing",
-    "DataLoader": "_data.loader",
-    "DataParallelSampler": "_data.sampler",
+    "Checkpoint": "_checkpoints.index",
+    "DataLoader": "_data",
+    "DataParallelSampler": "_data",
     "Loaded": "_checkpoints.load",
-    "ModelDescription": "_wrapping.description",
-    "Saving": "_checkpoints.background",
+    "ModelDescription": "_describe",
+    "Saving": "_checkpoints.save",
     "SnapshotOnSignal": "_checkpoints.signal",
-    "StragglerReport": "_debugging.straggler_report",
-    "Stragglers": "_debugging.stragglers",
-    "Timer": "_debugging.timers",
-    "Timers": "_debugging.timers",
-    "Timing": "_debugging.timers",
-    "breakpoint": "_debugging.breakpoint",
-    "data_share": "_data.share",
-    "deepspeed_config": "_wrapping.deepspeed_config",
-    "describe": "_wrapping.describe",
-    "finish_saving": "_checkpoints.background",
-    "get_dist_info": "_debugging.info",
-    "latest_checkpoint": "_checkpoints.listing",
-    "list_checkpoints": "_checkpoints.listing",
+    "StragglerReport": "_stragglers",
+    "Stragglers": "_stragglers",
+    "Timer": "_timers",
+    "Timers": "_timers",
+    "Timing": "_timers",
+    "breakpoint": "_debugger",
+    "data_share": "_data",
+    "deepspeed_config": "_deepspeed",
+    "describe": "_describe",
+    "finish_saving": "_checkpoints.save",
+    "get_dist_info": "_info",
+    "latest_checkpoint": "_checkpoints.index",
+    "list_checkpoints": "_checkpoints.index",
     "load_checkpoint": "_checkpoints.load",
-    "load_into": "_checkpoints.plain_into",
+    "load_into": "_checkpoints.plain",
     "load_on_one_rank": "_checkpoints.plain",
-    "node_group": "_data.node",
-    "print_dist_setup": "_debugging.info",
-    "query_environment": "_debugging.info",
-    "read_share": "_data.slices",
+    "node_group": "_slices",
+    "print_dist_setup": "_info",
+    "query_environment": "_info",
+    "read_share": "_slices",
     "save_checkpoint": "_checkpoints.save",
-    "scatter_from_one_reader": "_data.node",
-    "share_of": "_data.share",
-    "share_on_node": "_data.shared",
-    "timed": "_debugging.timing",
-    "timeitlogit": "_debugging.timing",
-    "verify_checkpoint": "_checkpoints.listing",
-    "wrap_model": "_wrapping.model",
-    "wrap_model_for_ddp": "_wrapping.ddp",
-    "wrap_model_for_deepspeed": "_wrapping.deepspeed",
-    "wrap_model_for_fsdp": "_wrapping.fsdp",
-    "wrap_model_for_fsdp2": "_wrapping.fsdp2",
-    "wrap_model_for_horovod": "_wrapping.horovod",
-    "wrap_optimizer_for_zero1": "_wrapping.zero1",
+    "scatter_from_one_reader": "_slices",
+    "share_of": "_data",
+    "share_on_node": "_slices",
+    "timed": "_timers",
+    "timeitlogit": "_timers",
+    "verify_checkpoint": "_checkpoints.index",
+    "wrap_model": "_wrap",
+    "wrap_model_for_ddp": "_wrap",
+    "wrap_model_for_deepspeed": "_deepspeed",
+    "wrap_model_for_fsdp": "_fsdp2",
+    "wrap_model_for_fsdp2": "_fsdp2",
+    "wrap_model_for_horovod": "_wrap",
+    "wrap_optimizer_for_zero1": "_wrap",
 }
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from ._checkpoints.background import Saving, finish_saving
-    from ._checkpoints.listing import (
+    from ._checkpoints.index import (
         Checkpoint,
         latest_checkpoint,
         list_checkpoints,
         verify_checkpoint,
     )
     from ._checkpoints.load import Loaded, load_checkpoint
-    from ._checkpoints.plain import load_on_one_rank
-    from ._checkpoints.plain_into import load_into
-    from ._checkpoints.save import save_checkpoint
+    from ._checkpoints.plain import load_into, load_on_one_rank
+    from ._checkpoints.save import Saving, finish_saving, save_checkpoint
     from ._checkpoints.signal import SnapshotOnSignal
-    from ._data.loader import DataLoader
-    from ._data.node import node_group, scatter_from_one_reader
-    from ._data.sampler import DataParallelSampler
-    from ._data.share import data_share, share_of
-    from ._data.shared import share_on_node
-    from ._data.slices import read_share
-    from ._debugging.breakpoint import breakpoint  # noqa: A004  # the name that was promised
-    from ._debugging.info import get_dist_info, print_dist_setup, query_environment
-    from ._debugging.straggler_report import StragglerReport
-    from ._debugging.stragglers import Stragglers
-    from ._debugging.timers import Timer, Timers, Timing
-    from ._debugging.timing import timed, timeitlogit
-    from ._wrapping.ddp import wrap_model_for_ddp
-    from ._wrapping.deepspeed import wrap_model_for_deepspeed
-    from ._wrapping.deepspeed_config import deepspeed_config
-    from ._wrapping.describe import describe
-    from ._wrapping.description import ModelDescription
-    from ._wrapping.fsdp import wrap_model_for_fsdp
-    from ._wrapping.fsdp2 import wrap_model_for_fsdp2
-    from ._wrapping.horovod import wrap_model_for_horovod
-    from ._wrapping.model import wrap_model
-    from ._wrapping.zero1 import wrap_optimizer_for_zero1
+    from ._data import DataLoader, DataParallelSampler, data_share, share_of
+    from ._debugger import breakpoint  # noqa: A004  # the name that was promised
+    from ._deepspeed import deepspeed_config, wrap_model_for_deepspeed
+    from ._describe import ModelDescription, describe
+    from ._fsdp2 import wrap_model_for_fsdp, wrap_model_for_fsdp2
+    from ._info import get_dist_info, print_dist_setup, query_environment
+    from ._slices import node_group, read_share, scatter_from_one_reader, share_on_node
+    from ._stragglers import StragglerReport, Stragglers
+    from ._timers import Timer, Timers, Timing, timed, timeitlogit
+    from ._wrap import (
+        wrap_model,
+        wrap_model_for_ddp,
+        wrap_model_for_horovod,
+        wrap_optimizer_for_zero1,
+    )
 
 __all__ = [
     "Checkpoint",

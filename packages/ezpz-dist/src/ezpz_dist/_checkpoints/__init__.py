@@ -1,1 +1,1 @@
-"""Training states that survive crashes and changes of size."""
+"""Checkpoints that survive crashes and changes of size."""

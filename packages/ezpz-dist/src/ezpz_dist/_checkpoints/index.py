@@ -1,18 +1,23 @@
-"""Where each piece of each tensor lies in a check-point's files, as JSON.
-
-`torch.distributed.checkpoint` keeps this in ``.metadata``, a pickle, which runs the code that a
-file wants run. That one is written too, for torch's own tools; it is never read here.
-"""
+"""The format on disk: manifest, index, archives of tensors; and which checkpoints are whole."""
 
 from __future__ import annotations
 
+import ctypes
+import io
 import json
+import logging
+import os
 import pickle
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+import sys
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import IO, Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -21,8 +26,549 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.serialization import get_crc32_options, set_crc32_options
 
-from .archives import Place
+from ezpz_dist._errors import CheckpointError
+from ezpz_dist._version import __version__
+
+from .store import (
+    MANIFEST,
+    Name,
+    Order,
+    Store,
+    names_in,
+    newest_first,
+    next_name,
+    open_store,
+    parse,
+    refuse_other,
+    to_remove,
+)
+
+# What makes a check-point one: its files with size and checksum, and what is in it.
+
+FORMAT = 1
+_LONGEST = 1 << 30
+_MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What comes of taking JSON for something that it is not: ``int(Infinity)``, ``[].get``."""
+
+_BLOCK = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A file as it was written.
+
+    Attributes:
+        size: In bytes.
+        crc32: `zlib.crc32` of them.
+    """
+
+    size: int
+    crc32: int
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What the manifest of a check-point says.
+
+    Attributes:
+        step: The step.
+        world_size: Of the ranks that wrote it.
+        contents: Of ``model``, ``optimizer``, ``scheduler``, ``data``, ``extra``, ``rng``.
+        time: When it was complete, in seconds since 1970, by rank 0's clock.
+        torch: torch's version.
+        files: By name.
+        sequence: One more than that of the one saved before it; 0 where that was not counted yet.
+    """
+
+    step: int
+    world_size: int
+    contents: tuple[str, ...]
+    time: float
+    torch: str
+    files: Mapping[str, Written]
+    sequence: int = 0
+
+    @property
+    def size(self) -> int:
+        """Return the bytes of all files."""
+        return sum(file.size for file in self.files.values())
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """Return a manifest's file: JSON with a checksum of itself."""
+    files = {name: [one.size, f"{one.crc32:08x}"] for name, one in manifest.files.items()}
+    about = {"format": FORMAT, **asdict(manifest), "files": files}
+    about |= {"ezpz_dist": __version__, "python": sys.version.split()[0]}
+    return json.dumps({"checkpoint": about, "crc32": f"{_checksum(about):08x}"}, indent=1).encode()
+
+
+def _checksum(about: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(about, sort_keys=True).encode())
+
+
+def decode_manifest(data: bytes) -> Manifest:
+    """Return what a manifest's file says.
+
+    Raises:
+        ValueError: It is damaged, or of a format that this version does not know.
+    """
+    try:
+        whole = json.loads(data)
+        about, said = whole["checkpoint"], int(whole["crc32"], 16)
+        found, version = _checksum(about), about.get("format")
+    except _MALFORMED as error:
+        raise ValueError(f"{MANIFEST} is damaged ({error})") from error
+    if found != said:
+        raise ValueError(f"{MANIFEST} is damaged: crc32 {found:08x}; expected {said:08x}")
+    if version != FORMAT:
+        raise ValueError(f"{MANIFEST} has format {version!r}; this ezpz_dist reads {FORMAT}")
+    try:
+        files = {name: Written(int(n), int(c, 16)) for name, (n, c) in about["files"].items()}
+        return Manifest(
+            int(about["step"]), int(about["world_size"]), tuple(map(str, about["contents"])),
+            float(about["time"]), str(about["torch"]), files, int(about.get("sequence", 0)),
+        )  # fmt: skip
+    except _MALFORMED as error:
+        raise ValueError(f"{MANIFEST} is damaged ({error!r})") from error
+
+
+def read_manifest(store: Store, folder: str) -> Manifest:
+    """Return a check-point's manifest.
+
+    Raises:
+        ValueError: There is none, it is damaged or another step's, or it cannot be read.
+    """
+    path = f"{folder}/{MANIFEST}"
+    try:
+        size = store.size(path)
+        if size is None:
+            raise ValueError(f"there is no {MANIFEST}: it was never completed")
+        if size > _LONGEST:
+            raise ValueError(f"{MANIFEST} has {size} bytes; expected at most {_LONGEST}")
+        with store.open(path, "rb") as file:
+            manifest = decode_manifest(file.read())
+    except OSError as error:
+        raise ValueError(f"{MANIFEST} cannot be read ({error})") from error
+    name = parse(folder)
+    if name is not None and name.step != manifest.step:
+        raise ValueError(f"{MANIFEST} is of step {manifest.step}")
+    return manifest
+
+
+def damage_of(store: Store, folder: str, name: str, said: Written) -> str | None:
+    """Read a file through and return what is wrong with it; None: it is as it was written."""
+    path = f"{folder}/{name}"
+    crc = size = 0
+    block = bytearray(_BLOCK)
+    view = memoryview(block)
+    try:
+        found = store.size(path)
+        if found is None:
+            return f"{name} is missing"
+        if found != said.size:
+            return f"{name} has {found} bytes; expected {said.size}"
+        with store.open(path, "rb") as file:
+            # A device has size 0 and no end.
+            while size <= said.size and (count := file.readinto(block)):  # type: ignore[attr-defined]
+                crc = zlib.crc32(view[:count], crc)
+                size += count
+    except OSError as error:
+        return f"{name} cannot be read ({error})"
+    if size != said.size:
+        return f"{name} has {size} bytes; expected {said.size}"
+    if crc != said.crc32:
+        return f"{name} has crc32 {crc:08x}; expected {said.crc32:08x}"
+    return None
+
+
+# The files of one check-point, checksummed as they are written.
+
+
+class _Summing(io.RawIOBase):
+    """Passes bytes on to a file, and counts and sums them."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__()
+        self._file = file
+        self.crc32 = self.count = 0
+        self.failure: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            written = self._file.write(data)
+        except OSError as error:
+            self.failure = error  # torch's writer, in between, raises something else
+            raise
+        self.crc32 = zlib.crc32(data, self.crc32)
+        self.count += written
+        return written
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.count
+
+    def flush(self) -> None:
+        """Nothing: torch flushes after every tensor; `sync` does at the end."""
+
+    def sync(self) -> None:
+        self._file.flush()
+        try:
+            descriptor = self._file.fileno()
+        except (AttributeError, OSError):
+            return  # no file of this machine: closing it sends it
+        os.fsync(descriptor)
+
+
+class Files:
+    """The files of a check-point that this process writes.
+
+    Args:
+        store: Where.
+        folder: Of the check-point.
+
+    Attributes:
+        written: The files that this process wrote, by name.
+    """
+
+    def __init__(self, store: Store, folder: str) -> None:
+        self._store, self._folder = store, folder
+        self.written: dict[str, Written] = {}
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a file that is synced when this returns."""
+        with self.open(name) as stream:
+            stream.write(data)
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[_Summing]:
+        """Open a file to be written; it is synced and known afterwards.
+
+        Raises:
+            OSError: With the file's name, whatever torch made of it.
+        """
+        where = f"{self._folder}/{name}"
+        summing: _Summing | None = None
+        try:
+            with self._store.open(where, "wb") as file:
+                summing = _Summing(file)
+                yield summing
+                summing.sync()
+        except (OSError, RuntimeError) as error:
+            origin = (summing and summing.failure) or error
+            if not isinstance(origin, OSError):
+                raise
+            place = f"{self._store.root}/{where}"
+            raise OSError(origin.errno, origin.strerror or str(origin), place) from error
+        self.written[name] = Written(summing.count, summing.crc32)
+
+
+# Tensors in a file, each as an archive of `torch.save`'s, made and read many at a time.
+
+_SMALL = 1 << 16
+"""Bytes of archives that are made and read together; of longer ones torch's own time is nothing."""
+
+_BATCH = 1 << 20
+"""Bytes of archives that are made or read at once."""
+
+_ARCHIVE_BLOCK = 1 << 20
+"""Bytes of a long one that are read at once."""
+
+_FEW = 3
+"""Tensors alike that are not worth an archive to copy from."""
+
+
+class Place(NamedTuple):
+    """Where an archive lies in a file."""
+
+    at: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """What an archive has around the elements."""
+
+    head: Tensor
+    tail: Tensor
+
+    def around(self, tensors: Sequence[Tensor]) -> bytearray:
+        """Return the archives of tensors like the one that it was made for."""
+        elements = torch.stack(list(tensors)).cpu().contiguous()  # it may be channels_last
+        within = elements.view(len(tensors), -1).view(torch.uint8)
+        room = bytearray(len(tensors) * (len(self.head) + within.shape[1] + len(self.tail)))
+        rows, stop = _view(room).view(len(tensors), -1), len(self.head) + within.shape[1]
+        rows[:, : len(self.head)] = self.head
+        rows[:, len(self.head) : stop] = within
+        rows[:, stop:] = self.tail
+        return room
+
+    def fits(self, rows: Tensor) -> list[bool]:
+        """Return which archives differ in the elements only."""
+        start, stop = len(self.head), rows.shape[1] - len(self.tail)
+        same = (rows[:, :start] == self.head).all(1) & (rows[:, stop:] == self.tail).all(1)
+        answer: list[bool] = same.tolist()
+        return answer
+
+
+def _view(room: bytearray | memoryview) -> Tensor:
+    return torch.frombuffer(room, dtype=torch.uint8)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Return whether its values are its bytes: of a view of conjugates, say, they are not."""
+    lazy = tensor.is_conj() or tensor.is_neg() or tensor.is_quantized
+    return tensor.is_contiguous() and not lazy
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+def write(stream: Any, tensors: Sequence[Tensor]) -> list[Place]:
+    """Write tensors, those of one dtype and size behind each other; return each one's place."""
+    places = [Place(0, 0)] * len(tensors)
+    alike: dict[tuple[Any, ...], list[int]] = {}
+    for number, tensor in enumerate(tensors):
+        alike.setdefault((tensor.dtype, tensor.shape, tensor.device), []).append(number)
+    with torch.no_grad(), _checksummed_once():
+        for numbers in alike.values():
+            frame = _made_frame(tensors[numbers[0]]) if len(numbers) > _FEW else None
+            if frame is None:
+                for number in numbers:
+                    at = stream.tell()
+                    torch.save(_owned(tensors[number]), stream)
+                    places[number] = Place(at, stream.tell() - at)
+                continue
+            length = len(frame.head) + tensors[numbers[0]].nbytes + len(frame.tail)
+            for some in _batches(numbers, length):
+                at = stream.tell()
+                stream.write(frame.around([tensors[number] for number in some]))
+                for number in some:
+                    places[number] = Place(at, length)
+                    at += length
+    return places
+
+
+@contextmanager
+def _checksummed_once() -> Iterator[None]:
+    """Keep torch from summing tensors too, as for a ZIP archive: its sums are never read.
+
+    In this thread, as of torch 2.13; in earlier ones perhaps in all.
+    """
+    before = get_crc32_options()
+    set_crc32_options(False)
+    try:
+        yield
+    finally:
+        set_crc32_options(before)
+
+
+def _batches(values: Sequence[Any], length: int) -> Iterator[Sequence[Any]]:
+    step = max(1, _BATCH // length)
+    for start in range(0, len(values), step):
+        yield values[start : start + step]
+
+
+def _owned(tensor: Tensor) -> Tensor:
+    """Return a tensor on the host that is all of its memory, which torch saves whole."""
+    here = tensor.cpu().contiguous()
+    return here if here.untyped_storage().nbytes() == here.nbytes else here.clone()
+
+
+def _made_frame(tensor: Tensor) -> _Frame | None:
+    """Return the frame of what is like a tensor; None where torch's archives differ in more."""
+    if tensor.is_quantized or not 0 < tensor.nbytes <= _SMALL:
+        return None
+    one, other = (_archive(tensor, fill) for fill in (0, 255))
+    if len(one) != len(other):
+        return None
+    differ = (one != other).nonzero().flatten()
+    start, stop = int(differ[0]), int(differ[-1]) + 1
+    if not len(differ) == stop - start == tensor.nbytes:
+        return None
+    return _Frame(one[:start], one[stop:])
+
+
+def _archive(like: Tensor, fill: int) -> Tensor:
+    elements = torch.full((like.nbytes,), fill, dtype=torch.uint8)
+    stream = io.BytesIO()
+    torch.save(elements.view(like.dtype).view(like.shape), stream)
+    return _view(stream.getbuffer())
+
+
+class Wanted(NamedTuple):
+    """A tensor to fill from an archive.
+
+    Attributes:
+        key: What it is a piece of, for a message.
+        place: Of the archive.
+        dtype: Of the archive's tensor.
+        size: Of that.
+        part: What of that; None: all of it.
+        target: What is filled: of the part's size.
+    """
+
+    key: str
+    place: Place
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    part: tuple[slice, ...] | None
+    target: Tensor
+
+    def fill(self, tensor: Tensor) -> None:
+        """Fill it."""
+        self.target.copy_(tensor if self.part is None else tensor[self.part])
+
+
+class _Part(io.RawIOBase):
+    """A part of a file, as a file."""
+
+    def __init__(self, file: IO[bytes], place: Place) -> None:
+        super().__init__()
+        self._file, (self._start, self._length), self._at = file, place, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        self._at = max(
+            0, offset + {os.SEEK_CUR: self._at, os.SEEK_END: self._length}.get(whence, 0)
+        )
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, room: Any, /) -> int:
+        left = max(0, min(len(room), self._length - self._at))
+        self._file.seek(self._start + self._at)
+        count: int = self._file.readinto(memoryview(room)[:left])  # type: ignore[attr-defined]
+        self._at += count
+        return count
+
+
+def read(stream: IO[bytes], wanted: Sequence[Wanted]) -> None:
+    """Fill tensors from a file's archives. Unpickles nothing but tensors.
+
+    Raises:
+        ValueError: An archive is none, or of another tensor.
+    """
+    alike: dict[tuple[Any, ...], list[Wanted]] = {}
+    for one in wanted:
+        alike.setdefault((one.dtype, one.size, one.place.length), []).append(one)
+    with torch.no_grad():
+        for first, *others in alike.values():
+            tensor = _load(stream, first)
+            first.fill(tensor)
+            frame = _found_frame(stream, first, tensor) if others else None
+            if frame is None:
+                rest: Sequence[Wanted] = others
+            elif first.place.length <= _SMALL:
+                rest = _fill_together(stream, frame, others)
+            else:
+                rest = [one for one in others if not _fill_in_place(stream, frame, one)]
+            for one in rest:
+                one.fill(_load(stream, one))
+
+
+def _load(stream: IO[bytes], one: Wanted) -> Tensor:
+    view: Any = _Part(stream, one.place)
+    found = torch.load(view, map_location="cpu", weights_only=True)
+    if not isinstance(found, Tensor) or tuple(found.size()) != one.size:
+        what = tuple(found.size()) if isinstance(found, Tensor) else type(found).__name__
+        raise ValueError(f"{one.key} is {what} in its file; expected a tensor of {one.size}")
+    return found
+
+
+def _found_frame(stream: IO[bytes], one: Wanted, tensor: Tensor) -> _Frame | None:
+    """Return the frame of an archive that torch has read; None where its elements are not found."""
+    if tensor.dtype != one.dtype or not _is_plain(tensor) or not tensor.nbytes:
+        return None
+    at, length = one.place
+    try:
+        with zipfile.ZipFile(_Part(stream, one.place)) as archive:
+            (entry,) = (each for each in archive.infolist() if "/data/" in each.filename)
+    except (zipfile.BadZipFile, ValueError, NotImplementedError):
+        return None
+    # ZIP says the length of an entry's name and of what follows it, up to the elements.
+    lengths = _read(stream, at + entry.header_offset + 26, 4)
+    start = entry.header_offset + 30 + int.from_bytes(lengths[:2], "little")
+    start += int.from_bytes(lengths[2:], "little")
+    stop, elements = start + tensor.nbytes, _bytes_of(tensor)
+    if stop > length or not all(
+        torch.equal(elements[done : done + len(block)], block)
+        for done, block in _blocks(stream, at + start, tensor.nbytes)
+    ):
+        return None
+    head, tail = _read(stream, at, start), _read(stream, at + stop, length - stop)
+    if sys.byteorder.encode() not in bytes(head) + bytes(tail):
+        return None  # torch has turned the bytes; zeros look the same
+    return _Frame(_view(head), _view(tail))
+
+
+def _read(stream: IO[bytes], at: int, count: int, into: Any = None) -> Any:
+    """Return so many bytes of a file, in a room for them if there is one."""
+    room = memoryview(bytearray(count) if into is None else into)
+    stream.seek(at)
+    if (found := stream.readinto(room)) != count:  # type: ignore[attr-defined]
+        raise ValueError(f"a file ends {count - found} bytes early")
+    return room
+
+
+def _blocks(stream: IO[bytes], at: int, count: int) -> Iterator[tuple[int, Tensor]]:
+    """Yield bytes of a file, and how many were before."""
+    room = memoryview(bytearray(min(count, _ARCHIVE_BLOCK)))
+    for done in range(0, count, _ARCHIVE_BLOCK):
+        length = min(_ARCHIVE_BLOCK, count - done)
+        yield done, _view(_read(stream, at + done, length, room[:length]))
+
+
+def _fill_together(stream: IO[bytes], frame: _Frame, wanted: Sequence[Wanted]) -> list[Wanted]:
+    """Fill small tensors that are alike in the file; return those whose archives are not."""
+    _, (_, length), dtype, size, *_ = wanted[0]
+    others = []
+    for some in _batches(wanted, length):
+        room = memoryview(bytearray(len(some) * length))
+        for number, one in enumerate(some):
+            _read(stream, one.place.at, length, room[number * length : (number + 1) * length])
+        rows = _view(room).view(len(some), length)
+        elements = rows[:, len(frame.head) : length - len(frame.tail)]
+        elements = elements.clone(memory_format=torch.contiguous_format).view(dtype)
+        tensors = elements.view(len(some), *size).unbind(0)
+        for one, tensor, fits in zip(some, tensors, frame.fits(rows), strict=True):
+            if fits:
+                one.fill(tensor)
+            else:
+                others.append(one)
+    return others
+
+
+def _fill_in_place(stream: IO[bytes], frame: _Frame, one: Wanted) -> bool:
+    """Fill a large tensor without another of its size; return whether that can be done."""
+    (at, length), start, ends = one.place, len(frame.head), len(frame.tail)
+    if one.part or one.target.dtype != one.dtype or not _is_plain(one.target):
+        return False
+    head, tail = _read(stream, at, start), _read(stream, at + length - ends, ends)
+    if not (torch.equal(_view(head), frame.head) and torch.equal(_view(tail), frame.tail)):
+        return False
+    elements = _bytes_of(one.target)
+    if elements.is_cpu:  # a copy by torch's threads took longer than the reading
+        room = (ctypes.c_char * len(elements)).from_address(elements.data_ptr())
+        _read(stream, at + start, len(elements), room)
+        return True
+    for done, block in _blocks(stream, at + start, len(elements)):
+        elements[done : done + len(block)] = block
+    return True
+
+
+# Where each piece of each tensor lies in a check-point's files, as JSON.
 
 
 class Chunk(NamedTuple):
@@ -43,7 +589,7 @@ class Saved:
     chunks: list[Chunk] = field(default_factory=list)
 
 
-def encode(saved: Mapping[str, Saved]) -> bytes:
+def encode_index(saved: Mapping[str, Saved]) -> bytes:
     """Return the index of what was written."""
     files: dict[str, int] = {}
     tensors: dict[str, Any] = {}
@@ -78,7 +624,7 @@ def metadata_of(saved: Mapping[str, Saved]) -> bytes:
     return pickle.dumps(metadata)
 
 
-def decode(data: bytes) -> dict[str, Saved]:
+def decode_index(data: bytes) -> dict[str, Saved]:
     """Return what an index says.
 
     Raises:
@@ -122,3 +668,197 @@ def _dtype(name: Any) -> torch.dtype:
     if not isinstance(found, torch.dtype):
         raise TypeError(f"{name!r} is no dtype of this torch")
     return found
+
+
+# Which check-points there are, and whether one is whole.
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A check-point that was completed.
+
+    Attributes:
+        step: The step.
+        folder: Its path, or URL.
+        world_size: Ranks that wrote it.
+        contents: Of ``model``, ``optimizer``, ``scheduler``, ``data``, ``extra``, ``rng``.
+        size: Bytes.
+        time: When it was complete, in seconds since 1970.
+        torch: torch's version.
+    """
+
+    step: int
+    folder: str
+    world_size: int
+    contents: tuple[str, ...]
+    size: int
+    time: float
+    torch: str
+
+
+def described(store: Store, name: str, manifest: Manifest) -> Checkpoint:
+    """Return what callers see of a check-point."""
+    return Checkpoint(
+        manifest.step, f"{store.root}/{name}", manifest.world_size, manifest.contents,
+        manifest.size, manifest.time, manifest.torch,
+    )  # fmt: skip
+
+
+def list_checkpoints(path: str | os.PathLike[str]) -> list[Checkpoint]:
+    """Return the check-points under a path that were completed, the newest last.
+
+    Those that a run abandoned, as it went back to a lower step, come first. By their manifests:
+    their other files are not looked at. Not a collective.
+    """
+    return list(reversed(_completed(open_store(path))))
+
+
+def latest_checkpoint(path: str | os.PathLike[str]) -> Checkpoint | None:
+    """Return the completed check-point that was saved last; None: there is none yet.
+
+    By its manifest: its other files are not looked at. Not a collective.
+    """
+    return next(iter(_completed(open_store(path))), None)
+
+
+def _completed(store: Store) -> list[Checkpoint]:
+    found, _ = read_manifests(store, names_in(store.entries()))  # loading says what is wrong
+    newest: dict[int, Checkpoint] = {}
+    for name, manifest in found.items():
+        newest.setdefault(name.step, described(store, str(name), manifest))
+    return list(newest.values())
+
+
+def read_manifests(
+    store: Store, names: Sequence[Name]
+) -> tuple[dict[Name, Manifest], dict[Name, str]]:
+    """Return the manifests that can be read, of the newest first, and what is wrong with others."""
+    found: dict[Name, Manifest] = {}
+    wrong: dict[Name, str] = {}
+    for name in names:
+        try:
+            found[name] = read_manifest(store, str(name))
+        except ValueError as error:
+            wrong[name] = str(error)
+    order = newest_first({name: manifest.sequence for name, manifest in found.items()})
+    return {name: found[name] for name in order}, wrong
+
+
+def candidates(store: Store, step: int | None) -> list[Name]:
+    """Return what to load, the newest first: that may be one whose manifest cannot be read."""
+    names = [name for name in names_in(store.entries()) if step in (None, name.step)]
+    found, wrong = read_manifests(store, names)
+    return [*wrong, *found]
+
+
+def verify_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> Checkpoint:
+    """Read a check-point through and compare every file with its size and checksum.
+
+    Not a collective.
+
+    Args:
+        path: Where check-points are, or the folder of one.
+        step: Which; None: the last saved.
+
+    Raises:
+        CheckpointError: There is none, or it is damaged: every file that is, and how.
+    """
+    store = open_store(path)
+    above, _, last = store.root.rpartition("/")
+    if step is None and parse(last):
+        store, name = open_store(above), last
+    else:
+        names = candidates(store, step)
+        if not names:
+            raise CheckpointError(none_there(store, step))
+        name = str(names[0])
+    try:
+        manifest = read_manifest(store, name)
+    except ValueError as error:
+        raise CheckpointError(f"{store.root}/{name}: {error}") from error
+    problems = [
+        problem
+        for file, said in manifest.files.items()
+        if (problem := damage_of(store, name, file, said))
+    ]
+    if problems:
+        raise CheckpointError(f"{store.root}/{name}: {'; '.join(problems)}")
+    return described(store, name, manifest)
+
+
+def none_there(store: Store, step: int | None) -> str:
+    """Return the words for a check-point that is not there."""
+    names: list[Name] = names_in(store.entries())
+    steps = ", ".join(str(each) for each in sorted({name.step for name in names})) or "none"
+    which = "no check-point" if step is None else f"no check-point of step {step}"
+    return f"{which} in {store.root}; there are: {steps}"
+
+
+def begin(store: Store, order: Order, size: int) -> tuple[Name, str, int]:
+    """Make the folder for a checkpoint; return its name, the folder's, and its sequence.
+
+    Args:
+        store: Where.
+        order: What is to be saved.
+        size: About how many bytes that are.
+
+    Raises:
+        CheckpointError: Another job saves there.
+    """
+    owner = refuse_other(store)
+    entries = store.entries()
+    # Who saved last knows how often; else the manifests do.
+    known = {} if owner is not None and owner.is_me else read_manifests(store, names_in(entries))[0]
+    last = owner.sequence if owner is not None else 0
+    newest = owner.step if owner is not None and owner.is_me else None
+    if known:
+        newest = next(iter(known)).step
+        last = max(last, *(manifest.sequence for manifest in known.values()))
+    if newest is not None and newest > order.step:
+        logger.warning(
+            "step %d is saved below step %d, the last saved in %s: from now on it is the newest, "
+            "which is loaded, and those above it count as abandoned, which keep= removes first",
+            order.step, newest, store.root,
+        )  # fmt: skip
+    name = next_name(order.step, entries)
+    working = store.begin(name)
+    if left := store.remove_leftovers(working):
+        logger.info("removed what unfinished saves left in %s: %s", store.root, ", ".join(left))
+    if order.keep is not None and store.free() < size:
+        _make_room(store, order.step, order.keep, size)
+    return name, working, last + 1
+
+
+def _make_room(store: Store, step: int, keep: int, size: int) -> None:
+    """Remove the oldest beyond ``keep - 1``, but never the last whole one, if that is enough."""
+    found, _ = read_manifests(store, names_in(store.entries()))
+    # By the files' sizes: to read them all would take longer than the other ranks wait.
+    whole = [
+        name
+        for name, manifest in found.items()
+        if all(store.size(f"{name}/{file}") == said.size for file, said in manifest.files.items())
+    ]
+    spare = [name for name in list(found)[keep - 1 :] if name not in whole[:1]]
+    if not whole or store.free() + sum(found[name].size for name in spare) < size:
+        return  # it will fail, and leave what is there
+    for name in reversed(spare):
+        if (free := store.free()) >= size:
+            return
+        logger.warning(
+            "step %d does not fit beside the others (%.1f MB, and %.1f MB free in %s): %s is "
+            "removed before it is saved (keep=%d)",
+            step, size / 1e6, free / 1e6, store.root, name, keep,
+        )  # fmt: skip
+        store.remove(name)
+
+
+def superseded(store: Store, saved: Name, keep: int | None) -> list[Name]:
+    """Return what is to be removed once a check-point is complete, the oldest first."""
+    names = names_in(store.entries())
+    if keep is None:
+        names = [name for name in names if name.step == saved.step]
+    # Not counted, and not touched: what bears the name and is no checkpoint.
+    found, _ = read_manifests(store, names)
+    return to_remove(list(found), saved, keep)

@@ -1,23 +1,155 @@
-"""A tensor as this rank holds it: which pieces of the whole, at which offsets.
-
-DDP's replica, FSDP's shard and a tensor-parallel part become one thing here, so that what is
-written has the whole tensors' names and sizes, and any of them can be filled from it.
-"""
+"""What a checkpoint holds, by name: pieces of tensors, optimizers, random streams, the rest."""
 
 from __future__ import annotations
 
+import datetime as dt
+import hashlib
+import io
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import pickle
+import random
+import sys
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import PurePath
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
+from ezpz_dist._errors import CheckpointError
+from ezpz_dist._world import World
 from ezpz_tp import Shard
+
+# Where this rank stands in ezpz_tp's groups; alone along every axis where there are none.
+
+AXES = ("tensor", "context", "pipeline", "data")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Degrees, and this rank's place.
+
+    Attributes:
+        degrees: By axis.
+        index: By axis.
+    """
+
+    degrees: dict[str, int] = field(default_factory=lambda: dict.fromkeys(AXES, 1))
+    index: dict[str, int] = field(default_factory=lambda: dict.fromkeys(AXES, 0))
+
+    @property
+    def is_first_of_stage(self) -> bool:
+        """Whether this rank speaks for its pipeline stage."""
+        return not any(self.index[axis] for axis in AXES if axis != "pipeline")
+
+    @property
+    def is_first_replica(self) -> bool:
+        """Whether this rank speaks for those that hold the same parameters."""
+        return not self.index["data"] and not self.index["context"]
+
+    @property
+    def stream(self) -> tuple[int, ...]:
+        """What tells random streams apart: tensor-parallel ranks draw the same numbers."""
+        return tuple(self.index[axis] for axis in AXES if axis != "tensor")
+
+
+def current_layout(rank: int, size: int) -> Layout:
+    """Return the layout of a rank of a world; all are data parallel without ezpz_tp's groups."""
+    tp = sys.modules.get("ezpz_tp")
+    state = tp.current_state() if tp else None
+    if state is None or not state.is_live:
+        alone = Layout()
+        return Layout(alone.degrees | {"data": size}, alone.index | {"data": rank})
+    return Layout(
+        {axis: state.size(axis) for axis in AXES}, {axis: state.index(axis) for axis in AXES}
+    )
+
+
+# A model's tensors by the names that the model itself gave them, whatever wraps it.
+
+_INSIDE = {
+    DistributedDataParallel: "module",
+    FullyShardedDataParallel: "_fsdp_wrapped_module",
+    CheckpointWrapper: "_checkpoint_wrapped_module",
+}
+
+
+def plain_name(model: nn.Module, name: str) -> str:
+    """Return a parameter's name without the parts that wrappers added.
+
+    >>> plain_name(nn.Sequential(nn.Linear(2, 2)), "0.weight")
+    '0.weight'
+    """
+    kept, module = [], model
+    for part in name.split("."):
+        if part != _added_by(module):
+            kept.append(part)
+        child = getattr(module, part, None)
+        if isinstance(child, nn.Module):
+            module = child
+    return ".".join(kept)
+
+
+def _added_by(module: nn.Module) -> str | None:
+    """Return the name under which a wrapper holds its module; None: it is none."""
+    if type(module).__name__ == "OptimizedModule":  # torch.compile's; importing it takes seconds
+        return "_orig_mod"
+    return next((inside for kind, inside in _INSIDE.items() if isinstance(module, kind)), None)
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Keep back torch's warnings that FSDP1 is deprecated: whoever uses it was told by torch."""
+    with warnings.catch_warnings():
+        for text in ("Please use DTensor instead", "FSDP.state_dict_type"):
+            warnings.filterwarnings("ignore", text, FutureWarning)
+        yield
+
+
+def refuse_deepspeed(model: nn.Module) -> None:
+    """Refuse what holds its state elsewhere.
+
+    Raises:
+        ValueError: It is DeepSpeed's: parameters that ZeRO-3 has taken apart look empty.
+    """
+    engine = any(kind.__name__ == "DeepSpeedEngine" for kind in type(model).__mro__)
+    if engine or any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        raise ValueError(
+            f"{type(model).__name__} is DeepSpeed's, which holds the state in parts of its own; "
+            "expected engine.save_checkpoint() and engine.load_checkpoint()"
+        )
+
+
+def is_fsdp1(model: nn.Module) -> bool:
+    """Return whether FSDP1 holds parameters: optimizer and model then see other tensors."""
+    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+
+
+def parameters_by_name(model: nn.Module) -> dict[str, Tensor]:
+    """Return parameters by the names that the model's state dict has them under.
+
+    One that the model has twice goes by its first name. Hooks may rename.
+    """
+    renamed = {id(value): key for key, value in reversed(model.state_dict(keep_vars=True).items())}
+    return {
+        plain_name(model, renamed.get(id(parameter), name)): parameter
+        for name, parameter in model.named_parameters()
+    }
+
+
+# A tensor as this rank holds it: which pieces of the whole, at which offsets.
 
 Piece = tuple[tuple[int, ...], Tensor]
 """Where it begins in the whole, and the elements: a view of the tensor that is in use."""
@@ -108,3 +240,552 @@ def blob_of(value: Any) -> Pieces:
     """Return bytes as a tensor that one rank holds."""
     data = torch.frombuffer(bytearray(value), dtype=torch.uint8)
     return Pieces((data.numel(),), torch.uint8, (((0,), data),))
+
+
+# An optimizer's state by the names of parameters, so that another wrapper's can take it.
+
+State = dict[str, dict[str, Any]]
+Options = list[dict[str, Any]]
+
+
+def state_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[State, Options]:
+    """Return the states that this rank holds, and the options of parameters by name.
+
+    Nothing is copied. A parameter without a state yet has none here: no step is made up.
+
+    Raises:
+        ValueError: A parameter of an optimizer is none of the model's.
+    """
+    if is_fsdp1(model):
+        return _of_fsdp1(model, [one for one in optimizers if one.state])
+    names = {parameter: name for name, parameter in parameters_by_name(model).items()}
+    state: State = {}
+    options: Options = []
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            named = [_name(parameter, names, model) for parameter in group["params"]]
+            rest = {key: value for key, value in group.items() if key != "params"}
+            options.append({"names": named, "options": rest})
+        inner = _holder(optimizer)
+        for parameter, values in inner.state.items():
+            state[_name(parameter, names, model)] = dict(values)
+    return state, options
+
+
+def _name(parameter: Tensor, names: Mapping[Tensor, str], model: nn.Module) -> str:
+    if parameter not in names:
+        raise ValueError(
+            f"a parameter of the optimizer, of shape {tuple(parameter.shape)}, is none of "
+            f"{type(model).__name__}'s; expected the model that the optimizer was made for, as "
+            "it is wrapped now"
+        )
+    return names[parameter]
+
+
+def _holder(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer that has the state: ZeRO-1's is a local one, of this rank's share."""
+    # Not imported: that compiles scripts, with a warning. Whoever has one did it.
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    if module is None or not isinstance(optimizer, module.ZeroRedundancyOptimizer):
+        return optimizer
+    inner: Optimizer = optimizer.optim
+    return inner
+
+
+def room_for(
+    model: nn.Module, optimizers: Sequence[Optimizer], saved: Mapping[str, Mapping[str, Any]]
+) -> State:
+    """Return tensors to fill, like those that were saved, of the parameters that are here.
+
+    Args:
+        model: The model.
+        optimizers: Its optimizers.
+        saved: By parameter and key, what was saved: an object with ``size`` and ``dtype``.
+
+    Raises:
+        ValueError: How a state is sharded cannot be told.
+    """
+    if is_fsdp1(model):
+        return _of_fsdp1(model, optimizers)[0] if saved else {}
+    state: State = {}
+    for name, parameter, before in _held(model, optimizers):
+        state[name] = {
+            key: _like(f"{key!r} of {name!r}", parameter, before.get(key), said, key == "step")
+            for key, said in saved.get(name, {}).items()
+        }
+    return state
+
+
+def _held(
+    model: nn.Module, optimizers: Sequence[Optimizer]
+) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
+    names = {parameter: name for name, parameter in parameters_by_name(model).items()}
+    for optimizer in optimizers:
+        inner = _holder(optimizer)
+        for group in inner.param_groups:
+            for parameter in group["params"]:
+                name = _name(parameter, names, model)
+                yield name, parameter, inner.state.get(parameter, {})
+
+
+def _like(what: str, parameter: Tensor, before: Any, said: Any, counts: bool) -> Tensor:
+    size, dtype = said.size, said.dtype
+    if isinstance(before, Tensor):
+        return before.detach() if before.dtype == dtype else torch.empty_like(before, dtype=dtype)
+    if counts or size.numel() == 1:
+        # Optimizers count on the host, unless their state says otherwise.
+        return torch.empty(size, dtype=dtype)
+    whole = getattr(parameter, "full_shape", parameter.shape)
+    if tuple(size) in (tuple(parameter.shape), tuple(whole)):
+        return torch.empty_like(parameter.detach(), dtype=dtype)
+    if isinstance(parameter, DTensor):
+        raise ValueError(
+            f"{what} in the optimizer was saved with shape {tuple(size)}, the parameter has "
+            f"{tuple(parameter.shape)}: how it is sharded cannot be told; make one step with the "
+            "optimizer before load_checkpoint"
+        )
+    return torch.empty(size, dtype=dtype, device=parameter.device)
+
+
+def set_state(
+    model: nn.Module, optimizers: Sequence[Optimizer], state: State, options: Options
+) -> None:
+    """Give optimizers their state, and the options of their parameters.
+
+    Raises:
+        ValueError: The parameters of one group were in several, or in none.
+    """
+    if not options:
+        return  # FSDP1's, saved before the first step
+    if is_fsdp1(model):
+        _set_fsdp1(model, optimizers, state, options)
+        return
+    names = {parameter: name for name, parameter in parameters_by_name(model).items()}
+    for optimizer in optimizers:
+        inner = _holder(optimizer)
+        flat = [each for group in inner.param_groups for each in group["params"]]
+        numbers = {parameter: number for number, parameter in enumerate(flat)}
+        groups = []
+        for group in inner.param_groups:
+            found = options_of([names[each] for each in group["params"]], options)
+            groups.append(group | found | {"params": [numbers[each] for each in group["params"]]})
+        own = {numbers[each]: state[names[each]] for each in flat if state.get(names[each])}
+        inner.load_state_dict({"state": own, "param_groups": groups})
+        if inner is not optimizer:
+            for group in optimizer.param_groups:
+                group.update(options_of([names[each] for each in group["params"]], options))
+
+
+def options_of(named: Sequence[str], saved: Options) -> dict[str, Any]:
+    """Return what was saved for a group with these parameters.
+
+    Raises:
+        ValueError: They were in several groups, or some were in none.
+    """
+    held = set(named)
+    groups = [group for group in saved if held & set(group["names"])]
+    lost = held - {name for group in groups for name in group["names"]}
+    different = [group for group in groups if group["options"] != groups[0]["options"]]
+    if lost or different:
+        where = f"{min(lost)!r} was in none" if lost else f"they were in {len(groups)}"
+        raise ValueError(
+            f"a group of the optimizer has {len(held)} parameters, and of the groups that were "
+            f"saved {where}; expected the groups that the optimizer was saved with"
+        )
+    return dict(groups[0]["options"]) if groups else {}
+
+
+def _of_fsdp1(model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[State, Options]:
+    from torch.distributed.checkpoint.state_dict import (  # noqa: PLC0415 - where it is used
+        get_optimizer_state_dict,
+    )
+
+    if not optimizers:
+        return {}, []
+    with quietly():
+        found: dict[str, Any] = get_optimizer_state_dict(model, optimizers)
+    options = [
+        {
+            "names": list(group["params"]),
+            "options": {key: value for key, value in group.items() if key != "params"},
+        }
+        for group in found["param_groups"]
+    ]
+    return dict(found["state"]), options
+
+
+def _set_fsdp1(
+    model: nn.Module, optimizers: Sequence[Optimizer], state: State, options: Options
+) -> None:
+    from torch.distributed.checkpoint.state_dict import (  # noqa: PLC0415 - where it is used
+        set_optimizer_state_dict,
+    )
+
+    groups = [{**group["options"], "params": group["names"]} for group in options]
+    if state:
+        held: Any = {"state": state, "param_groups": groups}
+        with quietly():
+            set_optimizer_state_dict(model, optimizers, held)
+
+
+# The streams of random numbers of a rank.
+
+
+def rng_state(world: World | None) -> dict[str, Any]:
+    """Return where this rank's streams are: Python's, numpy's, torch's, the device's, ezpz_tp's."""
+    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if numpy := sys.modules.get("numpy"):
+        kind, keys, *rest = numpy.random.get_state()
+        state["numpy"] = (kind, keys.tolist(), *rest)
+    if world is not None and world.device.type != "cpu":
+        module = torch.get_device_module(world.device)
+        state["device"] = (world.device.type, module.get_rng_state())
+    if tp := sys.modules.get("ezpz_tp"):
+        tracker = tp.get_rng_tracker()
+        if tracker.is_initialized():
+            state["ezpz_tp"] = tracker.get_states()
+    return state
+
+
+def set_rng_state(state: dict[str, Any], world: World | None) -> list[str]:
+    """Put this rank's streams where they were; return notes on those that could not be."""
+    notes = []
+    random.setstate(state["python"])
+    torch.set_rng_state(state["torch"])
+    numpy = sys.modules.get("numpy")
+    if numpy and "numpy" in state:
+        numpy.random.set_state(state["numpy"])
+    elif numpy:
+        notes.append("numpy's random numbers go on as they are: it was not imported at the save")
+    if world is not None and world.device.type != "cpu":
+        kind, held = state.get("device", ("cpu", None))
+        if kind == world.device.type:
+            torch.get_device_module(world.device).set_rng_state(held)
+        else:
+            notes.append(
+                f"random numbers on {world.device.type} go on as they are: saved on {kind}"
+            )
+    if "ezpz_tp" in state:
+        from ezpz_tp import get_rng_tracker  # noqa: PLC0415 - only where it was used
+
+        get_rng_tracker().set_states(state["ezpz_tp"])
+    return notes
+
+
+def derive_rng_state(saved: bytes, stream: tuple[int, ...]) -> None:
+    """Seed the streams of a rank that was not there, from the state of rank 0.
+
+    The same on every run. Not seeds of `seed_for_rank`: those have been drawn from already.
+
+    Args:
+        saved: Rank 0's state, in bytes.
+        stream: What tells this rank from others; the same on tensor-parallel ranks.
+    """
+    digest = hashlib.sha256(saved + repr(stream).encode()).digest()
+    value = int.from_bytes(digest[:8], "little") >> 4
+    random.seed(value)
+    torch.manual_seed(value)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed([value & 0xFFFFFFFF, value >> 32])
+    tp = sys.modules.get("ezpz_tp")
+    if tp and tp.get_rng_tracker().is_initialized():
+        tp.seed_model_parallel(value)
+
+
+# What is no tensor, as bytes that are read without running code.
+
+
+def encode(what: str, value: Any) -> bytes:
+    """Return an object's bytes, having made sure that they can be read again.
+
+    Args:
+        what: Its name, for the message.
+        value: Numbers, strings, tensors, None, and tuples, lists, sets and dicts of them.
+
+    Raises:
+        TypeError: It is something else, and would be readable only by running code.
+    """
+    stream = io.BytesIO()
+    try:
+        torch.save(value, stream)
+        decode(what, stream.getvalue())
+    except (ValueError, TypeError, AttributeError, pickle.PicklingError, RuntimeError) as error:
+        culprit = _first_culprit(value) or f"{what} ({str(error).splitlines()[0]})"
+        raise TypeError(
+            f"{culprit} cannot be saved so that it can be read without running code; expected "
+            "numbers, strings, tensors, None, and tuples, lists and dicts of them"
+        ) from error
+    return stream.getvalue()
+
+
+def plain(value: Any) -> Any:
+    """Return a value with common types inside as plain ones; what is none of these as it is."""
+    numpy = sys.modules.get("numpy")
+    if isinstance(value, Enum):
+        value = plain(value.value)
+    elif numpy and isinstance(value, numpy.generic):
+        number = value.item()
+        value = value if isinstance(number, numpy.generic) else plain(number)
+    elif isinstance(value, PurePath):
+        value = str(value)
+    elif isinstance(value, dt.date | dt.time):
+        value = value.isoformat()
+    elif isinstance(value, dt.timedelta):
+        value = value.total_seconds()
+    elif type(value) in (dict, OrderedDict):
+        value = type(value)((plain(key), plain(each)) for key, each in value.items())
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        value = tuple(map(plain, value))
+    elif type(value) in (list, tuple, set):
+        value = type(value)(map(plain, value))
+    return value
+
+
+def decode(what: str, data: bytes) -> Any:
+    """Return an object from its bytes. Never runs code that is in them.
+
+    Raises:
+        ValueError: They are damaged, or hold more than `encode` writes.
+    """
+    try:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, LookupError, TypeError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"{what} is damaged, or holds what is not read because it could run code: {reason}"
+        ) from error
+
+
+_PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.Tensor, torch.dtype, torch.Size)
+
+
+def _first_culprit(value: Any) -> str | None:
+    named = value.items() if isinstance(value, dict) else ()
+    return next((found for key, each in named if (found := _culprit(str(key), each))), None)
+
+
+def _culprit(path: str, value: Any) -> str | None:
+    """Return the first thing inside that is not plain, with its place; None: all is."""
+    if isinstance(value, dict):
+        items = [(f"{path}[{key!r}]", each) for key, each in value.items()]
+        items += [(f"a key of {path}", key) for key in value]
+    elif type(value) in (list, tuple, set):
+        items = [(f"{path}[{number}]", each) for number, each in enumerate(value)]
+    elif type(value) in _PLAIN or isinstance(value, torch.Tensor):
+        return None
+    else:
+        return f"{path}, of type {type(value).__module__}.{type(value).__qualname__},"
+    search: Callable[[str, Any], str | None] = _culprit
+    return next((found for each in items if (found := search(*each))), None)
+
+
+# All that a check-point holds, by key: tensors in pieces, and the rest as bytes.
+
+MODEL = "model."
+OPTIMIZER = "optimizer.state."
+VALUES = "optimizer.values."
+COMMON = "common"
+
+Held = dict[str, Pieces]
+
+
+def stage_key(stage: int) -> str:
+    """Return the key of what is no tensor in a pipeline stage's model and optimizer."""
+    return f"stage.{stage:04d}"
+
+
+def rank_key(rank: int) -> str:
+    """Return the key of what a rank has for itself."""
+    return f"rank.{rank:07d}"
+
+
+def model_state(model: nn.Module) -> dict[str, Any]:
+    """Return a model's state by plain names; its tensors are those in use."""
+    # Not get_model_state_dict: it looks for an attribute of every name, and wants a tensor at
+    # least; what its counterpart expects of a module under two names it does not give (2.13).
+    with quietly(), _sharded(model):
+        return {plain_name(model, name): value for name, value in model.state_dict().items()}
+
+
+def set_model_state(model: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
+    """Give a model its state, all of which it has, by plain names.
+
+    Raises:
+        ValueError: `load_state_dict` refuses what `state_dict` gave: a hook of the model's.
+    """
+    with quietly(), _sharded(model):
+        named = {name: state[plain_name(model, name)] for name in model.state_dict()}
+        try:
+            model.load_state_dict(named, strict=strict)
+        except RuntimeError as error:
+            raise ValueError(
+                f"{' '.join(str(error).split())}; expected a model that can load its own "
+                "state_dict(): hooks that change it need a counterpart for loading"
+            ) from error
+
+
+def _sharded(model: nn.Module) -> AbstractContextManager[object]:
+    if not is_fsdp1(model):
+        return nullcontext()
+    kind = StateDictType.SHARDED_STATE_DICT
+    return FullyShardedDataParallel.state_dict_type(model, kind)
+
+
+def optimizer_key(name: str, key: str, prefix: str = OPTIMIZER) -> str:
+    """Return the key of a tensor of a parameter's state."""
+    return f"{prefix}{name}.{key}"
+
+
+def split_key(key: str, names: Mapping[str, Any], prefix: str = OPTIMIZER) -> tuple[str, str]:
+    """Return parameter and key of a tensor of an optimizer's state; both may have dots.
+
+    The longest of the names that fits; of none, what precedes the last dot.
+    """
+    rest = key.removeprefix(prefix)
+    at = len(rest)
+    while (at := rest.rfind(".", 0, at)) > 0:
+        if rest[:at] in names:
+            return rest[:at], rest[at + 1 :]
+    name, _, last = rest.rpartition(".")
+    return name, last
+
+
+class Parts:
+    """How this rank's tensors are parts of whole ones.
+
+    Args:
+        model: The model, wrapped or not.
+        layout: This rank's place in ezpz_tp's groups.
+
+    Raises:
+        CheckpointError: Tensor-parallel ranks hold different parts, and nothing says of what.
+    """
+
+    def __init__(self, model: nn.Module, layout: Layout) -> None:
+        self._model, self._layout = model, layout
+        self._parameters = parameters_by_name(model)
+        degree = layout.degrees["tensor"]
+        tp = sys.modules.get("ezpz_tp")
+        self._shards = (
+            {name: tp.shard_of(one, degree) for name, one in self._parameters.items()} if tp else {}
+        )
+        split = any(one is None or one.dim is not None for one in self._shards.values())
+        if degree > 1 and self._shards and not split and not self._is_split_by_torch():
+            raise CheckpointError(
+                f"there are {degree} tensor-parallel ranks, but no parameter of "
+                f"{type(model).__name__} says what it is a part of, and one rank's would be saved "
+                "for all; expected layers of ezpz_tp; wrap with fully_shard inside `with "
+                "ezpz_tp.keep_attributes(model):`, and of weights of your own say it by "
+                "ezpz_tp.set_shard"
+            )
+
+    @property
+    def buffers(self) -> set[str]:
+        """Return the names of the model's buffers."""
+        named = self._model.named_buffers(remove_duplicate=False)
+        return {plain_name(self._model, name) for name, _ in named}
+
+    def _is_split_by_torch(self) -> bool:
+        """Return whether DTensors of parallelize_module lie over the tensor-parallel group."""
+        tp = sys.modules["ezpz_tp"]
+        state = tp.current_state()
+        import torch.distributed as dist  # noqa: PLC0415 - beside its use
+
+        peers = set(dist.get_process_group_ranks(state.group("tensor")))
+        meshes = [getattr(one, "device_mesh", None) for one in self._parameters.values()]
+        return any(
+            mesh is not None and len(peers & set(mesh.mesh.flatten().tolist())) > 1
+            for mesh in meshes
+        )
+
+    def of_model(self, name: str, tensor: Tensor) -> Pieces:
+        """Return the pieces of a tensor of the model's state."""
+        return self._pieces(name, tensor, name)
+
+    def of_state(self, name: str, key: str, tensor: Tensor) -> Pieces:
+        """Return the pieces of a tensor of an optimizer's state."""
+        if hasattr(tensor, "local_shards"):
+            return pieces_of(tensor)  # FSDP1's, of the whole parameter
+        owner = self._parameters.get(name)
+        alike = owner is not None and tensor.size() == owner.size()
+        shard = self._shards.get(name)
+        if shard is not None and shard.dim is not None and not alike and tensor.numel() > 1:
+            raise CheckpointError(
+                f"{key!r} of {name!r} in the optimizer has shape {tuple(tensor.shape)}; expected "
+                "that of its parameter, or one number: how tensor-parallel ranks share it cannot "
+                "be told"
+            )
+        return self._pieces(f"{key!r} of {name!r} in the optimizer", tensor, name if alike else "")
+
+    def _pieces(self, what: str, tensor: Tensor, owner: str) -> Pieces:
+        index, degree = self._layout.index["tensor"], self._layout.degrees["tensor"]
+        parameter, shard = self._parameters.get(owner), self._shards.get(owner)
+        if not getattr(parameter, "allreduce", True):
+            raise CheckpointError(
+                f"{what} is an expert's (allreduce is False), split over expert groups; only "
+                "parameters split over the tensor group can be saved"
+            )
+        try:
+            return pieces_of(tensor, shard, index, degree)
+        except ValueError as error:
+            raise CheckpointError(f"{what}: {error}") from error
+
+
+def held_by(
+    parts: Parts, model: Mapping[str, Any], state: State
+) -> tuple[Held, dict[str, Any], dict[str, dict[str, Any]]]:
+    """Return the tensors of model and optimizer by key, and what of each is no tensor."""
+    held: Held = {}
+    values: dict[str, Any] = {}
+    for name, value in model.items():
+        if _has_pieces(value):
+            held[MODEL + name] = parts.of_model(name, value)
+        else:
+            values[name] = value
+    others: dict[str, dict[str, Any]] = {}
+    for name, entries in state.items():
+        for key, value in entries.items():
+            if _has_pieces(value):
+                held[optimizer_key(name, key)] = parts.of_state(name, key, value)
+            else:
+                others.setdefault(name, {})[key] = value
+    return held, values, others
+
+
+def _has_pieces(value: Any) -> bool:
+    """Return whether it is a tensor that can be cut; a sparse one is saved whole, with the rest."""
+    dense = isinstance(value, Tensor) and value.layout is torch.strided
+    return dense or hasattr(value, "local_shards")
+
+
+def encoded(what: str, value: Any) -> Pieces:
+    """Return what is no tensor as the bytes of one."""
+    return blob_of(encode(what, value))
+
+
+def values_of(others: Mapping[str, Mapping[str, Any]]) -> Held:
+    """Return what is no tensor in an optimizer's state, by key."""
+    return {VALUES + name: encoded(f"the state of {name!r}", each) for name, each in others.items()}
+
+
+def state_dicts(things: Any) -> Any:
+    """Return the state of an object, or of several; a dict is its own, and None none."""
+    if things is None:
+        return None
+    if isinstance(things, Mapping):
+        return dict(things)
+    if isinstance(things, Sequence):
+        return [state_dicts(each) for each in things]
+    return things.state_dict()
+
+
+def load_state_dicts(things: Any, state: Any) -> None:
+    """Give an object, or several, their state back; a dict is filled anew."""
+    if isinstance(things, dict):
+        things.clear()
+        things.update(state)
+    elif isinstance(things, Sequence):
+        for each, saved in zip(things, state, strict=True):
+            load_state_dicts(each, saved)
+    else:
+        things.load_state_dict(state)

@@ -1,8 +1,4 @@
-"""What ranks tell each other about a check-point, so that one's failure is everyone's.
-
-Over a group of gloo's own: nothing mixes with the training's collectives, and a check-point can
-be written by another thread meanwhile. One thread at a time uses it.
-"""
+"""What ranks tell each other about a checkpoint, so that one's failure is everyone's."""
 
 from __future__ import annotations
 
@@ -19,10 +15,9 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from ezpz_dist._diagnosis import call_roll, find_watcher
 from ezpz_dist._errors import CheckpointError, DistError
-from ezpz_dist._hangs.roll_call import call_roll
-from ezpz_dist._hangs.waiting import first_line, waiting
-from ezpz_dist._hangs.watcher import find_watcher
+from ezpz_dist._watch import first_line, waiting
 from ezpz_dist._world import World
 from ezpz_topo import get_hostname
 

@@ -2,31 +2,541 @@
 
 from __future__ import annotations
 
+import atexit
+import hashlib
+import heapq
 import logging
+import math
+import multiprocessing.util
 import os
+import pickle
+import sys
+import threading
 import time
-from collections.abc import Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ezpz_dist._errors import CheckpointError
-from ezpz_dist._world import current_world
+from ezpz_dist._world import current_world, finish_before_leaving
 
-from .background import Saving, finish_saving
-from .folder import MAX_STEP
-from .given import Given, Optimizers, Order, listed
-from .layout import Layout, current_layout
+from . import index
+from .index import Files, Manifest, Place, Written, begin, encode_manifest, superseded
+from .pieces import Layout, Pieces, current_layout, rank_key, rng_state
 from .ranks import Ranks, collecting_later, ranks_of
-from .rng import rng_state
-from .store import Store, open_store
+from .store import (
+    INDEX,
+    LATEST,
+    MANIFEST,
+    MAX_STEP,
+    OWNER,
+    Given,
+    Name,
+    Optimizers,
+    Order,
+    Store,
+    claim,
+    listed,
+    open_store,
+    refuse_other,
+    release_at_end,
+)
 
 if TYPE_CHECKING:
-    from .state import Held
-    from .writing import Draft
+    from .pieces import Held
+
+
+# Who writes what: the ranks compare what they hold, and each piece gets one that writes it.
+
+
+class Item(NamedTuple):
+    """A piece that is to be written: its place in the whole, and what the whole is."""
+
+    key: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def piece(self) -> tuple[str, tuple[int, ...]]:
+        """What it goes by."""
+        return self.key, self.offsets
+
+
+def items_of(held: Mapping[str, Pieces]) -> list[Item]:
+    """Return the pieces that a rank holds."""
+    return [
+        Item(key, offsets, tuple(tensor.shape), pieces.dtype, pieces.shape)
+        for key, pieces in held.items()
+        for offsets, tensor in pieces.held
+    ]
+
+
+def agree(
+    ranks: Ranks, what: str, held: Mapping[str, Pieces], stage: int
+) -> tuple[list[Tensor], list[list[Item]]]:
+    """Plan together; return what this rank writes and, on rank 0, what each does.
+
+    Of those that hold the same pieces, one rank sends their list: what rank 0 has to do grows
+    with the pieces of the model, not with its replicas. Collective: every rank calls this.
+
+    Raises:
+        CheckpointError: Ranks differ in what they hold under one name: on all ranks.
+    """
+    packed = b""
+    items: list[Item] = []
+
+    def listed() -> tuple[bytes, list[Item]]:
+        nonlocal packed
+        own = rank_key(ranks.rank)
+        items[:] = items_of({key: pieces for key, pieces in held.items() if key != own})
+        packed = pickle.dumps((items, stage))
+        return hashlib.sha256(packed).digest(), items_of({own: held[own]})
+
+    told = ranks.everywhere(what, listed)
+    like: dict[bytes, list[int]] = {}
+    for rank, (digest, _) in enumerate(told):
+        like.setdefault(digest, []).append(rank)
+    first = {members[0] for members in like.values()}
+    is_first = ranks.first_for_each(what, lambda: [rank in first for rank in range(ranks.size)])
+    sent = ranks.gather(packed if is_first else None)
+    dealt: list[list[Item]] = []
+
+    def plan() -> list[tuple[list[tuple[str, tuple[int, ...]]], list[tuple[str, tuple[int, ...]]]]]:
+        nonlocal dealt
+        lists: list[tuple[list[Item], int, list[int]]] = []
+        for members in like.values():
+            # From ranks of this very job; rank 0 has its own.
+            theirs = pickle.loads(sent[members[0]]) if members[0] else (items, stage)  # noqa: S301
+            lists.append((*theirs, members))
+        tied = _check(lists)
+        dealt = _deal(lists, [own for _, own in told])
+        _check_whole(dealt)
+        return [([item.piece for item in each], tied) for each in dealt]
+
+    mine, tied = ranks.first_for_each(what, plan)
+    if tied:
+        _check_ties(ranks, what, held, tied)
+    return [held[key].at(offsets) for key, offsets in mine], dealt
+
+
+Lists = Sequence[tuple[Sequence[Item], int, Sequence[int]]]
+"""Pieces, the pipeline stage, and the ranks that hold them."""
+
+
+def _deal(lists: Lists, own: Sequence[Sequence[Item]]) -> list[list[Item]]:
+    """Have each piece written by the one of its holders that has the least to write."""
+    holders: dict[Any, list[int]] = {}
+    for number, (items, _, _) in enumerate(lists):
+        for item in items:
+            holders.setdefault(item.piece, []).append(number)
+    dealt = [list(each) for each in own]
+    loads = [0] * len(own)
+    queues: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+    for items, _, _ in lists:
+        for item in items:
+            if numbers := tuple(holders.pop(item.piece, ())):
+                if numbers not in queues:
+                    queues[numbers] = sorted((0, rank) for n in numbers for rank in lists[n][2])
+                queue = queues[numbers]
+                while queue[0][0] != loads[queue[0][1]]:  # of another queue it got more since
+                    heapq.heapreplace(queue, (loads[queue[0][1]], queue[0][1]))
+                rank = queue[0][1]
+                loads[rank] += math.prod(item.sizes) * item.dtype.itemsize or 1
+                dealt[rank].append(item)
+    return dealt
+
+
+def _check(lists: Lists) -> list[tuple[str, tuple[int, ...]]]:
+    """Compare what ranks hold under one name; return what several pipeline stages have.
+
+    One rank's would be taken for all, in silence.
+    """
+    known: dict[str, tuple[Item, int]] = {}
+    stage_of: dict[Any, int] = {}
+    tied: dict[tuple[str, tuple[int, ...]], None] = {}
+    for items, stage, (rank, *_) in lists:
+        for item in items:
+            said, first = known.setdefault(item.key, (item, rank))
+            if (said.shape, said.dtype) != (item.shape, item.dtype):
+                raise CheckpointError(
+                    f"{item.key} is {_shape(item)} on rank {rank} and {_shape(said)} on rank "
+                    f"{first}; expected one tensor under one name, or equal copies of it; pipeline "
+                    "stages use the names of the whole model"
+                )
+            if stage_of.setdefault(item.piece, stage) != stage:
+                tied[item.piece] = None
+    return list(tied)
+
+
+def _shape(item: Item) -> str:
+    return f"{item.dtype} {list(item.shape)}".removeprefix("torch.")
+
+
+def _check_whole(dealt: Sequence[Sequence[Item]]) -> None:
+    """Make sure that the pieces of each tensor are all of it, and nothing is there twice."""
+    by_key: dict[str, list[Item]] = {}
+    for items in dealt:
+        for item in items:
+            by_key.setdefault(item.key, []).append(item)
+    for key, items in by_key.items():
+        alone = len(items) == 1 and items[0].sizes == items[0].shape
+        if not alone and not _is_whole(items):
+            pieces = ", ".join(f"{item.sizes} at {item.offsets}" for item in items[:4])
+            raise CheckpointError(
+                f"the ranks hold {len(items)} pieces of {key} ({pieces}), which are not "
+                f"{_shape(items[0])} without gap and overlap; expected shards of one tensor"
+            )
+
+
+def _is_whole(items: Sequence[Item]) -> bool:
+    shape = items[0].shape
+    boxes = [tuple(zip(item.offsets, item.sizes, strict=True)) for item in items]
+    boxes = [box for box in boxes if all(length for _, length in box)]
+    if sum(math.prod(length for _, length in box) for box in boxes) != math.prod(shape):
+        return False
+    # Along the dim of which there are most, only neighbours have to be compared.
+    dim = max(range(len(shape)), key=lambda each: len({box[each] for box in boxes}))
+    near: list[tuple[tuple[int, int], ...]] = []
+    for box in sorted(boxes, key=lambda each: each[dim]):
+        near = [each for each in near if sum(each[dim]) > box[dim][0]]
+        if any(sum(part) > whole for part, whole in zip(box, shape, strict=True)) or any(
+            all(one[0] < sum(two) and two[0] < sum(one) for one, two in zip(each, box, strict=True))
+            for each in near
+        ):
+            return False
+        near.append(box)
+    return True
+
+
+def _check_ties(
+    ranks: Ranks, what: str, held: Mapping[str, Pieces], tied: Sequence[tuple[str, tuple[int, ...]]]
+) -> None:
+    """Make sure that what several pipeline stages hold under one name is equal."""
+
+    def sums() -> list[int | None]:
+        return [_sum(held.get(key), offsets) for key, offsets in tied]
+
+    told = ranks.everywhere(what, sums)
+
+    def compare() -> None:
+        for number, (key, _) in enumerate(tied):
+            found = {one[number] for one in told} - {None}
+            if len(found) > 1:
+                raise CheckpointError(
+                    f"pipeline stages hold different values under {key}; expected a tied "
+                    "parameter, equal on both, or the names of the whole model: number the layers "
+                    "of a stage as they are in the model"
+                )
+
+    ranks.first(what, compare)
+
+
+def _sum(pieces: Pieces | None, offsets: tuple[int, ...]) -> int | None:
+    if pieces is None or all(start != offsets for start, _ in pieces.held):
+        return None
+    tensor = pieces.at(offsets).cpu().contiguous()
+    if not tensor.numel():
+        return 0
+    room = bytearray(tensor.nbytes)
+    torch.frombuffer(room, dtype=torch.uint8).copy_(tensor.view(-1).view(torch.uint8))
+    return zlib.crc32(room)
+
+
+# A check-point on its way: planned together, copied, written by each rank, completed by rank 0.
 
 logger = logging.getLogger(__name__)
+
+_SEEN_WITHIN = 10.0
+"""Seconds in which rank 0 must see what others wrote; network file systems remember misses."""
+
+
+def _name(rank: int) -> str:
+    return f"__{rank}_0.distcp"  # as torch's own tools name it
+
+
+@dataclass(slots=True)
+class Draft:
+    """A check-point that all ranks know what to write of."""
+
+    ranks: Ranks
+    store: Store
+    order: Order
+    name: Name
+    working: str
+    sequence: int
+    tensors: list[Tensor]
+    dealt: list[list[Item]]
+    started: float = field(default_factory=time.monotonic)
+
+    def copy(self) -> None:
+        """Take what is to be written out of the training's hands."""
+        self.tensors = [tensor.to("cpu", copy=True) for tensor in self.tensors]
+
+
+def draft(
+    ranks: Ranks, store: Store, order: Order, held: Mapping[str, Pieces], stage: int
+) -> Draft:
+    """Plan who writes what, and make the folder. Collective: every rank calls this.
+
+    Raises:
+        CheckpointError: Ranks differ in what they hold under one name, or the folder cannot be
+            made: on all ranks.
+    """
+    what = f"step {order.step} cannot be saved to {store.root}"
+    mine, dealt = agree(ranks, what, held, stage)
+    begun: tuple[Name, str, int] = ranks.first(what, lambda: begin(store, order, _size(dealt)))
+    if ranks.rank == 0:
+        release_at_end(store)
+    return Draft(ranks, store, order, *begun, mine, dealt)
+
+
+def _size(dealt: Sequence[Sequence[Item]]) -> int:
+    """Return about how many bytes will be written, rather too many."""
+    return sum(
+        math.prod(item.sizes) * item.dtype.itemsize + 4096 for items in dealt for item in items
+    )
+
+
+def write(draft: Draft) -> Manifest:
+    """Write the check-point and make it exist. Collective: every rank calls this.
+
+    Raises:
+        CheckpointError: Some rank could not write: on all ranks, and nothing is left of it.
+    """
+    ranks, store = draft.ranks, draft.store
+    what = f"step {draft.order.step} cannot be saved to {store.root}"
+    files = Files(store, draft.working)
+
+    def write_mine() -> tuple[list[Place], dict[str, Written]]:
+        with files.open(_name(ranks.rank)) as stream:
+            places = index.write(stream, draft.tensors)
+        return places, files.written
+
+    try:
+        told = ranks.everywhere(what, write_mine)
+        return ranks.first(what, lambda: _complete(draft, files, told))
+    except CheckpointError:
+        if ranks.rank == 0:
+            store.discard(draft.working)
+        raise
+
+
+def _complete(
+    draft: Draft, files: Files, told: Sequence[tuple[list[Place], dict[str, Written]]]
+) -> Manifest:
+    store, order = draft.store, draft.order
+    saved: dict[str, index.Saved] = {}
+    for rank, (items, (places, _)) in enumerate(zip(draft.dealt, told, strict=True)):
+        for item, place in zip(items, places, strict=True):
+            if item.key not in saved:
+                saved[item.key] = index.Saved(torch.Size(item.shape), item.dtype)
+            chunk = index.Chunk(item.offsets, item.sizes, _name(rank), place)
+            saved[item.key].chunks.append(chunk)
+    files.write(".metadata", index.metadata_of(saved))
+    files.write(INDEX, index.encode_index(saved))
+    written = {name: one for _, each in told for name, one in each.items()} | files.written
+    _see(store, draft.working, written, draft.ranks, [each for _, each in told])
+    manifest = Manifest(
+        order.step, draft.ranks.size, order.contents, time.time(), torch.__version__, written,
+        draft.sequence,
+    )  # fmt: skip
+    refuse_other(store)  # one that began as this did
+    files.write(MANIFEST, encode_manifest(manifest))
+    store.publish(draft.working, draft.name)
+    # It is saved; what comes after must not tell the script that it is not.
+    with _warning(order.step, f"{LATEST} is not written"):
+        store.put(LATEST, f"{draft.name}\n".encode())
+    with _warning(order.step, f"{OWNER} is not written"):
+        claim(store, order.step, draft.sequence)
+    with _warning(order.step, "older ones are not removed"):
+        for name in superseded(store, draft.name, order.keep):
+            with _warning(order.step, f"{name} is not removed"):
+                store.remove(name)
+    return manifest
+
+
+@contextmanager
+def _warning(step: int, otherwise: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        logger.warning("step %d is saved, but %s: %s", step, otherwise, error)
+
+
+def _see(
+    store: Store, folder: str, written: Mapping[str, Written], ranks: Ranks,
+    by_rank: Sequence[Mapping[str, Written]],
+) -> None:  # fmt: skip
+    """Make sure that rank 0 sees every rank's files: folders of one host are a common mistake."""
+    until = time.monotonic() + _SEEN_WITHIN
+    for rank, files in enumerate(by_rank):
+        for name in files:
+            while (size := store.size(f"{folder}/{name}")) != written[name].size:
+                if time.monotonic() > until:
+                    raise CheckpointError(
+                        f"rank 0 on {ranks.hosts[0]} sees {size} bytes of {name}, rank {rank} on "
+                        f"{ranks.hosts[rank]} wrote {written[name].size}; expected a folder that "
+                        "all hosts share"
+                    )
+                time.sleep(0.05)
+
+
+# A save that goes on while the training does, and the one place where its error comes up.
+
+T = TypeVar("T")
+
+
+class Saving:
+    """A check-point that is being written, or is written.
+
+    Attributes:
+        step: The step.
+        folder: Where it is, or will be: a path, or a URL.
+    """
+
+    def __init__(self, step: int, folder: str) -> None:
+        self.step: int = step
+        self.folder: str = folder
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+        self._told = False
+
+    def __repr__(self) -> str:
+        return f"<Saving step {self.step} to {self.folder}, {'done' if self.done else 'going on'}>"
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._done.is_set()
+
+    def wait(self, timeout: float | None = None) -> str:
+        """Wait until the check-point is complete; return its folder.
+
+        Not a collective: each rank's own part has ended when all of them have written.
+
+        Args:
+            timeout: Seconds; None: until it ends, which the timeout of `setup_torch` bounds.
+
+        Raises:
+            CheckpointError: It could not be written; or is not complete after ``timeout``.
+        """
+        if not self._done.wait(timeout):
+            raise CheckpointError(
+                f"step {self.step} is not saved after {timeout:g} s; expected {self.folder}; wait "
+                "longer, or look at the file system"
+            )
+        self._told = True
+        if self._error is not None:
+            raise self._error
+        return self.folder
+
+    def run(self, work: Callable[[], object]) -> None:
+        """Do the work; keep its error for those who wait."""
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - it ends a thread; those who wait raise it
+            self._error = error
+        finally:
+            self._done.set()
+
+    def start(self, work: Callable[[], object]) -> None:
+        """Do the work in a thread of its own; `finish_saving` waits for it, also at exit."""
+        global _going, _function
+        # A daemon: the interpreter would wait for another without bound, and before our atexit.
+        thread = threading.Thread(target=self.run, args=(work,), name="ezpz-save", daemon=True)
+        _going = self
+        finish_before_leaving(_finish_in_time)
+        atexit.unregister(_at_exit)
+        atexit.register(_at_exit)  # the last comes first: before a `cleanup` of setup_torch's
+        if multiprocessing.parent_process() is not None and _function != os.getpid():
+            _function = os.getpid()
+            # A function's end: there Python < 3.14 calls nothing of atexit's.
+            multiprocessing.util.Finalize(None, _at_exit, exitpriority=1)
+            multiprocessing.util.Finalize(None, _end_function, exitpriority=-1000)
+        thread.start()
+
+    @property
+    def is_unheard(self) -> bool:
+        """Whether its error has not come up yet."""
+        return self._error is not None and not self._told
+
+
+_going: Saving | None = None
+_function = 0
+"""The process of multiprocessing whose end is seen to."""
+
+AT_EXIT = 600.0
+"""Seconds that `cleanup`, or a process at its end, stays for a save that goes on."""
+
+
+def _forget() -> None:
+    global _going
+    _going = None
+
+
+# A child has no thread that saves: at its end it would wait for ever.
+os.register_at_fork(after_in_child=_forget)
+
+
+def finish_saving(timeout: float | None = None) -> None:
+    """Wait for the asynchronous save that goes on, if any. `cleanup` does it too.
+
+    Args:
+        timeout: Seconds; None: see `Saving.wait`.
+
+    Raises:
+        CheckpointError: It could not be written, and nobody was told yet.
+    """
+    global _going
+    saving = _going
+    if saving is None:
+        return
+    if saving.done and not saving.is_unheard:
+        _going = None
+        return
+    saving.wait(timeout)
+    _going = None
+
+
+def _finish_in_time() -> None:
+    finish_saving(AT_EXIT)
+
+
+def _at_exit() -> None:
+    global _failure
+    try:
+        _finish_in_time()
+    except Exception:  # whatever ended the save, there is no caller left to raise it to
+        logger.exception("the last asynchronous save failed; the exit status is 1")
+        _failure = _failure or _Failure()
+        # Let go of with sys, after all other modules: their open files are written by then.
+        vars(sys)["ezpz_dist's failure"] = _failure
+
+
+class _Failure:
+    """Ends the process with 1, after all else: what atexit's functions raise Python ignores."""
+
+    def __del__(self, end: Callable[[int], object] = os._exit) -> None:
+        end(1)
+
+
+_failure: _Failure | None = None
+
+
+def _end_function() -> None:
+    if _failure is not None:
+        raise SystemExit(1)
+
+
+# Save a training state: by all ranks, at one step, or not at all.
 
 
 def save_checkpoint(
@@ -102,7 +612,6 @@ def save_checkpoint(
 
 
 def _draft(path: str | os.PathLike[str], ranks: Ranks, given: Given, order: Order) -> Draft:
-    from .writing import draft  # noqa: PLC0415 - heavy to import
 
     what = f"step {order.step!r} cannot be saved to {os.fspath(path)}"
     layout = current_layout(ranks.rank, ranks.size)
@@ -123,34 +632,33 @@ def _opened(path: str | os.PathLike[str], order: Order) -> Store:
 
 
 def _collect(ranks: Ranks, layout: Layout, given: Given) -> Held:
-    from . import objects, state  # noqa: PLC0415 - heavy to import
-    from .names import refuse_deepspeed  # noqa: PLC0415
-    from .optimizers import state_of  # noqa: PLC0415
+    from . import pieces  # noqa: PLC0415 - heavy to import
 
-    refuse_deepspeed(given.model)
-    states, options = state_of(given.model, given.optimizers) if given.optimizers else ({}, [])
-    parts = state.Parts(given.model, layout)
-    whole = state.model_state(given.model)
+    pieces.refuse_deepspeed(given.model)
+    states, options = (
+        pieces.state_of(given.model, given.optimizers) if given.optimizers else ({}, [])
+    )
+    parts = pieces.Parts(given.model, layout)
+    whole = pieces.model_state(given.model)
     for name in [] if layout.is_first_replica else parts.buffers & whole.keys():
         del whole[name]  # each replica has its own, as of batch norm: one rank's, all together
-    held, values, others = state.held_by(parts, whole, states)
-    own = {"rng": rng_state(ranks.world), "data": state.state_dicts(given.data)}
+    held, values, others = pieces.held_by(parts, whole, states)
+    own = {"rng": rng_state(ranks.world), "data": pieces.state_dicts(given.data)}
     common = {
-        "scheduler": state.state_dicts(given.scheduler),
-        "extra": objects.plain(dict(given.extra or {})),
+        "scheduler": pieces.state_dicts(given.scheduler),
+        "extra": pieces.plain(dict(given.extra or {})),
         "degrees": layout.degrees,
     }
-    held |= state.values_of(others) | {state.rank_key(ranks.rank): state.encoded("rank", own)}
+    held |= pieces.values_of(others) | {pieces.rank_key(ranks.rank): pieces.encoded("rank", own)}
     if layout.is_first_of_stage:
         about = {"model": values, "options": options}
-        held[state.stage_key(layout.index["pipeline"])] = state.encoded("model", about)
+        held[pieces.stage_key(layout.index["pipeline"])] = pieces.encoded("model", about)
     if ranks.rank == 0:
-        held[state.COMMON] = state.encoded("save_checkpoint", common)
+        held[pieces.COMMON] = pieces.encoded("save_checkpoint", common)
     return held
 
 
 def _write(draft: Draft, how: str) -> None:
-    from .writing import write  # noqa: PLC0415 - heavy to import
 
     with draft.ranks.waiting(f"save_checkpoint(step={draft.order.step})"):
         manifest = write(draft)

@@ -1,20 +1,356 @@
-"""Where check-points lie: a folder of a file system, or a URL that fsspec knows."""
+"""Where checkpoints lie: a folder or a URL, which of them are there, and who writes now."""
 
 from __future__ import annotations
 
+import atexit
 import errno
+import functools
 import importlib
+import json
+import logging
 import math
 import os
+import re
 import shutil
+import uuid
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from ezpz_dist._errors import CheckpointError
+import torch
+from torch import nn
+from torch.optim import Optimizer
 
-from .folder import MANIFEST, Name, is_gone, names_in, owner_of
-from .owner import is_dead, owner_token
+from ezpz_dist._errors import CheckpointError
+from ezpz_dist._world import finish_before_leaving
+from ezpz_topo import get_hostname
+
+# What a caller gives to be saved or filled, and asks for.
+
+Optimizers = Optimizer | Sequence[Optimizer]
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A model, and what else there is.
+
+    Attributes:
+        model: Wrapped or not.
+        optimizers: Its optimizers; none, if none was given.
+        scheduler: None, one or several.
+        data: None, one or several.
+        extra: None, or a dict.
+    """
+
+    model: nn.Module
+    optimizers: list[Optimizer]
+    scheduler: Any
+    data: Any
+    extra: Mapping[str, Any] | None = None
+
+    @property
+    def contents(self) -> tuple[str, ...]:
+        """Return the names of what there is."""
+        there = {
+            "model": True,
+            "optimizer": bool(self.optimizers),
+            "scheduler": self.scheduler is not None,
+            "data": self.data is not None,
+            "extra": self.extra is not None,
+        }
+        return tuple(name for name, given in there.items() if given)
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What is to be written.
+
+    Attributes:
+        step: The step.
+        contents: What there is.
+        keep: How many to keep.
+    """
+
+    step: int
+    contents: tuple[str, ...]
+    keep: int | None
+
+
+def listed(optimizer: Optimizers | None) -> list[Optimizer]:
+    """Return one optimizer, several or none as a list."""
+    if optimizer is None:
+        return []
+    return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+
+
+def give_memory(model: nn.Module) -> None:
+    """Give elements of buffers that share memory (`expand`) some of their own, to be filled."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.layout is not torch.strided or buffer.is_meta:
+                continue
+            if any(
+                size > 1 and not step
+                for size, step in zip(buffer.shape, buffer.stride(), strict=True)
+            ):
+                setattr(module, name, buffer.clone(memory_format=torch.contiguous_format))
+
+
+# The names of check-points in a folder, and which of them are there.
+
+MANIFEST = "manifest.json"
+INDEX = "index.json"
+LATEST = "latest"
+"""A text file with the newest folder's name: for people and shell scripts; loading lists."""
+OWNER = "owner.json"
+"""Who saves there."""
+
+_NAME = re.compile(r"step-(\d{8,18})(?:\.(\d{1,6}))?")
+_WORKING = re.compile(r"\.(?:step-\d+(?:\.\d+)?|latest|owner\.json)\.tmp-(?P<owner>.+)")
+_GONE = re.compile(r"\.step-\d+(?:\.\d+)?\.gone-.+")
+
+MAX_STEP = 10**18 - 1
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Name:
+    """A check-point's folder: ``step-00000042``, or ``step-00000042.1`` for a second of that step.
+
+    A step that is saved again never touches the folder that is there: the second appears
+    beside it, whole, and only then the first goes.
+    """
+
+    step: int
+    generation: int = 0
+
+    def __str__(self) -> str:
+        return f"step-{self.step:08d}" + (f".{self.generation}" if self.generation else "")
+
+    def working(self, owner: str) -> str:
+        """Return the name of the folder while it is written."""
+        return f".{self}.tmp-{owner}"
+
+    def gone(self, owner: str) -> str:
+        """Return the name of the folder while it is removed."""
+        return f".{self}.gone-{owner}"
+
+
+def parse(name: str) -> Name | None:
+    """Return what a folder's name says; None: it is no check-point's."""
+    found = _NAME.fullmatch(name)
+    return Name(int(found[1]), int(found[2] or 0)) if found else None
+
+
+def names_in(entries: list[str]) -> list[Name]:
+    """Return the check-points among a folder's entries, the highest step first."""
+    return sorted((name for each in entries if (name := parse(each))), reverse=True)
+
+
+def owner_of(entry: str) -> str | None:
+    """Return who writes what has a temporary name; None: it has not."""
+    found = _WORKING.fullmatch(entry)
+    return found["owner"] if found else None
+
+
+def is_gone(entry: str) -> bool:
+    """Return whether a folder was being removed."""
+    return _GONE.fullmatch(entry) is not None
+
+
+def next_name(step: int, entries: list[str]) -> Name:
+    """Return a name for a step that no entry has."""
+    taken = [name.generation for name in names_in(entries) if name.step == step]
+    return Name(step, max(taken) + 1 if taken else 0)
+
+
+def newest_first(sequences: Mapping[Name, int]) -> list[Name]:
+    """Return check-points in the order of loading: the last saved first.
+
+    A run that goes back abandons what it had saved from that step on: that comes after all that
+    the newest stands on.
+    """
+    trunk: list[Name] = []
+    abandoned: list[Name] = []
+    for name in sorted(sequences, key=lambda each: (sequences[each], each), reverse=True):
+        (trunk if not trunk or name.step < trunk[-1].step else abandoned).append(name)
+    return trunk + abandoned
+
+
+def to_remove(names: Sequence[Name], saved: Name, keep: int | None) -> list[Name]:
+    """Return the check-points to remove once ``saved`` is complete, the oldest first.
+
+    Earlier ones of its step, and all but those of the ``keep`` newest steps; never itself.
+
+    Args:
+        names: The newest first.
+        saved: The one just written.
+        keep: None: all.
+    """
+    kept = set(list(dict.fromkeys(name.step for name in names))[:keep])
+    return [
+        name
+        for name in reversed(names)
+        if name != saved and (name.step not in kept or name.step == saved.step)
+    ]
+
+
+# Who writes a check-point now, in a name that tells later whether the writer still lives.
+
+logger = logging.getLogger(__name__)
+
+_TOKEN = re.compile(r"(?P<host>.+)~(?P<space>\d+)~(?P<pid>\d+)~(?P<start>\d+)~[0-9a-f]{8}")
+
+
+def owner_token() -> str:
+    """Return a name for an attempt of this process: host, pid namespace, pid, start, a nonce."""
+    space, start = _birth(os.getpid())
+    return f"{get_hostname()}~{space}~{os.getpid()}~{start}~{uuid.uuid4().hex[:8]}"
+
+
+def is_dead(token: str) -> bool | None:
+    """Return whether the process that made a token has ended; None where that cannot be told.
+
+    It can be on its own host, within one pid namespace: the process of that number is gone, or
+    was started at another time.
+    """
+    found = _TOKEN.fullmatch(token)
+    if found is None or found["host"] != get_hostname():
+        return None
+    space, _ = _birth(os.getpid())
+    if int(found["space"]) != space or not space:
+        return None
+    _, start = _birth(int(found["pid"]))
+    return start != int(found["start"])
+
+
+@functools.lru_cache(maxsize=1)
+def _pid_space() -> int:
+    try:
+        return Path("/proc/self/ns/pid").stat().st_ino
+    except OSError:
+        return 0  # not Linux
+
+
+def _birth(pid: int) -> tuple[int, int]:
+    """Return our pid namespace and the process's start in clock ticks; (space, 0): none such."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return _pid_space(), 0
+    # Field 2, the command, may hold spaces and parentheses; field 3 is the state, 22 the start.
+    fields = text.rpartition(")")[2].split()
+    return _pid_space(), 0 if fields[0] in ("Z", "X") else int(fields[19])
+
+
+_RUN = ("SLURM_JOB_ID", "PBS_JOBID", "EZPZ_LAUNCH_ID", "TORCHELASTIC_RUN_ID")
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Who saves in a folder: the process of rank 0 of the run that completed the last save there.
+
+    Attributes:
+        token: Of the process.
+        run: Ids of its job and launch, for people.
+        step: What it saved last.
+        sequence: Of that.
+    """
+
+    token: str
+    run: str
+    step: int
+    sequence: int
+
+    @property
+    def process(self) -> str:
+        """Return what tells the process from others."""
+        return self.token.rpartition("~")[0]
+
+    @property
+    def is_me(self) -> bool:
+        """Return whether it is this process."""
+        return self.process == owner_token().rpartition("~")[0]
+
+
+_followed: set[str] = set()
+"""Processes whose checkpoints this one went to load: it may go on in their place."""
+
+_owned: dict[str, Store] = {}
+
+
+def read_owner(store: Store) -> Owner | None:
+    """Return who saves there; None: no process, as far as can be read."""
+    try:
+        if store.size(OWNER) is None:
+            return None
+        with store.open(OWNER, "rb") as file:
+            about = json.loads(file.read())
+        return Owner(
+            str(about["owner"]), str(about["run"]), int(about["step"]), int(about["sequence"])
+        )
+    except (OSError, ArithmeticError, LookupError, TypeError, ValueError):
+        return None
+
+
+def follow(store: Store) -> None:
+    """Note that this process loads from there, and may go on to save there."""
+    if (owner := read_owner(store)) is not None:
+        _followed.add(owner.process)
+
+
+def refuse_other(store: Store) -> Owner | None:
+    """Return who saved there last; None: no process, as far as is known.
+
+    Raises:
+        CheckpointError: It is another process, which may still run, and this one has not loaded
+            what that saved.
+    """
+    owner = read_owner(store)
+    if owner is None or owner.is_me or owner.process in _followed:
+        return owner
+    dead = is_dead(owner.token)
+    if dead:
+        return owner
+    host, _, pid, _ = (owner.process.rsplit("~", 3) + ["?"] * 3)[:4]
+    run = f"{owner.run}, " if owner.run else ""
+    raise CheckpointError(
+        f"another job saves in {store.root}: {run}process {pid} on {host}, which "
+        f"{'runs' if dead is False else 'may run'} and saved step {owner.step}; expected one job "
+        "at a time: give each its own folder; to go on in its place, load_checkpoint() from there "
+        f"first; if it has ended, remove {store.root}/{OWNER}"
+    )
+
+
+def claim(store: Store, step: int, sequence: int) -> None:
+    """Say that this process saves there."""
+    run = " ".join(f"{name}={os.environ[name]}" for name in _RUN if os.environ.get(name))
+    about = {"owner": owner_token(), "run": run, "step": step, "sequence": sequence}
+    store.put(OWNER, json.dumps(about).encode())
+
+
+def release_at_end(store: Store) -> None:
+    """Have the claim of this process taken back when it cleans up or ends."""
+    if not _owned:
+        atexit.unregister(_release)
+        atexit.register(_release)
+    _owned[store.root] = store
+    finish_before_leaving(_release)
+
+
+def _release() -> None:
+    while _owned:
+        root, store = _owned.popitem()
+        try:
+            owner = read_owner(store)
+            if owner is not None and owner.is_me:
+                store.discard(OWNER)
+        except Exception as error:  # noqa: BLE001 - a URL's store at exit; we end, which is seen
+            logger.debug("%s/%s is not removed: %s", root, OWNER, error)
+
+
+# Where check-points lie: a folder of a file system, or a URL that fsspec knows.
 
 _ABANDONED = 3600.0
 """Seconds without a write after which an attempt of another host is taken for dead."""

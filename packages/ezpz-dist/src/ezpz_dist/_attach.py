@@ -1,0 +1,85 @@
+"""Program: talk to a debugger that waits at a socket, a terminal for a rank that has none."""
+
+from __future__ import annotations
+
+import codecs
+import importlib
+import socket
+import sys
+from contextlib import suppress
+
+TURN = "\x05"
+"""Sent by the debugger behind each prompt: it is the person's turn (ASCII's enquiry)."""
+
+INTERRUPT = b"\x03"
+"""Sent to the debugger for Ctrl-C."""
+
+
+def main(words: list[str]) -> int:
+    """Connect, and pass lines to and fro until the debugger ends; return the exit status."""
+    if len(words) != 1:
+        sys.stderr.write(f"{(__doc__ or '').splitlines()[2]}\n")
+        return 2
+    with suppress(ImportError):
+        # Lines can be edited and recalled, where Python has it.
+        importlib.import_module("readline")
+    with socket.socket(socket.AF_UNIX) as link:
+        try:
+            link.connect(words[0])
+        except OSError as error:
+            sys.stderr.write(
+                f"{words[0]}: {error.strerror}; expected a rank's breakpoint to wait there; it has "
+                "ended, or is on another host\n"
+            )
+            return 1
+        try:
+            return _talk(link)
+        except (BrokenPipeError, ConnectionResetError):
+            return _ended()
+
+
+def _talk(link: socket.socket) -> int:
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    shown = ""
+    while True:
+        try:
+            data = link.recv(65536)
+        except KeyboardInterrupt:
+            link.sendall(INTERRUPT)
+            continue
+        if not data:
+            sys.stdout.write(shown)
+            return _ended()
+        shown += decoder.decode(data)
+        while TURN in shown:
+            said, _, shown = shown.partition(TURN)
+            lines, newline, prompt = said.rpartition("\n")
+            sys.stdout.write(lines + newline)
+            line = _ask(prompt)
+            if line is None:
+                sys.stdout.write("\nleft; the rank waits: the same command connects again\n")
+                return 0
+            link.sendall(line.encode("utf-8", "replace") + b"\n")
+        # Whole lines at once; a prompt stays until its turn.
+        lines, newline, shown = shown.rpartition("\n")
+        sys.stdout.write(lines + newline)
+        sys.stdout.flush()
+
+
+def _ask(prompt: str) -> str | None:
+    while True:
+        try:
+            return input(prompt)
+        except KeyboardInterrupt:
+            sys.stdout.write("\n")
+        except EOFError:
+            return None
+
+
+def _ended() -> int:
+    sys.stdout.write("the debugger has ended\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,1 +1,0 @@
-"""Collectives that are the same under every launcher, and in a world of one."""

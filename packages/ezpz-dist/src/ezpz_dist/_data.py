@@ -1,0 +1,402 @@
+"""Every rank its own share of the data: sampler and loader, resumable in mid-epoch."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch.utils.data import Dataset, IterableDataset, Sampler
+
+from ._errors import DataError
+from ._world import current_world
+
+# Which part of the data is this rank's.
+
+T = TypeVar("T")
+
+
+def data_share() -> tuple[int, int]:
+    """Return (which, of how many): this rank's part of the data, from 0, and how many there are.
+
+    Tensor-, context- and pipeline-parallel ranks work on the same samples, so theirs is the
+    same: the position in the data-parallel group of ``ezpz_tp``. Without its groups every
+    rank has its own.
+
+    Raises:
+        NotSetUpError: There are several ranks and `setup_torch` was not called.
+    """
+    world = current_world("data_share()")
+    if world is None or world.info.world_size == 1:
+        return 0, 1
+    import ezpz_tp  # noqa: PLC0415  # only who asks pays for it
+
+    if ezpz_tp.tensor_parallel_is_initialized():
+        return ezpz_tp.get_data_parallel_rank(), ezpz_tp.get_data_parallel_world_size()
+    return world.info.rank, world.info.world_size
+
+
+def share_of(
+    items: Sequence[T],
+    *,
+    sizes: Sequence[float] | None = None,
+    share: tuple[int, int] | None = None,
+) -> list[T]:
+    """Return this rank's part of a list, for example of files; nothing is sent.
+
+    Every item is in one part. Without sizes they are dealt out one by one; with sizes the
+    largest go first, each to the part that has least (at most 4/3 of the best possible,
+    Graham 1969).
+
+    Args:
+        items: The same on every rank, in the same order.
+        sizes: One for each item, for example of bytes.
+        share: (which, of how many); default: `data_share`.
+
+    Raises:
+        DataError: There are fewer items than parts, which would leave a rank without any.
+        NotSetUpError: There are several ranks and `setup_torch` was not called.
+        ValueError: There are not as many sizes as items, or ``share`` is none.
+    """
+    which, count = checked(share)
+    if len(items) < count:
+        raise DataError(
+            f"{len(items)} items for {count} data-parallel ranks; expected at least one each; "
+            "split the items, or read them with fewer ranks"
+        )
+    if sizes is None:
+        return list(items[which::count])
+    if len(sizes) != len(items):
+        raise ValueError(f"{len(sizes)} sizes; expected one for each of {len(items)} items")
+    loads = [(0.0, 0)] * count
+    mine: list[int] = []
+    for place in sorted(range(len(items)), key=lambda place: -sizes[place]):
+        # Items without a size are dealt out evenly, too.
+        least = min(range(count), key=loads.__getitem__)
+        loads[least] = loads[least][0] + sizes[place], loads[least][1] + 1
+        if least == which:
+            mine.append(place)
+    return [items[place] for place in sorted(mine)]
+
+
+def checked(share: tuple[int, int] | None) -> tuple[int, int]:
+    """Return the share that is given, or this rank's.
+
+    Raises:
+        ValueError: It is no (which, of how many).
+    """
+    if share is None:
+        return data_share()
+    which, count = share
+    if not 0 <= which < count:
+        raise ValueError(f"share {share}; expected (which, of how many), from (0, 1)")
+    return which, count
+
+
+# The order of samples, one for all ranks, and where each of them is in it.
+
+_CHUNK = 8192
+"""Indices that become Python's ints at once."""
+
+_MAX_EPOCHS = 1 << 20
+
+
+class DataParallelSampler(Sampler[int]):
+    """Deals the samples of each epoch out to the data-parallel ranks; knows where it is.
+
+    In each epoch there is one order of all samples, the same on every rank. Round by round
+    each data-parallel rank takes the next of them, so that steps of all ranks together go
+    through it in order, whatever the number of ranks. The position is counted in samples of
+    that order: a run that goes on with another number of ranks goes on where the other
+    stopped, and every sample still comes once an epoch.
+
+    Tensor-, context- and pipeline-parallel ranks of one data-parallel rank get the same.
+
+    Each complete pass ends its epoch: the next has another order, without `set_epoch`. A pass
+    that was broken off begins anew.
+
+    `state_dict` tells what was handed out. Workers of torch's own DataLoader fetch ahead of
+    the training: there use `ezpz_dist.DataLoader`, or torchdata's ``StatefulDataLoader``,
+    whose states tell what the training has had.
+
+    Args:
+        source: The data set, or the number of its samples.
+        shuffle: Another order in each epoch, from ``seed``; costs 4 bytes a sample (8 from
+            2**31 samples on).
+        seed: The same on every rank, 0 <= seed < 2**43.
+        drop_last: All ranks get equally many samples. True: the last, fewer than there are
+            ranks, are left out. False: the first of the order come once more.
+        share: (which, of how many); default: `ezpz_dist.data_share`.
+
+    Raises:
+        DataError: There are no samples, or with ``drop_last`` fewer than ranks.
+        NotSetUpError: There are several ranks and `setup_torch` was not called.
+        ValueError: ``seed`` or ``share`` is out of range.
+    """
+
+    def __init__(
+        self,
+        source: Sized | int,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        share: tuple[int, int] | None = None,
+    ) -> None:
+        self._length = source if isinstance(source, int) else len(source)
+        self._which, self._count = checked(share)
+        if not 0 <= seed < 1 << 43:
+            raise ValueError(f"seed {seed}; expected 0 to 2**43 - 1")
+        if self._length < (self._count if drop_last else 1):
+            raise DataError(
+                f"{self._length} samples for {self._count} data-parallel ranks with "
+                f"{drop_last=}; expected at least one{' each' if drop_last else ''}"
+            )
+        self._shuffle, self._seed, self._drop_last = shuffle, seed, drop_last
+        self._epoch, self._start = 0, 0
+        self._handed = 0, 0
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next pass, or of the one under way."""
+        return self._epoch
+
+    @property
+    def count(self) -> int:
+        """How many data-parallel ranks there are."""
+        return self._count
+
+    @property
+    def start(self) -> tuple[int, int]:
+        """Where the next pass begins: (epoch, position)."""
+        return self._epoch, self._start
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next pass be of this epoch, from its beginning if it is another one.
+
+        After `load_state_dict` the epoch that it brought keeps its position.
+
+        Raises:
+            ValueError: It is negative, or above 2**20.
+        """
+        if not 0 <= epoch < _MAX_EPOCHS:
+            raise ValueError(f"epoch {epoch}; expected 0 to {_MAX_EPOCHS - 1}")
+        if epoch != self._epoch:
+            self.begin_at(epoch, 0)
+
+    def begin_at(self, epoch: int, position: int) -> None:
+        """Let the next pass begin there."""
+        self._epoch, self._start = self._handed = epoch, position
+
+    def __len__(self) -> int:
+        """Return how many samples of a whole epoch are this rank's."""
+        return self._rounds(0)
+
+    def __iter__(self) -> Iterator[int]:
+        epoch, start = self._handed = self.start
+        self._start = 0
+        return self._indices(epoch, start)
+
+    def _indices(self, epoch: int, start: int) -> Iterator[int]:
+        order = self._order(epoch)
+        stop = start + self._rounds(start) * self._count
+        for first in range(start, stop, _CHUNK * self._count):
+            last = min(first + _CHUNK * self._count, stop)
+            # Beyond the end: the first ones again.
+            places = torch.arange(first + self._which, last, self._count) % self._length
+            for taken, index in enumerate((places if order is None else order[places]).tolist(), 1):
+                self._handed = self.after(epoch, first, taken)
+                yield index
+        if self._epoch == epoch:
+            self.begin_at(epoch + 1, 0)
+
+    def after(self, epoch: int, start: int, samples: int) -> tuple[int, int]:
+        """Return (epoch, position) when each rank has had so many samples from ``start`` on."""
+        position = start + samples * self._count
+        return (epoch, position) if self._rounds(position) > 0 else (epoch + 1, 0)
+
+    def state_dict(self) -> dict[str, int | bool]:
+        """Return where this is in what order: the same on every rank."""
+        return self.state_at(*self._handed)
+
+    def state_at(self, epoch: int, position: int) -> dict[str, int | bool]:
+        """Return the state of being there."""
+        return {"epoch": epoch, "position": position, **self._fixed()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next pass begin where another one was.
+
+        Args:
+            state: What `state_dict` returned, also with another number of ranks.
+
+        Raises:
+            DataError: It is of another order: other samples, another seed.
+        """
+        fixed = self._fixed()
+        try:
+            differ = {name: state[name] for name in fixed if state[name] != fixed[name]}
+            epoch, position = int(state["epoch"]), int(state["position"])
+        except KeyError as error:
+            raise DataError(
+                f"a sampler's state without {error}; expected what state_dict() returned, "
+                f"{sorted(self.state_dict())}; got {sorted(state)}"
+            ) from error
+        if differ or not 0 <= position <= self._length:
+            raise DataError(
+                f"a sampler's state of {differ or position}; expected {fixed}: the order of the "
+                "samples would be another, and some would come twice and others never"
+            )
+        if not 0 <= epoch < _MAX_EPOCHS:
+            raise DataError(f"a sampler's epoch {epoch}; expected 0 to {_MAX_EPOCHS - 1}")
+        self.begin_at(*self.after(epoch, position, 0))
+
+    def _fixed(self) -> dict[str, int | bool]:
+        return {"length": self._length, "shuffle": self._shuffle, "seed": self._seed}
+
+    def _rounds(self, start: int) -> int:
+        """Return how many samples each rank gets from a position to the epoch's end."""
+        left = max(0, self._length - start)
+        return left // self._count if self._drop_last else -(-left // self._count)
+
+    def _order(self, epoch: int) -> torch.Tensor | None:
+        if not self._shuffle:
+            return None
+        # Of its own, so that nobody's random numbers change: distinct for each (seed, epoch).
+        generator = torch.Generator().manual_seed(self._seed * _MAX_EPOCHS + epoch)
+        dtype = torch.int32 if self._length < 1 << 31 else torch.int64
+        return torch.randperm(self._length, generator=generator, dtype=dtype)
+
+
+# torch's DataLoader over this rank's part of the data, which can go on in mid-epoch.
+
+T_co = TypeVar("T_co", covariant=True)
+
+_LINGER = 600
+"""Seconds that a worker goes on after SIGTERM: its rank may have to end its step and save. One
+that is stuck ends then, at the latest."""
+
+
+class DataLoader(torch.utils.data.DataLoader[T_co]):
+    """torch's DataLoader, with a `DataParallelSampler` and a position that can be saved.
+
+    The position counts the batches that the training was given, not those that workers
+    fetched ahead. Each complete pass ends its epoch; after `load_state_dict` the first pass
+    has the rest of one.
+
+    When all processes get SIGTERM or SIGUSR1, as before the end of a job, the workers go on
+    until their rank ends: torch's own would die, and the training with them before it has
+    saved. Random numbers drawn in workers, unlike the order, are not those of an
+    uninterrupted run.
+
+    >>> loader = DataLoader(range(10), batch_size=4, shuffle=True, seed=1)
+    >>> for epoch in range(loader.epoch, 2):
+    ...     for batch in loader:
+    ...         state = loader.state_dict()     # into the check-point
+
+    Args:
+        dataset: With a length and indices.
+        batch_size: Of each data-parallel rank; None: single samples.
+        shuffle: See `DataParallelSampler`.
+        seed: See `DataParallelSampler`.
+        drop_last: Leave out what does not fill a batch on every rank.
+        worker_init_fn: As torch's.
+        more: As torch's, but ``sampler``, ``batch_sampler``.
+
+    Raises:
+        DataError: ``dataset`` has no indices, or see `DataParallelSampler`.
+        NotSetUpError: There are several ranks and `setup_torch` was not called.
+        TypeError: A sampler is given.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[T_co],
+        batch_size: int | None = 1,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        drop_last: bool = False,
+        worker_init_fn: Callable[[int], None] | None = None,
+        **more: Any,
+    ) -> None:
+        if given := {"sampler", "batch_sampler"} & more.keys():
+            raise TypeError(
+                f"{', '.join(sorted(given))}= for ezpz_dist.DataLoader; it makes its own; give "
+                "yours to torch.utils.data.DataLoader"
+            )
+        if isinstance(dataset, IterableDataset):
+            raise DataError(
+                f"{type(dataset).__name__} has no indices to deal out; expected a map-style data "
+                "set; give share_of(files) to each rank's own IterableDataset"
+            )
+        sampler = DataParallelSampler(
+            dataset,  # type: ignore[arg-type]  # it must have a length
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+        )
+        self._order = sampler
+        # Where the training is, and where the next pass begins.
+        self._at = self._next = sampler.start
+        # torch draws the workers' seed in each pass. From the default generator, a resumed run
+        # would draw once more than the uninterrupted one, and have other random numbers.
+        more.setdefault("generator", torch.Generator().manual_seed(seed))
+        super().__init__(
+            dataset,
+            batch_size,
+            sampler=sampler,
+            drop_last=drop_last and batch_size is not None,
+            worker_init_fn=partial(_begin_worker, worker_init_fn),
+            **more,
+        )
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next batch."""
+        return self._at[0]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next pass be of this epoch, from its beginning if it is another one."""
+        self._order.begin_at(*self._next)
+        self._order.set_epoch(epoch)
+        self._at = self._next = self._order.start
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names a private class
+        epoch, start = self._at = self._next
+        # Not the sampler's own: workers may have come to its end before the training.
+        self._order.begin_at(epoch, start)
+        self._next = epoch, 0
+        return self._count(super().__iter__(), epoch, start)
+
+    def _count(self, batches: Iterator[Any], epoch: int, start: int) -> Iterator[Any]:
+        size = self.batch_size or 1
+        for number, batch in enumerate(batches, 1):
+            self._at = self._order.after(epoch, start, number * size)
+            if self.drop_last and self._order.after(*self._at, size - 1)[0] != epoch:
+                self._at = epoch + 1, 0
+            yield batch
+        self._at = self._next = epoch + 1, 0
+
+    def state_dict(self) -> dict[str, int | bool]:
+        """Return the epoch and how much of it the training has had: the same on every rank."""
+        return self._order.state_at(*self._at)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where another one was, also with another number of ranks.
+
+        Raises:
+            DataError: It is of another order: other samples, another seed.
+        """
+        self._order.load_state_dict(state)
+        self._at = self._next = self._order.start
+
+
+def _begin_worker(then: Callable[[int], None] | None, worker: int) -> None:
+    """Let a worker outlive the signals that tell its rank to save."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    # SIGALRM ends it, if nothing else has: torch, too, ends workers by SIGTERM.
+    signal.signal(signal.SIGTERM, lambda *_: signal.setitimer(signal.ITIMER_REAL, _LINGER))
+    if then is not None:
+        then(worker)

@@ -1,1 +1,0 @@
-"""Every rank its own share of the data."""

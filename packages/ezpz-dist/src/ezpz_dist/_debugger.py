@@ -1,0 +1,612 @@
+"""A breakpoint on one rank, while the others wait."""
+
+from __future__ import annotations
+
+import atexit
+import bdb
+import logging
+import os
+import pdb  # noqa: T100  # it is what this is about
+import queue
+import re
+import shlex
+import shutil
+import signal
+import socket
+import stat
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
+from typing import IO, Any, NamedTuple, cast
+
+from ezpz_topo import RankInfo, get_hostname, get_rank_info
+
+from . import _attach
+from ._diagnosis import call_roll, find_watcher, held
+from ._errors import DistError, HangError, LostRankError
+from ._watch import waiting
+from ._world import World, current_world
+
+# The terminal that a person at this rank can be asked at, if there is one.
+
+STDIN = "stdin"
+"""Where the process's own standard input and output will do."""
+
+_QUIET = frozenset({"none", "ezpz", "torchrun"})
+"""Launchers that leave their terminal's input alone; mpiexec and srun read it themselves, and
+would get some of the lines that are meant for the debugger."""
+
+_PTS_MAJORS = range(136, 144)  # Linux: Documentation/admin-guide/devices.txt
+
+
+class _Process(NamedTuple):
+    """What ``/proc/PID/stat`` says of job control; proc_pid_stat(5)."""
+
+    pid: int
+    parent: int
+    group: int
+    terminal: int
+    """Device number of the controlling terminal; 0 for none."""
+    foreground: int
+    """The process group that the terminal listens to."""
+
+
+def find_terminal(launcher: str, *, proc: str = "/proc") -> tuple[str, str]:
+    """Return the path of a terminal that can be read here, or ``""`` and why there is none.
+
+    Our own, if this process is in its foreground (a background process would be stopped by
+    SIGTTIN). Else the one of the launcher above us: ezpz-launch and torchrun give each rank
+    a session of its own, without a terminal, and do not read theirs. A process may use a
+    terminal that is not its session's; job control does not concern it there.
+
+    Args:
+        launcher: Who started the ranks, as `ezpz_topo.RankInfo.launcher` has it.
+        proc: Where the kernel tells of processes; for tests.
+
+    Returns:
+        `STDIN` where standard input and output are that terminal; else its path.
+    """
+    try:
+        own = os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY)
+    except OSError:
+        return _anothers(launcher, proc)
+    try:
+        behind = os.tcgetpgrp(own) != os.getpgrp()
+    finally:
+        os.close(own)
+    if behind:
+        return "", "this process runs in the background of its terminal"
+    if os.isatty(0) and os.isatty(1):
+        return STDIN, ""
+    return ("/dev/tty", "") if launcher in _QUIET else ("", _read_by(launcher))
+
+
+def _anothers(launcher: str, proc: str) -> tuple[str, str]:
+    """Return the terminal of a process above this one, for a process that has none."""
+    owner = _owner(os.getppid(), proc)
+    if owner is None:
+        plain = os.isatty(0) and os.isatty(1)
+        return (STDIN, "") if plain else ("", "no process above this one has a terminal")
+    if launcher not in _QUIET:
+        return "", _read_by(launcher)
+    if owner.group != owner.foreground:
+        return "", f"process {owner.pid} above it runs in the background of its terminal"
+    path = _path(owner, proc)
+    return path, "" if path else f"the terminal of process {owner.pid} cannot be opened here"
+
+
+def _read_by(launcher: str) -> str:
+    return f"the terminal's input is read by the launcher ({launcher})"
+
+
+def has_input() -> bool:
+    """Whether standard input holds commands: a file or pipe, not closed or the null device."""
+    try:
+        mine = os.fstat(0)
+    except OSError:
+        return False
+    return not stat.S_ISCHR(mine.st_mode)
+
+
+def _owner(pid: int, proc: str) -> _Process | None:
+    """Return the nearest of these processes, from child to parent, that has a terminal."""
+    while pid > 0:
+        process = _read(pid, proc)
+        if process is None or process.terminal:
+            return process
+        pid = process.parent
+    return None
+
+
+def _read(pid: int, proc: str) -> _Process | None:
+    try:
+        with open(f"{proc}/{pid}/stat", "rb") as file:
+            # pid (name) state ppid pgrp session tty_nr tpgid: a name may hold anything.
+            fields = file.read().rpartition(b")")[2].split()
+        return _Process(pid, int(fields[1]), int(fields[2]), int(fields[4]), int(fields[5]))
+    except (OSError, IndexError, ValueError):
+        return None  # it ended meanwhile, or there is no /proc (macOS)
+
+
+def _path(owner: _Process, proc: str) -> str:
+    """Return a path by which the process's terminal can be opened; empty where there is none."""
+    paths = [f"{proc}/{owner.pid}/fd/{number}" for number in (0, 2, 1)]
+    major, minor = os.major(owner.terminal), os.minor(owner.terminal)
+    if major in _PTS_MAJORS:
+        # As devpts numbers them, 256 a major number.
+        paths.insert(0, f"/dev/pts/{(major - _PTS_MAJORS[0]) * 256 + minor}")
+    for path in paths:
+        try:
+            if os.stat(path).st_rdev == owner.terminal:
+                os.close(os.open(path, os.O_RDWR | os.O_NOCTTY))
+                return path
+        except OSError:
+            continue  # closed, another user's, or another container's
+    return ""
+
+
+# Where the debugger reads and writes, wherever the rank was started.
+
+_DRAINED = 0.3
+"""Seconds for what this rank wrote into pipes to reach the terminal: ezpz-launch's labels hold
+an unfinished line for 0.2."""
+
+
+class Console(NamedTuple):
+    """A way to the person.
+
+    Attributes:
+        stdin: Where commands are read; None: standard input, with line editing.
+        stdout: Where answers go; None: standard output.
+        where: In words, for those who wait.
+        close: Gives it back.
+    """
+
+    stdin: IO[str] | None
+    stdout: IO[str] | None
+    where: str
+    close: Callable[[], None]
+
+
+def open_console(info: RankInfo, host: str, line: str) -> Console:
+    """Return a terminal, or a socket for one, and say on standard error how to get there.
+
+    Args:
+        info: This rank's place.
+        host: Its host.
+        line: The user's line that stops.
+
+    Raises:
+        DistError: There is neither.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    path, why_not = find_terminal(info.launcher)
+    if path == STDIN or (not path and info.launcher == "none" and has_input()):
+        return Console(None, None, "its standard input", _nothing)
+    if path:
+        time.sleep(_DRAINED)
+        return _at_terminal(path)
+    remote = RemoteTerminal()
+    command = f"on {shlex.quote(host)}: {remote.command}"
+    who = f"rank {info.rank} of {info.world_size}" if info.world_size > 1 else "this process"
+    sys.stderr.write(
+        f"ezpz: {who} stops at {line} and waits for you; {why_not}. Type in a shell {command}\n"
+    )
+    sys.stderr.flush()
+    file = cast("IO[str]", remote)
+    return Console(file, file, f"a socket; type in a shell {command}", remote.close)
+
+
+def _at_terminal(path: str) -> Console:
+    # Left in its cooked mode: a rank that is killed must not leave it in another.
+    commands = open(path, encoding="utf-8", errors="replace")  # noqa: SIM115  # until `close`
+    answers = open(path, "w", encoding="utf-8", errors="replace")  # noqa: SIM115
+
+    def close() -> None:
+        commands.close()
+        answers.close()
+
+    return Console(commands, answers, f"the terminal {path}", close)
+
+
+def _nothing() -> None:
+    """Leave standard input and output open."""
+
+
+# A terminal by another way: a socket of this host, at which a person connects with `attach`.
+
+_KEPT = 1 << 16
+"""Characters of output that are kept for whoever connects."""
+
+
+class RemoteTerminal:
+    """Lines from and to whoever is connected; a file to read from and to write to.
+
+    Nothing is lost while nobody is: output is kept, and reading waits. The socket lies in a
+    folder that only this user can enter, so it needs no secret (one on a command line could
+    be seen by all users of the host).
+
+    Attributes:
+        command: What to type in a shell on this host.
+
+    Raises:
+        DistError: No socket can be made.
+    """
+
+    def __init__(self) -> None:
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._link: socket.socket | None = None
+        self._kept = ""
+        self._awaits = False
+        self._closed = False
+        self._folder, self._listener = _listen()
+        words = [sys.executable, _attach.__file__, self._listener.getsockname()]
+        self.command = shlex.join(words)
+        # The program may end in a step, without a word to us.
+        atexit.register(self.close)
+        threading.Thread(target=self._serve, name="ezpz-attach", daemon=True).start()
+
+    def readline(self, _limit: int = -1) -> str:
+        """Return the next line that somebody types, waiting for somebody to come."""
+        with self._lock:
+            self._awaits = True
+            self._send(_attach.TURN)
+        line = self._lines.get()
+        with self._lock:
+            self._awaits = False
+        return line
+
+    def write(self, text: str) -> int:
+        """Show text, or keep it for whoever connects."""
+        with self._lock:
+            self._kept = (self._kept + text)[-_KEPT:]
+            self._send(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Do nothing: what is written is sent."""
+
+    def close(self) -> None:
+        """End the connection, and remove the socket and its folder."""
+        with self._lock:
+            self._closed = True
+            atexit.unregister(self.close)
+            link, self._link = self._link, None
+        for each in (self._listener, link):
+            if each is not None:
+                with suppress(OSError):  # nobody is connected, or not any more
+                    each.shutdown(socket.SHUT_RDWR)
+                each.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _send(self, text: str) -> None:
+        if self._link is not None:
+            # Who has gone meanwhile is noticed by the thread that reads.
+            with suppress(OSError):
+                self._link.sendall(text.encode("utf-8", "replace"))
+
+    def _serve(self) -> None:
+        # One person at a time: the next one waits in the listener's queue.
+        while True:
+            try:
+                link, _ = self._listener.accept()
+            except OSError:
+                return  # closed
+            with self._lock:
+                if self._closed:
+                    link.close()
+                    return
+                self._link = link
+                self._send(self._kept + _attach.TURN * self._awaits)
+            self._listen_to(link)
+            with self._lock:
+                self._link = None
+            link.close()
+
+    def _listen_to(self, link: socket.socket) -> None:
+        typed = b""
+        while True:
+            try:
+                data = link.recv(65536)
+            except OSError:
+                return
+            if not data:
+                return
+            if _attach.INTERRUPT in data:
+                # As Ctrl-C at a terminal would: the main thread is interrupted, even in a wait.
+                main = threading.main_thread().ident
+                signal.pthread_kill(main or 0, signal.SIGINT)
+            *lines, typed = (typed + data.replace(_attach.INTERRUPT, b"")).split(b"\n")
+            for line in lines:
+                self._lines.put(line.decode("utf-8", "replace") + "\n")
+
+
+def _listen() -> tuple[str, socket.socket]:
+    """Return a private folder and a socket in it that listens."""
+    reasons = []
+    # The second, where the first is on a file system without sockets, or its name is too long
+    # (108 bytes on Linux: unix(7)).
+    for place in dict.fromkeys((tempfile.gettempdir(), "/tmp")):  # noqa: S108  # mkdtemp's 0700
+        try:
+            folder = tempfile.mkdtemp(prefix="ezpz-pdb-", dir=place)
+        except OSError as error:
+            reasons.append(f"{place}: {error.strerror}")
+            continue
+        listener = socket.socket(socket.AF_UNIX)
+        try:
+            listener.bind(os.path.join(folder, "socket"))
+            listener.listen()
+        except OSError as error:
+            reasons.append(f"{folder}: {error.strerror or error}")
+            listener.close()
+            shutil.rmtree(folder, ignore_errors=True)
+            continue
+        return folder, listener
+    raise DistError(
+        f"breakpoint() finds no terminal and no place for a socket ({'; '.join(reasons)}); "
+        "expected a folder on a local disk; set TMPDIR to one"
+    )
+
+
+# The debugger itself: pdb, at the caller's line, with the other ranks on a lead.
+
+
+class RankPdb(pdb.Pdb):
+    """pdb for one rank of several.
+
+    It stops at the call itself, inside the `except` block that it stands in, as `breakpoint`
+    does from Python 3.13 on; earlier ones stop a line later, where an exception's name may be
+    gone. Beyond pdb's own there are the commands ``release`` and ``pm``.
+
+    Attributes:
+        traces: Whether Python is to trace the program from here on: to step, or to break.
+
+    Args:
+        console: Where to read and to write; closed when the program goes on.
+        prompt: What it says before each command.
+        release: Lets the other ranks go on; called once.
+        exception: The exception that is being handled where it was called.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        prompt: str,
+        release: Callable[[], None],
+        exception: BaseException | None,
+    ) -> None:
+        # SIGINT stays whose it is.
+        super().__init__(stdin=console.stdin, stdout=console.stdout, nosigint=True)
+        self.prompt = prompt
+        self.traces = False
+        self._console = console
+        self._release: Callable[[], None] | None = release
+        self._exception = exception
+
+    def begin(self, frame: FrameType) -> None:
+        """Take commands at a frame until one of them lets the program go on.
+
+        The caller then has to `sys.settrace` our `trace_dispatch`, if `traces`: as the last
+        thing, since every call is traced from there on. After ``quit``, `quitting` is true.
+        """
+        self.reset()
+        outer: FrameType | None = frame
+        while outer is not None:
+            outer.f_trace = self.trace_dispatch
+            self.botframe = outer
+            outer = outer.f_back
+        self.traces = True
+        self.interaction(frame, None)
+
+    def interaction(self, *place: Any) -> None:
+        """Take commands; a `watch` is told that this may take its time."""
+        with held():
+            super().interaction(*place)
+
+    def set_continue(self) -> None:
+        """Let the program and the other ranks go on."""
+        super().set_continue()
+        self.traces = bool(self.breaks)
+        self._let_go()
+        if not self.traces:
+            self._console.close()
+
+    def set_quit(self) -> None:
+        """Abort the program, and with it the job."""
+        super().set_quit()
+        self._console.close()
+
+    def do_release(self, _arg: str) -> None:
+        """Let the other ranks go on while this one stays in the debugger.
+
+        Needed before a step over a collective. From then on their collectives wait for this
+        rank, and time out.
+        """
+        self._let_go()
+        self.message("the other ranks go on; their collectives wait for this one, and time out")
+
+    def do_pm(self, _arg: str) -> None:
+        """Look at the frames of the exception that is being handled, to where it was raised.
+
+        ``q`` leads back.
+        """
+        error = self._exception
+        if error is None or error.__traceback__ is None:
+            self.error("no exception was being handled where breakpoint() was called")
+            return
+        inner = pdb.Pdb(stdin=self.stdin, stdout=self.stdout, nosigint=True, readrc=False)
+        inner.use_rawinput = self.use_rawinput
+        inner.prompt = "(pm) "
+        # Going on in there would switch the outer one's tracing off.
+        tracing = sys.gettrace()
+        inner.reset()
+        inner.interaction(None, error.__traceback__)
+        sys.settrace(tracing)
+
+    def _let_go(self) -> None:
+        # Once: released, the others may have ended, and the store with them.
+        release, self._release = self._release, None
+        if release is not None:
+            release()
+
+
+# A breakpoint on one rank, while the others wait.
+
+logger = logging.getLogger(__name__)
+
+EVERY = 60.0
+"""Seconds after which a rank that waits says so, again and again."""
+
+UNANSWERED = 10
+"""Times that the debugged rank may leave a call unanswered before it counts as lost: a native
+debugger may hold it, too."""
+
+_FASTEST, _SLOWEST = 0.05, 5.0
+"""Seconds between two looks whether it is over."""
+
+_REQUESTS = 2000
+"""Looks a second, of all ranks together, that the store's server is given."""
+
+_ENDED = re.compile(r"has (ended|left)")
+"""What a roll call says of a rank that comes no more; a stopped one may go on."""
+
+_calls: Counter[tuple[str, int]] = Counter()
+"""How often each line has called: the ranks' n-th calls at one line belong together."""
+
+
+def breakpoint(rank: int = 0) -> None:  # noqa: A001  # the name that was promised
+    """Stop one rank in pdb, at this line; the others wait for it, however long that takes.
+
+    Collective: every rank calls this, at the same line. Works in an ``except`` block; the
+    command ``pm`` then shows the frames of the exception. The commands are pdb's, and
+
+    - ``c`` lets all ranks go on; ``q`` raises `bdb.BdbQuit`, which ends the job;
+    - ``n``, ``s``, ``r`` run this rank alone, and the others go on waiting: type ``release``
+      before you step over a collective;
+    - ``pm`` looks at the exception that is being handled.
+
+    The terminal is this process's own, or, under ezpz-launch and torchrun on this host, the
+    launcher's: Ctrl-C ends the launch as ever. Where there is none (another host, a batch
+    job), a command is printed that connects to the debugger from any shell on the rank's host;
+    leaving that with Ctrl-D keeps the rank waiting, Ctrl-C interrupts what it computes.
+
+    Where one rank alone calls this (an exception that the others do not have), they run on
+    into their next collective and wait there for ``setup_torch(timeout=...)``: give enough to
+    look around in. ``PYTHONBREAKPOINT=0`` switches it off, as it does Python's own.
+
+    Args:
+        rank: The rank to stop.
+
+    Raises:
+        ValueError: There is no such rank; on every rank.
+        HangError: The rank to stop did not come here within the time-out.
+        LostRankError: It ended while the others waited.
+        NotSetUpError: There are several ranks and `setup_torch` was not called.
+        bdb.BdbQuit: On the stopped rank: ``q``.
+    """
+    world = current_world("breakpoint()")
+    size = 1 if world is None else world.info.world_size
+    if not 0 <= rank < size:
+        raise ValueError(f"breakpoint(rank={rank}); expected a rank from 0 to {size - 1}")
+    if os.environ.get("PYTHONBREAKPOINT") == "0":
+        return
+    frame = sys._getframe(1)  # noqa: SLF001  # the caller's, as pdb itself finds it
+    line = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    place = frame.f_code.co_filename, frame.f_lineno
+    key = f"breakpoint/{rank}/{line}/{_calls[place]}"
+    _calls[place] += 1
+    if world is not None and world.info.rank != rank:
+        with waiting(f"breakpoint(rank={rank})", world), held():
+            _wait(world, rank, key, line)
+        return
+    exception = sys.exception()
+    with waiting(f"pdb, breakpoint(rank={rank})", world if size > 1 else None):
+        debugger = _debug(world if size > 1 else None, key, line, frame, exception)
+    if debugger.quitting:
+        raise bdb.BdbQuit
+    if debugger.traces:
+        # The last thing: from here on every call is traced.
+        sys.settrace(debugger.trace_dispatch)
+
+
+def _debug(
+    world: World | None, key: str, line: str, frame: FrameType, exception: BaseException | None
+) -> RankPdb:
+    """Take commands on this rank until one of them lets it go on."""
+    info = get_rank_info() if world is None else world.info
+    host = get_hostname() if world is None else world.hosts[info.rank]
+    console = open_console(info, host, line)
+
+    def release() -> None:
+        if world is not None:
+            world.store.set(f"{key}/over", "")
+
+    prompt = "(Pdb) " if world is None else f"(Pdb rank {info.rank}) "
+    debugger = RankPdb(console, prompt, release, exception)
+    if world is not None:
+        world.store.set(f"{key}/here", console.where)
+        debugger.message(
+            f"rank {info.rank} on {host}; the others wait: c lets all go on, release the others, "
+            "q ends the job"
+        )
+    if exception is not None:
+        debugger.message(f"in handling {exception!r}; pm shows where it was raised")
+    debugger.begin(frame)
+    return debugger
+
+
+def _wait(world: World, rank: int, key: str, line: str) -> None:
+    """Wait on another rank until the debugged one releases it, or cannot any more."""
+    store, size = world.store, world.info.world_size
+    # One of those that wait speaks and looks for all.
+    speaks = store.add(f"{key}/others", 1) == 1
+    # Often enough for a person, and few enough requests for one server.
+    pause = min(_SLOWEST, max(_FASTEST, size / _REQUESTS))
+    began = said = time.monotonic()
+    is_here, unanswered = False, 0
+    while not store.check([f"{key}/over"]):
+        # Not a wait at the store: signals are served meanwhile.
+        time.sleep(pause)
+        now = time.monotonic()
+        is_here = is_here or store.check([f"{key}/here"])
+        if not is_here and now - began > world.timeout:
+            raise HangError(
+                f"breakpoint(rank={rank}) at {line} on rank {world.info.rank} "
+                f"({world.hosts[world.info.rank]}): rank {rank} on {world.hosts[rank]} did not "
+                f"come within {world.timeout:g} s; expected every rank to call it at that line; "
+                f"{_standing(rank)[0]}",
+                [rank],
+            )
+        if speaks and now - said >= EVERY:
+            said = now
+            where, answers = _standing(rank)
+            unanswered = 0 if answers else unanswered + 1
+            if unanswered >= UNANSWERED or (not answers and _ENDED.search(where)):
+                store.set(f"{key}/over", f"{where}; the ranks at breakpoint(rank={rank}) waited")
+            how = f"debugged at {store.get(f'{key}/here').decode()}" if is_here else "awaited"
+            logger.warning(
+                "breakpoint(rank=%d) at %s: the other ranks wait for %.0f s; %s, %s",
+                rank, line, now - began, where, how,
+            )  # fmt: skip
+    lost = store.get(f"{key}/over").decode()
+    if lost:
+        raise LostRankError(f"breakpoint(rank={rank}) at {line}: {lost}", [rank])
+
+
+def _standing(rank: int) -> tuple[str, bool]:
+    """Return where a rank stands, or what became of it, and whether it answered itself."""
+    watcher = find_watcher()
+    if watcher is None:
+        return f"rank {rank} cannot be asked", True
+    call = call_roll(watcher)
+    if rank in call.standings:
+        return str(call.standings[rank]), True
+    fate = call.silent.get(rank, "is not known of")
+    return f"rank {rank} on {call.hosts.get(rank, '?')} {fate}", False

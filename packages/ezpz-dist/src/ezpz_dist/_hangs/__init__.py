@@ -1,1 +1,0 @@
-"""Who is missing, and where everybody stands: asked through a side store, when something fails."""

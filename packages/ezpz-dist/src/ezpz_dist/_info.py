@@ -1,0 +1,252 @@
+"""What set-up decided and what the environment says: as plain values, and as a picture."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+import ezpz_device
+import ezpz_topo
+from ezpz_topo import NodelistError, fold_nodelist
+
+from ._errors import fold
+from ._version import __version__
+from ._world import find_world
+
+# The world as a picture in text: pure, and readable at ten thousand ranks.
+
+_WHOLE = 8
+"""Nodes that are all shown; of more the first and the last."""
+
+_FIRST = 3
+
+_WIDE = 60
+"""Characters for ranks in columns, and for a folded list of hosts or ranks."""
+
+
+def picture(info: Mapping[str, Any], hosts: Sequence[str]) -> str:
+    """Return what `get_dist_info` says, and which ranks are on which node.
+
+    Args:
+        info: The same keys as `get_dist_info`'s.
+        hosts: By rank, the name of its host.
+    """
+    nodes: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        nodes.setdefault(host, []).append(rank)
+    sizes = sorted({len(ranks) for ranks in nodes.values()})
+    each = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}"
+    head = f"{len(hosts):,} rank{_s(hosts)} on {len(nodes):,} node{_s(nodes)}"
+    lines = [f"{head}, {each} a node" if len(nodes) > 1 else head, *_facts(info), ""]
+    return "\n".join(lines + _table(nodes))
+
+
+def _facts(info: Mapping[str, Any]) -> list[str]:
+    job = f", {info['scheduler']} job {info['job_id']}" if info["job_id"] else ""
+    timeout = "" if info["timeout"] is None else f", time-out {info['timeout']:g} s"
+    started = "one process" if info["launcher"] == "none" else f"started by {info['launcher']}"
+    facts = [
+        f"{started} on {info['machine']}{job}",
+        f"device {info['device']}, backend {info['backend']}{timeout}",
+        ", ".join(f"{name} {version}" for name, version in info["versions"].items()),
+    ]
+    if any(degree > 1 for axis, degree in info["degrees"].items() if axis != "data"):
+        degrees = (f"{axis} {degree:,}" for axis, degree in info["degrees"].items())
+        facts.insert(2, "parallel: " + " x ".join(degrees))
+    if not info["is_set_up"]:
+        facts.append("not set up yet: this is what the environment says")
+    return facts
+
+
+def _table(nodes: Mapping[str, Sequence[int]]) -> list[str]:
+    """Return a line a node, those in the middle of many as one."""
+    rows = [(str(index), host, ranks) for index, (host, ranks) in enumerate(nodes.items())]
+    shown = rows if len(rows) <= _WHOLE else [*rows[:_FIRST], rows[-1]]
+    digits = max(len(str(rank)) for _, _, ranks in shown for rank in ranks)
+    in_columns = max(len(ranks) for _, _, ranks in shown) * (digits + 2) <= _WIDE
+    node_width = max(len("node"), *(len(index) for index, _, _ in shown))
+    host_width = max(len("host"), *(len(host) for _, host, _ in shown))
+    lines = [f"{'node':>{node_width}}  {'host':<{host_width}}  ranks"]
+    for index, host, ranks in shown:
+        columns = "  ".join(f"{rank:>{digits}}" for rank in ranks)
+        text = columns if in_columns else _cut(fold(ranks))
+        lines.append(f"{index:>{node_width}}  {host:<{host_width}}  {text}")
+    if shown is not rows:
+        hidden = rows[_FIRST:-1]
+        ranks = [rank for _, _, own in hidden for rank in own]
+        where = _cut(_fold_hosts([host for _, host, _ in hidden]))
+        more = f"{len(hidden):,} more: {where}, ranks {_cut(fold(ranks))}"
+        lines.insert(-1, f"{'...':>{node_width}}  {more}")
+    return lines
+
+
+def _fold_hosts(hosts: Sequence[str]) -> str:
+    try:
+        return fold_nodelist(hosts)
+    except NodelistError:
+        return ", ".join(hosts)  # names that no nodelist can hold
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _WIDE else f"{text[: _WIDE - 4]} ..."
+
+
+def _s(many: Sequence[object] | Mapping[str, object]) -> str:
+    return "" if len(many) == 1 else "s"
+
+
+# What set-up decided, and what the environment says, as plain values.
+
+
+def get_dist_info() -> dict[str, Any]:
+    """Return where this rank is, among whom, and with what; `json.dumps` takes it.
+
+    Not a collective. Before `setup_torch` it is what the environment says, and what set-up
+    would choose by it.
+
+    Returns:
+        ``is_set_up``, ``rank``, ``world_size``, ``local_rank``, ``local_world_size``,
+        ``node_rank``, ``num_nodes`` (the last three None where nobody tells), ``hostname``,
+        ``hosts`` (each once, by their first rank), ``device``, ``device_type``, ``backend``,
+        ``timeout`` (seconds; None before set-up), ``launcher``, ``scheduler``, ``job_id``,
+        ``machine``, ``master_addr``, ``master_port``, ``degrees`` (of the axes tensor,
+        context, pipeline and data; before set-up data is the world size), ``versions``.
+
+    Raises:
+        ezpz_topo.TopoError: The environment is half set or contradicts itself.
+        ezpz_device.DeviceError: Before set-up: there is no device for this rank.
+    """
+    import ezpz_tp  # noqa: PLC0415  # only who asks pays for it
+
+    world = find_world()
+    info = ezpz_topo.get_rank_info() if world is None else world.info
+    job = _allocation()
+    device = torch.device(ezpz_device.get_torch_device() if world is None else world.device)
+    hosts = _hosts(job) if world is None else list(dict.fromkeys(world.hosts))
+    port = os.environ.get("MASTER_PORT", "")
+    return {
+        "is_set_up": world is not None,
+        "rank": info.rank,
+        "world_size": info.world_size,
+        "local_rank": info.local_rank,
+        "local_world_size": info.local_world_size,
+        "node_rank": info.node_rank,
+        "num_nodes": info.num_nodes if world is None else info.num_nodes or len(hosts),
+        "hostname": ezpz_topo.get_hostname(),
+        "hosts": hosts,
+        "device": str(device),
+        "device_type": device.type,
+        "backend": ezpz_device.get_torch_backend() if world is None else world.backend,
+        "timeout": None if world is None else world.timeout,
+        "launcher": info.launcher,
+        "scheduler": job.scheduler,
+        "job_id": job.job_id,
+        "machine": ezpz_topo.get_machine(),
+        "master_addr": os.environ.get("MASTER_ADDR") or None,
+        "master_port": int(port) if port.isascii() and port.isdigit() else None,
+        "degrees": _degrees(info.world_size),
+        "versions": {
+            "torch": str(torch.__version__),  # a plain string, for YAML too
+            "python": platform.python_version(),
+            "ezpz_dist": __version__,
+            "ezpz_topo": ezpz_topo.__version__,
+            "ezpz_device": ezpz_device.__version__,
+            "ezpz_tp": ezpz_tp.__version__,
+        },
+    }
+
+
+def print_dist_setup() -> str:
+    """Print a picture of the world on rank 0: its nodes, their ranks, and what they use.
+
+    Not a collective. Of many nodes the first and the last are shown.
+
+    Returns:
+        The text, on every rank. Before `setup_torch` only this rank's place is known.
+
+    Raises:
+        ezpz_topo.TopoError: As `get_dist_info`.
+        ezpz_device.DeviceError: As `get_dist_info`.
+    """
+    world, info = find_world(), get_dist_info()
+    hosts = [info["hostname"]] if world is None else world.hosts
+    text = picture(info, hosts)
+    if world is None and info["world_size"] > 1:
+        text = f"rank {info['rank']} of {info['world_size']}, seen alone: {text}"
+    if info["rank"] == 0:
+        print(text, flush=True)
+    return text
+
+
+def query_environment(env: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Return this process's place as the launcher's variables tell it, and which these are.
+
+    Args:
+        env: The environment to read; default ``os.environ``. Nothing else is asked.
+
+    Returns:
+        ``rank``, ``world_size``, ``local_rank``, ``local_world_size``, ``node_rank``,
+        ``num_nodes`` (the last three None where nobody tells), ``launcher``, ``sources``
+        (for each of the numbers the variable or rule that it comes from), ``variables``
+        (all of the known launchers' that are set, with their values), ``notes`` (what was
+        seen and set aside).
+
+    Raises:
+        ezpz_topo.TopoError: The variables are half set or contradict each other.
+    """
+    env = os.environ if env is None else env
+    info = ezpz_topo.get_rank_info(env)
+    names = {
+        name
+        for family in ezpz_topo.FAMILIES
+        for field in (
+            family.rank, family.world_size, family.local_rank, family.local_world_size,
+            family.node_rank, family.num_nodes, family.proof, (family.tasks_per_node,),
+        )
+        for name in field
+    } | {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"}  # fmt: skip
+    return {
+        "rank": info.rank,
+        "world_size": info.world_size,
+        "local_rank": info.local_rank,
+        "local_world_size": info.local_world_size,
+        "node_rank": info.node_rank,
+        "num_nodes": info.num_nodes,
+        "launcher": info.launcher,
+        "sources": dict(info.sources),
+        "variables": {name: env[name] for name in sorted(names) if env.get(name)},
+        "notes": list(info.notes),
+    }
+
+
+def _allocation() -> ezpz_topo.Allocation:
+    try:
+        # No rank may start the scheduler's commands: ten thousand at once take it down.
+        return ezpz_topo.get_allocation(ask=False)
+    except ezpz_topo.SchedulerError:
+        # Only a command could tell the hosts; the job's name is told all the same.
+        for scheduler, name in (("slurm", "SLURM_JOB_ID"), ("pbs", "PBS_JOBID")):
+            if os.environ.get(name):
+                return ezpz_topo.Allocation(scheduler, os.environ[name], ())
+        return ezpz_topo.Allocation("unknown", None, ())
+
+
+def _hosts(job: ezpz_topo.Allocation) -> list[str]:
+    return list(job.hosts) or [ezpz_topo.get_hostname()]
+
+
+def _degrees(world_size: int) -> dict[str, int]:
+    import ezpz_tp  # noqa: PLC0415  # only who asks pays for it
+
+    if not ezpz_tp.tensor_parallel_is_initialized():
+        return {"tensor": 1, "context": 1, "pipeline": 1, "data": world_size}
+    return {
+        "tensor": ezpz_tp.get_tensor_parallel_world_size(),
+        "context": ezpz_tp.get_context_parallel_world_size(),
+        "pipeline": ezpz_tp.get_pipeline_parallel_world_size(),
+        "data": ezpz_tp.get_data_parallel_world_size(),
+    }

@@ -1,0 +1,264 @@
+"""From the meta device to memory, one module at a time, the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ._errors import WrapError
+from ._replicas import Replicas
+
+Initialize = Callable[[nn.Module], object]
+"""Fills the parameters and buffers that a module has itself, those of its children aside."""
+
+
+def has_meta(model: nn.Module) -> bool:
+    """Return whether anything in a model has no data yet."""
+    return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+def refuse_unfillable(model: nn.Module, initialize: Initialize | None) -> None:
+    """Raise if a model on the meta device has modules that nobody can fill.
+
+    Raises:
+        WrapError: Names them. Or a parameter was sharded before it had data.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta and hasattr(parameter, "device_mesh"):
+            raise WrapError(
+                f"{name} is a DTensor on the meta device; expected a plain parameter there; "
+                "give it its values before it is sharded"
+            )
+    lacking = [
+        f"{name or 'the model'} ({type(module).__name__}: {', '.join(_own_meta(module))})"
+        for name, module in model.named_modules()
+        if initialize is None and _reset_of(module) is None and _own_meta(module)
+    ]
+    if lacking:
+        raise WrapError(
+            f"a model on the meta device, and no way to fill {'; '.join(lacking)}; expected a "
+            "method reset_parameters(), which fills what a module holds itself; write one, or "
+            "give initialize=, called with each module"
+        )
+
+
+def materialize(
+    model: nn.Module,
+    device: torch.device,
+    initialize: Initialize | None = None,
+    *,
+    keep_on: torch.device | None = None,
+) -> None:
+    """Give data to what a model has on the meta device, by ``reset_parameters`` and ``initialize``.
+
+    Module by module, children first, in the order in which constructors mostly draw: whole
+    tensors are filled, and of a sharded parameter each rank keeps its shard. So no rank ever
+    holds more whole tensors than one module has itself, and with equal generators
+    (`first_ranks_draws`) the shards are parts of one draw.
+
+    Args:
+        model: Bare, or sharded by FSDP2.
+        device: Where it is filled, by the generator of that device.
+        initialize: Called with each module after its ``reset_parameters``, if it has one.
+        keep_on: Where parameters stay; ``device`` if None.
+
+    Raises:
+        WrapError: Something was not filled.
+    """
+    made: dict[torch.Tensor, torch.Tensor] = {}
+    for name, module in reversed_modules(model):
+        own = _own_meta(module)
+        if not own:
+            continue
+        for key, empty in own.items():
+            setattr(module, key, _marked(empty, device))
+        with torch.no_grad(), _WholeDraws():  # type: ignore[no-untyped-call]
+            reset = _reset_of(module)
+            if reset is not None:
+                reset()
+            if initialize is not None:
+                initialize(module)
+        for key, empty in own.items():
+            whole = getattr(module, key)
+            if _is_untouched(whole):
+                path = f"{name}.{key}".removeprefix(".")
+                raise WrapError(
+                    f"{path} of shape {list(whole.shape)} was built on "
+                    f"the meta device, and {'initialize' if initialize else 'reset_parameters'} "
+                    f"of {type(module).__name__} leaves it unfilled, or in part; expected it to "
+                    "fill all that the module holds itself"
+                )
+            # Of a tied parameter the first draw counts, as where the second use was assigned.
+            if empty not in made:
+                made[empty] = _kept(whole, empty, keep_on or device)
+            setattr(module, key, made[empty])
+
+
+@contextmanager
+def first_ranks_draws(device: torch.device, replicas: Replicas) -> Iterator[None]:
+    """Let all ranks draw from torch's generators as the first does. Collective.
+
+    Afterwards the first rank's are further on, as if it had built the model; the others' are
+    where they were.
+    """
+    mine = _generators(device)
+    # Of the CPU's 5 KB and the device's 16 bytes.
+    states = [state.clone() for state in mine]
+    for state in states:
+        replicas.send_first(state, "the state of the first rank's generators")
+    _set_generators(device, states)
+    try:
+        yield
+    finally:
+        if not replicas.is_first:
+            _set_generators(device, mine)
+
+
+def reversed_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield each module once, after all that it contains: as constructors make them."""
+    seen: set[nn.Module] = set()
+
+    def walk(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+        if module in seen:
+            return
+        seen.add(module)
+        for name, child in module.named_children():
+            yield from walk(child, f"{path}.{name}".removeprefix("."))
+        yield path, module
+
+    yield from walk(model, "")
+
+
+def shard_like(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a whole tensor, as a DTensor such as ``like``, without sending."""
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415 - only where there are some
+
+    assert isinstance(like, DTensor)
+    return DTensor.from_local(
+        _part(whole, like).clone(memory_format=torch.contiguous_format),
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )
+
+
+class _WholeDraws(TorchDispatchMode):
+    """Let a random operation on a shard draw the whole tensor, and keep this rank's part.
+
+    A module's ``reset_parameters`` may reach into its children, which are shards by then:
+    torch on the CPU would draw the same numbers into the shard of every rank. What draws in
+    dependence of a shard's values is refused.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Look at every operation, before DTensor does; the signature is torch's."""
+        kwargs = kwargs or {}
+        shards = [one for one in (*args, *kwargs.values()) if hasattr(one, "device_mesh")]
+        if torch.Tag.nondeterministic_seeded not in func.tags or not shards:
+            return func(*args, **kwargs)
+        target, name = shards[0], func.overloadpacket.__name__
+        fills, makes = name.endswith("_"), name.endswith("_like")
+        if len(shards) > 1 or args[0] is not target or not (fills or makes):
+            raise WrapError(
+                f"torch.{name} of a parameter that is sharded by then, in the reset_parameters() "
+                "of a module around it; expected it to be drawn in place, by normal_() say; or "
+                "let each module fill its own"
+            )
+        local = target.to_local()
+        whole = torch.empty(target.shape, dtype=target.dtype, device=local.device)
+        drawn = func(whole, *args[1:], **kwargs)
+        if makes:
+            return shard_like(drawn, target)
+        local.copy_(_part(whole, target))
+        return target
+
+
+def _part(whole: torch.Tensor, like: Any) -> torch.Tensor:
+    """Return the part of a whole tensor that a DTensor holds on this rank."""
+    part = whole
+    for axis, placement in enumerate(like.placements):
+        if placement.is_shard():
+            index, dim = like.device_mesh.get_local_rank(axis), placement.dim
+            chunks = part.chunk(like.device_mesh.size(axis), dim)
+            part = chunks[index] if index < len(chunks) else part.narrow(dim, 0, 0)
+    return part
+
+
+def _kept(whole: torch.Tensor, empty: torch.Tensor, where: torch.device) -> torch.Tensor:
+    if not isinstance(empty, nn.Parameter):
+        return whole
+    if hasattr(empty, "device_mesh"):
+        values = shard_like(whole.detach(), empty)
+    elif whole.device == where:
+        return whole
+    else:
+        values = whole.detach()
+    parameter = nn.Parameter(values.to(where), requires_grad=empty.requires_grad)
+    vars(parameter).update(vars(empty))
+    return parameter
+
+
+def _own_meta(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return what a module holds itself, and has no data of, by name."""
+    own = (
+        *module.named_parameters(recurse=False, remove_duplicate=False),
+        *module.named_buffers(recurse=False, remove_duplicate=False),
+    )
+    return {name: tensor for name, tensor in own if tensor.is_meta}
+
+
+def _reset_of(module: nn.Module) -> Callable[[], object] | None:
+    # torch's MultiheadAttention has an underscore.
+    for name in ("reset_parameters", "_reset_parameters"):
+        method = getattr(module, name, None)
+        if callable(method):
+            return method  # type: ignore[no-any-return]  # nn.Module's attributes are Any
+    return None
+
+
+def _marked(empty: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a whole tensor by whose content one sees whether it was filled."""
+    if _is_marked_by_value(empty):
+        whole = torch.full(empty.shape, torch.nan, dtype=empty.dtype, device=device)
+    else:
+        whole = torch.empty(empty.shape, dtype=empty.dtype, device=device)
+    if not isinstance(empty, nn.Parameter):
+        return whole
+    parameter = nn.Parameter(whole, requires_grad=empty.requires_grad)
+    vars(parameter).update(vars(empty))
+    return parameter
+
+
+def _is_untouched(tensor: torch.Tensor) -> bool:
+    if tensor.is_meta:
+        return True
+    if not tensor.numel():
+        return False
+    if _is_marked_by_value(tensor):
+        return bool(torch.isnan(tensor.detach()).any())
+    return tensor._version == 0  # noqa: SLF001 - no public way to ask
+
+
+def _is_marked_by_value(tensor: torch.Tensor) -> bool:
+    # 8-bit types are compared by few of torch's kernels.
+    return (tensor.is_floating_point() or tensor.is_complex()) and tensor.element_size() > 1
+
+
+def _generators(device: torch.device) -> list[torch.Tensor]:
+    states = [torch.get_rng_state()]
+    if device.type != "cpu":
+        states.append(torch.get_device_module(device).get_rng_state())
+    return states
+
+
+def _set_generators(device: torch.device, states: list[torch.Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(states[1])

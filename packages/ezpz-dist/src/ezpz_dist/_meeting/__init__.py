@@ -1,1 +1,0 @@
-"""How the ranks find each other, and whether they agree."""

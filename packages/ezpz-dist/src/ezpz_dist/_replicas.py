@@ -1,0 +1,354 @@
+"""Before wrapping: by what a module is wrapped, which ranks hold a copy, do all wrap the same."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary, ref
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
+
+from ezpz_device import as_dtype
+
+from ._collectives import broadcast
+from ._errors import CollectiveError, NotSetUpError, WrapError
+from ._members import Call, Members, as_bytes, exchange, payload_of
+from ._world import World, current_world
+
+if TYPE_CHECKING:
+    from ezpz_tp import ParallelState
+
+
+# What a module is wrapped by already.
+
+_inside: WeakKeyDictionary[nn.Module, tuple[str, Callable[[], object]]] = WeakKeyDictionary()
+"""Modules around which there is a wrapper of ours: its name, and what tells whether it lives."""
+
+
+def find_wrapper(module: nn.Module) -> str | None:
+    """Return what a module is wrapped by: ``"DDP"``, ``"FSDP1"``, ...; None if it is bare."""
+    if isinstance(module, DistributedDataParallel):
+        return "DDP"
+    if isinstance(module, DataParallel):
+        return "DataParallel"
+    # Importing it takes half a second; where it was not imported nothing is made of it.
+    if fsdp := sys.modules.get("torch.distributed.fsdp"):
+        if isinstance(module, fsdp.FullyShardedDataParallel):
+            return "FSDP1"
+        if isinstance(module, getattr(fsdp, "FSDPModule", ())):
+            return "FSDP2"
+    if any(kind.__module__.split(".")[0] == "deepspeed" for kind in type(module).__mro__) and (
+        hasattr(module, "zero_optimization_stage")
+    ):
+        return "DeepSpeed"
+    return None
+
+
+def remember_inside(model: nn.Module, name: str, wrapper: nn.Module | None = None) -> None:
+    """Have `refuse_wrapped` know of a wrapper from the model inside it, which shows no trace.
+
+    Args:
+        model: What was wrapped.
+        name: By what.
+        wrapper: Once it is gone the model is bare again; None: it never is.
+    """
+    lives = (lambda: True) if wrapper is None else ref(wrapper)
+    for module in model.modules():
+        _inside[module] = name, lives
+
+
+def refuse_wrapped(model: nn.Module) -> None:
+    """Raise if a model, a part of it, or what it is a part of already trains on all ranks.
+
+    Raises:
+        TypeError: It is no module.
+        WrapError: It does. (Of a DDP that a script made itself, its ``.module`` does not tell.)
+            Or it is lazy: its parameters have no shape yet.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{model!r} to wrap; expected a torch.nn.Module")
+    for name, module in model.named_modules():
+        where = f"its part {name!r} is" if name else "it is"
+        around, lives = _inside.get(module, ("", lambda: None))
+        if wrapper := find_wrapper(module):
+            found = f"{where} {wrapper}"
+        elif lives() is not None:
+            found = f"{where} inside of {around}"
+        else:
+            continue
+        raise WrapError(
+            f"{type(model).__name__} is wrapped already: {found}; expected the bare model; wrap "
+            "it once"
+        )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise WrapError(
+                f"{name} of {type(model).__name__} has no shape yet: it is lazy; expected one that "
+                "has; run a batch through the model before, on every rank"
+            )
+
+
+# The ranks that hold a copy of the same model: all of them, or those of ezpz_tp's data axis.
+
+
+class Replicas(Members):
+    """The ranks whose gradients of one model are averaged. All start from the first's model."""
+
+    __slots__ = ()
+
+    @property
+    def size(self) -> int:
+        """How many they are."""
+        return len(self.ranks)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank's model is the one that the others start from."""
+        return self.place == 0
+
+    def send_first(self, data: torch.Tensor, what: str) -> None:
+        """Fill a tensor, uint8 [bytes], with what the first rank has in it. Collective."""
+        if self.size > 1 and data.numel():
+            self.send(data, self.ranks[0], what)
+
+    def name(self, places: Sequence[int]) -> str:
+        """Say which ranks, and where they run: ``rank 1 on host-a, rank 5 on host-b``."""
+        ranks = [self.ranks[place] for place in places]
+        some = ", ".join(f"rank {rank} on {self.world.hosts[rank]}" for rank in ranks[:8])
+        return some if len(ranks) <= 8 else f"{some}, and {len(ranks) - 8} more"
+
+
+def find_replicas(call: str) -> Replicas:
+    """Return the ranks over which a model is wrapped, given ezpz_tp's groups where there are some.
+
+    Args:
+        call: What is called, for the message.
+
+    Raises:
+        NotSetUpError: `setup_torch` was not called.
+        WrapError: There is context parallelism, and no group that spans data and context.
+    """
+    world = current_world(call)
+    everyone = dist.group.WORLD
+    if world is None or everyone is None:
+        raise NotSetUpError(f"{call} before setup_torch(); expected ezpz.setup_torch() first")
+    state = parallel_state()
+    if state is None:
+        return _seen_from(world, everyone, range(world.info.world_size))
+    # Ranks that share a sequence hold the same parameters, and each has a part of the gradient.
+    axes = ("data", "context") if state.size("context") > 1 else ("data",)
+    if not state.has_group(*axes):
+        raise WrapError(
+            f"{call}: no process group spans data x context ({state.size('data')} x "
+            f"{state.size('context')}), over which gradients are averaged; make it with the "
+            'others: ezpz_tp.initialize_tensor_parallel(..., also=[("data", "context")])'
+        )
+    return _seen_from(world, state.group(*axes), tuple(state.ranks(*axes)))
+
+
+def parallel_state() -> ParallelState | None:
+    """Return ezpz_tp's groups if there are any; it is not imported for the question."""
+    tp = sys.modules.get("ezpz_tp")
+    state: ParallelState | None = None if tp is None else tp.current_state()
+    return state if state is not None and state.is_live else None
+
+
+def attributes_kept(model: nn.Module) -> AbstractContextManager[None]:
+    """Keep what ezpz_tp says of parameters while others take their place."""
+    tp = sys.modules.get("ezpz_tp")
+    return nullcontext() if tp is None else tp.keep_attributes(model)
+
+
+def start_alike(tensors: Sequence[torch.Tensor], replicas: Replicas) -> None:
+    """Move tensors to this rank's device and give all ranks the first one's values.
+
+    Collective over the replicas. Tensors on the meta device have none, and are left.
+    """
+    device = replicas.world.device
+    with torch.no_grad():
+        for tensor in tensors:
+            if tensor.is_meta:
+                continue
+            if tensor.device != device:
+                tensor.data = tensor.data.to(device)
+            # As bytes: backends send few of torch's types, and contiguous memory only.
+            sent = as_bytes(tensor)
+            replicas.send_first(sent, "the model's start values")
+            if sent.data_ptr() != tensor.data_ptr() and not replicas.is_first:
+                tensor.copy_(sent.view(tensor.dtype).view(tensor.shape))
+
+
+def _seen_from(world: World, group: dist.ProcessGroup, ranks: Sequence[int]) -> Replicas:
+    return Replicas(world, group, ranks, ranks.index(world.info.rank), world.on_host)
+
+
+# Before anything is wrapped: can it be, and do all ranks wrap the same?.
+
+Lines = dict[str, str]
+"""What all ranks must have in common, by name."""
+
+
+@contextmanager
+def agreed(
+    call: str,
+    wrapped: nn.Module | Mapping[str, torch.Tensor],
+    options: Mapping[str, object],
+    replicas: Replicas,
+) -> Iterator[Lines]:
+    """Refuse on all ranks what one of them refuses inside, or wraps differently.
+
+    torch compares nothing that is quick to compare: it waits until it times out, ends the
+    process, or goes on with tensors of other shapes. Here each rank sends a checksum; who
+    differs is looked for only if one does. Collective over the replicas.
+
+    Args:
+        call: ``"wrap_model_for_ddp()"``.
+        wrapped: What this rank wraps: a model, or tensors by name.
+        options: What else it was called with; of objects without a lasting text, the type.
+        replicas: The ranks.
+
+    Yields:
+        Where to add what else must be the same.
+
+    Raises:
+        MismatchError: The ranks called different functions, or with other options.
+        WrapError: Another rank refuses, or the models differ.
+    """
+    lines: Lines = {}
+    try:
+        yield lines
+        tensors = _tensors_of(wrapped) if isinstance(wrapped, nn.Module) else wrapped
+        lines |= {name: _of_tensor(tensor) for name, tensor in tensors.items()}
+    except Exception as error:  # whatever it is, the others wait to hear of it; raised again
+        if replicas.size > 1:
+            with suppress(CollectiveError):
+                exchange(Call(call), replicas, refusal=error)
+        raise
+    if replicas.size == 1:
+        return
+    digest = hashlib.sha256(repr(list(lines.items())).encode()).digest()
+    try:
+        every = exchange(Call(_of_call(call, options)), replicas, digest)
+    except CollectiveError as error:
+        if type(error) is CollectiveError:  # a rank refuses; it has raised its own
+            raise WrapError(str(error)) from None
+        raise
+    found = [bytes(payload_of(place, every)[: len(digest)]) for place in range(replicas.size)]
+    if len(set(found)) > 1:
+        raise WrapError(f"{call}: {_difference(lines, found, replicas)}")
+
+
+def refuse_unmovable(call: str, replicas: Replicas) -> None:
+    """Raise if this rank's device has no collectives.
+
+    Raises:
+        WrapError: It is Apple's, from which no backend of torch sends.
+    """
+    if replicas.world.device.type == "mps":
+        raise WrapError(
+            f"{call} over {replicas.size} rank(s) on mps, from which gloo cannot send; expected "
+            "one process, and wrap_model, which leaves the model as it is there; to run several "
+            "ranks compute on the CPU: TORCH_DEVICE=cpu"
+        )
+
+
+def refuse_experts(call: str, model: nn.Module) -> None:
+    """Raise if a parameter's copies are on other ranks than those of the rest of the model.
+
+    Raises:
+        WrapError: ezpz_tp (or Megatron) says so of one: ``allreduce`` is False.
+    """
+    for name, parameter in model.named_parameters():
+        if not getattr(parameter, "allreduce", True):
+            raise WrapError(
+                f"{call}: {name} is an expert's: its copies are on the ranks of the expert_data "
+                "group, not on these; wrap the model without its experts, and average their "
+                'gradients over ezpz_tp.get_state().group("expert_data")'
+            )
+
+
+def refuse_options(call: str, options: Mapping[str, object], reserved: Mapping[str, str]) -> None:
+    """Raise if an option of torch's is given that is not the caller's to choose.
+
+    Args:
+        call: What is called.
+        options: What is given.
+        reserved: By name, what to do instead.
+
+    Raises:
+        WrapError: One is.
+    """
+    for name in options:
+        if name in reserved:
+            raise WrapError(f"{call} takes no {name}; {reserved[name]}")
+
+
+def as_floating(dtype: str | torch.dtype, what: str = "dtype") -> torch.dtype:
+    """Return a type to compute or reduce in.
+
+    Raises:
+        ValueError: It is not known, or no floating-point type.
+    """
+    wanted = as_dtype(dtype)
+    if not wanted.is_floating_point:
+        raise ValueError(f"{what} {wanted}; expected a floating-point type")
+    return wanted
+
+
+def _of_call(call: str, options: Mapping[str, object]) -> str:
+    lasting = (str, int, float, bool, torch.dtype)
+    said = (
+        f"{name}={value!r}" if isinstance(value, lasting) else f"{name}=<{type(value).__name__}>"
+        for name, value in sorted(options.items())
+        if value is not None  # a message has room for what was given
+    )
+    return f"{call.removesuffix('()')}({', '.join(said)})"
+
+
+def _tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    named: dict[str, torch.Tensor] = {
+        f"parameter {name}": one for name, one in model.named_parameters(remove_duplicate=False)
+    }
+    return named | {f"buffer {name}": one for name, one in model.named_buffers()}
+
+
+def _of_tensor(tensor: torch.Tensor) -> str:
+    kind = str(tensor.dtype).removeprefix("torch.")
+    frozen = ", frozen" if isinstance(tensor, nn.Parameter) and not tensor.requires_grad else ""
+    # Gradients that lie otherwise in memory would be added element by wrong element.
+    strides = "" if tensor.is_contiguous() else f", strides {list(tensor.stride())}"
+    return f"{kind} {list(tensor.shape)}{strides}{frozen}{' on meta' if tensor.is_meta else ''}"
+
+
+def _difference(lines: Lines, found: list[bytes], replicas: Replicas) -> str:
+    """Say who differs, and in what. Collective: one rank of each party says what it has."""
+    # With a tie, the first rank is taken for right: the others would start from its values.
+    most = max(Counter(found).items(), key=lambda item: (item[1], item[0] == found[0]))[0]
+    right = found.index(most)
+    wrong = [place for place, digest in enumerate(found) if digest != most]
+    theirs, odd = (
+        broadcast(lines if place == replicas.place else None, replicas.ranks[place], replicas.group)
+        for place in (right, wrong[0])
+    )
+    assert theirs is not None
+    assert odd is not None
+    differ = [name for name in {**theirs, **odd} if theirs.get(name) != odd.get(name)]
+    if not differ:
+        what = "the parameters are in another order"
+    else:
+        there, here = (lines.get(differ[0], "missing") for lines in (odd, theirs))
+        what = f"{differ[0]} is {there} there, and {here} on {replicas.name([right])}"
+        if len(differ) > 1:
+            what += f" (and {len(differ) - 1} more differ)"
+    return (
+        f"not the same on all ranks: {replicas.name(wrong)}: {what}; expected the same model on "
+        "every rank; build it from the same arguments everywhere"
+    )

@@ -1,0 +1,426 @@
+"""One file for a node or a job: each rank its slice, or one rank reads for its node."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import IO, Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from ezpz_topo import get_hostname, get_rank
+
+from ._collectives import all_gather_object, broadcast, find_channel, finish
+from ._data import checked
+from ._errors import DataError, MismatchError, fold
+from ._members import Members, as_bytes, dump, find_members, is_plain, load, place_for
+from ._watch import waiting
+from ._world import World, current_world
+
+# Each rank's own slice of one file, by MPI-IO or by plain reads.
+
+_PIECE = 1 << 30
+"""Bytes of one read: MPI counts in 32-bit ints."""
+
+
+def read_share(
+    path: str | os.PathLike[str],
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    *,
+    offset: int = 0,
+    share: tuple[int, int] | None = None,
+    implementation: str | None = None,
+) -> torch.Tensor:
+    """Return this rank's rows of an array in a file of raw numbers.
+
+    Collective: every rank calls this. Data-parallel ranks get consecutive rows, the first
+    ones a row more where they cannot be divided; no rank reads more than its own.
+
+    Args:
+        path: A file in this machine's byte order, such as numpy's ``tofile`` writes; with
+            ``"posix"`` also a URL that fsspec knows.
+        dtype: Of its numbers.
+        shape: Of the whole array; the first may be -1: as many rows as the file has.
+        offset: Bytes before the array.
+        share: (which, of how many); default: `ezpz_dist.data_share`.
+        implementation: ``"mpi"``: MPI-IO, in which the ranks' reads become few large ones
+            (``MPI_File_iread_at_all``). ``"posix"``: each reads by itself. None: MPI-IO
+            where this job's MPI is running already.
+
+    Returns:
+        Dtype ``dtype``, shape [rows of this rank, *shape[1:]], on the host.
+
+    Raises:
+        CollectiveError: ``"mpi"``, and there is no MPI for these ranks.
+        DataError: On every rank: a rank cannot read its part, or the file is too short.
+        MismatchError: The ranks chose different implementations.
+        NotSetUpError: There are several ranks and `setup_torch` was not called.
+        ValueError: ``implementation`` is unknown, or ``shape`` or ``offset`` are none.
+    """
+    name = os.fspath(path)
+    row = dtype.itemsize * torch.Size(shape[1:]).numel() if len(shape) else 0
+    if row < 1 or shape[0] < -1 or offset < 0:
+        raise ValueError(f"shape {tuple(shape)}, offset {offset}; expected rows that hold bytes")
+    members = find_members("read_share()", None)
+    by = implementation or ("mpi" if _mpi_is_running(members) else "posix")
+    if by not in ("mpi", "posix"):
+        raise ValueError(f"implementation {by!r}; expected 'mpi', 'posix' or None")
+    which, count = checked(share)
+    rows, start, trouble = 0, 0, ""
+    try:
+        rows, extra = divmod(_rows(name, shape[0], row, offset), count)
+        start = which * rows + min(which, extra)
+        rows += which < extra
+    except (OSError, ImportError, ValueError, DataError) as error:
+        trouble = _words(name, error)
+    most = _agree(trouble, by, rows * row)
+    part = torch.empty(rows, *shape[1:], dtype=dtype)
+    begin = offset + start * row
+    try:
+        if by == "mpi" and members is not None:
+            _read_over_mpi(name, part, begin, -(-most // _PIECE), members)
+        else:
+            with _open(name) as file:
+                file.seek(begin)
+                _fill(file, part)
+    except (OSError, ImportError, ValueError, DataError) as error:
+        trouble = _words(name, error)
+    _agree(trouble, by)
+    return part
+
+
+def _rows(name: str, asked: int, row: int, offset: int) -> int:
+    with _open(name) as file:
+        size = file.seek(0, os.SEEK_END)
+    there = max(0, size - offset)
+    if asked == -1:
+        if there % row:
+            raise DataError(f"{there} bytes after offset {offset}; expected rows of {row} bytes")
+        return there // row
+    if there < asked * row:
+        raise DataError(
+            f"it has {size} bytes; expected {offset + asked * row}: offset {offset} and {asked} "
+            f"rows of {row}"
+        )
+    return asked
+
+
+def _memory(part: torch.Tensor) -> ctypes.Array[ctypes.c_char]:
+    return (ctypes.c_char * part.nbytes).from_address(part.data_ptr())
+
+
+def _fill(file: IO[bytes], part: torch.Tensor) -> None:
+    if part.nbytes == 0:
+        return
+    view, done = memoryview(_memory(part)).cast("B"), 0
+    while done < len(view):
+        got: int = cast("Any", file).readinto(view[done : done + _PIECE])
+        if not got:
+            raise DataError(f"it ended {len(view) - done} bytes early; expected it not to change")
+        done += got
+
+
+def _read_over_mpi(
+    name: str, part: torch.Tensor, begin: int, rounds: int, members: Members
+) -> None:
+    # Has MPI initialised if need be, on all ranks and in time, and its world compared.
+    find_channel("read_share()", "mpi", members, None)
+    mpi: Any = importlib.import_module("mpi4py.MPI")
+    try:
+        file = mpi.File.Open(mpi.COMM_WORLD, name, mpi.MODE_RDONLY)
+        try:
+            # Collective reads: as many on each rank as on the one with most.
+            for number in range(rounds):
+                at = min(number * _PIECE, part.nbytes)
+                size = min(_PIECE, part.nbytes - at)
+                # By address: mpi4py would want numpy to see into a tensor.
+                memory = mpi.buffer.fromaddress(part.data_ptr() + at, size)
+                request = file.Iread_at_all(begin + at, [memory, size, mpi.BYTE])
+                finish(request, part, f"read_share({name}) over MPI", members.world, None)
+        finally:
+            file.Close()
+    except mpi.Exception as error:
+        raise DataError(str(error)) from error
+
+
+def _mpi_is_running(members: Members | None) -> bool:
+    mpi: Any = sys.modules.get("mpi4py.MPI")
+    if members is None or mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
+        return False
+    return int(mpi.COMM_WORLD.size) == members.world.info.world_size
+
+
+def _agree(trouble: str, by: str, nbytes: int = 0) -> int:
+    """Return the most bytes of any rank; raise on every rank what any of them could not do."""
+    every = all_gather_object((trouble, by, nbytes))
+    if failed := [words for words, _, _ in every if words]:
+        more = f" (and {len(failed) - 1} ranks more)" if len(failed) > 1 else ""
+        raise DataError(failed[0] + more)
+    if ranks := [rank for rank, (_, other, _) in enumerate(every) if other != every[0][1]]:
+        raise MismatchError(
+            f"read_share() by {every[0][1]!r} on rank 0 and by {every[ranks[0]][1]!r} on ranks "
+            f"{fold(ranks)}; expected one; give implementation= on every rank",
+            ranks,
+        )
+    most: int = max(each for _, _, each in every)
+    return most
+
+
+def _words(name: str, error: Exception) -> str:
+    return (
+        f"rank {get_rank()} on {get_hostname()} cannot read its share of {name}: "
+        f"{type(error).__name__}: {error}"
+    )
+
+
+def _open(name: str) -> IO[bytes]:
+    if "://" in name:
+        return cast("IO[bytes]", importlib.import_module("fsspec").open(name, "rb").open())
+    return open(name, "rb", buffering=0)
+
+
+# Tensors that a node's ranks share: read once, in memory once.
+
+Tensors = TypeVar("Tensors", torch.Tensor, dict[str, torch.Tensor])
+
+Place = tuple[str | None, str, tuple[int, ...], int]
+"""Name (None: there is one tensor, and no dict), dtype, shape, and the offset in the file."""
+
+_ALIGNED = 64
+"""Bytes: a tensor begins at a multiple, as torch's own do."""
+
+
+def share_on_node(read: Callable[[], Tensors]) -> Tensors:
+    """Let one rank of each node read; its ranks have the same memory, once a node.
+
+    Collective on each node: every rank of it calls this. What a rank writes into the tensors
+    the others see. The memory is freed when no rank holds a tensor any more.
+
+    Args:
+        read: Called on the node's first rank only; returns a dense tensor, or a dict of them.
+
+    Returns:
+        The same on every rank, on the host.
+
+    Raises:
+        DataError: On every rank of the node: ``read`` failed, returned something else, or
+            there is not enough shared memory. The reader's exception is its cause there.
+        NotSetUpError: There are several ranks and `setup_torch` was not called.
+    """
+    group = node_group()
+    members = find_members("share_on_node()", group)
+    found, trouble, cause = try_to_read(read, members)
+    path, places = "", list[Place]()
+    if reads(members) and not trouble:
+        try:
+            path, places = _put(found)
+        except (OSError, TypeError) as error:
+            trouble, cause = f"{type(error).__name__}: {error}", error
+    try:
+        agree(trouble, cause, members, "share_on_node()")
+        if members is not None:
+            path, places = broadcast((path, places), members.ranks[0], group)
+        tensors = _map(path, places)
+        if members is not None:
+            all_gather_object(None, group)  # all have mapped it: its name can go
+    finally:
+        if path and reads(members):
+            os.unlink(path)
+    result: Any = tensors.get(None, tensors)
+    return cast("Tensors", result)
+
+
+def _put(found: object) -> tuple[str, list[Place]]:
+    """Write tensors into a file in memory; return its path, and where each tensor is."""
+    named = found if isinstance(found, Mapping) else {None: found}
+    places: list[Place] = []
+    size = 0
+    for name, tensor in named.items():
+        if not isinstance(tensor, torch.Tensor) or not is_plain(tensor):
+            raise TypeError(f"{name or 'it'} is {type(tensor).__name__}; expected dense tensors")
+        places.append((name, str(tensor.dtype)[6:], tuple(tensor.shape), size))
+        size += -(-tensor.nbytes // _ALIGNED) * _ALIGNED
+    folder = "/dev/shm" if os.path.isdir("/dev/shm") else None  # noqa: S108  # Linux's memory
+    number, path = tempfile.mkstemp(prefix="ezpz-", dir=folder)
+    try:
+        # Now, or writing to the memory would be a bus error where there is none.
+        if size and hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(number, 0, size)
+        else:
+            os.ftruncate(number, size)
+    except OSError:
+        os.unlink(path)
+        raise
+    finally:
+        os.close(number)
+    for tensor, shared in zip(named.values(), _map(path, places).values(), strict=True):
+        shared.copy_(tensor.detach())
+    return path, places
+
+
+def _map(path: str, places: list[Place]) -> dict[str | None, torch.Tensor]:
+    size = os.path.getsize(path)
+    memory = torch.from_file(path, shared=True, size=size, dtype=torch.uint8) if size else None
+    tensors: dict[str | None, torch.Tensor] = {}
+    for name, kind, shape, start in places:
+        dtype = getattr(torch, kind)
+        if memory is None or 0 in shape:
+            tensors[name] = torch.empty(shape, dtype=dtype)
+            continue
+        nbytes = dtype.itemsize * torch.Size(shape).numel()
+        tensors[name] = memory[start : start + nbytes].view(dtype).view(shape)
+    return tensors
+
+
+# One rank of a node reads, and the others of the node have it from there.
+
+T = TypeVar("T")
+
+_NODE_PIECE = 1 << 28
+"""Bytes that are sent at once."""
+
+_node: tuple[World, dist.ProcessGroup] | None = None
+
+
+def node_group() -> dist.ProcessGroup | None:
+    """Return the group of the ranks on this rank's host; made once, over gloo.
+
+    Collective on each node: every rank of it calls this. None in a process that was never set
+    up. Its ranks and collectives are on the host, whatever the world's backend is.
+
+    Raises:
+        NotSetUpError: There are several ranks and `setup_torch` was not called.
+    """
+    global _node
+    world = current_world("node_group()")
+    if world is None:
+        return None
+    if _node is None or _node[0] is not world:
+        host = world.hosts[world.info.rank]
+        ranks = [rank for rank, name in enumerate(world.hosts) if name == host]
+        with waiting("node_group()", world):
+            group = dist.new_group(
+                ranks,
+                backend="gloo",
+                timeout=timedelta(seconds=world.timeout),
+                use_local_synchronization=True,  # the node's ranks alone make it
+            )
+        _node = world, cast("dist.ProcessGroup", group)
+    return _node[1]
+
+
+def scatter_from_one_reader(
+    read: Callable[[], Sequence[T]], *, group: dist.ProcessGroup | None = None
+) -> T:
+    """Let the first rank of a group read for all of it; return this rank's part.
+
+    Collective: every rank of the group calls this.
+
+    Args:
+        read: Called on the first rank only; returns one part for each rank, by place in the
+            group: tensors (sent without pickling), or anything that can be pickled.
+        group: Who shares a reader; default: this node's ranks (`node_group`).
+
+    Returns:
+        This rank's part; a tensor lies on the host, or where this rank computes if it lay on
+        the reader's device.
+
+    Raises:
+        DataError: On every rank of the group: ``read`` failed, or returned another number of
+            parts. The reader's own exception is its cause there.
+        NotSetUpError: There are several ranks and `setup_torch` was not called.
+    """
+    members = find_members("scatter_from_one_reader()", node_group() if group is None else group)
+    parts, trouble, cause = try_to_read(read, members)
+    count = 1 if members is None else len(members.ranks)
+    if reads(members) and not trouble and (not isinstance(parts, Sequence) or len(parts) != count):
+        said = f"{len(parts)} parts" if isinstance(parts, Sequence) else f"a {type(parts).__name__}"
+        trouble = f"it returned {said}; expected a list, one part for each of {count} ranks"
+    agree(trouble, cause, members, "scatter_from_one_reader()")
+    if members is None:
+        assert parts is not None
+        return parts[0]
+    what = "scatter_from_one_reader()"
+    with waiting(what, members.world):
+        if parts is None:
+            return cast("T", _receive(members))
+        for place, part in enumerate(parts):
+            if place != members.place:
+                _send(part, place, members)
+        return parts[members.place]
+
+
+def reads(members: Members | None) -> bool:
+    """Return whether this rank is the one that reads."""
+    return members is None or members.place == 0
+
+
+def try_to_read(
+    read: Callable[[], T], members: Members | None
+) -> tuple[T | None, str, Exception | None]:
+    """Return what the reader read, or what went wrong; nothing on other ranks."""
+    if not reads(members):
+        return None, "", None
+    try:
+        return read(), "", None
+    except Exception as error:  # noqa: BLE001  # whatever it is, every rank raises it
+        return None, f"{type(error).__name__}: {error}", error
+
+
+def agree(trouble: str, cause: Exception | None, members: Members | None, what: str) -> None:
+    """Raise on every rank what the reader could not do."""
+    reader, host = 0, ""
+    if members is not None:
+        trouble = broadcast(trouble, members.ranks[0], members.group)
+        reader = members.ranks[0]
+        host = f" on {members.world.hosts[reader]}"
+    if trouble:
+        raise DataError(f"{what}: the reader, rank {reader}{host}, failed: {trouble}") from cause
+
+
+def _send(part: object, place: int, members: Members) -> None:
+    if isinstance(part, torch.Tensor) and is_plain(part):
+        about = (str(part.dtype)[6:], tuple(part.shape), part.device.type != "cpu")
+        data = as_bytes(part)
+    else:
+        about, data = None, _bytes(dump(part))
+    header = _bytes(dump(about))
+    sizes = torch.tensor([header.numel(), data.numel()])
+    for tensor in (sizes, header, *data.split(_NODE_PIECE)):
+        if tensor.numel():
+            dist.send(tensor.to(members.where), members.ranks[place], group=members.group)
+
+
+def _receive(members: Members) -> object:
+    reader = members.ranks[0]
+
+    def get(tensor: torch.Tensor) -> torch.Tensor:
+        for piece in tensor.split(_NODE_PIECE):
+            if piece.numel():
+                staged = piece.to(members.where)
+                dist.recv(staged, reader, group=members.group)
+                if staged is not piece:
+                    piece.copy_(staged)
+        return tensor
+
+    header, length = get(torch.zeros(2, dtype=torch.int64)).tolist()
+    about = load(bytes(get(torch.empty(header, dtype=torch.uint8)).tolist()), reader)
+    if about is None:
+        raw = bytearray(length)
+        get(torch.frombuffer(raw, dtype=torch.uint8))
+        return load(raw, reader)
+    dtype, shape, on_device = about
+    part = torch.empty(shape, dtype=getattr(torch, dtype), device=place_for(on_device))
+    get(as_bytes(part))
+    return part
+
+
+def _bytes(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -1,0 +1,521 @@
+"""Bounds for waiting: a collective that fails is explained, a step that hangs ends the job."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import NoReturn, Self, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from . import _diagnosis
+from ._diagnosis import (
+    Board,
+    RollCall,
+    Standing,
+    call_roll,
+    calling_line,
+    describe_frames,
+    find_watcher,
+    last_held,
+    main_frame,
+    raising_line,
+    tell,
+    whole_stack,
+)
+from ._errors import CollectiveError, HangError, LostRankError, fold
+from ._store import LOST, within
+from ._world import World, find_world, is_forked
+
+# The part of a collective that waits for other ranks: named, timed, and explained if it fails.
+
+_SPIN = 50e-6
+_POLL = 1e-3
+
+_SIGNS = ("/gloo/", "NCCL", "oneCCL", "Operation timed out", "Connection closed by peer")
+"""Words in the errors of collectives; gloo raises a plain RuntimeError, with its file's name."""
+
+_LINES = 16
+"""Ranks, or groups of ranks at one line, that a message lists."""
+
+
+@contextmanager
+def waiting(
+    what: str, world: World | None, members: Collection[int] | None = None
+) -> Iterator[None]:
+    """Say what this rank waits for, so that others can be told; explain a failure of torch's.
+
+    Inside, a RuntimeError of torch.distributed (a time-out, a closed connection) becomes a
+    `HangError` or `LostRankError` that names the missing ranks, their hosts and lines.
+
+    Args:
+        what: The operation as a reader of the error wants it: ``"all_reduce(float32 [3, 2])"``.
+        world: None or a world of one: nothing happens.
+        members: The ranks that take part, of which one can be missing; None: all.
+
+    Raises:
+        CollectiveError: This process is a rank's forked child.
+    """
+    if world is None or world.info.world_size == 1:
+        yield
+        return
+    if is_forked():
+        raise CollectiveError(
+            f"{what} at {calling_line()} in a process that rank {world.info.rank} has forked, such "
+            "as a worker of a data loader: it would take its parent's part; expected it in the "
+            "process that called setup_torch"
+        )
+    _diagnosis.enter(what)
+    start = time.monotonic()
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_of_a_collective(error):
+            raise
+        raise explain(error, what, world, time.monotonic() - start, members) from error
+    finally:
+        _diagnosis.leave()
+
+
+def finish(
+    work: dist.Work,
+    timeout: float | None,
+    what: str,
+    world: World,
+    *,
+    members: Collection[int] | None = None,
+    where: torch.device | None = None,
+) -> None:
+    """Wait for an asynchronous operation of torch's, at most so long. Use it inside `waiting`.
+
+    Args:
+        work: What an ``async_op=True`` call returned.
+        timeout: Seconds; None: the group's own.
+        what: The operation, as for `waiting`.
+        world: The world.
+        members: The ranks that take part; None: all.
+        where: The device of its tensors; None: that of the world's backend.
+
+    Raises:
+        HangError: It is not done after ``timeout`` seconds; names the ranks that have not come.
+    """
+    if timeout is None:
+        work.wait()
+    elif (where or world.on_host).type == "cpu":
+        work.wait(timedelta(seconds=timeout))
+    else:
+        # Other backends' wait only queues a wait on the device's stream.
+        start = time.monotonic()
+        while not work.is_completed():
+            waited = time.monotonic() - start
+            if waited > timeout:
+                late = TimeoutError(f"not done after {timeout:g} s")
+                raise explain(late, what, world, waited, members)
+            time.sleep(_SPIN if waited < _POLL else _POLL)
+        work.wait()
+
+
+def is_of_a_collective(error: BaseException) -> bool:
+    """Say whether an error is torch.distributed's word for: somebody did not come, or has gone."""
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
+
+
+def explain(
+    error: BaseException,
+    what: str,
+    world: World,
+    waited: float,
+    members: Collection[int] | None = None,
+) -> CollectiveError:
+    """Return the error that names who is missing, where torch's names nobody.
+
+    Args:
+        error: What torch raised.
+        what: What this rank was doing.
+        world: The world.
+        waited: Seconds since it began to.
+        members: The ranks that take part; None: all.
+    """
+    rank, host = world.info.rank, world.hosts[world.info.rank]
+    start = f"{what} at {calling_line()} on rank {rank} ({host}) failed after {waited:.1f} s: "
+    watcher = find_watcher()
+    if watcher is None:
+        return CollectiveError(f"{start}{first_line(error)}")
+    call = call_roll(watcher)
+    if members is not None:
+        call = call.among({*members, rank})
+    text, missing = tell_missing(call, rank, what)
+    kind = LostRankError if set(missing) & set(call.gone()) else HangError
+    return kind(f"{start}{text} ({first_line(error)})", missing)
+
+
+def tell_missing(call: RollCall, rank: int, what: str = "") -> tuple[str, list[int]]:
+    """Say who is not where this rank is, and where they are instead.
+
+    Args:
+        call: What a roll call found.
+        rank: Who wants to know.
+        what: The collective of ours that it waits in; empty: by source line.
+
+    Returns:
+        The text, and the ranks it is about.
+    """
+    mine = call.standings[rank]
+    away = [
+        standing
+        for standing in call.standings.values()
+        if standing.rank != rank
+        and (
+            standing.doing != what
+            if what
+            else (standing.line, standing.collectives) != (mine.line, mine.collectives)
+        )
+    ]
+    named = list(call.silent.items())[:_LINES]
+    parts = [f"rank {one} on {call.hosts[one]} {fate}" for one, fate in named]
+    if len(call.silent) > _LINES:
+        parts.append(f"{len(call.silent)} ranks in all do not answer: {fold(call.silent)}")
+    places: dict[str, list[int]] = {}
+    for standing in away:
+        place = str(standing).partition(": ")[2]
+        if not what and standing.collectives != mine.collectives:
+            # Not in one of ours: torch's own tell whether they took different branches.
+            theirs, my_own = ("".join(each.collectives) or "none" for each in (standing, mine))
+            place += f" (its last collective: {theirs}; here: {my_own})"
+        places.setdefault(place, []).append(standing.rank)
+    for place, ranks in sorted(places.items(), key=lambda item: len(item[1]))[:_LINES]:
+        if len(ranks) == 1:
+            parts.append(f"rank {ranks[0]} on {call.standings[ranks[0]].host} stands at {place}")
+        else:
+            parts.append(f"ranks {fold(ranks)} stand at {place}")
+    if not parts:
+        return "every rank answers and waits in the same place: the network, or a device", []
+    return "; ".join(parts), sorted([*call.silent, *(standing.rank for standing in away)])
+
+
+def first_line(error: BaseException) -> str:
+    """Return what an error says, without the traces that torch appends."""
+    line = str(error).strip().partition("\n")[0]
+    # gloo's begin with the source file of the machine that built it, and end with advice.
+    line = line.partition(". This is typically")[0]
+    return re.sub(r"^\[[^]]*\] |\[[^]]*\.\w+:\d+\] ", "", line) or type(error).__name__
+
+
+# One rank's end is everybody's: an uncaught exception, a signal, a time-out of `watch`.
+
+logger = logging.getLogger(__name__)
+
+_SAYING = 1.0
+"""Seconds to tell others something, should the store still answer."""
+
+_READING = 0.1
+"""Seconds that the store stays for the others to read it, once they were told of the end."""
+
+_failed = False
+_unwinding = False
+
+
+def install() -> None:
+    """Let an uncaught exception of this rank end the job, and SIGTERM clean up.
+
+    To be called after ``init_process_group``, whose own hook captures standard error while
+    it calls ours. SIGTERM is left alone where somebody handles it already. Who calls it puts
+    ``sys.excepthook`` back.
+    """
+    global _failed, _unwinding
+    _failed = _unwinding = False
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+        try:
+            previous(kind, value, trace)
+        finally:
+            world = find_world()
+            if world is not None and not is_forked():
+                last_words(world, value, trace)
+
+    sys.excepthook = hook
+    on_main = threading.current_thread() is threading.main_thread()
+    if on_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _terminated)
+
+
+def has_failed() -> bool:
+    """Say whether this rank goes because of a failure."""
+    return _failed
+
+
+def release_sigterm() -> None:
+    """Let SIGTERM end the process as before, unless somebody else handles it by now."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    if signal.getsignal(signal.SIGTERM) is _terminated:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _terminated(_: int, frame: FrameType | None) -> None:
+    global _unwinding
+    if _unwinding or not threading.main_thread().is_alive():
+        # Launchers repeat it, and a `finally` that saves is not to be cut off. At exit the main
+        # thread counts as ended: there is no script to unwind, and Python would print a traceback.
+        return
+    _unwinding = True
+    line, _inside = describe_frames(frame)
+    leave_word(f"SIGTERM at {line}")
+    # Unwinds the script, so that its own `finally` and our cleanup run.
+    sys.exit(128 + signal.SIGTERM)
+
+
+def last_words(world: World, value: BaseException, trace: TracebackType | None) -> None:
+    """Tell every other rank what this one ends of, and to end too."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    watcher = find_watcher()
+    rank, host = world.info.rank, world.hosts[world.info.rank]
+    name, text = type(value).__name__, first_line(value)
+    reason = name if text == name else f"{name}: {text}"
+    status = 128 + signal.SIGINT if isinstance(value, KeyboardInterrupt) else 1
+    line = raising_line(trace)
+    _diagnosis.fail(line)
+    start = f"rank {rank} on {host} failed at {line}: "
+    if watcher is not None and is_of_a_collective(value):
+        # torch's error names nobody; ours have told already.
+        missing, _ = tell_missing(call_roll(watcher), rank)
+        reason = f"in a collective, because {missing}"
+        tell(f"ezpz: {start}{reason}")
+    end_job(start + reason, status)
+
+
+def end_job(text: str, status: int) -> bool:
+    """Tell every other rank to end; returns, so that this one can end as it likes.
+
+    Args:
+        text: Why; one of the others prints it.
+        status: The exit status of the others.
+
+    Returns:
+        Whether they were told, by this rank or one before it.
+    """
+    global _failed
+    watcher = find_watcher()
+    if watcher is None or watcher.lost:
+        return False
+    _failed = True
+    board = watcher.board
+
+    def end() -> None:
+        store = board.reach()
+        store.compare_set(_left(board.rank), "", text)
+        if store.add("ended", 1) == 1:  # else who came first has told all
+            teller = 0 if board.rank != 0 else 1
+            # This rank too: its watcher is not to notice the end of the store.
+            everybody = range(board.size)
+            board.post(store, "end", everybody, text=text, status=status, teller=teller)
+        elif board.rank != 0 or not watcher.ending.wait(_SAYING / 2):
+            return
+        # The server's process is rank 0, or may be ended by this one's end.
+        time.sleep(_READING)
+
+    return _said(board, end)
+
+
+def leave_word(text: str) -> None:
+    """Leave a note of why this rank goes, for those who will look for it."""
+    watcher = find_watcher()
+    if watcher is None or watcher.lost:
+        return
+    board = watcher.board
+    # The first reason is the true one: what follows is the way out.
+    _said(board, lambda: board.reach().compare_set(_left(board.rank), "", text))
+
+
+def _said(board: Board, say: Callable[[], object]) -> bool:
+    try:
+        within(_SAYING, say)
+    except LOST as error:
+        logger.debug("rank %d could not tell the others: %s", board.rank, error)
+        return False
+    return True
+
+
+def _left(rank: int) -> str:
+    return f"left/{rank}"
+
+
+# A bound for a training step: past it all ranks' stacks are written down and the job ends.
+
+T = TypeVar("T")
+
+TIMED_OUT = 124
+"""The exit status of all ranks, as timeout(1) has it."""
+
+_OVERDUE = 15.0
+"""Seconds beyond the time-out after which the stacks of a rank whose Python threads cannot run
+(native code keeps the interpreter's lock) are dumped from outside of Python."""
+
+_HEARING = 0.5
+"""Seconds for this rank's watcher to read what it was told before the store went."""
+
+
+class Watch(AbstractContextManager["Watch"]):
+    """See `watch`."""
+
+    def __init__(self, step_timeout: float, report: str | os.PathLike[str] | None = None) -> None:
+        """Prepare a watch; it begins as the block is entered."""
+        if not step_timeout > 0:
+            raise ValueError(f"step_timeout {step_timeout}; expected seconds above 0")
+        self._timeout = step_timeout
+        self._report = None if report is None else Path(report)
+        self._last = 0.0
+        self._steps = 0
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def step(self) -> None:
+        """Say that a step is done: the time begins anew. It costs a tenth of a microsecond."""
+        self._last = time.monotonic()
+        self._steps += 1
+
+    def over(self, steps: Iterable[T]) -> Iterator[T]:
+        """Yield from a loader or a range, each round being a step."""
+        for each in steps:
+            yield each
+            self.step()
+
+    def __enter__(self) -> Self:
+        """Begin."""
+        self._last = time.monotonic()
+        self._over.clear()
+        self._thread = threading.Thread(target=self._run, name="ezpz-watch", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """End; nothing is watched any more."""
+        self._over.set()
+        faulthandler.cancel_dump_traceback_later()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            seen = max(self._last, last_held())
+            left = seen + self._timeout - time.monotonic()
+            if left <= 0:
+                self._end()
+                return
+            # The descriptor: what stands for sys.stderr in a notebook has none.
+            faulthandler.dump_traceback_later(left + _OVERDUE, exit=True, file=2)
+            if self._over.wait(left):
+                return
+
+    def _end(self) -> None:
+        faulthandler.cancel_dump_traceback_later()
+        start = (
+            f"no step for {self._timeout:g} s (steps done on this rank: {self._steps}); "
+            "where every rank stands"
+        )
+        watcher, world = find_watcher(), find_world()
+        if watcher is None or world is None:
+            line, inside = describe_frames(main_frame())
+            alone = Standing(0, "this host", line, inside, stack=whole_stack(main_frame()))
+            self._write(f"ezpz: {start}\n{picture(RollCall({0: alone}))}")
+            _exit()
+        call = call_roll(watcher, stack=True)
+        board = watcher.board
+        try:
+            claim = "watch/report"
+            mine = str(board.rank)
+            first = within(1.0, lambda: board.reach().compare_set(claim, "", mine).decode() == mine)
+        except LOST:
+            # Rank 0 has gone with the store, as it does once another rank has told it all.
+            # Where none was heard to, better twice than not at all.
+            first = not watcher.ending.wait(_HEARING)
+        if first:
+            self._write(f"ezpz: rank {board.rank}: {start}\n{picture(call)}")
+        end_job(f"no step for {self._timeout:g} s on rank {board.rank}", TIMED_OUT)
+        _exit()
+
+    def _write(self, text: str) -> None:
+        tell(text)
+        if self._report is not None:
+            try:
+                self._report.write_text(f"{text}\n")
+            except OSError as error:
+                tell(f"ezpz: the report could not be written to {self._report}: {error}")
+
+
+def watch(step_timeout: float, report: str | os.PathLike[str] | None = None) -> Watch:
+    """Watch a training loop: if a step takes too long, say where all ranks stand and end the job.
+
+    Once one rank has waited for ``step_timeout`` seconds, the stacks of all are written to
+    standard error as one report, equal ones once, and every rank ends with exit status 124. The
+    time that ranks spend at `breakpoint` does not count.
+
+    >>> with watch(step_timeout=600) as watching:
+    ...     for step in range(3):
+    ...         watching.step()                  # or: for batch in watching.over(loader)
+
+    Args:
+        step_timeout: Seconds for a step; the first one may have to load and compile.
+        report: A file for the report too, such as one on a shared file system.
+
+    Raises:
+        ValueError: ``step_timeout`` is not above 0.
+    """
+    return Watch(step_timeout, report)
+
+
+def picture(call: RollCall) -> str:
+    """Return a roll call as people read it: equal stacks once, the fewest ranks first."""
+    alike: dict[tuple[str, tuple[str, ...]], list[Standing]] = {}
+    for standing in call.standings.values():
+        place = str(standing).partition(": ")[2]
+        alike.setdefault((place, standing.stack), []).append(standing)
+    parts = []
+    for rank, fate in call.silent.items():
+        parts.append(f"rank {rank} on {call.hosts[rank]} {fate}")
+    for (place, stack), standings in sorted(alike.items(), key=lambda item: len(item[1])):
+        ranks = fold(standing.rank for standing in standings)
+        hosts = sorted({standing.host for standing in standings})
+        where = ", ".join(hosts[:3]) + (f" and {len(hosts) - 3} more" if len(hosts) > 3 else "")
+        plural = "s" if len(standings) > 1 else ""
+        parts.append("\n".join([f"rank{plural} {ranks} on {where}: {place}", *_indented(stack)]))
+        parts.extend(
+            f"    last collectives of rank {standing.rank}: {'; '.join(standing.collectives)}"
+            for standing in standings[:1]
+            if standing.collectives
+        )
+    return "\n".join(parts)
+
+
+def _indented(stack: Iterable[str]) -> list[str]:
+    return [f"    {line}" for line in stack]
+
+
+def _exit() -> NoReturn:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            continue  # closed, or nobody reads it
+    os._exit(TIMED_OUT)
