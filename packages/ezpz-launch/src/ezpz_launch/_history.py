@@ -1,37 +1,20 @@
-"""`ezpz-launch history`: past launches."""
+"""`ezpz-launch history`: past launches, as a table for people or as JSON."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shlex
+import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from datetime import datetime
+from typing import Any
+
+from ezpz_topo import TopoError, get_allocation, get_hostname, same_host
 
 from ._errors import LaunchError, UsageError
 from ._record import ID, process_start, records_folder
-
-if TYPE_CHECKING:
-    from typing import Any
-
-    Stored = dict[str, Any]
-
-
-_TYPES: dict[str, type | tuple[type, ...]] = {
-    "id": str, "command": list, "cwd": str, "machine": str, "scheduler": str,
-    "job_id": (str, type(None)), "hosts": str, "nproc": int, "host": str, "pid": int,
-    "pid_start": (int, type(None)), "start": str, "end": (str, type(None)),
-    "exit_status": (int, type(None)), "attempt": int,
-}  # fmt: skip
-"""What a record must have to be told of; what else it has is passed on."""
-
-_JOB = {"pbs": "PBS_JOBID", "slurm": "SLURM_JOB_ID"}
-_OF_A_JOB = ("PBS_JOB", "PBS_NODE", "PBS_ENV", "SLURM_JOB", "SLURM_STEP", "SLURM_NODE", "SLURM_HET")
-_NOT_RUNNING = ("that runs; ", "Invalid job id specified")
-"""What ezpz_topo's errors say of a job that does not run: in its own words, and in scontrol's."""
-
-_TITLES = ("when", "took", "exit", "ranks", "hosts", "job", "command")
-_WIDEST = {"hosts": 24, "job": 30, "command": 60}
-
 
 USAGE = "ezpz-launch history [-n N] [--json]: the newest N launches, by default 20, newest last"
 
@@ -45,12 +28,7 @@ examples:
 
 
 def command(argv: Sequence[str], env: Mapping[str, str]) -> str:
-    """Return what ``ezpz-launch history`` with these words prints.
-
-    Raises:
-        UsageError: A word is none of its options.
-        LaunchError: See `history`.
-    """
+    """Return what ``ezpz-launch history`` with these words prints."""
     limit, as_json, words = "20", False, list(argv)
     while words:
         word = words.pop(0)
@@ -65,34 +43,14 @@ def command(argv: Sequence[str], env: Mapping[str, str]) -> str:
             limit = word[2:]
         else:
             raise UsageError(f"history: {word!r} is not known here; expected {USAGE}")
-    if not (limit.isascii() and limit.isdecimal()):
-        raise UsageError(f"history: -n {limit}: expected a whole number of launches, such as 20")
-    return history(env, limit=int(limit[:9]), as_json=as_json)
+    if not (limit.isascii() and limit.isdecimal() and int(limit[:9])):
+        raise UsageError(
+            f"history: -n {limit}: expected a whole number of launches from 1, such as 20"
+        )
+    return _history(env, int(limit[:9]), as_json=as_json)
 
 
-def history(env: Mapping[str, str], *, limit: int = 20, as_json: bool = False) -> str:
-    """Return the newest launches as a table for people, newest last; or as JSON.
-
-    The column ``exit`` has the exit status, or for one without an end: ``running``; ``never
-    ended`` where ezpz-launch was killed or its host went down; and where it was started on another
-    host, whose processes cannot be seen from here, ``ended by the scheduler`` if its job is over,
-    else ``unknown``. JSON has the records as they were written, a list, each with ``state``:
-    ``ended`` or one of these four. Files that do not
-    read as records are left out, and counted below the table.
-
-    Args:
-        env: The environment, which tells the folder.
-        limit: So many launches at most.
-        as_json: For programs.
-
-    Raises:
-        UsageError: ``limit`` is less than 1.
-        LaunchError: The folder cannot be read, or this user has no home.
-    """
-    if limit < 1:
-        raise UsageError(f"history: limit {limit}; expected at least 1 launch")
-    import json  # noqa: PLC0415  # 1.5 ms
-
+def _history(env: Mapping[str, str], limit: int, *, as_json: bool) -> str:
     folder = records_folder(env)
     found, damaged = _read(folder, limit)
     for stored in found:
@@ -105,6 +63,19 @@ def history(env: Mapping[str, str], *, limit: int = 20, as_json: bool = False) -
         what = "1 file" if damaged == 1 else f"{damaged} files"
         lines.append(f"left out, no record that can be read: {what} in {folder}")
     return "\n".join(lines)
+
+
+# The records that there are.
+
+Stored = dict[str, Any]
+
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    "id": str, "command": list, "cwd": str, "machine": str, "scheduler": str,
+    "job_id": (str, type(None)), "hosts": str, "nproc": int, "host": str, "pid": int,
+    "pid_start": (int, type(None)), "start": str, "end": (str, type(None)),
+    "exit_status": (int, type(None)), "attempt": int,
+}  # fmt: skip
+"""What a record must have; what else it has is passed on."""
 
 
 def _read(folder: str, limit: int) -> tuple[list[Stored], int]:
@@ -133,45 +104,60 @@ def _read(folder: str, limit: int) -> tuple[list[Stored], int]:
 
 
 def _stored(path: str) -> Stored | None:
-    import json  # noqa: PLC0415
-
     if not os.path.isfile(path):  # a FIFO would wait for its writer
         return None
     try:
         with open(path, encoding="utf-8") as file:
             stored = json.load(file)
-    except (OSError, ValueError, RecursionError):
+        is_record = (
+            isinstance(stored, dict)
+            and all(isinstance(stored.get(name, ...), kind) for name, kind in _TYPES.items())
+            and all(isinstance(word, str) for word in stored["command"])
+        )
+        if is_record:
+            _moment(stored["start"])
+            _moment(stored["end"] or stored["start"])
+    except (OSError, ValueError, OverflowError, RecursionError):
         return None
-    if not isinstance(stored, dict):
-        return None
-    if not all(isinstance(stored.get(name, ...), kind) for name, kind in _TYPES.items()):
-        return None
-    if not all(isinstance(word, str) for word in stored["command"]):
-        return None
-    started, ended = _moment(stored["start"]), _moment(stored["end"])
-    return None if started is None or (stored["end"] and ended is None) else stored
+    return stored if is_record else None
+
+
+def _moment(text: str) -> float:
+    """Return seconds since 1970."""
+    return datetime.fromisoformat(text).timestamp()
+
+
+# What became of each: who was killed could not write that it had ended.
+
+_JOB = {"pbs": "PBS_JOBID", "slurm": "SLURM_JOB_ID"}
+_OF_A_JOB = ("PBS_JOB", "PBS_NODE", "PBS_ENV", "SLURM_JOB", "SLURM_STEP", "SLURM_NODE", "SLURM_HET")
+_NOT_RUNNING = ("that runs; ", "Invalid job id specified")
+"""What ezpz_topo's errors say of a job that does not run: in its own words, and in scontrol's."""
 
 
 def _state(stored: Stored) -> str:
-    """Say whether it has ended; one that was killed could not write that it had."""
-    from ezpz_topo import get_hostname, same_host  # noqa: PLC0415
-
+    """Say ``ended``, ``running``, ``never ended``, or ``unknown`` of a launch on another host."""
     if stored["end"] is not None:
         return "ended"
     if not same_host(stored["host"], get_hostname()):
         return "unknown"
-    if stored["pid_start"] is not None:
-        # Another process may have its number by now, but did not start at the same tick.
-        alive = process_start(stored["pid"]) == stored["pid_start"]
-    else:
-        alive = _is_ours(stored["pid"])
-    return "running" if alive else "never ended"
+    pid, born = stored["pid"], stored["pid_start"]
+    # Another process may have its number by now, but did not start at the same tick.
+    is_there = _is_ours(pid) if born is None else process_start(pid) == born
+    return "running" if is_there else "never ended"
+
+
+def _is_ours(pid: int) -> bool:
+    """Whether this user has such a process, where there is no /proc to ask (macOS)."""
+    try:
+        os.kill(pid, 0)
+    except (OSError, OverflowError):
+        return False
+    return pid > 0
 
 
 def _look_for_jobs(unknown: Sequence[Stored], env: Mapping[str, str]) -> None:
-    """Say which of these ended with their jobs: killed with one, a launch cannot write its end."""
-    from ezpz_topo import TopoError, get_allocation  # noqa: PLC0415
-
+    """Put ``ended by the scheduler`` on the launches whose jobs are over."""
     mine = {name: value for name, value in env.items() if not name.startswith(_OF_A_JOB)}
     mine.setdefault("EZPZ_SCHEDULER_TIMEOUT", "3")
     over: dict[str, bool] = {}
@@ -191,17 +177,14 @@ def _look_for_jobs(unknown: Sequence[Stored], env: Mapping[str, str]) -> None:
             stored["state"] = "ended by the scheduler"
 
 
-def _is_ours(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except (OSError, OverflowError):
-        return False
-    return pid > 0
+# The table.
+
+_TITLES = ("when", "took", "exit", "ranks", "hosts", "job", "command")
 
 
 def _table(found: Sequence[Stored]) -> list[str]:
     rows = [_TITLES, *map(_row, found)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_TITLES))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
@@ -209,41 +192,20 @@ def _table(found: Sequence[Stored]) -> list[str]:
 
 
 def _row(stored: Stored) -> tuple[str, ...]:
-    import shlex  # noqa: PLC0415  # 1 ms
-
-    start = _moment(stored["start"])
-    end = _moment(stored["end"])
-    status = stored["state"]
-    if status == "ended":
-        status = str(stored["exit_status"])
+    start, end = _moment(stored["start"]), stored["end"]
+    status = str(stored["exit_status"]) if stored["state"] == "ended" else stored["state"]
     if stored["attempt"]:
         status += f", attempt {stored['attempt'] + 1}"
-    job = stored["machine"]
-    if stored["job_id"]:
-        job += f" {stored['job_id']}"
-    cells = {
-        "hosts": stored["hosts"],
-        "job": job,
-        "command": shlex.join(stored["command"]),
-    }
-    short = {name: _shortened(text, _WIDEST[name]) for name, text in cells.items()}
-    took = "" if start is None or end is None else _duration(end - start)
-    # In the zone of who reads it.
-    import time  # noqa: PLC0415
-
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(start))
-    ranks = str(stored["nproc"])
-    return (when, took, status, ranks, short["hosts"], short["job"], short["command"])
-
-
-def _moment(text: str | None) -> float | None:
-    """Return seconds since 1970, or None where that is no time of ours."""
-    from datetime import datetime  # noqa: PLC0415  # 1 ms
-
-    try:
-        return datetime.fromisoformat(text).timestamp() if text else None
-    except (ValueError, OverflowError):
-        return None
+    job = " ".join(filter(None, (stored["machine"], stored["job_id"])))
+    return (
+        time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(start)),
+        _duration(_moment(end) - start) if end else "",
+        status,
+        str(stored["nproc"]),
+        _shortened(stored["hosts"], 24),
+        _shortened(job, 30),
+        _shortened(shlex.join(stored["command"]), 60),
+    )
 
 
 def _duration(seconds: float) -> str:
