@@ -88,7 +88,7 @@ def test_from_the_start_to_the_end(env, folder, tmp_path, monkeypatch, capsys):
     assert (os.listdir(folder), capsys.readouterr().err) == ([path.name], "")
 
 
-def test_nobody_else_can_read_it(env, folder):
+def test_only_this_user_can_read_it(env, folder):
     previous = os.umask(0)
     try:
         Keeper(env).start(PLAN, [], JOB)
