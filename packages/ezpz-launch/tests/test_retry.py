@@ -414,11 +414,9 @@ SLURM = {
 SCONTROL = """\
 JobId=12 JobName=probe
    UserId=alice(1000) GroupId=alice(1000) MCS_label=N/A
-   JobState=RUNNING Reason=None Dependency=(null)
    RunTime=00:00:57 TimeLimit=00:05:00 TimeMin=N/A
    StartTime=2026-11-21T02:10:43 EndTime={end} Deadline=N/A
    NodeList=nid[001-002]
-   NumNodes=2 NumCPUs=4 NumTasks=4 CPUs/Task=1 ReqB:S:C:T=0:0:*:*
 """
 PBS = {"PBS_JOBID": "1.pbs-0001", "PBS_ENVIRONMENT": "PBS_BATCH", "PBS_JOBNAME": "probe"}
 QSTAT = """\
