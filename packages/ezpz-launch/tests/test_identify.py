@@ -96,13 +96,13 @@ def test_pbss_own_mpiexec_is_passed_over_where_an_mpis_follows(tmp_path):
 
 
 def test_pals_is_known_by_where_it_lies(tmp_path, monkeypatch):
-    monkeypatch.setattr("ezpz_launch._identify._PALS", str(tmp_path / "pals"))
+    monkeypatch.setattr("ezpz_launch.launchers.pals.Pals.folder", str(tmp_path / "pals"))
     site = program(tmp_path / "pals" / "mpiexec", "mpiexec 1.3.4")
     assert identify(site).kind == "pals"
 
 
 def test_an_mpiexec_that_shadows_the_sites_is_warned_about(tmp_path, monkeypatch):
-    monkeypatch.setattr("ezpz_launch._identify._PALS", str(tmp_path / "pals"))
+    monkeypatch.setattr("ezpz_launch.launchers.pals.Pals.folder", str(tmp_path / "pals"))
     site = program(tmp_path / "pals" / "mpiexec", "mpiexec 1.3.4")
     conda = program(tmp_path / "conda" / "mpiexec", "HYDRA")
     found = find_mpiexec({"PATH": f"{tmp_path}/conda:{tmp_path}/pals"})

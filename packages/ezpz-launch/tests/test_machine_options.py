@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from ezpz_launch import UsageError
-from ezpz_launch._identify import Launcher, choose_options
+from ezpz_launch._environment import choose_options
+from ezpz_launch._identify import Launcher
 from ezpz_topo import imagine
 
 
@@ -19,12 +20,11 @@ def test_flags_variables_and_binding_come_together_each_option_once():
     assert told.names == ("depth", "nccl-ofi")
     assert told.flags == ("--cpu-bind=depth", "--depth=8")
     assert (told.cpu_bind, told.cpu_bind_option) == ("none", "depth")
-    assert told.environment["NCCL_NET"] == "AWS Libfabric"
-    assert told.sources["NCCL_NET"] == "--option nccl-ofi"
+    assert told.environment["NCCL_NET"] == ("AWS Libfabric", "--option nccl-ofi")
 
 
 def test_a_backend_is_told_to_the_ranks():
-    assert chosen("frontier", "gloo").environment == {"TORCH_BACKEND": "gloo"}
+    assert chosen("frontier", "gloo").environment == {"TORCH_BACKEND": ("gloo", "--option gloo")}
 
 
 def test_modules_are_for_the_shell_and_said():
