@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -42,23 +43,23 @@ def run(
     """Run a command for so many seconds; it has ``grace`` from SIGTERM to SIGKILL."""
     # In the check's process group: what it leaves behind ends with that.
     null, pipe = subprocess.DEVNULL, subprocess.PIPE
-    out: bytes | None
-    err: bytes | None
+    said: tuple[bytes | None, bytes | None]
     with subprocess.Popen(argv, env=env, stdin=null, stdout=pipe, stderr=pipe) as process:
+        ends = [(seconds, process.terminate), (grace, process.kill), (0.2, process.kill)]
         try:
-            status = None
-            for patience in (seconds, grace, 0.2):
+            for number, (patience, end) in enumerate(ends):
                 try:
-                    out, err = process.communicate(timeout=patience)
-                    status = process.returncode if patience == seconds else None
+                    said = process.communicate(timeout=patience)
+                    status = None if number else process.returncode
                     break
                 except subprocess.TimeoutExpired as late:
-                    # After SIGKILL: what it started holds the pipes.
-                    out, err = late.stdout, late.stderr
-                    (process.terminate if patience == seconds else process.kill)()
+                    # What it started may hold the pipes for ever.
+                    status, said = None, (late.stdout, late.stderr)
+                    end()
         finally:
             process.kill()  # nothing, where it has ended
-    return Ended(status, *((said or b"").decode(errors="replace") for said in (out, err)))
+    out, err = ((part or b"").decode(errors="replace") for part in said)
+    return Ended(status, out, err)
 
 
 # The check ``mpi``: the library that mpi4py loads belongs to the mpiexec that starts the ranks.
@@ -103,12 +104,7 @@ _NO_OUTPUT = 141
 
 
 def check_mpi(seconds: float, env: Mapping[str, str] | None = None) -> CheckResult:
-    """Start two ranks of mpi4py by the mpiexec that ezpz-launch would use.
-
-    Args:
-        seconds: How long it may take.
-        env: The environment to read, and the ranks'; default ``os.environ``.
-    """
+    """Start two ranks of mpi4py by the mpiexec that ezpz-launch would use."""
     env = outside_of_launch(os.environ if env is None else env)
     beside = os.path.dirname(sys.executable)
     try:
@@ -251,19 +247,15 @@ def disk(_seconds: float, env: Mapping[str, str] | None = None) -> CheckResult:
         return CheckResult.error(
             f"the working directory is gone ({error.strerror})", "change to a folder that is there"
         )
-    facts: dict[str, object] = {}
-    least = ""
     for what, folder in places.items():
         if why := _why_not_written(folder):
-            return CheckResult.error(
-                f"{folder} ({what}) cannot be written: {why}",
-                f"remove what is old there; or {_ELSEWHERE[what]}",
-                folder=folder,
-            )
-        facts[what] = {"folder": folder, "free_bytes": _free(folder)}
-        if not least or _free(folder) < _free(places[least]):
-            least = what
-    free = _free(places[least])
+            remedy = f"remove what is old there; or {_ELSEWHERE[what]}"
+            message = f"{folder} ({what}) cannot be written: {why}"
+            return CheckResult.error(message, remedy, folder=folder)
+    rooms = {what: shutil.disk_usage(folder).free for what, folder in places.items()}
+    facts = {what: {"folder": places[what], "free_bytes": free} for what, free in rooms.items()}
+    least = min(rooms, key=rooms.__getitem__)
+    free = rooms[least]
     if free < _LITTLE:
         message = f"{places[least]} ({least}) has {_size(free)} free"
         return CheckResult.warning(message, "remove what is old there, or go elsewhere", **facts)
@@ -274,7 +266,7 @@ def disk(_seconds: float, env: Mapping[str, str] | None = None) -> CheckResult:
 
 
 def shared_memory(_seconds: float, *, folder: str = "/dev/shm") -> CheckResult:
-    """Write into the shared memory that data loaders' workers and NCCL use, and see what is free."""
+    """Write into the memory that data loaders' workers and NCCL share, and see what is free."""
     if not os.path.isdir(folder):
         system = os.uname().sysname
         if system == "Linux":
@@ -289,7 +281,7 @@ def shared_memory(_seconds: float, *, folder: str = "/dev/shm") -> CheckResult:
     )
     if why := _why_not_written(folder):
         return CheckResult.error(f"{folder} cannot be written: {why}", remedy, folder=folder)
-    free = _free(folder)
+    free = shutil.disk_usage(folder).free
     facts = {"folder": folder, "free_bytes": free}
     if free < _LITTLE:
         return CheckResult.warning(
@@ -317,11 +309,6 @@ def _why_not_written(folder: str) -> str:
     except OSError as error:
         return error.strerror or str(error)
     return ""
-
-
-def _free(folder: str) -> int:
-    found = os.statvfs(folder)
-    return found.f_bavail * found.f_frsize
 
 
 def _size(count: int) -> str:
@@ -353,12 +340,7 @@ _MARK = "ezpz-versions "
 
 
 def check_versions(seconds: float, env: Mapping[str, str] | None = None) -> CheckResult:
-    """Start one process on each host of the allocation, and compare what is installed there.
-
-    Args:
-        seconds: How long it may take.
-        env: The environment to read, and the processes'; default ``os.environ``.
-    """
+    """Start one process on each host of the allocation, and compare what is installed there."""
     env = os.environ if env is None else env
     try:
         job, rank = get_allocation(env, ask=False), get_rank_info(env)
@@ -382,27 +364,24 @@ def judge(hosts: tuple[str, ...], ended: Ended, seconds: float) -> CheckResult:
     """Compare what the processes of these hosts said."""
     found = said(ended.stdout)
     facts = {"hosts": list(hosts), "versions": found}
-    differing = _differing(found)
-    if differing:
-        return CheckResult.error(
-            differing,
+    answered = f"{len(found)} of {len(hosts)} hosts"
+    if differing := _differing(found):
+        remedy = (
             "use one environment on all hosts: on a file system that they share, or the same "
-            "module or container on each",
-            **facts,
+            "module or container on each"
         )
+        return CheckResult.error(differing, remedy, **facts)
     if ended.status is None:
-        return CheckResult.warning(
-            f"{len(found)} of {len(hosts)} hosts answered in {0.7 * seconds:.1f} s",
-            "give them more time: ezpz doctor --timeout=120 --only=versions",
-            **facts,
-        )
+        message = f"{answered} answered in {0.7 * seconds:.1f} s"
+        remedy = "give them more time: ezpz doctor --timeout=120 --only=versions"
+        return CheckResult.warning(message, remedy, **facts)
     if ended.status or len(found) < len(hosts):
-        return CheckResult.error(
-            f"{len(found)} of {len(hosts)} hosts told their versions, and ezpz-launch ended with "
-            f"{ended.status}: {ended.last_words}",
-            f"see what is wrong there: ezpz-launch --ppn 1 {sys.executable} --version",
-            **facts,
+        message = (
+            f"{answered} told their versions, and ezpz-launch ended with {ended.status}: "
+            f"{ended.last_words}"
         )
+        remedy = f"see what is wrong there: ezpz-launch --ppn 1 {sys.executable} --version"
+        return CheckResult.error(message, remedy, **facts)
     shown = next(iter(found.values()))
     return CheckResult.ok(
         f"Python {shown['python']}, torch {shown['torch']} and ezpz's packages are the same on "
@@ -424,12 +403,11 @@ def _differing(found: Mapping[str, Mapping[str, str]]) -> str:
         for host, versions in found.items():
             hosts_of.setdefault(versions[name], []).append(host)
         if len(hosts_of) > 1:
-            most = sorted(hosts_of.items(), key=lambda item: -len(item[1]))
-            told = [f"{version} on {_fold(hosts)}" for version, hosts in most]
-            return f"{name} is {', '.join(told[:4])}"
+            told = []
+            for version, hosts in sorted(hosts_of.items(), key=lambda item: -len(item[1]))[:4]:
+                folded = fold_nodelist(hosts)
+                if len(folded) > 60:
+                    folded = f"{len(hosts)} hosts ({folded[:40]}...)"
+                told.append(f"{version} on {folded}")
+            return f"{name} is {', '.join(told)}"
     return ""
-
-
-def _fold(hosts: list[str]) -> str:
-    folded = fold_nodelist(hosts)
-    return folded if len(folded) <= 60 else f"{len(hosts)} hosts ({folded[:40]}...)"
