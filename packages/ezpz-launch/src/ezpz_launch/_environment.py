@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Mapping, Sequence
+from socket import AF_INET, SOCK_DGRAM, socket
 from typing import NamedTuple
 
 from ezpz_topo import Machine, Topology
@@ -12,7 +13,7 @@ from ezpz_topo import Machine, Topology
 from ._errors import LaunchError, UsageError
 from ._options import Request, read_ranges
 from ._placement import Arrangement
-from .launchers import LAUNCHERS, Launcher
+from .launchers import LAUNCHERS, Flags, Launcher
 
 # What the machine's options bring that the user selected by name (``[options.NAME]`` of its file).
 
@@ -27,7 +28,7 @@ class Chosen(NamedTuple):
     flags: tuple[str, ...] = ()  # for the machine's launcher
     environment: Mapping[str, tuple[str, str]] = {}
     """For the ranks: value, and the option that brings it."""
-    cpu_bind: str = ""  # A bind list's name, or `"none"` where the flags bind; empty for any
+    cpu_bind: str = ""  # a bind list's name, or `"none"` where the flags bind; empty for any
     cpu_bind_option: str = ""  # the option that brings it
     notes: tuple[str, ...] = ()  # what people should know
 
@@ -82,18 +83,6 @@ def choose_options(machine: Machine, names: Sequence[str], launcher: Launcher) -
 # How ranks are bound to cores, and which of the machine's flags its launcher is given.
 
 
-class Binding(NamedTuple):
-    """Flags and cores."""
-
-    flags: tuple[str, ...]  # the machine's flags, and those of its options, for this launcher
-    cores: tuple[str, ...]  # cores of each rank of a host; empty for no list
-    depth: int  # cores for each rank where the machine binds in order; 0 where it does not
-    cores_each: int  # cores that each rank is bound to, the fewest of any; 0 where it is not
-    unbound: bool  # whether the user wants no binding, and the launcher is to be told so
-    source: str  # why the ranks are bound so
-    flags_source: str  # why a flag is not the file's own; empty where all are
-
-
 def bind(
     machine: Machine,
     request: Request,
@@ -102,22 +91,26 @@ def bind(
     chosen: Chosen,
     *,
     env: Mapping[str, str],
-) -> Binding:
-    """Decide the launcher's flags and the cores of each rank."""
+) -> tuple[Flags, tuple[str, ...], int, str]:
+    """Return the launcher's flags, the cores of each rank, how many these are, and why.
+
+    The flags are the machine's and those of its options. There are no cores where there is no
+    list; how many is the fewest of any, 0 where ranks are not bound.
+    """
     kind, unbound = LAUNCHERS[launcher.kind], request.cpu_bind == "none"
     flags = machine.launcher_flags + chosen.flags if launcher.kind == machine.launcher else ()
     if request.cpu_bind:
         # All of it goes: a depth without its binding would mean something else.
         flags = tuple(flag for flag in flags if not flag.startswith(kind.binding_words))
     fitted = kind.fit_flags(flags, machine, arrangement, env, unbound=unbound)
-    cores, source = _cores_of_ranks(machine, request, arrangement.placement.ppn, launcher, chosen)
+    cores, why = _cores_of_ranks(machine, request, arrangement.placement.ppn, launcher, chosen)
     bound = [flag for flag in fitted.words if flag.startswith("--cpu-bind")]
     if bound:
-        source = f"launcher_flags of {machine.name}.toml"
+        why = f"launcher_flags of {machine.name}.toml"
         if chosen.flags and bound[-1] in chosen.flags:
-            source = f"--option {chosen.cpu_bind_option or ' '.join(chosen.names)}"
+            why = f"--option {chosen.cpu_bind_option or ' '.join(chosen.names)}"
     each = min((len(set(read_ranges(ranges))) for ranges in cores), default=fitted.cores)
-    return Binding(fitted.words, cores, fitted.depth, each, unbound, source, fitted.source)
+    return fitted, cores, each, why
 
 
 def _cores_of_ranks(
@@ -167,24 +160,17 @@ _reserved: list[object] = []
 
 def free_port() -> int:
     """Return a free port, which no other launch from this host is given while this one lives."""
-    # Not socket, which takes 6 ms for the sake of names; nor /proc/net/tcp, which takes the kernel
-    # up to 10.
-    from _socket import AF_INET, SOCK_DGRAM  # noqa: PLC0415
-    from _socket import socket as Socket  # noqa: N812, PLC0415
-
     start = int.from_bytes(os.urandom(4), "little")
     for step in range(_COUNT):
         port = _FIRST + (start + step) % _COUNT
-        probe = Socket()
-        try:
-            # On every address: a listener on any of them is in the way.
-            probe.bind(("", port))
-        except OSError:
-            continue
-        finally:
-            probe.close()
+        with socket() as probe:
+            try:
+                # On every address: a listener on any of them is in the way.
+                probe.bind(("", port))
+            except OSError:
+                continue
         # TCP's is the ranks' own to bind: UDP's of the same number tells other launches meanwhile.
-        reservation = Socket(AF_INET, SOCK_DGRAM)
+        reservation = socket(AF_INET, SOCK_DGRAM)
         try:
             reservation.bind(("127.0.0.1", port))
         except OSError as error:

@@ -158,74 +158,49 @@ class Request:
     """
 
     command: tuple[str, ...]
-    nproc: int | None = _count(
-        "ranks in all; default: one a device, else one per two cores", "rank",
-        short="n", habits="-np --np --ntasks",
-    )  # fmt: skip
-    ppn: int | None = _count(
-        "ranks on each host; default: one a device", "rank",
-        habits="-ppn -npernode --npernode --nproc-per-node --nproc_per_node --ntasks-per-node",
-    )  # fmt: skip
-    nodes: int | None = _count(
-        "use the first N hosts; default: all of the job", "host", short="N", habits="--nnodes"
-    )
-    hostfile: str = _row(
-        "the hosts to use, one a line; default: the job's", "FILE", habits="-f --machinefile"
-    )
+    # fmt: off
+    nproc: int | None = _count("ranks in all; default: one a device, else one per two cores",
+        "rank", short="n", habits="-np --np --ntasks")
+    ppn: int | None = _count("ranks on each host; default: one a device", "rank",
+        habits="-ppn -npernode --npernode --nproc-per-node --nproc_per_node --ntasks-per-node")
+    nodes: int | None = _count("use the first N hosts; default: all of the job",
+        "host", short="N", habits="--nnodes")
+    hostfile: str = _row("the hosts to use, one a line; default: the job's",
+        "FILE", habits="-f --machinefile")
     include: str = _row("use these hosts only, such as nid[001-004]", "LIST")
     exclude: str = _row("do not use these hosts", "LIST")
-    launcher: str = _row(
-        ", ".join(_LAUNCHERS), "KIND", default="auto",
-        check=_LAUNCHERS.__contains__, expected=f"one of {', '.join(_LAUNCHERS)}",
-    )  # fmt: skip
+    launcher: str = _row(", ".join(_LAUNCHERS), "KIND", default="auto",
+        check=_LAUNCHERS.__contains__, expected=f"one of {', '.join(_LAUNCHERS)}")
     machine: str = _row("plan for this machine (ezpz-topo machines lists them)", "NAME")
-    options: tuple[str, ...] = _row(
-        "use this option of the machine; repeatable", "NAME", name="option", default=(), many=True
-    )
+    options: tuple[str, ...] = _row("use this option of the machine; repeatable",
+        "NAME", name="option", default=(), many=True)
     cpu_bind: str = _row("none, a list of the machine's, or cores: 0-7:8-15", "LIST")
-    env: tuple[str, ...] = _row(
-        "set this variable for every rank; repeatable", "K=V", default=(), many=True,
-        check=_is_pair, expected="NAME=VALUE", habits="-x -genv",
-    )  # fmt: skip
-    one_device: bool = _row(
-        "each rank sees one device only, its own", default=False,
-        says=("devices of a rank", "its own only"),
-    )  # fmt: skip
-    log_dir: str = _row(
-        "write each rank's output to files of its own in DIR", "DIR",
-        says=("output", "{0}, there only"),
-    )  # fmt: skip
-    tee: bool = _row(
-        "with --log-dir: show the output here as well", default=False, needs="log-dir",
-        says=("output", "{request.log_dir}, there and here"),
-    )  # fmt: skip
-    only_ranks: tuple[int, ...] | None = _row(
-        "show the output of these ranks only, such as 0,4-7", "LIST", default=None, read=_ranks,
-        check=lambda ranks: ranks and min(ranks) >= 0, expected="ranks from 0",
-        says=("output shown", "of ranks {ranks}"),
-    )  # fmt: skip
-    prefix: bool = _row(
-        "begin each line of output with [rank@host]", default=False,
-        says=("lines begin with", "[rank@host]"),
-    )  # fmt: skip
-    idle_timeout: float = _time(
-        "end a launch that is silent for so long: 600, 10m", "hung when silent"
-    )
+    env: tuple[str, ...] = _row("set this variable for every rank; repeatable",
+        "K=V", default=(), many=True, check=_is_pair, expected="NAME=VALUE", habits="-x -genv")
+    one_device: bool = _row("each rank sees one device only, its own", default=False,
+        says=("devices of a rank", "its own only"))
+    log_dir: str = _row("write each rank's output to files of its own in DIR", "DIR",
+        says=("output", "{0}, there only"))
+    tee: bool = _row("with --log-dir: show the output here as well", default=False,
+        needs="log-dir", says=("output", "{request.log_dir}, there and here"))
+    only_ranks: tuple[int, ...] | None = _row("show the output of these ranks only, such as 0,4-7",
+        "LIST", default=None, read=_ranks, check=lambda ranks: ranks and min(ranks) >= 0,
+        expected="ranks from 0", says=("output shown", "of ranks {ranks}"))
+    prefix: bool = _row("begin each line of output with [rank@host]", default=False,
+        says=("lines begin with", "[rank@host]"))
+    idle_timeout: float = _time("end a launch that is silent for so long: 600, 10m",
+        "hung when silent")
     grace: float = _time("from SIGTERM to SIGKILL; default: 7 seconds", "SIGTERM to SIGKILL", GRACE)
     signal_before: float = _time("send SIGUSR1 so long before the job's end", "SIGUSR1 before end")
-    retries: int = _row(
-        "start again after a failure, up to N times", "N", default=0, read=_number,
-        check=lambda n: n >= 0, expected="0 or more", says=("retries", "up to {0}"),
-    )  # fmt: skip
-    nested: bool = _row(
-        "allow a launch inside a rank of another", default=False,
-        says=("inside a launch", "allowed"),
-    )  # fmt: skip
-    launcher_args: tuple[str, ...] = _row(
-        "words for the launcher itself, quoted as one", "TEXT", default=(), read=_words
-    )
+    retries: int = _row("start again after a failure, up to N times", "N", default=0, read=_number,
+        check=lambda n: n >= 0, expected="0 or more", says=("retries", "up to {0}"))
+    nested: bool = _row("allow a launch inside a rank of another", default=False,
+        says=("inside a launch", "allowed"))
+    launcher_args: tuple[str, ...] = _row("words for the launcher itself, quoted as one",
+        "TEXT", default=(), read=_words)
     dry_run: bool = _row("print what would be run, and why, and stop", default=False)
     json: bool = _row("with --dry-run: the same for programs", default=False, needs="dry-run")
+    # fmt: on
 
     def __post_init__(self) -> None:
         for option in OPTIONS:

@@ -117,10 +117,12 @@ def plan(
     arrangement, nodelist, by_rank = kind.fit_hosts(topology, arrangement)
     options = request.options
     chosen = choose_options(machine, options, launcher) if options else Chosen()
-    binding = bind(machine, request, arrangement, launcher, chosen, env=user_env)
+    fitted, cpu_bind, cores_each, why_bound = bind(
+        machine, request, arrangement, launcher, chosen, env=user_env
+    )
     environment, why, notes = ranks_environment(
         topology, request, arrangement, launcher, chosen,
-        bound=binding.cores_each, port=port, user_env=user_env,
+        bound=cores_each, port=port, user_env=user_env,
     )  # fmt: skip
     placement, devices = arrangement.placement, topology.accelerators
     sources = {
@@ -128,8 +130,8 @@ def plan(
         "ppn": placement.source_per_host,
         "hosts": arrangement.source,
         "launcher": launcher.source,
-        "cpu_bind": binding.source,
-        **({"flags": binding.flags_source} if binding.flags_source else {}),
+        "cpu_bind": why_bound,
+        **({"flags": fitted.source} if fitted.source else {}),
         **{f"--option {name}": machine.options[name].why for name in chosen.names},
         **why,
     }
@@ -148,10 +150,10 @@ def plan(
         hostfile=hostfile,
         device_type=devices.device_type,
         devices=devices.count if asks_for_devices else 0,
-        flags=binding.flags,
-        unbound=binding.unbound,
-        cpu_bind=binding.cores,
-        depth=binding.depth,
+        flags=fitted.words,
+        unbound=request.cpu_bind == "none",
+        cpu_bind=cpu_bind,
+        depth=fitted.depth,
         launcher_args=request.launcher_args,
         environment=environment,
         exported=kind.exported(machine, environment, user_env),

@@ -21,7 +21,7 @@ class Spawn(Kind):
 
     name = "spawn"
     program = "python"
-    # Every rank is on this host. Nobody else needs to know them: the shim renames them.
+    # Every rank is on this host. The shim renames them.
     family = Family(
         name="spawn",
         rank=("EZPZ_SPAWN_RANK",),
