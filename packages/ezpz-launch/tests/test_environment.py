@@ -178,15 +178,6 @@ def test_variables_of_an_option_outrank_the_machines_and_not_the_users():
     assert told.sources["--option scale"] == "at scale"
 
 
-def test_what_open_mpi_is_to_name():
-    env = {"PATH": "/bin", "TMPDIR": "/scratch", "OMP_NUM_THREADS": "3", "HOME": "/me"}
-    exported = planned("aurora", "openmpi", env=env).exported
-    # the user's own TMPDIR stands in place of the machine's, and must reach the other hosts
-    assert {"PATH", "TMPDIR", "OMP_NUM_THREADS", "MASTER_ADDR"} <= set(exported)
-    assert not {"HOME", "LD_LIBRARY_PATH"} & set(exported)
-    assert len(set(exported)) == len(exported)
-
-
 # The port.
 
 

@@ -142,27 +142,44 @@ def chosen(tmp_path, topology, programs, *, launcher="auto", more=(), **options)
 
 
 @pytest.mark.parametrize(
-    ("machine", "nodes", "options", "kind"),
+    ("machine", "programs", "options", "kind"),
     [
-        ("workstation", 1, {}, "hydra"),
-        ("sophia", 1, {}, "openmpi"),
-        ("sophia", 2, {}, "openmpi"),
-        ("generic-pbs", 2, {}, "hydra"),
+        ("workstation 1", ANSWERS, {}, "hydra"),
+        ("sophia 1", ANSWERS, {}, "openmpi"),
+        ("sophia 2", ANSWERS, {}, "openmpi"),
+        ("generic-pbs 2", ANSWERS, {}, "hydra"),
         # Slurm's own reaches other nodes; here mpiexec needs no cores that a step holds
-        ("generic-slurm", 2, {}, "srun"),
-        ("generic-slurm", 1, {}, "hydra"),
-        ("generic-slurm", 2, {"nodes": 1}, "hydra"),
-        ("generic-slurm", 2, {"nproc": 1}, "hydra"),
-        ("generic-slurm", 2, {"exclude": "node0001"}, "srun"),
+        ("generic-slurm 2", ANSWERS, {}, "srun"),
+        ("generic-slurm 1", ANSWERS, {}, "hydra"),
+        ("generic-slurm 2", ANSWERS, {"nodes": 1}, "hydra"),
+        ("generic-slurm 2", ANSWERS, {"nproc": 1}, "hydra"),
+        ("generic-slurm 2", ANSWERS, {"exclude": "node0001"}, "srun"),
         # a named machine's flags are srun's, also on one node
-        ("frontier", 1, {}, "srun"),
+        ("frontier 1", ANSWERS, {}, "srun"),
+        # without mpiexec srun gives MPI its world
+        ("generic-slurm 1", ["srun"], {}, "srun"),
+        ("frontier 1", ["srun"], {}, "srun"),
+        # the user's word
+        ("workstation 1", ANSWERS, {"launcher": "mpiexec"}, "hydra"),
+        ("workstation 1", ANSWERS, {"launcher": "hydra"}, "hydra"),
+        ("workstation 1", ANSWERS, {"launcher": "srun"}, "srun"),
+        ("workstation 1", ANSWERS, {"launcher": "torchrun"}, "torchrun"),
+        ("workstation 1", ANSWERS, {"launcher": "spawn"}, "spawn"),
+        ("generic-pbs 2", (), {}, "no mpiexec on PATH"),
+        ("generic-slurm 2", (), {}, "no srun"),
+        ("aurora 1", ["mpiexec"], {"launcher": "pals"}, "--launcher pals: .* is hydra"),
     ],
 )
-def test_what_is_chosen_where_all_are_here(tmp_path, machine, nodes, options, kind):
-    found = chosen(tmp_path, imagine(machine, nodes, {}), ANSWERS, **options)
-    assert found.kind == kind
-    assert found.path.startswith(str(tmp_path))
-    assert found.notes == ()
+def test_which_is_chosen(tmp_path, machine, programs, options, kind):
+    name, nodes = machine.split()
+    topology = imagine(name, int(nodes), {})
+    if " " in kind:
+        with pytest.raises(LaunchError, match=kind):
+            chosen(tmp_path, topology, programs, **options)
+    else:
+        found = chosen(tmp_path, topology, programs, **options)
+        assert (found.kind, found.notes) == (kind, ())
+        assert found.path.startswith(str(tmp_path)) or kind == "spawn"
 
 
 def test_a_host_elsewhere_is_no_host_here(tmp_path):
@@ -177,19 +194,6 @@ def test_without_any_mpi_this_hosts_ranks_are_plain_processes(tmp_path):
     assert (found.kind, found.path) == ("spawn", sys.executable)
     assert found.source == "no mpiexec on PATH or in this environment"
     assert "a program that uses MPI itself would be a world of one" in found.notes[0]
-
-
-def test_in_a_slurm_job_without_mpiexec_srun_gives_mpi_its_world(tmp_path):
-    assert chosen(tmp_path, imagine("generic-slurm", 1, {}), ["srun"]).kind == "srun"
-    assert chosen(tmp_path, imagine("frontier", 1, {}), ["srun"]).kind == "srun"
-
-
-@pytest.mark.parametrize(
-    ("machine", "message"), [("generic-pbs", "no mpiexec on PATH"), ("generic-slurm", "no srun")]
-)
-def test_several_hosts_need_a_launcher(tmp_path, machine, message):
-    with pytest.raises(CommandNotFoundError, match=message):
-        chosen(tmp_path, imagine(machine, 2, {}), ())
 
 
 def in_job(tmp_path, **more):
@@ -230,30 +234,15 @@ def test_where_it_is_told_or_needs_none(tmp_path, more, options):
     assert (found.pbs_tmrsh, found.source) == ("", "--version says HYDRA")
 
 
-def test_hydra_that_knows_pbs_needs_none(tmp_path, monkeypatch):
-    monkeypatch.setitem(ANSWERS, "mpiexec", TM)
-    found = chosen(tmp_path, imagine("generic-pbs", 2, {}), ["mpiexec"], more=in_job(tmp_path))
-    assert (found.pbs_tmrsh, found.flavour) == ("", "tm")
-
-
-def test_nothing_reaches_the_other_nodes_of_a_pbs_job(tmp_path):
+def test_nothing_reaches_the_other_nodes_of_a_pbs_job_but_hydra_that_knows_pbs(
+    tmp_path, monkeypatch
+):
+    topology, env = imagine("generic-pbs", 2, {}), in_job(tmp_path)
     with pytest.raises(LaunchError, match="neither pbs_tmrsh nor ssh is here; expected one of"):
-        chosen(tmp_path, imagine("generic-pbs", 2, {}), ["mpiexec"], more=in_job(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("asked", "kind"),
-    [("mpiexec", "hydra"), ("hydra", "hydra"), ("srun", "srun"), ("torchrun", "torchrun"),
-     ("spawn", "spawn")],
-)  # fmt: skip
-def test_the_users_word(tmp_path, asked, kind):
-    found = chosen(tmp_path, imagine("workstation", 1, {}), ANSWERS, launcher=asked)
-    assert found.kind == kind
-
-
-def test_another_than_was_asked_for(tmp_path):
-    with pytest.raises(LaunchError, match=r"--launcher pals: .* is hydra"):
-        chosen(tmp_path, imagine("aurora", 1, {}), ANSWERS, launcher="pals")
+        chosen(tmp_path, topology, ["mpiexec"], more=env)
+    monkeypatch.setitem(ANSWERS, "mpiexec", TM)
+    found = chosen(tmp_path, topology, ["mpiexec"], more=env)
+    assert (found.pbs_tmrsh, found.flavour) == ("", "tm")
 
 
 @pytest.mark.parametrize(
@@ -284,26 +273,34 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_what_can_be_executed(folder):
-    env = {"PATH": os.pathsep.join(["/absent", str(folder)])}
-    require_command("program", env)
-    require_command("./program", {})
-    require_command(str(folder / "program"), {})
+    (folder / "folder" / "data").write_text("")
+    (folder / "folder" / "data").chmod(0o755)
+    env = {"PATH": os.pathsep.join(["/absent", str(folder), str(folder / "folder")])}
+    # of data the first that can be executed counts
+    for name in ("program", "./program", str(folder / "program"), "data"):
+        require_command(name, env)
 
 
 @pytest.mark.parametrize(
-    ("program", "text"),
+    ("program", "error", "text"),
     [
-        ("absent", "'absent': not found on PATH"),
-        ("/absent/x", "'/absent/x': no such file"),
-        ("", "'': not found on PATH"),
-        ("program", "'program': not found on PATH; try: ezpz-launch ./program"),
-        ("train.py", "'train.py': not found on PATH; try: ezpz-launch python train.py"),
+        ("absent", CommandNotFoundError, "'absent': not found on PATH"),
+        ("/absent/x", CommandNotFoundError, "'/absent/x': no such file"),
+        ("", CommandNotFoundError, "'': not found on PATH"),
+        ("program", CommandNotFoundError,
+         "'program': not found on PATH; try: ezpz-launch ./program"),
+        ("train.py", CommandNotFoundError,
+         "'train.py': not found on PATH; try: ezpz-launch python train.py"),
+        ("./train.py", CommandNotExecutableError,
+         "./train.py is not executable; try: ezpz-launch python ./train.py"),
+        ("./data", CommandNotExecutableError, "./data is not executable; try: chmod +x ./data"),
     ],
-)
-def test_what_is_not_there(folder, program, text):
-    with pytest.raises(CommandNotFoundError) as caught:
+)  # fmt: skip
+def test_what_cannot_be_executed(folder, program, error, text):
+    with pytest.raises(error) as caught:
         require_command(program, {"PATH": "/absent"})
-    assert (str(caught.value), caught.value.exit_status) == (text, 127)
+    assert str(caught.value) == text
+    assert caught.value.exit_status == (127 if error is CommandNotFoundError else 126)
 
 
 @pytest.mark.parametrize("program", ["./absent", "folder/train.py"])
@@ -317,25 +314,6 @@ def test_where_a_relative_path_is_looked_for(folder, program):
     with pytest.raises(CommandNotFoundError) as caught:
         require_command(program, submitted)
     assert str(caught.value) == f"{program!r}: no such file in {folder}; {hint}"
-
-
-@pytest.mark.parametrize(
-    ("program", "text"),
-    [
-        ("./train.py", "./train.py is not executable; try: ezpz-launch python ./train.py"),
-        ("./data", "./data is not executable; try: chmod +x ./data"),
-    ],
-)
-def test_what_cannot_be_executed(folder, program, text):
-    with pytest.raises(CommandNotExecutableError) as caught:
-        require_command(program, {})
-    assert (str(caught.value), caught.value.exit_status) == (text, 126)
-
-
-def test_the_first_that_can_be_executed_counts(folder):
-    (folder / "folder" / "data").write_text("")
-    (folder / "folder" / "data").chmod(0o755)
-    require_command("data", {"PATH": os.pathsep.join([str(folder), str(folder / "folder")])})
 
 
 # A launch inside a rank of another.
