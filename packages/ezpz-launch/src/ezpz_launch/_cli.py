@@ -13,10 +13,11 @@ from ._environment import free_port
 from ._errors import LaunchError, UsageError, discard, say
 from ._identify import choose_launcher, imagine_launcher, outside_of_launch, require_command
 from ._options import OPTIONS, Request, request_of, split
+from ._placement import Arrangement
 from ._plan import LaunchPlan, explain, explain_json, plan
 from ._version import __version__
+from .launchers import Launcher, hostfile_of, needs_hostfile
 from .launchers import argv as argv_of
-from .launchers import hostfile_of, needs_hostfile
 
 HOSTFILE = "HOSTFILE"
 """Stands in a dry run for the file that a launch would write."""
@@ -50,7 +51,14 @@ def _main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         return _print(__version__)
     request = request_of(options, command)
     if request.dry_run and request.machine:
-        return _print(_explained(_imagined(request, env), request))
+        if request.hostfile:
+            raise UsageError(
+                "--dry-run --machine: its hosts are hypothetical; expected no --hostfile"
+            )
+        from ezpz_topo import imagine  # noqa: PLC0415  # only a dry run needs it
+
+        topology = imagine(request.machine, request.nodes or 1, env)
+        return _print(_explained(_planned(topology, request, {}, is_here=False)))
     try:
         os.getcwd()
     except OSError as error:
@@ -71,18 +79,20 @@ def _main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         # Also of a world of one: an inner MPI would join it.
         env = outside_of_launch(env)
     require_command(request.command[0], {**env, **dict(pair.split("=", 1) for pair in request.env)})
-    planned = _planned(topology, request, env)
+    planned = _planned(topology, request, env, is_here=True)
     _hint_at_a_job(topology, request, env)
     if request.dry_run:
-        return _print(_explained(planned, request))
+        return _print(_explained(planned))
     from ._retry import see_through  # noqa: PLC0415  # a dry run does without
 
     return see_through(planned, topology, env)
 
 
-def _planned(topology: Topology, request: Request, env: Mapping[str, str]) -> LaunchPlan:
-    """Plan a launch from here."""
-    job = topology.allocation
+def _planned(
+    topology: Topology, request: Request, env: Mapping[str, str], *, is_here: bool
+) -> LaunchPlan:
+    """Plan a launch from here, or on a machine that this is not."""
+    job, beside = topology.allocation, os.path.dirname(sys.executable)
     hosts: Sequence[str] = job.hosts
     source, slots = job.sources["hosts"], job.slots or [0] * len(hosts)
     if request.hostfile or env.get("HOSTFILE"):
@@ -95,43 +105,29 @@ def _planned(topology: Topology, request: Request, env: Mapping[str, str]) -> La
         # Every rank launches: each on its own host.
         hosts, slots = [job.node_name or topology.hostname], [0]
         source = "--nested: this host"
-    beside = os.path.dirname(sys.executable)
+
+    def launcher(arrangement: Arrangement) -> Launcher:
+        if not is_here:
+            return imagine_launcher(topology, request)
+        return choose_launcher(topology, request, env, beside=beside, arrangement=arrangement)
+
     return plan(
         topology,
         request,
-        lambda found: choose_launcher(topology, request, env, beside=beside, arrangement=found),
+        launcher,
         hosts=hosts,
         hosts_source=source,
         slots=slots,
         hostfile=HOSTFILE,
-        port=free_port(),
+        port=free_port() if is_here else 29500,
         user_env=env,
-        as_root=os.geteuid() == 0,
+        as_root=is_here and os.geteuid() == 0,
     )
 
 
-def _imagined(request: Request, env: Mapping[str, str]) -> LaunchPlan:
-    """Plan a launch on a machine that this is not."""
-    if request.hostfile:
-        raise UsageError("--dry-run --machine: its hosts are hypothetical; expected no --hostfile")
-    from ezpz_topo import imagine  # noqa: PLC0415  # only a dry run needs it
-
-    topology = imagine(request.machine, request.nodes or 1, env)
-    return plan(
-        topology,
-        request,
-        imagine_launcher(topology, request),
-        hosts=topology.allocation.hosts,
-        hosts_source=topology.allocation.sources["hosts"],
-        hostfile=HOSTFILE,
-        port=29500,
-        user_env={},
-    )
-
-
-def _explained(planned: LaunchPlan, request: Request) -> str:
+def _explained(planned: LaunchPlan) -> str:
     lines = hostfile_of(planned) if needs_hostfile(planned) else []
-    return (explain_json if request.json else explain)(planned, argv_of(planned), lines)
+    return (explain_json if planned.request.json else explain)(planned, argv_of(planned), lines)
 
 
 def _hint_at_a_job(topology: Topology, request: Request, env: Mapping[str, str]) -> None:
