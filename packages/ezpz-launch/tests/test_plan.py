@@ -14,29 +14,9 @@ import pytest
 from ezpz_launch import Request, main, plan
 from ezpz_launch._plan import SHIM
 from ezpz_launch.launchers import Launcher, argv
-from ezpz_topo import (
-    Accelerators,
-    Allocation,
-    RankInfo,
-    Topology,
-    get_machine_info,
-    imagine,
-    known_machines,
-)
+from ezpz_topo import imagine, known_machines
 
-LAPTOP = Topology(
-    rank=RankInfo(0, 1, 0, 1, 0, "none"),
-    allocation=Allocation(
-        "none", None, ("laptop",), node_name="laptop", sources={"hosts": "no job"}
-    ),
-    machine=get_machine_info({}, hostname="laptop"),
-    accelerators=Accelerators("cpu", 0, "none found"),
-    hostname="laptop",
-    cpu_count=8,
-    cpu_source="CPU affinity of this process",
-    cpus_per_node=8,
-    cpus_per_node_source="os.cpu_count()",
-)
+LAPTOP = replace(imagine("workstation", 1, {}), cpu_count=8, cpus_per_node=8)
 HYDRA = Launcher("/venv/bin/mpiexec", "hydra", "--version says HYDRA")
 PALS = Launcher("mpiexec", "pals", "")
 
@@ -72,11 +52,9 @@ def test_a_plan_for_this_host():
 
 @pytest.mark.parametrize(
     ("hosts", "here", "address", "ranks"),
-    [(["laptop"], True, "127.0.0.1", (4,)), (["a", "b"], False, "a", (4, 4))],
+    [(["a"], True, "127.0.0.1", (4,)), (["a", "b"], False, "a", (4, 4))],
 )
-def test_a_job_of_one_node_is_launched_here_several_never_meet_at_localhost(
-    hosts, here, address, ranks
-):
+def test_several_hosts_never_meet_at_localhost(hosts, here, address, ranks):
     job = replace(LAPTOP.allocation, scheduler="pbs", job_id="1.pbs", hosts=tuple(hosts))
     told = planned(replace(LAPTOP, allocation=replace(job, node_name=hosts[0])))
     assert (told.on_this_host, told.placement.ranks) == (here, ranks)
