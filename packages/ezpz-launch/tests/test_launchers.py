@@ -120,7 +120,7 @@ def test_a_nodelist_that_is_too_long_for_one_word_goes_into_the_file():
     ("machine", "hosts", "error", "message"),
     [
         ("generic-slurm", ("node0001", "login1"), UsageError,
-         r"login1 \(argument\): not in Slurm job imagined, which has node"),
+         r"login1 \(argument\): not in Slurm job hypothetical, which has node"),
         ("generic-slurm", ("node0001", "node0001.x"), UsageError, "two of these are one node"),
         ("workstation", None, LaunchError, "srun starts ranks in a Slurm job, and there is none"),
     ],

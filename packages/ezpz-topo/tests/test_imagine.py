@@ -11,7 +11,7 @@ def test_four_nodes_of_aurora_from_anywhere():
     assert (aurora.accelerators.device_type, aurora.accelerators.count) == ("xpu", 12)
     assert aurora.rank.world_size == 1
     assert all(source for _, _, source in aurora.explain())
-    assert "imagined: 4 nodes of aurora" in aurora.allocation.sources["hosts"]
+    assert "hypothetical: 4 nodes of aurora" in aurora.allocation.sources["hosts"]
 
 
 def test_a_machine_of_the_users(tmp_path):

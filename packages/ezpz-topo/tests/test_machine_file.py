@@ -4,9 +4,7 @@ import os
 
 import pytest
 
-from ezpz_topo import get_machine_info
-from ezpz_topo._errors import MachineError
-from ezpz_topo._machine import read_document
+from ezpz_topo import MachineError, get_machine_info
 
 GOOD = """
 site = "nowhere"
@@ -204,10 +202,6 @@ def test_rules_in_any_spelling(tmp_path, rules):
 
 def test_a_date_may_be_tomls(tmp_path):
     assert read(tmp_path, GOOD.replace('"2026-08"', "2026-08-01")).date == "2026-08-01"
-
-
-def test_the_text_of_a_file_is_all_that_read_document_takes():
-    assert read_document('a = "b"', "x.toml") == {"a": "b"}
 
 
 @pytest.mark.parametrize(

@@ -520,7 +520,7 @@ STAMPED = {
 def test_a_job_submitted_by_a_stamped_rank_is_not_that_rank(of_job):
     info = get_rank_info({**STAMPED, "EZPZ_JOB_ID": "7", **of_job})
     assert (info.rank, info.world_size, info.launcher) == (0, 1, "none")
-    assert "the stamp of ezpz-launch is of job 7" in info.notes[0]
+    assert "the variables of ezpz-launch are of job 7" in info.notes[0]
 
 
 def test_a_step_of_a_job_submitted_by_a_stamped_rank():

@@ -93,6 +93,7 @@ def test_the_end_where_slurm_tells():
         ({"SLURM_TASKS_PER_NODE": "two"}, InvalidVariableError, "'two' does not parse"),
         ({"SLURM_JOB_NODELIST": "nid[001-"}, NodelistError, "not closed"),
         ({"SLURM_HET_SIZE": "many"}, InvalidVariableError, "many"),
+        ({"SLURM_HET_SIZE": "0"}, InvalidVariableError, "a number of components"),
     ],
 )
 def test_variables_that_contradict_each_other(changed, error, what):
