@@ -1,9 +1,12 @@
 import pytest
+import torch
 import torch.distributed as dist
 
 from ezpz_device import (
+    TORCH_DTYPES_MAP,
     DeviceError,
     _backend,
+    as_dtype,
     available_backends,
     get_torch_backend,
     is_backend_available,
@@ -58,3 +61,14 @@ def test_a_device_without_a_backend_is_an_error(monkeypatch, device_type):
     monkeypatch.setattr(_backend, "is_backend_available", lambda name: name == "gloo")
     with pytest.raises(DeviceError, match=f"no backend for {device_type}.*TORCH_BACKEND=gloo"):
         get_torch_backend({})
+
+
+def test_names_and_dtypes():
+    assert as_dtype("bf16") is as_dtype("bfloat16") is torch.bfloat16
+    assert as_dtype(torch.float64) is torch.float64
+    assert all(dtype.is_floating_point for dtype in TORCH_DTYPES_MAP.values())
+
+
+def test_unknown_name():
+    with pytest.raises(ValueError, match="dtype 'bf15'; expected one of bf16"):
+        as_dtype("bf15")

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import resource
+import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from ._host import host_total, host_use, reset_host_peak
 from ._select import device_in_use
+
+_PROC = Path("/proc")
+_CGROUPS = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,21 +78,17 @@ def get_memory(
     )
 
 
-def _bytes(statistics: Mapping[str, Any], kind: str, when: str) -> int:
-    return int(statistics[kind]["all"][when]) if statistics else 0
-
-
 def reset_peak_memory(
     device: str | torch.device | None = None, *, env: Mapping[str, str] | None = None
 ) -> bool:
-    """Begin the peak of `get_memory` anew, from what is taken now.
+    """Start the peak of `get_memory` again, from what is taken now.
 
     Args:
         device: Default: the one in use, see `get_device_properties`.
         env: The environment to read; default ``os.environ``.
 
     Returns:
-        Whether the peak was begun anew. MPS keeps none, and a CPU's can be reset on Linux only,
+        Whether that was possible. MPS keeps no peak, and a CPU's can be reset on Linux only,
         where ``/proc/self/clear_refs`` may be written.
 
     Raises:
@@ -99,3 +103,58 @@ def reset_peak_memory(
     if module.is_initialized():
         module.reset_peak_memory_stats(here)
     return True
+
+
+def _bytes(statistics: Mapping[str, Any], kind: str, when: str) -> int:
+    return int(statistics[kind]["all"][when]) if statistics else 0
+
+
+# The host's memory: what this process has of it, and may have.
+
+
+def host_use(proc: Path = _PROC) -> tuple[int | None, int]:
+    """Return this process's resident bytes, None where not known, and the most there have been."""
+    try:
+        lines = (proc / "self" / "status").read_text(encoding="utf-8", errors="replace")
+        # getrusage's own peak outlives exec: a small process started by a large one has its.
+        facts = dict(line.split(":", 1) for line in lines.splitlines())
+        return int(facts["VmRSS"].split()[0]) * 1024, int(facts["VmHWM"].split()[0]) * 1024
+    except (OSError, ValueError, KeyError):
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return None, peak if sys.platform == "darwin" else peak * 1024
+
+
+def reset_host_peak(proc: Path = _PROC) -> bool:
+    """Set this process's peak back to what it has now; return whether that was possible."""
+    try:
+        # proc(5): 5 resets the peak resident set size, and nothing else.
+        (proc / "self" / "clear_refs").write_text("5", encoding="ascii")
+    except OSError:
+        return False
+    return True
+
+
+@cache
+def host_total(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
+    """Return the bytes this process may use: the host's, or less by a control group's limit."""
+    found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    try:
+        lines = (proc / "self" / "cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []  # no control groups here
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        if not controllers:
+            root, name = cgroups, "memory.max"
+        elif "memory" in controllers.split(","):
+            root, name = cgroups / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        # Each group is bound by those above it. In a container the path may be the host's,
+        # of which the container sees the root only.
+        folder = root / group.lstrip("/")
+        for each in (folder, *folder.parents):
+            if each.is_relative_to(root):
+                with suppress(OSError, ValueError):  # no such group, or "max"
+                    found.append(int((each / name).read_text(encoding="ascii")))
+    return min(found)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ._host import host_total
+from ._memory import host_total
 from ._peaks import compute_units
 from ._select import device_in_use
 
@@ -48,23 +48,19 @@ def get_device_properties(
             "total_memory": int(torch.mps.recommended_max_memory()),
         }  # fmt: skip
     properties = getattr(torch, here.type).get_device_properties(here)
+    architecture: str | None = None  # of XPU torch reports a number that changes with the driver
+    if torch.version.hip:
+        architecture = str(properties.gcnArchName).partition(":")[0]  # gfx90a:sramecc+:xnack-
+    elif here.type == "cuda":
+        architecture = f"sm_{properties.major}{properties.minor}"
     return {
         "type": here.type,
         "index": here.index,
         "name": properties.name,
-        "architecture": _architecture(here.type, properties),
+        "architecture": architecture,
         "total_memory": int(properties.total_memory),
         "compute_units": compute_units(properties),
     }
-
-
-def _architecture(device_type: str, properties: Any) -> str | None:
-    if device_type == "xpu":
-        return None  # torch reports a number that changes with the driver
-    if torch.version.hip:
-        # Such as gfx90a:sramecc+:xnack-
-        return str(properties.gcnArchName).partition(":")[0]
-    return f"sm_{properties.major}{properties.minor}"
 
 
 def _cpu() -> dict[str, Any]:
