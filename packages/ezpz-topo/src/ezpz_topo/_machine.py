@@ -7,8 +7,8 @@ import os
 import re
 import sys
 import tomllib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NoReturn
 
 from ._allocation import scheduler_of
@@ -25,6 +25,12 @@ GENERIC = {"slurm": "generic-slurm", "pbs": "generic-pbs", "none": "workstation"
 SCHEDULERS = ("slurm", "pbs", "none")
 LAUNCHERS = ("pals", "hydra", "openmpi", "srun", "torchrun", "spawn", "mpiexec")
 BACKENDS = ("nccl", "xccl", "ccl", "gloo", "mpi")
+
+_CHOICES = {
+    "scheduler": SCHEDULERS, "launcher": LAUNCHERS, "device_type": DEVICE_TYPES,
+    "backends": BACKENDS, "backend": BACKENDS,
+}  # fmt: skip
+_REQUIRED = ("site", "source", "scheduler", "launcher", "why")
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,15 +245,13 @@ def _under(host: str, domains: list[str]) -> bool:
 def _called(host: str, patterns: list[str]) -> bool:
     """Return whether a host's short name is one of these; ``#`` at the end is any number."""
     name = short_name(host)
-    digits = name[len(name.rstrip("0123456789")) :]
-    stem = name[: len(name) - len(digits)]
-    return bool(name) and (name in patterns or (bool(digits) and f"{stem}#" in patterns))
+    return name in patterns or re.sub("[0-9]+$", "#", name) in patterns
 
 
 # A file: read, and its facts checked.
 
 _MAX_BYTES = 1 << 20
-_FACTS = Machine.__slots__[:-3]
+_KEYS = [each.name for each in fields(Machine) if each.compare and each.name != "name"]
 
 
 def _read_machine(name: str, files: Mapping[str, str]) -> Machine:
@@ -255,7 +259,7 @@ def _read_machine(name: str, files: Mapping[str, str]) -> Machine:
 
 
 def _machine_of(name: str, reader: _Reader) -> Machine:
-    reader.only([*_FACTS[1:], "match"])
+    reader.only([*_KEYS, "match"])
     devices = reader.count("devices_per_node")
     device_type = reader.text("device_type", DEVICE_TYPES)
     if devices is not None and (device_type in ("", "cpu")) != (devices == 0):
@@ -266,46 +270,17 @@ def _machine_of(name: str, reader: _Reader) -> Machine:
         for key in reader.texts(mark):
             if key != "*" and not _has_key(reader.document, key):
                 reader.fail(mark, key, "keys of this file, such as environment.TMPDIR")
-    return Machine(
-        name=name,
-        site=reader.text("site", required=True),
-        scheduler=reader.text("scheduler", SCHEDULERS, required=True),
-        launcher=reader.text("launcher", LAUNCHERS, required=True),
-        source=reader.texts("source", required=True),
-        date=reader.date(),
-        nodes=reader.count("nodes"),
-        devices_per_node=devices,
-        cores_per_node=reader.count("cores_per_node"),
-        device_type=device_type,
-        backends=reader.texts("backends", BACKENDS),
-        cpu_bind=binds,
-        default_cpu_bind=reader.text("default_cpu_bind", tuple(binds), required=bool(binds)),
-        reserved_cores=reader.counts("reserved_cores"),
-        launcher_flags=reader.texts("launcher_flags"),
-        environment=reader.variables("environment"),
-        options={key: _option(table, (*binds, "none")) for key, table in reader.tables("options")},
-        hsn_suffix=reader.text("hsn_suffix"),
-        module_paths=reader.texts("module_paths"),
-        modules=reader.texts("modules"),
-        conda_environment=reader.text("conda_environment"),
-        proxy=reader.text("proxy"),
-        advice=reader.texts("advice"),
-        inferred=reader.texts("inferred"),
-        predecessor=reader.texts("predecessor"),
-        path=reader.path,
-    )
-
-
-def _option(reader: _Reader, binds: tuple[str, ...]) -> Option:
-    reader.only(Option.__slots__)
-    return Option(
-        why=reader.text("why", required=True),
-        flags=reader.texts("flags"),
-        environment=reader.variables("environment"),
-        modules=reader.texts("modules"),
-        backend=reader.text("backend", BACKENDS),
-        cpu_bind=reader.text("cpu_bind", binds),
-    )
+    facts = reader.facts(Machine)
+    choices = tuple(binds)
+    facts["default_cpu_bind"] = reader.text("default_cpu_bind", choices, required=bool(binds))
+    facts["options"] = {}
+    for key in reader.table("options").document:
+        table = reader.table("options").table(key)
+        table.only(Option.__slots__)
+        option = table.facts(Option)
+        option["cpu_bind"] = table.text("cpu_bind", (*binds, "none"))
+        facts["options"][key] = Option(**option)
+    return Machine(name=name, date=reader.date(), cpu_bind=binds, path=reader.path, **facts)
 
 
 def _machine_files(env: Mapping[str, str]) -> dict[str, str]:
@@ -414,13 +389,37 @@ class _Reader:
             if key not in known:
                 self.fail(key, value, f"no such key, but {', '.join(known)}", key, known)
 
+    def facts(self, of: type[Machine | Option]) -> dict[str, Any]:
+        """Return the values of the fields of a class, each read as its annotation says."""
+        read: dict[Any, Callable[[str], object]] = {
+            "str": self.text,
+            "tuple[str, ...]": self.texts,
+            "int | None": self.count,
+            "tuple[int, ...]": self.counts,
+            "Mapping[str, str]": self.variables,
+        }
+        names = [each for each in fields(of) if each.compare and each.name not in ("name", "date")]
+        return {each.name: read[each.type](each.name) for each in names if each.type in read}
+
     def text(self, key: str, choices: tuple[str, ...] = (), *, required: bool = False) -> str:
-        value = self.document.get(key, "")
+        value, choices = self.document.get(key, ""), choices or _CHOICES.get(key, ())
         expected = f"one of {', '.join(choices)}" if choices else "a string"
-        self._require(key, required, expected)
+        self._require(key, required or key in _REQUIRED, expected)
         if not isinstance(value, str) or (choices and value and value not in choices):
             self.fail(key, value, expected, value if isinstance(value, str) else "", choices)
         return value
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        value, choices = self.document.get(key, []), _CHOICES.get(key, ())
+        self._require(key, key in _REQUIRED, "a list of strings")
+        if not isinstance(value, list) or not all(isinstance(v, str) and v for v in value):
+            self.fail(key, value, "a list of strings")
+        for item in value:
+            if not item.isprintable():  # they become arguments of a command
+                self.fail(key, value, "strings without line ends and control characters")
+            if choices and item not in choices:
+                self.fail(key, value, f"a list of {', '.join(choices)}", item, choices)
+        return tuple(value)
 
     def _require(self, key: str, required: bool, expected: str) -> None:
         if required and not self.document.get(key):
@@ -439,21 +438,6 @@ class _Reader:
             self.fail(key, value, "a number of 0 or more")
         return value
 
-    def texts(
-        self, key: str, choices: tuple[str, ...] = (), *, required: bool = False
-    ) -> tuple[str, ...]:
-        value = self.document.get(key, [])
-        self._require(key, required, "a list of strings")
-        if not isinstance(value, list) or not all(isinstance(v, str) and v for v in value):
-            self.fail(key, value, "a list of strings")
-        # One line each: they become arguments of a command.
-        if any(not v.isprintable() for v in value):
-            self.fail(key, value, "strings without line ends and control characters")
-        for item in value:
-            if choices and item not in choices:
-                self.fail(key, value, f"a list of {', '.join(choices)}", item, choices)
-        return tuple(value)
-
     def counts(self, key: str) -> tuple[int, ...]:
         value = self.document.get(key, [])
         if not isinstance(value, list) or not all(type(v) is int and v >= 0 for v in value):
@@ -465,9 +449,6 @@ class _Reader:
         if not isinstance(value, dict):
             self.fail(key, value, f"a table, [{self.prefix}{key}]")
         return _Reader(self.path, value, f"{self.prefix}{key}.")
-
-    def tables(self, key: str) -> list[tuple[str, _Reader]]:
-        return [(name, self.table(key).table(name)) for name in self.table(key).document]
 
     def variables(self, key: str) -> dict[str, str]:
         table = self.table(key)
