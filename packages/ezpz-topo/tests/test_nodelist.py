@@ -185,7 +185,7 @@ def test_the_largest_machine_and_one_too_large():
     with pytest.raises(NodelistError, match="expected at most 1048576"):
         expand_nodelist("n[1-2]" * 100_000)
     assert first_host("n[1-2]" * 100_000) == "n1" * 100_000
-    with pytest.raises(NodelistError, match="3 hosts; expected at most 2"):
+    with pytest.raises(NodelistError, match="3 hosts or more; expected at most 2"):
         expand_nodelist("a,b,c", max_hosts=2)
 
 

@@ -186,7 +186,7 @@ def _by_order_of_trust(env: Mapping[str, str]) -> RankInfo:
         return _with_note(inner, note or "")
     if launched is not None:
         return launched
-    half: Partial | None = None
+    half: IncompleteLauncherError | None = None
     for each in LAUNCHERS:
         reading = read(each, env)
         if isinstance(reading, RankInfo):
@@ -217,20 +217,11 @@ def _note_on_leftover(best: RankInfo, env: Mapping[str, str]) -> str:
     return f"set aside: {seen} of the environment, because {best.launcher} started this process"
 
 
-# One launcher's variables, read into a `RankInfo`, or a `Partial` where they are half set.
+# One launcher's variables, read into a `RankInfo`, or the error to raise where they are half set.
 
 
-@dataclass(frozen=True, slots=True)
-class Partial:
-    """A family of which some variables are set and others are not."""
-
-    family: Family
-    present: dict[str, str]
-    missing: tuple[str, ...]
-
-
-def read(family: Family, env: Mapping[str, str]) -> RankInfo | Partial | None:
-    """Read one family: complete, partial, or None when it is absent."""
+def read(family: Family, env: Mapping[str, str]) -> RankInfo | IncompleteLauncherError | None:
+    """Read one family; None when it is absent. An error is returned: another may be complete."""
     chosen = _choose(family, env)
     if chosen is None:
         return None
@@ -241,7 +232,15 @@ def read(family: Family, env: Mapping[str, str]) -> RankInfo | Partial | None:
             for key in chosen
             if key not in sources
         )
-        return Partial(family, {name: env[name] for name in sources.values()}, missing)
+        present = sorted(sources.values())
+        seen = ", ".join(f"{name}={env[name]}" for name in present)
+        return IncompleteLauncherError(
+            f"half-set {family.name} environment: {seen} without {' and '.join(missing)}; "
+            "expected all of them or none; start the ranks with ezpz-launch, or unset "
+            f"{' '.join(present)}",
+            family=family.name,
+            missing=missing,
+        )
 
     told: dict[str, int | None] = {}
     for key in _FIELDS:
@@ -292,24 +291,14 @@ def _first_set(env: Mapping[str, str], names: tuple[str, ...]) -> str | None:
     return next((name for name in names if env.get(name)), None)
 
 
-def _complete(reading: RankInfo | Partial | None) -> RankInfo:
-    """Return a reading that is complete; name what is missing in one that is not."""
+def _complete(reading: RankInfo | IncompleteLauncherError | None) -> RankInfo:
     if isinstance(reading, RankInfo):
         return reading
-    if reading is None:
-        raise IncompleteLauncherError(
-            f"{TORCHRUN_PROOF} is set, but RANK, WORLD_SIZE and LOCAL_RANK are not; expected "
-            f"torchrun to set all of them; unset {TORCHRUN_PROOF}, or start with torchrun",
-            family=TORCHRUN.name,
-            missing=TORCHRUN.rank + TORCHRUN.world_size + TORCHRUN.local_rank,
-        )
-    seen = ", ".join(f"{name}={value}" for name, value in sorted(reading.present.items()))
-    raise IncompleteLauncherError(
-        f"half-set {reading.family.name} environment: {seen} without "
-        f"{' and '.join(reading.missing)}; expected all of them or none; start the ranks with "
-        f"ezpz-launch, or unset {' '.join(sorted(reading.present))}",
-        family=reading.family.name,
-        missing=reading.missing,
+    raise reading or IncompleteLauncherError(
+        f"{TORCHRUN_PROOF} is set, but RANK, WORLD_SIZE and LOCAL_RANK are not; expected "
+        f"torchrun to set all of them; unset {TORCHRUN_PROOF}, or start with torchrun",
+        family=TORCHRUN.name,
+        missing=TORCHRUN.rank + TORCHRUN.world_size + TORCHRUN.local_rank,
     )
 
 

@@ -1,4 +1,4 @@
-"""Which hosts are used, and what is written where."""
+"""The allocation of no scheduler, which hosts are used, and what is written where."""
 
 import itertools
 import os
@@ -14,7 +14,10 @@ from ezpz_topo import (
     HostfileError,
     Hosts,
     HostSlots,
+    InvalidVariableError,
+    SchedulerError,
     TopoError,
+    get_allocation,
     get_hostfile_with_fallback,
     get_hostname,
     get_hosts,
@@ -23,6 +26,62 @@ from ezpz_topo import (
     write_hostfile_from_list_of_hosts,
     write_localhost_to_hostfile,
 )
+
+# The allocation, where there is no scheduler or several.
+
+
+def test_no_job_is_this_host():
+    job = get_allocation({})
+    assert (job.scheduler, job.job_id, job.hosts, job.on_node) == (
+        "none", None, (get_hostname(),), True,
+    )  # fmt: skip
+    assert "no job variables" in job.sources["hosts"]
+
+
+def test_the_scheduler_is_decided_by_job_variables_only(tmp_path):
+    # qsub and qstat on PATH, and a user's defaults for Slurm, prove nothing.
+    (tmp_path / "qsub").touch(mode=0o755)
+    (tmp_path / "qstat").touch(mode=0o755)
+    env = {"PATH": str(tmp_path), "SLURM_CONF": "/etc/slurm.conf", "PBS_O_HOST": "login1"}
+    assert get_allocation(env).scheduler == "none"
+    job = get_allocation({"PATH": ""}, ask=True)
+    assert (job.scheduler, "no scheduler here" in job.sources["scheduler"]) == ("none", True)
+
+
+# The words of Slurm 22.05.8 and OpenPBS 23.06 without a configuration.
+NOT_SET_UP = {
+    "squeue": "echo squeue: fatal: Could not establish a configuration source >&2; exit 1",
+    "qselect": "echo 'qselect: cannot connect to server  (errno=0)' >&2; exit 1",
+}
+
+
+@pytest.mark.parametrize("client", NOT_SET_UP)
+def test_a_client_that_is_not_set_up_hides_no_other_schedulers_answer(tmp_path, client):
+    for name, words in NOT_SET_UP.items():
+        body = words if name == client else "exit 0"  # no job of this user
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/bin", "USER": "alice"}
+    assert get_allocation(env, ask=True).scheduler == "none"
+    # one that is set up, and does not answer, is told
+    (tmp_path / "squeue").write_text("#!/bin/sh\necho squeue: Unable to contact >&2; exit 1\n")
+    with pytest.raises(SchedulerError, match="Unable to contact"):
+        get_allocation(env, ask=True)
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        ({"SLURM_JOBID": "7"}, "without SLURM_JOB_ID"),
+        ({"SLURM_JOB_NODELIST": "nid001"}, "without SLURM_JOB_ID"),
+        ({"PBS_ENVIRONMENT": "PBS_BATCH", "PBS_NODEFILE": "/none"}, "without PBS_JOBID"),
+        ({"PBS_JOBID": "1.pbs", "SLURM_JOB_ID": "7"}, "SLURM_JOB_ID=7 and PBS_JOBID=1.pbs.*unset"),
+    ],
+)
+def test_half_of_a_jobs_variables_or_two_jobs_are_an_error(env, message):
+    with pytest.raises(InvalidVariableError, match=message):
+        get_allocation(env)
+
 
 # Which file is used.
 
@@ -35,19 +94,19 @@ def files(tmp_path):
     return tmp_path
 
 
+JOB = {
+    "SLURM_JOB_ID": "40_[1]", "SLURM_JOB_NODELIST": "nid[001-002]", "SLURM_NTASKS": "7",
+    "SLURM_TASKS_PER_NODE": "4,3",
+}  # fmt: skip
+
+
 @pytest.fixture
 def env(files):
     """A job's environment in which every source is there."""
     return {
-        "PBS_NODEFILE": str(files / "nodes"),
-        "HOSTFILE": str(files / "hosts"),
-        "SLURM_JOB_ID": "7",
-        "SLURM_JOB_NODELIST": "nid[001-002]",
-        "SLURM_NODELIST": "nid[001-002]",
-        "SLURM_JOB_NUM_NODES": "2",
-        "SLURM_NNODES": "2",
+        **JOB, "PBS_NODEFILE": str(files / "nodes"), "HOSTFILE": str(files / "hosts"),
         "XDG_RUNTIME_DIR": str(files / "run"),
-    }
+    }  # fmt: skip
 
 
 def test_the_order_of_sources(files, env):
@@ -66,27 +125,22 @@ def test_the_order_of_sources(files, env):
     assert get_hostfile_with_fallback(env=env) == files / "hosts"
 
     del env["HOSTFILE"]
-    hosts = get_hosts(env=env)
-    assert [entry.host for entry in hosts.entries] == ["nid001", "nid002"]
-    assert hosts.path is None
-    assert hosts.source in env
+    before = dict(env)
+    hosts = Hosts((HostSlots("nid001", 4), HostSlots("nid002", 3)), "SLURM_JOB_NODELIST")
+    assert get_hosts(env=env) == hosts
     assert not list((files / "run").iterdir())  # to get is not to write
     written = get_hostfile_with_fallback(env=env)
     assert written.parent == files / "run" / "ezpz"
     assert written.read_text() == "nid001\nnid002\n"
-
-
-def test_slots_of_the_scheduler():
-    env = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a,b", "SLURM_NTASKS": "7",
-           "SLURM_TASKS_PER_NODE": "4,3"}  # fmt: skip
-    expected = Hosts((HostSlots("a", 4), HostSlots("b", 3)), "SLURM_JOB_NODELIST")
-    assert get_hosts(env=env) == expected
+    assert env == before
 
 
 def test_this_host_only_when_no_job_is_running(files):
     env = {"XDG_RUNTIME_DIR": str(files / "run")}
-    assert get_hosts(env=env).entries == (HostSlots(get_hostname()),)
-    assert "no job is running" in get_hosts(env=env).source
+    all_here = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+    for each in (env, all_here):
+        assert get_hosts(env=each).entries == (HostSlots(get_hostname()),)
+        assert "no job is running" in get_hosts(env=each).source
     assert get_hostfile_with_fallback(env=env).read_text() == f"{get_hostname()}\n"
 
 
@@ -105,17 +159,12 @@ def test_a_named_file_is_never_passed_over(files, env, name, content):
             call(path, env)
 
 
-def test_a_job_whose_scheduler_does_not_tell_is_an_error(files):
-    env = {"SLURM_JOB_ID": "7", "PATH": "", "XDG_RUNTIME_DIR": str(files / "run")}
-    with pytest.raises(TopoError):
-        get_hosts(env=env)
-
-
 @pytest.mark.parametrize(
     ("env", "who"),
     [
         ({"FLUX_JOB_ID": "f1"}, "flux"),
         ({"LSB_JOBID": "9"}, "lsf"),
+        ({"COBALT_JOBID": "9"}, "cobalt"),
         ({"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "8", "FLUX_TASK_LOCAL_ID": "0"}, "flux"),
         ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "torchrun"),
         ({"PMI_RANK": "0", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}, "pmi"),
@@ -128,34 +177,18 @@ def test_a_job_without_a_scheduler_is_not_this_host(env, who):
         get_hosts(env=env)
 
 
-def test_all_ranks_on_this_node_are_this_host():
-    env = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
-    assert get_hosts(env=env).entries == (HostSlots(get_hostname()),)
-
-
-def test_the_environment_is_not_changed(env):
-    before = dict(env)
-    get_hostfile_with_fallback(env=env)
-    del env["PBS_NODEFILE"], env["HOSTFILE"], before["PBS_NODEFILE"], before["HOSTFILE"]
-    get_hostfile_with_fallback(env=env)
-    assert env == before
-
-
 # What is written.
 
 
 def test_writing_a_list(tmp_path):
+    path = write_localhost_to_hostfile(str(tmp_path / "hosts"))
+    assert isinstance(path, Path)
+    assert get_nodes_from_hostfile(path) == [get_hostname()]
     path = write_hostfile_from_list_of_hosts(("b", "a.site", "A", "::1"), tmp_path / "hosts")
     assert path == tmp_path / "hosts"
     assert path.read_bytes() == b"b\na.site\n::1\n"
     assert [entry.host for entry in read_hostfile(path)] == ["b", "a.site", "::1"]
     assert [entry.name for entry in tmp_path.iterdir()] == ["hosts"]
-
-
-def test_writing_this_host(tmp_path):
-    path = write_localhost_to_hostfile(str(tmp_path / "hosts"))
-    assert isinstance(path, Path)
-    assert get_nodes_from_hostfile(path) == [get_hostname()]
 
 
 def test_writing_again_replaces_and_follows_links(tmp_path):
@@ -167,54 +200,36 @@ def test_writing_again_replaces_and_follows_links(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "host",
+    ("hosts", "match"),
     [
-        "",
-        " ",
-        "a b",
-        "a\tb",
-        "a\n",
-        "a,b",
-        "a\0",
-        "-n",
-        "--hostfile=x",
-        "#a",
-        "n[1-2]",
-        "h:2",
-        "12",
-    ],
-)
-def test_names_that_are_not_written(tmp_path, host):
-    with pytest.raises(HostfileError, match="expected a name of letters"):
-        write_hostfile_from_list_of_hosts(["a", host], tmp_path / "hosts")
-    assert not list(tmp_path.iterdir())
-
-
-def test_no_hosts_are_not_written(tmp_path):
-    with pytest.raises(HostfileError, match="list of hosts is empty"):
-        write_hostfile_from_list_of_hosts([], tmp_path / "hosts")
-    with pytest.raises(HostfileError, match="expected a list of names"):
-        write_hostfile_from_list_of_hosts("x1n0", tmp_path / "hosts")
-    assert not list(tmp_path.iterdir())
-
-
-def test_too_many_hosts_are_not_written(monkeypatch, tmp_path):
-    monkeypatch.setattr("ezpz_topo._hostfile.MAX_HOSTS", 3)
-    with pytest.raises(HostfileError, match="at most 3"):
+        *((["a", host], "expected a name of letters") for host in (
+            "", " ", "a b", "a\tb", "a\n", "a,b", "a\0", "-n", "--hostfile=x", "#a", "n[1-2]",
+            "h:2", "12")),
+        ([], "list of hosts is empty"),
+        ("x1n0", "expected a list of names"),
         # without end: the list is not made first
-        write_hostfile_from_list_of_hosts(map("n{}".format, itertools.count()), tmp_path / "hosts")
+        (map("n{}".format, itertools.count()), "at most 3"),
+    ],
+)  # fmt: skip
+def test_hosts_that_are_not_written(monkeypatch, tmp_path, hosts, match):
+    monkeypatch.setattr("ezpz_topo._hostfile.MAX_HOSTS", 3)
+    with pytest.raises(HostfileError, match=match):
+        write_hostfile_from_list_of_hosts(hosts, tmp_path / "hosts")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
     ("name", "match"),
     [("absent/hosts", "No such file"), ("file/hosts", "Not a directory"), ("a\0b", "null byte"),
-     ("x" * 300, "too long")],
+     ("x" * 300, "too long"), ("fifo", "is not a regular file"), (".", "is not a regular file")],
 )  # fmt: skip
 def test_a_place_where_nothing_can_be_written(tmp_path, name, match):
     (tmp_path / "file").write_text("x")
-    with pytest.raises(HostfileError, match=f"cannot be written .*{match}.*; expected a folder"):
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(HostfileError, match=match):
         write_localhost_to_hostfile(f"{tmp_path}/{name}")
-    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+    assert {entry.name for entry in tmp_path.iterdir()} == {"file", "fifo"}
+    assert stat.S_ISFIFO((tmp_path / "fifo").stat().st_mode)
 
 
 @pytest.fixture
@@ -228,28 +243,13 @@ def test_a_folder_without_permission(unwritable, unprivileged):
         write_localhost_to_hostfile(unwritable / "hosts")
 
 
-def test_what_is_no_file_is_not_replaced(tmp_path):
-    os.mkfifo(tmp_path / "fifo")
-    (tmp_path / "folder").mkdir()
-    for name in ("fifo", "folder"):
-        with pytest.raises(HostfileError, match="is not a regular file"):
-            write_localhost_to_hostfile(tmp_path / name)
-    assert stat.S_ISFIFO((tmp_path / "fifo").stat().st_mode)
-
-
 # The private folder.
 
 
 @pytest.fixture
 def job(files):
-    return {
-        "SLURM_JOB_ID": "40_[1]",
-        "SLURM_JOB_NODELIST": "nid[001-002]",
-        "SLURM_NODELIST": "nid[001-002]",
-        "SLURM_JOB_NUM_NODES": "2",
-        "SLURM_NNODES": "2",
-        "TMPDIR": str(files / "run"),
-    }
+    # as that of the login node often is
+    return {**JOB, "TMPDIR": str(files / "run"), "XDG_RUNTIME_DIR": str(files / "absent")}
 
 
 def test_the_file_is_private_and_its_name_is_the_same_every_time(files, job):
@@ -260,7 +260,7 @@ def test_the_file_is_private_and_its_name_is_the_same_every_time(files, job):
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert get_hostfile_with_fallback(env=job) == path
-    other = {**job, "SLURM_JOB_NODELIST": "nid[003-004]", "SLURM_NODELIST": "nid[003-004]"}
+    other = {**job, "SLURM_JOB_NODELIST": "nid[003-004]"}
     assert get_hostfile_with_fallback(env=other) != path
 
 
@@ -279,22 +279,6 @@ def test_a_list_without_a_file_goes_to_the_private_folder(files, monkeypatch):
     assert path.read_text() == "a\nb\n"
     assert path.is_relative_to(files / "run")
     assert sorted(files.iterdir()) == before
-
-
-def test_a_runtime_folder_that_is_not_there_is_passed_over(files, job):
-    job["XDG_RUNTIME_DIR"] = str(files / "absent")  # as that of the login node often is
-    assert get_hostfile_with_fallback(env=job).is_relative_to(files / "run")
-
-
-@pytest.mark.parametrize("tmpdir", [".", "relative/folder"])
-def test_a_relative_folder_is_an_error(job, tmpdir):
-    with pytest.raises(HostfileError, match=r"TMPDIR=.*expected an absolute path"):
-        get_hostfile_with_fallback(env={**job, "TMPDIR": tmpdir})
-
-
-def test_a_folder_that_cannot_be_made(files, job):
-    with pytest.raises(HostfileError, match=r"cannot be made .*; set TMPDIR"):
-        get_hostfile_with_fallback(env={**job, "TMPDIR": str(files / "absent")})
 
 
 @pytest.mark.parametrize("kind", ["link", "file", "open"])
@@ -319,6 +303,16 @@ def test_a_folder_of_somebody_else(files, job, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: me + 1)
     with pytest.raises(HostfileError, match=f"of user {me}; expected .* of user {me + 1}"):
         get_hostfile_with_fallback(env=job)
+
+
+@pytest.mark.parametrize(
+    ("tmpdir", "message"),
+    [(".", "expected an absolute path"), ("a/b", "expected an absolute path"),
+     ("/nonexistent", "cannot be made .*; set TMPDIR")],
+)  # fmt: skip
+def test_a_tmpdir_that_does_not_do(job, tmpdir, message):
+    with pytest.raises(HostfileError, match=message):
+        get_hostfile_with_fallback(env={**job, "TMPDIR": tmpdir})
 
 
 def test_a_hundred_ranks_at_once(files, job):
