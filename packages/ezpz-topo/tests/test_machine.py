@@ -273,13 +273,6 @@ def read(folder, text):
     return get_machine_info({"EZPZ_MACHINES": str(folder), "EZPZ_MACHINE": "utopia"})
 
 
-def test_the_good_one_is_good(tmp_path):
-    machine = read(tmp_path, GOOD)
-    assert machine.cpu_bind["near"] == ("1-7", "8-15", "16-23", "24,26-31")
-    assert machine.options["more"].flags == ("--more",)
-    assert (machine.nodes, machine.backends, machine.hsn_suffix) == (None, (), "")
-
-
 @pytest.mark.parametrize(
     ("old", "new", "key", "word"),
     [
@@ -355,14 +348,17 @@ def test_what_is_refused_with_file_and_key(tmp_path, old, new, key, word):
     assert "\n" not in message
 
 
-def test_a_syntax_error_gives_its_line(tmp_path):
-    with pytest.raises(MachineError, match=r"utopia\.toml: .*line 3.*mend that line"):
-        read(tmp_path, 'site = "x"\nlauncher = "srun"\nscheduler = \n')
+def test_what_is_read(tmp_path):
+    machine = read(tmp_path, GOOD.replace('"2026-08"', "2026-08-01"))  # TOML has dates too
+    assert machine.cpu_bind["near"] == ("1-7", "8-15", "16-23", "24,26-31")
+    assert machine.options["more"].flags == ("--more",)
+    assert (machine.nodes, machine.backends, machine.date) == (None, (), "2026-08-01")
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda path: path.write_text('site = "x"\ndate =\n'), r"utopia\.toml: .*line 2.*mend"),
         (lambda path: path.write_bytes(b"site = '\xff'"), r"utopia\.toml: cannot be read"),
         (lambda path: path.mkdir(), r"utopia\.toml: cannot be read"),
         (os.mkfifo, "not a regular file"),
@@ -430,10 +426,6 @@ def test_rules_in_any_spelling(tmp_path, rules):
     assert get_machine_info(env, hostname="utopia7").name == "utopia"
 
 
-def test_a_date_may_be_tomls(tmp_path):
-    assert read(tmp_path, GOOD.replace('"2026-08"', "2026-08-01")).date == "2026-08-01"
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -450,7 +442,7 @@ def test_what_is_no_toml_is_a_machine_error(tmp_path, text):
         read(tmp_path, text)
 
 
-# The packaged machines: each loads, and the facts that hurt when wrong are pinned.
+# The packaged machines: flags, variables and options are pinned by ezpz-launch's dry-runs.
 
 MACHINES = known_machines({})
 
@@ -464,12 +456,6 @@ def test_all_of_them_are_there():
     assert {MACHINES[name].scheduler: name for name in GENERIC.values()} == GENERIC
 
 
-FLAGS = {
-    "aurora": ["--envall", "--line-buffer"], "polaris": ["--envall"],
-    "sophia": ["-x", "PATH", "-x", "LD_LIBRARY_PATH"], "crux": ["--envall", "--cpu-bind=depth"],
-    "perlmutter": ["-c", "32"], "frontier": ["-c", "7", "--network=disable_rdzv_get"],
-    "generic-slurm": ["-u"], "generic-pbs": [], "workstation": [],
-}  # fmt: skip
 PREDECESSOR = {
     "sunspot": ("*",), "sirius": ("*",), "sophia": ("launcher", "launcher_flags"),
     "perlmutter": ("options.system-nccl",),
@@ -477,12 +463,12 @@ PREDECESSOR = {
 
 
 @pytest.mark.parametrize("name", MACHINES)
-def test_flags_networks_and_what_only_the_predecessor_says(name):
+def test_networks_and_what_only_the_predecessor_says(name):
     machine = MACHINES[name]
-    assert list(machine.launcher_flags) == FLAGS.get(name, list(machine.launcher_flags))
     fast = name in ("aurora", "polaris", "sunspot", "sirius")
     assert machine.hsn_suffix == (f".hsn.cm.{name}.alcf.anl.gov" if fast else "")
     assert set(PREDECESSOR.get(name, ())) <= set(machine.predecessor)
+    assert all(option.why for option in machine.options.values())
 
 
 @pytest.mark.parametrize(
@@ -536,29 +522,6 @@ def test_frontiers_list_is_in_the_order_of_its_gcds():
     expected = [f"{first_core[gcd] + 1}-{first_core[gcd] + 7}" for gcd in range(8)]
     assert list(MACHINES["frontier"].cpu_bind["gcd"]) == expected
     assert "cpu_bind.gcd" in MACHINES["frontier"].inferred
-
-
-def test_what_is_used_only_when_asked_for():
-    assert MACHINES["aurora"].options["no-vni"].flags == ("--no-vni",)
-    assert "DAOS" in MACHINES["aurora"].options["no-vni"].why
-    assert len(MACHINES["aurora"].options["scale"].environment) == 7
-    assert MACHINES["polaris"].options["depth"].flags == ("--cpu-bind=depth", "--depth=8")
-    assert MACHINES["polaris"].options["nccl-ofi"].environment["NCCL_NET"] == "AWS Libfabric"
-    assert MACHINES["frontier"].options["gloo"].backend == "gloo"
-    assert all(option.why for machine in MACHINES.values() for option in machine.options.values())
-
-
-def test_environment():
-    assert MACHINES["aurora"].environment == {
-        "CCL_PROCESS_LAUNCHER": "pmix", "CCL_ATL_TRANSPORT": "mpi", "CCL_KVS_MODE": "mpi",
-        "FI_MR_CACHE_MONITOR": "userfaultfd", "TMPDIR": "/tmp",
-    }  # fmt: skip
-    assert MACHINES["frontier"].environment == {
-        "NCCL_SOCKET_IFNAME": "hsn0,hsn1,hsn2,hsn3", "FI_MR_CACHE_MONITOR": "kdreg2",
-        "FI_CXI_RDZV_PROTO": "alt_read",
-    }  # fmt: skip
-    # The plug-in can hang Megatron-DeepSpeed.
-    assert MACHINES["polaris"].environment == {}
 
 
 def test_modules_and_proxies():
