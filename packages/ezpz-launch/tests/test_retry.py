@@ -287,7 +287,7 @@ def attempts(clean_env):
     """The attempts of a launch of this host, not begun."""
     request = Request(("true",), 1, launcher="spawn")
     topology = detect(clean_env)
-    return _Attempts(_planned(topology, request, clean_env), topology, clean_env)
+    return _Attempts(_planned(topology, request, clean_env, is_here=True), topology, clean_env)
 
 
 @pytest.mark.parametrize(
