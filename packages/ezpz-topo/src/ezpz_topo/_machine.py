@@ -35,7 +35,7 @@ _REQUIRED = ("site", "source", "scheduler", "launcher", "why")
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """Flags, variables and modules of a machine that are used only when asked for.
+    """Flags, variables and modules of a machine that are used only when requested.
 
     Attributes:
         why: When to use it, in words for people.
@@ -75,7 +75,7 @@ class Machine:
         reserved_cores: Cores that no rank may use.
         launcher_flags: Flags beyond counts, hostfile and binding, which the launcher adds.
         environment: Variables that each rank needs.
-        options: What is used when asked for, by name.
+        options: What is used when requested, by name.
         hsn_suffix: Makes a short host name the one on the high-speed network.
         module_paths: Arguments of ``module use``.
         modules: Arguments of ``module load``.
