@@ -147,15 +147,6 @@ def test_exit_statuses(shell, words, status):
     assert shell('"$@"', *SPAWN, *words).returncode == status
 
 
-def test_a_launch_loads_little(shell):
-    command = [sys.executable, "-X", "importtime", "-m", "ezpz_launch", "--launcher", "spawn"]
-    done = shell('"$@"', *command, "-n", "1", "true")
-    loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert done.returncode == 0
-    assert "ezpz_launch._record" in loaded
-    assert not loaded & {"torch", "numpy", "asyncio", "fire"}
-
-
 def test_the_script_and_the_module_are_the_same(shell):
     script = shell('ezpz-launch "$@"', "--version")
     module = shell('"$@"', *OURS, "--version")

@@ -66,12 +66,6 @@ def test_whether_it_is_the_machines_own(kind, of_machine, is_of):
     assert Launcher("x", kind, "").is_of(of_machine) is is_of
 
 
-def test_an_unknown_mpiexec(tmp_path):
-    path = program(tmp_path / "mpiexec", "Acme MPI 1.0")
-    with pytest.raises(LaunchError, match=r"'Acme MPI 1.0'; expected MPICH's Hydra"):
-        identify(path)
-
-
 def test_pbss_own_mpiexec_is_passed_over_where_an_mpis_follows(tmp_path):
     # captured from OpenPBS 23.06, whose profile puts it on PATH
     pbs = program(tmp_path / "pbs" / "mpiexec", "pbs_version = 23.06.06")

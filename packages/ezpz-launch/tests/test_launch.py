@@ -333,19 +333,6 @@ def test_the_launcher_imports_nothing_heavy(clean_env, mpiexec):
     assert out.stdout.strip() == "set()"
 
 
-@pytest.mark.parametrize("options", [{}, {"nproc": "3"}, {"nproc": "0x2"}, {"nproc": "two"}])
-def test_fire_makes_the_same_request(options):
-    from ezpz_launch import LaunchError, _options
-
-    def outcome(build):
-        try:
-            return build(options, ("python", "train.py"))
-        except LaunchError as error:
-            return str(error)
-
-    assert outcome(_options.request_of) == outcome(_options._request_by_fire)
-
-
 def test_ten_megabytes_of_any_bytes(launch):
     code = "import os, sys; sys.stdout.buffer.write(os.urandom(1 << 20) * 10)"
     done = launch("-n", "1", sys.executable, "-c", code, text=False)

@@ -79,7 +79,7 @@ def _main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         # Also of a world of one: an inner MPI would join it.
         env = outside_of_launch(env)
     require_command(request.command[0], {**env, **dict(pair.split("=", 1) for pair in request.env)})
-    planned = _planned(topology, request, env, is_here=True)
+    planned = _planned(topology, request, env)
     _hint_at_a_job(topology, request, env)
     if request.dry_run:
         return _print(_explained(planned))
@@ -89,7 +89,7 @@ def _main(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
 
 def _planned(
-    topology: Topology, request: Request, env: Mapping[str, str], *, is_here: bool
+    topology: Topology, request: Request, env: Mapping[str, str], *, is_here: bool = True
 ) -> LaunchPlan:
     """Plan a launch from here, or on a machine that this is not."""
     job, beside = topology.allocation, os.path.dirname(sys.executable)
