@@ -13,7 +13,7 @@ from . import PROGRAMS, Kind
 if TYPE_CHECKING:
     from ezpz_launch._plan import LaunchPlan
 
-SPAWN = os.path.join(PROGRAMS, "_spawn.py")
+SPAWN = os.path.join(PROGRAMS, "rank_output.py")
 
 
 class Spawn(Kind):
