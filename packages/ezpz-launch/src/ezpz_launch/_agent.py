@@ -196,17 +196,10 @@ def send(target: int, number: int) -> None:
 
 # The ranks of one node: who has started, who is lost, and signals that reach them.
 
-_LOOK = 0.5
-"""Seconds between two looks for ranks that are lost."""
-
-_FIRST_LOOK = 0.05
-"""The same while the command of a rank is still to be found."""
-
-_MOMENT = 1.0
-"""Seconds that what a rank left behind has to end."""
-
-_NAMED = 8
-"""So many of these are named."""
+_LOOK = 0.5  # seconds between two looks for ranks that are lost
+_FIRST_LOOK = 0.05  # the same while the command of a rank is still to be found
+_MOMENT = 1.0  # seconds that what a rank left behind has to end
+_NAMED = 8  # so many of these are named
 
 
 class Ranks:
@@ -329,19 +322,19 @@ class Ranks:
         for pid in _of_launch(self._launch_id):
             send(pid, signal.SIGKILL)
 
-    def end_left(self) -> str:
-        """End what ranks that have all ended left running; return what is new among it, by name.
-
-        It has SIGTERM, and the next time SIGKILL.
-        """
-        left = _of_launch(self._launch_id)
-        new = [pid for pid in left if pid not in self._left]
-        names = ", ".join(map(_name, new[:_NAMED]))
-        for pid in left:
-            send(pid, self._left.get(pid, signal.SIGTERM))
-            self._left[pid] = signal.SIGKILL
+    def name_left(self) -> str:
+        """Return the names of what ranks that have all ended left running, of each once."""
+        new = [pid for pid in _of_launch(self._launch_id) if pid not in self._left]
+        self._left |= dict.fromkeys(new, signal.SIGTERM)
         more = f" and {len(new) - _NAMED} more" if len(new) > _NAMED else ""
+        names = ", ".join(map(_name, new[:_NAMED]))
         return f"{names}{more} on {os.uname().nodename}" if new else ""
+
+    def end_left(self) -> None:
+        """End what has been named: it has SIGTERM, and the next time SIGKILL."""
+        for pid in self._left.keys() & set(_of_launch(self._launch_id)):
+            send(pid, self._left[pid])
+            self._left[pid] = signal.SIGKILL
 
     def end_all_left(self) -> str:
         """Give all that is left a moment, end it, see that it ends, and return its names."""
@@ -354,8 +347,9 @@ class Ranks:
                 time.sleep(_MOMENT / 20)
             else:
                 break
-            new = self.end_left()
+            new = self.name_left()
             names = names or new
+            self.end_left()
         return names
 
     def stacks(self, which: list[int]) -> str:
@@ -471,23 +465,19 @@ def _stack(answer: subprocess.Popen[bytes], end: float) -> str:
 
 # The agent: it obeys lines of a connection, and kills the ranks when that ends without a farewell.
 
-PROTOCOL_LINE = 4096
-"""Longest line of the protocol, in bytes."""
+PROTOCOL_LINE = 4096  # longest line of the protocol, in bytes
 
 _CONNECT_TIMEOUT = 5.0
 
-_SETTLED = 0.2
-"""Seconds before it connects: a launch of `true` needs none, and pays nothing."""
-
-_TERMINATED = 1.0
-"""Seconds that a launcher has to end its ranks by itself (srun does, on SIGTERM)."""
+_SETTLED = 0.2  # seconds before it connects: a launch of `true` needs none, and pays nothing
+_TERMINATED = 1.0  # seconds that a launcher has to end its ranks by itself (srun does, on SIGTERM)
 
 
 class Agent:
     """Serves ezpz-launch over a connection.
 
     Orders: ``start RANK PID``, ``end RANK``, ``signal NUMBER``, ``release PID``, ``kill``,
-    ``stacks RANK...``, ``end-left``, ``end-all-left``, ``farewell``.
+    ``stacks RANK...``, ``left``, ``end-left``, ``end-all-left``, ``farewell``.
     Answers: ``lost RANK``, ``stacks LENGTH`` and ``left LENGTH`` with so many bytes.
     """
 
@@ -518,16 +508,16 @@ class Agent:
     def _obey(self, order: str, numbers: list[int]) -> None:
         ranks = self._ranks
         match order:
-            case "start" | "end" | "signal" | "release" | "kill":
-                getattr(ranks, order)(*numbers)
+            case "start" | "end" | "signal" | "release" | "kill" | "end-left":
+                getattr(ranks, order.replace("-", "_"))(*numbers)
             case "stacks":
                 # py-spy may take its time; signals are heard meanwhile.
                 thread = threading.Thread(
                     target=lambda: self._answer("stacks", ranks.stacks(numbers)), daemon=True
                 )
                 thread.start()
-            case "end-left":
-                self._answer("left", ranks.end_left())
+            case "left":
+                self._answer("left", ranks.name_left())
             case "end-all-left":
                 self._answer("left", ranks.end_all_left())
 

@@ -15,20 +15,14 @@ from collections.abc import Iterable, Sequence
 from ._agent import PROTOCOL_LINE, fork, keep_alive, proof
 from ._launch import Launch
 
-_HELLO = 10.0
-"""Seconds in which an agent says who it is."""
+_HELLO = 10.0  # seconds in which an agent says who it is
 
 _SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)
 """What the kernel says of a host that answers no more; one where the agent is dead does answer."""
 
-_LONGEST_ANSWER = 1 << 24
-"""Bytes of one node's stacks: more is no answer."""
-
-_LAST_WORDS = 5.0
-"""Seconds that this host's agent has to end what is left here."""
-
-_GUARD = -1
-"""The node of this host's agent where its ranks have one of their own, or it has none."""
+_LONGEST_ANSWER = 1 << 24  # bytes of one node's stacks: more is no answer
+_LAST_WORDS = 5.0  # seconds that this host's agent has to end what is left here
+_GUARD = -1  # the node of this host's agent where its ranks have one of their own, or it has none
 
 
 class _Connection:
@@ -122,6 +116,7 @@ class Nodes:
 
     def end_left(self) -> None:
         """End what ranks that have all ended left running."""
+        self._to_all("left")  # it is named before the launcher can end
         self._to_all("end-left")
 
     def ask_stacks(self, ranks: Sequence[int]) -> None:

@@ -18,8 +18,7 @@ from .rank_output import write
 Report = tuple[str, int, int]
 """What happened, to which rank, with what value."""
 
-_LONGEST = 160
-"""Bytes of the longest report: what is longer and not ended is none."""
+_LONGEST = 160  # bytes of the longest report: what is longer and not ended is none
 
 
 class Reports:
@@ -102,11 +101,8 @@ _TICK = 0.02
 _OF_THE_KILLED = re.compile(rb"\n?(={83}\n|YOUR APPLICATION TERMINATED WITH THE EXIT STRING)")
 """How Hydra begins its last words, line by line, of ranks that died of a signal (MPICH 5.0.2)."""
 
-_LEFT_BEHIND = 2.0
-"""Seconds for which what an ended launcher's ranks left behind may go on writing."""
-
-_TOLD = 1.0
-"""Seconds that a reader has who takes nothing, when we are told to end."""
+_LEFT_BEHIND = 2.0  # seconds for which what an ended launcher's ranks left behind may go on writing
+_TOLD = 1.0  # seconds that a reader has who takes nothing, when we are told to end
 
 
 class Output:

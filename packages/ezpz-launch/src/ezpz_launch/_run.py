@@ -23,38 +23,17 @@ SETTLE = 1.0
 Ranks that stop together (all checkpointed and exit 75, say) end at nearly the same time.
 """
 
-_LAUNCHER_ENDS = 2.0
-"""Seconds that a launcher has to end after its last rank, and again after SIGTERM."""
-
-_KILLED = 0.5
-"""Seconds that it has once its ranks have been killed."""
-
-_LINGER = 10.0
-"""Seconds that a launcher has to end after ranks that all ended well."""
-
-_STACKS = 15.0
-"""Seconds that the nodes have to tell where their ranks hang."""
-
-_REACHED = 2.0
-"""Seconds after which ranks whose node has no agent yet are signalled through the launcher."""
-
-_ABSENT = 60.0
-"""Seconds after which ranks that have not started are named."""
-
-_RELEASE = 0.2
-"""Seconds between two words to ranks that failed, to go."""
-
-_STOPPED = 1.0
-"""Seconds that the loop may oversleep, on a machine that is busy."""
-
-_AWAKE = 0.5
-"""Seconds after which the loop looks around, though nothing woke it."""
-
-_DRAINED = 0.3
-"""Seconds without a byte after which what an ended launcher left in its pipes has been read."""
-
-_NAMED = 16
-"""So many ranks or hosts are named."""
+_LAUNCHER_ENDS = 2.0  # seconds that a launcher has after its last rank, and again after SIGTERM
+_KILLED = 0.5  # seconds that it has once its ranks have been killed
+_LINGER = 10.0  # seconds that a launcher has to end after ranks that all ended well
+_STACKS = 15.0  # seconds that the nodes have to tell where their ranks hang
+_REACHED = 2.0  # seconds after which the launcher signals ranks whose node has no agent yet
+_ABSENT = 60.0  # seconds after which ranks that have not started are named
+_RELEASE = 0.2  # seconds between two words to ranks that failed, to go
+_STOPPED = 1.0  # seconds that the loop may oversleep, on a machine that is busy
+_AWAKE = 0.5  # seconds after which the loop looks around, though nothing woke it
+_DRAINED = 0.3  # seconds without a byte after which an ended launcher's pipes have been read
+_NAMED = 16  # so many ranks or hosts are named
 
 
 def run(
@@ -473,22 +452,12 @@ def _newest(folder: str, ranks: Sequence[int]) -> float:
 
 # Which ranks have started, which have ended, and how.
 
-HANG = 124
-"""Exit status of a launch whose ranks hung: that of timeout(1)."""
-
-REQUEUE = 75
-"""Exit status by which a script says: checkpointed, start me again (EX_TEMPFAIL)."""
+HANG = 124  # exit status of a launch whose ranks hung: that of timeout(1)
+REQUEUE = 75  # exit status by which a script says: checkpointed, start me again (EX_TEMPFAIL)
 
 
 class Status:
-    """What the reports say so far.
-
-    Attributes:
-        nproc: Number of ranks.
-        pids: Rank to process id of its shim, for ranks that have started.
-        ended: Rank to exit status, in the order in which they ended.
-        first_failure: Rank and exit status of the rank that failed first, if one did.
-    """
+    """What the reports say so far: each rank's process and, in their order, exit statuses."""
 
     def __init__(self, nproc: int) -> None:
         self.nproc = nproc
@@ -521,12 +490,10 @@ class Status:
 
     @property
     def has_running(self) -> bool:
-        """Whether a rank has started and not ended."""
         return bool(self._running)
 
     @property
     def running(self) -> list[int]:
-        """Ranks that have started and not ended."""
         return sorted(self._running)
 
     @property
@@ -536,10 +503,8 @@ class Status:
 
     @property
     def unstarted(self) -> list[int]:
-        """Ranks that have neither started nor ended."""
         return [r for r in range(self.nproc) if r not in self.pids and r not in self.ended]
 
     @property
     def all_ended(self) -> bool:
-        """Whether every rank has ended."""
         return len(self.ended) == self.nproc

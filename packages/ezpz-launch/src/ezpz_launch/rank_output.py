@@ -25,17 +25,10 @@ import select
 import sys
 import time
 
-_HELD = 0.2
-"""Seconds after which the beginning of a line is shown without its end."""
-
-_AFTER = 0.5
-"""Seconds for what still writes when the commands have ended (a child that one left)."""
-
-_TAIL = 1 << 13
-"""Bytes of a hidden rank's standard error that are shown if it fails."""
-
-_PIECE = 1 << 16
-"""Bytes read at once, and of a line that are held at most."""
+_HELD = 0.2  # seconds after which the beginning of a line is shown without its end
+_AFTER = 0.5  # seconds for what still writes when the commands have ended (a child that one left)
+_TAIL = 1 << 13  # bytes of a hidden rank's standard error that are shown if it fails
+_PIECE = 1 << 16  # bytes read at once, and of a line that are held at most
 
 _MOST_AFTER = 1 << 20
 """Bytes still taken when those seconds are over: all that a pipe of Linux can hold."""
