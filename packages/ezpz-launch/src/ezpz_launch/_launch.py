@@ -28,45 +28,25 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 class Control(NamedTuple):
-    """One launch's orders to its shims; `rank_shim.sh` lists the fields.
+    """One launch's orders to its shims; `rank_shim.sh` lists the fields."""
 
-    Attributes:
-        launch_id: By which the launch's reports and processes are told.
-        hold: Seconds for which a rank that failed waits to be released.
-        where: ``host:port`` of the run loop, for the nodes' agents; empty where it needs none.
-        secret: What agents know, and do not say; empty where there are none.
-        node_timeout: Seconds without a sign of a node after which it is lost.
-        files: A folder for the output of each rank; empty for none.
-        only_ranks: Ranks whose output is shown; None for all.
-        prefix: Whether each line begins with its rank and host.
-        whole_lines: Whether no rank's line may be cut by another's.
-        tee: Whether output goes to the files and to the terminal.
-        port: A port to be found free on rank 0's host; 0 where it has been.
-        device_type: torch's word for the devices, ``cuda`` or ``xpu``; empty where there are none.
-        devices: How many devices a node has.
-        one_device: Whether each rank is to see one device only.
-        attempt: The attempt, from 0.
-        progress_file: Where scripts report their progress; empty for none.
-        job_id: The scheduler's job; empty outside of one.
-    """
-
-    launch_id: str
-    hold: float
-    where: tuple[str, ...] = ()
-    secret: str = ""
-    node_timeout: int = NODE_TIMEOUT
-    files: str = ""
-    only_ranks: Sequence[int] | None = None
-    prefix: bool = False
-    whole_lines: bool = False
-    tee: bool = False
-    port: int = 0
-    device_type: str = ""
-    devices: int = 0
-    one_device: bool = False
-    attempt: int = 0
-    progress_file: str = ""
-    job_id: str = ""
+    launch_id: str  # by which the launch's reports and processes are told
+    hold: float  # seconds for which a rank that failed waits to be released
+    where: tuple[str, ...] = ()  # host:port of the run loop, for the nodes' agents
+    secret: str = ""  # what agents know, and do not say
+    node_timeout: int = NODE_TIMEOUT  # seconds without a sign of a node after which it is lost
+    files: str = ""  # a folder for the output of each rank
+    only_ranks: Sequence[int] | None = None  # ranks whose output is shown; None for all
+    prefix: bool = False  # whether each line begins with its rank and host
+    whole_lines: bool = False  # whether no rank's line may be cut by another's
+    tee: bool = False  # whether output goes to the files and to the terminal
+    port: int = 0  # to be found free on rank 0's host; 0 where it has been
+    device_type: str = ""  # torch's word for the devices, cuda or xpu; empty where there are none
+    devices: int = 0  # of a node
+    one_device: bool = False  # whether each rank is to see one device only
+    attempt: int = 0  # from 0
+    progress_file: str = ""  # where scripts report their progress
+    job_id: str = ""  # the scheduler's; empty outside of a job
 
     def value(self) -> str:
         """Return the variable's value; UsageError: a path holds a line break."""
@@ -102,33 +82,19 @@ class Control(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """One launch, ready to be run.
+    """One launch, ready to be run."""
 
-    Attributes:
-        argv: The launcher's command line.
-        nproc: How many ranks it starts.
-        hosts: The hosts that get ranks, in the order of their nodes.
-        ppn: Ranks of a full host.
-        on_this_host: Whether this host alone has ranks.
-        environment: The environment of the launcher and its ranks, complete.
-        control: What the ranks' shims are told.
-        grace: Seconds from SIGTERM to SIGKILL.
-        idle_timeout: Seconds without any output after which the ranks hang; 0 for never.
-        signal_at: Tells when to send SIGUSR1, in seconds since the epoch: NEVER until it is known.
-        scratch: A file or folder made for the launch, to be removed also if we are killed.
-    """
-
-    argv: tuple[str, ...]
-    nproc: int
-    hosts: tuple[str, ...]
-    ppn: int
-    on_this_host: bool
-    environment: Mapping[str, str]
-    control: Control
-    grace: float = GRACE
-    idle_timeout: float = 0.0
-    signal_at: Callable[[], float] = lambda: NEVER
-    scratch: str = ""
+    argv: tuple[str, ...]  # the launcher's command line
+    nproc: int  # how many ranks it starts
+    hosts: tuple[str, ...]  # that get ranks, in the order of their nodes
+    ppn: int  # ranks of a full host
+    on_this_host: bool  # whether this host alone has ranks
+    environment: Mapping[str, str]  # of the launcher and its ranks, complete
+    control: Control  # what the ranks' shims are told
+    grace: float = GRACE  # seconds from SIGTERM to SIGKILL
+    idle_timeout: float = 0.0  # seconds without any output after which ranks hang; 0 for never
+    signal_at: Callable[[], float] = lambda: NEVER  # when SIGUSR1 is due, since the epoch
+    scratch: str = ""  # a file or folder of the launch, to be removed also if we are killed
 
     def host_of(self, rank: int) -> str:
         """Return the host of a rank."""
@@ -137,21 +103,13 @@ class Launch(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """How a launch ended.
+    """How a launch ended."""
 
-    Attributes:
-        exit_status: That of ezpz-launch.
-        failure: Rank, host and exit status of the first rank that failed, if one did.
-        told: The signal that ended it, if one did.
-        port_taken: Whether another program holds the port on rank 0's host.
-        tail: The last bytes of standard error.
-    """
-
-    exit_status: int
-    failure: tuple[int, str, int] | None = None
-    told: signal.Signals | None = None
-    port_taken: bool = False
-    tail: bytes = b""
+    exit_status: int  # that of ezpz-launch
+    failure: tuple[int, str, int] | None = None  # rank, host and status of the first that failed
+    told: signal.Signals | None = None  # the signal that ended it, if one did
+    port_taken: bool = False  # whether another program holds the port on rank 0's host
+    tail: bytes = b""  # the last bytes of standard error
 
 
 def how(status: int) -> str:

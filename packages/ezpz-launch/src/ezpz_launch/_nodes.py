@@ -39,18 +39,7 @@ class _Connection:
 class Nodes:
     """Passes orders on to one agent a node, wherever it is, and keeps what they answer.
 
-    Args:
-        launch: The launch.
-        poll: Where the sockets are registered; the owner hands what is ready to `handle`.
-
-    Attributes:
-        where: The addresses, ``host:port``, that agents of other hosts connect to, if there are.
-        secret: What they know; empty where there are none.
-        why_not: Why there can be none; empty where there can.
-        lost: Ranks whose end no one would report: what started them is gone.
-        silent: Nodes that do not answer any more.
-        stacks: What nodes answered that were asked where their ranks are.
-        left: What ranks left running, by name.
+    The owner of the poll hands the sockets that are ready to `handle`.
     """
 
     def __init__(self, launch: Launch, poll: select.poll) -> None:
@@ -59,18 +48,18 @@ class Nodes:
         self._agents: dict[int, _Connection] = {}
         self._here: tuple[int, _Connection] | None = None
         self._server: socket.socket | None = None
-        # A node says hello once.
-        self._awaited = set(range(len(launch.hosts)))
+        self._awaited = set(range(len(launch.hosts)))  # a node says hello once
         # For agents that come late.
         self._pids: dict[int, dict[int, int]] = {}
         self._signals: list[int] = []
         self._delivered: dict[int, int] = {}
-        self.where: tuple[str, ...] = ()
-        self.secret = self.why_not = ""
-        self.lost: list[int] = []
-        self.silent: list[int] = []
-        self.stacks: list[str] = []
-        self.left: list[str] = []
+        self.where: tuple[str, ...] = ()  # host:port that agents of other hosts connect to
+        self.secret = ""  # what they know
+        self.why_not = ""  # why there can be none
+        self.lost: list[int] = []  # ranks whose end no one would report
+        self.silent: list[int] = []  # nodes that do not answer any more
+        self.stacks: list[str] = []  # what nodes answer that are asked where their ranks are
+        self.left: list[str] = []  # what ranks left running, by name
         if not launch.on_this_host:
             try:
                 self._server = _listen(*_own_address(launch.hosts))

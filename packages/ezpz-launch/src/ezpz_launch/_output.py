@@ -108,21 +108,14 @@ _TOLD = 1.0  # seconds that a reader has who takes nothing, when we are told to 
 class Output:
     """Copies two pipes to our standard output and error, and says what we have to say.
 
-    Args:
-        launch_id: By which the ranks' reports are told.
-        wake: Called, from another thread, when there is something to look at.
-
-    Attributes:
-        last: When something came last, by ``time.monotonic``.
-        nobody_reads: Whether our own standard output is a pipe that no one reads any more.
-        killed: Whether we have killed the ranks: the launcher's words on that are left out.
-        tail: The last bytes of standard error.
+    It calls WAKE, from another thread, when there is something to look at.
     """
 
     def __init__(self, launch_id: str, wake: Callable[[], None]) -> None:
-        self.last = time.monotonic()
-        self.nobody_reads = self.killed = False
-        self.tail = b""
+        self.last = time.monotonic()  # when something came last
+        self.nobody_reads = False  # whether our standard output is a pipe without a reader
+        self.killed = False  # whether the ranks were: the launcher's words on that are left out
+        self.tail = b""  # the last bytes of standard error
         self._reports = {1: Reports(launch_id), 2: Reports(launch_id)}
         self._found: SimpleQueue[Report] = SimpleQueue()
         self._wake = wake

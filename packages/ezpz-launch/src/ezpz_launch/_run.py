@@ -66,14 +66,7 @@ def run(
 
 
 class _Run:
-    """One run: what has been seen, and what is to be done when.
-
-    Attributes:
-        told: The signal that ended it, if one did.
-        ending: Whether the ranks are to end: told by someone, failed or hanging.
-        hangs: Whether that is because no rank wrote anything.
-        at: When what is due, in `time.monotonic`'s seconds.
-    """
+    """One run: what has been seen, and what is to be done when."""
 
     def __init__(self, launch: Launch, heard: Heard, wake: tuple[int, int]) -> None:
         self.launch = launch
@@ -83,7 +76,8 @@ class _Run:
         for end in self.wakes:
             self.poll.register(end, select.POLLIN)
         self.status = Status(launch.nproc)
-        self.told: signal.Signals | None = None
+        self.told: signal.Signals | None = None  # the signal that ended it
+        # Whether the ranks are to end: told by someone, failed or, as no one writes, hanging.
         self.ending = self.hangs = self.port_taken = False
         self.unanswered = 0
         self.forwarded = signal.SIGTERM
@@ -92,7 +86,7 @@ class _Run:
         self.on_lost_nodes: set[int] = set()
         self.launcher_signal = signal.SIGTERM
         self.now = time.monotonic()
-        self.at: dict[str, float] = {"name the absent": self.now + _ABSENT}
+        self.at: dict[str, float] = {"name the absent": self.now + _ABSENT}  # when what is due
         self.output = Output(launch.control.launch_id, self.wake)
         self.nodes = Nodes(launch, self.poll)
 
