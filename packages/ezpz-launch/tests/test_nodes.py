@@ -567,15 +567,3 @@ def test_an_agent_that_was_killed_reaches_no_rank(watched):
     tell(parent, "kill the agent")
     assert parent.stdout.readline() == b"[0]\n"
     assert all(map(is_running, pids))
-
-
-def test_kill_9_of_ezpz_launch(background, until, tmp_path):
-    script = f"echo $$ >{tmp_path}/$RANK.new; mv {tmp_path}/$RANK.new {tmp_path}/$RANK; sleep 600"
-    launch = background("-n", "2", "sh", "-c", f"{script}; true", stdout=-1, stderr=-1)
-    until(lambda: len([path for path in tmp_path.iterdir() if path.suffix != ".new"]) == 2)
-    pids = [int(path.read_text()) for path in tmp_path.iterdir()]
-    launch.kill()
-    # what reads our output sees its end
-    assert launch.stdout.read() == b""
-    assert b"Killed" not in launch.stderr.read()
-    until(lambda: not any(map(is_running, pids)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hmac
 import os
 import resource
 import select
@@ -12,7 +11,7 @@ import socket
 import time
 from collections.abc import Iterable, Sequence
 
-from ._agent import PROTOCOL_LINE, fork, keep_alive, proof
+from ._agent import PROTOCOL_LINE, fork, is_proof, keep_alive, proof
 from ._launch import Launch
 
 _HELLO = 10.0  # seconds in which an agent says who it is
@@ -200,8 +199,8 @@ class Nodes:
         if len(words) != 3 or not words[0].isdigit():
             return False
         node, own = int(words[0]), words[1].decode(errors="replace")
-        expected = proof(self.secret, node, "agent", agent.challenge, own)
-        if node not in self._awaited or not hmac.compare_digest(words[2], expected.encode()):
+        proved = is_proof(words[2], self.secret, node, "agent", agent.challenge, own)
+        if node not in self._awaited or not proved:
             return False
         self._awaited.remove(node)
         shown = proof(self.secret, node, "launch", own, agent.challenge)
