@@ -64,6 +64,29 @@ def test_what_is_said(words, given, env, said):
     assert (done.returncode, done.stdout, done.stderr) == (0, said, "")
 
 
+@pytest.mark.parametrize(
+    ("env", "facts"),
+    [
+        (
+            {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "nid[001-002]", "EZPZ_MACHINE": "frontier"},
+            ["7", "slurm", "2", "8", "nid[001-002]"],
+        ),
+        ({"PBS_JOBID": "40[1].pbs", "PBS_NODEFILE": "a; b"}, ["40[1].pbs", "pbs", "1", "0", "x1"]),
+        ({"TORCH_DEVICE": "cpu"}, ["none", "none", "1", "0", "localhost"]),
+    ],
+)
+def test_shell_sets_variables_that_a_shell_evaluates(tmp_path, env, facts):
+    (tmp_path / "a; b").write_text("x1\nx1\n")
+    script = f'eval "$("{COMMAND}" --shell)"; printf "%s\\n" '
+    names = ("JOB", "SCHEDULER", "NODES", "GPUS_PER_NODE", "HOSTS")
+    script += " ".join(f'"$EZPZ_{name}"' for name in names)
+    done = subprocess.run(
+        ["sh", "-c", script], cwd=tmp_path, env={**CLEAN, **env},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.stdout.splitlines() == facts, done.stderr
+
+
 def test_machines_lists_yours_too(tmp_path):
     (tmp_path / "utopia.toml").write_text('extends = "polaris"\n[match]\nhostnames = ["utopia#"]\n')
     done = run("machines", env={"EZPZ_MACHINES": str(tmp_path)})
@@ -87,6 +110,7 @@ def test_machines_lists_yours_too(tmp_path):
         (["nonsense"], "nonsense"),
         (["--json=maybe"], "maybe"),
         (["--json", "maybe"], "maybe"),
+        (["--shell", "--json"], "--shell alone"),
         (["--", "--interactive"], "--"),
         (["--", "--completion"], "--"),
         (["-"], "-"),
