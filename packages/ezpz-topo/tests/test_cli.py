@@ -69,7 +69,7 @@ def test_what_is_said(words, given, env, said):
     [
         (
             {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "nid[001-002]", "EZPZ_MACHINE": "frontier"},
-            ["7", "slurm", "2", "8", "nid[001-002]"],
+            ["7", "slurm", "2", "8", "nid001", "nid002"],
         ),
         ({"PBS_JOBID": "40[1].pbs", "PBS_NODEFILE": "a; b"}, ["40[1].pbs", "pbs", "1", "0", "x1"]),
         ({"TORCH_DEVICE": "cpu"}, ["none", "none", "1", "0", "localhost"]),

@@ -25,7 +25,7 @@ Say who this process is, who else is there, on what machine, and where each answ
 options:
   --json       the same for programs
   --shell      the job for a shell: eval "$(ezpz-topo --shell)" sets EZPZ_JOB (its id, or none),
-               EZPZ_SCHEDULER, EZPZ_NODES, EZPZ_GPUS_PER_NODE and EZPZ_HOSTS (a nodelist)
+               EZPZ_SCHEDULER, EZPZ_NODES, EZPZ_GPUS_PER_NODE and EZPZ_HOSTS (one a line)
   --ask        ask the scheduler (qstat, scontrol) what the variables do not tell: the
                walltime's end; the job of a shell that the job itself did not start
   -h, --help   this page
@@ -180,7 +180,7 @@ def _shell(words: Sequence[str]) -> str:
         "SCHEDULER": job.scheduler,
         "NODES": num_nodes(topology.rank, job)[0],
         "GPUS_PER_NODE": topology.accelerators.count,
-        "HOSTS": "localhost" if job.scheduler == "none" else fold_nodelist(job.hosts),
+        "HOSTS": "localhost" if job.scheduler == "none" else "\n".join(job.hosts),
     }
     return "\n".join(f"EZPZ_{name}={shlex.quote(str(value))}" for name, value in facts.items())
 
