@@ -147,16 +147,6 @@ no_python() {
   [ "${lines[-1]}" = "$CLONE/.venv/bin/python" ]
 }
 
-@test "uv fails: its words, the log, the remedy, no stamp; the next call repairs" {
-  mkdir failing
-  make_script failing/uv "case \$1 in pip) echo 'error: no solution found' >&2; exit 1 ;; esac; exec '$UV/uv' \"\$@\""
-  VARS+=(EZPZ_VENV="$PWD/env")
-  BIN_DIR=$PWD/failing:$BIN survives 'no solution found'
-  grep -q '"stamp": ""' "env/.ezpz/state.json"
-  BIN_DIR=$UV:$BIN here '. "$1/utils.sh" && ezpz_setup_env && command -v python' "$CLONE"
-  [ "${lines[-1]}" = "$PWD/env/bin/python" ]
-}
-
 @test "a step that fails stops the call: no environment, no proxy" {
   need_lmod
   VARS+=(SITES="$PWD" EZPZ_MACHINE=aurora MODULEPATH="$PWD/none" PBS_JOBID=1.aurora-pbs PBS_NODEFILE="$PWD/nodes")

@@ -81,14 +81,6 @@ finds_its_clone() {
 
 # --- no Python, the wrong Python
 
-@test "no Python: names what it looked for and the remedy" {
-  BIN_DIR=$BARE EXPECT=1 in_shell 'source "$1/utils.sh" && EZPZ_VENV=$2 ezpz_setup_env' "$CLONE" "$PWD/env"
-  has 'Looked for: python3 python3.14'
-  has 'Found: ; nothing'
-  has 'set EZPZ_PYTHON='
-  [ ! -e env ]
-}
-
 @test "a Python that is too old is named with its version, and passed over" {
   make_bin old
   make_script old/python3 'echo "(3.9.2) is too old"; exit 1'
@@ -100,13 +92,6 @@ finds_its_clone() {
   BIN_DIR=$PWD/old EXPECT=1 in_shell 'source "$1/utils.sh" && EZPZ_VENV=$2 ezpz_setup_env' "$CLONE" "$PWD/file/env"
   has "old/python3.11"
   has "cannot write to $PWD/file/env: set EZPZ_VENV"
-}
-
-@test "a Python without venv or ensurepip is refused with the module's name" {
-  mkdir broken && echo 'import sys; sys.modules["ensurepip"] = None' >broken/sitecustomize.py # as Debian without python3-venv
-  VARS=(PYTHONPATH="$PWD/broken")
-  EXPECT=1 in_shell 'source "$1/utils.sh" && EZPZ_VENV=$2 ezpz_setup_env' "$CLONE" "$PWD/env"
-  has 'has no module ensurepip'
 }
 
 @test "EZPZ_PYTHON that is not there is an error, not a reason to take another" {
@@ -174,28 +159,6 @@ second_call() {
 }
 @test "bash: a second call changes neither PATH nor options, and is silent at WARNING" { second_call; }
 @test "zsh: a second call changes neither PATH nor options, and is silent at WARNING" { need_zsh && SH=zsh second_call; }
-
-@test "a second call runs no pip, and takes a moment" {
-  mv "$CLONE/.venv/.ezpz/pip.log" log
-  in_shell 'source "$1/utils.sh"; SECONDS=0; ezpz_setup_env 2>/dev/null; echo $SECONDS' "$CLONE"
-  [ ! -e "$CLONE/.venv/.ezpz/pip.log" ]
-  mv log "$CLONE/.venv/.ezpz/pip.log"
-  [ "$output" -le 30 ] # 2 on an idle machine
-}
-
-@test "a failing call under set -e, in a list, leaves the shell alive and the options alone" {
-  in_shell 'set -euo pipefail; source "$1/utils.sh"; before=$(set +o)
-    EZPZ_PYTHON=/no ezpz_setup_env || echo "code $?"; [ "$before" = "$(set +o)" ] && echo alive' "$CLONE"
-  has 'code 1'
-  has alive
-}
-
-@test "zsh: first call in a new clone" {
-  need_zsh
-  make_clone "$NEW"
-  SH=zsh in_shell 'set -eu; cd "$1"; source utils.sh; cd /; ezpz_setup_env; ezpz-launch --help >/dev/null 2>&1 || :; whence -p ezpz-launch' "$NEW"
-  [ "${lines[-1]}" = "$NEW/.venv/bin/ezpz-launch" ]
-}
 
 @test "pip fails: its last lines, the log, no stamp, no activation; the next call repairs" {
   make_clone "$NEW"
