@@ -277,7 +277,7 @@ _ezpz_calmly() { # in your shell: what others wrote (modules, conda) bears neith
 }
 _ezpz_clone() ( # its folder; nothing without one
   for root in "$(_ezpz_here)" "${EZPZ_ROOT:-/}"; do
-    [ -f "$root/constraints.txt" ] && [ -f "$root/packages/ezpz-suite/pyproject.toml" ] || continue
+    { [ -f "$root/constraints.txt" ] && [ -d "$root/packages/ezpz-suite" ]; } || continue
     CDPATH='' builtin cd -P -- "$root" && builtin pwd -P && return
   done
   [ -z "${EZPZ_ROOT-}" ] || _ezpz_error "EZPZ_ROOT=$EZPZ_ROOT is no clone: unset it" || return 2

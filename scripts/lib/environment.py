@@ -107,7 +107,7 @@ def with_siblings(names: list[str]) -> list[str]:
     for name in (name.removeprefix("ezpz-") for name in names):
         if name not in PACKAGES:
             known = " ".join(f"ezpz-{package}" for package in PACKAGES)
-            raise StepError(f"no package {name} in this clone; expected some of: {known}")
+            raise StepError(f"no package ezpz-{name} in this clone; expected some of: {known}")
         project = tomllib.loads((ROOT / f"packages/ezpz-{name}/pyproject.toml").read_text("utf-8"))
         needed = re.findall(r"\bezpz-([a-z]+)", " ".join(project["project"]["dependencies"]))
         wanted += [name, *with_siblings(needed)]
