@@ -146,10 +146,7 @@ def _environments() -> Iterator[tuple[int, list[bytes]]]:
 
 
 def _of_launch(launch_id: bytes) -> list[int]:
-    """Return the processes of a launch, and of launches inside its ranks.
-
-    Not of another job: one that a rank has submitted has that rank's environment.
-    """
+    """Return the processes of a launch, and of launches inside its ranks."""
     found, job = [], _job([b"%s=%s" % pair for pair in os.environb.items()])
     for pid, environment in _environments():
         for variable in environment if _job(environment) <= job else ():
@@ -165,11 +162,7 @@ def _job(environment: list[bytes]) -> set[bytes]:
 
 
 def _catchers(shim: int, number: int) -> list[int]:
-    """Return the processes of a rank that have a handler for a signal, and that it is meant for.
-
-    That is what the shells and the like below a shim wait for, not what it started itself: a data
-    loader's worker has a handler of torch's, and would die of its own.
-    """
+    """Return the processes of a rank that have a handler for a signal, and that it is meant for."""
     found, looked_at = [], _children_of(shim)
     for pid in looked_at:
         pumps = _is_pump(pid)
@@ -202,12 +195,7 @@ _NAMED = 8  # so many of these are named
 
 
 class Ranks:
-    """The ranks of one node that have started and not ended.
-
-    Args:
-        launch_id: What every process of the launch has in its environment.
-        launcher: The process that starts the shims of this node; 0 where that is not known.
-    """
+    """The ranks of one node that have started and not ended."""
 
     def __init__(self, launch_id: str, launcher: int = 0) -> None:
         self._launch_id, self._launcher = launch_id.encode(), launcher
@@ -249,11 +237,7 @@ class Ranks:
         return _LOOK if self._commands.keys() >= self._pids.keys() else _FIRST_LOOK
 
     def lost(self) -> list[int]:
-        """Return the ranks, once each, whose end no one would report.
-
-        Their shim was killed while the command goes on, or the launcher's process that started the
-        shim, and brings its reports, is gone. Launchers see neither by themselves (Hydra, srun).
-        """
+        """Return the ranks, once each, whose end no one would report."""
         # A shell that is just starting its command may swallow a signal: they have it again.
         while self._late:
             pid = self._late.pop()
@@ -290,12 +274,7 @@ class Ranks:
         return is_suspect and any(marks <= set(each) for _, each in _environments())
 
     def signal(self, number: int) -> None:
-        """Signal every rank that has not ended: its process group, where it has one.
-
-        One that ends processes is for ranks, too, that have yet to start. Where a process of a rank
-        has a handler, those with one are told alone, and decide about the others: a shell that
-        waits for the training would die of the signal, and so would a data loader's worker.
-        """
+        """Signal every rank that has not ended: its process group, where it has one."""
         if number not in (signal.SIGUSR1, signal.SIGUSR2):
             self._ending = number
         shims = [pid for pid in self._pids.values() if self._is_same(pid)]
@@ -419,11 +398,7 @@ def _is_training(pid: int) -> bool:
 
 
 def dump(shim: int, py_spy: str | None, *, bound: float) -> str | None:
-    """Return the Python stacks of a rank's processes, under a line for each process.
-
-    None where a training process could not be asked within BOUND seconds, or there is none: without
-    py-spy, or where it may not trace (Yama's ptrace_scope, a container).
-    """
+    """Return the Python stacks of a rank's processes, under a line for each process."""
     training, deeper = python_processes(shim)
     if py_spy is None or not training:
         return None
@@ -473,12 +448,7 @@ _TERMINATED = 1.0  # seconds that a launcher has to end its ranks by itself (sru
 
 
 class Agent:
-    """Serves ezpz-launch over a connection.
-
-    Orders: ``start RANK PID``, ``end RANK``, ``signal NUMBER``, ``release PID``, ``kill``,
-    ``stacks RANK...``, ``left``, ``end-left``, ``end-all-left``, ``farewell``.
-    Answers: ``lost RANK``, ``stacks LENGTH`` and ``left LENGTH`` with so many bytes.
-    """
+    """Serves ezpz-launch over a connection."""
 
     def __init__(self, connection: socket.socket, ranks: Ranks) -> None:
         self._connection, self._ranks = connection, ranks
@@ -552,10 +522,7 @@ class Agent:
 
 
 def proof(secret: str, node: int, *words: str) -> str:
-    """Return what only one can say to these words who knows a node's secret.
-
-    Each node's is made of the launch's; neither goes over the network.
-    """
+    """Return what only one can say to these words who knows a node's secret."""
     import hmac  # noqa: PLC0415 - a launch on one host needs none
 
     of_node = hmac.digest(secret.encode(), b"node %d" % node, "sha256")
@@ -570,11 +537,7 @@ def is_proof(shown: bytes, secret: str, node: int, *words: str) -> bool:
 
 
 def fork(launch_id: str, launcher: int, scratch: str) -> tuple[int, socket.socket]:
-    """Start the agent of this host as a child; return its process id and our connection to it.
-
-    If we are killed it ends the ranks and the launcher, that of other hosts' ranks too, and removes
-    the scratch file or folder. To be called before there are threads.
-    """
+    """Start the agent of this host as a child; return its process id and our connection to it."""
     ours, its = socket.socketpair()
     pid = os.fork()
     if pid:
@@ -660,10 +623,7 @@ def _connect(addresses: list[str], timeout: int) -> socket.socket | None:
 
 
 def keep_alive(connection: socket.socket, timeout: int) -> None:
-    """Let the kernel end a connection to a host that has not answered for so many seconds.
-
-    Kernels ask and answer by themselves: a host that is busy or suspended is not lost.
-    """
+    """Let the kernel end a connection to a host that has not answered for so many seconds."""
     often = max(1, timeout // 7)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (

@@ -92,11 +92,7 @@ def bind(
     *,
     env: Mapping[str, str],
 ) -> tuple[Flags, tuple[str, ...], int, str]:
-    """Return the launcher's flags, the cores of each rank, how many these are, and why.
-
-    The flags are the machine's and those of its options. There are no cores where there is no
-    list; how many is the fewest of any, 0 where ranks are not bound.
-    """
+    """Return the launcher's flags, the cores of each rank, how many these are, and why."""
     kind, unbound = LAUNCHERS[launcher.kind], request.cpu_bind == "none"
     flags = machine.launcher_flags + chosen.flags if launcher.kind == machine.launcher else ()
     if request.cpu_bind:
@@ -220,10 +216,7 @@ def ranks_environment(
     port: int,
     user_env: Mapping[str, str],
 ) -> tuple[dict[str, str], dict[str, str], list[str]]:
-    """Return what is added to the ranks' environment, for each variable why, and notes.
-
-    ``bound`` is how many cores each rank is bound to, 0 where it is not.
-    """
+    """Return what is added to the ranks' environment, for each variable why, and notes."""
     machine, own, notes = topology.machine, users_own(user_env), list[str]()
     added = _rendezvous(topology, arrangement, port)
     cores, ranks = arrangement.cores, arrangement.placement.ppn

@@ -99,11 +99,7 @@ def imagine_launcher(topology: Topology, request: Request) -> Launcher:
 
 
 def find_mpiexec(env: Mapping[str, str], *, beside: str = "", name: str = "mpiexec") -> Launcher:
-    """Find an MPI's launcher on PATH, else ``beside`` this Python, and identify it.
-
-    One that belongs to no MPI that we know (PBS has an mpiexec of its own) is passed over where
-    one that does follows.
-    """
+    """Find an MPI's launcher on PATH, else ``beside`` this Python, and identify it."""
     directories = [d for d in (*env.get("PATH", "").split(os.pathsep), beside) if d]
     here = dict.fromkeys(os.path.join(directory, name) for directory in directories)
     found = [path for path in here if is_executable(path)]

@@ -36,10 +36,7 @@ class _Connection:
 
 
 class Nodes:
-    """Passes orders on to one agent a node, wherever it is, and keeps what they answer.
-
-    The owner of the poll hands the sockets that are ready to `handle`.
-    """
+    """Passes orders on to one agent a node, wherever it is, and keeps what they answer."""
 
     def __init__(self, launch: Launch, poll: select.poll) -> None:
         self._launch, self._poll = launch, poll
@@ -294,10 +291,7 @@ def _listen(family: socket.AddressFamily, host: str) -> socket.socket:
 
 
 def _own_address(hosts: Iterable[str]) -> tuple[socket.AddressFamily, str]:
-    """Return the address of ours from which the first other host is reached.
-
-    Connecting a UDP socket sends nothing, but lets the kernel choose the route.
-    """
+    """Return the address of ours from which the first other host is reached."""
     own = os.uname().nodename
     names = [host for host in hosts if host.partition(".")[0] != own.partition(".")[0]][:4]
     error: OSError | None = None

@@ -30,10 +30,7 @@ class Reports:
         self._newline_follows = False
 
     def feed(self, chunk: bytes) -> tuple[bytes, list[Report]]:
-        """Return the bytes that the ranks wrote, and what was reported between them.
-
-        What may be the beginning of a report is held back until more comes.
-        """
+        """Return the bytes that the ranks wrote, and what was reported between them."""
         if self._newline_follows and chunk:
             self._newline_follows = False
             chunk = chunk.removeprefix(b"\n")
@@ -106,10 +103,7 @@ _TOLD = 1.0  # seconds that a reader has who takes nothing, when we are told to 
 
 
 class Output:
-    """Copies two pipes to our standard output and error, and says what we have to say.
-
-    It calls WAKE, from another thread, when there is something to look at.
-    """
+    """Copies two pipes to our standard output and error, and says what we have to say."""
 
     def __init__(self, launch_id: str, wake: Callable[[], None]) -> None:
         self.last = time.monotonic()  # when something came last
@@ -151,11 +145,7 @@ class Output:
         self._messages.put(message)
 
     def drain(self, patience: float, is_told: Callable[[], object]) -> None:
-        """Wait for the ends of an ended launcher's pipes, or PATIENCE seconds without a byte.
-
-        A reader that is slow has all the time that it wants, unless we are told to end. What a rank
-        left in the background may hold the pipes open for ever, and has none.
-        """
+        """Wait for the ends of an ended launcher's pipes, or PATIENCE seconds without a byte."""
         began, free = time.monotonic(), 0.0
         while any(thread.is_alive() for thread in self._threads):
             self._threads[0 if self._threads[0].is_alive() else 1].join(_TICK)

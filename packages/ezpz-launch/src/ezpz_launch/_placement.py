@@ -98,11 +98,7 @@ class Placement(NamedTuple):
 def place(
     hosts: Sequence[str], *, nproc: int | None, ppn: int | None, default_ppn: int, why_default: str
 ) -> Placement:
-    """Decide how many ranks each host gets.
-
-    Without ``nproc`` every host gets ``ppn``; with it the hosts are filled in order, each up to
-    ``ppn``, and the rest get none: ranks that are close to each other talk faster.
-    """
+    """Decide how many ranks each host gets."""
     per_host, why = (default_ppn, why_default) if ppn is None else (ppn, "--ppn")
     if nproc is None:
         total = per_host * len(hosts)
@@ -146,10 +142,7 @@ def arrange(
     hosts_source: str,
     slots: int | Sequence[int] = 0,
 ) -> Arrangement:
-    """Decide which hosts are used, and how many ranks each of them gets.
-
-    ``slots`` are the ranks foreseen on each of ``hosts``, 0 where not told; one number for all.
-    """
+    """Decide which hosts are used, and how many ranks each of them gets."""
     include, exclude, nodes = request.include, request.exclude, request.nodes or 0
     names, source = select_hosts(hosts, hosts_source, include=include, exclude=exclude, nodes=nodes)
     of_each = [slots] * len(hosts) if isinstance(slots, int) else slots

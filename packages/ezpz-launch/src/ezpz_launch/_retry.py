@@ -317,10 +317,7 @@ class Retries:
         import_error: bool = False,
         progress: int | None = None,
     ) -> tuple[float | None, str]:
-        """Return the seconds to wait before the next attempt, None for no other; and why.
-
-        A hang (124) is tried again. Progress is a higher step than in all attempts before.
-        """
+        """Return the seconds to wait before the next attempt, None for no other; and why."""
         step = -1 if progress is None else progress
         self._idle = 0 if step > self._best else self._idle + 1
         self._best = max(self._best, step)
@@ -372,10 +369,7 @@ class UnansweredError(LaunchError):
 def _signal_at(
     planned: LaunchPlan, topology: Topology, env: Mapping[str, str]
 ) -> Callable[[], float]:
-    """Return what tells when --signal-before is due, in seconds since 1970.
-
-    A scheduler that does not answer is asked again, meanwhile the ranks run: the nodes are ours.
-    """
+    """Return what tells when --signal-before is due, in seconds since 1970."""
     before = planned.request.signal_before
     if not before:
         return lambda: NEVER
@@ -417,11 +411,7 @@ def _signal_at(
 
 
 def job_end(job: Allocation, env: Mapping[str, str], now: float) -> float:
-    """Return when the job's time limit ends, in seconds since 1970.
-
-    The scheduler is asked only where the job's variables do not tell, or tell of an end that is
-    past: the limit of a running job can be extended, its variables not.
-    """
+    """Return when the job's time limit ends, in seconds since 1970."""
     if job.ends_at is not None and job.ends_at.timestamp() > now:
         return job.ends_at.timestamp()
     try:
@@ -458,10 +448,7 @@ def time_limit(env: Mapping[str, str]) -> float | None:
 def when_to_signal(
     end: float, before: float, now: float, *, limit: float | None = None
 ) -> tuple[float, str]:
-    """Return the seconds to wait for the signal, and what people should know.
-
-    Where less is left it is due at once: what was to be done in that time may fit in what is left.
-    """
+    """Return the seconds to wait for the signal, and what people should know."""
     if limit is not None and before >= limit:
         raise UsageError(
             f"--signal-before {before:g}: the whole job has {limit:g} s; expected less; submit "

@@ -39,21 +39,7 @@ _NAMED = 16  # so many ranks or hosts are named
 def run(
     launch: Launch, heard: Heard | None = None, on_start: Callable[[], None] | None = None
 ) -> Outcome:
-    """Run one launch to its end.
-
-    The launcher gets a session of its own and no standard input (mpiexec would swallow ours);
-    what it writes is passed on byte for byte. SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1 and
-    SIGUSR2 reach the ranks themselves, whatever the launcher would make of them. When a rank
-    fails, the others are given a moment to end, then SIGTERM, then after the grace SIGKILL.
-
-    Args:
-        launch: What to run.
-        heard: What collects the signals, if a caller does already.
-        on_start: Called once the launcher runs, while its ranks start.
-
-    Raises:
-        LaunchError: The launcher cannot be started.
-    """
+    """Run one launch to its end."""
     with ExitStack() as stack:
         heard = heard or stack.enter_context(signals())
         wake = os.pipe()
@@ -430,10 +416,7 @@ def _first(names: Sequence[str]) -> str:
 
 
 def _newest(folder: str, ranks: Sequence[int]) -> float:
-    """Return when one of these ranks wrote to its files last, in seconds since the epoch.
-
-    Files that are not seen from here, on disks of other hosts, may be written to at any time.
-    """
+    """Return when one of these ranks wrote to its files last, in seconds since the epoch."""
     newest = 0.0
     for rank in ranks:
         for name in (f"rank-{rank}.out", f"rank-{rank}.err"):

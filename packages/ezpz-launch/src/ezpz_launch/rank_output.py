@@ -184,10 +184,7 @@ def _start(
     signals: _Signals,
     more: dict[bytes, bytes] | None = None,
 ) -> int:
-    """Start a command that writes to the two ends, and return its process id.
-
-    With more variables it leads a process group; without, it shares ours and dies with us.
-    """
+    """Start a command that writes to the two ends, and return its process id."""
     parent = os.getpid()
     child = os.fork()
     if child == 0:
@@ -208,10 +205,7 @@ def _start(
 
 
 def _die_with(parent: int) -> None:
-    """Have Linux kill this process when its parent dies: no one would read its output.
-
-    Source: prctl(2). ctypes itself would cost 4 ms; its C part is there in half of one.
-    """
+    """Have Linux kill this process when its parent dies: no one would read its output."""
     if sys.platform != "linux":
         return
     try:
@@ -301,14 +295,7 @@ class _Sink:
 
 
 class _Stream:
-    """A command's stdout or stderr, on its way to the terminal and a file, if there are.
-
-    Args:
-        source: Our end of the command's pipe.
-        terminal: Where lines are shown; None where they are not: then the last bytes are kept.
-        file: Where every byte goes; None where there is none.
-        prefix: What begins each line on the terminal.
-    """
+    """A command's stdout or stderr, on its way to the terminal and a file, if there are."""
 
     def __init__(
         self, source: int, terminal: _Sink | None, file: _Sink | None, prefix: bytes

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from ._errors import TopoError
 from ._machine import known_machines
 from ._nodelist import expand_nodelist, fold_nodelist
-from ._topology import Topology, detect, num_nodes
+from ._topology import Topology, count_nodes, detect
 from ._version import __version__
 
 HELP = """\
@@ -178,7 +178,7 @@ def _shell(words: Sequence[str]) -> str:
     facts = {
         "JOB": job.job_id or "none",
         "SCHEDULER": job.scheduler,
-        "NODES": num_nodes(topology.rank, job)[0],
+        "NODES": count_nodes(topology.rank, job)[0],
         "GPUS_PER_NODE": topology.accelerators.count,
         "HOSTS": "localhost" if job.scheduler == "none" else "\n".join(job.hosts),
     }

@@ -43,11 +43,7 @@ def ask(
     good: Container[int] = (0,),
     place: str = "",
 ) -> Answer:
-    """Run a command to its end; where it hangs or fails, try again after a pause.
-
-    ``time_limit`` is in seconds an attempt; ``good`` are the exit statuses of an answer; the
-    command is looked for in ``place`` where the PATH of ``env`` has none.
-    """
+    """Run a command to its end; where it hangs or fails, try again after a pause."""
     time_limit = get_time_limit(env) if time_limit is None else time_limit
     shown = _shown(" ".join(argv))
     answer, attempt = None, 0

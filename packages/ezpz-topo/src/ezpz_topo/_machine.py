@@ -35,16 +35,7 @@ _REQUIRED = ("site", "source", "scheduler", "launcher", "why")
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """Flags, variables and modules of a machine that are used only when requested.
-
-    Attributes:
-        why: When to use it, in words for people.
-        flags: Added to the launcher's flags.
-        environment: Added to the ranks' environment.
-        modules: Loaded instead of the machine's.
-        backend: Instead of the machine's first, or ``""``.
-        cpu_bind: Bind list to use with it; ``"none"`` where the flags bind; ``""`` for any.
-    """
+    """Flags, variables and modules of a machine that are used only when requested."""
 
     why: str
     flags: tuple[str, ...] = ()

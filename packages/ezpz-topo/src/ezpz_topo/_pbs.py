@@ -60,10 +60,7 @@ def allocation(env: Mapping[str, str], *, commands: bool = True) -> Allocation:
 def cpus_of_job(
     job: Allocation, env: Mapping[str, str], *, commands: bool
 ) -> tuple[int, int, str] | None:
-    """Return the job's CPUs here, those on the node where it has fewest, and the source.
-
-    None on no node of the job, and where nothing tells.
-    """
+    """Return the job's CPUs here, those on the node where it has fewest, and the source."""
     # ncpus of the first chunk, or its ompthreads where the job requested these.
     text = env.get("NCPUS", "")
     if not re.fullmatch("[0-9]{1,6}", text) or not int(text):

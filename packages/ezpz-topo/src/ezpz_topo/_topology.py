@@ -62,7 +62,7 @@ class Topology:
             ("hostname", self.hostname, "uname"),
             ("scheduler", job.scheduler, scheduler_source),
             *(() if job.scheduler == "none" else _explain_job(job)),
-            ("nodes", *_or_why(_num_nodes, rank, job)),
+            ("nodes", *_or_why(count_nodes, rank, job)),
             ("hosts", fold_nodelist(job.hosts) or None, job.sources["hosts"]),
             ("device type", devices.device_type, devices.source),
             ("devices per node", devices.count, devices.source),
@@ -271,7 +271,7 @@ def get_num_nodes(env: Mapping[str, str] | None = None) -> int:
         TopoError: The job cannot be read, or nothing tells how many nodes the ranks are on.
     """
     rank = get_rank_info(env)
-    return _num_nodes(rank, _job(rank, env))[0]
+    return count_nodes(rank, _job(rank, env))[0]
 
 
 def get_node_index(env: Mapping[str, str] | None = None) -> int:
@@ -308,7 +308,7 @@ def _devices_here(
     return get_accelerators(env, fallback=devices, tools=rank.world_size == 1)
 
 
-def _num_nodes(rank: RankInfo, job: Allocation | None) -> tuple[int, str]:
+def count_nodes(rank: RankInfo, job: Allocation | None) -> tuple[int, str]:
     if job is not None and job.scheduler != "none" and job.hosts:
         return job.num_nodes, job.sources["hosts"]
     if rank.num_nodes is not None:
@@ -327,7 +327,7 @@ def _num_nodes(rank: RankInfo, job: Allocation | None) -> tuple[int, str]:
 def _world_size_total(
     rank: RankInfo, job: Allocation | None, devices: Accelerators
 ) -> tuple[int, str]:
-    nodes, _ = _num_nodes(rank, job)
+    nodes, _ = count_nodes(rank, job)
     if devices.count:
         room, why = nodes * devices.count, f"{nodes} nodes x {devices.count} devices"
     elif job is not None and job.slots:

@@ -54,11 +54,7 @@ class Hydra(Kind):
         return ["-launcher", "fork", "-rmk", "user", "-host", "localhost"]
 
     def reach(self, launcher: Launcher, env: Env, launcher_args: Words) -> Launcher:
-        """Start MPICH's proxies on the other nodes of a PBS job by PBS itself, else by ssh.
-
-        Its own way is ssh, which many sites do not have between nodes. What the user says to Hydra
-        comes first; a flavour, Intel's or one that knows PBS, has a way of its own.
-        """
+        """Start MPICH's proxies on the other nodes of a PBS job by PBS itself, else by ssh."""
         is_told = any(word.lstrip("-") in _REACHES for word in launcher_args) or any(
             env.get(f"HYDRA_{name.upper().replace('-', '_')}") for name in _REACHES
         )

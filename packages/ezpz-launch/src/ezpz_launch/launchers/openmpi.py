@@ -54,11 +54,7 @@ class OpenMPI(Kind):
         return [*words, "--allow-run-as-root"] if as_root else words
 
     def exported(self, machine: Machine, environment: Env, user_env: Env) -> Words:
-        """Return all of the user's variables, as other launchers bring them, and what is added.
-
-        Less what is a host's, a login's or another launcher's own. It complains of a name that is
-        not set.
-        """
+        """Return all of the user's variables, as other launchers bring them, and what is added."""
         left_out = {*_OF_A_HOST, *_OF_A_LOGIN} - machine.environment.keys()
         own = [
             name

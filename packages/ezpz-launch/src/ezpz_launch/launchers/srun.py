@@ -69,11 +69,7 @@ class Srun(Kind):
     def fit_hosts(
         self, topology: Topology, arrangement: Arrangement
     ) -> tuple[Arrangement, str, bool]:
-        """Return the hosts in the job's own names, their nodelist, and whether by rank.
-
-        srun knows the job's nodes by Slurm's names only, sorts those it is given into the job's
-        order, and evens out how many ranks each gets, unless it reads the host of each rank.
-        """
+        """Return the hosts in the job's own names, their nodelist, and whether by rank."""
         job, placement = topology.allocation, arrangement.placement
         if job.scheduler != "slurm":
             raise LaunchError(
@@ -105,11 +101,7 @@ class Srun(Kind):
     def fit_flags(
         self, flags: Words, machine: Machine, arrangement: Arrangement, env: Env, *, unbound: bool
     ) -> Flags:
-        """Give cores a task for as many ranks as there are; without a word srun gives one core.
-
-        The file's number is for one rank a device: that many together are the cores that a node
-        has to give. From Slurm 22.05 on srun does not take the job's number by itself.
-        """
+        """Give cores a task for as many ranks as there are; without a word srun gives one core."""
         ppn, place = arrangement.placement.ppn, _place_of_cpus(flags)
         if place >= 0:
             devices, each = machine.devices_per_node or 0, int(flags[place].rpartition("=")[2])
