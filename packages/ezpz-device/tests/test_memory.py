@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from ezpz_device import DeviceError, get_device_properties, get_memory, reset_peak_memory
-from ezpz_device._memory import host_total, host_use, reset_host_peak
-from ezpz_device._properties import cpu_name
+from ezpz_device._properties import cpu_name, host_total, host_use, reset_host_peak
 from ezpz_device._select import device_in_use
 
 MIB = 1 << 20

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from ezpz_launch import LaunchError, UsageError
-from ezpz_launch._history import USAGE, command
-from ezpz_launch._record import Record, iso_time, new_id, process_start, to_json
+from ezpz_launch._record import USAGE, Record, command, iso_time, new_id, process_start, to_json
 from ezpz_topo import get_hostname
 
 START = 1795227043.25

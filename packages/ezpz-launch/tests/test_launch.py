@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ezpz_launch import LaunchError, UsageError, _options
+from ezpz_launch import UsageError
 from ezpz_launch._agent import is_running
 from ezpz_launch._launch import ENDING, Control, fold_ranks, pause, signals
 from ezpz_topo import get_hostname

@@ -41,7 +41,7 @@ def console() -> None:
 
 def _main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     if argv[:1] == ["history"]:
-        from ._history import command as history  # noqa: PLC0415  # only this needs it
+        from ._record import command as history  # noqa: PLC0415  # only this needs it
 
         return _print(history(argv[1:], env))
     options, command = split(argv)

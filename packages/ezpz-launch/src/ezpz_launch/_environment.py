@@ -185,10 +185,7 @@ def free_port() -> int:
 # What is added to the ranks' environment, and for each variable why.
 
 _OF_A_LAUNCHER = ("CCL_PROCESS_LAUNCHER", "CCL_ATL_TRANSPORT", "CCL_KVS_MODE", "PALS_")
-"""Beginnings of variables that are true under the machine's own launcher only.
-
-oneCCL's own choice without them (Hydra, OFI) is right under others: it is what they expect.
-"""
+"""True under the machine's own launcher only; others expect oneCCL's own choice (Hydra, OFI)."""
 
 
 def users_own(env: Mapping[str, str]) -> set[str]:

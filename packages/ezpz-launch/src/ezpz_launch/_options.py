@@ -135,11 +135,7 @@ KINDS = tuple(sorted(f[:-3] for f in _FILES if f.endswith(".py") and not f.start
 _LAUNCHERS = ("auto", "mpiexec", *KINDS)
 
 GRACE = 7.0
-"""Seconds from SIGTERM to SIGKILL, unless requested otherwise.
-
-PBS kills all of a job 8 to 10 s after its SIGTERM (measured): until then the ranks have been
-killed, and the end is on record.
-"""
+"""Seconds from SIGTERM to SIGKILL. PBS kills all of a job 8 to 10 s after SIGTERM (measured)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,7 @@ from ._nodes import Nodes
 from ._output import Output, Report
 
 SETTLE = 1.0
-"""Seconds that the other ranks have to end by themselves after the first failure.
-
-Ranks that stop together (all checkpointed and exit 75, say) end at nearly the same time.
-"""
+"""Seconds that the other ranks have to end by themselves after the first failure."""
 
 _LAUNCHER_ENDS = 2.0  # seconds that a launcher has after its last rank, and again after SIGTERM
 _KILLED = 0.5  # seconds that it has once its ranks have been killed

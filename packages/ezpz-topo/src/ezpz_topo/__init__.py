@@ -7,10 +7,8 @@
 (1, 2, 'PMI_RANK')
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING
-
 from ._allocation import Allocation
+from ._checks import CheckResult
 from ._devices import Accelerators, get_accelerators, get_cpu_count, get_cpus_per_node
 from ._env import FAMILIES, Family, family
 from ._errors import (
@@ -42,6 +40,7 @@ from ._nodelist import (
     same_host,
     short_name,
 )
+from ._pbs import get_pbs_folder
 from ._rank import (
     Ancestor,
     RankInfo,
@@ -52,6 +51,7 @@ from ._rank import (
     get_rank_info,
     launching_ancestors,
 )
+from ._secrets import redact
 from ._topology import (
     Topology,
     detect,
@@ -64,11 +64,6 @@ from ._topology import (
     imagine,
 )
 from ._version import __version__
-
-if TYPE_CHECKING:
-    from ._checks import CheckResult
-    from ._pbs import get_pbs_folder
-    from ._secrets import redact
 
 __all__ = [
     "FAMILIES",
@@ -132,16 +127,3 @@ __all__ = [
 ]
 
 # Imported when used: most ranks never do, and they take 10 ms together.
-_LAZY = {"CheckResult": "_checks", "get_pbs_folder": "_pbs", "redact": "_secrets"}
-
-
-def __getattr__(name: str) -> object:
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value: object = getattr(import_module(f".{_LAZY[name]}", __name__), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})

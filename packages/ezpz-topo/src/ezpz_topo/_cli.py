@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ``ezpz-topo`` with these words (default: the process's) and return its exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        _print(_answer(words))
+        _print(_shell(words) if "--shell" in words else _answer(words))
     except TopoError as error:
         print(f"ezpz-topo: {error}", file=sys.stderr)
         return 2
@@ -78,8 +78,6 @@ def _answer(words: list[str]) -> str:
         return HELP
     if words == ["--version"]:
         return __version__
-    if "--shell" in words:
-        return _shell(words)
     import fire  # noqa: PLC0415  # 50 ms, and only this command pays for it
     from fire.core import FireExit  # noqa: PLC0415
 
