@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ezpz_launch._launch import VARIABLE, Control
-from ezpz_launch._plan import PROGRAMS, SHIM
+from ezpz_launch._plan import SHIM
 
 from .fresh import STRACE, environment, traced
 from .growth import NODES, PER_NODE, Absent, Curve, Fact, Found, sampled
@@ -89,5 +89,5 @@ def _count(lines: list[str]) -> tuple[float, float]:
 def agent() -> tuple[list[str], dict[str, str]]:
     """Return command and environment of a node's agent that finds nobody at its address."""
     nobody = CONTROL._replace(where=("127.0.0.1:9",))
-    words = [sys.executable, "-I", "-S", str(Path(PROGRAMS, "_agent.py")), "0"]
+    words = [sys.executable, "-I", "-S", str(Path(SHIM).with_name("_agent.py")), "0"]
     return words, environment(**{VARIABLE: nobody.value()})

@@ -47,7 +47,7 @@ def _head(machine: Machine) -> Iterator[str]:
     file = "/".join(Path(machine.path).parts[-3:])
     yield f"# {machine.name}\n"
     if machine.site == "any":
-        yield "Taken where no machine is certain: what the file leaves open the host tells.\n"
+        yield "Taken where no known machine matched: what the file leaves open the host tells.\n"
     else:
         yield "Not run on this machine yet: the facts below are read, not measured.\n"
     yield f"- **Facts as of** {machine.date}, in `{file}`"

@@ -69,13 +69,6 @@ EXPECTED
 @test "bash: each site's modules are loaded, once; options and PATH stay" { each_site; }
 @test "zsh: each site's modules are loaded, once; options and PATH stay" { in_zsh each_site; }
 
-@test "where no modules are asked for, no module command is needed" {
-  VARS+=(EZPZ_MACHINE=workstation)
-  here 'set -eu; . "$1"; ezpz_load_modules' "$REPO/utils.sh"
-  VARS+=(EZPZ_MACHINE=aurora EZPZ_MODULES=)
-  here 'set -eu; . "$1"; ezpz_load_modules' "$REPO/utils.sh"
-}
-
 @test "EZPZ_MODULES: in place of the machine's, in their order; empty: none" {
   VARS+=(EZPZ_MODULES='other fine/1')
   on_site odd 'set -eu; ezpz_load_modules; echo "$LOADEDMODULES"' aurora
@@ -111,17 +104,10 @@ fails() { # TREE WORDS...
 }
 
 @test "bash: a module that is not there" { fails empty frameworks EZPZ_MODULES; }
-@test "zsh: a module that is not there" { need_zsh && SH=zsh fails empty frameworks EZPZ_MODULES; }
 @test "bash: a module that fails: its own words, its name, and a remedy" {
   VARS+=(EZPZ_MODULES='fine broken')
   fails odd 'the licence server is down' broken
 }
-@test "zsh: a module that fails: its own words, its name, and a remedy" {
-  need_zsh
-  VARS+=(EZPZ_MODULES='fine broken')
-  SH=zsh fails odd 'the licence server is down' broken
-}
-
 @test "a module that fails leaves none of the others behind, and the next call repairs" {
   VARS+=(EZPZ_MODULES='fine broken')
   on_site odd 'before=$PATH; ezpz_load_modules || EZPZ_MODULES="fine other" ezpz_load_modules && echo "$LOADEDMODULES"; ezpz_reset; [ "$PATH" = "$before" ] && echo "clean ${LOADEDMODULES-}"' aurora
@@ -148,8 +134,6 @@ empty_modulepath() { # what turns `module load` into something that does nothing
   done
 }
 @test "bash: an empty MODULEPATH is an error that says so" { empty_modulepath; }
-@test "zsh: an empty MODULEPATH is an error that says so" { in_zsh empty_modulepath; }
-
 @test "a module command that says nothing and does nothing (environment-modules 3 returns 0): noticed" {
   VARS+=(EZPZ_MACHINE=aurora MODULEPATH=/site)
   EXPECT=1 here 'module() { return 0; }; . "$1"; ezpz_load_modules' "$REPO/utils.sh"
@@ -200,8 +184,6 @@ evicted() {
   done
 }
 @test "bash: a module that evicts the active venv: noticed, said, and PATH restored, once" { evicted; }
-@test "zsh: a module that evicts the active venv: noticed, said, and PATH restored, once" { in_zsh evicted; }
-
 @test "a module that removes the venv from PATH and its variable: both restored" {
   active removing venv
   [ "${lines[-3]} ${lines[-2]} ${lines[-1]}" = "mine $BATS_TEST_TMPDIR/my env same" ]
@@ -211,12 +193,6 @@ evicted() {
   VARS+=(VIRTUAL_ENV=)
   active evicting conda
   [ "${lines[-3]} ${lines[-2]} ${lines[-1]}" = "mine $BATS_TEST_TMPDIR/my env same" ]
-}
-
-@test "an active environment that no module touches: no warning" {
-  active other venv
-  has_not warning
-  [ "${lines[-1]}" = same ]
 }
 
 # --- undone

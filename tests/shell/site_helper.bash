@@ -48,9 +48,6 @@ here() { # SCRIPT [ARGUMENT...]
   [ "$status" = "${EXPECT:-0}" ]
 }
 
-# `! command` alone would not end a test.
-no() { ! "$@"; }
-
 # A test as two: in bash and in zsh.
 in_zsh() { need_zsh && SH=zsh "$@"; }
 
@@ -109,6 +106,7 @@ WITH_LMOD='
 # shellcheck disable=SC2016 # for that uv
 make_uv() { # DIR PYTHON
   mkdir -p "$1"
+  make_topo "$1"
   make_script "$1/uv" 'printf "%s\n" "uv $*${MPICC:+ MPICC=$MPICC}" >>"$HOME/uv.said"' \
     'case "$1" in' \
     'venv)' \
@@ -118,14 +116,8 @@ make_uv() { # DIR PYTHON
     '    case $1 in --system-site-packages) site=$1 ;; --python | -p | --prompt) shift ;; -*) ;; *) place=$1 ;; esac' \
     '    shift' \
     '  done' \
-    "  exec '$2' -m venv --without-pip \$site \"\$place\" ;;" \
+    "  '$2' -m venv --without-pip \$site \"\$place\" && cp '$1/ezpz-topo' \"\$place/bin\" ;;" \
     'pip) [ "${2-}" != list ] && [ "${2-}" != freeze ] ;;' \
     '--version) echo "uv 0.9.0" ;;' \
     'esac'
-}
-
-# --- asking ezpz_topo, which must say the same
-
-topo() { # PYTHON-CODE [ARGUMENT...]
-  PYTHONPATH=$REPO/packages/ezpz-topo/src python3 -c "$@"
 }

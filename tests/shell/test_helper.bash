@@ -19,6 +19,12 @@ make_bin() { # DIR [PYTHON]
   [ -z "${2-}" ] || make_script "$1/python3" "exec '$2' \"\$@\""
 }
 
+# The command of the environment, with a Python that need not be on PATH.
+make_topo() { # DIR
+  make_script "$1/ezpz-topo" "PYTHONPATH='$REPO/packages/ezpz-topo/src' exec '$(base_python)' -c \
+    'from ezpz_topo._cli import main; raise SystemExit(main())' \"\$@\""
+}
+
 make_script() { # FILE LINE...
   printf '%s\n' '#!/bin/sh' "${@:2}" >"$1"
   chmod +x "$1"
@@ -64,7 +70,7 @@ install_for_user() { # WHEEL...
 make_clone() { # DIR
   mkdir -p "$1/scripts"
   cp "$REPO/utils.sh" "$REPO/constraints.txt" "$1"
-  cp "$REPO"/scripts/{devices,environment,hosts} "$1/scripts"
+  cp -r "$REPO/scripts/lib" "$1/scripts"
   # Other tests may run meanwhile, and compile what they import.
   python3 -c 'import shutil, sys
 shutil.copytree(*sys.argv[1:], ignore=shutil.ignore_patterns("__pycache__"))' "$REPO/packages" "$1/packages"
@@ -95,3 +101,5 @@ need_zsh() {
 
 has() { [[ $output == *"$1"* ]] || { printf 'no "%s" in:\n%s\n' "$1" "$output" && return 1; }; }
 has_not() { [[ $output != *"$1"* ]] || { printf '"%s" in:\n%s\n' "$1" "$output" && return 1; }; }
+# `! command` alone would not end a test.
+no() { ! "$@"; }

@@ -1,21 +1,16 @@
 import pytest
+import torch
 import torch.distributed as dist
 
 from ezpz_device import (
+    TORCH_DTYPES_MAP,
     DeviceError,
     _backend,
+    as_dtype,
     available_backends,
     get_torch_backend,
     is_backend_available,
 )
-
-
-def test_the_cpu_takes_gloo():
-    assert get_torch_backend({"TORCH_DEVICE": "cpu"}) == "gloo"
-
-
-def test_torch_backend_decides():
-    assert get_torch_backend({"TORCH_BACKEND": "Gloo"}) == "gloo"
 
 
 def test_torch_backend_that_is_not_there():
@@ -26,6 +21,8 @@ def test_torch_backend_that_is_not_there():
 def test_what_torch_itself_says():
     assert ("nccl" in available_backends()) == dist.is_nccl_available()
     assert is_backend_available("GLOO")
+    assert get_torch_backend({"TORCH_DEVICE": "cpu"}) == "gloo"
+    assert get_torch_backend({"TORCH_BACKEND": "Gloo"}) == "gloo"
 
 
 @pytest.mark.parametrize("name", ["fake", "undefined", ""])
@@ -44,17 +41,26 @@ def test_what_moves_no_data_is_no_backend(name):
         ("xpu", {"xccl", "ccl", "gloo"}, "xccl"),
         ("xpu", {"ccl", "gloo"}, "ccl"),
         ("mps", {"gloo"}, "gloo"),
+        ("cuda", {"gloo"}, None),
+        ("xpu", {"gloo"}, None),
     ],
 )
 def test_the_backend_of_a_device(monkeypatch, device_type, available, expected):
     monkeypatch.setattr(_backend, "get_torch_device_type", lambda env: device_type)
     monkeypatch.setattr(_backend, "is_backend_available", lambda name: name in available)
-    assert get_torch_backend({}) == expected
-
-
-@pytest.mark.parametrize("device_type", ["cuda", "xpu"])
-def test_a_device_without_a_backend_is_an_error(monkeypatch, device_type):
-    monkeypatch.setattr(_backend, "get_torch_device_type", lambda env: device_type)
-    monkeypatch.setattr(_backend, "is_backend_available", lambda name: name == "gloo")
+    if expected is not None:
+        assert get_torch_backend({}) == expected
+        return
     with pytest.raises(DeviceError, match=f"no backend for {device_type}.*TORCH_BACKEND=gloo"):
         get_torch_backend({})
+
+
+def test_names_and_dtypes():
+    assert as_dtype("bf16") is as_dtype("bfloat16") is torch.bfloat16
+    assert as_dtype(torch.float64) is torch.float64
+    assert all(dtype.is_floating_point for dtype in TORCH_DTYPES_MAP.values())
+
+
+def test_unknown_name():
+    with pytest.raises(ValueError, match="dtype 'bf15'; expected one of bf16"):
+        as_dtype("bf15")

@@ -50,19 +50,21 @@ def test_gpus_that_torch_is_not_built_for_are_an_error(with_nvidia):
 
 
 @cpu_only
-def test_gpus_that_nobody_wants_are_well(with_nvidia):
-    assert check(60, {**NOTHING, "TORCH_DEVICE": "cpu"}, root=str(with_nvidia)).status == "ok"
-    hidden = check(60, {**NOTHING, "CUDA_VISIBLE_DEVICES": ""}, root=str(with_nvidia))
-    assert hidden.status == "ok"
-    assert "CUDA_VISIBLE_DEVICES='' hides every device" in hidden.message
-
-
-@cpu_only
-def test_a_device_that_is_asked_for_and_not_there_is_an_error(bare):
-    result = check(60, {**NOTHING, "TORCH_DEVICE": "cuda"}, root=str(bare))
-    assert result.status == "error"
-    assert "sees no cuda device" in result.message
-    assert "install a torch built for it" in result.remedy
+@pytest.mark.parametrize(
+    ("env", "status", "message"),
+    [
+        # GPUs that are not wanted
+        ({"TORCH_DEVICE": "cpu"}, "ok", "none on this host"),
+        ({"CUDA_VISIBLE_DEVICES": ""}, "ok", "CUDA_VISIBLE_DEVICES='' hides every device"),
+        ({"CUDA_VISIBLE_DEVICES": "0,0"}, "error", "names a device twice"),
+        ({"TORCH_DEVICE": "cuda"}, "error", "sees no cuda device"),
+    ],
+)
+def test_variables_beside_gpus(with_nvidia, env, status, message):
+    result = check(60, {**NOTHING, **env}, root=str(with_nvidia))
+    assert result.status == status
+    assert message in result.message
+    assert result.remedy or status == "ok"
 
 
 def test_a_backend_that_torch_does_not_have_is_an_error(bare):
@@ -74,21 +76,10 @@ def test_a_backend_that_torch_does_not_have_is_an_error(bare):
     assert "TORCH_BACKEND='ucc' is not in this torch" in result.message
 
 
-def test_a_variable_that_names_a_device_twice_is_an_error(with_nvidia):
-    result = check(60, {**NOTHING, "CUDA_VISIBLE_DEVICES": "0,0"}, root=str(with_nvidia))
-    assert (result.status, "names a device twice" in result.message) == ("error", True)
-
-
-def test_each_device_multiplies():
-    # The CPU has an index 0, too.
+def test_devices_multiply():
+    # The CPU has an index 0, too; the first device is tried however late it is.
     assert try_devices("cpu", 1, time.monotonic() + 60) == (1, "")
-
-
-def test_the_first_device_is_tried_however_late_it_is():
     assert try_devices("cpu", 3, time.monotonic() - 1) == (1, "")
-
-
-def test_a_device_that_cannot_multiply_is_named():
     # A tensor on the meta device has no values to bring back.
     done, wrong = try_devices("meta", 1, time.monotonic() + 60)
     assert done == 0

@@ -1,13 +1,12 @@
 import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-from ezpz_device import get_memory, reset_peak_memory
-from ezpz_device._host import host_total, host_use, reset_host_peak
+from ezpz_device import DeviceError, get_device_properties, get_memory, reset_peak_memory
+from ezpz_device._properties import cpu_name, host_total, host_use, reset_host_peak
+from ezpz_device._select import device_in_use
 
 MIB = 1 << 20
 
@@ -27,7 +26,7 @@ def test_what_is_taken_is_seen_and_the_peak_outlives_it():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="clear_refs is Linux's")
-def test_the_peak_begins_anew():
+def test_the_peak_starts_again():
     block = torch.ones(64 * MIB // 8, dtype=torch.float64)
     del block
     high = get_memory("cpu").peak
@@ -35,21 +34,11 @@ def test_the_peak_begins_anew():
     assert get_memory("cpu").peak < high - 50 * MIB
 
 
-def test_the_peak_is_this_processs_own():
+def test_the_peak_is_this_processs_own(tmp_path):
     # getrusage's is not: a small process started by a large one begins with its peak.
-    block = torch.ones(256 * MIB // 8, dtype=torch.float64)
-    # Without torch, which is larger itself.
-    folder = Path(sys.modules[host_use.__module__].__file__).parent
-    text = subprocess.run(
-        [sys.executable, "-c", "from _host import host_use; print(*host_use())"],
-        env={**os.environ, "PYTHONPATH": str(folder)},
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout
-    resident, peak = map(int, text.split())
-    assert resident <= peak < 256 * MIB
-    assert block[0] == 1
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self/status").write_text("Name:\ta: b\nVmHWM:\t  3 kB\nVmRSS:\t  2 kB\nCpu:\t\n")
+    assert host_use(tmp_path) == (2048, 3072)
 
 
 def test_where_the_kernel_has_no_proc(tmp_path):
@@ -116,3 +105,41 @@ def test_a_cuda_device():
     assert high >= 64 * MIB
     assert reset_peak_memory("cuda")
     assert get_memory("cuda").peak < high
+
+
+# What a device is.
+
+
+def test_the_cpu():
+    found = get_device_properties("cpu")
+    assert found["type"] == "cpu"
+    assert found["index"] is None
+    assert found["name"]
+    assert found["compute_units"] == len(os.sched_getaffinity(0))
+    assert found["total_memory"] <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_the_default_is_the_device_in_use():
+    assert get_device_properties(env={"TORCH_DEVICE": "cpu"}) == get_device_properties("cpu:0")
+    assert device_in_use(None, {"TORCH_DEVICE": "cpu:0"}) == torch.device("cpu")
+
+
+def test_a_device_that_is_not_there():
+    if torch.xpu.is_available():
+        pytest.skip("this machine has xpu")
+    with pytest.raises(DeviceError, match=r"device='xpu:0'.*sees no xpu device"):
+        get_device_properties("xpu:0")
+
+
+def test_the_name_of_a_cpu(tmp_path):
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("processor\t: 0\nmodel name\t: AMD EPYC 7A53\nmodel name\t: other\n")
+    assert cpu_name(cpuinfo) == "AMD EPYC 7A53"
+
+
+@pytest.mark.parametrize("text", ["processor : 0\nBogoMIPS : 243\n", None])
+def test_a_cpu_without_a_name(tmp_path, text):
+    cpuinfo = tmp_path / "cpuinfo"
+    if text is not None:
+        cpuinfo.write_text(text)  # Arm
+    assert cpu_name(cpuinfo) == get_device_properties("cpu")["architecture"] or cpu_name(cpuinfo)

@@ -38,15 +38,12 @@ def test_fewer_bits_are_no_slower(row):
             assert 1.95 < row.flops[narrow] / row.flops[wide] < 2.05
 
 
-def test_what_could_not_be_compared_is_marked():
+def test_names_are_of_one_row_and_what_could_not_be_compared_is_marked():
+    names = [name for row in ROWS for name in row.match]
+    assert len(names) == len(set(names))
     assert {row.name for row in ROWS if row.unverified} == {
         "NVIDIA H100 NVL", "NVIDIA H200 NVL", "NVIDIA GH200", "Intel Data Center GPU Max 1100",
     }  # fmt: skip
-
-
-def test_no_name_stands_in_two_rows():
-    names = [name for row in ROWS for name in row.match]
-    assert len(names) == len(set(names))
 
 
 @pytest.mark.parametrize(
@@ -92,28 +89,22 @@ def test_what_is_not_known_is_not_guessed(name, units, kind):
     assert peak_of(name, units, kind) is None
 
 
-def test_a_cpu_has_none_unless_the_user_knows():
+def test_a_cpu_has_none_unless_the_user_knows(monkeypatch):
     assert get_peak_flops("bf16", "cpu", env={}) is None
     assert get_peak_flops("bf16", "cpu", env={"EZPZ_PEAK_FLOPS": "3.5e12"}) == 3.5e12
     assert get_peak_flops(peak_flops=1e12, env={"EZPZ_PEAK_FLOPS": "3.5e12"}) == 1e12
     assert get_peak_flops("bf16", "cpu", env={"EZPZ_PEAK_FLOPS": ""}) is None
-
-
-def test_the_environment_is_read_when_it_is_asked(monkeypatch):
     monkeypatch.setenv("EZPZ_PEAK_FLOPS", "7e12")
     assert get_peak_flops("fp8", "cpu") == 7e12
+    for value in (0, -1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match="expected FLOP/s above 0"):
+            get_peak_flops(peak_flops=value, device="cpu")
 
 
 @pytest.mark.parametrize("text", ["fast", "0", "-1e12", "nan", "inf", "312 TFLOPS"])
 def test_an_override_that_is_no_rate(text):
     with pytest.raises(DeviceError, match=f"EZPZ_PEAK_FLOPS='{text}' .* expected FLOP/s"):
         get_peak_flops(device="cpu", env={"EZPZ_PEAK_FLOPS": text})
-
-
-@pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf])
-def test_an_argument_that_is_no_rate(value):
-    with pytest.raises(ValueError, match="expected FLOP/s above 0"):
-        get_peak_flops(peak_flops=value, device="cpu")
 
 
 @pytest.mark.parametrize(

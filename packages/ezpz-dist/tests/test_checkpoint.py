@@ -511,7 +511,7 @@ def test_a_damaged_check_point_is_passed_over(tmp_path, model, optimizer, how, c
         damage(where / "step-00000001" / name, how)
         with pytest.raises(CheckpointError) as caught:
             load_checkpoint(where, model=other)
-        for part in (f"{where}/step-00000001: ", f"{where}/step-00000002: ", "start anew"):
+        for part in (f"{where}/step-00000001: ", f"{where}/step-00000002: ", "start again"):
             assert part in str(caught.value)
 
 

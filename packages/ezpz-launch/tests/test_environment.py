@@ -1,19 +1,67 @@
-"""What is added to the ranks' environment beside what the user and the scheduler set."""
+"""What each rank gets: cores, variables beside the user's and the scheduler's, and a port."""
+
+import socket
+import subprocess
+import sys
+from dataclasses import replace
 
 import pytest
 
-from ezpz_launch import Request, plan
-from ezpz_launch._environment import users_own
-from ezpz_launch._identify import Launcher
+from ezpz_launch import LaunchError, Request, UsageError, _environment, plan
+from ezpz_launch._environment import choose_options, free_port, users_own
+from ezpz_launch.launchers import Launcher
 from ezpz_topo import imagine
 
-PBS = {
-    "PBS_ENVIRONMENT": "PBS_BATCH",
-    "PBS_JOBID": "1.pbs-0001",
-    "NCPUS": "64",
-    "OMP_NUM_THREADS": "64",
-    "TMPDIR": "/var/tmp/pbs.1.pbs-0001",
-}
+# The options of the real machines' files.
+
+
+def chosen(machine, *names, kind=""):
+    known = imagine(machine, 1, {}).machine if isinstance(machine, str) else machine
+    return choose_options(known, names, Launcher("x", kind or known.launcher, ""))
+
+
+def test_flags_variables_and_binding_come_together_each_option_once():
+    told = chosen("polaris", "depth", "nccl-ofi", "depth")
+    assert told.names == ("depth", "nccl-ofi")
+    assert told.flags == ("--cpu-bind=depth", "--depth=8")
+    assert (told.cpu_bind, told.cpu_bind_option) == ("none", "depth")
+    assert told.environment["NCCL_NET"] == ("AWS Libfabric", "--option nccl-ofi")
+    # a backend is told to the ranks, modules to the user's shell
+    assert chosen("frontier", "gloo").environment == {"TORCH_BACKEND": ("gloo", "--option gloo")}
+    (note,) = chosen("perlmutter", "system-nccl").notes
+    assert note.endswith("module load cudatoolkit nccl cray-mpich")
+    assert chosen("aurora", "scale", kind="hydra").flags == ()
+
+
+POLARIS = imagine("polaris", 1, {}).machine
+CONTRADICTING = replace(
+    POLARIS,
+    options={
+        **POLARIS.options,
+        "by-numa": replace(POLARIS.options["depth"], cpu_bind="numa"),
+        "no-net": replace(POLARIS.options["nccl-ofi"], environment={"NCCL_NET": "Socket"}),
+    },
+)
+
+
+@pytest.mark.parametrize(
+    ("machine", "names", "kind", "message"),
+    [
+        ("aurora", ["scal"], "", r"--option scal: aurora has no .*: no-vni, scale$"),
+        ("workstation", ["scale"], "", r"workstation has no such option; .* own: none$"),
+        ("aurora", ["no-vni"], "hydra", r"\(--no-vni\) are for pals, and the launcher is hydra"),
+        (CONTRADICTING, ["depth", "by-numa"], "",
+         "--option by-numa binds by numa, --option depth by none"),
+        (CONTRADICTING, ["nccl-ofi", "no-net"], "",
+         "--option no-net sets NCCL_NET=Socket, --option nccl-ofi AWS Libfabric"),
+    ],
+)  # fmt: skip
+def test_options_that_cannot_be(machine, names, kind, message):
+    with pytest.raises(UsageError, match=message):
+        chosen(machine, *names, kind=kind)
+
+
+# Cores.
 
 
 def planned(machine, kind, *, env=None, **options):
@@ -25,9 +73,68 @@ def planned(machine, kind, *, env=None, **options):
         hosts=topology.allocation.hosts,
         hosts_source="the job",
         hostfile="f",
-        port=1,
+        port=29500,
         user_env=env or {},
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "bound", "why"),
+    [
+        ({}, 12, "pytorch: default_cpu_bind"),
+        ({"cpu_bind": "running-jobs"}, 12, "running-jobs: --cpu-bind"),
+        ({"cpu_bind": "none"}, 0, "--cpu-bind"),
+        ({"cpu_bind": "0-7:8-15", "ppn": 2}, 2, "0-7:8-15: --cpu-bind"),
+        ({"ppn": 13}, 0, "13 ranks a host are more than the 12 ranges"),
+    ],
+)
+def test_cpu_binding(options, bound, why):
+    told = planned("aurora", "pals", **options)
+    assert len(told.cpu_bind) == bound
+    assert why in told.sources["cpu_bind"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrong", "message"),
+    [
+        *(("pals", wrong, "expected") for wrong in ("pytorhc", "depth", "7-0", "0-7")),
+        ("hydra", "pytorch", "hydra takes no list of cores"),
+    ],
+)
+def test_a_binding_that_cannot_be(kind, wrong, message):
+    with pytest.raises(UsageError, match=message):
+        planned("aurora", kind, cpu_bind=wrong)
+
+
+@pytest.mark.parametrize(
+    ("machine", "kind", "options", "threads"),
+    [
+        ("aurora", "pals", {"cpu_bind": "running-jobs"}, "8"),  # the fewest of its list
+        ("frontier", "srun", {}, "7"),
+        ("frontier", "srun", {"cpu_bind": "none"}, "64 cores / 8 ranks"),
+        ("perlmutter", "srun", {}, "32"),  # -c 32
+        ("perlmutter", "srun", {"ppn": 2}, "64"),
+        ("crux", "pals", {"ppn": 4}, "32"),  # --depth
+        ("polaris", "pals", {"options": ("depth",)}, "8"),
+    ],
+)
+def test_threads_are_the_cores_that_a_rank_is_bound_to(machine, kind, options, threads):
+    told = planned(machine, kind, **options)
+    if "cores" in threads:
+        assert told.sources["OMP_NUM_THREADS"].startswith(threads)
+    else:
+        assert told.environment["OMP_NUM_THREADS"] == threads
+
+
+# Variables.
+
+PBS = {
+    "PBS_ENVIRONMENT": "PBS_BATCH",
+    "PBS_JOBID": "1.pbs-0001",
+    "NCPUS": "64",
+    "OMP_NUM_THREADS": "64",
+    "TMPDIR": "/var/tmp/pbs.1.pbs-0001",
+}
 
 
 @pytest.mark.parametrize(
@@ -44,13 +151,14 @@ def test_what_pbs_sets_for_every_job_is_no_choice(changed, own):
     assert users_own({**PBS, **changed}) & {"OMP_NUM_THREADS", "TMPDIR"} == own
 
 
-def test_pbs_does_not_decide_threads_and_temporary_folder():
+def test_pbs_does_not_decide_threads_and_temporary_folder_the_user_does():
     told = planned("aurora", "pals", env=PBS)
     assert told.environment["OMP_NUM_THREADS"] == "4"
     assert "64 is PBS's, not the user's" in told.sources["OMP_NUM_THREADS"]
     assert told.environment["TMPDIR"] == "/tmp"
-    kept = planned("aurora", "pals", env={**PBS, "OMP_NUM_THREADS": "2"})
-    assert "OMP_NUM_THREADS" not in kept.environment
+    kept = planned("aurora", "pals", env={**PBS, "OMP_NUM_THREADS": "2", "TMPDIR": "/scratch"})
+    assert not {"OMP_NUM_THREADS", "TMPDIR"} & kept.environment.keys()
+    assert kept.environment["CCL_KVS_MODE"] == "mpi"
 
 
 @pytest.mark.parametrize(("kind", "kept"), [("pals", True), ("hydra", False), ("spawn", False)])
@@ -70,29 +178,47 @@ def test_variables_of_an_option_outrank_the_machines_and_not_the_users():
     assert told.sources["--option scale"] == "at scale"
 
 
+# The port.
+
+
+def test_it_can_be_bound_and_is_no_ephemeral_one():
+    port = free_port()
+    assert 20000 <= port < 30000
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", port))
+
+
 @pytest.mark.parametrize(
-    ("machine", "kind", "options", "threads"),
-    [
-        ("frontier", "srun", {}, "7"),  # the bind list
-        ("frontier", "srun", {"cpu_bind": "none"}, None),
-        ("perlmutter", "srun", {}, "32"),  # -c 32
-        ("perlmutter", "srun", {"ppn": 2}, "64"),
-        ("crux", "pals", {"ppn": 4}, "32"),  # --depth
-        ("polaris", "pals", {"options": ("depth",)}, "8"),
-    ],
+    ("family", "address"),
+    [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET, ""), (socket.AF_INET6, "")],
 )
-def test_threads_are_the_cores_that_a_rank_is_bound_to(machine, kind, options, threads):
-    told = planned(machine, kind, **options)
-    if threads is None:
-        assert told.sources["OMP_NUM_THREADS"].startswith("64 cores / 8 ranks")
-    else:
-        assert told.environment["OMP_NUM_THREADS"] == threads
+def test_a_port_that_is_taken_is_passed_over(monkeypatch, family, address):
+    with socket.socket(family) as holder:
+        holder.bind((address, 0))
+        holder.listen()
+        monkeypatch.setattr(_environment, "_FIRST", holder.getsockname()[1])
+        monkeypatch.setattr(_environment, "_COUNT", 1)
+        with pytest.raises(LaunchError, match="is taken"):
+            free_port()
 
 
-def test_what_open_mpi_is_to_name():
-    env = {"PATH": "/bin", "TMPDIR": "/scratch", "OMP_NUM_THREADS": "3", "HOME": "/me"}
-    told = planned("aurora", "openmpi", env=env)
-    # the user's own TMPDIR stands in place of the machine's, and must reach the other hosts
-    assert {"PATH", "TMPDIR", "OMP_NUM_THREADS", "MASTER_ADDR"} <= set(told.exported)
-    assert not {"HOME", "LD_LIBRARY_PATH"} & set(told.exported)
-    assert len(set(told.exported)) == len(told.exported)
+CHOOSE = """
+import os
+from ezpz_launch._environment import free_port
+os.urandom = bytes
+print(free_port(), flush=True)
+input()
+"""
+
+
+def test_launches_at_once_have_a_port_each_and_the_next_one_what_they_leave(process):
+    def choose():
+        pipe = subprocess.PIPE
+        child = process(sys.executable, "-c", CHOOSE, stdin=pipe, stdout=pipe, text=True)
+        return child, child.stdout.readline()
+
+    # Each would choose the same, and none of their ranks listens yet.
+    (first, one), (_, two), (_, three) = choose(), choose(), choose()
+    assert len({one, two, three}) == 3
+    first.communicate("\n", timeout=60)
+    assert choose()[1] == one

@@ -1,12 +1,34 @@
-"""Which launcher it is: programs that answer as the real ones do, and a real one."""
+"""Which launcher it is, and which is taken: programs that answer as the real ones do; a real one.
 
+Whose the user's command is, and what a launch inside a rank of another is cut off from.
+"""
+
+import os
 import shlex
-import time
+import sys
+from dataclasses import replace
 
 import pytest
 
-from ezpz_launch import CommandNotFoundError, LaunchError
-from ezpz_launch._identify import Launcher, find_command, find_mpiexec, identify
+from ezpz_launch import (
+    CommandNotExecutableError,
+    CommandNotFoundError,
+    LaunchError,
+    Request,
+)
+from ezpz_launch._identify import (
+    choose_launcher,
+    find_mpiexec,
+    identify,
+    imagine_launcher,
+    outside_of_launch,
+    require_command,
+)
+from ezpz_launch._placement import arrange
+from ezpz_launch.launchers import Launcher, find_command
+from ezpz_topo import FAMILIES, get_rank_info, imagine
+
+# Which it is.
 
 
 def program(path, text):
@@ -17,24 +39,18 @@ def program(path, text):
 
 
 @pytest.mark.parametrize(
-    ("answer", "kind"),
+    ("answer", "kind", "flavour"),
     [
-        ("HYDRA build details:\n    Version: 5.0.2", "hydra"),
-        ("Intel(R) MPI Library for Linux* OS, Version 2021.9 Build 20230307", "hydra"),
-        ("mpiexec (Open MPI) 5.0.11", "openmpi"),
-        ("mpiexec (OpenRTE) 4.1.4", "openmpi"),
+        ("HYDRA build details:\n    Version: 5.0.2", "hydra", ""),
+        ("HYDRA build details\n  Launchers available:   ssh rsh fork pbs manual\n", "hydra", "tm"),
+        ("Intel(R) MPI Library for Linux* OS, Version 2021.9 Build 20230307", "hydra", "intel"),
+        ("mpiexec (Open MPI) 5.0.11", "openmpi", ""),
+        ("mpiexec (OpenRTE) 4.1.4", "openmpi", ""),
     ],
 )
-def test_an_mpiexec_is_asked_whose_it_is(tmp_path, answer, kind):
-    assert identify(program(tmp_path / "mpiexec", answer)).kind == kind
-
-
-@pytest.mark.parametrize(
-    ("answer", "flavour"),
-    [("HYDRA build details:", ""), ("Intel(R) MPI Library for Linux* OS", "intel")],
-)
-def test_intels_hydra_is_told_from_mpichs(tmp_path, answer, flavour):
-    assert identify(program(tmp_path / "mpiexec", answer)).flavour == flavour
+def test_an_mpiexec_is_asked_whose_it_is(tmp_path, answer, kind, flavour):
+    found = identify(program(tmp_path / "mpiexec", answer))
+    assert (found.kind, found.flavour) == (kind, flavour)
 
 
 @pytest.mark.parametrize(
@@ -50,40 +66,6 @@ def test_whether_it_is_the_machines_own(kind, of_machine, is_of):
     assert Launcher("x", kind, "").is_of(of_machine) is is_of
 
 
-def test_there_is_time_while_it_is_asked(tmp_path):
-    asked, go = tmp_path / "asked", tmp_path / "go"
-    path = tmp_path / "mpiexec"
-    path.write_text(
-        f"#!/bin/sh\n: >{asked}\nwhile [ ! -e {go} ]; do sleep 0.05; done\necho HYDRA\n"
-    )
-    path.chmod(0o755)
-
-    def meanwhile():
-        while not asked.exists():
-            time.sleep(0.01)
-        go.touch()
-
-    assert find_mpiexec({"PATH": str(tmp_path)}, meanwhile=meanwhile).kind == "hydra"
-
-
-def test_what_fails_meanwhile_ends_the_question(tmp_path):
-    path = tmp_path / "mpiexec"
-    path.write_text("#!/bin/sh\nexec sleep 600\n")
-    path.chmod(0o755)
-
-    def meanwhile():
-        raise ImportError("half an environment")
-
-    with pytest.raises(ImportError, match="half an environment"):
-        identify(str(path), meanwhile)
-
-
-def test_an_unknown_mpiexec(tmp_path):
-    path = program(tmp_path / "mpiexec", "Acme MPI 1.0")
-    with pytest.raises(LaunchError, match=r"'Acme MPI 1.0'; expected MPICH's Hydra"):
-        identify(path)
-
-
 def test_pbss_own_mpiexec_is_passed_over_where_an_mpis_follows(tmp_path):
     # captured from OpenPBS 23.06, whose profile puts it on PATH
     pbs = program(tmp_path / "pbs" / "mpiexec", "pbs_version = 23.06.06")
@@ -95,16 +77,11 @@ def test_pbss_own_mpiexec_is_passed_over_where_an_mpis_follows(tmp_path):
         find_mpiexec({"PATH": f"{tmp_path}/pbs"})
 
 
-def test_pals_is_known_by_where_it_lies(tmp_path, monkeypatch):
-    monkeypatch.setattr("ezpz_launch._identify._PALS", str(tmp_path / "pals"))
-    site = program(tmp_path / "pals" / "mpiexec", "mpiexec 1.3.4")
-    assert identify(site).kind == "pals"
-
-
-def test_an_mpiexec_that_shadows_the_sites_is_warned_about(tmp_path, monkeypatch):
-    monkeypatch.setattr("ezpz_launch._identify._PALS", str(tmp_path / "pals"))
+def test_pals_is_known_by_where_it_lies_and_what_shadows_it_is_warned_about(tmp_path, monkeypatch):
+    monkeypatch.setattr("ezpz_launch.launchers.pals.Pals.folder", str(tmp_path / "pals"))
     site = program(tmp_path / "pals" / "mpiexec", "mpiexec 1.3.4")
     conda = program(tmp_path / "conda" / "mpiexec", "HYDRA")
+    assert identify(site).kind == "pals"
     found = find_mpiexec({"PATH": f"{tmp_path}/conda:{tmp_path}/pals"})
     assert (found.path, found.kind) == (conda, "hydra")
     assert f"{conda} comes before the site's {site}" in found.notes[0]
@@ -124,13 +101,275 @@ def test_path_comes_before_this_environments_own(tmp_path):
     assert find_mpiexec({}, beside=beside).path == str(tmp_path / "venv" / "mpiexec")
 
 
-def test_no_mpiexec_at_all(tmp_path):
+def test_a_launcher_that_is_not_here(tmp_path):
+    env = {"PATH": str(tmp_path)}
     with pytest.raises(CommandNotFoundError, match="pip install mpich"):
-        find_mpiexec({"PATH": str(tmp_path)}, beside=str(tmp_path))
-
-
-def test_a_launcher_of_one_name(tmp_path):
-    path = program(tmp_path / "srun", "slurm 22.05.8")
-    assert find_command("srun", "srun", {"PATH": str(tmp_path)}).path == path
+        find_mpiexec(env, beside=str(tmp_path))
     with pytest.raises(CommandNotFoundError, match="no torchrun on PATH"):
-        find_command("torchrun", "torchrun", {"PATH": str(tmp_path)})
+        find_command("torchrun", "torchrun", env)
+    path = program(tmp_path / "srun", "slurm 22.05.8")
+    assert find_command("srun", "srun", env).path == path
+
+
+# Which is taken.
+
+ANSWERS = {
+    "mpiexec": "HYDRA build details",
+    "mpirun": "mpirun (Open MPI) 4.1",
+    "srun": "",
+    "torchrun": "",
+}
+TM = "HYDRA build details\n  Launchers available:   ssh rsh fork pbs manual\n"
+
+
+def chosen(tmp_path, topology, programs, *, launcher="auto", more=(), **options):
+    tmp_path.mkdir(exist_ok=True)
+    for name in programs:
+        path = tmp_path / name
+        path.write_text(f"#!/bin/sh\necho '{ANSWERS.get(name, '')}'\n")
+        path.chmod(0o755)
+    request = Request(("true",), launcher=launcher, **options)
+    job = topology.allocation
+    arrangement = arrange(topology, request, hosts=job.hosts, hosts_source="the job")
+    env = {"PATH": str(tmp_path), **dict(more)}
+    return choose_launcher(topology, request, env, beside="", arrangement=arrangement)
+
+
+@pytest.mark.parametrize(
+    ("machine", "programs", "options", "kind"),
+    [
+        ("workstation 1", ANSWERS, {}, "hydra"),
+        ("sophia 1", ANSWERS, {}, "openmpi"),
+        ("sophia 2", ANSWERS, {}, "openmpi"),
+        ("generic-pbs 2", ANSWERS, {}, "hydra"),
+        # Slurm's own reaches other nodes; here mpiexec needs no cores that a step holds
+        ("generic-slurm 2", ANSWERS, {}, "srun"),
+        ("generic-slurm 1", ANSWERS, {}, "hydra"),
+        ("generic-slurm 2", ANSWERS, {"nodes": 1}, "hydra"),
+        ("generic-slurm 2", ANSWERS, {"nproc": 1}, "hydra"),
+        ("generic-slurm 2", ANSWERS, {"exclude": "node0001"}, "srun"),
+        # a named machine's flags are srun's, also on one node
+        ("frontier 1", ANSWERS, {}, "srun"),
+        # without mpiexec srun gives MPI its world
+        ("generic-slurm 1", ["srun"], {}, "srun"),
+        ("frontier 1", ["srun"], {}, "srun"),
+        # the user's word
+        ("workstation 1", ANSWERS, {"launcher": "mpiexec"}, "hydra"),
+        ("workstation 1", ANSWERS, {"launcher": "hydra"}, "hydra"),
+        ("workstation 1", ANSWERS, {"launcher": "srun"}, "srun"),
+        ("workstation 1", ANSWERS, {"launcher": "torchrun"}, "torchrun"),
+        ("workstation 1", ANSWERS, {"launcher": "spawn"}, "spawn"),
+        ("generic-pbs 2", (), {}, "no mpiexec on PATH"),
+        ("generic-slurm 2", (), {}, "no srun"),
+        ("aurora 1", ["mpiexec"], {"launcher": "pals"}, "--launcher pals: .* is hydra"),
+    ],
+)
+def test_which_is_chosen(tmp_path, machine, programs, options, kind):
+    name, nodes = machine.split()
+    topology = imagine(name, int(nodes), {})
+    if " " in kind:
+        with pytest.raises(LaunchError, match=kind):
+            chosen(tmp_path, topology, programs, **options)
+    else:
+        found = chosen(tmp_path, topology, programs, **options)
+        assert (found.kind, found.notes) == (kind, ())
+        assert found.path.startswith(str(tmp_path)) or kind == "spawn"
+
+
+def test_a_host_elsewhere_is_no_host_here(tmp_path):
+    # The hosts in use decide, not the job's: a login node is none of them.
+    topology = imagine("generic-slurm", 1, {})
+    login = replace(topology, allocation=replace(topology.allocation, node_name=None))
+    assert chosen(tmp_path, login, ANSWERS).kind == "srun"
+
+
+def test_without_any_mpi_this_hosts_ranks_are_plain_processes(tmp_path):
+    found = chosen(tmp_path, imagine("workstation", 1, {}), ())
+    assert (found.kind, found.path) == ("spawn", sys.executable)
+    assert found.source == "no mpiexec on PATH or in this environment"
+    assert "a program that uses MPI itself would be a world of one" in found.notes[0]
+
+
+def in_job(tmp_path, **more):
+    """The environment of a PBS job whose own commands are elsewhere."""
+    conf = tmp_path / "pbs.conf"
+    conf.write_text(f"PBS_SERVER=pbs-1\nPBS_EXEC={tmp_path}/pbs\n")
+    return {"PBS_JOBID": "1.pbs-1", "PBS_CONF_FILE": str(conf), **more}
+
+
+def test_other_nodes_of_a_pbs_job_are_reached_through_pbs_then_by_ssh(tmp_path):
+    topology, env = imagine("generic-pbs", 2, {}), in_job(tmp_path)
+    found = chosen(tmp_path / "ssh", topology, ["mpiexec", "ssh"], more=env)
+    assert (found.pbs_tmrsh, found.source[-7:]) == ("", "ssh/ssh")
+    chosen(tmp_path / "pbs", topology, ["mpiexec"], more={})
+    (tmp_path / "pbs" / "bin").mkdir()
+    tmrsh = tmp_path / "pbs" / "bin" / "pbs_tmrsh"
+    tmrsh.touch(0o755)
+    found = chosen(tmp_path / "ssh", topology, (), more=env)
+    assert found.pbs_tmrsh == str(tmrsh)
+    assert found.source == f"--version says HYDRA; other nodes by {tmrsh}"
+    env = {"PBS_JOBID": "1.pbs-1", "PBS_CONF_FILE": "/dev/null", "PBS_O_PATH": str(tmrsh.parent)}
+    assert chosen(tmp_path / "ssh", topology, (), more=env).pbs_tmrsh == str(tmrsh)
+
+
+@pytest.mark.parametrize(
+    ("more", "options"),
+    [
+        ({"HYDRA_LAUNCHER": "ssh"}, {}),
+        ({"HYDRA_BOOTSTRAP_EXEC": "/x"}, {}),
+        ({}, {"launcher_args": ("-launcher", "manual")}),
+        ({}, {"nproc": 1}),  # here
+        ({"PBS_JOBID": ""}, {}),
+    ],
+)
+def test_where_it_is_told_or_needs_none(tmp_path, more, options):
+    env = in_job(tmp_path, **more)
+    found = chosen(tmp_path, imagine("generic-pbs", 2, {}), ["mpiexec"], more=env, **options)
+    assert (found.pbs_tmrsh, found.source) == ("", "--version says HYDRA")
+
+
+def test_nothing_reaches_the_other_nodes_of_a_pbs_job_but_hydra_that_knows_pbs(
+    tmp_path, monkeypatch
+):
+    topology, env = imagine("generic-pbs", 2, {}), in_job(tmp_path)
+    with pytest.raises(LaunchError, match="neither pbs_tmrsh nor ssh is here; expected one of"):
+        chosen(tmp_path, topology, ["mpiexec"], more=env)
+    monkeypatch.setitem(ANSWERS, "mpiexec", TM)
+    found = chosen(tmp_path, topology, ["mpiexec"], more=env)
+    assert (found.pbs_tmrsh, found.flavour) == ("", "tm")
+
+
+@pytest.mark.parametrize(
+    ("machine", "launcher", "kind", "source"),
+    [
+        ("frontier", "auto", "srun", "frontier.toml, not looked for"),
+        ("frontier", "mpiexec", "hydra", "--launcher mpiexec, not looked for"),
+        ("aurora", "mpiexec", "pals", "--launcher mpiexec, not looked for"),
+        ("frontier", "spawn", "spawn", "--launcher spawn, not looked for"),
+    ],
+)
+def test_one_that_is_hypothetical(machine, launcher, kind, source):
+    found = imagine_launcher(imagine(machine, 1, {}), Request(("true",), launcher=launcher))
+    assert (found.kind, found.source) == (kind, source)
+
+
+# The user's command.
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    for name, mode in (("program", 0o755), ("train.py", 0o644), ("data", 0o644)):
+        (tmp_path / name).write_text("")
+        (tmp_path / name).chmod(mode)
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_what_can_be_executed(folder):
+    (folder / "folder" / "data").write_text("")
+    (folder / "folder" / "data").chmod(0o755)
+    env = {"PATH": os.pathsep.join(["/absent", str(folder), str(folder / "folder")])}
+    # of data the first that can be executed counts
+    for name in ("program", "./program", str(folder / "program"), "data"):
+        require_command(name, env)
+
+
+@pytest.mark.parametrize(
+    ("program", "error", "text"),
+    [
+        ("absent", CommandNotFoundError, "'absent': not found on PATH"),
+        ("/absent/x", CommandNotFoundError, "'/absent/x': no such file"),
+        ("", CommandNotFoundError, "'': not found on PATH"),
+        ("program", CommandNotFoundError,
+         "'program': not found on PATH; try: ezpz-launch ./program"),
+        ("train.py", CommandNotFoundError,
+         "'train.py': not found on PATH; try: ezpz-launch python train.py"),
+        ("./train.py", CommandNotExecutableError,
+         "./train.py is not executable; try: ezpz-launch python ./train.py"),
+        ("./data", CommandNotExecutableError, "./data is not executable; try: chmod +x ./data"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_executed(folder, program, error, text):
+    with pytest.raises(error) as caught:
+        require_command(program, {"PATH": "/absent"})
+    assert str(caught.value) == text
+    assert caught.value.exit_status == (127 if error is CommandNotFoundError else 126)
+
+
+@pytest.mark.parametrize("program", ["./absent", "folder/train.py"])
+def test_where_a_relative_path_is_looked_for(folder, program):
+    (folder / "elsewhere" / "folder").mkdir(parents=True)
+    (folder / "elsewhere" / "folder" / "train.py").touch()
+    submitted = {"PBS_O_WORKDIR": str(folder / "elsewhere")}
+    hint = "give its path from there, or a whole one"
+    if program == "folder/train.py":
+        hint = f"try: cd {folder}/elsewhere"
+    with pytest.raises(CommandNotFoundError) as caught:
+        require_command(program, submitted)
+    assert str(caught.value) == f"{program!r}: no such file in {folder}; {hint}"
+
+
+# A launch inside a rank of another.
+
+
+def variables(text):
+    return dict(pair.split("=") for pair in text.split())
+
+
+RANKS = {
+    "ezpz": "EZPZ_RANK=1 EZPZ_WORLD_SIZE=2 EZPZ_LOCAL_RANK=1 EZPZ_LOCAL_WORLD_SIZE=2 "
+    "EZPZ_NODE_RANK=0 EZPZ_NUM_NODES=1",
+    "torchrun": "RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 GROUP_RANK=0 NODE_RANK=0 "
+    "GROUP_WORLD_SIZE=1 LOCAL_SIZE=2",
+    "hydra": "PMI_RANK=1 PMI_SIZE=2 PMI_FD=9 PMI_PORT=a:1 PMI_ID=1 MPI_LOCALRANKID=1 "
+    "MPI_LOCALNRANKS=2 HYDI_CONTROL_FD=8",
+    "openmpi": "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_ARGV=x PMIX_RANK=1 "
+    "PMIX_NAMESPACE=n PMIX_SERVER_URI41=u PRTE_LAUNCHED=1",
+    "pals": "PALS_RANKID=1 PALS_LOCAL_RANKID=1 PALS_NODEID=0 PALS_APID=x",
+    "mvapich2": "MV2_COMM_WORLD_RANK=1 MV2_COMM_WORLD_SIZE=2",
+    "flux": "FLUX_TASK_RANK=1 FLUX_JOB_SIZE=2 FLUX_TASK_LOCAL_ID=1",
+    "jsrun": "JSM_NAMESPACE_RANK=1 JSM_NAMESPACE_SIZE=2",
+    "slurm": "SLURM_PROCID=1 SLURM_LOCALID=1",
+}
+"""What launchers tell their ranks. Source: the table of their rank variables; PMI_FD, PMI_PORT,
+PMI_ID and HYDI_CONTROL_FD as MPICH 5.0.2 sets them, PMIX_* and PRTE_* as Open MPI 5.0.11."""
+
+STAYS = variables(
+    "PATH=/bin HOME=/home/a LANG=C CUDA_VISIBLE_DEVICES=0,1 "
+    # settings, of the user or the site
+    "OMPI_MCA_btl=tcp PMIX_MCA_gds=hash PRTE_MCA_plm=ssh MPICH_GPU_SUPPORT_ENABLED=1 "
+    "FI_PROVIDER=tcp NCCL_DEBUG=INFO "
+    # the job's, and where the step's cores are
+    "SLURM_JOB_ID=7 SLURM_JOBID=7 SLURM_STEP_ID=0 SLURM_CPUS_ON_NODE=8 SLURM_JOB_NODELIST=n[1-2] "
+    "SLURM_STEP_NUM_TASKS=2 PBS_JOBID=7.pbs PBS_NODEFILE=/var/spool/7.pbs FLUX_URI=local:///run "
+    # ours, that say nothing of a rank
+    "EZPZ_STATE_DIR=/home/a/state EZPZ_MACHINE=aurora "
+    # what only looks like it
+    "MY_PMI_RANK=1 RANKING=1 PMIRROR=1 WORLD_SIZE_MAX=3"
+)
+
+
+@pytest.mark.parametrize("told", [*RANKS.values(), " ".join(RANKS.values())], ids=[*RANKS, "all"])
+def test_what_makes_a_rank_goes(told):
+    env = {**STAYS, **variables(told)}
+    assert outside_of_launch(env) == STAYS
+    assert env == {**STAYS, **variables(told)}
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f.name != "slurm"], ids=lambda f: f.name)
+def test_every_name_of_the_table_goes(family):
+    names = [
+        *(*family.rank, *family.world_size, *family.local_rank),
+        *(*family.local_world_size, *family.node_rank, *family.num_nodes),
+    ]
+    assert names
+    assert outside_of_launch(dict.fromkeys(names, "1")) == {}
+
+
+def test_what_is_left_is_no_rank():
+    told = " ".join(RANKS[launcher] for launcher in ("slurm", "hydra", "ezpz", "torchrun"))
+    env = {**STAYS, **variables(told)}
+    assert get_rank_info(env).rank == 1
+    left = get_rank_info({**outside_of_launch(env), "SLURM_STEP_ID": ""})
+    assert (left.rank, left.world_size) == (0, 1)

@@ -1,16 +1,21 @@
-"""The command itself, through a real mpiexec and real ranks."""
+"""The command itself, through a real mpiexec and real ranks; what it tells them, and hears."""
 
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from ezpz_launch import UsageError
+from ezpz_launch._agent import is_running
+from ezpz_launch._launch import ENDING, Control, fold_ranks, pause, signals
 from ezpz_topo import get_hostname
 
 SHOW = "import os, sys, json; print(json.dumps([sys.argv[1:], dict(os.environ)]) + '\\n', end='')"
@@ -113,15 +118,6 @@ def test_statuses_are_not_mixed(launch):
     assert launch("-n", "2", sys.executable, "-c", code).returncode == 6
 
 
-def test_survivors_are_ended(launch):
-    code = "import sys, os, time; os.environ['RANK'] == '1' and sys.exit(3); time.sleep(600)"
-    began = time.monotonic()
-    done = launch("-n", "2", sys.executable, "-c", code)
-    assert done.returncode == 3
-    assert "ending the other ranks" in done.stderr
-    assert time.monotonic() - began < 120
-
-
 def test_kill_9_of_a_rank(launch):
     code = "import os, time; os.environ['RANK'] == '1' and os.kill(os.getpid(), 9); time.sleep(600)"
     done = launch("-n", "2", sys.executable, "-c", code)
@@ -132,48 +128,45 @@ def test_kill_9_of_a_rank(launch):
 
 WAIT = """
 import os, pathlib, sys, time
-pathlib.Path(sys.argv[1], os.environ["RANK"]).write_text(str(os.getpid()))
+path = pathlib.Path(sys.argv[1], os.environ["RANK"])
+path.with_suffix(".new").write_text(str(os.getpid()))
+path.with_suffix(".new").rename(path)
 time.sleep(600)
 """
+DEAF = f"import signal; [signal.signal(s, signal.SIG_IGN) for s in (2, 15)]; {WAIT}"
 
 
-ENDING = [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGQUIT, 131)]
+@pytest.fixture
+def waiting(clean_env, mpiexec, process, until, tmp_path):
+    """Start two ranks that wait; return ezpz-launch and their process ids. They end with it."""
+    known = []
+
+    def start(code=WAIT, **options):
+        words = [sys.executable, "-m", "ezpz_launch", "-n", "2", sys.executable, "-c", code]
+        started = process(*words, tmp_path, env=clean_env, stdout=-1, stderr=-1, **options)
+        until(lambda: len([path for path in tmp_path.iterdir() if not path.suffix]) == 2, 60)
+        known.extend(int(path.read_text()) for path in tmp_path.iterdir())
+        return started, known
+
+    yield start
+    until(lambda: not any(map(is_running, known)), 120)
 
 
-@pytest.mark.parametrize(("number", "status"), ENDING)
-def test_a_signal_ends_every_rank(clean_env, mpiexec, tmp_path, number, status):
-    process = subprocess.Popen(
-        [sys.executable, "-m", "ezpz_launch", "-n", "2", sys.executable, "-c", WAIT, tmp_path],
-        env=clean_env,
-        stderr=subprocess.PIPE,
-    )
-    try:
-        pids = pids_of_two_ranks(tmp_path)
-        process.send_signal(number)
-        assert process.wait(timeout=120) == status
-    finally:
-        process.kill()
-        process.communicate()
-    assert all_gone(pids)
+@pytest.mark.parametrize("number", ENDING)
+def test_a_signal_ends_every_rank(waiting, number):
+    started, _ = waiting()
+    started.send_signal(number)
+    assert started.wait(timeout=120) == 128 + number
 
 
-def test_ctrl_c_twice_says_one_line(clean_env, mpiexec, tmp_path):
-    deaf = f"import signal; [signal.signal(s, signal.SIG_IGN) for s in (2, 15)]; {WAIT}"
-    command = [sys.executable, "-m", "ezpz_launch", "-n", "2", sys.executable, "-c", deaf, tmp_path]
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(command, env=clean_env, stdout=pipe, stderr=pipe, text=True)
-    try:
-        pids = pids_of_two_ranks(tmp_path)
-        process.send_signal(signal.SIGINT)
-        # Two at once would be one.
-        while pending(process.pid, signal.SIGINT):
-            time.sleep(0.01)
-        process.send_signal(signal.SIGINT)
-        said = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert (process.returncode, said) == (130, ("", "ezpz-launch: ended by SIGINT\n"))
-    assert all_gone(pids)
+def test_ctrl_c_twice_says_one_line(waiting, until):
+    started, _ = waiting(DEAF)
+    started.send_signal(signal.SIGINT)
+    # Two at once would be one.
+    until(lambda: not pending(started.pid, signal.SIGINT))
+    started.send_signal(signal.SIGINT)
+    said = started.communicate(timeout=60)
+    assert (started.returncode, said) == (130, (b"", b"ezpz-launch: ended by SIGINT\n"))
 
 
 def pending(pid, number):
@@ -182,70 +175,26 @@ def pending(pid, number):
     return any(mask >> (number - 1) & 1 for mask in masks)
 
 
+def test_nohup_is_respected(waiting):
+    started, pids = waiting(preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    started.send_signal(signal.SIGHUP)
+    time.sleep(0.5)  # what must not happen has half a second to happen
+    assert started.poll() is None
+    assert all(map(is_running, pids))
+    started.terminate()
+    assert started.wait(timeout=120) == 143
+
+
 def test_a_folder_that_is_gone_is_told_in_one_line(clean_env, mpiexec, tmp_path):
     gone = tmp_path / "gone"
     gone.mkdir()
     script = 'cd "$1" && rmdir "$1" && shift && exec "$@"'
-    words = ["sh", "-c", script, "sh", str(gone), sys.executable, "-m", "ezpz_launch"]
+    words = ["sh", "-c", script, "sh", gone, sys.executable, "-m", "ezpz_launch", "-n", "2", "true"]
     done = subprocess.run(
-        [*words, "-n", "2", "true"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-        env=clean_env,
+        words, capture_output=True, text=True, check=False, timeout=60, env=clean_env
     )
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert "the current directory cannot be read" in done.stderr
-
-
-def all_gone(pids):
-    """Whether they end soon: what was killed is there until somebody reaps it."""
-    end = time.monotonic() + 120
-    while any(is_running(pid) for pid in pids):
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.05)
-    return True
-
-
-def test_nohup_is_respected(clean_env, mpiexec, tmp_path):
-    command = [sys.executable, "-m", "ezpz_launch", "-n", "2", sys.executable, "-c", WAIT, tmp_path]
-    process = subprocess.Popen(
-        command,
-        env=clean_env,
-        stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),  # noqa: PLW1509
-    )
-    try:
-        pids = pids_of_two_ranks(tmp_path)
-        process.send_signal(signal.SIGHUP)
-        time.sleep(0.5)  # what must not happen has half a second to happen
-        assert process.poll() is None
-        assert all(is_running(pid) for pid in pids)
-        process.terminate()
-        assert process.wait(timeout=120) == 143
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def pids_of_two_ranks(folder: Path):
-    end = time.monotonic() + 30
-    while time.monotonic() < end:
-        texts = [path.read_text() for path in folder.iterdir()]
-        if len(texts) == 2 and all(texts):
-            return [int(text) for text in texts]
-        time.sleep(0.05)
-    pytest.fail("the ranks did not start within 30 s")
-
-
-def is_running(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 @pytest.mark.parametrize(
@@ -333,20 +282,116 @@ def test_the_launcher_imports_nothing_heavy(clean_env, mpiexec):
     assert out.stdout.strip() == "set()"
 
 
-@pytest.mark.parametrize("options", [{}, {"nproc": "3"}, {"nproc": "0x2"}, {"nproc": "two"}])
-def test_fire_makes_the_same_request(options):
-    from ezpz_launch import LaunchError, _options
-
-    def outcome(build):
-        try:
-            return build(options, ("python", "train.py"))
-        except LaunchError as error:
-            return str(error)
-
-    assert outcome(_options.request_of) == outcome(_options._request_by_fire)
-
-
 def test_ten_megabytes_of_any_bytes(launch):
     code = "import os, sys; sys.stdout.buffer.write(os.urandom(1 << 20) * 10)"
     done = launch("-n", "1", sys.executable, "-c", code, text=False)
     assert len(done.stdout) == 10 << 20
+
+
+# what the ranks' shims are told
+
+
+def test_one_field_a_line_and_none_empty():
+    # sh drops empty ones: what follows would be read as another; rank_shim.sh lists the fields
+    full = Control(
+        "ID.0", 21.4, where=("10.0.0.1:5", "[fe80::1]:6"), secret="a", node_timeout=7, files="/a b",
+        only_ranks=(0, 2, 3), prefix=True, tee=True, port=29500, device_type="cuda", devices=4,
+        one_device=True, attempt=2, progress_file="/p q", job_id="12.pbs",
+    )  # fmt: skip
+    here = os.path.dirname(sys.modules[Control.__module__].__file__)
+    assert Control("ID.0", 21.4).value().split("\n") == [
+        "ID.0", "21", sys.executable, "-", "-", "-", "15", "-", "all", "-", "-", "-", "-", "0",
+        "0", "0", "-", "-",
+    ]  # fmt: skip
+    assert full.value().split("\n") == [
+        "ID.0", "21", sys.executable, f"{here}/_agent.py", "10.0.0.1:5 [fe80::1]:6", "a", "7",
+        "/a b", "0,2-3", f"{here}/rank_output.py", "--prefix", "29500", "cuda", "4", "1", "2",
+        "/p q", "12.pbs",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_pumped"),
+    [
+        ({}, False),
+        ({"files": "/f"}, False),
+        ({"files": "/f", "prefix": True}, False),
+        ({"files": "/f", "tee": True}, True),
+        ({"prefix": True}, True),
+    ],
+)
+def test_a_program_pumps_only_where_sh_cannot(fields, is_pumped):
+    assert (Control("ID.0", 5, **fields).value().split("\n")[9] != "-") is is_pumped
+
+
+def test_a_path_with_a_line_break():
+    with pytest.raises(UsageError, match="holds a line break; expected a path without one"):
+        Control("ID.0", 5, files="/a\nb").value()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [((0,), "0"), ((0, 1), "0-1"), ((5, 1, 3, 2, 5), "1-3,5"), (range(120_960), "0-120959")],
+)
+def test_ranks_as_ranges(ranks, text):
+    assert fold_ranks(ranks) == text
+
+
+# signals
+
+
+def readable(fd, seconds=0.0):
+    return bool(select.select([fd], [], [], seconds)[0])
+
+
+def test_what_arrives_is_kept_in_order_and_wakes():
+    with signals() as (arrived, wake):
+        subprocess.run(["true"], check=True)  # the end of a child wakes
+        assert readable(wake, 20)
+        os.read(wake, 100)
+        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
+            os.kill(os.getpid(), number)
+        assert readable(wake, 20)
+        assert arrived == [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT]
+        for _ in range(70_000):  # more than the pipe holds
+            signal.raise_signal(signal.SIGUSR1)
+        assert len(arrived) == 70_003
+
+
+def test_everything_is_as_before_and_what_was_ignored_stays_ignored():
+    numbers = [*ENDING, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD]
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        before = [signal.getsignal(number) for number in numbers]
+        open_before = os.listdir("/proc/self/fd")
+        with signals() as (arrived, _):
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert arrived == []
+        assert [signal.getsignal(number) for number in numbers] == before
+        assert len(os.listdir("/proc/self/fd")) == len(open_before)
+        fd = signal.set_wakeup_fd(-1)
+        signal.set_wakeup_fd(fd)
+        assert fd == -1
+    finally:
+        signal.signal(signal.SIGHUP, previous)
+
+
+@pytest.mark.parametrize("number", ENDING)
+def test_a_pause_is_ended_by_a_signal(number):
+    began = time.monotonic()
+    with signals() as heard:
+        assert pause(0.1, heard) == pause(0, heard) == 0
+        assert time.monotonic() - began >= 0.1
+        timer = threading.Timer(0.1, os.kill, (os.getpid(), number))
+        timer.start()
+        assert pause(60, heard) == number
+        timer.join()
+        assert pause(60, heard) == number, "one that has come before"
+
+
+def test_a_pause_is_not_ended_by_sigusr1():
+    with signals() as heard:
+        timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1))
+        timer.start()
+        assert pause(0.5, heard) == 0
+        timer.join()

@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 
 from ezpz_launch import LaunchError, Request, UsageError, plan
-from ezpz_launch._identify import Launcher
-from ezpz_launch.launchers import argv, hostfile_of
+from ezpz_launch.launchers import Launcher, argv, hostfile_of
 from ezpz_launch.launchers.spawn import SPAWN
 from ezpz_topo import imagine
 
@@ -41,11 +40,25 @@ def test_spawn_is_a_program_of_ours_on_this_host():
 
 
 @pytest.mark.parametrize(
-    ("options", "where"), [({}, "2 hosts"), ({"exclude": "node0001"}, "node0002, another host")]
+    ("kind", "options", "message"),
+    [
+        ("spawn", {}, "spawn starts ranks on this host, not on 2 hosts"),
+        ("spawn", {"exclude": "node0001"}, "on this host, not on node0002, another host"),
+        ("torchrun", {}, "torchrun starts ranks on one host, not on 2 from here"),
+    ],
 )
-def test_spawn_reaches_no_other_host(options, where):
-    with pytest.raises(LaunchError, match=f"spawn starts ranks on this host, not on {where}"):
-        argv(planned("spawn", of=2, **options))
+def test_what_reaches_no_other_host(kind, options, message):
+    with pytest.raises(LaunchError, match=message):
+        argv(planned(kind, of=2, **options))
+
+
+@pytest.mark.parametrize(("machine", "kind"), [("crux", "pals"), ("frontier", "srun")])
+def test_no_binding_is_said_to_a_launcher_that_binds_by_itself(machine, kind):
+    told = planned(kind, machine=machine, of=1, cpu_bind="none")
+    flags = [word for word in argv(told) if "cpu-bind" in word or "depth" in word]
+    assert flags == ["--cpu-bind=none"]
+    # one that takes no lists is not told the machine's
+    assert planned("hydra", machine=machine, of=1).cpu_bind == ()
 
 
 def test_srun_overlaps_the_step_that_we_are_in():
@@ -104,20 +117,17 @@ def test_a_nodelist_that_is_too_long_for_one_word_goes_into_the_file():
 
 
 @pytest.mark.parametrize(
-    ("hosts", "message"),
+    ("machine", "hosts", "error", "message"),
     [
-        (("node0001", "login1"), r"login1 \(argument\): not in Slurm job imagined, which has node"),
-        (("node0001", "node0001.x"), "two of these are one node"),
+        ("generic-slurm", ("node0001", "login1"), UsageError,
+         r"login1 \(argument\): not in Slurm job hypothetical, which has node"),
+        ("generic-slurm", ("node0001", "node0001.x"), UsageError, "two of these are one node"),
+        ("workstation", None, LaunchError, "srun starts ranks in a Slurm job, and there is none"),
     ],
-)
-def test_srun_reaches_the_jobs_own_hosts_only(hosts, message):
-    with pytest.raises(UsageError, match=message):
-        planned("srun", hosts=hosts, ppn=1)
-
-
-def test_srun_outside_of_a_slurm_job():
-    with pytest.raises(LaunchError, match="srun starts ranks in a Slurm job, and there is none"):
-        planned("srun", machine="workstation", of=1)
+)  # fmt: skip
+def test_srun_reaches_the_jobs_own_hosts_only(machine, hosts, error, message):
+    with pytest.raises(error, match=message):
+        planned("srun", machine, 1 if hosts is None else 4, hosts=hosts, ppn=1)
 
 
 @pytest.mark.parametrize(
@@ -201,8 +211,14 @@ def test_srun_is_kept_from_variables_that_move_its_output_or_hosts():
 
 
 def test_open_mpi_brings_what_the_user_set():
-    env = {"NCCL_DEBUG": "INFO", "PYTHONPATH": "/p", "HOSTNAME": "a", "SLURM_JOB_ID": "1", "%": "x"}
-    words = own_words(planned("openmpi", env=env))
-    named = {words[at + 1] for at, word in enumerate(words) if word == "-x"}
-    assert {"NCCL_DEBUG", "PYTHONPATH"} <= named
-    assert not {"HOSTNAME", "SLURM_JOB_ID", "%"} & named
+    env = {"PATH": "/bin", "NCCL_DEBUG": "INFO", "PYTHONPATH": "/p", "TMPDIR": "/scratch",
+           "OMP_NUM_THREADS": "3", "HOSTNAME": "a", "HOME": "/me", "SLURM_JOB_ID": "1",
+           "%": "x"}  # fmt: skip
+    # the user's own TMPDIR stands in place of the machine's, and must reach the other hosts
+    words = own_words(planned("openmpi", machine="aurora", env=env))
+    named = [words[at + 1] for at, word in enumerate(words) if word == "-x"]
+    assert {"PATH", "NCCL_DEBUG", "PYTHONPATH", "TMPDIR", "OMP_NUM_THREADS", "MASTER_ADDR"} <= {
+        *named
+    }
+    assert not {"HOSTNAME", "HOME", "SLURM_JOB_ID", "%", "LD_LIBRARY_PATH"} & {*named}
+    assert len({*named}) == len(named)

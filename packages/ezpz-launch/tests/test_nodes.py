@@ -1,8 +1,12 @@
-"""What the run loop can do to ranks: of this host directly, of others through a real agent."""
+"""The nodes and their agents: the real program, real connections on loopback, real ranks."""
 
+import contextlib
 import os
+import resource
 import select
 import signal
+import socket
+import struct
 import subprocess
 import sys
 
@@ -10,11 +14,10 @@ import pytest
 
 import ezpz_launch._agent
 import ezpz_launch._nodes
-from ezpz_launch._agent import is_running
-from ezpz_launch._launch import Control
-from ezpz_launch._nodes import OtherHosts, ThisHost
+from ezpz_launch._agent import is_running, proof
+from ezpz_launch._launch import Control, Launch
+from ezpz_launch._nodes import Nodes
 
-ID = f"nodes-test.{os.getpid()}"  # a session beside this one must not meet ours
 COUNTS = (
     "import os, signal, time\n"
     "signal.signal(signal.SIGUSR1, lambda *_: os.write(1, b'heard\\n'))\n"
@@ -22,309 +25,545 @@ COUNTS = (
     "while True: time.sleep(600)\n"
 )
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /proc")
+HERE = os.uname().nodename
 
 
-@pytest.fixture
-def told():
-    """What the nodes answered when they were asked where their ranks are."""
-    return []
+class Side:
+    """ezpz-launch's side: nodes with two ranks each, and what is ready served."""
 
-
-@pytest.fixture
-def here(told):
-    nodes = ThisHost(ID, told.append)
-    yield nodes
-    nodes.close(farewell=True)
-
-
-class Others:
-    """Two hosts with two ranks each, of which ours is the second, and an agent there."""
-
-    def __init__(self, told):
-        # The agent of the test before may still look for what it is to kill.
-        self.id = f"{ID}.{os.urandom(4).hex()}"
+    def __init__(self, hosts=(HERE,) * 4, *, on_this_host=False):
+        # An agent of the test before, or of a session beside this one, must not meet ours.
+        self.id = f"nodes-test.{os.urandom(8).hex()}"
         self.poll = select.poll()
-        here = os.uname().nodename
-        # the first is not looked up, and so takes no time: it has our name
-        self.nodes = OtherHosts(
-            [f"{here}.other", here], 2, self.id, self.poll, told.append, timeout=15
-        )
+        control = Control(self.id, 5)
+        launch = Launch(("true",), 8, hosts, 2, on_this_host, {}, control)
+        self.nodes = Nodes(launch, self.poll)
+        self.is_open = True
 
-    def serve(self):
-        for fd, _ in self.poll.poll(50):
+    def serve(self, timeout=50):
+        ready = self.poll.poll(timeout)
+        for fd, _ in ready:
             self.nodes.handle(fd)
-        return True
+        return bool(ready)
 
-    def start_agent(self, node=1):
-        control = Control(self.id, 5, where=self.nodes.where(), secret=self.nodes.secret())
+    def is_reached(self, node):
+        return not self.nodes.unreached([2 * node])
+
+    def close(self, *, farewell):
+        if self.is_open:
+            self.is_open = False
+            self.nodes.close(farewell=farewell)
+
+    @property
+    def address(self):
+        host, _, port = self.nodes.where[0].rpartition(":")
+        return host.strip("[]"), int(port)
+
+    def challenged(self):
+        """A connection, and what it is challenged with."""
+        connection = socket.create_connection(self.address, timeout=120)
+        said = b""
+        while not said.endswith(b"\n"):
+            self.serve()
+            with contextlib.suppress(BlockingIOError):
+                said += connection.recv(100, socket.MSG_DONTWAIT)
+        word, _, challenge = said.decode().strip().partition(" ")
+        assert word == "challenge"
+        return connection, challenge
+
+    def hello(self, node, challenge):
+        return f"hello {node} ab {proof(self.nodes.secret, node, 'agent', challenge, 'ab')}\n"
+
+    def is_refused(self, connection, until):
+        """Whether the connection is closed without another word."""
+        connection.setblocking(False)
+
+        def closed():
+            self.serve()
+            try:
+                return [connection.recv(100)]
+            except BlockingIOError:
+                return None
+            except ConnectionResetError:
+                return [b""]
+
+        return until(closed) == [b""]
+
+
+@pytest.fixture
+def side():
+    side = Side()
+    yield side
+    side.close(farewell=True)
+
+
+@pytest.fixture
+def agent(side, until):
+    """Start the agent of a node, as the shim does."""
+
+    def start(node=0, where=None, wait=True, **options):
+        nodes = side.nodes
+        control = Control(side.id, 5, where=where or nodes.where, secret=nodes.secret)
         subprocess.run(
             [sys.executable, "-I", "-S", ezpz_launch._agent.__file__, str(node)],
             env={**os.environ, "EZPZ_CONTROL": control.value()},
             check=True,
             timeout=120,
+            **options,
         )
+        if wait:
+            until(lambda: side.is_reached(node) or (side.serve() and side.is_reached(node)))
+
+    return start
 
 
-@pytest.fixture
-def others(told):
-    others = Others(told)
-    yield others
-    others.nodes.close(farewell=True)
+@pytest.fixture(params=["here", "elsewhere"])
+def reached(request, until):
+    """Nodes whose node 0 has an agent: on this host a child of ours, elsewhere the program."""
+    side = Side((HERE,), on_this_host=request.param == "here")
+    if request.param == "here":
+        launcher = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        side.nodes.watch(launcher.pid)
+    else:
+        launcher = None
+        control = Control(side.id, 5, where=side.nodes.where, secret=side.nodes.secret)
+        words = [sys.executable, "-I", "-S", ezpz_launch._agent.__file__, "0"]
+        env = {**os.environ, "EZPZ_CONTROL": control.value()}
+        subprocess.run(words, env=env, check=True, timeout=120)
+    until(lambda: side.is_reached(0) or (side.serve() and side.is_reached(0)))
+    yield side
+    side.close(farewell=True)
+    if launcher:
+        assert launcher.poll() is None, "it is not the agent's to end while we are there"
+        launcher.kill()
+        launcher.wait()
 
 
 @pytest.fixture
 def rank(process):
-    def start(**options):
-        child = process(sys.executable, "-c", COUNTS, stdout=-1, **options)
+    def start(*words, **env):
+        words = words or (sys.executable, "-c", COUNTS)
+        child = process(*words, stdout=-1, env={**os.environ, **env})
         assert child.stdout.readline() == b"ready\n"
         return child
 
     return start
 
 
-def test_of_this_host_nothing_is_told_to_agents(here):
-    assert (here.where(), here.secret(), here.why_not) == ((), "", "")
-    assert here.unreached([0, 1]) == []
-    with pytest.raises(AssertionError):
-        here.handle(3)
+# orders
 
 
-def test_ranks_of_this_host_are_signalled(here, rank):
-    first, second, ended = rank(), rank(), rank()
-    for number, child in enumerate((first, second, ended)):
-        here.start(number, child.pid)
-    here.end(2)
-    here.signal(signal.SIGUSR1)
+def test_ranks_are_signalled_and_who_has_ended_is_not(reached, rank):
+    nodes, first, second, ended = reached.nodes, rank(), rank(), rank()
+    for number, child in enumerate((first, second)):
+        nodes.start(number, child.pid)
+    nodes.start(1, ended.pid)
+    nodes.end(1)
+    nodes.start(1, second.pid)
+    nodes.signal(signal.SIGUSR1)
     assert first.stdout.readline() == second.stdout.readline() == b"heard\n"
-    here.signal(signal.SIGTERM)
+    nodes.signal(signal.SIGTERM)
     assert [first.wait(120), second.wait(120)] == [-signal.SIGTERM] * 2
     assert ended.poll() is None
 
 
-def test_a_shim_of_this_host_is_released(here, process):
-    shell = process(
-        "sh", "-c", "trap 'exit 7' TERM; echo ready; while :; do sleep 0.05; done", stdout=-1
-    )
-    assert shell.stdout.readline() == b"ready\n"
-    here.start(0, shell.pid)
-    here.end(0)
-    here.release(0, shell.pid)
-    assert shell.wait(120) == 7
-
-
-@pytest.mark.parametrize("farewell", [True, False])
-def test_the_end_of_ranks_of_this_host(told, rank, farewell):
-    nodes, child = ThisHost(ID, told.append), rank()
+def test_ranks_are_released_and_killed(reached, rank):
+    nodes, child = reached.nodes, rank()
+    shell = rank("sh", "-c", "trap 'exit 7' TERM; echo ready; while :; do sleep 0.05; done")
     nodes.start(0, child.pid)
-    nodes.close(farewell=farewell)
-    if farewell:
-        assert child.poll() is None
-    else:
-        assert child.wait(120) == -signal.SIGKILL
-
-
-@ON_LINUX
-def test_lost_ranks_of_this_host(here, process):
-    env = {**os.environ, "EZPZ_LAUNCH_ID": ID, "EZPZ_RANK": "1"}
-    usual = here.next_look()
-    shim = process("sh", "-c", "sleep 600 >&2 & echo ready; wait", stdout=-1, env=env)
-    assert shim.stdout.readline() == b"ready\n"
-    here.start(1, shim.pid)
-    assert here.next_look() < usual
-    assert here.lost() == []
-    shim.kill()
-    shim.wait(120)
-    assert [here.lost(), here.lost()] == [[1], []]
-
-
-def test_this_host_is_asked_where_its_ranks_are(here, told, until):
-    here.stacks([3])  # that has not started
-    until(lambda: told)
-    assert told == [b""]
-
-
-def test_ranks_that_no_agent_reaches(others):
-    nodes = others.nodes
-    assert nodes.unreached([0, 1, 2, 3]) == [0, 1, 2, 3]
-    # no harm
-    nodes.start(0, 1 << 30)
-    nodes.signal(signal.SIGTERM)
-    nodes.release(0, 1 << 30)
-    nodes.stacks([0, 3])
-    nodes.end(0)
-    nodes.kill()
-    assert nodes.lost() == []
-
-
-def test_an_agent_that_comes_late_hears_all_of_it_once(others, rank, until):
-    nodes = others.nodes
-    child, ended, elsewhere = rank(), rank(), rank()
-    nodes.start(2, child.pid)
-    nodes.start(3, ended.pid)
-    nodes.end(3)
-    nodes.start(0, elsewhere.pid)  # a rank of the other host, of the same number here
-    nodes.signal(signal.SIGUSR1)
-    others.start_agent()
-    until(lambda: others.serve() and nodes.unreached([0, 1, 2, 3]) == [0, 1])
-    assert child.stdout.readline() == b"heard\n"
-    nodes.signal(signal.SIGTERM)
-    # the first signal is not told again
-    assert child.communicate(timeout=120)[0] == b""
-    assert child.returncode == -signal.SIGTERM
-    assert [ended.poll(), elsewhere.poll()] == [None, None]
-
-
-def test_a_rank_that_starts_after_it_was_told_to_end(others, rank, until):
-    nodes, child = others.nodes, rank()
-    nodes.signal(signal.SIGTERM)
-    others.start_agent()
-    until(lambda: others.serve() and not nodes.unreached([2]))
-    nodes.start(2, child.pid)
-    assert child.wait(120) == -signal.SIGTERM
-
-
-def test_ranks_elsewhere_are_released_and_killed(others, process, rank, until):
-    nodes, child = others.nodes, rank()
-    shell = process(
-        "sh", "-c", "trap 'exit 7' TERM; echo ready; while :; do sleep 0.05; done", stdout=-1
-    )
-    assert shell.stdout.readline() == b"ready\n"
-    others.start_agent()
-    until(lambda: others.serve() and not nodes.unreached([2]))
-    nodes.start(2, child.pid)
-    nodes.start(3, shell.pid)
-    nodes.release(3, shell.pid)
+    nodes.start(1, shell.pid)
+    nodes.end(1)
+    nodes.release(1, shell.pid)
     assert shell.wait(120) == 7
     nodes.kill()
     assert child.wait(120) == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("farewell", [True, False])
-def test_the_end_of_ranks_elsewhere(others, rank, until, farewell):
-    nodes, child = others.nodes, rank()
-    others.start_agent()
-    until(lambda: others.serve() and not nodes.unreached([2]))
-    nodes.start(2, child.pid)
-    nodes.close(farewell=farewell)
-    others.nodes = ThisHost(ID, print)  # closed already
-    if farewell:
-        with pytest.raises(subprocess.TimeoutExpired):
-            child.wait(0.5)
-    else:
+def test_the_end_of_a_launch(reached, rank, farewell):
+    """Ranks that run are killed; after a farewell what is marked as ours is named and ended."""
+    child, marked = rank(), rank(EZPZ_LAUNCH_ID=reached.id)
+    reached.nodes.start(0, child.pid)
+    reached.close(farewell=farewell)
+    assert marked.wait(120) == (-signal.SIGTERM if farewell else -signal.SIGKILL)
+    if not farewell:
         assert child.wait(120) == -signal.SIGKILL
+        return
+    assert child.poll() is None
+    name = f"pid {marked.pid} ({os.path.basename(sys.executable)})"
+    # No one waits for the agents of other hosts.
+    assert reached.nodes.left in ([], [f"{name} on {HERE}"])
+    assert bool(reached.nodes.left) is (reached.nodes.where == ())
 
 
-def test_nodes_elsewhere_are_asked_where_their_ranks_are(others, told, until):
-    others.start_agent(0)
-    others.start_agent(1)
-    until(lambda: others.serve() and not others.nodes.unreached([0, 1, 2, 3]))
-    others.nodes.stacks([0, 1, 3])
-    until(lambda: others.serve() and len(told) == 2)
-    assert told == [b"", b""]  # one a node: none of them has started
+def test_what_ranks_left_is_named_once_and_killed_the_second_time(reached, rank, until):
+    script = "trap 'echo heard' TERM; echo ready; while :; do sleep 0.05; done"
+    left = rank("sh", "-c", script, EZPZ_LAUNCH_ID=reached.id)
+    reached.nodes.end_left()
+    until(lambda: reached.serve() and reached.nodes.left)
+    # what the shell is just running is named, too
+    assert f"pid {left.pid} (sh)" in reached.nodes.left[0]
+    assert left.stdout.readline() == b"heard\n"
+    reached.nodes.end_left()
+    assert left.wait(120) == -signal.SIGKILL
 
 
 @ON_LINUX
-def test_lost_ranks_elsewhere(others, process, until):
-    nodes = others.nodes
-    env = {**os.environ, "EZPZ_LAUNCH_ID": others.id, "EZPZ_RANK": "3"}
-    shim = process("sh", "-c", "sleep 600 >&2 & echo ready; wait", stdout=-1, env=env)
-    assert shim.stdout.readline() == b"ready\n"
-    others.start_agent()
-    until(lambda: others.serve() and not nodes.unreached([2]))
-    nodes.start(3, shim.pid)
-    shim.kill()
-    found = until(lambda: others.serve() and nodes.lost())
-    assert found == [3]
-    assert nodes.lost() == []
+@pytest.mark.parametrize("who", ["shim", "launcher"])
+def test_ranks_that_are_lost_are_told_once(reached, process, until, who):
+    env = {**os.environ, "EZPZ_LAUNCH_ID": reached.id, "EZPZ_RANK": "1"}
+    script = "sh -c 'sleep 600; true' >&2 & echo $!; wait"
+    launcher = process("sh", "-c", script, stdout=-1, env=env)
+    shim = int(launcher.stdout.readline())
+    well = process("sh", "-c", "sleep 600; true", env={**env, "EZPZ_RANK": "0"})
+    nodes = reached.nodes
+    nodes.start(0, well.pid)
+    nodes.start(1, shim)
+    nodes.ask_stacks([0])  # wait until it has taken that
+    until(lambda: reached.serve() and nodes.stacks)
+    assert nodes.lost == []
+    os.kill(shim if who == "shim" else launcher.pid, signal.SIGKILL)
+    until(lambda: reached.serve() and nodes.lost)
+    for _ in range(30):  # it has time to say it again
+        reached.serve()
+    assert nodes.lost == [1]
 
 
-def test_without_an_address_there_are_no_agents(told, monkeypatch):
+def test_a_rank_says_where_it_hangs(reached, process, until):
+    script = "import time; print('ready', flush=True); time.sleep(600)"
+    shell = process("sh", "-c", f'"{sys.executable}" -c "{script}"; exit 7', stdout=-1, stderr=-1,
+                    env={**os.environ, "PYTHONFAULTHANDLER": "1"})  # fmt: skip
+    assert shell.stdout.readline() == b"ready\n"
+    reached.nodes.start(1, shell.pid)
+    reached.nodes.ask_stacks([0, 1])
+    until(lambda: reached.serve() and reached.nodes.stacks)
+    (text,) = reached.nodes.stacks  # one of a node; rank 0 has not started
+    if text:
+        assert "rank 1:" in text
+    else:  # no py-spy here, or it may not look: the rank has said it itself
+        assert b"most recent call first" in shell.communicate(timeout=120)[1]
+
+
+# agents of other hosts
+
+
+def test_an_agent_that_comes_late_hears_all_of_it_once(side, agent, rank):
+    nodes = side.nodes
+    child, ended, elsewhere, late = rank(), rank(), rank(), rank()
+    nodes.start(2, child.pid)
+    nodes.start(3, ended.pid)
+    nodes.end(3)
+    nodes.start(0, elsewhere.pid)
+    nodes.signal(signal.SIGUSR1)
+    # No harm without an agent.
+    nodes.release(0, elsewhere.pid)
+    nodes.ask_stacks([0])
+    nodes.kill()
+    agent(1)
+    assert nodes.unreached([0, 1, 2, 3, 4]) == [0, 1, 4]
+    assert child.stdout.readline() == b"heard\n"
+    nodes.signal(signal.SIGTERM)
+    # the first signal is not told again
+    assert child.communicate(timeout=120)[0] == b""
+    assert child.returncode == -signal.SIGTERM
+    nodes.start(3, late.pid)
+    assert late.wait(120) == -signal.SIGTERM
+    assert [ended.poll(), elsewhere.poll()] == [None, None]
+
+
+def test_a_connection_that_is_reset_kills(side, agent, rank, until):
+    child, marked = rank(), rank(EZPZ_LAUNCH_ID=side.id)
+    agent()
+    side.nodes.start(0, child.pid)
+    # wait until it has taken that: what it has not read is lost with the connection
+    side.nodes.ask_stacks([1])
+    until(lambda: side.serve() and side.nodes.stacks)
+    for connection in side.nodes._connections.values():
+        connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    side.close(farewell=False)
+    assert child.wait(120) == marked.wait(120) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"hello {secret} abc\n",
+        b"hello {secret} 0\n",
+        b"hello 0 ab {wrong}\n",
+        b"hello 0 ab {other}\n",
+        b"hello 4 ab {beyond}\n",
+        b"hello abc ab {right}\n",
+        b"hello \xb2 ab {right}\n",
+        b"hello 0 \xff {right}\n",
+        b"hello 0 ab\n",
+        b"hello 0 ab {right} 0\n",
+        b"stacks 3\nabc",
+        b"lost 1\n",
+        b"\n",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"x" * 5000,
+        b"\xff" * 5000 + b"\n",
+    ],
+)
+def test_who_does_not_know_the_secret_of_the_node_is_refused(side, until, said):
+    connection, challenge = side.challenged()
+    secret = side.nodes.secret
+    words = {
+        "secret": secret,
+        "right": proof(secret, 0, "agent", challenge, "ab"),
+        "wrong": proof("0" * 64, 0, "agent", challenge, "ab"),
+        "other": proof(secret, 1, "agent", challenge, "ab"),
+        "beyond": proof(secret, 4, "agent", challenge, "ab"),
+    }
+    for name, word in words.items():
+        said = said.replace(b"{%s}" % name.encode(), word.encode())
+    with connection:
+        connection.sendall(said)
+        assert side.is_refused(connection, until)
+    assert (side.nodes._agents, side.nodes.lost) == ({}, [])
+
+
+def test_what_an_agent_has_said_is_of_no_use_to_another(side, until):
+    first, challenge = side.challenged()
+    with first:
+        said = side.hello(1, challenge)
+        first.sendall(said.encode())
+        until(lambda: side.serve() and side.is_reached(1))
+        second, _ = side.challenged()
+        with second:
+            second.sendall(said.encode())
+            assert side.is_refused(second, until)
+        # nor does one that knows the secret take the place of the node's own
+        third, again = side.challenged()
+        with third:
+            third.sendall(side.hello(1, again).encode())
+            assert side.is_refused(third, until)
+        assert first.recv(1000).startswith(b"welcome ")
+        side.nodes.kill()
+        assert first.recv(1000) == b"kill\n"
+
+
+def test_little_is_kept_of_who_has_not_said_hello(side, until):
+    with side.challenged()[0] as connection:
+        for _ in range(40):
+            connection.sendall(b"x" * 100)
+            side.serve()
+        assert sum(len(each.received) for each in side.nodes._connections.values()) <= 4096
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(b"x" * 1000)
+        assert side.is_refused(connection, until)
+
+
+def test_hello_and_stacks_in_pieces(side, until):
+    connection, challenge = side.challenged()
+    with connection:
+        for byte in side.hello(3, challenge).encode() + b"stacks 7\nab\ncd\n!":
+            connection.sendall(bytes([byte]))
+            side.serve()
+        until(lambda: side.nodes.stacks or (side.serve() and side.nodes.stacks))
+        expected = proof(side.nodes.secret, 3, "launch", "ab", challenge)
+        assert connection.recv(1000) == f"welcome {expected}\n".encode()
+    assert side.nodes.stacks == ["ab\ncd\n!"]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [b"lost", b"lost x", b"lost -1", b"lost 1 2", b"last 1", b"", b"stacks xyz", b"stacks -1",
+     b"stacks 999999999999", b"left 999999999999", b"stacks \xb2", b"hello 3 ab cd", b"x" * 5000],
+)  # fmt: skip
+def test_an_agent_that_says_anything_else_is_dropped(side, until, said):
+    connection, challenge = side.challenged()
+    with connection:
+        # It speaks for the ranks of its node, 6 and 7.
+        hello = side.hello(3, challenge).encode()
+        connection.sendall(hello + b"lost 5\nlost 6\n" + said + b"\nlost 7\n")
+        until(lambda: side.serve() and side.nodes.lost and not side.is_reached(3))
+    assert side.nodes.lost == [6]
+
+
+def test_an_agent_tells_an_impostor_nothing(agent, rank):
+    """Whoever took our port does not know what the agent wants to hear."""
+    child = rank()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(20)
+        agent(where=(f"127.0.0.1:{server.getsockname()[1]}",), wait=False)
+        connection, _ = server.accept()
+        with connection:
+            connection.settimeout(20)
+            connection.sendall(b"challenge ab\n")
+            said = connection.recv(1000)
+            assert said.startswith(b"hello 0 ")
+            # its own proof proves nothing of us
+            order = f"welcome {said.split()[3].decode()}\nstart 0 {child.pid}\nsignal 9\n"
+            connection.sendall(order.encode())
+            with contextlib.suppress(ConnectionError):
+                assert connection.recv(1000) == b""
+    assert child.poll() is None
+
+
+def test_an_agent_tries_every_address_and_holds_no_pipe(side, agent):
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    read, write = os.pipe()
+    null = subprocess.DEVNULL
+    where = (f"127.0.0.1:{port}", *side.nodes.where)
+    agent(where=where, pass_fds=[write], stdout=null, stderr=null)
+    os.close(write)
+    assert select.select([read], [], [], 20)[0]
+    assert os.read(read, 1) == b""
+    os.close(read)
+
+
+def test_an_agent_that_is_gone_before_it_is_welcome(side):
+    connection, challenge = side.challenged()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.sendall(side.hello(0, challenge).encode())
+    connection.close()
+    for _ in range(10):
+        side.serve(20)
+    assert not side.is_reached(0)
+
+
+def test_more_agents_than_files_may_be_open(side, process):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.open(os.devnull, os.O_RDONLY)
+    os.close(free)
+    program = (
+        "import socket, sys\n"
+        "all = [socket.create_connection((sys.argv[1], int(sys.argv[2]))) for _ in range(30)]\n"
+        "print('connected', flush=True)\n"
+        "sys.stdin.read()"
+    )
+    words = [sys.executable, "-c", program, *map(str, side.address)]
+    child = process(*words, stdin=-1, stdout=-1)
+    try:
+        assert child.stdout.readline() == b"connected\n"
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free + 10, hard))
+        for _ in range(40):
+            side.serve(1)
+        # those that found room are served
+        assert side.nodes._connections
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_without_an_address_there_are_no_agents(monkeypatch):
     def nowhere(_):
         raise OSError(-2, "Name or service not known")
 
     monkeypatch.setattr(ezpz_launch._nodes, "_own_address", nowhere)
-    nodes = OtherHosts(["absent.invalid"], 2, ID, select.poll(), told.append, timeout=15)
+    nodes = Side(["absent.invalid"]).nodes
     assert nodes.why_not == (
         "no address of ours that absent.invalid could reach ([Errno -2] Name or service not known)"
     )
-    assert (nodes.where(), nodes.secret()) == ((), "")
-    assert nodes.unreached([0, 1]) == [0, 1]
-    # no harm
-    nodes.start(0, 1 << 30)
+    assert (nodes.where, nodes.secret, nodes.unreached([0, 1])) == ((), "", [0, 1])
     nodes.signal(signal.SIGTERM)
-    nodes.stacks([0])
-    nodes.release(0, 1 << 30)
-    nodes.kill()
-    nodes.handle(3)
-    nodes.end(0)
     nodes.close(farewell=False)
 
 
+# who outlives ezpz-launch when it is killed: no one
+
 WATCHED = """
 import os, select, subprocess, sys
-from ezpz_launch._nodes import OtherHosts, ThisHost
-launcher = subprocess.Popen(["sleep", "60"], start_new_session=True, stdout=subprocess.DEVNULL)
-rank = subprocess.Popen(["sleep", "60"], start_new_session=True, stdout=subprocess.DEVNULL)
-print(launcher.pid, rank.pid, flush=True)
-if sys.argv[1] == "here":
-    nodes = ThisHost(sys.argv[3], print)
-else:
-    nodes = OtherHosts([os.uname().nodename], 2, sys.argv[3], select.poll(), print, timeout=15)
-nodes.watch(launcher.pid, sys.argv[2])
+from ezpz_launch._launch import Control, Launch
+from ezpz_launch._nodes import Nodes
+where, scratch, launch_id, script = sys.argv[1:]
+launcher = subprocess.Popen(["sh", "-c", script], start_new_session=True, stdout=-3)
+env = {**os.environ, "EZPZ_LAUNCH_ID": launch_id}
+rank = subprocess.Popen(["sleep", "60"], start_new_session=True, stdout=-3)
+marked = subprocess.Popen(["sleep", "60"], start_new_session=True, stdout=-3, env=env)
+hosts, control = (os.uname().nodename,), Control(launch_id, 5)
+launch = Launch(("true",), 2, hosts, 2, where == "here", {}, control, scratch=scratch)
+nodes = Nodes(launch, select.poll())
+nodes.watch(launcher.pid)
 nodes.start(0, rank.pid)
-print("watched", flush=True)
-sys.stdin.readline()
-nodes.close(farewell=True)
-print("closed", flush=True)
+print(launcher.pid, marked.pid, rank.pid, nodes._here[0], flush=True)
+word = sys.stdin.readline()
+if word == "close\\n":
+    nodes._to_all = lambda order: None  # what is left is another test's
+    nodes.close(farewell=True)
+elif word == "kill the agent\\n":
+    os.kill(nodes._here[0], 9)
+    os.waitid(os.P_PID, nodes._here[0], os.WEXITED | os.WNOWAIT)
+    nodes.end(0)
+    nodes.handle(nodes._here[1].fd)
+    print(nodes.unreached([0]), flush=True)
+print("done", flush=True)
 sys.stdin.readline()
 """
 
 
 @pytest.fixture
-def watched(process, scratch):
-    """Start a process that watches a launcher and a rank; return all three."""
+def watched(process, tmp_path):
+    """Start a process that watches a launcher and a rank; return it, their pids and its agent."""
     known = []
 
-    def start(where):
-        parent = process(
-            sys.executable, "-c", WATCHED, where, scratch, f"{ID}1", stdin=-1, stdout=-1
-        )
+    def start(where="here", script="sleep 600 & wait", scratch=tmp_path / "hosts"):
+        scratch.touch()
+        words = [where, scratch, f"nodes-test.{os.urandom(8).hex()}", script]
+        parent = process(sys.executable, "-c", WATCHED, *words, stdin=-1, stdout=-1)
         known.extend(map(int, parent.stdout.readline().split()))
-        assert parent.stdout.readline() == b"watched\n"
-        return parent, *known
+        return parent, known[:3], known[3], scratch
 
     yield start
     for pid in filter(is_running, known):
         os.kill(pid, signal.SIGKILL)
 
 
-@pytest.fixture
-def scratch(tmp_path):
-    """A file of the launch, such as its hostfile."""
-    path = tmp_path / "hosts"
-    path.touch()
-    return path
-
-
-@pytest.mark.parametrize("where", ["here", "elsewhere"])
-def test_the_launcher_does_not_outlive_us(watched, scratch, until, where):
-    parent, launcher, rank = watched(where)
-    parent.kill()
-    until(lambda: not is_running(launcher))
-    until(lambda: not scratch.exists())
-    if where == "here":  # elsewhere it is the agent that ends it
-        until(lambda: not is_running(rank))
-
-
-@pytest.mark.parametrize("where", ["here", "elsewhere"])
-def test_after_the_end_nobody_is_watched(watched, scratch, where):
-    parent, launcher, rank = watched(where)
-    parent.stdin.write(b"\n")
+def tell(parent, word):
+    parent.stdin.write(f"{word}\n".encode())
     parent.stdin.flush()
-    assert parent.stdout.readline() == b"closed\n"
+
+
+@pytest.mark.parametrize(
+    ("where", "script", "number"),
+    [
+        ("here", "trap '' TERM; sleep 600; sleep 600", 0),  # a deaf launcher
+        ("elsewhere", "sleep 600 & wait", 0),
+        *(("here", "sleep 600 & wait", number) for number in (0, 1, 2, 10, 15)),
+    ],
+)
+def test_kill_9_of_the_parent_ends_all(watched, until, where, script, number):
+    parent, pids, agent, scratch = watched(where, script)
+    until(lambda: ignores(agent, signal.SIGUSR2))  # it has set itself up
+    os.kill(agent, number)  # none of them ends it
+    assert all(map(is_running, [*pids, agent]))
     parent.kill()
-    # nobody holds its output any more, the guardian neither
+    ours = pids if where == "here" else pids[:2]  # elsewhere the node's agent ends its ranks
+    until(lambda: not any(map(is_running, [*ours, agent])))
+    # nothing holds its pipes
     assert parent.stdout.read() == b""
-    assert is_running(launcher)
-    assert is_running(rank)
+    assert not scratch.exists()
+
+
+def ignores(pid, number):
+    with open(f"/proc/{pid}/status") as file:
+        lines = dict(line.split(":", 1) for line in file)
+    return int(lines["SigIgn"], 16) & 1 << number - 1
+
+
+def test_a_launcher_is_first_told_to_end(watched, until, tmp_path):
+    path = tmp_path / "told"
+    parent, pids, *_ = watched(script=f"trap 'echo yes >{path}; exit' TERM; sleep 600 & wait")
+    parent.kill()
+    until(lambda: not any(map(is_running, pids)))
+    assert path.read_text() == "yes\n"
+
+
+@pytest.mark.parametrize("where", ["here", "elsewhere"])
+def test_after_the_end_the_agent_ends_and_harms_no_one(watched, until, where):
+    parent, pids, agent, scratch = watched(where)
+    tell(parent, "close")
+    assert parent.stdout.readline() == b"done\n"
+    until(lambda: not is_running(agent))
+    parent.kill()
+    assert parent.stdout.read() == b""
+    assert all(map(is_running, pids))
     assert scratch.exists()
+
+
+def test_an_agent_that_was_killed_reaches_no_rank(watched):
+    parent, pids, *_ = watched()
+    tell(parent, "kill the agent")
+    assert parent.stdout.readline() == b"[0]\n"
+    assert all(map(is_running, pids))

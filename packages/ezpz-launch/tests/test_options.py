@@ -1,186 +1,126 @@
-"""The options, as the command takes them."""
+"""The table of options: split, read, checked, hinted at, and shown on the page of --help."""
 
-import json
-import subprocess
+import dataclasses
+import shlex
 import sys
 
 import pytest
 
-from ezpz_launch import LaunchError, Request, _options
-from ezpz_launch._options import split
+from ezpz_launch import LaunchError, Request, UsageError, split
+from ezpz_launch._cli import EXAMPLES, USAGE, help_page
+from ezpz_launch._options import KINDS, OPTIONS, request_of, settings
+
+USER = ["python", "train.py", "--lr", "1e-4", "-n", "5", "--help", "--", "--x", "a b", ""]
+BY_ID = {"ids": lambda option: option.name}
 
 
-def test_the_explanation_for_programs(launch):
-    done = launch("--dry-run", "--json", "-n", "3", "--env", "A=b c", "echo", "x")
-    said = json.loads(done.stdout)
-    assert (said["nproc"], said["ranks_per_host"]) == (3, [3])
-    assert said["environment"]["A"] == "b c"
-    assert said["sources"]["A"] == "--env"
-    assert said["argv"][-2:] == ["echo", "x"]
-    assert said["hostfile"] is None
-
-
-def test_another_machine_from_here(launch):
-    done = launch(
-        "--dry-run", "--json", "--machine", "frontier", "-N", "3", "-n", "17", "--ppn", "8", "true"
-    )
-    said = json.loads(done.stdout)
-    assert (said["machine"], said["launcher"]["kind"]) == ("frontier", "srun")
-    assert said["ranks_per_host"] == [8, 8, 1]
-    assert said["hostfile"]["lines"].count("node0002") == 8
-
-
-def test_a_variable_for_every_rank(launch):
-    done = launch("-n", "2", "--env", "A=b c", "--env", "B=$(exit 3)", "sh", "-c", 'echo "$A|$B"')
-    assert done.stdout == "b c|$(exit 3)\n" * 2
-
-
-def test_a_module_and_code(launch):
-    assert launch("-n", "1", "-c", "print('x')", "-n", "5").stdout == "x\n"
-    done = launch("-n", "1", "-m", "this_module_is_not_there")
-    assert done.returncode == 1
-    assert "No module named this_module_is_not_there" in done.stderr
-    assert sys.executable in launch("--dry-run", "-n", "1", "-m", "train").stdout
+def requested(*words):
+    return request_of(*split([*words, "true"]))
 
 
 @pytest.mark.parametrize(
-    ("words", "what"),
+    ("words", "options", "command"),
     [
-        (["--ppn", "1", "-n", "3", "true"], "-n 3 with --ppn 1 on 1 hosts"),
-        (["--ppn", "two", "true"], "--ppn two: expected a whole number"),
-        (["-N", "2", "true"], "-N 2: there are 1 hosts"),
-        (["--include", "nid[1-", "true"], "not closed"),
-        (["--exclude", "nowhere", "true"], "--exclude nowhere: none of the hosts"),
-        (["--hostfile", "/nonexistent", "true"], "/nonexistent"),
-        (["--launcher", "slurm", "true"], "--launcher slurm: expected one of auto"),
-        (["--machine", "atlantis", "true"], "EZPZ_MACHINE='atlantis'; expected one of aurora"),
-        (["--env", "1A=b", "true"], "--env '1A=b': expected NAME=VALUE"),
-        (["--cpu-bind", "near", "true"], "--cpu-bind near: expected none"),
-        (["--json", "true"], "--json: expected --dry-run beside it"),
-        (["--launcher-args", "--x 'y", "true"], "--launcher-args"),
-        (["--tee", "true"], "--tee: expected --log-dir DIR beside it"),
-        (["--grace", "-5", "true"], "--grace '-5': expected a time of 0 or more"),
-        (["--option", "fast", "true"], "--option fast: workstation has no such option"),
-        (["-n", "2", "--only-ranks", "0,2", "true"], "--only-ranks 2: there are 2 ranks (-n)"),
-        (["-np", "2", "true"], "unknown option '-np'; did you mean -n?"),
+        *(
+            ([*ours, *separator, *USER], options, USER)
+            for separator in ([], ["--"])
+            for ours, options in (
+                ([], {}),
+                (["-n", "2"], {"nproc": "2"}),
+                (["-n2"], {"nproc": "2"}),
+                (["-n=2"], {"nproc": "2"}),
+                (["--nproc=2", "--dry-run"], {"nproc": "2", "dry-run": True}),
+            )
+        ),
+        ([], {}, []),
+        (["--", "--", "x"], {}, ["--", "x"]),
+        (["--env", "A=1", "--env=B= 2", "x"], {"env": ["A=1", "B= 2"]}, ["x"]),
+        (["-m", "train", "-n", "5"], {}, [sys.executable, "-m", "train", "-n", "5"]),
+        (["--module=train", "--", "x"], {}, [sys.executable, "-m", "train", "--", "x"]),
     ],
 )
-def test_what_makes_no_sense_is_one_line(launch, words, what):
-    done = launch(*words)
-    assert (done.returncode, done.stdout) == (2, "")
-    (line,) = done.stderr.splitlines()
-    assert what in line
+def test_the_users_words_are_untouched(words, options, command):
+    assert split(words) == (options, tuple(command))
 
 
-def test_a_launcher_that_is_not_here(launch, tmp_path):
-    done = launch("--launcher", "srun", sys.executable, env={"PATH": str(tmp_path)})
-    assert (done.returncode, done.stdout) == (127, "")
-    assert "no srun on PATH" in done.stderr
+@pytest.mark.parametrize(
+    ("code", "run"),
+    [
+        ("'import os; os.getpid()'", "import os; os.getpid()"),  # as quotes within quotes arrive
+        ('"print(1)"', "print(1)"),
+        *((code, code) for code in ("print('x')", "'a' in 'b' or exit('b')", "'a' + f('b')",
+                                    "'a' 'b'", "'a\\nb'", "'", "")),
+    ],
+)  # fmt: skip
+def test_quotes_around_the_whole_code_are_taken_off(code, run):
+    assert split(["-c", code, "'x'"]) == ({}, (sys.executable, "-c", run, "'x'"))
 
 
-def test_words_for_the_launcher_itself(launch):
-    done = launch("--dry-run", "--json", "--launcher-args", "-l --pmi-port 'a b'", "true")
-    argv = json.loads(done.stdout)["argv"]
-    assert argv[argv.index("-l") :][:3] == ["-l", "--pmi-port", "a b"]
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--nprocs", "2", "true"], "unknown option '--nprocs'; did you mean --nproc? options of"),
+        (["--zzz", "true"], "unknown option '--zzz'; see ezpz-launch --help; options of"),
+        (["-nfour", "true"], "unknown option '-nfour'"),
+        (["-n"], "-n needs a value; expected -n N"),
+        (["-n", "--", "true"], "-n needs a value"),
+        (["-n", "1", "--nproc", "2", "true"], "--nproc is given twice"),
+        (["--dry-run=yes", "true"], "--dry-run='yes': --dry-run takes no value"),
+        *(
+            ([word, "2", "true"], f"unknown option {word!r}; did you mean {meant}? ")
+            for meant, words in {
+                "-n": ["-np", "-np=2", "--np", "--ntasks=2"],
+                "--ppn": ["-ppn", "--nproc-per-node", "--nproc_per_node=2", "--ntasks-per-node"],
+                "-N": ["--nnodes"],
+                "--nodes": ["-nodes"],
+                "--machine": ["-machine"],
+                "--env": ["-env", "-x"],
+                "--hostfile": ["-hostfile", "-f"],
+            }.items()
+            for word in words
+        ),
+    ],
+)
+def test_what_is_no_option_of_ours(words, message):
+    with pytest.raises(UsageError) as caught:
+        split(words)
+    assert message in str(caught.value)
 
 
-def test_slots_of_a_hostfile_are_planned(launch, tmp_path):
-    (tmp_path / "hosts").write_text("a slots=2\nb slots=2\n")
-    planned = launch("--dry-run", "--json", "--hostfile", str(tmp_path / "hosts"), "true")
-    assert json.loads(planned.stdout)["ranks_per_host"] == [2, 2]
-
-
-def test_what_is_asked_of_a_running_launch_is_explained(launch):
-    asked = ["--log-dir", "/logs", "--tee", "--only-ranks", "0,2-3", "--grace", "1m", "--retries=2"]
-    done = launch("--dry-run", "-n", "4", *asked, "true")
-    assert done.returncode == 0
-    for row in (
-        "output /logs, there and here (--log-dir, --tee)",
-        "output shown of ranks 0,2-3 (--only-ranks)",
-        "SIGTERM to SIGKILL 60 s (--grace)",
-        "retries up to 2 (--retries)",
-    ):
-        assert row in " ".join(done.stdout.split())
-    plain = launch("--dry-run", "-n", "4", "true").stdout
-    assert not any(word in plain for word in ("--log-dir", "--grace", "--retries", "--nested"))
-    told = json.loads(launch("--dry-run", "--json", *asked, "-n", "4", "true").stdout)
-    assert told["settings"]["SIGTERM to SIGKILL"] == "60 s"
-
-
-ALL = [
-    "-n", "4", "--ppn=2", "-N2", "--hostfile", "h", "--include", "a[1-2]", "--exclude", "0007",
-    "--launcher", "spawn", "--machine", "polaris", "--option", "depth", "--option", "nccl-ofi",
-    "--cpu-bind", "0-3", "--env", "A=1", "--env", "B=[1]", "--one-device", "--log-dir", "1e3",
-    "--tee", "--only-ranks", "2,0-1", "--prefix", "--idle-timeout", "10m", "--grace", "2.5",
-    "--signal-before", "1h", "--retries", "3", "--nested", "--launcher-args", "-a 'b c'",
-    "--dry-run", "--json", "true",
-]  # fmt: skip
+def test_the_option_surface_is_frozen():
+    surface = [" ".join(filter(None, (o.name, o.short, o.value, "*" * o.many))) for o in OPTIONS]
+    assert surface == [
+        "nproc n N", "ppn N", "nodes N N", "hostfile FILE", "include LIST", "exclude LIST",
+        "launcher KIND", "machine NAME", "option NAME *", "cpu-bind LIST", "env K=V *",
+        "one-device", "log-dir DIR", "tee", "only-ranks LIST", "prefix", "idle-timeout TIME",
+        "grace TIME", "signal-before TIME", "retries N", "nested", "launcher-args TEXT", "dry-run",
+        "json", "module m MODULE", "code c CODE", "version", "help h",
+    ]  # fmt: skip
+    assert KINDS == ("hydra", "openmpi", "pals", "spawn", "srun", "torchrun")
 
 
 def test_every_option_reaches_the_request():
-    assert _options.request_of(*split(ALL)) == Request(
-        command=("true",),
-        nproc=4,
-        ppn=2,
-        nodes=2,
-        hostfile="h",
-        include="a[1-2]",
-        exclude="0007",
-        launcher="spawn",
-        machine="polaris",
-        options=("depth", "nccl-ofi"),
-        cpu_bind="0-3",
-        env=("A=1", "B=[1]"),
-        one_device=True,
-        log_dir="1e3",
-        tee=True,
-        only_ranks=(0, 1, 2),
-        prefix=True,
-        idle_timeout=600.0,
-        grace=2.5,
-        signal_before=3600.0,
-        retries=3,
-        nested=True,
-        launcher_args=("-a", "b c"),
-        dry_run=True,
-        json=True,
+    words = (
+        "-n 4 --ppn=2 -N2 --hostfile h --include a[1-2] --exclude 0007 --launcher spawn "
+        "--machine polaris --option depth --option nccl-ofi --cpu-bind 0-3 --env A=1 --env B=[1] "
+        "--one-device --log-dir 1e3 --tee --only-ranks 2,0-1 --prefix --idle-timeout 10m "
+        "--grace 2.5 --signal-before 1h --retries 3 --nested --launcher-args \"-a 'b c'\" "
+        "--dry-run --json"
     )
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["true"],
-        ["-n", "3", "true"],
-        ["-n", "007", "true"],
-        ["-n", "1_0", "true"],
-        ["-n", "two", "true"],
-        ["--retries", "0", "true"],
-        ["--retries=-1", "true"],
-        ["-n", "3", "--tee", "true"],
-        ["--grace", "soon", "true"],
-        ["--only-ranks", "3-1", "true"],
-        ALL,
-    ],
-)
-def test_fire_makes_the_same_request_of_every_option(words):
-    def outcome(build):
-        try:
-            return build(*split(words))
-        except LaunchError as error:
-            return str(error)
-
-    assert outcome(_options.request_of) == outcome(_options._request_by_fire)
-
-
-def test_common_options_do_without_fire():
-    code = (
-        "import sys; from ezpz_launch import _argv, _options;"
-        f"_options.request_of(*_argv.split({ALL!r}));"
-        "print({'fire', 'asyncio'} & set(sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n"
+    request = requested(*shlex.split(words))
+    assert request == Request(
+        command=("true",), nproc=4, ppn=2, nodes=2, hostfile="h", include="a[1-2]", exclude="0007",
+        launcher="spawn", machine="polaris", options=("depth", "nccl-ofi"), cpu_bind="0-3",
+        env=("A=1", "B=[1]"), one_device=True, log_dir="1e3", tee=True, only_ranks=(0, 1, 2),
+        prefix=True, idle_timeout=600.0, grace=2.5, signal_before=3600.0, retries=3, nested=True,
+        launcher_args=("-a", "b c"), dry_run=True, json=True,
+    )  # fmt: skip
+    plain = Request(("true",))
+    unset = [f for f in dataclasses.fields(Request) if getattr(plain, f.name) != f.default]
+    assert [field.name for field in unset] == ["command"]
+    changed = [f for f in dataclasses.fields(Request) if getattr(request, f.name) == f.default]
+    assert changed == [], "every option is in this test"
+    assert (plain.idle_timeout, plain.grace, plain.signal_before, plain.retries) == (0, 7, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -188,12 +128,105 @@ def test_common_options_do_without_fire():
     [("0", 0), ("90", 90), ("1.5", 1.5), ("90s", 90), ("10m", 600), ("2h", 7200), (".5m", 30)],
 )
 def test_times(text, seconds):
-    assert _options.request_of({"idle-timeout": text}, ("true",)).idle_timeout == seconds
+    assert requested("--idle-timeout", text).idle_timeout == seconds
 
 
 @pytest.mark.parametrize(
-    "text", ["", "s", ".", "-1", "1e3", "nan", "inf", "1_0", "10 m", "1d", "٣"]
+    ("flag", "texts", "message"),
+    [
+        ("--grace", ["", "s", ".", "-1", "1e3", "nan", "inf", "1_0", "10 m", "1d", "٣"],
+         "expected a time of 0 or more: 90, 1.5, 90s, 10m, 2h"),
+        ("-n", ["two", "", "1.5", "1_0", "٣"], "expected a whole number"),
+        ("--only-ranks", ["3-1", "", "1-", "a", "٣"], "expected ranges such as 0,4-7"),
+        ("--launcher-args", ["--x 'y"], "No closing quotation; expected words quoted as in a"),
+    ],
+)  # fmt: skip
+def test_text_that_is_no_value_of_its_option(flag, texts, message):
+    for text in texts:
+        with pytest.raises(LaunchError) as caught:
+            requested(flag, text)
+        assert str(caught.value).startswith(f"{flag} ")
+        assert message in str(caught.value), text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"nproc": 0}, "-n 0: expected at least 1 rank"),
+        ({"ppn": -1}, "--ppn -1: expected at least 1 rank"),
+        ({"nodes": 0}, "-N 0: expected at least 1 host"),
+        ({"retries": -1}, "--retries -1: expected 0 or more"),
+        ({"grace": -1.0}, "--grace -1.0: expected 0 seconds or more"),
+        ({"idle_timeout": float("nan")}, "--idle-timeout nan: expected 0 seconds or more"),
+        ({"signal_before": float("inf")}, "--signal-before inf: expected 0 seconds or more"),
+        ({"only_ranks": ()}, "--only-ranks (): expected ranks from 0"),
+        ({"only_ranks": (-1,)}, "--only-ranks"),
+        ({"launcher": "mpirun"}, "--launcher mpirun: expected one of auto, mpiexec, hydra, "),
+        ({"env": ("A=1", "A")}, "--env 'A': expected NAME=VALUE"),
+        ({"env": ("1A=b",)}, "--env '1A=b': expected NAME=VALUE"),
+        ({"tee": True}, "--tee: expected --log-dir DIR beside it"),
+        ({"json": True}, "--json: expected --dry-run beside it"),
+        ({"command": ()}, "no command"),
+    ],
 )
-def test_what_is_no_time(text):
-    with pytest.raises(LaunchError, match=r"--grace .*expected a time of 0 or more"):
-        _options.request_of({"grace": text}, ("true",))
+def test_requests_that_cannot_be(options, message):
+    with pytest.raises(UsageError) as caught:
+        Request(**{"command": ("python", "train.py"), **options})
+    assert str(caught.value).startswith(message)
+
+
+def test_what_a_dry_run_says_of_the_options():
+    words = "--log-dir /l --tee --only-ranks 0,2-3 --grace 1m --retries=2 --prefix --one-device"
+    assert settings(requested(*words.split())) == [
+        ("devices of a rank", "its own only", "--one-device"),
+        ("output", "/l, there and here", "--log-dir, --tee"),
+        ("output shown", "of ranks 0,2-3", "--only-ranks"),
+        ("lines begin with", "[rank@host]", "--prefix"),
+        ("SIGTERM to SIGKILL", "60 s", "--grace"),
+        ("retries", "up to 2", "--retries"),
+    ]
+    assert settings(requested("-n", "2", "--grace", "7")) == []
+    assert settings(requested("--log-dir", "/l")) == [("output", "/l, there only", "--log-dir")]
+
+
+# The page of --help.
+
+LINES = help_page().splitlines()
+VALUES = {"N": "2", "TIME": "10m", "K=V": "A=1", "KIND": "spawn", "LIST": "0-3"}
+
+
+@pytest.mark.parametrize("option", OPTIONS, **BY_ID)
+def test_every_option_is_on_the_page_and_taken_as_it_is_written(option):
+    start = f"-{option.short}, --{option.name}" if option.short else f"--{option.name}"
+    (row,) = [line for line in LINES if line.strip().startswith(f"{start} ")]
+    flags, _, text = row.strip().partition("  ")
+    assert flags == f"{start} {option.value}".rstrip()
+    assert text.strip() == option.help != ""
+    value = [VALUES.get(option.value, "x")] if option.value else []
+    for flag in filter(None, (f"--{option.name}", option.short and f"-{option.short}")):
+        options, command = split([flag, *value, "--", "true"])
+        if option.last:
+            assert command[1:] == (f"-{option.short}", *value, "--", "true")
+        else:
+            text = value[0] if value else True
+            assert (options, command) == ({option.name: [text] if option.many else text}, ("true",))
+
+
+def test_the_page_fits_the_screen():
+    assert len(LINES) <= 50
+    assert max(map(len, LINES)) <= 100
+    assert all(line == line.rstrip() for line in LINES)
+    assert LINES[0] == f"usage: {USAGE}"
+    rows = LINES[LINES.index("options:") + 1 :][: len(OPTIONS)]
+    assert len({row.index(option.help) for row, option in zip(rows, OPTIONS, strict=True)}) == 1
+    rows = LINES[LINES.index("examples:") + 1 :][: len(EXAMPLES)]
+    assert len({row.index(what, 61) for row, (_, what) in zip(rows, EXAMPLES, strict=True)}) == 1
+
+
+@pytest.mark.parametrize("example", [words for words, _ in EXAMPLES])
+def test_every_example_is_understood(example):
+    program, *words = shlex.split(example)
+    assert program == "ezpz-launch"
+    options, command = split(words)
+    # each option is of the kind that its value is checked for
+    assert request_of(options, command).command == command != ()

@@ -1,22 +1,151 @@
-"""What ranks write reaches us as it is; what becomes of it is no reason to stop training."""
+"""What ranks write reaches us as it is, reports apart; what becomes of it stops no training."""
 
+import json
 import os
+import random
 import select
 import signal
 import subprocess
 import sys
+import time
 import tty
 
 import pytest
+
+from ezpz_launch._output import Reports
+
+ID = "20260101T000000000001Z-42-abcdef.0"
+
+
+def copy(what, rank, value, launch_id=ID):
+    words = f"{what} {rank} {value}"
+    return f"\x1eezpz {launch_id} {words}|{words}\x1f\n".encode()
+
+
+def twice(*report):
+    return copy(*report) * 2
+
+
+def sifted(*chunks):
+    reports, kept, found = Reports(ID), b"", []
+    for chunk in chunks:
+        more, reported = reports.feed(chunk)
+        kept, found = kept + more, found + reported
+    return kept + reports.rest(), found
+
+
+STREAMS = {
+    "nothing": (b"", []),
+    "a line": (b"a line\n", []),
+    "no text at all": (bytes(range(256)), []),
+    "separators": (b"\x1e\x1e\x1f\n\x1e \x1f\x1f\n\x1eezpz\x1f\n\x1e", []),
+    "another launch": (copy("start", 0, 7, "other.0"), []),
+    "the next attempt": (copy("end", 0, 7, ID[:-1] + "10"), []),
+    "an id that goes on": (copy("end", 0, 7, ID + "1"), []),
+    "the beginning of one": (b"x\x1eezpz " + ID[:10].encode(), []),
+    "no report after all": (b"a\x1eezpz " + ID[:10].encode() + b"!\x1f\n", []),
+}
+
+
+@pytest.mark.parametrize("name", STREAMS)
+@pytest.mark.parametrize("between", [False, True], ids=["alone", "between reports"])
+def test_what_is_no_report_is_kept_at_every_boundary(name, between):
+    data, reports = STREAMS[name]
+    stream, expected = data, reports
+    if between:
+        stream = twice("start", 3, 4711) + data + b"\n" + twice("end", 3, 139)
+        data += b"\n"
+        expected = [("start", 3, 4711)] * 2 + [("end", 3, 139)] * 2
+    for cut in range(len(stream) + 1):
+        assert sifted(stream[:cut], stream[cut:]) == (data, expected), cut
+    assert sifted(*(stream[i : i + 1] for i in range(len(stream)))) == (data, expected)
+
+
+def test_every_way_to_cut_it_twice():
+    stream = b"a" + copy("end", 0, 1) + b"\x1eb" + copy("start", 0, 1)
+    for first in range(len(stream)):
+        for second in range(first, len(stream)):
+            chunks = (stream[:first], stream[first:second], stream[second:])
+            kept, found = sifted(*chunks)
+            assert (kept, found) == (b"a\x1eb", [("end", 0, 1), ("start", 0, 1)]), (first, second)
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        pytest.param(b"other\n", id="line"),
+        pytest.param(b"\x1e", id="separator"),
+        pytest.param(b"\xff\x00", id="bytes"),
+        pytest.param(b"x" * 159, id="long"),
+        pytest.param(b"x" * 500, id="longer"),
+        pytest.param(twice("end", 5, 6), id="another report"),
+    ],
+)
+def test_a_piece_of_another_rank_between(piece):
+    """srun and Open MPI cut a stream anywhere: one of the copies is whole, and is heard."""
+    own = [("end", 5, 6)] if piece == twice("end", 5, 6) else []
+    for cut in range(1, 2 * len(copy("start", 3, 4711))):
+        whole = twice("start", 3, 4711)
+        kept, found = sifted(whole[:cut] + piece + whole[cut:])
+        assert set(found) == {("start", 3, 4711), *own}, cut
+        if not own:
+            assert piece in kept, cut
+
+
+@pytest.mark.parametrize("piece", [b"7\n", b"7"])
+def test_digits_of_another_rank_between(piece):
+    whole = twice("end", 1, 3)
+    for cut in range(1, len(whole)):
+        _, found = sifted(whole[:cut] + piece + whole[cut:])
+        assert set(found) == {("end", 1, 3)}, cut
+
+
+@pytest.mark.parametrize(
+    "words", ["start 1", "start 1 2 3", "start x 2", "start 1 -2", "start 1 2.5", "", "start ² 1"]
+)
+def test_what_is_damaged_is_no_report(words):
+    _, found = sifted(f"\x1eezpz {ID} {words}|{words}\x1f\n".encode())
+    assert found == []
+
+
+def test_little_is_held_back():
+    reports = Reports(ID)
+    start = f"\x1eezpz {ID} ".encode()
+    for chunk in (start, *[b"x" * 7] * 1000, b"\x1e" * 1000, *[start] * 1000):
+        reports.feed(chunk)
+        assert len(reports._held) < 200
+
+
+def test_ten_megabytes_of_anything_with_reports_between():
+    chance = random.Random(1)
+    pieces = [os.urandom(1 << 16) for _ in range(160)]
+    stream = b"".join(piece + twice("start", rank, 1) for rank, piece in enumerate(pieces))
+    chunks, at = [], 0
+    while at < len(stream):
+        size = chance.randrange(1, 1 << 16)
+        chunks.append(stream[at : at + size])
+        at += size
+    kept, found = sifted(*chunks)
+    assert kept == b"".join(pieces)
+    assert found == [("start", rank, 1) for rank in range(160) for _ in range(2)]
+
+
+def test_a_megabyte_of_separators_is_no_work():
+    began = time.process_time()
+    chunk = b"\x1e" * (1 << 16)
+    assert sifted(*[chunk] * 4) == (chunk * 4, [])
+    assert time.process_time() - began < 20
+
+
+# copying
 
 # Copies fds 3 and 4 to 1 and 2, until their end, then tells on 5 what it saw.
 COPIER = """
 import json, os, sys, time
 from ezpz_launch._output import Output
-from ezpz_launch._output import Reports
 woken = []
-output = Output((Reports("ID"), Reports("ID")), lambda: woken.append(1))
-output.copy(3, 4)
+output = Output("ID", lambda: woken.append(1))
+output.copy(os.fdopen(3, "rb", 0), os.fdopen(4, "rb", 0))
 output.drain(float(sys.argv[1]), lambda: False)
 seen = [output.take_reports(), output.nobody_reads, len(output.tail), bool(woken)]
 os.write(5, json.dumps(seen).encode())
@@ -43,7 +172,7 @@ def copied(first, second, patience=60, **streams):
         out, err = copier.communicate(timeout=60)
         assert copier.returncode == 0, err
         with os.fdopen(pipes[2][0]) as told:
-            seen = __import__("json").loads(told.read())
+            seen = json.loads(told.read())
     finally:
         copier.kill()
         feeder.kill()
@@ -72,21 +201,15 @@ def test_what_looked_like_a_report_at_the_end():
     assert err == b"a\x1eez"
 
 
-def test_nobody_reads_standard_output():
+@pytest.mark.parametrize(("stream", "ends"), [("stdout", True), ("stderr", False)])
+def test_no_one_reads(stream, ends):
     read, write = os.pipe()
     os.close(read)
-    _, err, seen = copied("seq 300000", "echo still here", stdout=write)
-    os.close(write)
-    assert (err, seen[1]) == (b"still here\n", True)
-
-
-def test_nobody_reads_standard_error():
-    read, write = os.pipe()
-    os.close(read)
-    out, _, seen = copied("echo still here", "seq 300000", stderr=write)
+    words = ["seq 300000", "echo still here"]
+    out, err, seen = copied(*(words if ends else words[::-1]), **{stream: write})
     os.close(write)
     # only `| head` ends a program
-    assert (out, seen[1]) == (b"still here\n", False)
+    assert (err if ends else out, seen[1]) == (b"still here\n", ends)
 
 
 def test_a_full_disk_is_said_once():
@@ -215,15 +338,7 @@ def test_with_blocked_standard_error_survivors_are_ended(background, until, tmp_
     until((tmp_path / "bye").exists)
 
 
-@pytest.mark.parametrize(
-    "closed",
-    [
-        "<&-",
-        ">&-",
-        "2>&-",
-        "<&- >&- 2>&-",
-    ],
-)
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_streams_that_are_closed(clean_env, closed):
     words = [sys.executable, "-m", "ezpz_launch", "--launcher", "spawn", "-n", "2", "sh", "-c"]
     done = subprocess.run(

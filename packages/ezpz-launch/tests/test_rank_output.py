@@ -1,7 +1,6 @@
-"""The pump as the rank shim starts it: a process of its own, around real commands."""
+"""The pump, as the rank shim starts it and as the smallest launcher: around real commands."""
 
 import contextlib
-import importlib.util
 import os
 import select
 import signal
@@ -12,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
-# It is a program: found, never imported here.
-FOLDER = Path(importlib.util.find_spec("ezpz_launch").origin).parent
-PUMP = [sys.executable, "-I", "-S", str(FOLDER / "rank_output.py"), "3", "nid01"]
+from ezpz_launch._agent import is_running
+from ezpz_launch.launchers.spawn import SPAWN
+
+# It is a program, never imported here.
+PUMP = [sys.executable, "-I", "-S", SPAWN, "3", "nid01"]
 HEAD = b"[3@nid01] "
 
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells or does this")
@@ -326,14 +327,6 @@ def test_a_killed_pump_takes_the_command_with_it():
             time.sleep(0.02)
 
 
-def is_running(pid):
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"
-
-
 # the command
 
 
@@ -383,8 +376,10 @@ def test_it_is_found_as_a_shell_finds_it(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "words", [[], ["0"], ["0", "h", "--", ""][:3], ["0", "h", "-x", "--", "a"]]
-)
+    "words",
+    [[], ["0"], ["0", "h", "--"], ["0", "h", "-x", "--", "a"], ["-n"], ["-n", "2"], ["2", "true"],
+     ["-n", "two", "true"]],
+)  # fmt: skip
 def test_a_wrong_call_is_one_line(words):
     done = subprocess.run([*PUMP[:4], *words], capture_output=True, check=False, timeout=60)
     assert (done.returncode, done.stdout) == (2, b"")
@@ -393,10 +388,79 @@ def test_a_wrong_call_is_one_line(words):
 
 def test_it_imports_next_to_nothing():
     code = (
-        "import sys; sys.path.append(sys.argv[1]); import rank_output\n"
+        "import os, sys; sys.path.append(os.path.dirname(sys.argv[1])); import rank_output\n"
         "heavy = {'signal', 'enum', 're', 'typing', 'collections', 'subprocess', 'selectors'}\n"
         "print(heavy & set(sys.modules))"
     )
-    words = [sys.executable, "-I", "-S", "-c", code, str(FOLDER)]
+    words = [sys.executable, "-I", "-S", "-c", code, SPAWN]
     out = subprocess.run(words, capture_output=True, text=True, check=True).stdout
     assert out.strip() == "set()"
+
+
+# several ranks of this host
+
+
+SPAWNER = [*PUMP[:4], "-n"]
+
+
+def spawned(size, *command):
+    words = [*SPAWNER, str(size), *command]
+    return subprocess.run(words, capture_output=True, check=False, timeout=60)
+
+
+def test_each_rank_knows_its_place_and_has_none_of_our_files():
+    code = (
+        "import os; env = os.environ; open_ = [fd for fd in range(3, 60) if "
+        "os.path.exists(f'/proc/self/fd/{fd}')]\n"
+        "print(env['EZPZ_SPAWN_RANK'], env['EZPZ_SPAWN_SIZE'], os.getpgrp() == os.getpid(), open_)"
+    )
+    done = spawned(3, sys.executable, "-I", "-S", "-c", code)
+    assert sorted(done.stdout.decode().splitlines()) == [f"{n} 3 True []" for n in range(3)]
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize(
+    ("script", "status"),
+    [
+        ("exit 0", 0),
+        ("exit $EZPZ_SPAWN_RANK", 2),
+        ("exit 255", 255),
+        ("kill -9 $$", 137),
+        ("kill -TERM $$", 143),
+        ("[ $EZPZ_SPAWN_RANK = 1 ] && kill -9 $$; exit 3", 137),
+        ("exec no-such-program 2>&-", 127),
+    ],
+)
+def test_the_largest_exit_status(script, status):
+    assert spawned(3, "sh", "-c", script).returncode == status
+
+
+def test_lines_of_several_ranks_are_whole():
+    code = (
+        "import os\n"
+        "rank = os.environ['EZPZ_SPAWN_RANK'].encode()\n"
+        "for _ in range(300):\n"
+        "    for piece in (rank * 400, rank * 400, b'\\n'):\n"
+        "        os.write(1, piece); os.write(2, piece)\n"
+    )
+    done = spawned(3, sys.executable, "-I", "-S", "-c", code)
+    for stream in (done.stdout, done.stderr):
+        lines = sorted(stream.split(b"\n"))
+        assert lines == [b""] + [b"%d" % rank * 800 for rank in range(3) for _ in range(300)]
+
+
+def test_ten_megabytes_without_a_line():
+    code = "import os\nfor _ in range(10): os.write(1, bytes(1 << 20))"
+    assert spawned(2, sys.executable, "-I", "-S", "-c", code).stdout == bytes(20 << 20)
+
+
+def test_sigterm_reaches_every_rank_and_what_it_started(process, until):
+    script = "trap 'echo bye; exit 9' TERM; sleep 600 & echo $!; wait"
+    spawner = process(*SPAWNER, "2", "sh", "-c", script, stdout=-1)
+    pids = [int(spawner.stdout.readline()) for _ in range(2)]
+    # a shell's child hears nothing until it has become its program
+    until(lambda: all(Path(f"/proc/{pid}/comm").read_text() == "sleep\n" for pid in pids))
+    spawner.terminate()
+    assert spawner.stdout.read() == b"bye\n" * 2
+    assert spawner.wait(120) == 9
+    until(lambda: not any(map(is_running, pids)))

@@ -301,6 +301,9 @@ ZE = "ZE_AFFINITY_MASK"
         (GPUS, 1, {}, ("1", {})),
         (ONE, 1, {}, ("0", {CUDA: "1"})),
         (ONE, 5, {}, ("0", {CUDA: "1"})),
+        (GPUS, 5, {}, ("1", {})),
+        # a list that the user made, to hide them
+        (ONE, 1, {CUDA: ""}, ("1", {CUDA: ""})),
         # a list that the scheduler made
         (GPUS, 1, {CUDA: "2,3"}, ("1", {CUDA: "2,3"})),
         (GPUS, 3, {CUDA: "2,3"}, ("1", {CUDA: "2,3"})),
@@ -327,15 +330,6 @@ def test_devices(variables, control, local, env, seen):
     lists = {name: found[name] for name in (CUDA, HIP, ROCR, ZE) if name in found}
     assert (found["LOCAL_RANK"], lists) == seen
     assert found["EZPZ_LOCAL_RANK"] == str(local)
-
-
-def test_more_ranks_than_devices_without_a_list(variables):
-    place = {"PMI_RANK": "5", "MPI_LOCALRANKID": "5", "PMI_SIZE": "8"}
-    assert variables(place, control=GPUS, nproc=8, ppn=8)["LOCAL_RANK"] == "1"
-
-
-def test_devices_that_the_user_hides(variables):
-    assert variables({"CUDA_VISIBLE_DEVICES": ""}, control=ONE)["CUDA_VISIBLE_DEVICES"] == ""
 
 
 SAYS = ("sh", "-c", "echo out; echo err >&2")

@@ -1,55 +1,68 @@
+"""A launch from its log folder to its last attempt, with real ranks; the policy, and the job's end.
+
+The answers of scontrol and qstat are those captured from Slurm 22.05.8 and OpenPBS 23.06.
+"""
+
+import json
+import os
+import signal
+import socket
 import subprocess
 import sys
+import time
+from dataclasses import replace
+from datetime import UTC, datetime
 
 import pytest
 
-from ezpz_launch._retry import Attempt, Retries, ends_with_import_error
+from ezpz_launch import LaunchError, Request, UsageError, main
+from ezpz_launch._cli import _planned
+from ezpz_launch._launch import Outcome
+from ezpz_launch._retry import (
+    Retries,
+    UnansweredError,
+    _Attempts,
+    _hostfile,
+    ends_with_import_error,
+    job_end,
+    time_limit,
+    when_to_signal,
+)
+from ezpz_topo import Allocation, detect, get_allocation
+
+# What is tried again.
 
 
 @pytest.mark.parametrize(
-    ("attempt", "why"),
+    ("exit_status", "more", "why"),
     [
-        (Attempt(0), "it succeeded"),
-        (Attempt(2), "usage error"),
-        (Attempt(75), "requeued"),
-        (Attempt(126), "cannot be executed"),
-        (Attempt(127), "not found"),
-        (Attempt(130, told=True), "told to end"),
-        (Attempt(143, told=True), "told to end"),
-        (Attempt(1, told=True), "told to end"),
-        (Attempt(1, import_error=True), "failed import"),
+        (2, {}, "usage error"),
+        (75, {}, "means checkpointed, to be requeued"),
+        (126, {}, "cannot be executed"),
+        (127, {}, "not found"),
+        (143, {"told": True}, "told to end"),
+        (1, {"told": True}, "told to end"),
+        (1, {"import_error": True}, "failed import"),
     ],
 )
-def test_what_another_attempt_does_not_mend(attempt, why):
-    decision = Retries(5).decide(attempt)
-    assert (decision.retry, decision.pause) == (False, 0.0)
-    assert why in decision.why
+def test_what_another_attempt_does_not_mend(exit_status, more, why):
+    pause, said = Retries(5).decide(exit_status, **more)
+    assert pause is None
+    assert why in said
 
 
 @pytest.mark.parametrize("status", [1, 3, 124, 134, 137, 139, 143, 255])
 def test_what_another_attempt_can_mend(status):
-    decision = Retries(1).decide(Attempt(status))
-    assert (decision.retry, decision.pause) == (True, 1.0)
-    assert decision.why == f"exit status {status}: retry 1 of 1 in 1 s"
+    assert Retries(1).decide(status) == (1.0, f"exit status {status}: retry 1 of 1 in 1 s")
 
 
-def test_the_pause_doubles_up_to_a_minute():
+def test_the_pause_doubles_up_to_a_minute_and_no_more_than_allowed():
     retries = Retries(2000)
-    pauses = [retries.decide(Attempt(1, progress=step)).pause for step in range(2000)]
+    decisions = [retries.decide(1, progress=step) for step in range(2001)]
+    pauses = [pause for pause, _ in decisions]
     assert pauses[:8] == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
-    assert set(pauses[8:]) == {60.0}
-
-
-def test_no_more_than_allowed():
-    retries = Retries(2)
-    decisions = [retries.decide(Attempt(1, progress=step)) for step in range(3)]
-    assert [decision.retry for decision in decisions] == [True, True, False]
-    assert decisions[2].why == "all retries are used (2)"
-    assert retries.done == 2
-    none = Retries(0).decide(Attempt(1))
-    assert (none.retry, none.why) == (False, "no --retries")
-    with pytest.raises(ValueError, match="expected 0 or more"):
-        Retries(-1)
+    assert set(pauses[8:-1]) == {60.0}
+    assert decisions[-1] == (None, "all retries are used (2000)")
 
 
 @pytest.mark.parametrize(
@@ -59,7 +72,7 @@ def test_no_more_than_allowed():
         ([0, 0, 0], [True, True, False]),
         ([10, 20, 30, 30, 30], [True, True, True, True, False]),
         ([10, 10, 20, 20, 30], [True] * 5),
-        # a restart from an earlier check-point is no progress until it is past the highest
+        # a restart from an earlier checkpoint is no progress until it is past the highest
         ([10, 5, 7], [True, True, False]),
         ([10, 5, 11, 5, 12], [True] * 5),
         ([10, None, None], [True, True, False]),
@@ -68,20 +81,12 @@ def test_no_more_than_allowed():
 )
 def test_two_attempts_in_a_row_without_progress_are_the_last(steps, retried):
     retries = Retries(100)
-    decisions = [retries.decide(Attempt(1, progress=step)) for step in steps]
-    assert [decision.retry for decision in decisions] == retried
-    for decision in decisions:
-        assert ("2 attempts in a row without progress" in decision.why) is not decision.retry
-
-
-def test_why_names_the_highest_step():
-    retries = Retries(9)
-    for step in (40, 30):
-        assert retries.decide(Attempt(1, progress=step)).retry
-    assert "(step 40 is the highest)" in retries.decide(Attempt(1, progress=30)).why
-    retries = Retries(9)
-    assert retries.decide(Attempt(1)).retry
-    assert "(none reported any)" in retries.decide(Attempt(1)).why
+    highest = max((step for step in steps if step is not None), default=None)
+    best = "none reported any" if highest is None else f"step {highest} is the highest"
+    for step, expected in zip(steps, retried, strict=True):
+        pause, why = retries.decide(1, progress=step)
+        assert (pause is not None) is expected
+        assert (f"2 attempts in a row without progress ({best})" in why) is not expected
 
 
 @pytest.mark.parametrize(
@@ -105,3 +110,455 @@ def test_python_that_cannot_import(code, expected):
     assert ends_with_import_error(stderr) is expected
     prefixed = b"".join(b"[3@nid001] " + line for line in stderr.splitlines(keepends=True))
     assert ends_with_import_error(prefixed) is expected
+
+
+# Attempts.
+
+
+@pytest.fixture
+def spawned(launch):
+    """Run ezpz-launch with the spawner."""
+
+    def run(*words, **options):
+        return launch("--launcher", "spawn", *words, **options)
+
+    return run
+
+
+def test_retries_until_it_succeeds(spawned):
+    script = (
+        "echo $RANK $EZPZ_ATTEMPT $TORCHELASTIC_RESTART_COUNT $MASTER_PORT; "
+        "[ $RANK = 0 ] || [ $EZPZ_ATTEMPT -ge 1 ] || exit 9"
+    )
+    done = spawned("-n", "2", "--retries", "3", "sh", "-c", script)
+    assert done.returncode == 0, done.stderr
+    seen = sorted(line.split() for line in done.stdout.splitlines())
+    assert [words[:3] for words in seen] == [
+        ["0", "0", "0"], ["0", "1", "1"], ["1", "0", "0"], ["1", "1", "1"],
+    ]  # fmt: skip
+    # ranks of an attempt agree; the next one has another port
+    ports = [{words[3] for words in seen if words[1] == attempt} for attempt in "01"]
+    assert [len(both) for both in ports] == [1, 1]
+    assert ports[0] != ports[1]
+    assert "exit status 9: retry 1 of 3 in 1 s" in done.stderr
+
+
+def test_without_retries_there_is_one_attempt(spawned):
+    done = spawned("-n", "1", "sh", "-c", "echo attempt $EZPZ_ATTEMPT; exit 9")
+    assert (done.returncode, done.stdout) == (9, "attempt 0\n")
+    assert "retry" not in done.stderr
+
+
+@pytest.mark.parametrize("options", [(), ("--prefix",), ("--log-dir", "logs")], ids=str)
+def test_a_failed_import_is_not_tried_again(spawned, tmp_path, options):
+    words = (sys.executable, "-c", "import no_such_module")
+    done = spawned("-n", "1", "--retries", "5", *options, *words, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "no retry: a failed import" in done.stderr
+
+
+def test_progress_is_what_keeps_it_going(spawned):
+    # a step forward, then none: after two more attempts it is given up
+    script = 'echo 7 >"$EZPZ_PROGRESS_FILE"; echo attempt $EZPZ_ATTEMPT; exit 9'
+    done = spawned("-n", "1", "--retries", "9", "sh", "-c", script, timeout=60)
+    assert done.returncode == 9
+    assert done.stdout.splitlines() == [f"attempt {number}" for number in range(3)]
+    assert "2 attempts in a row without progress (step 7 is the highest)" in done.stderr
+
+
+@pytest.mark.parametrize("after", [0.3, 0])
+def test_a_signal_during_the_pause_ends_it(background, clean_env, after):
+    script = 'echo $EZPZ_ATTEMPT >"$EZPZ_PROGRESS_FILE"; exit 9'
+    launch = background("-n", "1", "--retries", "9", "sh", "-c", script, stderr=-1)
+    for line in launch.stderr:
+        if b"retry 2 of 9" in line:  # a pause of 2 s
+            break
+    time.sleep(after)
+    launch.terminate()
+    assert launch.wait(120) == 143
+    assert b"retry 3" not in launch.stderr.read()
+    words = [sys.executable, "-m", "ezpz_launch", "history", "--json"]
+    told = subprocess.run(words, env=clean_env, capture_output=True, check=True)
+    (record,) = json.loads(told.stdout)
+    assert (record["state"], record["exit_status"], record["attempt"]) == ("ended", 143, 1)
+    how = {"host": os.uname().nodename, "status": 9, "how": "exited with status 9"}
+    assert record["first_failure"] == {"rank": 0, **how}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_launch_that_was_told_to_end_is_not_tried_again(background, tmp_path, until, number):
+    script = f"touch {tmp_path}/$EZPZ_ATTEMPT; exec sleep 600"
+    launch = background("-n", "1", "--retries", "3", "sh", "-c", script, stderr=-1)
+    until((tmp_path / "0").exists)
+    launch.send_signal(number)
+    assert launch.wait(120) == 128 + number
+    assert not (tmp_path / "1").exists()
+
+
+@pytest.mark.parametrize("value", ["0", "2", "15s", "1.5", "-5", "86401", "\u00b2", "9" * 5000])
+def test_a_node_timeout_that_is_none(monkeypatch, capsys, value):
+    monkeypatch.setenv("EZPZ_NODE_TIMEOUT", value)
+    assert main(["--launcher", "spawn", "-n", "1", "true"]) == 2
+    assert "expected whole seconds, from 3 to 86400" in capsys.readouterr().err
+
+
+# The run that each attempt is.
+
+RUN = """
+import gc, os, sys, threading
+from ezpz_launch import _run as module
+from ezpz_launch._launch import Control, Launch
+from ezpz_launch._run import run
+from ezpz_launch._plan import SHIM
+from ezpz_launch.launchers.spawn import SPAWN
+NAMES = ("EZPZ_SPAWN_RANK", "EZPZ_SPAWN_SIZE", "EZPZ_SPAWN_RANK")
+COMMON = dict(nproc=1, hosts=("localhost",), ppn=1, on_this_host=True,
+              environment=dict(os.environ), control=Control("ID.0", 5))
+
+def launch(*command, before=(), **more):
+    spawn = (sys.executable, "-I", "-S", SPAWN, "-n", "1")
+    argv = (*before, *spawn, "sh", SHIM, "spawn", "1", "1", *NAMES, "--", *command)
+    return Launch(argv=argv, **COMMON, **more)
+"""
+
+
+@pytest.fixture
+def run_loop(clean_env):
+    """Run a program that runs launches itself."""
+
+    def start(program):
+        words = [sys.executable, "-c", RUN + program]
+        return subprocess.run(words, env=clean_env, capture_output=True, check=False, timeout=60)
+
+    return start
+
+
+def test_a_signal_while_the_last_bytes_are_read_ends_it(run_loop):
+    """A launcher that leaves something behind which goes on writing to our pipe."""
+    done = run_loop("""
+module._DRAINED = 5.0  # a busy machine may be silent for 0.3 s
+threading.Timer(2, os.kill, (os.getpid(), 15)).start()
+outcome = run(Launch(argv=("sh", "-c", "while echo x; do sleep 0.1; done & exit 9"), **COMMON))
+sys.stderr.write(repr(outcome.told))
+sys.exit(outcome.exit_status)
+""")
+    assert b"SIGTERM" in done.stderr
+    assert done.returncode == 143
+
+
+def test_attempts_leave_no_file_open_and_close_no_other(run_loop):
+    done = run_loop("""
+gc.disable()
+counts = set()
+for _ in range(3):
+    run(launch('true'))
+    counts.add(len(os.listdir('/proc/self/fd')))
+files = [os.open('/dev/null', os.O_RDONLY) for _ in range(12)]
+gc.collect()
+print(len(counts), [os.path.exists(f'/proc/self/fd/{fd}') for fd in files].count(False))
+""")
+    assert done.stdout == b"1 0\n", done.stderr
+
+
+def test_a_signal_before_the_ranks_have_started_reaches_them(run_loop):
+    done = run_loop("""
+threading.Timer(0.3, os.kill, (os.getpid(), 15)).start()
+before = ("sh", "-c", 'sleep 0.8; exec "$@"', "_")
+script = "trap 'echo heard; exit 9' TERM; echo started; sleep 30 & wait"
+sys.exit(run(launch("sh", "-c", script, before=before, grace=4.0)).exit_status)
+""")
+    assert done.returncode == 143
+    # either it does not start, or it is told
+    assert done.stdout in (b"", b"started\nheard\n")
+
+
+def test_a_port_that_a_rank_finds_taken_ends_the_run(run_loop):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        done = run_loop(f"""
+taken = launch('sleep', '60')
+control = taken.control._replace(port={server.getsockname()[1]})
+print(run(taken._replace(control=control)).port_taken)
+""")
+    assert done.stdout == b"True\n", done.stderr
+
+
+@pytest.fixture
+def attempts(clean_env):
+    """The attempts of a launch of this host, not begun."""
+    request = Request(("true",), 1, launcher="spawn")
+    topology = detect(clean_env)
+    return _Attempts(_planned(topology, request, clean_env, is_here=True), topology, clean_env)
+
+
+@pytest.mark.parametrize(
+    ("more", "times"),
+    [
+        ({"free_at": 3}, 3),
+        ({}, 5),
+        ({"told": signal.SIGTERM}, 1),
+        ({"sources": {"MASTER_PORT": "--env"}}, 1),
+    ],
+    ids=str,
+)
+def test_a_taken_port_is_replaced_but_not_for_ever(attempts, more, times):
+    ports = []
+    if "sources" in more:
+        attempts._planned = replace(attempts._planned, sources=more["sources"])
+
+    def run():
+        ports.append(attempts._planned.environment["MASTER_PORT"])
+        return Outcome(1, told=more.get("told"), port_taken=len(ports) != more.get("free_at"))
+
+    attempts._run = run
+    assert attempts._attempt().port_taken != ("free_at" in more)
+    assert len(ports) == len(set(ports)) == times
+
+
+@pytest.fixture
+def reads_a_hostfile(monkeypatch):
+    monkeypatch.setattr("ezpz_launch._retry.needs_hostfile", lambda _: True)
+    monkeypatch.setattr("ezpz_launch._retry.hostfile_of", lambda _: ["alpha", "beta"])
+
+
+def test_a_hostfile_that_somebody_removes(attempts, tmp_path, reads_a_hostfile):
+    with _hostfile(attempts._planned, str(tmp_path)) as ready:
+        path = tmp_path / os.path.basename(ready.hostfile)
+        assert path.read_text() == "alpha\nbeta\n"
+        path.unlink()  # what cleans /tmp finds it old
+
+
+def test_nowhere_to_write_the_hostfile(attempts, tmp_path, reads_a_hostfile):
+    absent = str(tmp_path / "absent")
+    expected = pytest.raises(LaunchError, match="set TMPDIR to one")
+    with expected, _hostfile(attempts._planned, absent):
+        pytest.fail("not reached")
+
+
+# --log-dir.
+
+
+def test_a_log_folder_is_made_and_the_last_words_are_shown(spawned, tmp_path):
+    script = r"echo out; seq 30 >&2; printf '\377\376 no text' >&2; [ $RANK = 0 ] || exit 7"
+    done = spawned("-n", "2", "--log-dir", "a/b", "sh", "-c", script, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (7, "")
+    path = tmp_path / "a" / "b" / "rank-1.err"
+    assert (tmp_path / "a" / "b" / "rank-0.out").read_text() == "out\n"
+    words = [*(str(number) for number in range(1, 31)), "\ufffd\ufffd no text"]
+    assert path.read_text(errors="replace").splitlines() == words
+    said = done.stderr.splitlines()
+    start = said.index(f"ezpz-launch: the end of {path.relative_to(tmp_path)}:")
+    assert said[start + 1 : start + 21] == [f"  {word}" for word in words[-20:]]
+
+
+def test_old_logs_decide_nothing(spawned, tmp_path):
+    (tmp_path / "rank-0.err").write_text("Traceback (most recent call last):\nImportError: old\n")
+    options = ("-n", "1", "--retries", "1", "--log-dir", str(tmp_path))
+    done = spawned(*options, "sh", "-c", "exit 9")
+    assert "old" not in done.stderr
+    assert "retry 1 of 1" in done.stderr
+
+
+def test_a_log_folder_that_cannot_be_made(spawned, tmp_path):
+    (tmp_path / "file").touch()
+    done = spawned("-n", "1", "--log-dir", str(tmp_path / "file"), "touch", str(tmp_path / "ran"))
+    assert done.returncode == 2
+    said = f"--log-dir {tmp_path}/file: File exists; expected a folder that can be written"
+    assert done.stderr == f"ezpz-launch: {said}\n"
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_log_folder_that_cannot_be_written(spawned, tmp_path):
+    tmp_path.chmod(0o500)
+    done = spawned("-n", "1", "--log-dir", str(tmp_path), "true")
+    assert (done.returncode, "Permission denied" in done.stderr) == (2, True)
+
+
+FULL = """
+mount -t tmpfs -o size=64k none "$1" && mkdir "$1/logs" && cd "$1" && shift
+exec "$@"
+"""
+FILL = "head -c 1000000 /dev/zero >x 2>/dev/null; echo why; exit 3"
+
+
+@pytest.mark.parametrize("begins", ["full", "with room", "without a file"])
+def test_a_log_folder_on_a_full_disk_is_told(clean_env, tmp_path, begins):
+    words = ["unshare", "--mount", "--map-root-user", "sh", "-c"]
+    if subprocess.run([*words, 'mount -t tmpfs none "$0"', tmp_path], check=False).returncode:
+        pytest.skip("this user may mount nothing")
+    (tmp_path / "disk").mkdir()
+    full = {"full": FULL.replace("exec", "head -c 1000000 /dev/zero >x 2>/dev/null; exec")}
+    full["without a file"] = FULL.replace("exec", "ln -s /absent/x logs/rank-0.out; exec")
+    words += [full.get(begins, FULL), "sh", str(tmp_path / "disk"), sys.executable, "-m"]
+    words += ["ezpz_launch", "--launcher", "spawn", "-n", "1", "--log-dir", "logs"]
+    done = subprocess.run(
+        [*words, "sh", "-c", FILL], env=clean_env, capture_output=True, text=True, check=False
+    )
+    status, why = {
+        "full": (2, "--log-dir logs: No space left on device; expected a folder"),
+        "with room": (3, "--log-dir logs: No space left on device; the ranks' last words may"),
+        "without a file": (2, "rank-0.out"),
+    }[begins]
+    assert (done.returncode, done.stderr.count(why)) == (status, 1), done.stderr
+
+
+# When the job ends, and the signal before it.
+
+END = datetime(2026, 11, 21, 2, 15, 43, tzinfo=UTC).timestamp()
+NOW = END - 300
+
+SLURM = {
+    "SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "nid[001-002]", "SLURM_NTASKS": "4",
+    "SLURM_JOB_NUM_NODES": "2", "SLURM_TASKS_PER_NODE": "2(x2)", "SLURMD_NODENAME": "nid001",
+}  # fmt: skip
+SCONTROL = """\
+JobId=12 JobName=probe
+   UserId=alice(1000) GroupId=alice(1000) MCS_label=N/A
+   RunTime=00:00:57 TimeLimit=00:05:00 TimeMin=N/A
+   StartTime=2026-11-21T02:10:43 EndTime={end} Deadline=N/A
+   NodeList=nid[001-002]
+"""
+PBS = {"PBS_JOBID": "1.pbs-0001", "PBS_ENVIRONMENT": "PBS_BATCH", "PBS_JOBNAME": "probe"}
+QSTAT = """\
+{{
+    "timestamp":1795227100,
+    "pbs_version":"23.06.06",
+    "Jobs":{{
+        "1.pbs-0001":{{
+            "job_state":"R",
+            "exec_host":"x1n0/0*2+x1n1/0*2",
+            "Resource_List":{{
+                "ncpus":4,
+                "nodect":2{walltime}
+            }},
+            "stime":"Sat Nov 21 02:10:43 2026"
+        }}
+    }}
+}}
+"""
+
+
+@pytest.fixture
+def scheduler(tmp_path):
+    """Make a PATH where a command prints this answer, and notes that it was asked."""
+
+    def serve(command, answer):
+        (tmp_path / "answer").write_text(answer)
+        path = tmp_path / command
+        path.write_text(f"#!/bin/sh\necho x >> '{tmp_path}/asked'\ncat '{tmp_path}/answer'\n")
+        path.chmod(0o755)
+        return {"PATH": f"{tmp_path}:/usr/bin:/bin", "USER": "alice"}
+
+    return serve
+
+
+EXTENDED = SCONTROL.format(end="2026-11-21T02:15:43")
+WALLTIME = ',\n                "walltime":{}'
+
+
+@pytest.mark.parametrize(
+    ("env", "served", "end"),
+    [
+        ({**SLURM, "SLURM_JOB_END_TIME": str(int(END))}, ("scontrol", ""), END),
+        # the limit was extended after the job had started; and it has none
+        ({**SLURM, "SLURM_JOB_END_TIME": str(int(END) - 3600)}, ("scontrol", EXTENDED), END),
+        ({**SLURM, "SLURM_JOB_END_TIME": str(2**32 - 1)}, ("scontrol", EXTENDED), END),
+        (SLURM, ("scontrol", EXTENDED), END),
+        (PBS, ("qstat", QSTAT.format(walltime=WALLTIME.format('"00:05:00"'))), END),
+        (PBS, ("qstat", QSTAT.format(walltime=WALLTIME.format("300"))), END),
+        (PBS, ("qstat", QSTAT.format(walltime=WALLTIME.format("60"))), END - 240),
+    ],
+)
+def test_the_end(tmp_path, scheduler, env, served, end):
+    env = {**env, **scheduler(*served)}
+    assert job_end(get_allocation(env), env, NOW) == end
+    # where the variable tells, no command is started
+    assert (tmp_path / "asked").exists() == bool(served[1])
+
+
+@pytest.mark.parametrize(
+    ("env", "served", "said", "later"),
+    [
+        (SLURM, ("scontrol", SCONTROL.format(end="Unknown")), "job 12 has no time limit", False),
+        (SLURM, ("scontrol", "slurm_load_jobs error: Invalid"), "the end of job 12", True),
+        (PBS, ("qstat", QSTAT.format(walltime="")), "job 1.pbs-0001 has no time limit", False),
+        (PBS, ("qstat", "qstat: Unknown Job Id"), "end is not known: .* qstat -f -F json", True),
+        ({}, ("squeue", ""), "no job here", False),
+        ({}, ("qselect", "?"), "end is not known: PBS job id", False),
+    ],
+)
+def test_an_end_that_is_not_told(scheduler, env, served, said, later):
+    job = Allocation("pbs" if env is PBS else "slurm" if env else "none", None, ())
+    with pytest.raises(LaunchError, match=said) as caught:
+        job_end(job, {**env, **scheduler(*served)}, NOW)
+    # Who is in a job, and has no answer yet, asks again.
+    assert isinstance(caught.value, UnansweredError) == later
+    text = str(caught.value)
+    assert text.startswith("--signal-before: ")
+    assert "expected" in text
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "limit"),
+    [
+        ("1795227043", "1795227343", 300.0),
+        ("1795227043", "4294967295", None),
+        ("1795227043", "", None),
+        ("", "1795227343", None),
+        ("1795227343", "1795227043", None),
+        ("soon", "1795227343", None),
+    ],
+)
+def test_the_limit_by_slurms_variables(start, end, limit):
+    assert time_limit({"SLURM_JOB_START_TIME": start, "SLURM_JOB_END_TIME": end}) == limit
+    assert time_limit({}) is None
+
+
+@pytest.mark.parametrize(
+    ("left", "before", "limit", "wait", "note"),
+    [
+        (300, 60, None, 240.0, ""),
+        (300, 299.5, 300, 0.5, ""),
+        (300, 300, 3600, 0.0, "300 s of the job are left"),
+        (300, 500, None, 0.0, "300 s of the job are left"),
+        (-5, 60, None, 0.0, "its end was 5 s ago"),
+    ],
+)
+def test_when(left, before, limit, wait, note):
+    waited, said = when_to_signal(END, before, END - left, limit=limit)
+    assert waited == wait
+    assert note in said
+    assert bool(said) == bool(note)
+
+
+@pytest.mark.parametrize("before", [300, 301])
+def test_longer_than_the_whole_job(before):
+    with pytest.raises(UsageError, match="the whole job has 300 s; expected less"):
+        when_to_signal(END, before, NOW, limit=300)
+
+
+ANSWERS_LATE = """#!/bin/sh
+[ -e "{folder}/up" ] || {down}
+printf '{{"Jobs": {{"1.pbs": {{"stime": "{stime}", "Resource_List": {{"walltime": "60"}}}}}}}}'
+"""
+
+
+@pytest.mark.parametrize("down", ["exit 1", "exec sleep 60"])
+def test_a_scheduler_that_does_not_answer_is_asked_again_while_ranks_run(spawned, tmp_path, down):
+    stime = time.strftime("%a %b %d %H:%M:%S %Y", time.gmtime())
+    (tmp_path / "qstat").write_text(ANSWERS_LATE.format(folder=tmp_path, down=down, stime=stime))
+    (tmp_path / "qstat").chmod(0o755)
+    (tmp_path / "nodes").write_text(os.uname().nodename)
+    env = {
+        "PBS_JOBID": "1.pbs", "PBS_NODEFILE": str(tmp_path / "nodes"),
+        "PATH": f"{tmp_path}:{os.environ['PATH']}", "EZPZ_SCHEDULER_TIMEOUT": "1",
+    }  # fmt: skip
+    # Its rank runs, and qstat answers only then.
+    script = f"trap 'echo heard; exit 0' USR1; touch {tmp_path}/up; while :; do sleep 0.1; done"
+    done = spawned("-n", "1", "--signal-before", "50m", "sh", "-c", script, env=env, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "heard\n"), done.stderr
+    first, *rest = done.stderr.splitlines()
+    assert first.startswith("ezpz-launch: --signal-before: "), done.stderr
+    assert first.endswith("; the ranks start, and it is asked again until it tells")
+    assert "s of the job are left" in rest[0]

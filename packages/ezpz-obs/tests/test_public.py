@@ -16,11 +16,6 @@ def test_all_is_what_is_there():
         ezpz_obs.Histroy  # noqa: B018
 
 
-def test_public_names_have_docstrings():
-    for name in set(ezpz_obs.__all__) - {"__version__"}:
-        assert getattr(ezpz_obs, name).__doc__, name
-
-
 @pytest.mark.parametrize(
     "code",
     [

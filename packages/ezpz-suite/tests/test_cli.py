@@ -113,10 +113,10 @@ def test_a_report_is_what_ezpz_obs_makes_of_a_run(tmp_path, capfd):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["lanch"], "'lanch' is no command; did you mean 'launch'? See ezpz --help"),
-        (["tset"], "'tset' is no command; did you mean 'test'? See ezpz --help"),
+        (["lanch"], "unknown command 'lanch'; did you mean 'launch'? See ezpz --help"),
+        (["tset"], "unknown command 'tset'; did you mean 'test'? See ezpz --help"),
         (["python", "train.py"], "a script of yours is started by ezpz launch"),
-        (["--zzz"], "'--zzz' is no command; expected one of launch, test, history"),
+        (["--zzz"], "unknown command '--zzz'; expected one of launch, test, history"),
     ],
 )
 def test_a_command_that_is_none(words, said, capfd):

@@ -6,9 +6,8 @@ import socket
 
 import pytest
 
-from ezpz_topo import CheckError, CheckResult, HostfileError, _checks
-from ezpz_topo._checks import chosen
-from ezpz_topo._nodelist import get_hostname, short_name
+from ezpz_topo import CheckError, CheckResult, HostfileError, get_hostname, short_name
+from ezpz_topo._checks import check_hostfile, check_network, check_scheduler, chosen
 
 SCONTROL = """\
 case "$1" in
@@ -94,71 +93,69 @@ def test_an_error_of_ours_brings_its_remedy():
 # The scheduler.
 
 
-def test_without_a_scheduler_all_is_well():
-    result = _checks.check_scheduler(5, NOTHING)
-    assert (result.status, result.details) == ("ok", {"scheduler": "none"})
+@pytest.mark.parametrize(
+    ("env", "status", "message", "remedy"),
+    [
+        ({}, "ok", "none, and no job", ""),
+        ({"EZPZ_MACHINE": "aurora"}, "warning", "aurora has PBS, and 'qstat' cannot be started",
+         "add /opt/pbs/bin to PATH"),
+        ({**IN_JOB, "PBS_JOBID": "1.x"}, "error", "expected one job",
+         "unset the one that is left over from another shell"),
+    ],
+)  # fmt: skip
+def test_without_a_schedulers_commands(env, status, message, remedy):
+    result = check_scheduler(5, {**NOTHING, **env})
+    assert result.status == status
+    assert message in result.message
+    assert remedy in result.remedy
 
 
 def test_outside_of_a_job_the_controller_is_asked(slurm):
-    assert _checks.check_scheduler(5, slurm()).message == "Slurm answers; no job in this shell"
-    down = _checks.check_scheduler(5, slurm("DOWN"))
+    assert check_scheduler(5, slurm()).message == "Slurm answers; no job in this shell"
+    down = check_scheduler(5, slurm("DOWN"))
     assert down.status == "warning"
     assert "'Slurmctld(primary) at head is DOWN'" in down.message
 
 
 def test_a_controller_that_hangs_is_not_waited_for(tmp_path):
     command(tmp_path, "scontrol", "exec sleep 100")
-    result = _checks.check_scheduler(0.5, {"PATH": f"{tmp_path}:/usr/bin:/bin"})
+    result = check_scheduler(0.5, {"PATH": f"{tmp_path}:/usr/bin:/bin"})
     assert result.status == "warning"
     assert "'scontrol ping' gave no answer in 0.4 s" in result.message
-
-
-def test_on_a_machine_with_a_scheduler_its_commands_are_missed():
-    result = _checks.check_scheduler(5, {**NOTHING, "EZPZ_MACHINE": "aurora"})
-    assert result.status == "warning"
-    assert "aurora has PBS, and 'qstat' cannot be started" in result.message
-    assert "add /opt/pbs/bin to PATH" in result.remedy
 
 
 def test_another_schedulers_client_that_is_not_set_up_hides_none_that_answers(tmp_path):
     command(tmp_path, "scontrol", "echo Could not establish a configuration source >&2; exit 1")
     command(tmp_path, "qstat", "exit 0")
-    result = _checks.check_scheduler(5, {"PATH": f"{tmp_path}:/usr/bin:/bin"})
+    result = check_scheduler(5, {"PATH": f"{tmp_path}:/usr/bin:/bin"})
     assert (result.status, result.message) == ("ok", "PBS answers; no job in this shell")
 
 
 def test_in_a_job_the_controller_knows_it(slurm):
-    result = _checks.check_scheduler(5, {**slurm(), **IN_JOB})
+    result = check_scheduler(5, {**slurm(), **IN_JOB})
     assert result.status == "ok"
     assert "job 7 has 2 hosts: nid[001-002], ends at 2026-11-21 02:05 UTC" in result.message
     assert result.details["hosts"] == ["nid001", "nid002"]
 
 
 def test_in_a_job_whose_controller_is_silent_the_variables_do(slurm):
-    result = _checks.check_scheduler(5, {**slurm("DOWN", 1), **IN_JOB})
+    result = check_scheduler(5, {**slurm("DOWN", 1), **IN_JOB})
     assert result.status == "warning"
     assert "job 7 of Slurm, by its variables; but 'scontrol ping' ended with" in result.message
-    gone = _checks.check_scheduler(5, {**NOTHING, **IN_JOB})
+    gone = check_scheduler(5, {**NOTHING, **IN_JOB})
     assert (gone.status, "cannot be started" in gone.message) == ("warning", True)
 
 
 def test_a_job_that_is_over_is_an_error(slurm):
-    result = _checks.check_scheduler(5, {**slurm(), **IN_JOB, "SLURM_JOB_ID": "8"})
+    result = check_scheduler(5, {**slurm(), **IN_JOB, "SLURM_JOB_ID": "8"})
     assert result.status == "error"
     assert "'scontrol show job 8'" in result.message
     assert "Invalid job id" in result.message
 
 
-def test_two_jobs_at_once_are_an_error():
-    result = _checks.check_scheduler(5, {**NOTHING, **IN_JOB, "PBS_JOBID": "1.x"})
-    assert (result.status, result.remedy) == (
-        "error", "unset the one that is left over from another shell"
-    )  # fmt: skip
-
-
 def test_pbs_is_asked_for_its_job(pbs, tmp_path):
     (tmp_path / "nodes").write_text("x1n0.site\nx1n1.site\n")
-    result = _checks.check_scheduler(5, {**pbs, "PBS_NODEFILE": str(tmp_path / "nodes")})
+    result = check_scheduler(5, {**pbs, "PBS_NODEFILE": str(tmp_path / "nodes")})
     assert result.status == "ok"
     assert result.message == "PBS answers; job 1.pbs-0001 has 2 hosts: x1n0.site,x1n1.site"
 
@@ -167,19 +164,15 @@ def test_pbs_is_asked_for_its_job(pbs, tmp_path):
 
 
 def test_without_a_hostfile_and_a_job_this_host_is_used(tmp_path):
-    result = _checks.check_hostfile(5, NOTHING)
+    result = check_hostfile(5, NOTHING)
     assert (result.status, result.details["hosts"]) == ("ok", [get_hostname()])
     (tmp_path / "hosts").write_text("a\nb slots=2\n")
-    named = _checks.check_hostfile(5, {**NOTHING, "HOSTFILE": str(tmp_path / "hosts")})
+    named = check_hostfile(5, {**NOTHING, "HOSTFILE": str(tmp_path / "hosts")})
     assert named.status == "ok"
     assert "2 hosts (a, b); no job to compare with" in named.message
-
-
-def test_a_hostfile_that_cannot_be_read_is_an_error(tmp_path):
-    result = _checks.check_hostfile(5, {**NOTHING, "HOSTFILE": str(tmp_path / "none")})
-    assert result.status == "error"
-    assert "none' cannot be read" in result.message
-    assert "unset the variable that names it" in result.remedy
+    absent = check_hostfile(5, {**NOTHING, "HOSTFILE": str(tmp_path / "none")})
+    assert (absent.status, "none' cannot be read" in absent.message) == ("error", True)
+    assert "unset the variable that names it" in absent.remedy
 
 
 @pytest.mark.parametrize(
@@ -192,7 +185,7 @@ def test_a_hostfile_that_cannot_be_read_is_an_error(tmp_path):
 )
 def test_a_hostfile_is_held_to_the_job(slurm, tmp_path, text, status, said):
     (tmp_path / "hosts").write_text(text)
-    result = _checks.check_hostfile(5, {**slurm(), **IN_JOB, "HOSTFILE": str(tmp_path / "hosts")})
+    result = check_hostfile(5, {**slurm(), **IN_JOB, "HOSTFILE": str(tmp_path / "hosts")})
     assert result.status == status
     assert said in result.message
     assert "(slurm's server)" in result.message or status == "ok"
@@ -200,19 +193,19 @@ def test_a_hostfile_is_held_to_the_job(slurm, tmp_path, text, status, said):
 
 def test_variables_of_another_job_are_seen(slurm):
     stale = {**IN_JOB, "SLURM_JOB_NODELIST": "nid[003-004]", "SLURM_NODELIST": "nid[003-004]"}
-    result = _checks.check_hostfile(5, {**slurm(), **stale})
+    result = check_hostfile(5, {**slurm(), **stale})
     assert result.status == "error"
     assert "Slurm's variables name nid003, nid004, which job 7 does not have" in result.message
-    assert _checks.check_hostfile(5, {**slurm(), **IN_JOB}).status == "ok"
+    assert check_hostfile(5, {**slurm(), **IN_JOB}).status == "ok"
 
 
 def test_where_the_server_is_silent_the_variables_are_compared_with(tmp_path):
     (tmp_path / "hosts").write_text("nid009\n")
     env = {**NOTHING, **IN_JOB}
-    silent = _checks.check_hostfile(5, env)
+    silent = check_hostfile(5, env)
     assert silent.status == "ok"
     assert "its server did not tell: 'scontrol' cannot be started" in silent.message
-    wrong = _checks.check_hostfile(5, {**env, "HOSTFILE": str(tmp_path / "hosts")})
+    wrong = check_hostfile(5, {**env, "HOSTFILE": str(tmp_path / "hosts")})
     assert wrong.status == "error"
     assert "(SLURM_JOB_NODELIST)" in wrong.message
 
@@ -220,11 +213,11 @@ def test_where_the_server_is_silent_the_variables_are_compared_with(tmp_path):
 def test_the_node_file_of_pbs_is_held_to_exec_host(pbs, tmp_path):
     (tmp_path / "nodes").write_text("x1n0.site\nx1n7.site\n")
     env = {**pbs, "PBS_NODEFILE": str(tmp_path / "nodes")}
-    wrong = _checks.check_hostfile(5, env)
+    wrong = check_hostfile(5, env)
     assert wrong.status == "error"
     assert "PBS_NODEFILE name x1n7.site, which job 1.pbs-0001 does not have" in wrong.message
     (tmp_path / "nodes").write_text("x1n0.site\nx1n0.site\nx1n1.site\n")
-    assert _checks.check_hostfile(5, env).status == "ok"
+    assert check_hostfile(5, env).status == "ok"
 
 
 # The network.
@@ -249,41 +242,34 @@ def test_interfaces_are_chosen_as_each_library_does(form, text, names, missing):
     assert chosen(form, text, ["lo", "eth0", "eth1"]) == (names, missing)
 
 
-def test_nothing_set_is_well():
-    assert _checks.check_network(5, NOTHING).status == "ok"
-    named = _checks.check_network(5, {**NOTHING, "GLOO_SOCKET_IFNAME": LOOPBACK})
-    assert named.status == "ok"
-    assert named.details["variables"] == {"GLOO_SOCKET_IFNAME": LOOPBACK}
+EVERY = ",".join(name for _, name in socket.if_nameindex())
+AURORA = {"EZPZ_MACHINE": "aurora"}
 
 
-@pytest.mark.parametrize("variable", ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"])
-def test_an_interface_that_is_not_here_is_an_error(variable):
-    result = _checks.check_network(5, {**NOTHING, variable: "hsn7"})
-    assert result.status == "error"
-    assert f"{variable}=hsn7: no interface hsn7; this host has" in result.message
-
-
-def test_loopback_does_not_reach_the_other_hosts():
-    result = _checks.check_network(5, {**NOTHING, **IN_JOB, "GLOO_SOCKET_IFNAME": LOOPBACK})
-    assert result.status == "error"
-    assert "loopback alone does not reach the other hosts" in result.message
-
-
-def test_every_interface_left_out_is_an_error():
-    everything = ",".join(name for _, name in socket.if_nameindex())
-    result = _checks.check_network(5, {**NOTHING, "NCCL_SOCKET_IFNAME": f"^{everything}"})
-    assert (result.status, "no interface is left" in result.message) == ("error", True)
-
-
-def test_what_the_machines_file_has_is_compared():
-    aurora = {**NOTHING, "EZPZ_MACHINE": "aurora"}
-    unset = _checks.check_network(5, aurora)
-    assert unset.status == "ok"
-    assert "ezpz-launch sets CCL_PROCESS_LAUNCHER" in unset.message
-    other = _checks.check_network(5, {**aurora, "FI_MR_CACHE_MONITOR": "memhooks"})
-    assert other.status == "warning"
-    assert "=memhooks, where aurora.toml has userfaultfd" in other.message
-    assert _checks.check_network(5, {**aurora, "FI_MR_CACHE_MONITOR": "userfaultfd"}).status == "ok"
+@pytest.mark.parametrize(
+    ("env", "status", "message"),
+    [
+        ({}, "ok", "nothing is set"),
+        ({"GLOO_SOCKET_IFNAME": LOOPBACK}, "ok", "1 variables of the network are set"),
+        *(({name: "hsn7"}, "error", f"{name}=hsn7: no interface hsn7; this host has")
+          for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")),
+        ({**IN_JOB, "GLOO_SOCKET_IFNAME": LOOPBACK}, "error", "loopback alone does not reach the"),
+        ({"NCCL_SOCKET_IFNAME": f"^{EVERY}"}, "error", "no interface is left"),
+        # what the machine's file has
+        (AURORA, "ok", "ezpz-launch sets CCL_PROCESS_LAUNCHER"),
+        ({**AURORA, "FI_MR_CACHE_MONITOR": "memhooks"}, "warning",
+         "=memhooks, where aurora.toml has userfaultfd"),
+        ({**AURORA, "FI_MR_CACHE_MONITOR": "userfaultfd"}, "ok", "for each rank"),
+        ({"NCCL_P2P_DISABLE": "1"}, "warning", "NCCL copies between GPUs of a host"),
+        ({"NCCL_P2P_DISABLE": "0"}, "ok", "1 variables"),
+    ],
+)  # fmt: skip
+def test_variables_of_the_network(env, status, message):
+    result = check_network(5, {**NOTHING, **env})
+    assert result.status == status
+    assert message in result.message
+    set_here = {name: value for name, value in env.items() if name[:4] in ("GLOO", "NCCL", "FI_M")}
+    assert result.details["variables"] == set_here
 
 
 def test_a_first_host_that_cannot_be_looked_up_is_an_error(tmp_path, monkeypatch):
@@ -300,41 +286,36 @@ def test_a_first_host_that_cannot_be_looked_up_is_an_error(tmp_path, monkeypatch
         **NOTHING, "EZPZ_MACHINE": "aurora", "PBS_JOBID": "1.x", "PBS_ENVIRONMENT": "PBS_BATCH",
         "PBS_NODEFILE": str(tmp_path / "nodes"),
     }  # fmt: skip
-    result = _checks.check_network(5, env)
+    result = check_network(5, env)
     assert result.status == "error"
     assert ".hsn.cm.aurora.alcf.anl.gov, the first host on the fast network" in result.message
     assert "Name or service not known" in result.message
     assert "MASTER_ADDR=" in result.remedy
     monkeypatch.setattr(socket, "getaddrinfo", lambda name, port: asked.append(name))
-    assert _checks.check_network(5, env).status == "ok"
+    assert check_network(5, env).status == "ok"
     assert asked == 2 * [f"{short_name(get_hostname())}.hsn.cm.aurora.alcf.anl.gov"]
 
 
 def test_slingshot_without_a_card_is_an_error(tmp_path):
     (tmp_path / "sys/class").mkdir(parents=True)
     env = {**NOTHING, "FI_PROVIDER": "cxi"}
-    assert _checks.check_network(5, env, root=str(tmp_path)).status == "error"
+    assert check_network(5, env, root=str(tmp_path)).status == "error"
     (tmp_path / "sys/class/cxi").mkdir()
-    assert _checks.check_network(5, env, root=str(tmp_path)).status == "ok"
+    assert check_network(5, env, root=str(tmp_path)).status == "ok"
 
 
 def test_what_slows_is_a_warning(tmp_path):
     (tmp_path / "sys/class/infiniband/mlx5_0").mkdir(parents=True)
     root = str(tmp_path)
     two_hosts = {**NOTHING, **IN_JOB, "NCCL_IB_DISABLE": "1"}
-    result = _checks.check_network(5, two_hosts, root=root)
+    result = check_network(5, two_hosts, root=root)
     assert result.status == "warning"
     assert "NCCL_IB_DISABLE=1: NCCL leaves InfiniBand and RoCE alone (mlx5_0)" in result.message
-    assert _checks.check_network(5, {**NOTHING, "NCCL_IB_DISABLE": "1"}, root=root).status == "ok"
-    assert (
-        _checks.check_network(5, {**NOTHING, "NCCL_P2P_DISABLE": "1"}, root=root).status
-        == "warning"
-    )
-    assert _checks.check_network(5, {**NOTHING, "NCCL_P2P_DISABLE": "0"}, root=root).status == "ok"
+    assert check_network(5, {**NOTHING, "NCCL_IB_DISABLE": "1"}, root=root).status == "ok"
 
 
 def test_the_environment_is_only_read():
     before = dict(os.environ)
-    for check in (_checks.check_scheduler, _checks.check_hostfile, _checks.check_network):
+    for check in (check_scheduler, check_hostfile, check_network):
         assert check(5).status in ("ok", "warning")
     assert dict(os.environ) == before

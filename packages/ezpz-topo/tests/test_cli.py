@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ezpz_topo._cli import main
+import ezpz_topo
 
 COMMAND = str(Path(sys.executable).parent / "ezpz-topo")
 CLEAN = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
@@ -46,18 +46,45 @@ def test_json_says_the_same():
     assert isinstance(facts["notes"], list)
 
 
-def test_expand_one_host_a_line():
-    assert run("expand", "nid[008-010],login1").stdout == "nid008\nnid009\nnid010\nlogin1\n"
+@pytest.mark.parametrize(
+    ("words", "given", "env", "said"),
+    [
+        (["expand", "nid[008-010],login1"], "", {}, "nid008\nnid009\nnid010\nlogin1\n"),
+        (["expand", "007"], "", {}, "007\n"),
+        (["fold", "007", "008", "1e5"], "", {}, "[007-008],1e5\n"),
+        (["fold", "nid001", "nid002", "nid003"], "", {}, "nid[001-003]\n"),
+        (["fold"], "nid001\nnid002\n\nnid9\n", {}, "nid[001-002,9]\n"),
+        # names that the terminal cannot show
+        (["expand", "é"], "", {"PYTHONIOENCODING": "ascii"}, "\\xe9\n"),
+        (["--version"], "", {}, f"{ezpz_topo.__version__}\n"),
+    ],
+)
+def test_what_is_said(words, given, env, said):
+    done = run(*words, given=given, env=env)
+    assert (done.returncode, done.stdout, done.stderr) == (0, said, "")
 
 
-def test_words_that_look_like_numbers_stay_words():
-    assert run("expand", "007").stdout == "007\n"
-    assert run("fold", "007", "008", "1e5").stdout == "[007-008],1e5\n"
-
-
-def test_fold_of_arguments_and_of_standard_input():
-    assert run("fold", "nid001", "nid002", "nid003").stdout == "nid[001-003]\n"
-    assert run("fold", given="nid001\nnid002\n\nnid9\n").stdout == "nid[001-002,9]\n"
+@pytest.mark.parametrize(
+    ("env", "facts"),
+    [
+        (
+            {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "nid[001-002]", "EZPZ_MACHINE": "frontier"},
+            ["7", "slurm", "2", "8", "nid001", "nid002"],
+        ),
+        ({"PBS_JOBID": "40[1].pbs", "PBS_NODEFILE": "a; b"}, ["40[1].pbs", "pbs", "1", "0", "x1"]),
+        ({"TORCH_DEVICE": "cpu"}, ["none", "none", "1", "0", "localhost"]),
+    ],
+)
+def test_shell_sets_variables_that_a_shell_evaluates(tmp_path, env, facts):
+    (tmp_path / "a; b").write_text("x1\nx1\n")
+    script = f'eval "$("{COMMAND}" --shell)"; printf "%s\\n" '
+    names = ("JOB", "SCHEDULER", "NODES", "GPUS_PER_NODE", "HOSTS")
+    script += " ".join(f'"$EZPZ_{name}"' for name in names)
+    done = subprocess.run(
+        ["sh", "-c", script], cwd=tmp_path, env={**CLEAN, **env},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.stdout.splitlines() == facts, done.stderr
 
 
 def test_machines_lists_yours_too(tmp_path):
@@ -83,6 +110,7 @@ def test_machines_lists_yours_too(tmp_path):
         (["nonsense"], "nonsense"),
         (["--json=maybe"], "maybe"),
         (["--json", "maybe"], "maybe"),
+        (["--shell", "--json"], "--shell alone"),
         (["--", "--interactive"], "--"),
         (["--", "--completion"], "--"),
         (["-"], "-"),
@@ -90,21 +118,15 @@ def test_machines_lists_yours_too(tmp_path):
         (["expand", ""], "no host"),
         (["fold", "--", "a"], "--"),
         (["fold"], "no host"),
+        ([], "half-set pmi environment"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_2(words, what):
-    done = run(*words)
+    done = run(*words, env={} if words else {"PMI_RANK": "1"})
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
     assert line.startswith("ezpz-topo: ")
     assert what in line
-
-
-def test_an_environment_that_is_half_set_is_one_line_and_exit_2():
-    done = run(env={"PMI_RANK": "1"})
-    assert (done.returncode, done.stdout) == (2, "")
-    (line,) = done.stderr.splitlines()
-    assert "half-set pmi environment" in line
 
 
 def test_help_is_one_screen_with_examples():
@@ -128,12 +150,6 @@ def test_a_reader_that_goes_away_is_no_failure():
         assert done.wait(120) == 0
 
 
-def test_asking_without_a_scheduler_says_so():
-    done = run("--ask", env={"PATH": str(Path(sys.executable).parent)})
-    assert done.returncode == 0
-    assert "no scheduler here has a running job of yours" in done.stdout
-
-
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full on this system")
 def test_a_full_disk_is_one_line_and_exit_1():
     with open("/dev/full", "wb") as full:
@@ -150,13 +166,3 @@ def test_closed_streams_are_one_line_and_exit_2(words, closed):
     done = subprocess.run(shell, env=CLEAN, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
-
-
-def test_names_that_the_terminal_cannot_show():
-    done = run("expand", "é", env={"PYTHONIOENCODING": "ascii"})
-    assert (done.returncode, done.stdout) == (0, "\\xe9\n")
-
-
-def test_version(capsys):
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out.strip()[0].isdigit()

@@ -44,15 +44,10 @@ def wait_until_dead(pid):
 
 
 def test_an_answer(tmp_path, env):
-    command(tmp_path, 'echo "$1|$2"; echo warning >&2; printf "\\377" >&2')
-    answer = ask(["qstat", "a b", "$HOME;*"], env=env)
-    assert (answer.status, answer.stdout) == (0, "a b|$HOME;*\n")
+    command(tmp_path, 'cat; echo "$1|$2|$TZ"; echo warning >&2; printf "\\377" >&2')
+    answer = ask(["qstat", "a b", "$HOME;*"], env={**env, "TZ": "UTC0"})
+    assert (answer.status, answer.stdout) == (0, "a b|$HOME;*|UTC0\n")
     assert answer.stderr == "warning\n\ufffd"
-
-
-def test_it_reads_no_input_and_sees_the_environment_it_is_given(tmp_path, env):
-    command(tmp_path, 'cat; echo "$TZ"')
-    assert ask(["qstat"], env={**env, "TZ": "UTC0"}).stdout == "UTC0\n"
 
 
 def test_much_output_on_both_ends(tmp_path, env):
@@ -68,6 +63,12 @@ def test_a_missing_command_names_path_and_place(tmp_path):
     assert str(tmp_path) in str(caught.value)
     with pytest.raises(SchedulerError, match="add the command's directory"):
         ask(["qstat"], env=env)
+    (tmp_path / "qmine").write_text("#!/bin/sh\n")
+    assert find("qmine", env) is None
+    with pytest.raises(SchedulerError, match="Permission denied"):
+        ask(["qmine"], env=env)
+    with pytest.raises(SchedulerError, match="cannot be started"):
+        ask(["echo", "a\0b"], env=env)
 
 
 def test_path_is_that_of_the_environment_given(tmp_path, env):
@@ -77,48 +78,32 @@ def test_path_is_that_of_the_environment_given(tmp_path, env):
     assert find("true", {"PATH": "/nonexistent"}) is None
 
 
-def test_a_command_that_may_not_be_executed(tmp_path, env):
-    (tmp_path / "qmine").write_text("#!/bin/sh\n")
-    assert find("qmine", env) is None
-    with pytest.raises(SchedulerError, match="Permission denied"):
-        ask(["qmine"], env=env)
-
-
-def test_what_the_kernel_cannot_pass_on(env):
-    with pytest.raises(SchedulerError, match="cannot be started"):
-        ask(["echo", "a\0b"], env=env)
-
-
 def test_a_failure_is_tried_again(tmp_path, env):
     command(tmp_path, 'echo x >> "$HERE/calls"; [ -e "$HERE/up" ] || { : > "$HERE/up"; exit 1; }')
     assert ask(["qstat"], env=env).status == 0
     assert len(calls(tmp_path)) == 2
 
 
-def test_a_failure_that_stays_names_status_and_last_line(tmp_path, env):
-    command(tmp_path, 'echo x >> "$HERE/calls"; echo one >&2; echo "cannot connect" >&2; exit 111')
-    with pytest.raises(SchedulerError, match=r"exit status 111 \(2 attempts\).*'cannot connect'"):
-        ask(["qstat", "-f"], env=env)
-    assert len(calls(tmp_path)) == 2
-
-
-def test_a_wrapper_without_its_command_is_not_tried_again(tmp_path, env):
-    command(tmp_path, 'echo x >> "$HERE/calls"; exit 127')
-    with pytest.raises(SchedulerError, match=r"exit status 127 \(1 attempt\) and said nothing"):
-        ask(["qstat"], env=env)
-    assert len(calls(tmp_path)) == 1
-
-
-def test_a_status_that_is_an_answer(tmp_path, env):
-    command(tmp_path, 'echo x >> "$HERE/calls"; exit 153')
-    assert ask(["qstat"], env=env, good=(0, 153)).status == 153
-    assert len(calls(tmp_path)) == 1
-
-
-def test_a_command_that_a_signal_ends(tmp_path, env):
-    command(tmp_path, "kill -9 $$")
-    with pytest.raises(SchedulerError, match="signal 9"):
-        ask(["qstat"], env=env, attempts=1)
+@pytest.mark.parametrize(
+    ("body", "times", "message"),
+    [
+        ('echo one >&2; echo "cannot connect" >&2; exit 111', 2,
+         r"exit status 111 \(2 attempts\).*'cannot connect'"),
+        # a wrapper without its command
+        ("exit 127", 1, r"exit status 127 \(1 attempt\) and said nothing"),
+        ("kill -9 $$", 2, "signal 9"),
+        ("exec cat /dev/zero", 1, "more than 64 MiB"),
+        ("exit 153", 1, None),
+    ],
+)  # fmt: skip
+def test_failures_and_how_often_they_are_tried(tmp_path, env, body, times, message):
+    command(tmp_path, f'echo x >> "$HERE/calls"; {body}')
+    if message is None:
+        assert ask(["qstat"], env=env, good=(0, 153)).status == 153
+    else:
+        with pytest.raises(SchedulerError, match=message):
+            ask(["qstat"], env=env, time_limit=60)
+    assert len(calls(tmp_path)) == times
 
 
 def hang(tmp_path, env):
@@ -131,8 +116,16 @@ def hang(tmp_path, env):
     return [int(pid) for pid in calls(tmp_path)]
 
 
-def test_a_hanging_command_is_ended_with_its_children(tmp_path, env):
-    command(tmp_path, 'sleep 600 & echo $! $$ >> "$HERE/calls"; wait')
+@pytest.mark.parametrize(
+    "body",
+    [
+        'sleep 600 & echo $! $$ >> "$HERE/calls"; wait',
+        'sleep 600 & echo $! > "$HERE/calls"',  # which keeps the pipe of a command that ended
+        'echo $$ > "$HERE/calls"; exec sleep 600 >/dev/null 2>&1',
+    ],
+)
+def test_a_hanging_command_is_ended_with_its_children(tmp_path, env, body):
+    command(tmp_path, body)
     for pid in hang(tmp_path, env):
         wait_until_dead(pid)
 
@@ -143,22 +136,10 @@ def test_a_hanging_command_is_tried_again(tmp_path, env):
         ask(["qstat"], env=env, time_limit=0.1, attempts=3)
 
 
-def test_a_child_that_keeps_the_pipe_of_a_command_that_ended(tmp_path, env):
-    command(tmp_path, 'sleep 600 & echo $! > "$HERE/calls"')
-    for pid in hang(tmp_path, env):
-        wait_until_dead(pid)
-
-
 def test_a_child_that_left_the_group_does_not_keep_us(tmp_path, env):
     command(tmp_path, 'setsid sleep 600 & echo $! > "$HERE/calls"; sleep 600')
     for pid in hang(tmp_path, env):
         os.kill(pid, signal.SIGKILL)
-
-
-def test_a_command_that_closes_its_output_and_hangs(tmp_path, env):
-    command(tmp_path, 'echo $$ > "$HERE/calls"; exec sleep 600 >/dev/null 2>&1')
-    for pid in hang(tmp_path, env):
-        wait_until_dead(pid)
 
 
 def test_an_interrupt_ends_the_command(tmp_path, env):
@@ -175,13 +156,6 @@ def test_an_interrupt_ends_the_command(tmp_path, env):
         ask(["qstat"], env=env, time_limit=60)
     thread.join()
     wait_until_dead(int(calls(tmp_path)[0]))
-
-
-def test_output_without_end_is_refused(tmp_path, env):
-    command(tmp_path, 'echo x >> "$HERE/calls"; exec cat /dev/zero')
-    with pytest.raises(SchedulerError, match="more than 64 MiB"):
-        ask(["qstat"], env=env, time_limit=60)
-    assert len(calls(tmp_path)) == 1
 
 
 def test_time_limit_from_the_environment(tmp_path, env):

@@ -1,114 +1,609 @@
-"""What the kernel shows, as trees of /dev and /sys; AMD's and Intel's are from documentation."""
+"""CPUs and accelerators: every source of a count, in the order of trust, and what misleads."""
+
+import json
+import os
 
 import pytest
 
-from ezpz_topo._devices import intel_cards, shown_devices
+from ezpz_topo import (
+    InvalidVariableError,
+    get_accelerators,
+    get_cpu_count,
+    get_cpus_per_node,
+)
+from ezpz_topo._devices import ask_vendor_tool, cpu_count_with_source, cpus_per_node_with_source
 
-PVC = {"DRIVER": "i915", "PCI_CLASS": "38000", "PCI_ID": "8086:0BD5"}
-ARC = {"DRIVER": "xe", "PCI_CLASS": "30000", "PCI_ID": "8086:E20B"}
-LAPTOP = {"DRIVER": "i915", "PCI_CLASS": "30000", "PCI_ID": "8086:46A6"}
+# CPUs of this process and of this node, under every kind of cgroup.
 
-
-def card(root, facts, *, address="0000:18:00.0", number=0, below=(), given=True):
-    name = f"renderD{128 + number}"
-    device = root / f"sys/class/drm/{name}/device"
-    device.mkdir(parents=True)
-    lines = {**facts, "PCI_SLOT_NAME": address}
-    (device / "uevent").write_text("".join(f"{key}={value}\n" for key, value in lines.items()))
-    for folder in below:
-        (device / folder).mkdir(parents=True)
-    (root / "dev/dri").mkdir(parents=True, exist_ok=True)
-    if given:
-        (root / f"dev/dri/{name}").touch()
+ALL = os.cpu_count() or 1
+V2 = "0::/system.slice/job_7/step_0\n"
+V1 = "4:memory:/slurm/job_7\n3:cpuset:/slurm/job_7\n2:cpu,cpuacct:/slurm/job_7\n"
+SLURM = {"SLURM_JOB_ID": "7", "SLURM_CPUS_ON_NODE": "6"}
 
 
-def counts(root, **options):
-    return {shown.vendor: shown.count for shown in shown_devices(str(root), **options)}
+def tree(root, cgroup, files=()):
+    """Write /proc/self/cgroup, and files below /sys/fs/cgroup; return their root."""
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/self/cgroup").write_text(cgroup)
+    for name, text in dict(files).items():
+        path = root / "sys/fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return str(root)
 
 
-def test_i915_shows_a_gt_a_tile(tmp_path):
-    card(tmp_path, PVC, below=("drm/card0/gt/gt0", "drm/card0/gt/gt1", "drm/renderD128"))
-    assert intel_cards(str(tmp_path)) == [("0000:18:00.0", 2)]
-    assert counts(tmp_path) == {"intel": 2}
-    assert counts(tmp_path, flat=False) == {"intel": 1}
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no CPU affinity on this system")
+def test_the_affinity_of_a_rank_is_not_the_node(tmp_path):
+    before = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(before)})
+        assert cpu_count_with_source(str(tmp_path)) == (1, "CPU affinity of this process")
+        assert cpus_per_node_with_source({}, root=str(tmp_path)) == (ALL, "os.cpu_count()")
+    finally:
+        os.sched_setaffinity(0, before)
 
 
-def test_xe_shows_tiles_and_a_media_gt_is_none(tmp_path):
-    card(tmp_path, PVC, below=("tile0/gt0", "tile0/gt1", "tile1/gt2", "drm/card0"))
-    assert intel_cards(str(tmp_path)) == [("0000:18:00.0", 2)]
+@pytest.mark.parametrize("text", ["50000 100000\n", "100000 100000\n", "150000 100000\n"])
+def test_a_quota_is_rounded_down_but_never_to_nothing(text, tmp_path):
+    root = tree(tmp_path, "0::/\n", {"cpu.max": text})
+    assert get_cpu_count(root) == 1
+    # 64 CPUs, so that the quota is what binds however few this computer has
+    assert get_cpus_per_node({**SLURM, "SLURM_CPUS_ON_NODE": "64"}, root=root) == 1
 
 
-def test_a_card_without_tiles_in_sysfs_is_one_device_and_says_so(tmp_path):
-    card(tmp_path, PVC)
-    (shown,) = shown_devices(str(tmp_path))
-    assert shown.count == 1
-    assert shown.notes == ("sysfs shows no tiles of 0000:18:00.0: counted as one device each",)
-
-
-def test_a_laptops_graphics_are_no_accelerator(tmp_path):
-    card(tmp_path, LAPTOP, address="0000:00:02.0")
-    assert counts(tmp_path) == {}
-
-
-def test_a_laptops_graphics_as_a_second_card_are_no_accelerator_either(tmp_path):
-    # then its PCI class is a data-centre card's: "Display controller"
-    card(tmp_path, {**LAPTOP, "PCI_CLASS": "38000"}, address="0000:00:02.0")
-    assert counts(tmp_path) == {}
-
-
-def test_a_discrete_arc_is_an_accelerator(tmp_path):
-    card(tmp_path, ARC, below=("tile0/gt0",))
-    assert counts(tmp_path) == {"intel": 1}
+@pytest.mark.parametrize("where", ["", "system.slice/", "system.slice/job_7/"])
+def test_the_tightest_cgroup_around_us_binds(where, tmp_path):
+    root = tree(tmp_path, V2, {
+        "cpu.max": "max 100000\n", "system.slice/cpu.max": "1000000 100000\n",
+        "system.slice/job_7/step_0/cpu.max": "800000 100000\n",
+        "system.slice/job_8/cpu.max": "100000 100000\n",  # beside ours
+        f"{where}cpu.max": "250000 100000\n",
+    })  # fmt: skip
+    assert cpus_per_node_with_source(SLURM, root=root) == (
+        2,
+        f"cgroup quota 2.5 CPUs of /sys/fs/cgroup/{where}cpu.max",
+    )
 
 
 @pytest.mark.parametrize(
-    "facts",
+    ("cgroup", "files", "cpus"),
     [
-        {**PVC, "PCI_ID": "1A03:2000"},  # the server's own console
-        {**PVC, "PCI_CLASS": "120000"},  # an accelerator that is no GPU
-        {},
+        *(("0::/\n", {"cpu.max": text}, 6)
+          for text in ("", "max 100000\n", "max\n", "rubbish", "100000\n", "-1 100000\n",
+                       "0 100000\n", "100000 0\n", "1e5 100000\n", "٣ ٣\n", "\x00\xff")),
+        *((text, {}, 6) for text in ("", "rubbish\n", "0\n", "::\n", "0::/../../out\n", "0::\n")),
+        # a path outside the namespace leaves the mount point
+        ("0::/../../outside\n", {"cpu.max": "300000 100000\n"}, 3),
+        # version 1 in a container that sees its cgroup at the mount point
+        ("2:cpu,cpuacct:/docker/0123abcd\n",
+         {"cpu/cpu.cfs_quota_us": "200000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 2),
+        (V1, {"cpu/cpu.cfs_quota_us": "200000\n"}, 6),  # without its period
+    ],
+)  # fmt: skip
+def test_files_of_cgroups(cgroup, files, cpus, tmp_path):
+    assert get_cpus_per_node(SLURM, root=tree(tmp_path, cgroup, files)) == cpus
+
+
+@pytest.mark.parametrize("mount", ["cpu,cpuacct", "cpu"])
+def test_version_1(mount, tmp_path):
+    root = tree(tmp_path, V1, {
+        f"{mount}/slurm/job_7/cpu.cfs_quota_us": "400000\n",
+        f"{mount}/slurm/job_7/cpu.cfs_period_us": "100000\n",
+        f"{mount}/cpu.cfs_quota_us": "-1\n", f"{mount}/cpu.cfs_period_us": "100000\n",
+    })  # fmt: skip
+    assert cpus_per_node_with_source(SLURM, root=root) == (
+        4,
+        f"cgroup quota 4 CPUs of /sys/fs/cgroup/{mount}/slurm/job_7/cpu.cfs_quota_us",
+    )
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        (SLURM, (6, "SLURM_CPUS_ON_NODE")),
+        ({"SLURM_CPUS_ON_NODE": "6"}, (ALL, "os.cpu_count()")),  # outside its job
+        # PBS, select=1:ncpus=64:mpiprocs=64:ompthreads=1: the threads of one rank, not the node
+        ({"PBS_JOBID": "1.x", "NCPUS": "1", "OMP_NUM_THREADS": "1"}, (ALL, "os.cpu_count()")),
     ],
 )
-def test_other_cards(facts, tmp_path):
-    card(tmp_path, facts)
-    assert counts(tmp_path) == {}
+def test_what_the_scheduler_tells(env, expected, tmp_path):
+    assert cpus_per_node_with_source(env, root=str(tmp_path)) == expected
 
 
-def test_a_container_sees_the_hosts_sysfs_but_not_its_devices(tmp_path):
-    card(tmp_path, PVC, number=0, below=("tile0",))
-    card(tmp_path, PVC, number=1, below=("tile0",), address="0000:2A:00.0", given=False)
-    assert [address for address, _ in intel_cards(str(tmp_path))] == ["0000:18:00.0"]
+@pytest.mark.parametrize("bad", ["0", "-1", "4(x2)", "six", " 6", "1_0", "٣", "9999999999"])
+def test_slurm_says_what_cannot_be(bad, tmp_path):
+    with pytest.raises(InvalidVariableError, match="SLURM_CPUS_ON_NODE="):
+        get_cpus_per_node({**SLURM, "SLURM_CPUS_ON_NODE": bad}, root=str(tmp_path))
 
 
-def test_the_hosts_kfd_in_a_container_without_its_device(tmp_path):
-    node = tmp_path / "sys/class/kfd/kfd/topology/nodes/1"
-    node.mkdir(parents=True)
-    (node / "properties").write_text("simd_count 304\n")
-    assert counts(tmp_path) == {}
+@pytest.mark.skipif(ALL < 2, reason="one CPU cannot be made fewer")
+@pytest.mark.parametrize(
+    ("cgroup", "files"),
+    [(V1, {"cpuset/slurm/job_7/cpuset.cpus": "0\n", "cpuset/cpuset.cpus": "0-127\n"}),
+     (V2, {"system.slice/job_7/cpuset.cpus.effective": "3\n"})],
+)  # fmt: skip
+def test_a_jobs_cpuset_is_what_it_may_use(cgroup, files, tmp_path):
+    count, source = cpus_per_node_with_source({}, root=tree(tmp_path, cgroup, files))
+    assert count == 1
+    assert source.startswith("cgroup cpuset /sys/fs/cgroup/")
 
 
-@pytest.mark.parametrize("text", ["", "simd_count\n", "simd_count 0\n", "cpu_cores_count 64\n"])
-def test_kfd_nodes_that_are_no_gpus(text, tmp_path):
-    node = tmp_path / "sys/class/kfd/kfd/topology/nodes/0"
-    node.mkdir(parents=True)
-    (node / "properties").write_text(text)
+@pytest.mark.parametrize("text", ["", "\n", "a-b", "0-", "3-1", "0,,1"])
+def test_a_cpuset_that_says_nothing(text, tmp_path):
+    root = tree(tmp_path, "0::/\n", {"cpuset.cpus.effective": text})
+    assert get_cpus_per_node({}, root=root) == ALL
+
+
+# What the kernel shows, as trees of /dev and /sys; AMD's and Intel's are from documentation.
+
+PVC = {"DRIVER": "i915", "PCI_CLASS": "38000", "PCI_ID": "8086:0BD5"}
+LAPTOP = {"DRIVER": "i915", "PCI_CLASS": "30000", "PCI_ID": "8086:46A6"}
+XE_TILES = ("tile0/gt0", "tile0/gt1", "tile1/gt2", "drm/card0")  # a media GT is no tile
+MACHINE = ("xpu", 12, "machines/aurora.toml")
+NO_TOOLS = {"PATH": "/nonexistent"}
+
+
+@pytest.fixture
+def bare(tmp_path):
+    """A host with a /dev, and no accelerator in it."""
     (tmp_path / "dev").mkdir()
-    (tmp_path / "dev/kfd").touch()
-    assert counts(tmp_path) == {"amd": 0}
+    (tmp_path / "dev/null").touch()
+    return tmp_path
 
 
-def test_nvidia_device_files(tmp_path):
-    (tmp_path / "dev").mkdir()
-    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "nvidia-caps", "null"):
-        (tmp_path / "dev" / name).touch()
-    assert counts(tmp_path) == {"nvidia": 2}
+def nvidia(root, count):
+    for name in ("nvidiactl", "nvidia-uvm", "nvidia-caps", *(f"nvidia{n}" for n in range(count))):
+        (root / "dev" / name).touch()
+    return root
 
 
-def test_wsl_cannot_be_counted(tmp_path):
-    (tmp_path / "dev").mkdir()
-    (tmp_path / "dev/dxg").touch()
-    assert counts(tmp_path) == {"nvidia": None}
+def amd(root, *properties, device=True):
+    if device:
+        (root / "dev/kfd").touch()
+    for number, text in enumerate(properties):
+        folder = root / f"sys/class/kfd/kfd/topology/nodes/{number}"
+        folder.mkdir(parents=True)
+        (folder / "properties").write_text(text)
+    return root
 
 
-def test_a_host_without_drivers(tmp_path):
-    assert counts(tmp_path) == {}
+def mi250(root, count):
+    return amd(root, "simd_count 0\n", *["simd_count 304\n"] * count)
+
+
+def card(root, facts=PVC, *, number=0, below=(), address=None, given=True):
+    device = root / f"sys/class/drm/renderD{128 + number}/device"
+    lines = {**facts, "PCI_SLOT_NAME": address or f"0000:{number + 18}:00.0"}
+    for folder in below:
+        (device / folder).mkdir(parents=True)
+    device.mkdir(parents=True, exist_ok=True)
+    (device / "uevent").write_text("".join(f"{key}={value}\n" for key, value in lines.items()))
+    (root / "dev/dri").mkdir(parents=True, exist_ok=True)
+    if given:
+        (root / f"dev/dri/renderD{128 + number}").touch()
+    return root
+
+
+def intel(root, cards):
+    for number in range(cards):
+        gts = [f"drm/card{number}/gt/gt{tile}" for tile in range(2)]
+        card(root, number=number, below=(*gts, f"drm/renderD{128 + number}"))
+    return root
+
+
+def look(env, root, **options):
+    return get_accelerators({**NO_TOOLS, **env}, root=str(root), **options)
+
+
+def found(env, root, **options):
+    devices = look(env, root, **options)
+    return devices.device_type, devices.count
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda root: root, ("cpu", 0)),
+        (lambda root: nvidia(root, 2), ("cuda", 2)),
+        (lambda root: mi250(root, 2), ("cuda", 2)),
+        # the host's KFD in a container without its device, and nodes that are no GPUs
+        (lambda root: amd(root, "simd_count 304\n", device=False), ("cpu", 0)),
+        (lambda root: amd(root, "", "simd_count\n", "cpu_cores_count 64\n"), ("cpu", 0)),
+        (lambda root: intel(root, 1), ("xpu", 2)),
+        (lambda root: card(root, below=XE_TILES), ("xpu", 2)),
+        (lambda root: card(root, LAPTOP, below=["tile0"]), ("xpu", 1)),  # as a discrete Arc
+        # A laptop's graphics, also as a second card, whose class is a data-centre card's.
+        (lambda root: card(root, LAPTOP, address="0000:00:02.0"), ("cpu", 0)),
+        (lambda root: card(root, PVC, address="0000:00:02.0"), ("cpu", 0)),
+        (lambda root: card(root, {**PVC, "PCI_ID": "1A03:2000"}), ("cpu", 0)),  # a console
+        (lambda root: card(root, {**PVC, "PCI_CLASS": "120000"}), ("cpu", 0)),  # no GPU
+        (lambda root: card(root, {}), ("cpu", 0)),
+        # A container sees the host's sysfs but not its devices.
+        (lambda root: card(card(root, below=["tile0"]), number=1, given=False), ("xpu", 1)),
+        # nvidia before amd before intel
+        (lambda root: intel(mi250(nvidia(root, 1), 2), 3), ("cuda", 1)),
+    ],
+    ids=range(15),
+)  # fmt: skip
+def test_what_the_kernel_shows(make, expected, bare):
+    devices = look({}, make(bare))
+    assert (devices.device_type, devices.count) == expected
+    assert devices.source
+
+
+def test_a_card_without_tiles_in_sysfs_is_one_device_and_says_so(bare):
+    devices = look({}, card(bare))
+    assert devices.count == 1
+    assert devices.notes == ("sysfs shows no tiles of 0000:18:00.0: counted as one device each",)
+
+
+def test_nodes_outside_the_jobs_cgroup_are_passed_over(bare):
+    (mi250(bare, 2) / "sys/class/kfd/kfd/topology/nodes/3").mkdir()
+    assert look({}, bare).source == "2 GPUs in /sys/class/kfd (ROCm)"
+
+
+# Variables where there is no /dev to compare them with.
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        ({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, ("cuda", 4)),
+        ({"CUDA_VISIBLE_DEVICES": "2"}, ("cuda", 1)),
+        ({"CUDA_VISIBLE_DEVICES": "0, 1"}, ("cuda", 2)),
+        ({"CUDA_VISIBLE_DEVICES": "0,1,"}, ("cuda", 2)),
+        ({"CUDA_VISIBLE_DEVICES": "0,-1,2"}, ("cuda", 1)),
+        ({"CUDA_VISIBLE_DEVICES": "-1"}, ("cpu", 0)),
+        ({"CUDA_VISIBLE_DEVICES": ""}, ("cpu", 0)),
+        ({"CUDA_VISIBLE_DEVICES": "void"}, ("cpu", 0)),
+        ({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, ("cpu", 0)),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-8932f937,GPU-1d2b"}, ("cuda", 2)),
+        ({"ROCR_VISIBLE_DEVICES": "0,1"}, ("cuda", 2)),
+        ({"ROCR_VISIBLE_DEVICES": "0,GPU-4b2c1a9f"}, ("cuda", 2)),
+        ({"ZE_AFFINITY_MASK": "0,1,2"}, ("xpu", 3)),
+        ({"CUDA_VISIBLE_DEVICES": "", "ZE_AFFINITY_MASK": "0,1"}, ("xpu", 2)),
+        ({"TORCH_DEVICE": "xpu", "CUDA_VISIBLE_DEVICES": "0,1"}, ("xpu", 0)),
+        ({"TORCH_DEVICE": "cuda:1", "CUDA_VISIBLE_DEVICES": "0,1"}, ("cuda", 2)),
+        ({"TORCH_DEVICE": "cpu", "CUDA_VISIBLE_DEVICES": "0,1"}, ("cpu", 0)),
+    ],
+)
+def test_variables_decide(env, expected, tmp_path):
+    assert found(env, tmp_path) == expected
+
+
+@pytest.mark.parametrize("bogus", ["gpu", "CPU", "meta"])
+def test_a_device_type_that_does_not_exist(bogus, tmp_path):
+    with pytest.raises(InvalidVariableError, match=f"TORCH_DEVICE='{bogus}'; expected one of xpu"):
+        found({"TORCH_DEVICE": bogus}, tmp_path)
+
+
+@pytest.mark.parametrize("twice", ["0,0", "1,0,1", "GPU-8932,GPU-8932"])
+def test_a_device_named_twice(twice, tmp_path):
+    with pytest.raises(InvalidVariableError, match="names a device twice"):
+        found({"CUDA_VISIBLE_DEVICES": twice}, tmp_path)
+
+
+# Variables against what the host has.
+
+
+@pytest.mark.parametrize(
+    ("env", "make", "fallback", "expected"),
+    [
+        ({"CUDA_VISIBLE_DEVICES": "0,7,1"}, lambda root: nvidia(root, 4), None, ("cuda", 1)),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-1,GPU-2"}, lambda root: nvidia(root, 1), None, ("cuda", 1)),
+        ({"CUDA_VISIBLE_DEVICES": "0"}, lambda root: intel(root, 6), None, ("xpu", 12)),
+        ({}, lambda root: nvidia(root, 2), MACHINE, ("cuda", 2)),
+        ({}, lambda root: root, ("cpu", 0, "machines/crux.toml"), ("cpu", 0)),
+        ({"TORCH_DEVICE": "cuda"}, lambda root: root, MACHINE, ("cuda", 0)),
+        ({"TORCH_DEVICE": "xpu"}, lambda root: root, MACHINE, ("xpu", 12)),
+    ],
+    ids=range(7),
+)
+def test_what_is_left_of_what_the_host_has(bare, env, make, fallback, expected):
+    assert found(env, make(bare), fallback=fallback) == expected
+
+
+@pytest.mark.parametrize(
+    ("gpus", "visible", "count", "source", "note"),
+    [
+        (2, "0,1,2,3", 2, "=0,1,2,3", "stops at '2', because 2 devices are here"),
+        (4, "0,-1", 1, "=0,-1", ""),  # that is meant
+        # indices of the host in a container with two devices
+        (2, "2,3", 0, "='2,3' hides every device of 2", ""),
+        # leftovers where there is no GPU, or a driver without one
+        (None, "0", 0, "no accelerator", "set aside: CUDA_VISIBLE_DEVICES=0"),
+        (0, "0", 0, "no accelerator", "a driver is there"),
+        (1, "MIG-1", 1, "=MIG-1", ""),
+        (1, "MIG-1,MIG-2", 1, "=MIG-1,MIG-2", "MIG among them"),
+        (1, "MIG-1,MIG-2,GPU-3", 1, "=MIG-1,MIG-2,GPU-3", "MIG among them"),
+    ],
+)
+def test_what_is_said_of_a_variable(bare, *, gpus, visible, count, source, note):
+    devices = look({"CUDA_VISIBLE_DEVICES": visible}, bare if gpus is None else nvidia(bare, gpus))
+    assert (devices.device_type, devices.count) == ("cuda" if count else "cpu", count)
+    assert source in devices.source
+    assert note in "".join(devices.notes) if note else devices.notes == ()
+
+
+# ROCm.
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        ({"ROCR_VISIBLE_DEVICES": "4,5,6,7", "HIP_VISIBLE_DEVICES": "0,1"}, 2),
+        ({"ROCR_VISIBLE_DEVICES": "4,5", "HIP_VISIBLE_DEVICES": "4,5"}, 0),
+        ({"ROCR_VISIBLE_DEVICES": "0,1", "HIP_VISIBLE_DEVICES": "0,1,2"}, 2),
+        ({"HIP_VISIBLE_DEVICES": "0", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}, 1),
+        ({"CUDA_VISIBLE_DEVICES": "0,1,2"}, 3),
+        # Slurm without AutoDetect sets all of them to the same list.
+        ({"ROCR_VISIBLE_DEVICES": "2,3", "CUDA_VISIBLE_DEVICES": "2,3"}, 0),
+        # OpenCL's, whatever stands beside it
+        ({"GPU_DEVICE_ORDINAL": "0"}, 8),
+        ({"ROCR_VISIBLE_DEVICES": ""}, 0),
+    ],
+)
+def test_hip_counts_within_what_rocr_left(env, expected, bare):
+    assert look(env, mi250(bare, 8)).count == expected
+
+
+# Level Zero.
+
+
+@pytest.mark.parametrize(
+    ("hierarchy", "mask", "expected"),
+    [
+        ("", None, 12),
+        ("FLAT", None, 12),
+        ("COMBINED", None, 12),
+        ("COMPOSITE", None, 6),
+        ("flat", None, 12),  # the driver takes what it does not know for the default
+        ("FLAT", "0,1,11", 3),
+        ("FLAT", "0, 12", 1),
+        ("FLAT", "0,0", 1),
+        ("FLAT", "12", 0),
+        ("FLAT", "", 12),
+        ("FLAT", "default", 12),
+        ("COMPOSITE", "0", 1),
+        ("COMPOSITE", "0.0,0.1", 1),
+        ("COMPOSITE", "0.0,1.1,2", 3),
+        ("COMPOSITE", "0,6", 1),
+    ],
+)
+def test_affinity_mask_in_each_hierarchy(hierarchy, mask, expected, bare):
+    env = {"ZE_FLAT_DEVICE_HIERARCHY": hierarchy}
+    if mask is not None:
+        env["ZE_AFFINITY_MASK"] = mask
+    assert look(env, intel(bare, 6)).count == expected
+
+
+@pytest.mark.parametrize(
+    ("hierarchy", "mask", "expected"),
+    [
+        *(("COMPOSITE", mask, "cards and their tiles")
+          for mask in ("a", "0,,1", "0.1.2.3", "-1", "0.", "٣")),
+        *((flat, "0.1", r"'0\.1' in it; expected tile") for flat in ("", "FLAT", "COMBINED")),
+    ],
+)  # fmt: skip
+def test_a_mask_that_does_not_parse(hierarchy, mask, expected, bare):
+    env = {"ZE_AFFINITY_MASK": mask, "ZE_FLAT_DEVICE_HIERARCHY": hierarchy}
+    with pytest.raises(InvalidVariableError, match=f"ZE_AFFINITY_MASK=.*{expected}"):
+        look(env, intel(bare, 6))
+
+
+def test_a_bad_mask_on_a_host_without_intel_cards_is_only_noted(bare):
+    assert "set aside: ZE_AFFINITY_MASK=0.1" in look({"ZE_AFFINITY_MASK": "0.1"}, bare).notes[0]
+    assert found({"ZE_AFFINITY_MASK": "0.1"}, nvidia(bare, 2)) == ("cuda", 2)
+
+
+# Tools, then /dev.
+
+
+@pytest.fixture
+def fake(bare):
+    """Put an executable on a PATH of its own, which prints a text."""
+
+    def make(name, text, *, status=0, then=""):
+        path = bare / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        (bare / f"{name}.out").write_text(text)
+        record = f'echo "$@" >> {bare}/{name}.argv'
+        answer = f"/bin/cat {bare}/{name}.out"
+        path.write_text("\n".join(["#!/bin/sh", record, answer, then, f"exit {status}\n"]))
+        path.chmod(0o755)
+        return {"PATH": str(path.parent)}
+
+    return make
+
+
+def test_the_tool_knows_better_than_dev(bare, fake):
+    # /dev of the host is bound into a container that may use one device
+    env = fake("nvidia-smi", "GPU 0: NVIDIA A100 (UUID: GPU-5d5b)\n")
+    devices = look(env, nvidia(bare, 4))
+    assert (devices.count, devices.source) == (1, "nvidia-smi -L")
+    assert devices.notes == ("set aside: 4 x /dev/nvidia<N>, because nvidia-smi -L lists 1",)
+
+
+def test_a_tool_that_fails_is_a_note_and_dev_counts(bare, fake):
+    said = "Failed to initialize NVML: Driver/library version mismatch"
+    env = fake("nvidia-smi", said, status=18)
+    devices = look(env, nvidia(bare, 4))
+    assert (devices.device_type, devices.count) == ("cuda", 4)
+    assert devices.source == "4 x /dev/nvidia<N>"
+    assert devices.notes == (
+        f"nvidia-smi -L failed with exit status 18: {said}",
+        "counted instead: 4 x /dev/nvidia<N>",
+    )
+
+
+def test_a_job_that_was_given_no_gpu_on_a_node_that_has_some(bare, fake):
+    env = fake("nvidia-smi", "No devices found.")
+    devices = look(env, nvidia(bare, 4), fallback=("cuda", 4, "machines/polaris.toml"))
+    assert (devices.device_type, devices.count) == ("cpu", 0)
+    assert devices.source == "nvidia-smi -L lists no device"
+    assert devices.notes == ("set aside: 4 x /dev/nvidia<N>, because nvidia-smi -L lists 0",)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        (4, {"CUDA_VISIBLE_DEVICES": "0,1"}, {}, ("cuda", 2)),  # a variable tells
+        (4, {}, {"tools": False}, ("cuda", 4)),  # told so
+        (None, {}, {}, ("cpu", 0)),  # no driver
+    ],
+)
+def test_where_no_tool_is_started(bare, fake, case):
+    gpus, env, options, expected = case
+    for name in ("nvidia-smi", "amd-smi", "rocm-smi", "xpu-smi"):
+        path = fake(name, "", status=1)
+    root = bare if gpus is None else nvidia(bare, gpus)
+    assert found({**path, **env}, root, **options) == expected
+    assert not list(bare.glob("*.argv"))
+
+
+def test_windows_linux_shows_one_file_for_all_gpus(bare, fake):
+    (bare / "dev/dxg").touch()
+    assert found({}, bare) == ("cpu", 0)
+    assert "a driver is there" in look({}, bare).notes[0]
+    env = fake("nvidia-smi", "GPU 0: NVIDIA RTX A2000 (UUID: GPU-1)\n")
+    assert found(env, bare) == ("cuda", 1)
+    assert found({**env, "CUDA_VISIBLE_DEVICES": "0,1"}, bare) == ("cuda", 1)
+    assert found({"CUDA_VISIBLE_DEVICES": "0"}, bare) == ("cuda", 1)
+
+
+def test_the_vendor_whose_devices_are_left_is_taken(bare):
+    intel(mi250(nvidia(bare, 1), 2), 3)
+    assert look({"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "0,1"}, bare).count == 2
+    assert found({"TORCH_DEVICE": "xpu"}, bare) == ("xpu", 6)
+
+
+# What the caller knows of the machine.
+
+
+def test_a_login_node_answers_for_its_machine(bare):
+    devices = look({}, bare, fallback=MACHINE)
+    assert (devices.device_type, devices.count, devices.source) == MACHINE
+    assert "shows no accelerator of its own" in devices.notes[-1]
+    leftover = look({"CUDA_VISIBLE_DEVICES": "0"}, bare, fallback=MACHINE)
+    assert (leftover.count, len(leftover.notes)) == (12, 2)
+
+
+@pytest.mark.parametrize("name", ["CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"])
+@pytest.mark.parametrize("value", ["", "-1", "NoDevFiles"])
+def test_the_machine_is_not_asked_where_a_variable_hides_every_device(name, value, bare):
+    devices = look({name: value}, bare, fallback=MACHINE)
+    assert (devices.device_type, devices.count) == ("cpu", 0)
+    assert devices.source == f"{name}={value!r} hides every device"
+
+
+# The vendors' tools, played by executables that print what documentation shows.
+
+NVIDIA = """GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-5d5ba0d6-d33d-2b2c-524d-9e3d8d2b8a77)
+GPU 1: NVIDIA A100-SXM4-40GB (UUID: GPU-0aa11ebd-627f-af3f-1a0d-4e1fd92fd7b0)
+"""
+NVIDIA_MIG = """GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-5d5ba0d6)
+  MIG 1g.5gb      Device  0: (UUID: MIG-c6d4f1ef)
+  MIG 1c.3g.20gb  Device  1: (UUID: MIG-cba663e8)
+"""
+AMD = """GPU: 0
+    BDF: 0000:23:00.0
+    UUID: 00ff74a1-0000-1000-8000-000000000000
+GPU: 1
+    BDF: 0000:26:00.0
+    UUID: 01ff74a1-0000-1000-8000-000000000000
+"""
+ROCM = """
+
+============================ ROCm System Management Interface ============================
+=========================================== ID ===========================================
+GPU[0]\t\t: Device Name: \t\tAMD Instinct MI300A
+GPU[0]\t\t: Device ID: \t\t0x74a0
+GPU[1]\t\t: Device Name: \t\tAMD Instinct MI300A
+GPU[1]\t\t: Device ID: \t\tN/A
+==========================================================================================
+================================== End of ROCm SMI Log ===================================
+"""
+
+
+def xpu_entry(address, kind="physical"):
+    return {"device_function_type": kind, "device_id": 0, "pci_bdf_address": address}
+
+
+@pytest.mark.parametrize(
+    ("vendor", "tool", "text", "count", "source", "note"),
+    [
+        ("nvidia", "nvidia-smi", NVIDIA, 2, "nvidia-smi -L", ""),
+        ("nvidia", "nvidia-smi", NVIDIA_MIG, 1, "nvidia-smi -L", "2 MIG devices on 1 GPUs"),
+        ("nvidia", "nvidia-smi", "No devices found.\n", 0, "nvidia-smi -L", ""),
+        ("amd", "amd-smi", AMD, 2, "amd-smi list", ""),
+        ("amd", "rocm-smi", ROCM, 2, "rocm-smi --showid", ""),  # several lines a GPU
+        ("intel", "xpu-smi", '{"device_list": null}', 0,
+         "xpu-smi discovery: 0 tiles of 0 cards", ""),
+        # not installed
+        *((vendor, "other", "", None, "", "") for vendor in ("nvidia", "amd", "intel", "apple")),
+        # an unknown output is a failure and not a zero
+        *((*tool, text, None, "", tool[1])
+          for tool in (("nvidia", "nvidia-smi"), ("amd", "amd-smi"), ("amd", "rocm-smi"),
+                       ("intel", "xpu-smi"))
+          for text in ("", "something else\n", "[]", "{}", '{"device_list": 3}')),
+    ],
+)  # fmt: skip
+def test_what_tools_print(fake, *, vendor, tool, text, count, source, note):
+    env = fake(tool, text)
+    before = dict(env)
+    told = ask_vendor_tool(vendor, env)
+    assert (told.count, told.source) == (count, source)
+    assert note in "".join(told.notes) if note else told.notes == ()
+    assert env == before
+
+
+@pytest.mark.parametrize(
+    ("vendor", "tool"),
+    [("nvidia", "nvidia-smi"), ("amd", "amd-smi"), ("amd", "rocm-smi"), ("intel", "xpu-smi")],
+)
+def test_a_failure_is_told_with_its_status_and_words(vendor, tool, fake):
+    told = ask_vendor_tool(vendor, fake(tool, "\n  no driver\nsecond line\n", status=9))
+    assert told.count is None
+    assert "failed with exit status 9: no driver" in told.notes[0]
+    assert "second" not in told.notes[0]
+    hanging = ask_vendor_tool(vendor, fake(tool, "", then="/bin/sleep 60"), time_limit=0.3)
+    assert hanging.count is None
+    assert hanging.notes[0].endswith(" failed: no answer in 0.3 s")
+
+
+def test_a_tool_that_cannot_be_started(fake, tmp_path):
+    env = fake("nvidia-smi", NVIDIA)
+    (tmp_path / "bin/nvidia-smi").write_text("#!/nonexistent/sh\n")
+    told = ask_vendor_tool("nvidia", env)
+    assert told.count is None
+    assert "nvidia-smi -L failed: " in told.notes[0]
+
+
+def test_rocm_smi_where_amd_smi_fails(fake):
+    fake("amd-smi", "AMDSMI_STATUS_INIT_ERROR\n", status=1)
+    told = ask_vendor_tool("amd", fake("rocm-smi", ROCM))
+    assert told.count == 2
+    assert "AMDSMI_STATUS_INIT_ERROR" in told.notes[0]
+
+
+def test_xpu_smi_lists_cards_and_sysfs_their_tiles(fake, bare):
+    for number, address in ((0, "0000:18:00.0"), (1, "0000:2a:00.0"), (2, "0000:3c:00.0")):
+        card(bare, number=number, below=XE_TILES, address=address)
+    listed = [
+        xpu_entry("0000:18:00.0"),
+        xpu_entry("0000:2A:00.0"),
+        xpu_entry("0000:3c:00.0", "virtual"),
+        xpu_entry("0000:00:02.0"),  # a server's graphics, which we do not count
+    ]
+    env = fake("xpu-smi", json.dumps({"device_list": listed}))
+    told = ask_vendor_tool("intel", env, root=str(bare))
+    assert (told.count, told.source) == (4, "xpu-smi discovery: 4 tiles of 2 cards")
+    assert ask_vendor_tool("intel", env, root=str(bare), flat=False).count == 2
+
+
+def test_xpu_smi_and_sysfs_that_have_no_card_in_common(fake, bare):
+    card(bare, below=XE_TILES)
+    env = fake("xpu-smi", json.dumps({"device_list": [xpu_entry("18:00.0")]}))
+    told = ask_vendor_tool("intel", env, root=str(bare))
+    assert told.count is None
+    assert "no card that sysfs shows" in told.notes[0]

@@ -1,10 +1,95 @@
-"""Slurm's nodelists; what scontrol itself says is compared in tests/slurm."""
+"""Names of hosts, and Slurm's nodelists; what scontrol itself says is compared in tests/slurm."""
 
-import random
+import os
+import subprocess
+import tracemalloc
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.configuration import set_hypothesis_home_dir
 
-from ezpz_topo import NodelistError, TopoError, expand_nodelist, first_host, fold_nodelist
+from ezpz_topo import (
+    InvalidVariableError,
+    NodelistError,
+    expand_nodelist,
+    first_host,
+    fold_nodelist,
+    get_hostname,
+    same_host,
+    short_name,
+)
+from ezpz_topo._nodelist import find_host, is_host, tasks_on_node
+
+# Names of hosts: short ones, the same one, and what is none.
+
+
+def test_hostname_is_what_hostname_prints():
+    printed = subprocess.run(["uname", "-n"], capture_output=True, text=True, check=True).stdout
+    assert get_hostname() == printed.strip()
+
+
+@pytest.mark.parametrize(
+    ("host", "short"),
+    [
+        ("x1000c0s0b0n0.hsn.cm.aurora.alcf.anl.gov", "x1000c0s0b0n0"),
+        ("nid001", "nid001"),
+        ("nid001.", "nid001"),
+        ("10.example", "10"),
+        # the first number of an address is no name
+        ("10.0.0.1", "10.0.0.1"),
+        ("::1", "::1"),
+        ("::ffff:10.0.0.1", "::ffff:10.0.0.1"),
+    ],
+)
+def test_short_name(host, short):
+    assert short_name(host) == short
+    assert same_host(host, short)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("x1n0.hsn.site.gov", "x1n0.site.gov", True),
+        ("X1N0", "x1n0", True),
+        ("x1n0.site.gov.", "x1n0", True),
+        ("10.0.0.1", "10.0.0.1", True),
+        ("FE80::1", "fe80:0:0::1", True),
+        ("[::1]", "::1", True),
+        ("x1n0", "x1n01", False),
+        ("x1n0", "x1n1.site.gov", False),
+        ("10.0.0.1", "10.0.0.2", False),
+        ("10.0.0.1", "10", False),
+        ("::1", "::2", False),
+        ("localhost", "127.0.0.1", False),  # nothing is looked up
+    ],
+)
+def test_same_host(one, other, same):
+    assert same_host(one, other) == same_host(other, one) == same
+    assert find_host(one, ["a", other, "b"]) == (other if same else None)
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["a", "n-1", "my_host", "1e3", "x1n0.hsn.site.gov", "x1n0.site.", "0.0.0.0", "255.1.2.3", "::1",
+     "2001:db8::7", "::ffff:1.2.3.4", "a" * 254],
+)  # fmt: skip
+def test_is_host(host):
+    assert is_host(host)
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["", " ", ".", "-n", "--np=2", "#a", "a b", "a\tb", "a,b", "a\0", "a\n", "a.b..c", ".a", "a.-b",
+     "n[1-2]", "h:2", "u@h", "a/b", "a;b", "$(a)", "12", "10.0.0", "1.2.3.4.5", "10.0.0.256",
+     "010.0.0.1", "10.0.0.1.", "٣", "é", "a\xa0b", "::1%eth0", "::1/64", ":", "1:2", "g::1",
+     "a" * 255],
+)  # fmt: skip
+def test_is_no_host(host):
+    assert not is_host(host)
+
+
+# Slurm's nodelists.
 
 # Printed by scontrol show hostnames, Slurm 22.05.8, but for the last two (from 23.02.5).
 SAID_BY_SLURM = {
@@ -69,29 +154,38 @@ def test_what_does_not_parse_is_named(nodelist, part):
             read(nodelist)
 
 
-@pytest.mark.parametrize(
-    "nodelist", ["n[1-100000000]", "n[1-1000]m[1-1000]o[1-1000]", ",".join(["n[1-1000000]"] * 3)]
-)
-def test_hostile_sizes_are_refused_before_they_are_made(nodelist):
-    with pytest.raises(NodelistError, match="expected at most 1048576"):
-        expand_nodelist(nodelist)
-
-
-@pytest.mark.parametrize("brackets", [10_000, 100_000])
-def test_a_product_too_large_to_be_printed_is_refused_all_the_same(brackets):
-    with pytest.raises(NodelistError, match="expected at most 1048576"):
-        expand_nodelist("n[1-2]" * brackets)
-    assert first_host("n[1-2]" * brackets) == "n1" * brackets
-
-
-def test_so_many_plain_names_are_refused():
-    with pytest.raises(NodelistError, match="3 hosts; expected at most 2"):
-        expand_nodelist("a,b,c", max_hosts=2)
-
-
 def test_no_host_at_all():
     with pytest.raises(NodelistError, match="names no host"):
         first_host(" , ")
+
+
+@pytest.mark.parametrize(
+    "nodelist",
+    ["n[1-100000000]", "n[0-999999999999999]", "n[1-1000][1-1000][1-1000]", "[1-9]" * 40,
+     ",".join(["n[1-1000000]"] * 20), "n[" + ",".join(["1-1000000"] * 20) + "]",
+     "a,b,n[1-100000000],c"],
+)  # fmt: skip
+def test_a_hostile_list_is_refused_without_making_it(nodelist):
+    tracemalloc.start()
+    try:
+        with pytest.raises(NodelistError, match="expected at most"):
+            expand_nodelist(nodelist, max_hosts=100_000)
+        assert not nodelist.startswith("n[0-") or first_host(nodelist) == "n0"
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 1 << 20
+
+
+def test_the_largest_machine_and_one_too_large():
+    hosts = expand_nodelist("x[4000-4839]c[0-2]n[0-3]")
+    assert len(hosts) == len(set(hosts)) == 10_080
+    # A product that cannot be printed.
+    with pytest.raises(NodelistError, match="expected at most 1048576"):
+        expand_nodelist("n[1-2]" * 100_000)
+    assert first_host("n[1-2]" * 100_000) == "n1" * 100_000
+    with pytest.raises(NodelistError, match="3 hosts or more; expected at most 2"):
+        expand_nodelist("a,b,c", max_hosts=2)
 
 
 @pytest.mark.parametrize(
@@ -110,6 +204,9 @@ def test_no_host_at_all():
         (["x1c0", "x1c1", "x2c0"], "x1c[0-1],x2c0"),
         (["n1-ib", "n2-ib"], "n1-ib,n2-ib"),
         (["n99", "n100"], "n[99-100]"),
+        # A name without a number is not folded with its neighbour.
+        (["n00", "n"], "n00,n"),
+        (["n", "n0", "n1"], "n,n[0-1]"),
     ],
 )
 def test_fold(hosts, folded):
@@ -123,34 +220,52 @@ def test_what_is_no_host_name(host):
         fold_nodelist(["ok1", host])
 
 
-def test_folding_and_expanding_are_each_others_inverse():
-    draw = random.Random(0)  # the same lists each time
-    for _ in range(2000):
-        stems = draw.choices(["n", "nid", "x1000c0s", "a-", "login", "7"], k=draw.randint(1, 3))
-        hosts = [
-            f"{draw.choice(stems)}{draw.randint(0, 130):0{draw.choice((1, 1, 3, 4))}d}"
-            for _ in range(draw.randint(0, 12))
-        ]
-        assert expand_nodelist(fold_nodelist(hosts)) == hosts
+# Whatever a nodelist holds: the hosts or a NodelistError, and back again.
+
+# Not even its caches go into the working directory.
+set_hypothesis_home_dir(os.devnull)
+QUIET = settings(database=None, deadline=None, derandomize=True, max_examples=200)
+ANY_TEXT = st.one_of(st.text(max_size=100), st.text("[]-,0123456789abc \t", max_size=60))
 
 
-def test_whatever_comes_only_our_error_is_raised():
-    draw = random.Random(1)
-    for _ in range(20_000):
-        text = "".join(draw.choices("ab01239-,[] \t\0é٣", k=draw.randint(0, 14)))
-        try:
-            hosts = expand_nodelist(text, max_hosts=1000)
-        except TopoError:
-            continue
-        assert all(hosts)
-        assert len(hosts) <= 1000
+@QUIET
+@given(ANY_TEXT)
+def test_expanding_answers_or_raises_nodelist_error(text):
+    short_name(text)
+    same_host(text, "x1n0")
+    try:
+        hosts = expand_nodelist(text)
+    except NodelistError:
+        return
+    assert not any(set(host) & set("[], \t") for host in hosts)
+    assert not hosts or hosts[0] == first_host(text)
 
 
-def test_the_largest_machine():
-    hosts = expand_nodelist("x[4000-4839]c[0-2]n[0-3]")
-    assert len(hosts) == len(set(hosts)) == 10_080
+@QUIET
+@given(
+    st.lists(st.one_of(ANY_TEXT, st.from_regex("(n|a-|7)[0-9]{0,3}", fullmatch=True)), max_size=20)
+)
+def test_folding_answers_or_raises_nodelist_error(hosts):
+    try:
+        nodelist = fold_nodelist(hosts)
+    except NodelistError:
+        return
+    assert expand_nodelist(nodelist) == hosts
 
 
-def test_a_name_without_a_number_is_not_folded_with_its_neighbour():
-    for hosts in (["n00", "n"], ["n", "n0", "n1"], ["n1", "n", "n2"]):
-        assert expand_nodelist(fold_nodelist(hosts)) == hosts
+# Slurm's task counts.
+
+
+@pytest.mark.parametrize(
+    ("text", "counts"),
+    [("4", [4]), ("4(x2),3", [4, 4, 3]), ("1,2(x3),1", [1, 2, 2, 2, 1]), ("12(x10080)", [12] * 5)],
+)
+def test_task_counts_in_order(text, counts):
+    assert [tasks_on_node(text, node, variable="V") for node in range(len(counts))] == counts
+
+
+@pytest.mark.parametrize("text", ["", "x", "4(x2", "4(2)", "4,,3", "4 ", "-1", "4(x2)3", "4(x2),3"])
+def test_task_counts_that_are_refused_with_the_variable(text):
+    what = "tells of 3 nodes; expected more than 9" if text == "4(x2),3" else "SLURM_V="
+    with pytest.raises(InvalidVariableError, match=what):
+        tasks_on_node(text, 9, variable="SLURM_V")

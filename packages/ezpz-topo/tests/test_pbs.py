@@ -8,14 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from ezpz_topo import _pbs, detect, get_hosts, get_num_nodes, get_world_size_total
-from ezpz_topo._errors import (
+from ezpz_topo import (
     HostfileError,
     IncompleteLauncherError,
     InvalidVariableError,
     SchedulerError,
+    _pbs,
+    detect,
+    get_allocation,
+    get_hostname,
+    get_hosts,
+    get_num_nodes,
+    get_world_size_total,
+    short_name,
 )
-from ezpz_topo._nodelist import get_hostname, short_name
 
 FAKE = Path(__file__).parent / "pbs" / "fake.py"
 HERE = short_name(get_hostname())
@@ -96,7 +102,7 @@ def node_file(tmp_path, text=NODES, name="1.pbs-0001"):
 def test_job_by_its_variables_and_node_file_starts_no_command(tmp_path, pbs, variables):
     env = {**variables, **pbs(), "PBS_NODEFILE": node_file(tmp_path)}
     before = dict(env)
-    found = _pbs.allocation(env)
+    found = get_allocation(env)
     assert (found.scheduler, found.job_id) == ("pbs", "1.pbs-0001")
     assert (found.name, found.queue, found.ends_at) == ("probe", "workq", None)
     assert (found.hosts, found.slots) == (("x1n0.site.gov", "x1n1.site.gov"), (2, 2))
@@ -140,38 +146,22 @@ def test_the_chunks_cpus_are_all_that_the_job_has(tmp_path, monkeypatch, pbs, to
     assert len(asked(tmp_path)) == count
 
 
-def test_array_job_has_brackets_in_its_id_and_its_node_files_name(tmp_path):
-    env = {
-        **BATCH, "PBS_JOBID": "40[1].pbs-0001", "PBS_ARRAY_INDEX": "1",
-        "PBS_ARRAY_ID": "40[].pbs-0001", "PBS_NODEFILE": node_file(tmp_path, name="40[1].pbs-0001"),
-    }  # fmt: skip
-    found = _pbs.allocation(env)
-    assert (found.job_id, found.num_nodes) == ("40[1].pbs-0001", 2)
-
-
-def test_two_chunks_packed_on_one_host_are_one_host_with_two_slots(tmp_path):
-    path = node_file(tmp_path, "x1n0.site.gov\nx1n0.site.gov\n")
-    found = _pbs.allocation({**BATCH, "PBS_NODEFILE": path})
-    assert (found.hosts, found.slots) == (("x1n0.site.gov",), (2,))
-
-
-def test_slots_that_are_not_grouped_and_a_last_line_without_end(tmp_path):
-    path = node_file(tmp_path, "b.x\r\na.x\r\n\r\nb.x")
-    found = _pbs.allocation({**BATCH, "PBS_NODEFILE": path})
-    assert (found.hosts, found.slots) == (("b.x", "a.x"), (2, 1))
-
-
-def test_this_host_among_the_nodes_by_its_short_name(tmp_path):
-    path = node_file(tmp_path, f"x1n0.site.gov\n{HERE.upper()}.other.domain\n")
-    found = _pbs.allocation({**BATCH, "PBS_NODEFILE": path})
-    assert found.on_node
-    assert found.notes == ()
-
-
-def test_variables_exported_into_another_hosts_shell(tmp_path):
-    found = _pbs.allocation({**BATCH, "PBS_NODEFILE": node_file(tmp_path)})
-    assert not found.on_node
-    assert any(HERE in note and "1.pbs-0001" in note for note in found.notes)
+@pytest.mark.parametrize(
+    ("text", "hosts", "slots", "on_node"),
+    [
+        ("x1n0.site.gov\nx1n0.site.gov\n", ("x1n0.site.gov",), (2,), False),  # packed
+        ("b.x\r\na.x\r\n\r\nb.x", ("b.x", "a.x"), (2, 1), False),  # not grouped, no last line end
+        (f"x1.gov\n{HERE.upper()}.other\n", ("x1.gov", f"{HERE.upper()}.other"), (1, 1), True),
+    ],
+)  # fmt: skip
+def test_node_files(tmp_path, text, hosts, slots, on_node):
+    # A job array's file has brackets in its name, as its id.
+    path = node_file(tmp_path, text, name="40[1].pbs-0001")
+    found = get_allocation({**BATCH, "PBS_JOBID": "40[1].pbs-0001", "PBS_NODEFILE": path})
+    assert (found.job_id, found.hosts, found.slots) == ("40[1].pbs-0001", hosts, slots)
+    assert found.on_node == on_node
+    # Variables may be exported into another host's shell.
+    assert on_node or any(HERE in note and "40[1].pbs-0001" in note for note in found.notes)
 
 
 @pytest.mark.parametrize(
@@ -190,17 +180,14 @@ def test_a_node_file_that_is_none_is_an_error_and_asks_nobody(tmp_path, pbs, tex
     path = node_file(tmp_path, text)
     env = {**BATCH, **pbs(**{"1_pbs-0001": JOB}), "PBS_NODEFILE": path}
     with pytest.raises(HostfileError, match=what) as caught:
-        _pbs.allocation(env)
+        get_allocation(env)
     assert path in str(caught.value)
     assert "unset PBS_NODEFILE" in str(caught.value)
-    assert asked(tmp_path) == []
-
-
-def test_a_node_file_that_is_no_file(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "pipe", "/dev/zero"):
         with pytest.raises(HostfileError, match=r"regular file|Is a directory"):
-            _pbs.allocation({**BATCH, "PBS_NODEFILE": str(path)})
+            get_allocation({**env, "PBS_NODEFILE": str(path)})
+    assert asked(tmp_path) == []
 
 
 # In a job, where the node file cannot be read: qstat.
@@ -209,7 +196,7 @@ def test_a_node_file_that_is_no_file(tmp_path):
 @pytest.mark.parametrize("variables", [{}, {"PBS_NODEFILE": ""}, {"PBS_NODEFILE": "/nonexistent"}])
 def test_without_node_file_qstat_is_asked_once(tmp_path, pbs, variables):
     env = {**pbs(**{"1_pbs-0001": JOB}), "PBS_JOBID": "1.pbs-0001", **variables}
-    found = _pbs.allocation(env)
+    found = get_allocation(env)
     # exec_host has short names where the node file has full ones; /0*2 are CPUs.
     assert (found.hosts, found.slots) == (("x1n0", "x1n1"), (2, 2))
     assert (found.name, found.queue) == ("probe", "workq")
@@ -220,20 +207,12 @@ def test_without_node_file_qstat_is_asked_once(tmp_path, pbs, variables):
     assert asked(tmp_path) == ["qstat -f -F json 1.pbs-0001"]
 
 
-def test_variables_outrank_qstat_for_name_and_queue(pbs):
-    env = {**BATCH, **pbs(**{"1_pbs-0001": job(Job_Name="007", queue="other")})}
-    found = _pbs.allocation(env)
-    assert (found.name, found.queue) == ("probe", "workq")
-    assert (found.sources["name"], found.sources["queue"]) == ("PBS_JOBNAME", "PBS_QUEUE")
-
-
-def test_array_job_by_qstat(pbs):
-    env = {**pbs(**{"40[1]_pbs-0001": JOB}), "PBS_JOBID": "40[1].pbs-0001"}
-    assert _pbs.allocation(env).hosts == ("x1n0", "x1n1")
-
-
-def test_an_id_without_its_servers_name(pbs):
-    assert _pbs.allocation({**pbs(**{"1": JOB}), "PBS_JOBID": "1"}).job_id == "1"
+@pytest.mark.parametrize(("key", "job_id"), [("40[1]_pbs-0001", "40[1].pbs-0001"), ("1", "1")])
+def test_ids_of_arrays_and_without_their_servers_name(pbs, key, job_id):
+    found = get_allocation({**BATCH, **pbs(**{key: job(queue="other")}), "PBS_JOBID": job_id})
+    assert (found.job_id, found.hosts) == (job_id, ("x1n0", "x1n1"))
+    # Variables outrank qstat.
+    assert (found.queue, found.sources["queue"]) == ("workq", "PBS_QUEUE")
 
 
 @pytest.mark.parametrize(
@@ -241,7 +220,7 @@ def test_an_id_without_its_servers_name(pbs):
 )
 def test_a_name_that_looks_like_a_number_is_still_text(pbs, name, told):
     env = {**pbs(**{"1_pbs-0001": job(Job_Name=name)}), "PBS_JOBID": "1.pbs-0001"}
-    assert _pbs.allocation(env).name == told
+    assert get_allocation(env).name == told
 
 
 @pytest.mark.parametrize(
@@ -265,53 +244,56 @@ def test_a_name_that_looks_like_a_number_is_still_text(pbs, name, told):
 )
 def test_slots_by_select_and_mpiprocs(pbs, exec_host, select, mpiprocs, slots):
     told = job(exec_host=exec_host, Resource_List={"select": select, "mpiprocs": mpiprocs})
-    found = _pbs.allocation({**pbs(**{"1_pbs-0001": told}), "PBS_JOBID": "1.pbs-0001"})
+    found = get_allocation({**pbs(**{"1_pbs-0001": told}), "PBS_JOBID": "1.pbs-0001"})
     assert found.slots == slots
     assert ("slots" in found.sources) == (slots is not None)
 
 
-@pytest.mark.parametrize("exec_host", ["x1n0", "x1n0/0+", "x1n0/0*2 x1n1/0*2", "x1n0/a", "[x]/0"])
-def test_an_exec_host_that_does_not_parse(pbs, exec_host):
-    env = {**pbs(**{"1_pbs-0001": job(exec_host=exec_host)}), "PBS_JOBID": "1.pbs-0001"}
-    with pytest.raises(SchedulerError, match="exec_host"):
-        _pbs.allocation(env)
+WAITS = {key: JOB[key] for key in ("Job_Name", "Job_Owner", "queue", "Resource_List")}
 
 
-def test_a_job_that_waits_has_no_hosts(pbs):
-    waits = {key: JOB[key] for key in ("Job_Name", "Job_Owner", "queue", "Resource_List")}
-    env = {**pbs(**{"1_pbs-0001": {**waits, "job_state": "Q"}}), "PBS_JOBID": "1.pbs-0001"}
-    with pytest.raises(SchedulerError, match=r"no exec_host and is in state 'Q'"):
-        _pbs.allocation(env)
-    assert _pbs.end_time("1.pbs-0001", env) is None
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        *((job(exec_host=text), "exec_host")
+          for text in ("x1n0", "x1n0/0+", "x1n0/0*2 x1n1/0*2", "x1n0/a", "[x]/0")),
+        ({**WAITS, "job_state": "Q"}, "no exec_host and is in state 'Q'"),
+        (job(job_state="F"), "1.pbs-0001 has finished.*unset PBS_JOBID"),
+        (None, "PBS_NODEFILE.*1.pbs-0001 is unknown.*unset"),
+        ("exit 153", "unset PBS_JOBID"),
+        ("exit 35", "unset PBS_JOBID"),
+        ("echo qstat.bin: not found >&2; exit 127", r"127 \(1 attempt\).*not found"),
+        ("echo qstat: cannot connect to server pbs-0001 >&2; exit 111",
+         r"exit status 111 \(2 attempts\).*cannot connect"),
+        ("exec sleep 600", "PBS_NODEFILE.*no answer in 0.4 s"),
+        *((f"printf '%s' '{text}'", "no JSON object")
+          for text in ("", "[1]", "{", "Job Id: 1.pbs-0001", '{"Jobs":', '{"a":"b"c"}')),
+        ("head -c 100000 /dev/zero | tr '\\0' '['", "no JSON object"),
+        *((f"echo '{text}'", "not in the answer")
+          for text in ("{}", '{"Jobs":7}', '{"Jobs":{"1.pbs-0001":7}}')),
+    ],
+)  # fmt: skip
+def test_what_qstat_may_say_instead(tmp_path, pbs, told, message):
+    env = {
+        **pbs(**({"1_pbs-0001": told} if isinstance(told, dict) else {})),
+        "PBS_JOBID": "1.pbs-0001",
+    }
+    if isinstance(told, str):
+        script(tmp_path, "qstat", told)
+    if "sleep" in str(told):
+        env["EZPZ_SCHEDULER_TIMEOUT"] = "0.4"
+    with pytest.raises(SchedulerError, match=message):
+        get_allocation(env)
 
 
-def test_an_unknown_job_is_exit_153(tmp_path, pbs):
-    with pytest.raises(SchedulerError, match=r"PBS_NODEFILE.*9.pbs-0001 is unknown.*unset"):
-        _pbs.allocation({**pbs(), "PBS_JOBID": "9.pbs-0001"})
-    assert len(asked(tmp_path)) == 1
-
-
-def test_a_finished_job_is_exit_35(tmp_path, pbs):
-    env = {**pbs(**{"1_pbs-0001": job(job_state="F")}), "PBS_JOBID": "1.pbs-0001"}
-    with pytest.raises(SchedulerError, match=r"1.pbs-0001 has finished.*unset PBS_JOBID"):
-        _pbs.allocation(env)
-    with pytest.raises(SchedulerError, match="has finished"):
-        _pbs.end_time("1.pbs-0001", env)
-    assert len(asked(tmp_path)) == 2
-
-
-@pytest.mark.parametrize("status", [153, 35])
-def test_an_exit_status_without_any_json(tmp_path, pbs, status):
-    env = {**pbs(), "PBS_JOBID": "1.pbs-0001"}
-    script(tmp_path, "qstat", f"exit {status}")
-    with pytest.raises(SchedulerError, match="unset PBS_JOBID"):
-        _pbs.allocation(env)
-
-
-def test_a_login_shell_that_reset_path_has_no_qstat(tmp_path):
-    env = {**BATCH, "PATH": str(tmp_path), "PBS_NODEFILE": "/nonexistent"}
-    with pytest.raises(SchedulerError, match=r"'/nonexistent'.*'qstat'.*/opt/pbs/bin"):
-        _pbs.allocation(env)
+@pytest.mark.parametrize("bad", ["-x", "1 2", "all", "1;rm", "1\n2", "--version"])
+def test_what_is_no_name_is_never_an_argument(tmp_path, pbs, bad):
+    with pytest.raises(InvalidVariableError, match="job id"):
+        get_allocation({**pbs(), "PBS_JOBID": bad})
+    if bad != "all":
+        with pytest.raises(InvalidVariableError, match="USER="):
+            _pbs.job_of_this_host({**pbs(), "USER": bad}, "x1n0")
+    assert asked(tmp_path) == []
 
 
 @pytest.mark.parametrize("line", ["PBS_EXEC={}", 'PBS_EXEC="{}"'])
@@ -324,36 +306,11 @@ def test_qstat_and_qselect_are_looked_for_where_pbss_own_file_says(tmp_path, pbs
     conf.write_text(f"PBS_SERVER=pbs-0001\n{line.format(tmp_path / 'opt')}\n")
     env = {"PATH": "/usr/bin:/bin", "USER": "alice", "PBS_CONF_FILE": str(conf)}
     assert _pbs.job_of_this_host(env, "x1n1").job_id == "1.pbs-0001"
-    assert _pbs.allocation({**BATCH, **env}).hosts == ("x1n0", "x1n1")
-    assert _pbs.allocation({**BATCH, "PATH": "", "PBS_EXEC": f"{tmp_path}/opt"}).num_nodes == 2
-
-
-def test_a_qstat_that_exits_127(tmp_path, pbs):
-    env = {**BATCH, **pbs()}
-    script(tmp_path, "qstat", "echo qstat.bin: not found >&2; exit 127")
-    with pytest.raises(SchedulerError, match=r"127 \(1 attempt\).*not found"):
-        _pbs.allocation(env)
-
-
-def test_a_server_that_is_down(tmp_path, pbs):
-    env = {**BATCH, **pbs()}
-    script(tmp_path, "qstat", "echo qstat: cannot connect to server pbs-0001 >&2; exit 111")
-    with pytest.raises(SchedulerError, match=r"exit status 111 \(2 attempts\).*cannot connect"):
-        _pbs.allocation(env)
-
-
-def test_a_qstat_that_hangs(tmp_path, pbs):
-    env = {**BATCH, **pbs(), "EZPZ_SCHEDULER_TIMEOUT": "0.2"}
-    script(tmp_path, "qstat", "exec sleep 600")
-    with pytest.raises(SchedulerError, match=r"PBS_NODEFILE.*no answer in 0.2 s"):
-        _pbs.allocation(env)
-
-
-@pytest.mark.parametrize("bad", ["-x", "1 2", "", "all", "1;rm", "1\n2", "--version"])
-def test_a_job_id_that_is_none_is_never_an_argument(tmp_path, pbs, bad):
-    with pytest.raises(InvalidVariableError, match="job id"):
-        _pbs.allocation({**pbs(), "PBS_JOBID": bad})
-    assert asked(tmp_path) == []
+    assert get_allocation({**BATCH, **env}).hosts == ("x1n0", "x1n1")
+    assert get_allocation({**BATCH, "PATH": "", "PBS_EXEC": f"{tmp_path}/opt"}).num_nodes == 2
+    # A login shell may have reset PATH.
+    with pytest.raises(SchedulerError, match=r"'/nonexistent'.*'qstat'.*/opt/pbs/bin"):
+        get_allocation({**BATCH, "PATH": "", "PBS_CONF_FILE": "/", "PBS_NODEFILE": "/nonexistent"})
 
 
 # qstat's JSON, which is not always JSON.
@@ -391,62 +348,21 @@ def print_json(tmp_path, env, name='"probe"', variable='"A":"b"', arguments='"ru
 
 
 @pytest.mark.parametrize(
-    "variable",
+    ("part", "text"),
     [
-        '"LEVEL":007',
-        '"LEVEL":nan',
-        '"LEVEL":-007',
-        r'"PS1":"\u@\h:\w\$ "',
-        r'"LIST":"a\,b"',
-        r'"QUOTE":"it\'s"',
-        r'"WINDOWS":"C:\"',
-        '"QUOTE":"say "x""',
-        '"CONTROL":"a\x01\x1b[0mb\tc"',
-        '"LATIN1":"caf\udce9"',
-        '"BASH_FUNC_module()":"() {  eval `x`\\n}"',
+        *(("variable", text) for text in (
+            '"LEVEL":007', '"LEVEL":nan', '"LEVEL":-007', r'"PS1":"\u@\h:\w\$ "', r'"LIST":"a\,b"',
+            r'"QUOTE":"it\'s"', r'"WINDOWS":"C:\"', '"QUOTE":"say "x""',
+            '"CONTROL":"a\x01\x1b[0mb\tc"', '"LATIN1":"caf\udce9"',
+            '"BASH_FUNC_module()":"() {  eval `x`\\n}"')),
+        *(("name", text) for text in ("007", "nan", "Infinity", "1.50", r'"a\.b"')),
+        ("arguments", '"-v X=\x01\n2 run.sh"'),
     ],
-)
-def test_what_openpbs_does_not_escape_in_the_users_environment(tmp_path, pbs, variable):
-    found = _pbs.allocation(print_json(tmp_path, pbs(), variable=variable))
-    assert (found.hosts, found.slots, found.name) == (("x1n0", "x1n1"), (2, 2), "probe")
-
-
-@pytest.mark.parametrize(
-    ("name", "told"),
-    [
-        ("007", "007"),
-        ("nan", "nan"),
-        ("Infinity", "Infinity"),
-        ("1.50", "1.50"),
-        (r'"a\.b"', r"a\.b"),
-    ],
-)
-def test_what_openpbs_does_not_escape_in_a_jobs_name(tmp_path, pbs, name, told):
-    assert _pbs.allocation(print_json(tmp_path, pbs(), name=name)).name == told
-
-
-def test_unescaped_control_characters_elsewhere(tmp_path, pbs):
-    env = print_json(tmp_path, pbs(), arguments='"-v X=\x01\n2 run.sh"')
-    assert _pbs.allocation(env).num_nodes == 2
-
-
-@pytest.mark.parametrize(
-    "printed", ["", "[1]", "{", "Job Id: 1.pbs-0001", '{"Jobs":', '{"a":"b"c"}', "[" * 100_000]
-)
-def test_what_cannot_be_json_is_an_error(tmp_path, pbs, printed):
-    env = {**pbs(), "PBS_JOBID": "1.pbs-0001"}
-    (tmp_path / "answer").write_text(printed)
-    script(tmp_path, "qstat", f'cat "{tmp_path}/answer"')
-    with pytest.raises(SchedulerError, match="no JSON object"):
-        _pbs.allocation(env)
-
-
-@pytest.mark.parametrize("printed", ["{}", '{"Jobs":7}', '{"Jobs":{"1.pbs-0001":7}}'])
-def test_json_without_the_job_is_an_error(tmp_path, pbs, printed):
-    env = {**pbs(), "PBS_JOBID": "1.pbs-0001"}
-    script(tmp_path, "qstat", f"echo '{printed}'")
-    with pytest.raises(SchedulerError, match="not in the answer"):
-        _pbs.allocation(env)
+)  # fmt: skip
+def test_what_openpbs_does_not_escape(tmp_path, pbs, part, text):
+    found = get_allocation(print_json(tmp_path, pbs(), **{part: text}))
+    name = text.strip('"') if part == "name" else "probe"
+    assert (found.hosts, found.slots, found.name) == (("x1n0", "x1n1"), (2, 2), name)
 
 
 # The end of the walltime.
@@ -461,31 +377,13 @@ def test_end_time_is_the_same_in_every_time_zone(pbs, zone):
 
 @pytest.mark.parametrize(
     ("walltime", "seconds"),
-    [
-        ("300", 300),
-        ("05:00", 300),
-        ("72:00:00", 259_200),
-        ("01:00:00:01", 86_401),
-        ("00:00:30.5", 30),
-    ],
-)
+    [("300", 300), ("05:00", 300), ("72:00:00", 259_200), ("01:00:00:01", 86_401),
+     ("00:00:30.5", 30), (None, None)],
+)  # fmt: skip
 def test_forms_of_walltime(pbs, walltime, seconds):
     env = pbs(**{"1_pbs-0001": job(Resource_List={"walltime": walltime})})
-    assert _pbs.end_time("1.pbs-0001", env).timestamp() == STARTED + seconds
-
-
-def test_a_job_without_walltime_has_no_end(pbs):
-    env = pbs(**{"1_pbs-0001": job(Resource_List={"walltime": None})})
-    assert _pbs.end_time("1.pbs-0001", env) is None
-
-
-@pytest.mark.parametrize("walltime", ["soon", "1:2:3:4:5", "-1", "999999999:00:00:00"])
-def test_a_walltime_that_does_not_parse_is_no_reason_to_lose_the_hosts(pbs, walltime):
-    env = pbs(**{"1_pbs-0001": job(Resource_List={"walltime": walltime})})
-    with pytest.raises(SchedulerError, match="walltime"):
-        _pbs.end_time("1.pbs-0001", env)
-    found = _pbs.allocation({**env, "PBS_JOBID": "1.pbs-0001"})
-    assert (found.num_nodes, found.ends_at) == (2, None)
+    end = _pbs.end_time("1.pbs-0001", env)
+    assert (end and end.timestamp()) == (seconds and STARTED + seconds)
 
 
 @pytest.mark.parametrize(
@@ -493,10 +391,19 @@ def test_a_walltime_that_does_not_parse_is_no_reason_to_lose_the_hosts(pbs, wall
 )
 def test_a_start_that_does_not_parse(tmp_path, pbs, stime):
     env = print_json(tmp_path, pbs())
-    text = (tmp_path / "answer").read_text().replace("Sat Nov 21 02:10:43 2026", stime)
-    (tmp_path / "answer").write_text(text)
+    answer = tmp_path / "answer"
+    answer.write_text(answer.read_text().replace("Sat Nov 21 02:10:43 2026", stime))
     with pytest.raises(SchedulerError, match="stime"):
         _pbs.end_time("1.pbs-0001", env)
+
+
+@pytest.mark.parametrize("walltime", ["soon", "1:2:3:4:5", "-1", "999999999:00:00:00"])
+def test_a_walltime_that_does_not_parse_is_no_reason_to_lose_the_hosts(pbs, walltime):
+    env = pbs(**{"1_pbs-0001": job(Resource_List={"walltime": walltime})})
+    with pytest.raises(SchedulerError, match="walltime"):
+        _pbs.end_time("1.pbs-0001", env)
+    found = get_allocation({**env, "PBS_JOBID": "1.pbs-0001"})
+    assert (found.num_nodes, found.ends_at) == (2, None)
 
 
 # A shell on a job's node, without PBS's variables.
@@ -521,20 +428,33 @@ def test_a_shell_on_a_jobs_node(tmp_path, pbs):
     ]
 
 
-def test_a_shell_on_an_array_jobs_node(pbs):
-    env = pbs(**{"40[1]_pbs-0001": JOB})
-    assert _pbs.job_of_this_host(env, "x1n0").job_id == "40[1].pbs-0001"
+@pytest.mark.parametrize(
+    ("jobs", "host", "found"),
+    [
+        ({"40[1]_pbs-0001": JOB}, "x1n0", "40[1].pbs-0001"),
+        ({}, "x1n0", None),
+        ({"1_pbs-0001": JOB}, "login1", None),
+        ({"1_pbs-0001": JOB}, "x1n10", None),  # x1n1 is no part of it
+    ],
+)
+def test_jobs_of_a_host(tmp_path, pbs, jobs, host, found):
+    assert getattr(_pbs.job_of_this_host(pbs(**jobs), host), "job_id", None) == found
+    assert asked(tmp_path)[0] == "qselect -T -u alice -s R"
 
 
-def test_no_job_is_exit_0_and_nothing_printed(tmp_path, pbs):
-    assert _pbs.job_of_this_host(pbs(), "x1n0") is None
-    assert asked(tmp_path) == ["qselect -T -u alice -s R"]
-
-
-def test_a_shell_on_a_host_of_no_job(pbs):
-    assert _pbs.job_of_this_host(pbs(**{"1_pbs-0001": JOB}), "login1") is None
-    # x1n1 is no part of x1n10
-    assert _pbs.job_of_this_host(pbs(**{"1_pbs-0001": JOB}), "x1n10") is None
+@pytest.mark.parametrize("qselect", ["echo 1.pbs-0001; echo 8.pbs-0001", "exit 111", None])
+def test_a_qselect_of_old_news_that_fails_or_is_not_there(tmp_path, pbs, qselect):
+    env = pbs(**{"1_pbs-0001": JOB})
+    if qselect is None:
+        (tmp_path / "qselect").unlink()
+        assert _pbs.job_of_this_host(env, "x1n0") is None
+        return
+    script(tmp_path, "qselect", qselect)
+    if "exit" in qselect:
+        with pytest.raises(SchedulerError, match="exit status 111"):
+            _pbs.job_of_this_host(env, "x1n0")
+    else:
+        assert _pbs.job_of_this_host(env, "x1n0").job_id == "1.pbs-0001"
 
 
 def test_two_jobs_on_this_host_are_named(pbs):
@@ -545,28 +465,11 @@ def test_two_jobs_on_this_host_are_named(pbs):
         _pbs.job_of_this_host(env, "x1n0")
 
 
-def test_a_job_that_ended_since_qselect(tmp_path, pbs):
-    env = pbs(**{"1_pbs-0001": JOB})
-    script(tmp_path, "qselect", "echo 1.pbs-0001; echo 8.pbs-0001")
-    assert _pbs.job_of_this_host(env, "x1n0").job_id == "1.pbs-0001"
-
-
 def test_a_qstat_that_tells_only_the_first_of_several_jobs(tmp_path, pbs):
     env = pbs(**{"1_pbs-0001": JOB, "2_pbs-0001": job(exec_host="x1n2/0*2+x1n3/0*2")})
     (tmp_path / "qstat").rename(tmp_path / "real")
     script(tmp_path, "qstat", f'exec "{tmp_path}/real" "$1" "$2" "$3" "$4"')
     assert _pbs.job_of_this_host(env, "x1n2").job_id == "2.pbs-0001"
-
-
-def test_without_qselect_there_is_no_job_to_find(tmp_path):
-    assert _pbs.job_of_this_host({"PATH": str(tmp_path), "USER": "alice"}, "x1n0") is None
-
-
-def test_a_qselect_that_fails(tmp_path, pbs):
-    env = pbs()
-    script(tmp_path, "qselect", "echo qselect: cannot connect to server >&2; exit 111")
-    with pytest.raises(SchedulerError, match="cannot connect"):
-        _pbs.job_of_this_host(env, "x1n0")
 
 
 def test_user_unset_is_the_users_own_name(tmp_path, pbs):
@@ -580,12 +483,6 @@ def test_user_unset_is_the_users_own_name(tmp_path, pbs):
     del env["USER"]
     assert _pbs.job_of_this_host(env, "x1n0") is None
     assert asked(tmp_path) == [f"qselect -T -u {name} -s R"]
-
-
-def test_a_user_that_is_no_name_is_never_an_argument(tmp_path, pbs):
-    with pytest.raises(InvalidVariableError, match="USER='-x'"):
-        _pbs.job_of_this_host({**pbs(), "USER": "-x"}, "x1n0")
-    assert asked(tmp_path) == []
 
 
 # A node without the job's node file.

@@ -1,22 +1,24 @@
-"""Every row of the launcher table, and every combination that misleads."""
+"""Every row of the launcher table, every combination that misleads, and real processes above."""
 
 import itertools
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from ezpz_topo import (
+    FAMILIES,
     Ancestor,
     IncompleteLauncherError,
     InvalidVariableError,
     LauncherConflictError,
     get_local_device,
     get_local_world_size,
-    get_rank,
     get_rank_info,
-    get_world_size,
+    launching_ancestors,
 )
 
 TORCHRUN = {
@@ -48,13 +50,13 @@ JSRUN = {
     "JSM_NAMESPACE_RANK": "5", "JSM_NAMESPACE_SIZE": "8",
     "JSM_NAMESPACE_LOCAL_RANK": "1", "JSM_NAMESPACE_LOCAL_SIZE": "4",
 }  # fmt: skip
-STAMP = {
+LAUNCH = {
     "EZPZ_RANK": "5", "EZPZ_WORLD_SIZE": "8", "EZPZ_LOCAL_RANK": "1",
     "EZPZ_LOCAL_WORLD_SIZE": "4", "EZPZ_NODE_RANK": "1", "EZPZ_LAUNCHER": "pmi",
 }  # fmt: skip
 
 ROWS = {
-    "ezpz": (STAMP, 4, 1),
+    "ezpz": (LAUNCH, 4, 1),
     "torchrun": (TORCHRUN, 4, 1),
     "openmpi": (OPENMPI, 4, None),
     "mvapich2": (MVAPICH2, 4, None),
@@ -76,70 +78,70 @@ def test_each_launcher_alone(launcher):
     assert info.notes == ()
 
 
-def test_deepspeed_says_local_size():
-    env = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "4"}
-    assert get_local_world_size(env) == 4
-
-
 def test_no_launcher_is_one_process():
     info = get_rank_info({})
     assert (info.rank, info.world_size, info.local_world_size, info.launcher) == (0, 1, 1, "none")
     assert "no launcher" in info.sources["rank"]
 
 
-def test_all_ranks_on_one_node_is_node_0():
-    env = {**HYDRA, "MPI_LOCALNRANKS": "8", "MPI_LOCALRANKID": "5"}
-    assert get_rank_info(env).node_rank == 0
+LAUNCH_OF_ONE = {
+    **LAUNCH, "EZPZ_RANK": "0", "EZPZ_WORLD_SIZE": "1", "EZPZ_LOCAL_RANK": "0",
+    "EZPZ_LOCAL_WORLD_SIZE": "1", "EZPZ_NODE_RANK": "0",
+}  # fmt: skip
+HYDRA_OF_ONE = {"PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}
+OTHER_HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+BY_HAND = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+SHELL = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "4"}
+NODE_0 = {"SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_LOCALID": "0"}
+PROXYS_STEP = {**SRUN, **NODE_0, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+MISLEADING = {
+    "a batch script is one process, not rank 0 of 4": (SHELL, ("none", 0, 1)),
+    "a shell of salloc": ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}, ("none", 0, 1)),
+    "a shell in an interactive step": (
+        {**SHELL, "SLURM_STEP_ID": "4294967290", "SLURM_NODEID": "0", "SLURM_STEP_NUM_TASKS": "1",
+         "SLURM_STEP_TASKS_PER_NODE": "1"}, ("none", 0, 1)),
+    "a step smaller than its job": (
+        {**SRUN, "SLURM_PROCID": "1", "SLURM_NODEID": "0", "SLURM_STEP_NUM_TASKS": "2",
+         "SLURM_STEP_TASKS_PER_NODE": "2"}, ("slurm", 1, 2)),
+    "Hydra in Slurm, with its proxy's SLURM_PROCID": ({**HYDRA, **PROXYS_STEP}, ("pmi", 5, 8)),
+    "Open MPI in Slurm": ({**OPENMPI, **PROXYS_STEP}, ("openmpi", 5, 8)),
+    "torchrun in a batch script": ({**TORCHRUN, **SHELL}, ("torchrun", 5, 8)),
+    # cray_shasta, Slurm's plug-in, sets PALS_* but no PMI_SIZE
+    "PALS under Slurm": ({**SRUN, **PALS_PMIX}, ("slurm", 5, 8)),
+    "PMI without a local rank in Slurm": (
+        {**SRUN, "PMI_RANK": "5", "PMI_SIZE": "8"}, ("slurm", 5, 8)),
+    "PMI without a local rank in Flux": (
+        {**FLUX, "PMI_RANK": "5", "PMI_SIZE": "8"}, ("flux", 5, 8)),
+    "torchrun below an MPI launcher": (
+        {**OTHER_HYDRA, "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1", **TORCHRUN},
+        ("torchrun", 5, 8)),
+    "ezpz-launch, and leftovers": ({**LAUNCH, **HYDRA, "RANK": "0"}, ("ezpz", 5, 8)),
+    "a world of one around the launch": (
+        {**LAUNCH, **HYDRA, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1",
+         "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, ("ezpz", 5, 8)),
+    "PMIx on Aurora, the world size by hand": (
+        {**PALS_PMIX, "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}, ("torchrun", 5, 8)),
+    "PMIx on Aurora with ezpz-launch": (
+        {**PALS_PMIX, **LAUNCH, "EZPZ_LAUNCHER": "pals", "WORLD_SIZE": "1"}, ("ezpz", 5, 8)),
+    "Cray PMI alone": (
+        {"PMI_RANK": "5", "PMI_SIZE": "8", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "4"},
+        ("pmi", 5, 8)),
+    **{f"PMIX_RANK beside {name}": ({**ROWS[name][0], "PMIX_RANK": "5"}, (name, 5, 8))
+       for name in ("openmpi", "pals", "slurm")},
+    "all of them agree": (
+        {**HYDRA, "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}, ("pmi", 5, 8)),
+}  # fmt: skip
 
 
-# Combinations that mislead.
-
-
-def test_sbatch_body_is_one_process_not_rank_0_of_4():
-    env = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "4"}
-    assert get_rank_info(env).launcher == "none"
-    assert get_world_size(env) == 1
-
-
-def test_salloc_shell_is_one_process():
-    assert get_world_size({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}) == 1
-
-
-def test_interactive_step_is_one_process():
-    env = {
-        "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "4294967290", "SLURM_PROCID": "0",
-        "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_NTASKS": "4",
-        "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1",
-    }  # fmt: skip
-    assert get_world_size(env) == 1
-
-
-def test_step_smaller_than_its_job():
-    env = {**SRUN, "SLURM_PROCID": "1", "SLURM_NODEID": "0", "SLURM_STEP_NUM_TASKS": "2",
-           "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NTASKS": "8"}  # fmt: skip
-    assert get_world_size(env) == 2
-
-
-@pytest.mark.parametrize("mpi", [HYDRA, OPENMPI], ids=["hydra", "openmpi"])
-def test_mpi_inside_slurm_outranks_the_proxys_procid(mpi):
-    env = {**mpi, **SRUN, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2",
-           "SLURM_NODEID": "0", "SLURM_LOCALID": "0"}  # fmt: skip
-    assert (get_rank(env), get_world_size(env)) == (5, 8)
-
-
-def test_torchrun_inside_sbatch():
-    env = {**TORCHRUN, "SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
-    assert get_rank_info(env).launcher == "torchrun"
-    assert get_rank(env) == 5
+@pytest.mark.parametrize("case", MISLEADING)
+def test_combinations_that_mislead(case):
+    env, expected = MISLEADING[case]
+    info = get_rank_info(env)
+    assert (info.launcher, info.rank, info.world_size) == expected
 
 
 @pytest.mark.parametrize(
-    "leftover",
-    [
-        {"RANK": "0", "WORLD_SIZE": "1"},
-        {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"},
-        {"LOCAL_RANK": "0"},
-    ],
+    "leftover", [{"RANK": "0", "WORLD_SIZE": "1"}, BY_HAND, {"LOCAL_RANK": "0"}]
 )
 @pytest.mark.parametrize("launcher", [name for name in ROWS if name not in ("ezpz", "torchrun")])
 def test_leftover_export_never_outranks_a_launcher(leftover, launcher):
@@ -148,90 +150,24 @@ def test_leftover_export_never_outranks_a_launcher(leftover, launcher):
     assert any("set aside" in note for note in info.notes)
 
 
-def test_leftover_that_agrees_is_not_worth_a_note():
-    env = {**HYDRA, "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
-    assert get_rank_info(env).notes == ()
-
-
-def test_cyclic_distribution_is_not_rank_modulo_ranks_per_node():
-    env = {**SRUN, "SLURM_LOCALID": "2", "SLURM_NODEID": "1"}
-    assert get_rank_info(env).local_rank == 2
-
-
-def test_pals_variables_alone_do_not_prove_pals_under_slurm():
-    # cray_shasta, Slurm's plug-in, sets PALS_* but no PMI_SIZE
-    assert get_rank_info({**SRUN, **PALS_PMIX}).launcher == "slurm"
-
-
-@pytest.mark.parametrize("outer", [SRUN, FLUX], ids=["slurm", "flux"])
-def test_pmi_without_a_local_rank_gives_way(outer):
-    env = {**outer, "PMI_RANK": "5", "PMI_SIZE": "8"}
-    assert get_rank_info(env).launcher in ("slurm", "flux")
-    assert get_rank_info(env).local_rank == 1
-
-
-def test_torchrun_below_an_mpi_launcher_is_nearer():
-    agent = {**HYDRA, "PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0",
-             "MPI_LOCALNRANKS": "1"}  # fmt: skip
-    assert get_rank_info({**agent, **TORCHRUN}).rank == 5
-
-
-def test_torchrun_below_our_stamp_is_nearer():
-    info = get_rank_info({**STAMP, **TORCHRUN, "EZPZ_RANK": "0", "EZPZ_WORLD_SIZE": "2",
-                          "EZPZ_LOCAL_RANK": "0", "EZPZ_LOCAL_WORLD_SIZE": "2"})  # fmt: skip
-    assert (info.launcher, info.rank, info.world_size) == ("torchrun", 5, 8)
-    assert any("below rank 0" in note for note in info.notes)
-
-
-def test_stamp_outranks_leftovers():
-    env = {**STAMP, **HYDRA, "RANK": "0"}
-    assert get_rank_info(env).launcher == "ezpz"
-
-
-def test_a_world_set_by_hand_below_a_stamped_rank_alone():
-    # mp.spawn and the like: the shim had set the three as the stamp has them
-    env = {**STAMP_OF_ONE, **HYDRA_OF_ONE, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
-    for above in ([], [PROXY]):
-        info = get_rank_info(env, ancestors=above)
-        assert (info.launcher, info.rank, info.world_size) == ("torchrun", 1, 2)
-        assert "below rank 0 of an ezpz-launch" in info.notes[0]
-
-
-def test_a_world_set_by_hand_below_one_of_many_stamped_ranks_is_an_error():
-    env = {**STAMP, **HYDRA, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    with pytest.raises(LauncherConflictError, match=r"ezpz says rank 5 of 8.*torchrun says 0 of 1"):
-        get_rank_info(env)
-
-
-def test_deepspeeds_local_size_below_our_stamp():
-    env = {**STAMP_OF_ONE, **HYDRA_OF_ONE, "LOCAL_WORLD_SIZE": "1",
-           "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}  # fmt: skip
-    assert get_rank_info(env, ancestors=[AGENT, PROXY]).local_world_size == 2
-
-
-@pytest.mark.parametrize("inner", [OPENMPI, MVAPICH2, JSRUN], ids=["openmpi", "mvapich2", "jsrun"])
-def test_another_launcher_inside_a_stamped_rank_is_an_error(inner):
-    with pytest.raises(LauncherConflictError, match=r"ezpz says rank 0 of 1.*says 5 of 8"):
-        get_rank_info({**STAMP, "EZPZ_RANK": "0", "EZPZ_WORLD_SIZE": "1", "EZPZ_LOCAL_RANK": "0",
-                       "EZPZ_LOCAL_WORLD_SIZE": "1", **inner})  # fmt: skip
-
-
-def test_a_world_of_one_around_the_launch_contradicts_nothing():
-    one = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1",
-           "OMPI_COMM_WORLD_LOCAL_RANK": "0"}  # fmt: skip
-    assert get_rank_info({**STAMP, **HYDRA, **one}).rank == 5
-
-
-def test_stamp_that_its_launcher_contradicts_is_an_error():
-    with pytest.raises(LauncherConflictError, match=r"ezpz says rank 5 of 8.*pmi says 1 of 2"):
-        get_rank_info({**STAMP, **HYDRA, "PMI_RANK": "1", "PMI_SIZE": "2",
-                       "MPI_LOCALNRANKS": "2"})  # fmt: skip
-
-
-def test_two_mpi_launchers_that_disagree_are_an_error():
-    with pytest.raises(LauncherConflictError, match=r"openmpi says rank 5.*pmi says 1"):
-        get_rank_info({**OPENMPI, **HYDRA, "PMI_RANK": "1", "PMI_SIZE": "2",
-                       "MPI_LOCALNRANKS": "2"})  # fmt: skip
+@pytest.mark.parametrize(
+    ("env", "facts"),
+    [
+        # which is not rank modulo ranks a node where Slurm deals them out in turn
+        ({**SRUN, "SLURM_LOCALID": "2"}, {"local_rank": 2}),
+        # DeepSpeed's word
+        ({**BY_HAND, "WORLD_SIZE": "8", "LOCAL_SIZE": "4"}, {"local_world_size": 4}),
+        ({**HYDRA, "MPI_LOCALNRANKS": "8"}, {"node_rank": 0, "num_nodes": 1}),
+        (BY_HAND, {"local_world_size": 1, "node_rank": 0, "num_nodes": 1}),
+        # Open MPI's is the rank on the node, not the node's index.
+        ({**OPENMPI, "OMPI_COMM_WORLD_NODE_RANK": "3"}, {"node_rank": None}),
+        ({"PMI_RANK": "5", "PMI_SIZE": "8", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "4"},
+         {"local_rank": 1, "local_world_size": 4}),
+    ],
+)  # fmt: skip
+def test_where_a_launcher_has_its_own_words(env, facts):
+    info = get_rank_info(env)
+    assert {key: getattr(info, key) for key in facts} == facts
 
 
 # Where variables cannot decide, the nearest launching process above does.
@@ -240,74 +176,61 @@ PROXY = Ancestor("pmi", "hydra_pmi_proxy (pid 12)")
 STEP = Ancestor("slurm", "slurmstepd (pid 11)")
 AGENT = Ancestor("torchrun", "torchrun (pid 13)")
 DAEMON = Ancestor("openmpi", "prted (pid 14)")
-OTHER_HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+DEEPSPEED = {"RANK": "3", "WORLD_SIZE": "16", "LOCAL_RANK": "3", "LOCAL_SIZE": "8"}
 
 
 @pytest.mark.parametrize(
-    ("above", "launcher", "rank"), [([PROXY, DAEMON], "pmi", 1), ([DAEMON, PROXY], "openmpi", 5)]
-)
-def test_of_two_mpi_launchers_the_nearer_one_decides(above, launcher, rank):
-    info = get_rank_info({**OPENMPI, **OTHER_HYDRA}, ancestors=above)
-    assert (info.launcher, info.rank) == (launcher, rank)
+    ("env", "above", "expected", "note"),
+    [
+        ({**OPENMPI, **OTHER_HYDRA}, [PROXY, DAEMON], ("pmi", 1, 2), "pmi before openmpi"),
+        ({**OPENMPI, **OTHER_HYDRA}, [DAEMON, PROXY], ("openmpi", 5, 8), "openmpi is nearer"),
+        # srun inside a rank of mpiexec, and mpiexec inside a step
+        ({**HYDRA_OF_ONE, **SRUN}, [STEP, PROXY], ("slurm", 5, 8), "slurmstepd (pid 11) is"),
+        ({**OTHER_HYDRA, **SRUN}, [PROXY, STEP], ("pmi", 1, 2), "set aside, pmi is nearer"),
+        ({**HYDRA, **PROXYS_STEP}, [], ("pmi", 5, 8), "slurm says 0 of 2, local rank 0: set aside"),
+        # inside a launch of one rank by ezpz-launch
+        ({**LAUNCH_OF_ONE, **HYDRA_OF_ONE, **SRUN}, [STEP, PROXY], ("slurm", 5, 8), "before ezpz"),
+        ({**LAUNCH_OF_ONE, **HYDRA_OF_ONE, **SRUN}, [PROXY, STEP], ("ezpz", 0, 1), "nearer"),
+        ({**LAUNCH_OF_ONE, **HYDRA}, [PROXY, PROXY], ("pmi", 5, 8), "before ezpz"),
+        ({**LAUNCH, **TORCHRUN, "EZPZ_RANK": "0", "EZPZ_WORLD_SIZE": "2", "EZPZ_LOCAL_RANK": "0",
+          "EZPZ_LOCAL_WORLD_SIZE": "2"}, [], ("torchrun", 5, 8), "below rank 0"),
+        # mp.spawn and the like: the shim had set the three as ezpz-launch has them
+        *(({**LAUNCH_OF_ONE, **HYDRA_OF_ONE, **other, "RANK": "1", "WORLD_SIZE": "2",
+            "LOCAL_RANK": "1"},
+           above, ("torchrun", 1, 2), "below rank 0 of an ezpz-launch")
+          for other in ({}, {"LOCAL_WORLD_SIZE": "1", "LOCAL_SIZE": "2"})
+          for above in ([], [PROXY])),
+        # DeepSpeed's agent below srun; mpiexec inside a worker of torchrun
+        ({**SRUN, **DEEPSPEED}, [AGENT, STEP], ("torchrun", 3, 16), "torchrun before slurm"),
+        ({**TORCHRUN, **OTHER_HYDRA}, [PROXY, AGENT], ("pmi", 1, 2), "pmi before torchrun"),
+        ({**TORCHRUN, **OTHER_HYDRA}, [AGENT, PROXY], ("torchrun", 5, 8), "torchrun is nearer"),
+    ],
+)  # fmt: skip
+def test_the_nearest_launcher_above_decides(env, above, expected, note):
+    info = get_rank_info(env, ancestors=above)
+    assert (info.launcher, info.rank, info.world_size) == expected
+    assert any(note in each for each in info.notes)
+    assert info.local_world_size == 2 or "LOCAL_SIZE" not in env or env["LOCAL_SIZE"] == "8"
 
 
-def test_srun_inside_a_rank_of_mpiexec():
-    one = {"PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}
-    info = get_rank_info({**one, **SRUN}, ancestors=[STEP, PROXY])
-    assert (info.launcher, info.rank, info.world_size) == ("slurm", 5, 8)
-    assert any("slurmstepd (pid 11) is the nearest" in note for note in info.notes)
-
-
-def test_mpiexec_inside_an_srun_step():
-    env = {**OTHER_HYDRA, **SRUN}
-    assert get_rank_info(env, ancestors=[PROXY, STEP]).launcher == "pmi"
-    # Eight tasks cannot be the proxies of two ranks.
-    with pytest.raises(LauncherConflictError, match=r"pmi says rank 1 of 2.*slurm says 5 of 8"):
-        get_rank_info(env, ancestors=[])
-
-
-def test_the_proxys_step_is_said_to_be_set_aside():
-    env = {**HYDRA, **SRUN, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}
-    assert get_rank_info(env).notes == (
-        "slurm says 0 of 2, local rank 1: set aside, pmi is nearer",
-    )
-
-
-STAMP_OF_ONE = {
-    **STAMP, "EZPZ_RANK": "0", "EZPZ_WORLD_SIZE": "1", "EZPZ_LOCAL_RANK": "0",
-    "EZPZ_LOCAL_WORLD_SIZE": "1", "EZPZ_NODE_RANK": "0",
-}  # fmt: skip
-HYDRA_OF_ONE = {"PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}
-
-
-def test_srun_inside_a_stamped_launch_of_one_rank():
-    env = {**STAMP_OF_ONE, **HYDRA_OF_ONE, **SRUN}
-    assert get_rank_info(env, ancestors=[STEP, PROXY]).launcher == "slurm"
-    assert get_rank_info(env, ancestors=[PROXY, STEP]).launcher == "ezpz"
-
-
-def test_mpiexec_inside_a_stamped_rank_of_the_same_launcher():
-    env = {**STAMP_OF_ONE, **HYDRA}
-    info = get_rank_info(env, ancestors=[PROXY, PROXY])
-    assert (info.launcher, info.rank, info.world_size) == ("pmi", 5, 8)
-    assert any("before ezpz" in note for note in info.notes)
-
-
-def test_a_deepspeed_agent_below_srun_is_nearer_than_the_step():
-    by_hand = {"RANK": "3", "WORLD_SIZE": "16", "LOCAL_RANK": "3", "LOCAL_SIZE": "8"}
-    info = get_rank_info({**SRUN, **by_hand}, ancestors=[AGENT, STEP])
-    assert (info.launcher, info.rank, info.world_size) == ("torchrun", 3, 16)
-
-
-def test_mpiexec_inside_a_worker_of_torchrun():
-    env = {**TORCHRUN, **OTHER_HYDRA}
-    assert get_rank_info(env, ancestors=[PROXY, AGENT]).launcher == "pmi"
-    assert get_rank_info(env, ancestors=[AGENT, PROXY]).launcher == "torchrun"
-
-
-def test_ancestors_that_do_not_decide_leave_the_conflict():
-    with pytest.raises(LauncherConflictError):
-        get_rank_info({**OPENMPI, **OTHER_HYDRA}, ancestors=[STEP])
+@pytest.mark.parametrize(
+    ("env", "above", "message"),
+    [
+        ({**OPENMPI, **OTHER_HYDRA}, [], r"openmpi says rank 5.*pmi says 1"),
+        ({**OPENMPI, **OTHER_HYDRA}, [STEP], r"openmpi says rank 5.*pmi says 1"),
+        # Eight tasks cannot be the proxies of two ranks.
+        ({**OTHER_HYDRA, **SRUN}, [], r"pmi says rank 1 of 2.*slurm says 5 of 8"),
+        ({**LAUNCH, **HYDRA, **BY_HAND}, [], r"ezpz says rank 5 of 8.*torchrun says 0 of 1"),
+        ({**LAUNCH, **OTHER_HYDRA}, [], r"ezpz says rank 5 of 8.*pmi says 1 of 2"),
+        *(({**LAUNCH_OF_ONE, **inner}, [], r"ezpz says rank 0 of 1.*says 5 of 8")
+          for inner in (OPENMPI, MVAPICH2, JSRUN)),
+        ({**OPENMPI, **BY_HAND, "TORCHELASTIC_RUN_ID": "none"}, [],
+         r"torchrun says rank 0 of 1.*openmpi says 5 of 8"),
+    ],
+)  # fmt: skip
+def test_launchers_that_disagree_are_an_error(env, above, message):
+    with pytest.raises(LauncherConflictError, match=message):
+        get_rank_info(env, ancestors=above)
 
 
 def test_variables_that_agree_need_no_ancestors():
@@ -357,11 +280,6 @@ def test_half_set_family_names_what_is_missing(launcher, missing):
     assert "ezpz-launch" in str(caught.value)
 
 
-BY_HAND = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-PROXYS_STEP = {**SRUN, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0",
-               "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}  # fmt: skip
-
-
 @pytest.mark.parametrize(
     "half",
     [
@@ -378,57 +296,6 @@ PROXYS_STEP = {**SRUN, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_
 def test_a_half_set_launcher_is_never_outvoted_by_what_contradicts_it(half, other):
     with pytest.raises(IncompleteLauncherError, match="half-set"):
         get_rank_info({**half, **other})
-
-
-def test_aurora_with_the_world_size_exported_by_hand_that_agrees():
-    env = {**PALS_PMIX, "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
-    assert get_rank_info(env).world_size == 8
-
-
-def test_aurora_with_the_stamp_of_ezpz_launch():
-    env = {**PALS_PMIX, **STAMP, "EZPZ_LAUNCHER": "pals", "WORLD_SIZE": "1"}
-    info = get_rank_info(env)
-    assert (info.launcher, info.rank, info.world_size, info.notes) == (
-        "ezpz", 5, 8, ()
-    )  # fmt: skip
-
-
-def test_prterun_tells_pmix_rank_and_nothing_else():
-    with pytest.raises(IncompleteLauncherError, match="PMIX_RANK=5 without a world size"):
-        get_rank_info({"PMIX_RANK": "5"})
-
-
-@pytest.mark.parametrize("launcher", ["openmpi", "pals", "slurm"])
-def test_pmix_rank_beside_a_launcher_that_agrees(launcher):
-    assert get_rank_info({**ROWS[launcher][0], "PMIX_RANK": "5"}).launcher == launcher
-
-
-def test_cray_pmi_alone():
-    env = {"PMI_RANK": "5", "PMI_SIZE": "8", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "4"}
-    info = get_rank_info(env)
-    assert (info.launcher, info.rank, info.local_rank, info.local_world_size) == ("pmi", 5, 1, 4)
-
-
-def test_of_hydra_and_intel_mpi_the_local_rank_is_mpi_localrankid():
-    info = get_rank_info(HYDRA)
-    assert (info.sources["local_rank"], info.sources["local_world_size"]) == (
-        "MPI_LOCALRANKID", "MPI_LOCALNRANKS",
-    )  # fmt: skip
-
-
-def test_open_mpis_node_rank_is_no_node_index():
-    assert get_rank_info({**OPENMPI, "OMPI_COMM_WORLD_NODE_RANK": "3"}).node_rank is None
-
-
-def test_slurm_local_id_does_not_exist():
-    env = {name: value for name, value in SRUN.items() if name != "SLURM_LOCALID"}
-    with pytest.raises(IncompleteLauncherError, match="SLURM_LOCALID"):
-        get_rank_info({**env, "SLURM_LOCAL_ID": "1"})
-
-
-def test_flux_sets_pmi_without_a_local_rank():
-    env = {**FLUX, "PMI_RANK": "5", "PMI_SIZE": "8"}
-    assert get_rank_info(env).launcher == "flux"
 
 
 STALE = {**SRUN, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0",
@@ -456,27 +323,20 @@ def test_a_step_whose_nodes_are_none_of_the_jobs_is_left_over():
     assert any("old1 is none of the job's" in note for note in info.notes)
 
 
-def test_a_world_of_one_is_on_one_node():
-    info = get_rank_info(BY_HAND)
-    assert (info.local_world_size, info.node_rank, info.num_nodes) == (1, 0, 1)
-
-
-def test_a_torchrun_world_smaller_than_that_of_the_ranks_around_it():
-    env = {**OPENMPI, **BY_HAND, "TORCHELASTIC_RUN_ID": "none"}
-    with pytest.raises(
-        LauncherConflictError, match=r"torchrun says rank 0 of 1.*openmpi says 5 of 8"
-    ):
-        get_rank_info(env)
-
-
-def test_pals_with_pmix_has_no_world_size():
-    with pytest.raises(IncompleteLauncherError, match="PMI_SIZE"):
-        get_rank_info(PALS_PMIX)
-
-
-def test_torchrun_mark_without_its_variables():
-    with pytest.raises(IncompleteLauncherError, match="TORCHELASTIC_RUN_ID is set"):
-        get_rank_info({"TORCHELASTIC_RUN_ID": "x"})
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        ({"PMIX_RANK": "5"}, "PMIX_RANK=5 without a world size"),  # all that prterun tells
+        (PALS_PMIX, "PMI_SIZE"),
+        ({"TORCHELASTIC_RUN_ID": "x"}, "TORCHELASTIC_RUN_ID is set"),
+        # a name that does not exist
+        ({**SRUN, "SLURM_LOCALID": "", "SLURM_LOCAL_ID": "1"}, "SLURM_LOCALID"),
+        (FLUX, "LOCAL_WORLD_SIZE"),
+    ],
+)
+def test_what_is_missing_is_said(env, message):
+    with pytest.raises(IncompleteLauncherError, match=message):
+        get_local_world_size(env)
 
 
 @pytest.mark.parametrize("bad", ["", "-1", "1.0", "one", " 1", "1_0", "٣", "99999999999"])
@@ -495,11 +355,6 @@ def test_numbers_that_cannot_be(name, value):
         get_rank_info({**HYDRA, name: value})
 
 
-def test_a_launcher_that_does_not_tell_the_local_size():
-    with pytest.raises(IncompleteLauncherError, match="LOCAL_WORLD_SIZE"):
-        get_local_world_size(FLUX)
-
-
 def test_the_environment_is_never_changed():
     for first, second in itertools.permutations(ROWS, 2):
         env = {**ROWS[first][0], **ROWS[second][0]}
@@ -508,7 +363,7 @@ def test_the_environment_is_never_changed():
         assert env == before
 
 
-STAMPED = {
+LAUNCHED = {
     "EZPZ_RANK": "3", "EZPZ_WORLD_SIZE": "4", "EZPZ_LOCAL_RANK": "1", "EZPZ_LOCAL_WORLD_SIZE": "2",
     "EZPZ_NODE_RANK": "1", "EZPZ_NUM_NODES": "2", "EZPZ_LAUNCHER": "pmi",
     "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1",
@@ -517,17 +372,17 @@ STAMPED = {
 
 
 @pytest.mark.parametrize("of_job", [{"SLURM_JOB_ID": "8"}, {"PBS_JOBID": "8.pbs"}])
-def test_a_job_submitted_by_a_stamped_rank_is_not_that_rank(of_job):
-    info = get_rank_info({**STAMPED, "EZPZ_JOB_ID": "7", **of_job})
+def test_a_job_submitted_by_a_rank_is_not_that_rank(of_job):
+    info = get_rank_info({**LAUNCHED, "EZPZ_JOB_ID": "7", **of_job})
     assert (info.rank, info.world_size, info.launcher) == (0, 1, "none")
-    assert "the stamp of ezpz-launch is of job 7" in info.notes[0]
+    assert "the variables of ezpz-launch are of job 7" in info.notes[0]
 
 
-def test_a_step_of_a_job_submitted_by_a_stamped_rank():
+def test_a_step_of_a_job_submitted_by_a_rank():
     step = {"SLURM_JOB_ID": "8", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_LOCALID": "0",
             "SLURM_STEP_NUM_TASKS": "2", "SLURM_NODEID": "1",
             "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}  # fmt: skip
-    info = get_rank_info({**STAMPED, "EZPZ_JOB_ID": "7", **step})
+    info = get_rank_info({**LAUNCHED, "EZPZ_JOB_ID": "7", **step})
     assert (info.rank, info.world_size, info.launcher) == (1, 2, "slurm")
 
 
@@ -535,18 +390,122 @@ def test_a_step_of_a_job_submitted_by_a_stamped_rank():
     "of_job",
     [{"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "8", "SLURM_HET_JOB_ID": "7"}, {"PBS_JOBID": "7"}, {}],
 )
-def test_a_stamp_of_this_job_is_believed(of_job):
-    info = get_rank_info({**STAMPED, "EZPZ_JOB_ID": "7", **of_job})
+def test_launch_variables_of_this_job_are_believed(of_job):
+    info = get_rank_info({**LAUNCHED, "EZPZ_JOB_ID": "7", **of_job})
     assert (info.rank, info.launcher, info.notes) == (3, "ezpz", ())
 
 
-def test_local_rank_is_the_index_of_a_device_where_the_stamp_says_so():
-    env = {**STAMPED, "LOCAL_RANK": "0", "EZPZ_LOCAL_DEVICE": "0"}
+def test_local_rank_is_the_index_of_a_device_where_ezpz_launch_says_so():
+    env = {**LAUNCHED, "LOCAL_RANK": "0", "EZPZ_LOCAL_DEVICE": "0"}
     assert get_rank_info(env).local_rank == 1
     assert get_rank_info(env).notes == ()
     assert get_local_device(env) == 0
-    assert get_local_device(STAMPED) == 1
+    assert get_local_device(LAUNCHED) == 1
     with pytest.raises(LauncherConflictError):
         get_rank_info({**env, "LOCAL_RANK": "1", "EZPZ_LOCAL_DEVICE": "0", "RANK": "1"})
     with pytest.raises(InvalidVariableError, match="EZPZ_LOCAL_DEVICE='x'"):
-        get_local_device({**STAMPED, "LOCAL_RANK": "x", "EZPZ_LOCAL_DEVICE": "x"})
+        get_local_device({**LAUNCHED, "LOCAL_RANK": "x", "EZPZ_LOCAL_DEVICE": "x"})
+
+
+# Real processes with the names that launchers have.
+
+LINUX = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="the kernel shows no /proc")
+SAY = "from ezpz_topo import launching_ancestors as a; print(*[x.family for x in a()])"
+
+
+def below(words: list[str], *inner: str) -> list[str]:
+    """Return what a Python says that is started by these processes, outermost first."""
+    said = subprocess.run([*words, *inner], capture_output=True, text=True, check=True, timeout=60)
+    # Above the test itself there may be real launchers: they are in every answer.
+    mine = [ancestor.family for ancestor in launching_ancestors()]
+    families = said.stdout.split()
+    nearer = len(families) - len(mine)
+    assert families[nearer:] == mine
+    return families[:nearer]
+
+
+@pytest.fixture
+def process(tmp_path: Path):
+    """Return the words that run a command below a process of that name."""
+    shell = shutil.which("sh")
+    assert shell is not None
+
+    def named(name: str) -> list[str]:
+        path = tmp_path / name
+        shutil.copy(os.path.realpath(shell), path)
+        # "$@" and not the last command: else the shell would become it.
+        return [str(path), "-c", '"$@"; exit $?', name]
+
+    return named
+
+
+@LINUX
+@pytest.mark.parametrize(
+    ("name", "launcher"),
+    [
+        ("hydra_pmi_proxy", "pmi"),
+        ("prted", "openmpi"),
+        ("prterun", "openmpi"),
+        ("slurmstepd", "slurm"),
+        ("flux-shell", "flux"),
+        ("mpispawn", "mvapich2"),
+    ],
+)
+def test_each_launchers_process_is_known_by_name(process, name, launcher):
+    assert below(process(name), sys.executable, "-c", SAY) == [launcher]
+
+
+@LINUX
+def test_nearest_first_and_shells_between_do_not_count(process):
+    words = [*process("slurmstepd"), *process("sh-of-user"), *process("hydra_pmi_proxy")]
+    assert below(words, sys.executable, "-c", SAY) == ["pmi", "slurm"]
+
+
+@LINUX
+@pytest.mark.parametrize("how", ["script", "module", "path", "options"])
+def test_torchruns_agent_is_a_python_known_by_what_it_runs(tmp_path, how):
+    inner = "import subprocess, sys; subprocess.run(sys.argv[1:], check=True)"
+    package = tmp_path / "torch" / "distributed"
+    package.mkdir(parents=True)
+    (tmp_path / "torch" / "__init__.py").touch()
+    (package / "__init__.py").touch()
+    (package / "run.py").write_text(inner)
+    (tmp_path / "torchrun").write_text(inner)
+    words = {
+        "script": [sys.executable, str(tmp_path / "torchrun")],
+        "module": [sys.executable, "-m", "torch.distributed.run"],
+        "path": [sys.executable, str(package / "run.py")],
+        "options": [sys.executable, "-u", "-W", "ignore", "-m", "torch.distributed.run"],
+    }[how]
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    # -E: what is below must not see the torch that is none.
+    said = subprocess.run([*words, sys.executable, "-E", "-c", SAY], env=env,
+                          capture_output=True, text=True, check=True)  # fmt: skip
+    assert said.stdout.split()[0] == "torchrun"
+
+
+def test_a_python_that_has_torchrun_among_its_arguments_is_no_agent(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("import subprocess, sys; subprocess.run(sys.argv[2:], check=True)")
+    words = [sys.executable, str(script), "torchrun"]
+    assert below(words, sys.executable, "-c", SAY) == []
+
+
+def test_a_name_with_brackets_and_blanks(tmp_path):
+    (tmp_path / "7").mkdir()
+    (tmp_path / "7" / "stat").write_bytes(b"7 (a) b) (c)) S 6 7 7 0")
+    (tmp_path / "6").mkdir()
+    (tmp_path / "6" / "stat").write_bytes(b"6 (prted) S 1 6 6 0")
+    (tmp_path / "6" / "comm").write_bytes(b"prted\n")
+    (found,) = launching_ancestors(7, proc=str(tmp_path))
+    assert (found.family, found.process) == ("openmpi", "prted (pid 6)")
+
+
+def test_without_proc_nothing_is_known(tmp_path):
+    assert list(launching_ancestors(7, proc=str(tmp_path))) == []
+
+
+def test_no_two_families_claim_one_process():
+    claimed = [name for each in FAMILIES for name in each.processes]
+    assert len(set(claimed)) == len(claimed)
+    assert "hydra_pmi_proxy" in claimed

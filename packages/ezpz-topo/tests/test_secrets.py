@@ -31,21 +31,9 @@ HARMLESS_NAMES = [
 def test_a_secret_name(name):
     assert redact({name: X, "A": "1"}) == {name: "***", "A": "1"}
     assert redact((f"{name}={X} and 'more'",)) == (f"{name}=***",)
-    assert redact(
-        (
-            "run",
-            f"--{name}",
-            X,
-            "x",
-        )
-    ) == ("run", f"--{name}", "***", "x")
+    assert redact(("run", f"--{name}", X, "x")) == ("run", f"--{name}", "***", "x")
     assert redact((f"--{name}={X}",)) == (f"--{name}=***",)
-    assert redact(
-        (
-            "--env",
-            f"{name}={X}",
-        )
-    ) == ("--env", f"{name}=***")
+    assert redact(("--env", f"{name}={X}")) == ("--env", f"{name}=***")
     assert redact((f"--env={name}={X}",)) == (f"--env={name}=***",)
     assert redact((f"f({name}='{X}')",)) == (f"f({name}='***')",)
     assert redact((f'{{"lr": 1, "{name}": "{X} y", "b": 2}}',)) == (
@@ -159,10 +147,7 @@ def test_a_configuration():
 def test_twice_is_as_once():
     once = redact(["--token", "x", "HF_TOKEN=y", "f(token='z')", "http://a:b@c"])
     assert redact(once) == once
-    assert redact({"A_TOKEN": "", "B_TOKEN": "***"}) == {
-        "A_TOKEN": "",
-        "B_TOKEN": "***",
-    }
+    assert redact({"A_TOKEN": "", "B_TOKEN": "***"}) == {"A_TOKEN": "", "B_TOKEN": "***"}
 
 
 @pytest.mark.parametrize(

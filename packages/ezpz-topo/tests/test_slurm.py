@@ -44,21 +44,22 @@ def test_a_batch_script():
     }  # fmt: skip
 
 
-def test_a_step_smaller_than_its_job_has_its_own_hosts():
-    job = get_allocation(STEP)
-    assert (job.hosts, job.slots) == (("nid001",), (2,))
-    assert job.sources["hosts"] == "SLURM_STEP_NODELIST"
-
-
-def test_a_salloc_shell_is_not_on_a_node():
-    job = get_allocation(SALLOC)
-    assert (job.num_nodes, job.slots, job.on_node) == (3, (2, 2, 1), False)
-
-
-def test_an_interactive_steps_shell_stands_for_the_whole_job():
-    job = get_allocation(INTERACTIVE)
-    assert (job.num_nodes, job.on_node) == (3, True)
-    assert job.slots is None, "SLURM_TASKS_PER_NODE is that step's"
+@pytest.mark.parametrize(
+    ("env", "num_nodes", "slots", "on_node", "source"),
+    [
+        (STEP, 1, (2,), True, "SLURM_STEP_NODELIST"),
+        (SALLOC, 3, (2, 2, 1), False, "SLURM_JOB_NODELIST"),
+        # an interactive step's shell stands for the whole job; SLURM_TASKS_PER_NODE is the step's
+        (INTERACTIVE, 3, None, True, "SLURM_JOB_NODELIST"),
+        ({**BATCH, "SLURM_TASKS_PER_NODE": "4(x2),3"}, 3, (4, 4, 3), True, "SLURM_JOB_NODELIST"),
+        # no tasks were requested
+        ({**BATCH, "SLURM_NTASKS": ""}, 3, None, True, "SLURM_JOB_NODELIST"),
+    ],
+)
+def test_steps_and_shells(*, env, num_nodes, slots, on_node, source):
+    job = get_allocation(env)
+    assert (job.num_nodes, job.slots, job.on_node) == (num_nodes, slots, on_node)
+    assert job.sources["hosts"] == source
 
 
 def test_a_heterogeneous_job_is_all_its_components():
@@ -66,16 +67,6 @@ def test_a_heterogeneous_job_is_all_its_components():
     assert job.hosts == ("nid001", "nid002", "nid003")
     assert (job.name, job.queue) == ("interactive", "all")
     assert job.sources["hosts"] == "SLURM_JOB_NODELIST_HET_GROUP_0 to 1"
-
-
-def test_heterogeneous_task_counts():
-    env = {**BATCH, "SLURM_JOB_NODELIST": "a[1-3]", "SLURM_TASKS_PER_NODE": "4(x2),3"}
-    assert get_allocation(env).slots == (4, 4, 3)
-
-
-def test_nobody_asked_for_tasks():
-    env = {name: value for name, value in BATCH.items() if name != "SLURM_NTASKS"}
-    assert get_allocation(env).slots is None
 
 
 def test_the_end_where_slurm_tells():
@@ -93,21 +84,14 @@ def test_the_end_where_slurm_tells():
         ({"SLURM_TASKS_PER_NODE": "two"}, InvalidVariableError, "'two' does not parse"),
         ({"SLURM_JOB_NODELIST": "nid[001-"}, NodelistError, "not closed"),
         ({"SLURM_HET_SIZE": "many"}, InvalidVariableError, "many"),
+        ({"SLURM_JOB_NODELIST": ""}, SchedulerError, "'scontrol' cannot be started"),
+        ({"SLURM_JOB_NODELIST": "", "SLURM_JOB_ID": "--help"}, InvalidVariableError, "--help"),
+        ({"SLURM_HET_SIZE": "0"}, InvalidVariableError, "a number of components"),
     ],
 )
 def test_variables_that_contradict_each_other(changed, error, what):
     with pytest.raises(error, match="".join(f"[{c}]" if c in "[](" else c for c in what)):
-        get_allocation({**BATCH, **changed})
-
-
-def test_without_a_nodelist_scontrol_is_asked_and_its_absence_said():
-    with pytest.raises(SchedulerError, match=r"scontrol.*cannot be started.*PATH"):
-        get_allocation({"SLURM_JOB_ID": "7", "PATH": "/nonexistent"})
-
-
-def test_a_job_id_that_is_none_is_not_given_to_a_command():
-    with pytest.raises(InvalidVariableError, match="--help"):
-        get_allocation({"SLURM_JOB_ID": "--help", "PATH": "/nonexistent"})
+        get_allocation({**BATCH, "PATH": "/nonexistent", **changed})
 
 
 @pytest.mark.parametrize(

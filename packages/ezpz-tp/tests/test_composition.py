@@ -221,7 +221,9 @@ def test_compiled_as_one_graph(sequence_parallel):
     reason="needs a C++ compiler and Python's headers",
 )
 def test_compiled_by_inductor():
-    for worst, graphs in run_ranks(compiled, 2, Config(), "inductor", in_processes=True):
+    for worst, graphs in run_ranks(
+        compiled, 2, Config(), "inductor", in_processes=True, timeout=500
+    ):
         assert graphs == 1
         assert worst < 1e-12
 

@@ -17,10 +17,3 @@ def test_all_is_what_is_there():
 def test_a_name_that_is_not_there():
     with pytest.raises(AttributeError, match="'ezpz_tp' has no attribute 'TensorParallel'"):
         ezpz_tp.TensorParallel  # noqa: B018
-
-
-def test_public_names_have_docstrings():
-    for name in set(ezpz_tp.__all__) - {"__version__"}:
-        value = getattr(ezpz_tp, name)
-        if callable(value):
-            assert value.__doc__, name

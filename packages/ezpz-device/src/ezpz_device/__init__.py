@@ -15,9 +15,8 @@ from ._backend import (
     is_backend_available,
 )
 from ._errors import DeviceError
-from ._memory import Memory, get_memory, reset_peak_memory
 from ._peaks import get_peak_flops
-from ._properties import get_device_properties
+from ._properties import Memory, get_device_properties, get_memory, reset_peak_memory
 from ._select import get_torch_device, get_torch_device_type
 from ._version import __version__
 

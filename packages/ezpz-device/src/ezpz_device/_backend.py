@@ -18,7 +18,6 @@ from ._select import get_torch_device_type
 ONECCL_MODULE = "oneccl_bindings_for_pytorch"
 """Importing it registers the backend ``ccl`` with torch (Intel's torch-ccl)."""
 
-
 BACKENDS = ("nccl", "xccl", "ccl", "gloo", "mpi", "ucc")
 """Every backend that moves data between ranks; RCCL reports itself as nccl."""
 
@@ -33,7 +32,7 @@ def get_torch_backend(env: Mapping[str, str] | None = None) -> str:
         env: The environment to read; default ``os.environ``.
 
     Raises:
-        DeviceError: The backend asked for, or the only one for the device, is not in
+        DeviceError: The backend requested, or the only one for the device, is not in
             this torch.
     """
     env = os.environ if env is None else env

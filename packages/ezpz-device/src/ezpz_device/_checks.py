@@ -25,13 +25,7 @@ _BUILDS = {"cuda": "CUDA or ROCm", "xpu": "Intel GPUs", "mps": "Metal"}
 
 
 def check(seconds: float, env: Mapping[str, str] | None = None, *, root: str = "/") -> CheckResult:
-    """Compare torch's devices with the host's, multiply on each, and start their backend.
-
-    Args:
-        seconds: How long it may take: what it does not come to, it does not say.
-        env: The environment to read; default ``os.environ``.
-        root: Where the host's ``dev`` and ``sys`` are found; for tests.
-    """
+    """Compare torch's devices with the host's, multiply on each, and start their backend."""
     env = os.environ if env is None else env
     until = time.monotonic() + 0.7 * seconds
     try:
@@ -49,7 +43,10 @@ def check(seconds: float, env: Mapping[str, str] | None = None, *, root: str = "
         "host_source": host.source,
     }
     if device_type == "cpu" and host.device_type != "cpu":
-        return _unseen(host, facts)
+        shown = f"{host.count} {host.device_type} device" + ("s" if host.count != 1 else "")
+        why, remedy = _why_unseen(host.device_type)
+        message = f"this host has {shown} ({host.source}), and torch {torch.__version__} {why}"
+        return CheckResult.error(message, remedy, **facts)
     result = _of_devices(host, until, facts)
     if result.status == "error" or (device_type != "cpu" and time.monotonic() > until):
         return result
@@ -61,16 +58,6 @@ def check(seconds: float, env: Mapping[str, str] | None = None, *, root: str = "
             **facts,
         )
     return replace(result, message=f"{result.message}; {backend} starts")
-
-
-def _unseen(host: Accelerators, facts: dict[str, object]) -> CheckResult:
-    shown = f"{host.count} {host.device_type} device" + ("s" if host.count != 1 else "")
-    return CheckResult.error(
-        f"this host has {shown} ({host.source}), and torch {torch.__version__} "
-        f"{_why_unseen(host.device_type)}",
-        _remedy(host.device_type),
-        **facts,
-    )
 
 
 def _of_devices(host: Accelerators, until: float, facts: dict[str, object]) -> CheckResult:
@@ -148,15 +135,20 @@ def try_backend(backend: str, device_type: str, seconds: float) -> str:
     return "" if total == 3.0 else f"the sum of 3 alone is {total:g}"
 
 
-def _why_unseen(device_type: str) -> str:
+def _why_unseen(device_type: str) -> tuple[str, str]:
+    """Return why torch does not see a type of device that the host has, and the remedy."""
     if not is_built_for(device_type):
-        return f"is built without {_BUILDS[device_type]}"
+        return f"is built without {_BUILDS[device_type]}", (
+            f"install a torch for {_BUILDS[device_type]} (pytorch.org, Get Started), or load the "
+            "site's module; to compute on the CPU on purpose: export TORCH_DEVICE=cpu"
+        )
+    why = "sees none of them"
     if device_type == "cuda":
         try:
             torch.cuda.init()
         except (RuntimeError, AssertionError) as error:  # both are torch's own
-            return f"cannot use it: {str(error).partition(chr(10))[0]}"
-    return "sees none of them"
+            why = f"cannot use it: {str(error).partition(chr(10))[0]}"
+    return why, "update the driver, or install a torch for the one that is here: see nvidia-smi"
 
 
 def is_built_for(device_type: str) -> bool:
@@ -166,12 +158,3 @@ def is_built_for(device_type: str) -> bool:
     if device_type == "xpu":
         return bool(torch.xpu._is_compiled())  # noqa: SLF001  # there is no public word for it
     return bool(torch.backends.mps.is_built())
-
-
-def _remedy(device_type: str) -> str:
-    if is_built_for(device_type):
-        return "update the driver, or install a torch for the one that is here: see nvidia-smi"
-    return (
-        f"install a torch for {_BUILDS[device_type]} (pytorch.org, Get Started), or load the "
-        "site's module; to compute on the CPU on purpose: export TORCH_DEVICE=cpu"
-    )

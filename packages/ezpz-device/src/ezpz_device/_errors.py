@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class DeviceError(Exception):
-    """A device or backend was asked for that this process cannot use."""
+    """A device or backend was requested that this process cannot use."""

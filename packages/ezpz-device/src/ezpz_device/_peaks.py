@@ -6,10 +6,10 @@ import math
 import os
 import tomllib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,44 +23,31 @@ OVERRIDE = "EZPZ_PEAK_FLOPS"
 KINDS = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "int8")
 """What the table has rates of."""
 
-_KIND_OF: Mapping[torch.dtype, str] = MappingProxyType(
-    {
-        torch.float64: "fp64",
-        torch.float32: "fp32",
-        torch.bfloat16: "bf16",
-        torch.float16: "fp16",
-        torch.float8_e4m3fn: "fp8",
-        torch.float8_e4m3fnuz: "fp8",
-        torch.float8_e5m2: "fp8",
-        torch.float8_e5m2fnuz: "fp8",
-        torch.int8: "int8",
-    }
-)
+_KIND_OF = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float8_e4m3fn: "fp8",
+    torch.float8_e4m3fnuz: "fp8",
+    torch.float8_e5m2: "fp8",
+    torch.float8_e5m2fnuz: "fp8",
+    torch.int8: "int8",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """One row of the table: what a vendor states of one device.
-
-    Attributes:
-        name: For people.
-        match: Names as torch reports them.
-        units: Multiprocessors, compute units or vector engines that the rates are of.
-        memory_gb: The sizes it is sold with.
-        flops: Operations a second, dense, by kind.
-        source: The vendor's document.
-        date: Year and month in which the rates were last compared.
-        unverified: Whether there was nothing to compare them with.
-    """
+    """One row of the table: what a vendor states of one device."""
 
     name: str
-    match: tuple[str, ...]
-    units: int
-    memory_gb: tuple[float, ...]
-    flops: Mapping[str, float]
+    match: list[str]  # names as torch reports them
+    units: int  # multiprocessors, compute units or vector engines that the rates are of
+    memory_gb: list[float]  # the sizes it is sold with
+    flops: Mapping[str, float]  # operations a second, dense, by kind
     source: str
-    date: str
-    unverified: bool
+    date: str  # year and month in which the rates were last compared
+    unverified: bool = False  # whether there was nothing to compare them with
 
 
 def get_peak_flops(
@@ -98,7 +85,15 @@ def get_peak_flops(
         ValueError: ``dtype`` is none of these, or ``peak_flops`` is no number above 0.
     """
     env = os.environ if env is None else env
-    kind = _kind(dtype)
+    if isinstance(dtype, str) and dtype in KINDS:
+        kind: str | None = dtype
+    else:
+        found = TORCH_DTYPES_MAP.get(dtype) if isinstance(dtype, str) else dtype
+        kind = None if found is None else _KIND_OF.get(found)
+    if kind is None:
+        raise ValueError(
+            f"dtype {dtype!r}; expected one of {', '.join(KINDS)}, or a torch.dtype of these"
+        )
     if peak_flops is not None:
         if not 0 < peak_flops < math.inf:
             raise ValueError(f"peak_flops={peak_flops}; expected FLOP/s above 0, such as 312e12")
@@ -134,44 +129,18 @@ def compute_units(properties: Any) -> int:
 def read_peaks() -> tuple[Peaks, ...]:
     """Return the table, ``peaks.toml``."""
     text = files(__package__).joinpath("peaks.toml").read_text(encoding="utf-8")
-    return tuple(
-        Peaks(
-            name=row["name"],
-            match=tuple(row["match"]),
-            units=row["units"],
-            memory_gb=tuple(row["memory_gb"]),
-            flops=MappingProxyType({kind: rate * 1e12 for kind, rate in row["tflops"].items()}),
-            source=row["source"],
-            date=row["date"],
-            unverified=row.get("unverified", False),
-        )
-        for row in tomllib.loads(text)["device"]
-    )
-
-
-def _kind(dtype: str | torch.dtype) -> str:
-    if isinstance(dtype, str):
-        if dtype in KINDS:
-            return dtype
-        found = TORCH_DTYPES_MAP.get(dtype)
-    else:
-        found = dtype
-    kind = None if found is None else _KIND_OF.get(found)
-    if kind is None:
-        raise ValueError(
-            f"dtype {dtype!r}; expected one of {', '.join(KINDS)}, or a torch.dtype of these"
-        )
-    return kind
+    rows = []
+    for row in tomllib.loads(text)["device"]:
+        flops = {kind: rate * 1e12 for kind, rate in row.pop("tflops").items()}
+        rows.append(Peaks(flops=flops, **row))
+    return tuple(rows)
 
 
 def _override(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise DeviceError(
-            f"{OVERRIDE}={text!r} is no number above 0; expected FLOP/s of one device, such as "
-            "312e12, or nothing"
-        )
-    return value
+    with suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise DeviceError(
+        f"{OVERRIDE}={text!r} is no number above 0; expected FLOP/s of one device, such as "
+        "312e12, or nothing"
+    )

@@ -1,18 +1,170 @@
-"""What a device is: its name, memory and compute units."""
+"""What a device is, and the memory of it and of the host."""
 
 from __future__ import annotations
 
 import os
 import platform
+import resource
+import sys
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ._host import host_total
 from ._peaks import compute_units
 from ._select import device_in_use
+
+# How much memory a device has, how much of it is taken, and how much was at most.
+
+_PROC = Path("/proc")
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What this process has of a device's memory.
+
+    Attributes:
+        allocated: Bytes in tensors; of a CPU the process's resident bytes; None if not known.
+        reserved: Bytes taken from the device, with torch's cache; of a CPU as ``allocated``.
+        peak: The most bytes ``allocated`` since the start or `reset_peak_memory`; None on MPS,
+            which does not keep it.
+        total: Bytes that there are; of a CPU that this process may use (its control group's
+            limit), of MPS that are recommended at most.
+    """
+
+    allocated: int | None
+    reserved: int | None
+    peak: int | None
+    total: int
+
+
+def get_memory(
+    device: str | torch.device | None = None, *, env: Mapping[str, str] | None = None
+) -> Memory:
+    """Return what this process has of a device's memory. Does not wait for the device.
+
+    >>> memory = get_memory("cpu")
+    >>> 0 < memory.peak <= memory.total
+    True
+
+    Args:
+        device: Default: the one in use, see `get_device_properties`.
+        env: The environment to read; default ``os.environ``.
+
+    Raises:
+        DeviceError: The device cannot be used.
+    """
+    here = device_in_use(device, env)
+    if here.type == "cpu":
+        resident, peak = host_use()
+        return Memory(resident, resident, peak, host_total())
+    if here.type == "mps":
+        return Memory(
+            int(torch.mps.current_allocated_memory()),
+            int(torch.mps.driver_allocated_memory()),
+            None,
+            int(torch.mps.recommended_max_memory()),
+        )
+    module = getattr(torch, here.type)
+    total = int(module.get_device_properties(here).total_memory)
+    # One call for all three; empty before torch has initialized the device.
+    statistics = module.memory.memory_stats_as_nested_dict(here)
+    return Memory(
+        _bytes(statistics, "allocated_bytes", "current"),
+        _bytes(statistics, "reserved_bytes", "current"),
+        _bytes(statistics, "allocated_bytes", "peak"),
+        total,
+    )
+
+
+def reset_peak_memory(
+    device: str | torch.device | None = None, *, env: Mapping[str, str] | None = None
+) -> bool:
+    """Start the peak of `get_memory` again, from what is taken now.
+
+    Args:
+        device: Default: the one in use, see `get_device_properties`.
+        env: The environment to read; default ``os.environ``.
+
+    Returns:
+        Whether that was possible. MPS keeps no peak, and a CPU's can be reset on Linux only,
+        where ``/proc/self/clear_refs`` may be written.
+
+    Raises:
+        DeviceError: The device cannot be used.
+    """
+    here = device_in_use(device, env)
+    if here.type == "cpu":
+        return reset_host_peak()
+    if here.type == "mps":
+        return False
+    module = getattr(torch, here.type)
+    if module.is_initialized():
+        module.reset_peak_memory_stats(here)
+    return True
+
+
+def _bytes(statistics: Mapping[str, Any], kind: str, when: str) -> int:
+    return int(statistics[kind]["all"][when]) if statistics else 0
+
+
+# The host's memory: what this process has of it, and may have.
+
+
+def host_use(proc: Path = _PROC) -> tuple[int | None, int]:
+    """Return this process's resident bytes, None where not known, and the most there have been."""
+    try:
+        lines = (proc / "self" / "status").read_text(encoding="utf-8", errors="replace")
+        # getrusage's own peak outlives exec: a small process started by a large one has its.
+        facts = dict(line.split(":", 1) for line in lines.splitlines())
+        return int(facts["VmRSS"].split()[0]) * 1024, int(facts["VmHWM"].split()[0]) * 1024
+    except (OSError, ValueError, KeyError):
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return None, peak if sys.platform == "darwin" else peak * 1024
+
+
+def reset_host_peak(proc: Path = _PROC) -> bool:
+    """Set this process's peak back to what it has now; return whether that was possible."""
+    try:
+        # proc(5): 5 resets the peak resident set size, and nothing else.
+        (proc / "self" / "clear_refs").write_text("5", encoding="ascii")
+    except OSError:
+        return False
+    return True
+
+
+@cache
+def host_total(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
+    """Return the bytes this process may use: the host's, or less by a control group's limit."""
+    found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    try:
+        lines = (proc / "self" / "cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []  # no control groups here
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        if not controllers:
+            root, name = cgroups, "memory.max"
+        elif "memory" in controllers.split(","):
+            root, name = cgroups / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        # Each group is bound by those above it. In a container the path may be the host's,
+        # of which the container sees the root only.
+        folder = root / group.lstrip("/")
+        for each in (folder, *folder.parents):
+            if each.is_relative_to(root):
+                with suppress(OSError, ValueError):  # no such group, or "max"
+                    found.append(int((each / name).read_text(encoding="ascii")))
+    return min(found)
+
+
+# What a device is: its name, memory and compute units.
 
 
 def get_device_properties(
@@ -48,23 +200,19 @@ def get_device_properties(
             "total_memory": int(torch.mps.recommended_max_memory()),
         }  # fmt: skip
     properties = getattr(torch, here.type).get_device_properties(here)
+    architecture: str | None = None  # of XPU torch reports a number that changes with the driver
+    if torch.version.hip:
+        architecture = str(properties.gcnArchName).partition(":")[0]  # gfx90a:sramecc+:xnack-
+    elif here.type == "cuda":
+        architecture = f"sm_{properties.major}{properties.minor}"
     return {
         "type": here.type,
         "index": here.index,
         "name": properties.name,
-        "architecture": _architecture(here.type, properties),
+        "architecture": architecture,
         "total_memory": int(properties.total_memory),
         "compute_units": compute_units(properties),
     }
-
-
-def _architecture(device_type: str, properties: Any) -> str | None:
-    if device_type == "xpu":
-        return None  # torch reports a number that changes with the driver
-    if torch.version.hip:
-        # Such as gfx90a:sramecc+:xnack-
-        return str(properties.gcnArchName).partition(":")[0]
-    return f"sm_{properties.major}{properties.minor}"
 
 
 def _cpu() -> dict[str, Any]:

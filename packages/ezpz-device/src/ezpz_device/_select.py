@@ -74,19 +74,7 @@ def get_torch_device(env: Mapping[str, str] | None = None) -> str:
 def device_in_use(
     device: str | torch.device | None = None, env: Mapping[str, str] | None = None
 ) -> torch.device:
-    """Return the device asked for, else the one that this process is using.
-
-    That is torch's current one once torch has initialized it (``set_device`` may have chosen
-    another than the local rank's), before that `get_torch_device`'s.
-
-    Args:
-        device: A CUDA or XPU device without an index is the current one.
-        env: The environment to read; default ``os.environ``.
-
-    Raises:
-        DeviceError: The device cannot be used.
-        ezpz_topo.TopoError: The local rank is needed and cannot be known.
-    """
+    """Return the device requested, else torch's current one, before there is one the rank's."""
     if device is not None:
         chosen = _device_of(str(device), "device")
     else:
@@ -96,6 +84,7 @@ def device_in_use(
     if ":" in str(chosen):
         return chosen
     module = getattr(torch, chosen.type)
+    # Once torch is initialized: set_device may have chosen another than the local rank's.
     if device is None and not module.is_initialized():
         return torch.device(get_torch_device(env))
     return torch.device(chosen.type, module.current_device())
@@ -115,15 +104,11 @@ def _index(local_rank: int, count: int, device_type: str, env: Mapping[str, str]
 def _device_of(text: str, name: str = "TORCH_DEVICE") -> torch.device:
     try:
         device = torch.device(text)
-    except RuntimeError as error:
+        usable = DEVICE_TYPES[device.type]
+    except (RuntimeError, KeyError) as error:
         raise DeviceError(
-            f"{name}={text!r} is no device; expected one of {', '.join(DEVICE_TYPES)}"
+            f"{name}={text!r} is no device of ours; expected one of {', '.join(DEVICE_TYPES)}"
         ) from error
-    usable = DEVICE_TYPES.get(device.type)
-    if usable is None:
-        raise DeviceError(
-            f"{name}={text!r} is not supported; expected one of {', '.join(DEVICE_TYPES)}"
-        )
     if not usable():
         raise DeviceError(
             f"{name}={text!r}, but torch {torch.__version__} sees no {device.type} device; "

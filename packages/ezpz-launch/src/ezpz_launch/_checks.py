@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -15,9 +15,9 @@ from typing import NamedTuple
 from ezpz_topo import CheckResult, TopoError, fold_nodelist, get_allocation, get_rank_info
 
 from ._errors import CommandNotFoundError, LaunchError
-from ._identify import Launcher, find_command, find_mpiexec, outside_of_launch, through_pbs
+from ._identify import find_mpiexec, outside_of_launch
 from ._record import records_folder
-from .launchers import hydra, openmpi
+from .launchers import LAUNCHERS, Launcher, find_command
 
 # Run a command for a check: no input, a time limit, and nothing left of it afterwards.
 
@@ -40,57 +40,33 @@ class Ended(NamedTuple):
 def run(
     argv: Sequence[str], env: Mapping[str, str], seconds: float, *, grace: float = 0.0
 ) -> Ended:
-    """Run a command to its end, or for so long.
-
-    It stays in the check's process group: what it leaves behind ends with that, also where the
-    check itself is ended.
-
-    Args:
-        argv: The command and its arguments.
-        env: Its environment.
-        seconds: Then it is ended.
-        grace: Seconds from SIGTERM to SIGKILL, for one that has others to end.
-
-    Raises:
-        OSError: It cannot be started.
-    """
-    process = subprocess.Popen(
-        list(argv), env=dict(env), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True, errors="replace",
-    )  # fmt: skip
-    with process:
+    """Run a command for so many seconds; it has ``grace`` from SIGTERM to SIGKILL."""
+    # In the check's process group: what it leaves behind ends with that.
+    null, pipe = subprocess.DEVNULL, subprocess.PIPE
+    said: tuple[bytes | None, bytes | None]
+    with subprocess.Popen(argv, env=env, stdin=null, stdout=pipe, stderr=pipe) as process:
+        ends = [(seconds, process.terminate), (grace, process.kill), (0.2, process.kill)]
         try:
-            said = process.communicate(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            if grace:
-                process.terminate()
-            return Ended(None, *_rest(process, grace))
+            for number, (patience, end) in enumerate(ends):
+                try:
+                    said = process.communicate(timeout=patience)
+                    status = None if number else process.returncode
+                    break
+                except subprocess.TimeoutExpired as late:
+                    # What it started may hold the pipes for ever.
+                    status, said = None, (late.stdout, late.stderr)
+                    end()
         finally:
             process.kill()  # nothing, where it has ended
-        return Ended(process.returncode, *said)
-
-
-def _rest(process: subprocess.Popen[str], grace: float) -> tuple[str, str]:
-    """Return what it had said; it is killed where it does not end by itself."""
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        return process.communicate(timeout=grace)
-    process.kill()
-    try:
-        return process.communicate(timeout=0.2)
-    except subprocess.TimeoutExpired as error:
-        # What it started holds the pipes.
-        return _text(error.stdout), _text(error.stderr)
-
-
-def _text(said: str | bytes | None) -> str:
-    return said.decode(errors="replace") if isinstance(said, bytes) else said or ""
+    out, err = ((part or b"").decode(errors="replace") for part in said)
+    return Ended(status, out, err)
 
 
 # The check ``mpi``: the library that mpi4py loads belongs to the mpiexec that starts the ranks.
 
 _NO_MPI4PY, _NO_LIBRARY = 81, 82
 _BEGUN = "-->"
-"""A rank's first line: without a letter, it is nobody's last words."""
+"""A rank's first line: without a letter, it is no one's last words."""
 
 # One write a rank, so that two lines do not mix.
 _PROGRAM = f"""\
@@ -120,120 +96,47 @@ MPI.Finalize()
 
 _SAID = re.compile(r"ezpz-mpi ([0-9]+) ([0-9]+) ([0-9]+)")
 _LIBRARY = re.compile(r"ezpz-library (.*)")
-_OTHERS = {"hydra": ("Open MPI",), "pals": ("Open MPI",), "openmpi": ("MPICH", "MVAPICH", "Intel")}
-"""Kind of launcher to the libraries that are of another MPI."""
-
 _PATIENCE = 45.0
 """Seconds after which an import that is not done is an error; ``--timeout=60`` gives more."""
 
-_RANKS = 2
 _NO_OUTPUT = 141
 """Hydra's exit status, without any output, once in 200 starts of ranks that end at once."""
 
 
 def check_mpi(seconds: float, env: Mapping[str, str] | None = None) -> CheckResult:
-    """Start two ranks of mpi4py by the mpiexec that ezpz-launch would use.
-
-    Args:
-        seconds: How long it may take.
-        env: The environment to read, and the ranks'; default ``os.environ``.
-    """
+    """Start two ranks of mpi4py by the mpiexec that ezpz-launch would use."""
     env = outside_of_launch(os.environ if env is None else env)
     beside = os.path.dirname(sys.executable)
     try:
-        launcher = find_mpiexec(env, beside=beside)
-    except CommandNotFoundError as error:
-        return _without_mpiexec(error, env, beside, seconds)
-    except LaunchError as error:
-        return CheckResult.of(error)
-    nodes = len(_nodes(env))
+        job = get_allocation(env, ask=False)
+        nodes = len(job.hosts) if job.scheduler != "none" and job.on_node else 0
+    except TopoError:
+        nodes = 0  # the check "scheduler" says so
     try:
+        launcher = find_mpiexec(env, beside=beside)
+        kind = LAUNCHERS[launcher.kind]
         # What a launch on all nodes of the job would do.
-        reached = through_pbs(launcher, env) if nodes > 1 else launcher
+        reached = kind.reach(launcher, env, ()) if nodes > 1 else launcher
+    except CommandNotFoundError as error:
+        return _without_mpiexec(error, env, beside, seconds, in_job=nodes > 0)
     except LaunchError as error:
         return CheckResult.of(error)
-    if launcher.kind == "pals" and not nodes:
-        # PALS starts ranks on the nodes of a job only.
-        alone = _try([], env, seconds)
-        return _importing(alone, seconds) or _alone(launcher, alone)
-    ended = _try(_words(launcher), env, seconds)
+    is_alone = kind.needs_job and not nodes
+    words = [] if is_alone else [launcher.path, "-n", "2", *kind.two_ranks(launcher)]
+    ended = _try(words, env, seconds)
     if ended.status == _NO_OUTPUT and not ended.stdout:
-        ended = _try(_words(launcher), env, seconds)
-    return _judged(launcher, ended, seconds, reached.source.removeprefix(launcher.source))
-
-
-def _words(launcher: Launcher) -> list[str]:
-    start = [launcher.path, "-n", str(_RANKS)]
-    if launcher.kind == "hydra":
-        return [*start, *hydra.on_this_host(launcher)]
-    if launcher.kind == "openmpi":
-        return [*start, *openmpi.anywhere(as_root=os.geteuid() == 0)]
-    return [*start, "--ppn", str(_RANKS), "--envall"]
+        ended = _try(words, env, seconds)
+    return _without_mpi4py(ended, seconds) or _judged(
+        launcher, ended, seconds, reached.source.removeprefix(launcher.source), is_alone=is_alone
+    )
 
 
 def _try(words: Sequence[str], env: Mapping[str, str], seconds: float) -> Ended:
     return run([*words, sys.executable, "-P", "-c", _PROGRAM], env, 0.8 * seconds)
 
 
-def _nodes(env: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the nodes of the job that we are on one of."""
-    try:
-        job = get_allocation(env, ask=False)
-    except TopoError:
-        return ()  # the check "scheduler" says so
-    return job.hosts if job.scheduler != "none" and job.on_node else ()
-
-
-def _judged(launcher: Launcher, ended: Ended, seconds: float, reach: str) -> CheckResult:
-    whose = f"{launcher.path} ({launcher.kind})"
-    facts = {"mpiexec": launcher.path, "kind": launcher.kind}
-    if failed := _without_mpi4py(ended):
-        return failed
-    if late := _importing(ended, seconds):
-        return late
-    if ended.status is None:
-        return CheckResult.error(
-            f"two ranks of mpi4py by {whose} did not end in {0.8 * seconds:.1f} s",
-            f"run it by hand: {launcher.path} -n 2 {sys.executable} -m mpi4py.bench helloworld",
-            **facts,
-        )
-    library = _library(ended)
-    facts["library"] = library
-    worlds = sorted(tuple(map(int, match.groups())) for match in _SAID.finditer(ended.stdout))
-    if worlds == [(0, _RANKS, 3), (1, _RANKS, 3)] and not ended.status:
-        return _well(launcher, library, facts, reach)
-    if worlds and worlds[0][1] == 1:
-        seen = f"each of two is rank 0 of a world of 1, and exit status {ended.status}"
-    else:
-        seen = f"they end with {ended.status}: {ended.last_words}"
-    if worlds or any(name in library for name in _OTHERS[launcher.kind]):
-        return CheckResult.error(
-            f"mpi4py loads {library}, and {whose} starts ranks of another MPI: {seen}",
-            "put the mpiexec of that library first on PATH, or reinstall mpi4py for this one: "
-            "pip install --no-cache-dir --no-binary=mpi4py --force-reinstall mpi4py",
-            **facts,
-        )
-    return CheckResult.error(
-        f"two ranks of {library} by {whose} fail: {seen}",
-        f"run it by hand: {launcher.path} -n 2 {sys.executable} -m mpi4py.bench helloworld",
-        **facts,
-    )
-
-
-def _library(ended: Ended) -> str:
-    match = _LIBRARY.search(ended.stdout)
-    return match[1] if match else "an unknown library"
-
-
-def _well(launcher: Launcher, library: str, facts: dict[str, str], reach: str) -> CheckResult:
-    if launcher.notes:
-        note, _, remedy = launcher.notes[-1].rpartition("; ")
-        return CheckResult.warning(note, remedy, **facts)
-    message = f"two ranks of {library} by {launcher.path} ({launcher.kind}){reach}"
-    return CheckResult.ok(message, **facts)
-
-
-def _without_mpi4py(ended: Ended) -> CheckResult | None:
+def _without_mpi4py(ended: Ended, seconds: float) -> CheckResult | None:
+    """Return that mpi4py is not there, loads no library, or is not imported yet."""
     if ended.status == _NO_MPI4PY:
         return CheckResult.ok("mpi4py is not installed: no rank of this environment needs MPI")
     if ended.status == _NO_LIBRARY:
@@ -241,14 +144,9 @@ def _without_mpi4py(ended: Ended) -> CheckResult | None:
             f"mpi4py cannot load an MPI library: {ended.last_words}",
             "load the site's MPI module, or: pip install mpich",
         )
-    return None
-
-
-def _importing(ended: Ended, seconds: float) -> CheckResult | None:
-    """Return that the ranks run and are not through with their imports: a slow file system."""
-    is_loaded = _LIBRARY.search(ended.stdout) is not None
-    if ended.status is not None or is_loaded or _BEGUN not in ended.stdout:
+    if ended.status is not None or _LIBRARY.search(ended.stdout) or _BEGUN not in ended.stdout:
         return None
+    # The ranks run: a slow file system.
     message = f"not done in {0.8 * seconds:.1f} s: still importing mpi4py and its MPI library"
     if seconds < _PATIENCE:
         remedy = "ask again with more time: ezpz doctor --timeout=60 --only=mpi"
@@ -258,39 +156,62 @@ def _importing(ended: Ended, seconds: float) -> CheckResult | None:
     )
 
 
+def _judged(
+    launcher: Launcher, ended: Ended, seconds: float, reach: str, *, is_alone: bool
+) -> CheckResult:
+    match = _LIBRARY.search(ended.stdout)
+    library = match[1] if match else "an unknown library"
+    whose = f"{launcher.path} ({launcher.kind})"
+    facts = {"mpiexec": launcher.path, "kind": launcher.kind, "library": library}
+    is_other = any(name in library for name in LAUNCHERS[launcher.kind].other_mpis)
+    if is_alone and not is_other:
+        message = f"{library} and {launcher.kind}; ranks are tried inside a job only"
+        return CheckResult.ok(message, **facts)
+    by_hand = f"{launcher.path} -n 2 {sys.executable} -m mpi4py.bench helloworld"
+    if ended.status is None:
+        message = f"two ranks of mpi4py by {whose} did not end in {0.8 * seconds:.1f} s"
+        return CheckResult.error(message, f"run it by hand: {by_hand}", **facts)
+    worlds = sorted(tuple(map(int, match.groups())) for match in _SAID.finditer(ended.stdout))
+    if worlds == [(0, 2, 3), (1, 2, 3)] and not ended.status:
+        if launcher.notes:
+            note, _, remedy = launcher.notes[-1].rpartition("; ")
+            return CheckResult.warning(note, remedy, **facts)
+        return CheckResult.ok(f"two ranks of {library} by {whose}{reach}", **facts)
+    seen = f"they end with {ended.status}: {ended.last_words}"
+    if worlds and worlds[0][1] == 1:
+        seen = f"each of two is rank 0 of a world of 1, and exit status {ended.status}"
+    if is_alone:
+        seen = "ranks are tried inside a job only"
+    if worlds or is_other:
+        return CheckResult.error(
+            f"mpi4py loads {library}, and {whose} starts ranks of another MPI: {seen}",
+            "put the mpiexec of that library first on PATH, load the modules of one MPI, or "
+            "reinstall mpi4py for this one: "
+            "pip install --no-cache-dir --no-binary=mpi4py --force-reinstall mpi4py",
+            **facts,
+        )
+    message = f"two ranks of {library} by {whose} fail: {seen}"
+    return CheckResult.error(message, f"run it by hand: {by_hand}", **facts)
+
+
 def _without_mpiexec(
-    error: Exception, env: Mapping[str, str], beside: str, seconds: float
+    error: Exception, env: Mapping[str, str], beside: str, seconds: float, *, in_job: bool
 ) -> CheckResult:
     alone = _try([], env, seconds)
     if alone.status == _NO_LIBRARY:
         # pip brings mpi4py without an MPI: a workstation needs none.
-        if not _nodes(env):
-            return CheckResult.ok(
-                "no MPI here, and ezpz-launch needs none: it starts plain processes", mpiexec=None
-            )
-        return CheckResult.of(error, "warning")
-    if failed := _without_mpi4py(alone):
+        if in_job:
+            return CheckResult.of(error, "warning")
+        return CheckResult.ok(
+            "no MPI here, and ezpz-launch needs none: it starts plain processes", mpiexec=None
+        )
+    if failed := _without_mpi4py(alone, seconds):
         return failed
     try:
         srun = find_command("srun", "srun", env, beside=beside)
     except CommandNotFoundError:
         return CheckResult.of(error, "warning")
     return CheckResult.ok(f"no mpiexec; {srun.path} starts the ranks", srun=srun.path)
-
-
-def _alone(launcher: Launcher, ended: Ended) -> CheckResult:
-    """Judge by names alone: PALS goes with the MPICH of its vendor."""
-    if failed := _without_mpi4py(ended):
-        return failed
-    version = _library(ended)
-    facts = {"mpiexec": launcher.path, "kind": launcher.kind, "library": version}
-    if any(name in version for name in _OTHERS["pals"]):
-        return CheckResult.error(
-            f"mpi4py loads {version}, and {launcher.path} is PALS, which starts ranks of MPICH",
-            "load the modules of the site's MPICH and of an mpi4py for it",
-            **facts,
-        )
-    return CheckResult.ok(f"{version} and PALS; ranks are tried inside a job only", **facts)
 
 
 # The checks ``disk`` and ``shared-memory``: files can be written, and there is room for more.
@@ -301,22 +222,24 @@ _TRIED = 1 << 20
 _LITTLE = 1 << 30
 """Less room than this is warned about: one checkpoint of 70 million parameters with AdamW."""
 
-SHARED_MEMORY = "/dev/shm"
+_ELSEWHERE = {
+    "the working directory": "change to a folder that you may write",
+    "TMPDIR": "set TMPDIR to a folder that you may write to",
+    "the folder of records": "set EZPZ_STATE_DIR to a folder that you may write to",
+}
 
 
 def disk(_seconds: float, env: Mapping[str, str] | None = None) -> CheckResult:
-    """Write into the folders that a launch and a training write into, and see what room they have.
+    """Write into the working directory, ``TMPDIR`` and the folder of records, and see their room.
 
-    These are the working directory, ``TMPDIR``, and the folder of ezpz-launch's records. What is
-    written has no name, and is gone at once.
+    What is written has no name, and is gone at once.
     """
     env = os.environ if env is None else env
     try:
-        records = records_folder(env)
         places = {
             "the working directory": os.getcwd(),
             "TMPDIR": env.get("TMPDIR") or "/tmp",  # where ezpz-launch writes
-            "the folder of records": _existing(records),
+            "the folder of records": _existing(records_folder(env)),
         }
     except LaunchError as error:
         return CheckResult.of(error)
@@ -324,33 +247,26 @@ def disk(_seconds: float, env: Mapping[str, str] | None = None) -> CheckResult:
         return CheckResult.error(
             f"the working directory is gone ({error.strerror})", "change to a folder that is there"
         )
-    facts: dict[str, object] = {}
-    little = ""
     for what, folder in places.items():
         if why := _why_not_written(folder):
-            return CheckResult.error(
-                f"{folder} ({what}) cannot be written: {why}", _remedy(what), folder=folder
-            )
-        free = _free(folder)
-        facts[what] = {"folder": folder, "free_bytes": free}
-        if free < _LITTLE and not little:
-            little = f"{folder} ({what}) has {_size(free)} free"
-    if little:
-        return CheckResult.warning(little, "remove what is old there, or go elsewhere", **facts)
-    free = min(_free(folder) for folder in places.values())
+            remedy = f"remove what is old there; or {_ELSEWHERE[what]}"
+            message = f"{folder} ({what}) cannot be written: {why}"
+            return CheckResult.error(message, remedy, folder=folder)
+    rooms = {what: shutil.disk_usage(folder).free for what, folder in places.items()}
+    facts = {what: {"folder": places[what], "free_bytes": free} for what, free in rooms.items()}
+    least = min(rooms, key=rooms.__getitem__)
+    free = rooms[least]
+    if free < _LITTLE:
+        message = f"{places[least]} ({least}) has {_size(free)} free"
+        return CheckResult.warning(message, "remove what is old there, or go elsewhere", **facts)
     return CheckResult.ok(
         f"{_size(free)} free or more in the working directory, TMPDIR and the folder of records",
         **facts,
     )
 
 
-def shared_memory(_seconds: float, *, folder: str = SHARED_MEMORY) -> CheckResult:
-    """Write into the shared memory that data loaders' workers and NCCL use, and see what is free.
-
-    Args:
-        _seconds: How long it may take.
-        folder: Where it is; for tests.
-    """
+def shared_memory(_seconds: float, *, folder: str = "/dev/shm") -> CheckResult:
+    """Write into the memory that data loaders' workers and NCCL share, and see what is free."""
     if not os.path.isdir(folder):
         system = os.uname().sysname
         if system == "Linux":
@@ -365,7 +281,7 @@ def shared_memory(_seconds: float, *, folder: str = SHARED_MEMORY) -> CheckResul
     )
     if why := _why_not_written(folder):
         return CheckResult.error(f"{folder} cannot be written: {why}", remedy, folder=folder)
-    free = _free(folder)
+    free = shutil.disk_usage(folder).free
     facts = {"folder": folder, "free_bytes": free}
     if free < _LITTLE:
         return CheckResult.warning(
@@ -393,19 +309,6 @@ def _why_not_written(folder: str) -> str:
     except OSError as error:
         return error.strerror or str(error)
     return ""
-
-
-def _free(folder: str) -> int:
-    found = os.statvfs(folder)
-    return found.f_bavail * found.f_frsize
-
-
-def _remedy(what: str) -> str:
-    own = {
-        "TMPDIR": "set TMPDIR to a folder that you may write to",
-        "the folder of records": "set EZPZ_STATE_DIR to a folder that you may write to",
-    }
-    return f"remove what is old there; or {own.get(what, 'change to a folder that you may write')}"
 
 
 def _size(count: int) -> str:
@@ -437,12 +340,7 @@ _MARK = "ezpz-versions "
 
 
 def check_versions(seconds: float, env: Mapping[str, str] | None = None) -> CheckResult:
-    """Start one process on each host of the allocation, and compare what is installed there.
-
-    Args:
-        seconds: How long it may take.
-        env: The environment to read, and the processes'; default ``os.environ``.
-    """
+    """Start one process on each host of the allocation, and compare what is installed there."""
     env = os.environ if env is None else env
     try:
         job, rank = get_allocation(env, ask=False), get_rank_info(env)
@@ -466,27 +364,24 @@ def judge(hosts: tuple[str, ...], ended: Ended, seconds: float) -> CheckResult:
     """Compare what the processes of these hosts said."""
     found = said(ended.stdout)
     facts = {"hosts": list(hosts), "versions": found}
-    differing = _differing(found)
-    if differing:
-        return CheckResult.error(
-            differing,
+    answered = f"{len(found)} of {len(hosts)} hosts"
+    if differing := _differing(found):
+        remedy = (
             "use one environment on all hosts: on a file system that they share, or the same "
-            "module or container on each",
-            **facts,
+            "module or container on each"
         )
+        return CheckResult.error(differing, remedy, **facts)
     if ended.status is None:
-        return CheckResult.warning(
-            f"{len(found)} of {len(hosts)} hosts answered in {0.7 * seconds:.1f} s",
-            "give them more time: ezpz doctor --timeout=120 --only=versions",
-            **facts,
-        )
+        message = f"{answered} answered in {0.7 * seconds:.1f} s"
+        remedy = "give them more time: ezpz doctor --timeout=120 --only=versions"
+        return CheckResult.warning(message, remedy, **facts)
     if ended.status or len(found) < len(hosts):
-        return CheckResult.error(
-            f"{len(found)} of {len(hosts)} hosts told their versions, and ezpz-launch ended with "
-            f"{ended.status}: {ended.last_words}",
-            f"see what is wrong there: ezpz-launch --ppn 1 {sys.executable} --version",
-            **facts,
+        message = (
+            f"{answered} told their versions, and ezpz-launch ended with {ended.status}: "
+            f"{ended.last_words}"
         )
+        remedy = f"see what is wrong there: ezpz-launch --ppn 1 {sys.executable} --version"
+        return CheckResult.error(message, remedy, **facts)
     shown = next(iter(found.values()))
     return CheckResult.ok(
         f"Python {shown['python']}, torch {shown['torch']} and ezpz's packages are the same on "
@@ -508,12 +403,11 @@ def _differing(found: Mapping[str, Mapping[str, str]]) -> str:
         for host, versions in found.items():
             hosts_of.setdefault(versions[name], []).append(host)
         if len(hosts_of) > 1:
-            most = sorted(hosts_of.items(), key=lambda item: -len(item[1]))
-            told = [f"{version} on {_fold(hosts)}" for version, hosts in most]
-            return f"{name} is {', '.join(told[:4])}"
+            told = []
+            for version, hosts in sorted(hosts_of.items(), key=lambda item: -len(item[1]))[:4]:
+                folded = fold_nodelist(hosts)
+                if len(folded) > 60:
+                    folded = f"{len(hosts)} hosts ({folded[:40]}...)"
+                told.append(f"{version} on {folded}")
+            return f"{name} is {', '.join(told)}"
     return ""
-
-
-def _fold(hosts: list[str]) -> str:
-    folded = fold_nodelist(hosts)
-    return folded if len(folded) <= 60 else f"{len(hosts)} hosts ({folded[:40]}...)"

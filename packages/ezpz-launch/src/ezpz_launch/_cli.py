@@ -2,89 +2,22 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from ezpz_topo import TopoError, Topology, detect, fold_nodelist, get_allocation
 
 from ._environment import free_port
-from ._errors import LaunchError, UsageError, say
-from ._identify import (
-    choose_launcher,
-    imagine_launcher,
-    outside_of_launch,
-    refuse_nested,
-    require_command,
-)
+from ._errors import LaunchError, UsageError, discard, say
+from ._identify import choose_launcher, imagine_launcher, outside_of_launch, require_command
 from ._options import OPTIONS, Request, request_of, split
-from ._placement import arrange
+from ._placement import Arrangement
+from ._plan import LaunchPlan, explain, explain_json, plan
 from ._version import __version__
-
-if TYPE_CHECKING:
-    from typing import NoReturn
-
-    from ._plan import LaunchPlan
-
-
-# The door of the console script: `_cli.main`, as a process that starts and ends quickly.
-
-_GARBAGE = 100_000
-"""So many new objects are looked through for garbage: what a small launch never has."""
-
-
-def console() -> NoReturn:
-    """Run ``ezpz-launch`` and end this process with its exit status."""
-    # Nothing of what is imported is garbage: to look for some takes 4 of 50 ms.
-    gc.set_threshold(_GARBAGE)
-
-    status = main()
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            # None: it was closed when we started.
-            if stream is not None:
-                stream.flush()
-        except OSError:
-            continue  # nobody reads it
-    # To take a process's modules apart before it ends serves nobody, and takes 6 ms.
-    os._exit(status)
-
-
-# The page that ``ezpz-launch --help`` prints.
-
-USAGE = "ezpz-launch [OPTION...] [--] COMMAND [ARGUMENT...]"
-
-EXAMPLES = (
-    ("ezpz-launch python train.py --lr 1e-4", "one rank a device of this job, or host"),
-    ("ezpz-launch -n 2 -m ezpz.examples.minimal", "two ranks of a module"),
-    ("ezpz-launch --dry-run --machine aurora -N 4 python train.py", "what would be run, and why"),
-    ("ezpz-launch --idle-timeout 10m --retries 3 python train.py", "stacks of a hang; start again"),
-    ("ezpz-launch history", "the launches so far"),
-)
-
-
-def help_page() -> str:
-    """Return the page."""
-    lines = [f"usage: {USAGE}", "", "Start COMMAND on every rank; its words are not touched.", ""]
-    lines.append("options:")
-    for option in OPTIONS:
-        flags = ", ".join([*([f"-{option.short}"] if option.short else []), f"--{option.name}"])
-        lines.append(f"  {f'{flags} {option.value}'.rstrip():<24} {option.help}")
-    lines += ["", "examples:"]
-    lines += [f"  {words:<59} {what}" for words, what in EXAMPLES]
-    lines += [
-        "",
-        "exit status: 0; that of the first rank that failed (128 + signal if it was killed; 75:",
-        "check-pointed, requeue); 2 usage; 124 hang; 126, 127 the command cannot be executed or",
-        "found; 130 Ctrl-C; 143 SIGTERM.",
-    ]
-    return "\n".join(lines)
-
-
-# The command ``ezpz-launch``.
+from .launchers import Launcher, hostfile_of, needs_hostfile
+from .launchers import argv as argv_of
 
 HOSTFILE = "HOSTFILE"
 """Stands in a dry run for the file that a launch would write."""
@@ -101,9 +34,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
+def console() -> None:
+    """Run ``ezpz-launch`` and end this process with its exit status."""
+    sys.exit(main())
+
+
 def _main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     if argv[:1] == ["history"]:
-        from ._history import command as history  # noqa: PLC0415  # only this needs it
+        from ._record import command as history  # noqa: PLC0415  # only this needs it
 
         return _print(history(argv[1:], env))
     options, command = split(argv)
@@ -113,48 +51,83 @@ def _main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         return _print(__version__)
     request = request_of(options, command)
     if request.dry_run and request.machine:
-        return _print(_explained(_imagined(request, env), request))
-    _require_folder()
-    topology = detect({**env, "EZPZ_MACHINE": request.machine} if request.machine else env)
-    if not request.nested:
-        refuse_nested(topology)
-    if topology.rank.launcher != "none":
-        # Also of a world of one: an inner MPI would join it.
-        env = outside_of_launch(env)
-    asked = dict(pair.split("=", 1) for pair in request.env)
-    require_command(request.command[0], {**env, **asked})
-    planned = _planned(topology, request, env)
-    _hint_at_a_job(topology, request, env)
-    if request.dry_run:
-        return _print(_explained(planned, request))
-    from ._retry import see_through  # noqa: PLC0415  # see _load_the_rest
+        if request.hostfile:
+            raise UsageError(
+                "--dry-run --machine: its hosts are hypothetical; expected no --hostfile"
+            )
+        from ezpz_topo import imagine  # noqa: PLC0415  # only a dry run needs it
 
-    return see_through(planned, topology, env)
-
-
-def _require_folder() -> None:
-    """Refuse to launch from a folder that is gone: each rank's shell would complain of it."""
+        topology = imagine(request.machine, request.nodes or 1, env)
+        return _print(_explained(_planned(topology, request, {}, is_here=False)))
     try:
         os.getcwd()
     except OSError as error:
+        # Each rank's shell would complain of it.
         raise UsageError(
             f"the current directory cannot be read ({error.strerror}); expected one that is "
             "there; it was deleted, perhaps: cd to another"
         ) from error
+    topology = detect({**env, "EZPZ_MACHINE": request.machine} if request.machine else env)
+    rank = topology.rank
+    if rank.world_size > 1 and not request.nested:
+        raise UsageError(
+            f"this process is rank {rank.rank} of {rank.world_size} already "
+            f"({rank.sources['rank']}); expected to be started outside of a launch; --nested lets "
+            f"every rank launch on its own host; unset {rank.sources['rank']} if it is left over"
+        )
+    if rank.launcher != "none":
+        # Also of a world of one: an inner MPI would join it.
+        env = outside_of_launch(env)
+    require_command(request.command[0], {**env, **dict(pair.split("=", 1) for pair in request.env)})
+    planned = _planned(topology, request, env)
+    _hint_at_a_job(topology, request, env)
+    if request.dry_run:
+        return _print(_explained(planned))
+    from ._retry import see_through  # noqa: PLC0415  # a dry run does without
+
+    return see_through(planned, topology, env)
 
 
-def _print(text: str) -> int:
-    if sys.stdout is None:
-        return 0  # closed: nobody wants it
-    encoding = sys.stdout.encoding or "utf-8"
-    try:
-        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
-    except BrokenPipeError:
-        # `ezpz-launch --help | head -1` is no failure, nor is the interpreter's own flush.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except OSError as error:
-        raise LaunchError(f"cannot write to standard output: {error.strerror}") from error
-    return 0
+def _planned(
+    topology: Topology, request: Request, env: Mapping[str, str], *, is_here: bool = True
+) -> LaunchPlan:
+    """Plan a launch from here, or on a machine that this is not."""
+    job, beside = topology.allocation, os.path.dirname(sys.executable)
+    hosts: Sequence[str] = job.hosts
+    source, slots = job.sources["hosts"], job.slots or [0] * len(hosts)
+    if request.hostfile or env.get("HOSTFILE"):
+        from ezpz_topo import get_hosts  # noqa: PLC0415  # 4 ms
+
+        found = get_hosts(request.hostfile or None, env)
+        hosts, source = [entry.host for entry in found.entries], found.source
+        slots = [entry.slots or 0 for entry in found.entries]
+    elif request.nested and topology.rank.world_size > 1 and not request.include:
+        # Every rank launches: each on its own host.
+        hosts, slots = [job.node_name or topology.hostname], [0]
+        source = "--nested: this host"
+
+    def launcher(arrangement: Arrangement) -> Launcher:
+        if not is_here:
+            return imagine_launcher(topology, request)
+        return choose_launcher(topology, request, env, beside=beside, arrangement=arrangement)
+
+    return plan(
+        topology,
+        request,
+        launcher,
+        hosts=hosts,
+        hosts_source=source,
+        slots=slots,
+        hostfile=HOSTFILE,
+        port=free_port() if is_here else 29500,
+        user_env=env,
+        as_root=is_here and os.geteuid() == 0,
+    )
+
+
+def _explained(planned: LaunchPlan) -> str:
+    lines = hostfile_of(planned) if needs_hostfile(planned) else []
+    return (explain_json if planned.request.json else explain)(planned, argv_of(planned), lines)
 
 
 def _hint_at_a_job(topology: Topology, request: Request, env: Mapping[str, str]) -> None:
@@ -187,76 +160,46 @@ def _is_a_node() -> bool:
     return False
 
 
-def _planned(topology: Topology, request: Request, env: Mapping[str, str]) -> LaunchPlan:
-    """Plan a launch from here."""
-    hosts, source, slots = _hosts(topology, request, env)
-    arrangement = arrange(topology, request, hosts=hosts, hosts_source=source, slots=slots)
-    beside = os.path.dirname(sys.executable)
-    launcher = choose_launcher(
-        topology, request, env, beside=beside, arrangement=arrangement, meanwhile=_load_the_rest
-    )
-    from ._plan import complete  # noqa: PLC0415  # see _load_the_rest
-
-    return complete(
-        topology,
-        request,
-        arrangement,
-        launcher,
-        hostfile=HOSTFILE,
-        port=free_port(),
-        user_env=env,
-        as_root=os.geteuid() == 0,
-    )
+def _print(text: str) -> int:
+    if sys.stdout is None:
+        return 0  # it was closed when we started
+    encoding = sys.stdout.encoding or "utf-8"
+    try:
+        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+    except OSError as error:
+        discard(sys.stdout.fileno())
+        # `ezpz-launch --help | head -1` is no failure.
+        if not isinstance(error, BrokenPipeError):
+            raise LaunchError(f"cannot write to standard output: {error.strerror}") from error
+    return 0
 
 
-def _load_the_rest() -> None:
-    """Import what comes after the choice of the launcher, while that is asked whose it is."""
-    from . import _retry  # noqa: F401, PLC0415
+# The page that ``ezpz-launch --help`` prints.
+
+USAGE = "ezpz-launch [OPTION...] [--] COMMAND [ARGUMENT...]"
+
+EXAMPLES = (
+    ("ezpz-launch python train.py --lr 1e-4", "one rank a device of this job, or host"),
+    ("ezpz-launch -n 2 -m ezpz.examples.minimal", "two ranks of a module"),
+    ("ezpz-launch --dry-run --machine aurora -N 4 python train.py", "what would be run, and why"),
+    ("ezpz-launch --idle-timeout 10m --retries 3 python train.py", "stacks of a hang; start again"),
+    ("ezpz-launch history", "the launches so far"),
+)
 
 
-def _imagined(request: Request, env: Mapping[str, str]) -> LaunchPlan:
-    """Plan a launch on a machine that this is not."""
-    if request.hostfile:
-        raise UsageError("--dry-run --machine: its hosts are made up; expected no --hostfile")
-    from ezpz_topo import imagine  # noqa: PLC0415  # only a dry run needs it
-
-    from ._plan import plan  # noqa: PLC0415  # see _load_the_rest
-
-    topology = imagine(request.machine, request.nodes or 1, env)
-    return plan(
-        topology,
-        request,
-        imagine_launcher(topology, request),
-        hosts=topology.allocation.hosts,
-        hosts_source=topology.allocation.sources["hosts"],
-        hostfile=HOSTFILE,
-        port=29500,
-        user_env={},
-    )
-
-
-def _hosts(
-    topology: Topology, request: Request, env: Mapping[str, str]
-) -> tuple[Sequence[str], str, Sequence[int]]:
-    """Return the hosts that there are, where they come from, and the slots of each."""
-    if request.hostfile or env.get("HOSTFILE"):
-        from ezpz_topo import get_hosts  # noqa: PLC0415  # 4 ms
-
-        found = get_hosts(request.hostfile or None, env)
-        entries = found.entries
-        return [e.host for e in entries], found.source, [e.slots or 0 for e in entries]
-    job = topology.allocation
-    if request.nested and topology.rank.world_size > 1 and not request.include:
-        # Every rank launches: each on its own host.
-        here = job.node_name or topology.hostname
-        return [here], "--nested: this host", [0]
-    return job.hosts, job.sources["hosts"], job.slots or [0] * len(job.hosts)
-
-
-def _explained(planned: LaunchPlan, request: Request) -> str:
-    from ._plan import explain, explain_json  # noqa: PLC0415  # only a dry run needs it
-    from .launchers import argv as argv_of  # noqa: PLC0415  # see _load_the_rest
-    from .launchers import hostfile_of, needs_hostfile  # noqa: PLC0415
-
-    lines = hostfile_of(planned) if needs_hostfile(planned) else []
-    return (explain_json if request.json else explain)(planned, argv_of(planned), lines)
+def help_page() -> str:
+    """Return the page."""
+    lines = [f"usage: {USAGE}", "", "Start COMMAND on every rank; its words are not touched.", ""]
+    lines.append("options:")
+    for option in OPTIONS:
+        flags = ", ".join([*([f"-{option.short}"] if option.short else []), f"--{option.name}"])
+        lines.append(f"  {f'{flags} {option.value}'.rstrip():<24} {option.help}")
+    lines += ["", "examples:"]
+    lines += [f"  {words:<59} {what}" for words, what in EXAMPLES]
+    lines += [
+        "",
+        "exit status: 0; that of the first rank that failed (128 + signal if it was killed; 75:",
+        "checkpointed, requeue); 2 usage; 124 hang; 126, 127 the command cannot be executed or",
+        "found; 130 Ctrl-C; 143 SIGTERM.",
+    ]
+    return "\n".join(lines)

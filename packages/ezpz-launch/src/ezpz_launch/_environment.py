@@ -5,38 +5,82 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Mapping, Sequence
+from socket import AF_INET, SOCK_DGRAM, socket
 from typing import NamedTuple
 
 from ezpz_topo import Machine, Topology
 
 from ._errors import LaunchError, UsageError
-from ._identify import Chosen, Launcher
-from ._options import Request, count_cores, read_cores
+from ._options import Request, read_ranges
 from ._placement import Arrangement
+from .launchers import LAUNCHERS, Flags, Launcher
+
+# What the machine's options bring that the user selected by name (``[options.NAME]`` of its file).
+
+BACKEND = "TORCH_BACKEND"
+"""Where ezpz_device reads which backend to use."""
+
+
+class Chosen(NamedTuple):
+    """What the selected options bring, together."""
+
+    names: tuple[str, ...] = ()  # in the order requested, each once
+    flags: tuple[str, ...] = ()  # for the machine's launcher
+    environment: Mapping[str, tuple[str, str]] = {}
+    """For the ranks: value, and the option that brings it."""
+    cpu_bind: str = ""  # a bind list's name, or `"none"` where the flags bind; empty for any
+    cpu_bind_option: str = ""  # the option that brings it
+    notes: tuple[str, ...] = ()  # what people should know
+
+
+def choose_options(machine: Machine, names: Sequence[str], launcher: Launcher) -> Chosen:
+    """Return what these options of the machine bring, together."""
+    flags: list[str] = []
+    environment: dict[str, tuple[str, str]] = {}
+    bind, binder = "", ""
+    notes: list[str] = []
+    for name in dict.fromkeys(names):
+        if name not in machine.options:
+            known = ", ".join(machine.options) or "none"
+            raise UsageError(
+                f"--option {name}: {machine.name} has no such option; expected one of its own: "
+                f"{known}"
+            )
+        option = machine.options[name]
+        if option.flags and launcher.kind != machine.launcher:
+            raise UsageError(
+                f"--option {name}: its flags ({' '.join(option.flags)}) are for "
+                f"{machine.launcher}, and the launcher is {launcher.kind}; expected "
+                f"--launcher {machine.launcher}, or no --option {name}"
+            )
+        if option.cpu_bind and bind and option.cpu_bind != bind:
+            raise UsageError(
+                f"--option {name} binds by {option.cpu_bind}, --option {binder} by {bind}; "
+                "expected one of them"
+            )
+        if option.cpu_bind:
+            bind, binder = option.cpu_bind, name
+        flags += option.flags
+        added = {**option.environment, **({BACKEND: option.backend} if option.backend else {})}
+        for variable, value in added.items():
+            set_to, other = environment.get(variable, (value, ""))
+            if set_to != value:
+                raise UsageError(
+                    f"--option {name} sets {variable}={value}, {other} {set_to}; "
+                    "expected one of them"
+                )
+            environment[variable] = value, f"--option {name}"
+        if option.modules:
+            notes.append(
+                f"--option {name}: load its modules before the launch, in place of the machine's: "
+                f"module load {' '.join(option.modules)}"
+            )
+    return Chosen(
+        tuple(dict.fromkeys(names)), tuple(flags), environment, bind, binder, tuple(notes)
+    )
+
 
 # How ranks are bound to cores, and which of the machine's flags its launcher is given.
-
-
-class Binding(NamedTuple):
-    """Flags and cores.
-
-    Attributes:
-        flags: The machine's flags, and those of its options, for this launcher.
-        cores: Cores of each rank of a host; empty for no list.
-        depth: Cores for each rank where the machine binds in order; 0 where it does not.
-        cores_each: Cores that each rank is bound to, the fewest of any; 0 where it is not.
-        unbound: Whether the user wants no binding, and the launcher is to be told so.
-        source: Why the ranks are bound so.
-        flags_source: Why a flag is not the file's own; empty where all are.
-    """
-
-    flags: tuple[str, ...]
-    cores: tuple[str, ...]
-    depth: int
-    cores_each: int
-    unbound: bool
-    source: str
-    flags_source: str
 
 
 def bind(
@@ -45,57 +89,24 @@ def bind(
     arrangement: Arrangement,
     launcher: Launcher,
     chosen: Chosen,
-) -> Binding:
-    """Decide the launcher's flags and the cores of each rank.
-
-    Raises:
-        UsageError: What was asked for is no binding, or this launcher cannot do it.
-    """
-    ppn = arrangement.placement.ppn
-    flags: tuple[str, ...] = ()
-    if launcher.kind == machine.launcher:
-        flags = machine.launcher_flags + chosen.flags
+    *,
+    env: Mapping[str, str],
+) -> tuple[Flags, tuple[str, ...], int, str]:
+    """Return the launcher's flags, the cores of each rank, how many these are, and why."""
+    kind, unbound = LAUNCHERS[launcher.kind], request.cpu_bind == "none"
+    flags = machine.launcher_flags + chosen.flags if launcher.kind == machine.launcher else ()
     if request.cpu_bind:
         # All of it goes: a depth without its binding would mean something else.
-        flags = tuple(flag for flag in flags if not flag.startswith(("--cpu-bind", "--depth")))
-    flags, flags_source = _cpus_per_task(flags, machine, ppn)
-    cores, source = _cores_of_ranks(machine, request, ppn, launcher, chosen)
-    bound = [flag for flag in flags if flag.startswith("--cpu-bind")]
-    depth = 0
+        flags = tuple(flag for flag in flags if not flag.startswith(kind.binding_words))
+    fitted = kind.fit_flags(flags, machine, arrangement, env, unbound=unbound)
+    cores, why = _cores_of_ranks(machine, request, arrangement.placement.ppn, launcher, chosen)
+    bound = [flag for flag in fitted.words if flag.startswith("--cpu-bind")]
     if bound:
-        source = f"launcher_flags of {machine.name}.toml"
+        why = f"launcher_flags of {machine.name}.toml"
         if chosen.flags and bound[-1] in chosen.flags:
-            source = f"--option {chosen.cpu_bind_option or ' '.join(chosen.names)}"
-    if "--cpu-bind=depth" in flags and not any(flag.startswith("--depth") for flag in flags):
-        depth = max(1, arrangement.cores // ppn)
-    unbound = request.cpu_bind == "none"
-    each = 0 if unbound else depth or _cores_of_flags(flags)
-    if cores:
-        each = min(map(count_cores, cores))
-    return Binding(flags, cores, depth, each, unbound, source, flags_source)
-
-
-def with_cpus_of_the_job(
-    binding: Binding, arrangement: Arrangement, env: Mapping[str, str]
-) -> Binding:
-    """Return the binding with the cores a task that the job was submitted with.
-
-    From Slurm 22.05 on srun does not take them from the job by itself: without a word each rank
-    gets one core.
-    """
-    text = env.get("SLURM_CPUS_PER_TASK", "")
-    if not text.isdecimal() or _place_of_cpus(binding.flags) >= 0:
-        return binding
-    asked, room = int(text), arrangement.cores // arrangement.placement.ppn
-    cpus = min(asked, room) if room else asked
-    if cpus < 1:
-        return binding
-    source = "SLURM_CPUS_PER_TASK, which srun itself ignores from 22.05 on"
-    return binding._replace(
-        flags=(*binding.flags, f"--cpus-per-task={cpus}"),
-        cores_each=binding.cores_each or cpus,
-        flags_source=source if cpus == asked else f"{source}, less: {room} a rank are there",
-    )
+            why = f"--option {chosen.cpu_bind_option or ' '.join(chosen.names)}"
+    each = min((len(set(read_ranges(ranges))) for ranges in cores), default=fitted.cores)
+    return fitted, cores, each, why
 
 
 def _cores_of_ranks(
@@ -107,7 +118,7 @@ def _cores_of_ranks(
     if not name:
         name, why = machine.default_cpu_bind, f"default_cpu_bind of {machine.name}.toml"
     if name in ("", "none"):
-        return (), why if name else "nobody asked for it"
+        return (), why if name else "not requested"
     listed = machine.cpu_bind.get(name) or tuple(name.split(":"))
     if name not in machine.cpu_bind and not name[:1].isdigit():
         known = ", ".join(machine.cpu_bind) or "none"
@@ -116,8 +127,8 @@ def _cores_of_ranks(
             "such as 0-7:8-15"
         )
     for ranges in listed:
-        read_cores(ranges)
-    if launcher.kind not in ("pals", "srun"):
+        read_ranges(ranges)
+    if not LAUNCHERS[launcher.kind].takes_cores:
         if request.cpu_bind:
             raise UsageError(
                 f"--cpu-bind {name}: {launcher.kind} takes no list of cores; expected none, or its "
@@ -134,44 +145,6 @@ def _cores_of_ranks(
     return listed[:ppn], f"{name}: {why}"
 
 
-def _cpus_per_task(
-    flags: tuple[str, ...], machine: Machine, ppn: int
-) -> tuple[tuple[str, ...], str]:
-    """Give srun's ``-c`` for as many ranks as there are.
-
-    The file's number is for one rank a device: that many together are the cores that a node has
-    to give.
-    """
-    devices = machine.devices_per_node or 0
-    place = _place_of_cpus(flags)
-    if machine.launcher != "srun" or place < 0 or not devices or ppn == devices:
-        return flags, ""
-    each = int(flags[place].rpartition("=")[2])
-    fitting = max(1, each * devices // ppn)
-    new = flags[place].replace(str(each), str(fitting))
-    why = f"{machine.name}.toml has {each} for {devices} ranks a host; there are {ppn}"
-    return (*flags[:place], new, *flags[place + 1 :]), why
-
-
-def _cores_of_flags(flags: Sequence[str]) -> int:
-    """Return the cores of each rank that flags bind it to; 0 where they bind to none."""
-    depth = [flag.partition("=")[2] for flag in flags if flag.startswith("--depth=")]
-    place = _place_of_cpus(flags)
-    text = depth[-1] if depth else flags[place].rpartition("=")[2] if place >= 0 else ""
-    return int(text) if text.isdecimal() else 0
-
-
-def _place_of_cpus(flags: Sequence[str]) -> int:
-    """Return the place of the word that has srun's cores per task; -1 where there is none."""
-    for place, flag in enumerate(flags):
-        name, equals, value = flag.partition("=")
-        if name == "--cpus-per-task" and equals and value.isdecimal():
-            return place
-        if place and flags[place - 1] in ("-c", "--cpus-per-task") and flag.isdecimal():
-            return place
-    return -1
-
-
 # A TCP port of this host that is free now, and that no outgoing connection will be given.
 
 # Below Linux's and macOS's ephemeral ranges: the ranks bind it seconds later.
@@ -182,29 +155,18 @@ _reserved: list[object] = []
 
 
 def free_port() -> int:
-    """Return a free port, which no other launch from this host is given while this one lives.
-
-    Raises:
-        LaunchError: All of the range are taken.
-    """
-    # Not socket, which takes 6 ms for the sake of names; nor /proc/net/tcp, which takes the kernel
-    # up to 10.
-    from _socket import AF_INET, SOCK_DGRAM  # noqa: PLC0415
-    from _socket import socket as Socket  # noqa: N812, PLC0415
-
+    """Return a free port, which no other launch from this host is given while this one lives."""
     start = int.from_bytes(os.urandom(4), "little")
     for step in range(_COUNT):
         port = _FIRST + (start + step) % _COUNT
-        probe = Socket()
-        try:
-            # On every address: a listener on any of them is in the way.
-            probe.bind(("", port))
-        except OSError:
-            continue
-        finally:
-            probe.close()
+        with socket() as probe:
+            try:
+                # On every address: a listener on any of them is in the way.
+                probe.bind(("", port))
+            except OSError:
+                continue
         # TCP's is the ranks' own to bind: UDP's of the same number tells other launches meanwhile.
-        reservation = Socket(AF_INET, SOCK_DGRAM)
+        reservation = socket(AF_INET, SOCK_DGRAM)
         try:
             reservation.bind(("127.0.0.1", port))
         except OSError as error:
@@ -223,24 +185,13 @@ def free_port() -> int:
 # What is added to the ranks' environment, and for each variable why.
 
 _OF_A_LAUNCHER = ("CCL_PROCESS_LAUNCHER", "CCL_ATL_TRANSPORT", "CCL_KVS_MODE", "PALS_")
-"""Beginnings of variables that are true under the machine's own launcher only.
-
-oneCCL's own choice without them (Hydra, OFI) is right under others: it is what they expect.
-"""
-
-_OF_A_HOST = ("HOSTNAME", "PWD", "OLDPWD", "SHLVL", "_", "DISPLAY", "TMPDIR", "XDG_RUNTIME_DIR")
-_OF_A_LOGIN = ("HOME", "USER", "LOGNAME", "SHELL", "MAIL", "TERM")
-_OF_OTHERS = ("SSH_", "OMPI_", "PMIX_", "PRTE_", "PMI_", "SLURM_", "PBS_", "EZPZ_CONTROL")
-
-_OF_SRUN = ("SLURM_HOSTFILE", "SLURM_STDOUTMODE", "SLURM_STDERRMODE", "SLURM_LABELIO")
+"""True under the machine's own launcher only; others expect oneCCL's own choice (Hydra, OFI)."""
 
 
 def users_own(env: Mapping[str, str]) -> set[str]:
-    """Return the variables that are the user's own choice: PBS's for each job are not.
-
-    OpenPBS 23.06 (start_exec.c): OMP_NUM_THREADS and NCPUS are one number, and TMPDIR is a folder
-    of the job, ``/var/tmp/pbs.<job id>`` by default.
-    """
+    """Return the variables that are the user's own choice: PBS's for each job are not."""
+    # OpenPBS 23.06 (start_exec.c): OMP_NUM_THREADS and NCPUS are one number, and TMPDIR is a
+    # folder of the job, /var/tmp/pbs.<job id> by default.
     names = set(env)
     if env.get("PBS_ENVIRONMENT"):
         if env.get("NCPUS") and env.get("OMP_NUM_THREADS") == env["NCPUS"]:
@@ -262,34 +213,34 @@ def ranks_environment(
     port: int,
     user_env: Mapping[str, str],
 ) -> tuple[dict[str, str], dict[str, str], list[str]]:
-    """Return what is added to the ranks' environment, for each variable why, and notes.
-
-    Args:
-        topology: Where we are.
-        request: What the user asked for.
-        arrangement: Which hosts get how many ranks.
-        launcher: What starts them.
-        chosen: What the machine's options bring.
-        bound: Cores that each rank is bound to; 0 where it is not.
-        port: A TCP port for the ranks' rendezvous.
-        user_env: The environment we were called with.
-    """
-    here, own = arrangement.on_this_host, users_own(user_env)
+    """Return what is added to the ranks' environment, for each variable why, and notes."""
+    machine, own, notes = topology.machine, users_own(user_env), list[str]()
     added = _rendezvous(topology, arrangement, port)
-    threads, why = _threads(arrangement, bound)
-    if threads and "OMP_NUM_THREADS" not in own:
-        added["OMP_NUM_THREADS"] = str(threads), why
-    from_machine, notes = _machines(topology.machine, launcher, chosen)
+    cores, ranks = arrangement.cores, arrangement.placement.ppn
+    if "OMP_NUM_THREADS" not in own and (bound or cores):
+        why = f"{cores} cores / {ranks} ranks, at least 1"
+        if bound:
+            why = "the cores that each rank is given"
+        added["OMP_NUM_THREADS"] = str(bound or max(1, cores // ranks)), why
+    of_others = [name for name in machine.environment if name.startswith(_OF_A_LAUNCHER)]
+    if launcher.is_of(machine.launcher):
+        of_others = []
+    if of_others:
+        notes.append(
+            f"{', '.join(of_others)} of {machine.name}.toml are for {machine.launcher}, and left "
+            f"out under {launcher.kind}"
+        )
+    from_machine = {
+        name: (value, f"{machine.name}.toml")
+        for name, value in machine.environment.items()
+        if name not in of_others
+    }
+    from_machine |= chosen.environment
     added |= {name: both for name, both in from_machine.items() if name not in own}
     for name in added.keys() & (user_env.keys() - own):
         value, why = added[name]
         added[name] = value, f"{why}; {user_env[name]} is PBS's, not the user's"
-    if launcher.flavour == "intel" and not here:
-        # Below a scheduler it would otherwise follow that one's layout, whatever -ppn says
-        # (Intel MPI developer reference).
-        added["I_MPI_JOB_RESPECT_PROCESS_PLACEMENT"] = "0", "so that Intel MPI heeds -ppn"
-    if launcher.pbs_tmrsh:
-        added["EZPZ_PBS_TMRSH"] = launcher.pbs_tmrsh, "starts Hydra's proxies on the other nodes"
+    added |= LAUNCHERS[launcher.kind].environment(launcher, here=arrangement.on_this_host)
     if request.machine:
         # The ranks are on the machine that the user named, whatever their host looks like.
         added["EZPZ_MACHINE"] = request.machine, "--machine"
@@ -316,11 +267,9 @@ def _rendezvous(
 
 
 def set_aside(environment: Mapping[str, str], request: Request, user_env: Mapping[str, str]) -> str:
-    """Say which place to meet at, of the user's environment, the ranks do not get.
-
-    It is mostly left over from another launch or written for torchrun, and a port that is fixed
-    is soon another launch's.
-    """
+    """Say which place to meet at, of the user's environment, the ranks do not get."""
+    # It is mostly left over from another launch or written for torchrun, and a port that is fixed
+    # is soon another launch's.
     asked = {pair.partition("=")[0] for pair in request.env}
     names = [
         name
@@ -335,62 +284,3 @@ def set_aside(environment: Mapping[str, str], request: Request, user_env: Mappin
         f"the ranks meet at {environment['MASTER_ADDR']}:{environment['MASTER_PORT']}, a new place "
         f"for each launch; to have yours: {' '.join(f'--env {pair}' for pair in pairs)}"
     )
-
-
-def _machines(
-    machine: Machine, launcher: Launcher, chosen: Chosen
-) -> tuple[dict[str, tuple[str, str]], list[str]]:
-    """Return the machine's variables and those of its options, each with its source, and notes."""
-    added: dict[str, tuple[str, str]] = {}
-    left_out = []
-    for name, value in machine.environment.items():
-        if name.startswith(_OF_A_LAUNCHER) and not launcher.is_of(machine.launcher):
-            left_out.append(name)
-        else:
-            added[name] = value, f"{machine.name}.toml"
-    for name, value in chosen.environment.items():
-        added[name] = value, chosen.sources[name]
-    if not left_out:
-        return added, []
-    note = f"{', '.join(left_out)} of {machine.name}.toml are for {machine.launcher}, and left out"
-    return added, [f"{note} under {launcher.kind}"]
-
-
-def exported_names(
-    topology: Topology, environment: Mapping[str, str], user_env: Mapping[str, str]
-) -> tuple[str, ...]:
-    """Return the variables to name to a launcher that exports none by itself.
-
-    All of the user's, as other launchers bring them, less what is a host's, a login's or another
-    launcher's own; and what is added. Open MPI complains of a name that is not set.
-    """
-    left_out = {*_OF_A_HOST, *_OF_A_LOGIN} - topology.machine.environment.keys()
-    own = [
-        name
-        for name in sorted(user_env)
-        if name.isidentifier() and name not in left_out and not name.startswith(_OF_OTHERS)
-    ]
-    return tuple(dict.fromkeys(["PATH", *own, *environment]))
-
-
-def misleading(launcher: Launcher, user_env: Mapping[str, str], *, in_step: bool) -> list[str]:
-    """Return the user's variables that this launcher must not see.
-
-    srun takes its output, its hosts and its binding from them, whatever the plan is: ranks would
-    write into files of its own, or lie on other hosts than MASTER_ADDR says.
-    """
-    if launcher.kind != "srun":
-        return []
-    names = [name for name in _OF_SRUN if name in user_env]
-    if in_step:
-        # Of the step that we are in: its ranks' cores are not ours.
-        names += [name for name in user_env if name.startswith("SLURM_CPU_BIND")]
-    return names
-
-
-def _threads(arrangement: Arrangement, bound: int) -> tuple[int, str]:
-    """Return the threads of a rank, 0 where the cores are not known, and why so many."""
-    if bound:
-        return bound, "the cores that each rank is given"
-    cores, ranks = arrangement.cores, arrangement.placement.ppn
-    return cores and max(1, cores // ranks), f"{cores} cores / {ranks} ranks, at least 1"

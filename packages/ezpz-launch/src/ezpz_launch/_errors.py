@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from contextlib import suppress
-
-# The error tree of ezpz_launch; the exit status belongs to the error.
 
 
 class LaunchError(Exception):
-    """Base of every error that ezpz_launch raises on purpose."""
+    """Base of every error that ezpz_launch raises on purpose; the exit status belongs to it."""
 
     exit_status = 2
 
@@ -30,12 +28,18 @@ class CommandNotExecutableError(LaunchError):
     exit_status = 126
 
 
-# What ezpz-launch itself has to say, on standard error.
-
-
 def say(message: str) -> None:
-    """Write a line of ours; where nobody can read it, go on without."""
+    """Write a line of ours to standard error; where it cannot be written, go on without."""
     # Of a standard error that is closed, print would make standard output.
     if sys.stderr is not None:
-        with suppress(OSError):
+        try:
             print(f"ezpz-launch: {message}", file=sys.stderr, flush=True)
+        except OSError:
+            discard(sys.stderr.fileno())
+
+
+def discard(fd: int) -> None:
+    """Drop what is still to be written there: the interpreter's own flush would fail as well."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, fd)
+    os.close(null)

@@ -1,4 +1,4 @@
-"""One launch: what runs, the signals it hears, how far its ranks are, how it ended."""
+"""One launch: what is to run, what its ranks' shims are told, the signals it hears, its outcome."""
 
 from __future__ import annotations
 
@@ -14,15 +14,115 @@ from typing import NamedTuple
 
 from ._errors import UsageError
 from ._options import GRACE, fold_ranks
-from ._output import Report
+
+NEVER = float("inf")
+
+# What the run loop tells the ranks' shims: one variable, one field a line.
+
+VARIABLE = "EZPZ_CONTROL"
+
+NODE_TIMEOUT = 15
+"""Seconds without a sign of a node after which it is lost, unless requested otherwise."""
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+class Control(NamedTuple):
+    """One launch's orders to its shims; `rank_shim.sh` lists the fields."""
+
+    launch_id: str  # by which the launch's reports and processes are told
+    hold: float  # seconds for which a rank that failed waits to be released
+    where: tuple[str, ...] = ()  # host:port of the run loop, for the nodes' agents
+    secret: str = ""  # what agents know, and do not say
+    node_timeout: int = NODE_TIMEOUT  # seconds without a sign of a node after which it is lost
+    files: str = ""  # a folder for the output of each rank
+    only_ranks: Sequence[int] | None = None  # ranks whose output is shown; None for all
+    prefix: bool = False  # whether each line begins with its rank and host
+    whole_lines: bool = False  # whether no rank's line may be cut by another's
+    tee: bool = False  # whether output goes to the files and to the terminal
+    port: int = 0  # to be found free on rank 0's host; 0 where it has been
+    device_type: str = ""  # torch's word for the devices, cuda or xpu; empty where there are none
+    devices: int = 0  # of a node
+    one_device: bool = False  # whether each rank is to see one device only
+    attempt: int = 0  # from 0
+    progress_file: str = ""  # where scripts report their progress
+    job_id: str = ""  # the scheduler's; empty outside of a job
+
+    def value(self) -> str:
+        """Return the variable's value; UsageError: a path holds a line break."""
+        # Into files alone, sh's own redirection is enough.
+        pumped = self.tee or (
+            (self.prefix or self.only_ranks is not None or self.whole_lines) and not self.files
+        )
+        fields = [
+            self.launch_id,
+            f"{self.hold:.0f}",
+            sys.executable,
+            os.path.join(_HERE, "_agent.py") if self.where else "",
+            " ".join(self.where),
+            self.secret,
+            str(self.node_timeout),
+            self.files,
+            "all" if self.only_ranks is None else fold_ranks(self.only_ranks),
+            os.path.join(_HERE, "rank_output.py") if pumped else "",
+            "--prefix" if self.prefix else "",
+            str(self.port or ""),
+            self.device_type,
+            str(self.devices),
+            str(int(self.one_device)),
+            str(self.attempt),
+            self.progress_file,
+            self.job_id,
+        ]
+        for field in fields:
+            if "\n" in field:
+                raise UsageError(f"{field!r} holds a line break; expected a path without one")
+        # sh would drop an empty line.
+        return "\n".join(field or "-" for field in fields)
+
+
+class Launch(NamedTuple):
+    """One launch, ready to be run."""
+
+    argv: tuple[str, ...]  # the launcher's command line
+    nproc: int  # how many ranks it starts
+    hosts: tuple[str, ...]  # that get ranks, in the order of their nodes
+    ppn: int  # ranks of a full host
+    on_this_host: bool  # whether this host alone has ranks
+    environment: Mapping[str, str]  # of the launcher and its ranks, complete
+    control: Control  # what the ranks' shims are told
+    grace: float = GRACE  # seconds from SIGTERM to SIGKILL
+    idle_timeout: float = 0.0  # seconds without any output after which ranks hang; 0 for never
+    signal_at: Callable[[], float] = lambda: NEVER  # when SIGUSR1 is due, since the epoch
+    scratch: str = ""  # a file or folder of the launch, to be removed also if we are killed
+
+    def host_of(self, rank: int) -> str:
+        """Return the host of a rank."""
+        host = self.hosts[rank // self.ppn]
+        return os.uname().nodename if host in ("localhost", "127.0.0.1") else host
+
+
+class Outcome(NamedTuple):
+    """How a launch ended."""
+
+    exit_status: int  # that of ezpz-launch
+    failure: tuple[int, str, int] | None = None  # rank, host and status of the first that failed
+    told: signal.Signals | None = None  # the signal that ended it, if one did
+    port_taken: bool = False  # whether another program holds the port on rank 0's host
+    tail: bytes = b""  # the last bytes of standard error
+
+
+def how(status: int) -> str:
+    """Say what an exit status means."""
+    if status > 128 and status - 128 in {s.value for s in signal.Signals}:
+        return f"was killed by {signal.Signals(status - 128).name} (exit status {status})"
+    return f"exited with status {status}"
+
 
 # Signals that people and schedulers send to ezpz-launch, kept for the run loop.
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Those that end a launch; SIGUSR1 and SIGUSR2 reach the ranks and end nothing."""
-
-_PASSED_ON = (*ENDING, signal.SIGUSR1, signal.SIGUSR2)
-
 
 Heard = tuple[list[signal.Signals], int]
 """What has arrived and was not yet looked at, and a file descriptor that wakes who sleeps on it."""
@@ -40,7 +140,8 @@ def signals() -> Iterator[Heard]:
     for end in (read, write):
         os.set_blocking(end, False)
     # What we were started to ignore (nohup) stays ignored, by the ranks too.
-    heard = [s for s in _PASSED_ON if signal.getsignal(s) is not signal.SIG_IGN]
+    passed_on = (*ENDING, signal.SIGUSR1, signal.SIGUSR2)
+    heard = [s for s in passed_on if signal.getsignal(s) is not signal.SIG_IGN]
     previous = {s: signal.signal(s, note) for s in heard}
     previous[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
     previous_fd = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
@@ -65,307 +166,3 @@ def pause(seconds: float, heard: Heard) -> int:
             return told or 0
         if select.select([wake], [], [], left)[0]:
             os.read(wake, 4096)
-
-
-def signal_group(leader: int, number: int) -> None:
-    """Signal a process group, if it is still there."""
-    try:
-        os.killpg(leader, number)
-    except (ProcessLookupError, PermissionError):
-        return
-
-
-# What the run loop tells the ranks' shims: one variable, one field a line.
-
-VARIABLE = "EZPZ_CONTROL"
-
-NODE_TIMEOUT = 15
-"""Seconds without a sign of a node after which it is lost, unless asked otherwise."""
-
-_HERE = os.path.dirname(os.path.abspath(__file__))
-
-
-class Control(NamedTuple):
-    """One launch's orders to its shims; `rank_shim.sh` lists the fields.
-
-    Attributes:
-        launch_id: By which the launch's reports and processes are told.
-        hold: Seconds for which a rank that failed waits to be released.
-        where: ``host:port`` of the run loop, for the nodes' agents; empty where it needs none.
-        secret: What agents know, and do not say; empty where there are none.
-        node_timeout: Seconds without a sign of a node after which it is lost.
-        files: A folder for the output of each rank; empty for none.
-        only_ranks: Ranks whose output is shown; None for all.
-        prefix: Whether each line begins with its rank and host.
-        whole_lines: Whether no rank's line may be cut by another's.
-        tee: Whether output goes to the files and to the terminal.
-        port: A port to be found free on rank 0's host; 0 where it has been.
-        device_type: torch's word for the devices, ``cuda`` or ``xpu``; empty where there are none.
-        devices: How many devices a node has.
-        one_device: Whether each rank is to see one device only.
-        attempt: The attempt, from 0.
-        progress_file: Where scripts report their progress; empty for none.
-        job_id: The scheduler's job; empty outside of one.
-    """
-
-    launch_id: str
-    hold: float
-    where: tuple[str, ...] = ()
-    secret: str = ""
-    node_timeout: int = NODE_TIMEOUT
-    files: str = ""
-    only_ranks: Sequence[int] | None = None
-    prefix: bool = False
-    whole_lines: bool = False
-    tee: bool = False
-    port: int = 0
-    device_type: str = ""
-    devices: int = 0
-    one_device: bool = False
-    attempt: int = 0
-    progress_file: str = ""
-    job_id: str = ""
-
-    def value(self) -> str:
-        """Return the variable's value.
-
-        Raises:
-            UsageError: A path holds a line break.
-        """
-        # Into files alone, sh's own redirection is enough.
-        pumped = self.tee or (
-            (self.prefix or self.only_ranks is not None or self.whole_lines) and not self.files
-        )
-        fields = [
-            self.launch_id,
-            f"{self.hold:.0f}",
-            sys.executable,
-            os.path.join(_HERE, "_agent.py") if self.where else "-",
-            " ".join(self.where) or "-",
-            self.secret or "-",
-            str(self.node_timeout),
-            self.files or "-",
-            "all" if self.only_ranks is None else fold_ranks(self.only_ranks),
-            os.path.join(_HERE, "rank_output.py") if pumped else "-",
-            "--prefix" if self.prefix else "-",
-            str(self.port or "-"),
-            self.device_type or "-",
-            str(self.devices),
-            str(int(self.one_device)),
-            str(self.attempt),
-            self.progress_file or "-",
-            self.job_id or "-",
-        ]
-        for field in fields:
-            if "\n" in field:
-                raise UsageError(f"{field!r} holds a line break; expected a path without one")
-        return "\n".join(fields)
-
-
-# One launch, ready to be run.
-
-NEVER = float("inf")
-
-
-class Launch(NamedTuple):
-    """What the run loop needs to know.
-
-    Attributes:
-        argv: The launcher's command line.
-        nproc: How many ranks it starts.
-        hosts: The hosts that get ranks, in the order of their nodes.
-        ppn: Ranks of a full host.
-        on_this_host: Whether this host alone has ranks.
-        environment: The environment of the launcher and its ranks, complete.
-        control: What the ranks' shims are told.
-        grace: Seconds from SIGTERM to SIGKILL.
-        idle_timeout: Seconds without any output after which the ranks hang; 0 for never.
-        signal_at: Tells when to send SIGUSR1, in seconds since the epoch: NEVER until it is known.
-        scratch: A file or folder made for the launch, to be removed also if we are killed.
-    """
-
-    argv: tuple[str, ...]
-    nproc: int
-    hosts: tuple[str, ...]
-    ppn: int
-    on_this_host: bool
-    environment: Mapping[str, str]
-    control: Control
-    grace: float = GRACE
-    idle_timeout: float = 0.0
-    signal_at: Callable[[], float] = lambda: NEVER
-    scratch: str = ""
-
-    def host_of(self, rank: int) -> str:
-        """Return the host of a rank."""
-        host = self.hosts[rank // self.ppn]
-        return os.uname().nodename if host in ("localhost", "127.0.0.1") else host
-
-
-# Which ranks have started, which have ended, and how.
-
-
-class Status:
-    """What the reports say so far.
-
-    Attributes:
-        nproc: Number of ranks.
-        pids: Rank to process id of its shim, for ranks that have started.
-        ended: Rank to exit status, in the order in which they ended.
-        first_failure: Rank and exit status of the rank that failed first, if one did.
-    """
-
-    def __init__(self, nproc: int) -> None:
-        self.nproc = nproc
-        self.pids: dict[int, int] = {}
-        self.ended: dict[int, int] = {}
-        self.first_failure: tuple[int, int] | None = None
-        self._causes: dict[int, int] = {}
-        # Kept, not computed: the run loop asks many times, of up to 120,960 ranks.
-        self._running: dict[int, None] = {}
-
-    def take(self, report: Report) -> bool:
-        """Take a report in; return whether it is a new start or end (each comes twice)."""
-        what, rank, value = report
-        if what == "cause":
-            if value < self.nproc:
-                self._causes[rank] = value
-            return False
-        table = self.pids if what == "start" else self.ended
-        if rank in table or rank >= self.nproc:
-            return False
-        table[rank] = value
-        if what != "start":
-            self._running.pop(rank, None)
-            if value and self.first_failure is None:
-                # Who leaves because of another may be quicker, and ends with its status.
-                self.first_failure = (self._causes.get(rank, rank), value)
-        elif rank not in self.ended:
-            self._running[rank] = None
-        return True
-
-    @property
-    def has_running(self) -> bool:
-        """Whether a rank has started and not ended."""
-        return bool(self._running)
-
-    @property
-    def running(self) -> list[int]:
-        """Ranks that have started and not ended."""
-        return sorted(self._running)
-
-    @property
-    def held(self) -> list[int]:
-        """Ranks that failed, and whose shims wait to be released."""
-        return [rank for rank, status in self.ended.items() if status]
-
-    @property
-    def unstarted(self) -> list[int]:
-        """Ranks that have neither started nor ended."""
-        return [r for r in range(self.nproc) if r not in self.pids and r not in self.ended]
-
-    @property
-    def all_ended(self) -> bool:
-        """Whether every rank has ended."""
-        return len(self.ended) == self.nproc
-
-
-# How a launch ended: its exit status, and what is said of it.
-
-USAGE = 2
-"""Exit status of a launch that asks for what cannot be."""
-
-HANG = 124
-"""Exit status of a launch whose ranks hung: that of timeout(1)."""
-
-_NAMED = 16
-"""So many ranks are named."""
-
-REQUEUE = 75
-"""Exit status by which a script says: check-pointed, start me again (EX_TEMPFAIL)."""
-
-
-class Outcome(NamedTuple):
-    """How a launch ended.
-
-    Attributes:
-        exit_status: That of ezpz-launch.
-        failure: Rank, host and exit status of the first rank that failed, if one did.
-        told: The signal that ended it, if one did.
-        port_taken: Whether another program holds the port on rank 0's host.
-        tail: The last bytes of standard error.
-    """
-
-    exit_status: int
-    failure: tuple[int, str, int] | None = None
-    told: signal.Signals | None = None
-    port_taken: bool = False
-    tail: bytes = b""
-
-
-def how(status: int) -> str:
-    """Say what an exit status means."""
-    if status > 128 and status - 128 in {s.value for s in signal.Signals}:
-        return f"was killed by {signal.Signals(status - 128).name} (exit status {status})"
-    return f"exited with status {status}"
-
-
-def name_ranks(launch: Launch, ranks: Sequence[int]) -> str:
-    """Name ranks with their hosts, the first of many."""
-    named = ", ".join(f"{rank} on {launch.host_of(rank)}" for rank in ranks[:_NAMED])
-    return named + (f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else "")
-
-
-def describe(launch: Launch, rank: int, status: int) -> str:
-    """Say which rank failed first, where, and how."""
-    return f"rank {rank} on {launch.host_of(rank)} {how(status)}, first of all ranks"
-
-
-def exit_status_of(
-    launch: Launch,
-    status: Status,
-    returncode: int,
-    *,
-    told: signal.Signals | None,
-    hang: bool,
-    say: Callable[[str], None],
-) -> int:
-    """Return the exit status of a launch, and say why, unless it is known already.
-
-    Args:
-        launch: The launch.
-        status: What its ranks reported.
-        returncode: The launcher's own.
-        told: The signal that ended it, if one did.
-        hang: Whether it was ended because no rank wrote anything.
-        say: Where to say it.
-    """
-    failure = status.first_failure
-    if told is not None:
-        say(f"ended by {told.name}")
-        # Who check-pointed says so; the others died of the same signal, or had nothing to save.
-        meant = {0, REQUEUE, 128 + told, 128 + signal.SIGTERM}
-        statuses = set(status.ended.values())
-        return REQUEUE if REQUEUE in statuses and statuses <= meant else 128 + told
-    if hang:
-        return HANG
-    if failure is not None:
-        return failure[1]
-    return _without_a_failure(
-        launch, status, 128 - returncode if returncode < 0 else returncode, say
-    )
-
-
-def _without_a_failure(launch: Launch, status: Status, own: int, say: Callable[[str], None]) -> int:
-    """Return the exit status where no rank reported a failure, given the launcher's own."""
-    if status.all_ended:
-        if own:
-            # Hydra can return 141 under load after ranks that end at once (seen 4 times in 726).
-            say(f"every rank ended with 0; the launcher with {own}, which is not passed on")
-        return 0
-    silent = [rank for rank in range(launch.nproc) if rank not in status.ended]
-    lost = name_ranks(launch, silent)
-    started = "" if status.pids else "; none had started"
-    say(f"the launcher {how(own)}; ranks that did not report their end: {lost}{started}")
-    # Without a word from its ranks even a 0 is no success.
-    return own or 1

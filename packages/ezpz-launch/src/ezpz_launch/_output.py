@@ -5,28 +5,24 @@ from __future__ import annotations
 import errno
 import os
 import re
-import select
 import threading
 import time
 from _queue import SimpleQueue
-from collections import deque
 from collections.abc import Callable
+from typing import IO
+
+from .rank_output import write
 
 # What the ranks' shims report, told apart from what the ranks themselves write.
 
 Report = tuple[str, int, int]
 """What happened, to which rank, with what value."""
 
-_LONGEST = 160
-"""Bytes of the longest report: what is longer and not ended is none."""
+_LONGEST = 160  # bytes of the longest report: what is longer and not ended is none
 
 
 class Reports:
-    """Take the reports of one launch out of a stream of bytes.
-
-    Args:
-        launch_id: By which its reports are told.
-    """
+    """Take the reports of one launch out of a stream of bytes."""
 
     def __init__(self, launch_id: str) -> None:
         self._start = b"\x1eezpz " + launch_id.encode() + b" "
@@ -34,10 +30,7 @@ class Reports:
         self._newline_follows = False
 
     def feed(self, chunk: bytes) -> tuple[bytes, list[Report]]:
-        """Return the bytes that the ranks wrote, and what was reported between them.
-
-        What may be the beginning of a report is held back until more comes.
-        """
+        """Return the bytes that the ranks wrote, and what was reported between them."""
         if self._newline_follows and chunk:
             self._newline_follows = False
             chunk = chunk.removeprefix(b"\n")
@@ -77,7 +70,7 @@ class Reports:
             # Another rank's report came between, or what one wrote itself.
             kept.append(data[begin:inner])
             return data[inner:]
-        report = _read(data[begin:end])
+        report = _parse(data[begin:end])
         if report is None:
             # Another rank's piece came between; its bytes are not ours to drop.
             kept.append(data[begin:end])
@@ -88,7 +81,7 @@ class Reports:
         return data[end + 1 :].removeprefix(b"\n")
 
 
-def _read(text: bytes) -> Report | None:
+def _parse(text: bytes) -> Report | None:
     half, _, again = text.partition(b"|")
     words = half.split(b" ")
     if half != again or len(words) != 3 or not all(word.isdigit() for word in words[1:]):
@@ -105,49 +98,34 @@ _TICK = 0.02
 _OF_THE_KILLED = re.compile(rb"\n?(={83}\n|YOUR APPLICATION TERMINATED WITH THE EXIT STRING)")
 """How Hydra begins its last words, line by line, of ranks that died of a signal (MPICH 5.0.2)."""
 
-_LEFT_BEHIND = 2.0
-"""Seconds for which what an ended launcher's ranks left behind may go on writing."""
-
-_TOLD = 1.0
-"""Seconds that a reader has who takes nothing, when we are told to end."""
+_LEFT_BEHIND = 2.0  # seconds for which what an ended launcher's ranks left behind may go on writing
+_TOLD = 1.0  # seconds that a reader has who takes nothing, when we are told to end
 
 
 class Output:
-    """Copies two pipes to our standard output and error, and says what we have to say.
+    """Copies two pipes to our standard output and error, and says what we have to say."""
 
-    Args:
-        reports: What takes the ranks' reports out of each.
-        wake: Called, from another thread, when there is something to look at.
-
-    Attributes:
-        last: When something came last, by ``time.monotonic``.
-        nobody_reads: Whether our own standard output is a pipe that nobody reads any more.
-        killed: Whether we have killed the ranks: the launcher's words on that are left out.
-        tail: The last bytes of standard error.
-    """
-
-    def __init__(self, reports: tuple[Reports, Reports], wake: Callable[[], None]) -> None:
-        self.last = time.monotonic()
-        self.nobody_reads = self.killed = False
-        self.tail = b""
-        self._reports = {1: reports[0], 2: reports[1]}
-        # Appended to by one thread, and taken from by another: deque's own are atomic.
-        self._found: deque[Report] = deque()
+    def __init__(self, launch_id: str, wake: Callable[[], None]) -> None:
+        self.last = time.monotonic()  # when something came last
+        self.nobody_reads = False  # whether our standard output is a pipe without a reader
+        self.killed = False  # whether the ranks were: the launcher's words on that are left out
+        self.tail = b""  # the last bytes of standard error
+        self._reports = {1: Reports(launch_id), 2: Reports(launch_id)}
+        self._found: SimpleQueue[Report] = SimpleQueue()
         self._wake = wake
         self._threads: list[threading.Thread] = []
         self._messages: SimpleQueue[str] = SimpleQueue()
         self._speaker: threading.Thread | None = None
         self._unsaid = 0
         self._waited_when_told = 0.0
-        # Of each target, whether somebody is writing to it just now.
+        # Of each target, whether someone is writing to it just now.
         self._writing = {1: False, 2: False}
         # Then our own lines appear below what it shows.
         self._is_a_terminal = os.isatty(1)
-        self._complained = False
+        self._complained = self._line_is_open = False
         self._hushed: set[int] = set()
-        self._line_is_open = False
 
-    def copy(self, stdout: int, stderr: int) -> None:
+    def copy(self, stdout: IO[bytes], stderr: IO[bytes]) -> None:
         """Start to copy from these pipes, and close them at their end."""
         for source, target in ((stdout, 1), (stderr, 2)):
             thread = threading.Thread(target=self._pump, args=(source, target), daemon=True)
@@ -156,10 +134,7 @@ class Output:
 
     def take_reports(self) -> list[Report]:
         """Return what has been reported since the last call, in order."""
-        found = []
-        while self._found:
-            found.append(self._found.popleft())
-        return found
+        return [self._found.get() for _ in range(self._found.qsize())]
 
     def say(self, message: str) -> None:
         """Write a line of ours to standard error, on a line of its own."""
@@ -170,15 +145,7 @@ class Output:
         self._messages.put(message)
 
     def drain(self, patience: float, is_told: Callable[[], object]) -> None:
-        """Wait for the ends of an ended launcher's pipes.
-
-        A reader that is slow has all the time that it wants, unless we are told to end. What a rank
-        left in the background may hold the pipes open for ever, and has none.
-
-        Args:
-            patience: Seconds for which nothing may come.
-            is_told: Whether we are told to end.
-        """
+        """Wait for the ends of an ended launcher's pipes, or PATIENCE seconds without a byte."""
         began, free = time.monotonic(), 0.0
         while any(thread.is_alive() for thread in self._threads):
             self._threads[0 if self._threads[0].is_alive() else 1].join(_TICK)
@@ -201,17 +168,13 @@ class Output:
             self._write(2, f"{newline}ezpz-launch: {message}\n".encode(errors="backslashreplace"))
             self._unsaid -= 1
 
-    def _pump(self, source: int, target: int) -> None:
-        while True:
-            chunk = os.read(source, _CHUNK)
-            if not chunk:
-                break
+    def _pump(self, source: IO[bytes], target: int) -> None:
+        while chunk := os.read(source.fileno(), _CHUNK):
             self.last = time.monotonic()
-            chunk = self._sift(target, chunk)
-            self._write(target, chunk)
+            self._write(target, self._sift(target, chunk))
             self.last = time.monotonic()
         self._write(target, self._reports[target].rest())
-        os.close(source)
+        source.close()
         self._wake()
 
     def _sift(self, target: int, chunk: bytes) -> bytes:
@@ -224,8 +187,9 @@ class Output:
             chunk = chunk[: last.start()]
         if target == 2:
             self.tail = (self.tail + chunk)[-_TAIL:]
+        for report in found:
+            self._found.put(report)
         if found:
-            self._found.extend(found)
             self._wake()
         return chunk
 
@@ -236,12 +200,7 @@ class Output:
             self._line_is_open = not data.endswith(b"\n")
         self._writing[target] = True
         try:
-            while data:
-                try:
-                    data = data[os.write(target, data) :]
-                except BlockingIOError:
-                    # Whoever shares the terminal with us made it so.
-                    select.select([], [target], [])
+            write(target, data)
         except OSError as error:
             self._cannot_write(target, error)
         finally:

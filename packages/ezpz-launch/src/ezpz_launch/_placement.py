@@ -10,25 +10,13 @@ from ezpz_topo import Topology, expand_nodelist, same_host, short_name
 from ._errors import LaunchError, UsageError
 from ._options import Request
 
-# Which hosts a launch may use: all that we were given, less what the user leaves out.
+# Which hosts a launch may use: all that there are, less what the user leaves out.
 
 
 def select_hosts(
     hosts: Sequence[str], source: str, *, include: str = "", exclude: str = "", nodes: int = 0
 ) -> tuple[tuple[str, ...], str]:
-    """Return the hosts to use, in order, and why these.
-
-    Args:
-        hosts: The hosts that there are.
-        source: Where they come from.
-        include: A nodelist of those to use, such as ``nid[001-004]``; all if empty.
-        exclude: A nodelist of those not to use.
-        nodes: How many, counted from the first; all if 0.
-
-    Raises:
-        UsageError: A name is none of the hosts, no host is left, or there are fewer than asked.
-        NodelistError: A nodelist does not parse.
-    """
+    """Return the hosts to use, in order, and why; ``nodes`` counts from the first, 0 for all."""
     kept, why = list(hosts), source
     for flag, nodelist in (("--include", include), ("--exclude", exclude)):
         if nodelist:
@@ -45,7 +33,7 @@ def select_hosts(
             f"{why}: no host is left of {len(hosts)}; expected one at least; exclude fewer"
         )
     if nodes:
-        if nodes < 0 or nodes > len(kept):
+        if nodes > len(kept):
             raise UsageError(
                 f"-N {nodes}: there are {len(kept)} hosts ({why}); expected from 1 to {len(kept)}"
             )
@@ -54,12 +42,10 @@ def select_hosts(
 
 
 def match_hosts(names: Iterable[str], hosts: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Return those of ``hosts`` that are named, each with its name, in order; and what is none.
-
-    Names mean a host as `same_host` has it; ten thousand of each are matched in one pass.
-    """
+    """Return those of ``hosts`` that are named, each with its name, in order; and what is none."""
+    # As same_host has it, but ten thousand of each are matched in one pass.
     exact = set(hosts)
-    by_short: dict[str, str] | None = None
+    by_short: dict[str, str] = {}
     found: dict[str, str] = {}
     unknown: list[str] = []
     for name in names:
@@ -68,8 +54,7 @@ def match_hosts(names: Iterable[str], hosts: Sequence[str]) -> tuple[dict[str, s
             # IPv6 has several spellings, and only same_host knows them.
             host = next((each for each in hosts if same_host(each, name)), None)
         elif host is None:
-            if by_short is None:
-                by_short = {short_name(each).lower(): each for each in reversed(hosts)}
+            by_short = by_short or {short_name(each).lower(): each for each in reversed(hosts)}
             host = by_short.get(short_name(name).lower())
         if host is None:
             unknown.append(name)
@@ -83,23 +68,16 @@ def shown(hosts: Sequence[str]) -> str:
     return ", ".join([*hosts[:4], *(["..."] if len(hosts) > 4 else [])])
 
 
-# How many ranks on which hosts: pure arithmetic, and an error where numbers contradict.
+# How many ranks each of them gets: pure arithmetic, and an error where numbers contradict.
 
 
 class Placement(NamedTuple):
-    """Ranks on hosts, filled host by host.
+    """Ranks on hosts, filled host by host."""
 
-    Attributes:
-        hosts: The hosts that get ranks, in rank order.
-        ranks: How many each of them gets: all the same, but for a smaller last one.
-        source: Where the number of ranks comes from.
-        source_per_host: Where the number of ranks of a host comes from.
-    """
-
-    hosts: tuple[str, ...]
-    ranks: tuple[int, ...]
-    source: str
-    source_per_host: str
+    hosts: tuple[str, ...]  # the hosts that get ranks, in rank order
+    ranks: tuple[int, ...]  # how many each of them gets: all the same, but for a smaller last one
+    source: str  # where the number of ranks comes from
+    source_per_host: str  # where the number of ranks of a host comes from
 
     @property
     def nproc(self) -> int:
@@ -118,76 +96,42 @@ class Placement(NamedTuple):
 
 
 def place(
-    hosts: Sequence[str],
-    *,
-    nproc: int | None,
-    ppn: int | None,
-    default_ppn: int,
-    why_default: str,
+    hosts: Sequence[str], *, nproc: int | None, ppn: int | None, default_ppn: int, why_default: str
 ) -> Placement:
-    """Decide how many ranks each host gets.
-
-    Without ``nproc`` every host gets ``ppn``; with it the hosts are filled in order, each up to
-    ``ppn``, and the rest get none: ranks that are close to each other talk faster.
-
-    Args:
-        hosts: Where ranks may run.
-        nproc: Ranks in all, if asked for.
-        ppn: Ranks a host, if asked for.
-        default_ppn: Ranks a host, if not.
-        why_default: Where that comes from.
-
-    Raises:
-        UsageError: The numbers contradict each other, or are below 1.
-    """
-    for name, value in (("-n", nproc), ("--ppn", ppn)):
-        if value is not None and value < 1:
-            raise UsageError(f"{name} {value}: expected at least 1 rank")
+    """Decide how many ranks each host gets."""
+    per_host, why = (default_ppn, why_default) if ppn is None else (ppn, "--ppn")
     if nproc is None:
-        per_host, why = (default_ppn, why_default) if ppn is None else (ppn, "--ppn")
-        total, why_total = per_host * len(hosts), f"{len(hosts)} x {per_host}: {why}"
-        if len(hosts) == 1:
-            why_total = why
+        total = per_host * len(hosts)
+        why_total = why if len(hosts) == 1 else f"{len(hosts)} x {per_host}: {why}"
     else:
         total, why_total = nproc, "-n"
-        # More than one a device on one host is asked for on purpose; on several it is not known
-        # to be, so that they are filled evenly instead.
         crowded = -(-nproc // len(hosts))
-        per_host, why = (max(default_ppn, crowded), why_default) if ppn is None else (ppn, "--ppn")
-        if crowded > per_host:
+        if ppn is not None and crowded > ppn:
             raise UsageError(
-                f"-n {nproc} with --ppn {per_host} on {len(hosts)} hosts: room for "
-                f"{per_host * len(hosts)} ranks; expected at most that many, or more hosts"
+                f"-n {nproc} with --ppn {ppn} on {len(hosts)} hosts: room for "
+                f"{ppn * len(hosts)} ranks; expected at most that many, or more hosts"
             )
-        if ppn is None and crowded > default_ppn:
-            why = f"-n {nproc} / {len(hosts)} hosts"
+        if crowded > per_host:
+            # More than one a device: on several hosts they are filled evenly.
+            per_host, why = crowded, f"-n {nproc} / {len(hosts)} hosts"
     per_host = min(per_host, total)
     full, rest = divmod(total, per_host)
     ranks = (per_host,) * full + ((rest,) if rest else ())
     return Placement(tuple(hosts[: len(ranks)]), ranks, why_total, why)
 
 
-# Which hosts a launch uses and how many ranks each gets: decided before any launcher is.
+# Both, and what is known of these hosts: decided before any launcher is.
 
 
 class Arrangement(NamedTuple):
-    """Ranks on hosts, and what is known of these hosts.
-
-    Attributes:
-        placement: How many ranks on which hosts.
-        on_this_host: Whether this host alone has ranks.
-        source: Why these hosts.
-        cores: CPU cores of each of the hosts in use; 0 where nobody tells.
-        cores_source: Where that comes from.
-        warning: What people should know of it; mostly empty.
-    """
+    """Ranks on hosts, and what is known of these hosts."""
 
     placement: Placement
-    on_this_host: bool
-    source: str
-    cores: int
+    on_this_host: bool  # whether this host alone has ranks
+    source: str  # why these hosts
+    cores: int  # CPU cores of each of the hosts in use; 0 where they are not known
     cores_source: str
-    warning: str = ""
+    warning: str = ""  # what people should know of it; mostly empty
 
 
 def arrange(
@@ -198,31 +142,20 @@ def arrange(
     hosts_source: str,
     slots: int | Sequence[int] = 0,
 ) -> Arrangement:
-    """Decide which hosts are used, and how many ranks each of them gets.
-
-    Args:
-        topology: Where we are.
-        request: What the user asked for.
-        hosts: The hosts that there are.
-        hosts_source: Where they come from.
-        slots: The ranks foreseen on each of ``hosts``, 0 where not told; one number for all.
-
-    Raises:
-        LaunchError: What was asked for contradicts itself, or cannot be done here.
-    """
-    names, source = select_hosts(
-        hosts,
-        hosts_source,
-        include=request.include,
-        exclude=request.exclude,
-        nodes=request.nodes or 0,
-    )
-    told = _slots_in_use(names, hosts, slots)
+    """Decide which hosts are used, and how many ranks each of them gets."""
+    include, exclude, nodes = request.include, request.exclude, request.nodes or 0
+    names, source = select_hosts(hosts, hosts_source, include=include, exclude=exclude, nodes=nodes)
+    of_each = [slots] * len(hosts) if isinstance(slots, int) else slots
+    of_host = dict(zip(hosts, of_each, strict=True))
+    told = [of_host[name] for name in names if of_host[name]]
+    if len(told) < len(names):
+        # Where some do not tell, all get the fewest.
+        told = [min(told)] * len(told) if told else []
     alone = len(names) == 1 and _is_this_host(topology, names[0])
     cores = _cores(topology, here=alone)
     default, last, why = _ranks_per_host(topology, request, told, hosts_source, cores)
     if request.nodes and request.nproc:
-        # So many hosts are asked for, and so many are used.
+        # So many hosts are requested, and so many are used.
         default = -(-request.nproc // request.nodes)
         why = f"-n {request.nproc} / -N {request.nodes}"
     placement = place(
@@ -252,17 +185,6 @@ def arrange(
     return Arrangement(placement, here, source, *cores, warning)
 
 
-def _slots_in_use(
-    names: Sequence[str], hosts: Sequence[str], slots: int | Sequence[int]
-) -> tuple[int, ...]:
-    """Return the slots of the hosts in use; the fewest of each where some do not tell."""
-    if isinstance(slots, int):
-        return (slots,) * len(names) if slots else ()
-    of_host = dict(zip(hosts, slots, strict=True))
-    told = tuple(filter(None, (of_host[name] for name in names)))
-    return told if len(told) == len(names) else (min(told, default=0),) * len(told)
-
-
 def _is_this_host(topology: Topology, host: str) -> bool:
     job = topology.allocation
     if job.scheduler != "none":
@@ -271,12 +193,10 @@ def _is_this_host(topology: Topology, host: str) -> bool:
 
 
 def _cores(topology: Topology, *, here: bool) -> tuple[int, str]:
-    """Return the cores of each host in use, and what told it.
-
-    This process's affinity holds for this host alone. A job's other nodes are taken to be as
-    this one, if this is one of them; and never to have more than the machine's file says, which
-    counts cores where the kernel counts hardware threads.
-    """
+    """Return the cores of each host in use, and what told it."""
+    # This process's affinity holds for this host alone. A job's other nodes are taken to be as
+    # this one, if this is one of them; and never to have more than the machine's file says, which
+    # counts cores where the kernel counts hardware threads.
     machine = topology.machine
     if here:
         cores, source = topology.cpu_count, topology.cpu_source
@@ -303,7 +223,7 @@ def _ranks_per_host(
     if slots and hosts_source in ("argument", "HOSTFILE"):
         return per_host, last, f"slots of the hostfile ({hosts_source})"
     devices, job = topology.accelerators, topology.allocation
-    # PBS has one slot where the job asked for no mpiprocs.
+    # PBS has one slot where the job requested no mpiprocs.
     is_asked = job.scheduler == "pbs" and any(n > 1 for n in slots)
     if is_asked and per_host <= (devices.count or per_host):
         return per_host, last, f"mpiprocs of the job's chunks ({job.sources.get('slots')})"

@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
-import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ezpz_topo import Family, Machine, Topology, fold_nodelist
+from ezpz_topo import Machine, Topology, fold_nodelist
 
-from ._environment import (
-    bind,
-    exported_names,
-    misleading,
-    ranks_environment,
-    set_aside,
-    with_cpus_of_the_job,
-)
-from ._errors import LaunchError, UsageError
-from ._identify import Launcher, choose_options
-from ._options import GRACE, Request, fold_ranks
-from ._placement import Arrangement, Placement, arrange, match_hosts, shown
+from ._environment import Chosen, bind, choose_options, ranks_environment, set_aside
+from ._options import Request, settings
+from ._placement import Arrangement, Placement, arrange
+from .launchers import LAUNCHERS, SHIM, Launcher
 
 # Topology + Request -> LaunchPlan: pure, so that every command line can be shown and tested.
-
-_LONGEST_WORD = 100_000
-"""Bytes of one word of a command line, with room to spare (Linux: MAX_ARG_STRLEN, 131,072)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +20,7 @@ class LaunchPlan:
     """What will be started.
 
     Attributes:
-        request: What the user asked for.
+        request: What the user requested.
         command: The user's words, verbatim.
         launcher: What starts the ranks.
         placement: How many ranks on which hosts.
@@ -96,7 +82,7 @@ class LaunchPlan:
 def plan(
     topology: Topology,
     request: Request,
-    launcher: Launcher,
+    launcher: Launcher | Callable[[Arrangement], Launcher],
     *,
     hosts: Sequence[str],
     hosts_source: str,
@@ -106,14 +92,12 @@ def plan(
     user_env: Mapping[str, str],
     as_root: bool = False,
 ) -> LaunchPlan:
-    """Decide how many ranks run where, and with what environment, by a launcher that is known.
-
-    Where the launcher depends on the hosts: `arrange`, then choose it, then `complete`.
+    """Decide how many ranks run where, by which launcher, and with what environment.
 
     Args:
         topology: Where we are.
-        request: What the user asked for.
-        launcher: What starts the ranks.
+        request: What the user requested.
+        launcher: What starts the ranks; or what finds it when it is known where ranks run.
         hosts: The hosts that there are.
         hosts_source: Where they come from.
         slots: The ranks foreseen on each of ``hosts``, 0 where not told; one number for all.
@@ -123,76 +107,35 @@ def plan(
         as_root: Whether we are root.
 
     Raises:
-        LaunchError: What was asked for contradicts itself, or cannot be done here.
+        LaunchError: What was requested contradicts itself, or cannot be done here.
     """
     arrangement = arrange(topology, request, hosts=hosts, hosts_source=hosts_source, slots=slots)
-    return complete(
-        topology,
-        request,
-        arrangement,
-        launcher,
-        hostfile=hostfile,
-        port=port,
-        user_env=user_env,
-        as_root=as_root,
-    )
-
-
-def complete(
-    topology: Topology,
-    request: Request,
-    arrangement: Arrangement,
-    launcher: Launcher,
-    *,
-    hostfile: str,
-    port: int,
-    user_env: Mapping[str, str],
-    as_root: bool = False,
-) -> LaunchPlan:
-    """Decide what is left when hosts, ranks and launcher are known.
-
-    Args:
-        topology: Where we are.
-        request: What the user asked for.
-        arrangement: Which hosts get how many ranks.
-        launcher: What starts them.
-        hostfile: Where a file with the hosts in use will be, if the launcher needs one.
-        port: A TCP port for the ranks' rendezvous.
-        user_env: The environment we were called with.
-        as_root: Whether we are root.
-
-    Raises:
-        LaunchError: What was asked for contradicts itself, or cannot be done here.
-    """
+    if not isinstance(launcher, Launcher):
+        launcher = launcher(arrangement)
     machine = topology.machine
-    nodelist, by_rank = "", False
-    if launcher.kind == "srun":
-        arrangement, nodelist, by_rank = _for_srun(topology, arrangement)
-    chosen = choose_options(machine, request.options, launcher)
-    binding = bind(machine, request, arrangement, launcher, chosen)
-    if launcher.kind == "srun":
-        binding = with_cpus_of_the_job(binding, arrangement, user_env)
-    environment, why, notes = ranks_environment(
-        topology,
-        request,
-        arrangement,
-        launcher,
-        chosen,
-        bound=binding.cores_each,
-        port=port,
-        user_env=user_env,
+    kind = LAUNCHERS[launcher.kind]
+    arrangement, nodelist, by_rank = kind.fit_hosts(topology, arrangement)
+    options = request.options
+    chosen = choose_options(machine, options, launcher) if options else Chosen()
+    fitted, cpu_bind, cores_each, why_bound = bind(
+        machine, request, arrangement, launcher, chosen, env=user_env
     )
+    environment, why, notes = ranks_environment(
+        topology, request, arrangement, launcher, chosen,
+        bound=cores_each, port=port, user_env=user_env,
+    )  # fmt: skip
     placement, devices = arrangement.placement, topology.accelerators
     sources = {
         "nproc": placement.source,
         "ppn": placement.source_per_host,
         "hosts": arrangement.source,
         "launcher": launcher.source,
-        "cpu_bind": binding.source,
-        **({"flags": binding.flags_source} if binding.flags_source else {}),
+        "cpu_bind": why_bound,
+        **({"flags": fitted.source} if fitted.source else {}),
         **{f"--option {name}": machine.options[name].why for name in chosen.names},
         **why,
     }
+    aside = set_aside(environment, request, user_env)
     asks_for_devices = devices.device_type != "cpu" and machine.devices_per_node
     return LaunchPlan(
         request=request,
@@ -207,87 +150,19 @@ def complete(
         hostfile=hostfile,
         device_type=devices.device_type,
         devices=devices.count if asks_for_devices else 0,
-        flags=binding.flags,
-        unbound=binding.unbound,
-        cpu_bind=binding.cores,
-        depth=binding.depth,
+        flags=fitted.words,
+        unbound=request.cpu_bind == "none",
+        cpu_bind=cpu_bind,
+        depth=fitted.depth,
         launcher_args=request.launcher_args,
         environment=environment,
-        exported=exported_names(topology, environment, user_env),
-        removed=tuple(misleading(launcher, user_env, in_step="SLURM_STEP_ID" in user_env)),
+        exported=kind.exported(machine, environment, user_env),
+        removed=kind.removed(user_env),
         as_root=as_root,
         sources=sources,
         notes=(*launcher.notes, *chosen.notes, *notes),
-        warnings=tuple(
-            filter(None, [arrangement.warning, set_aside(environment, request, user_env)])
-        ),
+        warnings=tuple(filter(None, [arrangement.warning, aside])),
     )
-
-
-def _for_srun(topology: Topology, arrangement: Arrangement) -> tuple[Arrangement, str, bool]:
-    """Return the arrangement in the job's own names, its nodelist, and whether by rank.
-
-    srun knows the job's nodes by Slurm's names only, sorts those it is given into the job's order,
-    and evens out how many ranks each gets, unless it reads the host of each rank from a file.
-    """
-    job, placement = topology.allocation, arrangement.placement
-    if job.scheduler != "slurm":
-        raise LaunchError(
-            f"srun starts ranks in a Slurm job, and there is none here ({job.sources['hosts']}); "
-            "expected to be inside one; salloc or sbatch first, or choose another --launcher"
-        )
-    names = placement.hosts
-    if names != job.hosts[: len(names)]:
-        found, unknown = match_hosts(names, job.hosts)
-        if unknown:
-            raise UsageError(
-                f"{shown(unknown)} ({arrangement.source}): not in Slurm job {job.job_id}, which "
-                f"has {shown(job.hosts)}; expected hosts of the job, srun reaches no others"
-            )
-        if len(found) < len(names):
-            raise UsageError(
-                f"{shown(names)} ({arrangement.source}): two of these are one node of Slurm job "
-                f"{job.job_id}; expected each once"
-            )
-        placement = placement._replace(hosts=tuple(found))
-        arrangement = arrangement._replace(placement=placement)
-    if not placement.is_even:
-        return arrangement, "", True
-    used = set(placement.hosts)
-    if len(used) == len(job.hosts) and placement.hosts == job.hosts:
-        return arrangement, "", False
-    if placement.hosts != tuple(host for host in job.hosts if host in used):
-        return arrangement, "", True
-    nodelist = fold_nodelist(placement.hosts)
-    return arrangement, nodelist, len(nodelist) > _LONGEST_WORD
-
-
-# What every rank starts with: the words that a launcher is given to run.
-
-PROGRAMS = os.path.dirname(os.path.abspath(__file__))
-"""The folder of the programs that run beside the ranks."""
-
-SHIM = os.path.join(PROGRAMS, "rank_shim.sh")
-
-_ESCAPE = "+"
-"""Put before every word of a command that holds a launcher's own separator."""
-
-
-def shim_argv(plan: LaunchPlan, names: Family, *, separator: str = "") -> list[str]:
-    """Return the words that run the plan's command as one rank.
-
-    Args:
-        plan: The launch.
-        names: The variables by which the launcher tells a rank who it is.
-        separator: A word that this launcher would take for the start of another program.
-    """
-    # PALS with PMIx tells no size at all; srun's is that of the step.
-    size = "-" if names.name == "pals" else names.world_size[0]
-    words = ["sh", SHIM, names.name, str(plan.placement.nproc), str(plan.placement.ppn)]
-    words += [names.rank[0], size, names.local_rank[0]]
-    if separator and separator in plan.command:
-        return [*words, "--escaped", *(_ESCAPE + word for word in plan.command)]
-    return [*words, "--", *plan.command]
 
 
 # What ``--dry-run`` says: the command, and for each decision its value and its source.
@@ -301,7 +176,9 @@ def explain(plan: LaunchPlan, argv: Sequence[str], hostfile: Sequence[str]) -> s
     widths[1] = min(widths[1], 40)
     lines = ["would run:", *_command(plan, argv), ""]
     if hostfile:
-        lines += [f"with {plan.hostfile}:", *(f"  {line}" for line in _shortened(hostfile)), ""]
+        long = len(hostfile) > 8
+        listed = [*hostfile[:6], "...", hostfile[-1]] if long else hostfile
+        lines += [f"with {plan.hostfile}:", *(f"  {line}" for line in listed), ""]
     lines += ["because:"]
     lines += [f"  {n:<{widths[0]}}  {v:<{widths[1]}}  ({why})" for n, v, why in rows]
     return "\n".join([*lines, *(f"note: {note}" for note in (*plan.warnings, *plan.notes))])
@@ -309,6 +186,8 @@ def explain(plan: LaunchPlan, argv: Sequence[str], hostfile: Sequence[str]) -> s
 
 def explain_json(plan: LaunchPlan, argv: Sequence[str], hostfile: Sequence[str]) -> str:
     """Return the explanation of a launch, for programs."""
+    import json  # noqa: PLC0415  # only this needs it
+
     placement = plan.placement
     return json.dumps(
         {
@@ -321,7 +200,7 @@ def explain_json(plan: LaunchPlan, argv: Sequence[str], hostfile: Sequence[str])
             "ppn": placement.ppn,
             "hosts": list(placement.hosts),
             "ranks_per_host": list(placement.ranks),
-            "settings": {name: value for name, value, _ in _settings(plan.request)},
+            "settings": {name: value for name, value, _ in settings(plan.request)},
             "sources": dict(plan.sources),
             "notes": [*plan.warnings, *plan.notes],
         },
@@ -343,35 +222,8 @@ def _decisions(plan: LaunchPlan) -> list[tuple[str, str, str]]:
         rows += [("launcher flags", " ".join(plan.flags), sources["flags"])]
     for name in dict.fromkeys(plan.request.options):
         rows += [("option", name, f"--option: {sources[f'--option {name}']}")]
-    rows += _settings(plan.request)
+    rows += settings(plan.request)
     return rows + [(name, value, sources[name]) for name, value in plan.environment.items()]
-
-
-def _settings(asked: Request) -> list[tuple[str, str, str]]:
-    """Return what is asked of the launch while it runs; what nobody asked for is not shown."""
-    rows = []
-    if asked.one_device:
-        rows.append(("devices of a rank", "its own only", "--one-device"))
-    if asked.log_dir:
-        where, why = ("there and here", ", --tee") if asked.tee else ("there only", "")
-        rows.append(("output", f"{asked.log_dir}, {where}", f"--log-dir{why}"))
-    if asked.only_ranks is not None:
-        ranks = fold_ranks(asked.only_ranks)
-        rows.append(("output shown", f"of ranks {ranks}", "--only-ranks"))
-    if asked.prefix:
-        rows.append(("lines begin with", "[rank@host]", "--prefix"))
-    for name, seconds, usual, flag in (
-        ("hung when silent", asked.idle_timeout, 0.0, "--idle-timeout"),
-        ("SIGTERM to SIGKILL", asked.grace, GRACE, "--grace"),
-        ("SIGUSR1 before end", asked.signal_before, 0.0, "--signal-before"),
-    ):
-        if seconds != usual:
-            rows.append((name, f"{seconds:g} s", flag))
-    if asked.retries:
-        rows.append(("retries", f"up to {asked.retries}", "--retries"))
-    if asked.nested:
-        rows.append(("inside a launch", "allowed", "--nested"))
-    return rows
 
 
 def _binding(plan: LaunchPlan) -> str:
@@ -379,7 +231,8 @@ def _binding(plan: LaunchPlan) -> str:
         return ":".join(plan.cpu_bind)
     if plan.depth:
         return f"in order, {plan.depth} cores each"
-    return " ".join(f for f in plan.flags if f.startswith(("--cpu-bind", "--depth"))) or "none"
+    words = LAUNCHERS[plan.launcher.kind].binding_words
+    return " ".join(flag for flag in plan.flags if flag.startswith(words)) or "none"
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -389,10 +242,12 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 def _command(plan: LaunchPlan, argv: Sequence[str]) -> list[str]:
     """Return the command with one group of arguments a line, each but the last continued."""
+    import shlex  # noqa: PLC0415  # only this needs it
+
     added = [f"{name}={value}" for name, value in plan.environment.items()]
     removed = [["-u", name] for name in plan.removed]
     groups = [["env"], *removed, *([pair] for pair in added), [argv[0]]]
-    start = argv.index("sh", 1)
+    start = argv.index(SHIM) - 1
     for word in argv[1:start]:
         # A flag begins a group, and what follows it belongs to it.
         if word.startswith("-") or len(groups[-1]) > 1 or groups[-1][0] == argv[0]:
@@ -403,7 +258,3 @@ def _command(plan: LaunchPlan, argv: Sequence[str]) -> list[str]:
     groups += [list(argv[start:end]), list(argv[end:])]
     lines = [shlex.join(group) for group in groups if group]
     return [f"  {line} \\" for line in lines[:-1]] + [f"  {lines[-1]}"]
-
-
-def _shortened(lines: Sequence[str]) -> list[str]:
-    return list(lines) if len(lines) <= 8 else [*lines[:6], "...", lines[-1]]

@@ -1,401 +1,151 @@
-"""Start a plan, see it through, and say how it ended."""
+"""Start a launch, see it through, and say how it ended: one loop, the ranks' status, the end."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
+import subprocess
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
+from ._agent import send
 from ._errors import LaunchError
-from ._launch import (
-    ENDING,
-    NEVER,
-    USAGE,
-    VARIABLE,
-    Heard,
-    Launch,
-    Outcome,
-    Status,
-    describe,
-    exit_status_of,
-    name_ranks,
-    signals,
-)
-from ._nodes import LauncherProcess, Nodes, OtherHosts, ThisHost
-from ._output import Output, Reports
-
-# When the ranks of a launch are told to end, are killed, and their launcher is ended.
+from ._launch import ENDING, NEVER, VARIABLE, Heard, Launch, Outcome, how, signals
+from ._nodes import Nodes
+from ._output import Output, Report
 
 SETTLE = 1.0
-"""Seconds that the other ranks have to end by themselves after the first failure.
+"""Seconds that the other ranks have to end by themselves after the first failure."""
 
-Ranks that stop together (all check-pointed and exit 75, say) end at nearly the same time.
-"""
-
-_LAUNCHER_ENDS = 2.0
-"""Seconds that a launcher has to end after its last rank, and again after SIGTERM."""
-
-_KILLED = 0.5
-"""Seconds that it has once its ranks have been killed."""
-
-_LINGER = 10.0
-"""Seconds that a launcher has to end after ranks that all ended well."""
-
-
-class Ending:
-    """The end of one launch; all times are `time.monotonic`'s seconds.
-
-    Args:
-        grace: Seconds between SIGTERM and SIGKILL.
-
-    Attributes:
-        begun: Whether the ranks are to end: told by somebody, failed or hanging.
-        killed: Whether SIGKILL was sent.
-    """
-
-    def __init__(self, grace: float) -> None:
-        self.begun = self.killed = False
-        self._grace = grace
-        self._terminate_at = self._kill_at = self._end_launcher_at = NEVER
-        self._end_left_at = NEVER
-
-    @property
-    def next(self) -> float:
-        """When the next of these is due."""
-        return min(self._terminate_at, self._kill_at, self._end_left_at, self._end_launcher_at)
-
-    def told(self, now: float, grace: float) -> None:
-        """Let the ranks, which have heard the signal themselves, be killed after a grace."""
-        self.begun = True
-        self._terminate_at = NEVER
-        self._kill_at = min(self._kill_at, now + grace)
-
-    def settle(self, now: float) -> None:
-        """Let the ranks end by themselves for a moment; then SIGTERM, then after the grace more."""
-        self.begun = True
-        self._terminate_at = now + SETTLE
-        self._kill_at = now + SETTLE + self._grace
-
-    def forgive(self, seconds: float) -> None:
-        """Let those seconds not count for the ranks."""
-        self._terminate_at += seconds
-        self._kill_at += seconds
-
-    def look(self, now: float, status: Status, nodes: Nodes) -> None:
-        """See whether the launcher is what is left."""
-        if status.all_ended and not self.begun and self._end_launcher_at == NEVER:
-            self._end_left_at = now + SETTLE
-            self._end_launcher_at = now + _LINGER
-        if self.begun and not self.killed:
-            if status.has_running:
-                self._end_launcher_at = NEVER
-            elif self._end_launcher_at == NEVER:
-                patience = _LAUNCHER_ENDS if status.all_ended else SETTLE
-                unreached = nodes.unreached(status.held)
-                self._end_launcher_at = now + (0.0 if unreached else patience)
-
-    def terminates(self, now: float) -> bool:
-        """Whether the ranks are to have SIGTERM: true once."""
-        due = now >= self._terminate_at
-        if due:
-            self._terminate_at = NEVER
-        return due
-
-    def kills(self, now: float) -> bool:
-        """Whether they are to have SIGKILL: true again and again, for those that come late."""
-        due = now >= self._kill_at
-        if due:
-            self._kill_at = now + SETTLE
-            self.killed = True
-            self._end_launcher_at = min(self._end_launcher_at, now + _KILLED)
-        return due
-
-    def ends_left(self, now: float) -> bool:
-        """Whether a launcher waits for what its ranks left running: again and again, as above."""
-        due = now >= self._end_left_at
-        if due:
-            self._end_left_at = now + _LAUNCHER_ENDS
-        return due
-
-    def ends_launcher(self, now: float) -> bool:
-        """Whether the launcher is to be ended: true again and again, until it has."""
-        due = now >= self._end_launcher_at
-        if due:
-            self._end_launcher_at = now + (_KILLED if self.killed else _LAUNCHER_ENDS)
-        return due
-
-
-# Ranks that write nothing any more: who they are, and where each of them is.
-
-_PATIENCE = 15.0
-"""Seconds that the nodes have to tell where their ranks are."""
-
-
-class Hang:
-    """Looks for a hang of one launch.
-
-    Args:
-        launch: The launch.
-        output: What the ranks write.
-        wake: Called, from another thread, when an answer has come.
-
-    Attributes:
-        declared: Whether the ranks hang.
-    """
-
-    def __init__(self, launch: Launch, output: Output, wake: Callable[[], None]) -> None:
-        self.declared = False
-        self._launch, self._output, self._wake = launch, output, wake
-        self._until = NEVER
-        self._unanswered = 0
-        self._answers: deque[bytes] = deque()
-
-    @property
-    def next_look(self) -> float:
-        """When to look again, in `time.monotonic`'s seconds."""
-        idle = self._launch.idle_timeout
-        return self._output.last + idle if idle and not self.declared else NEVER
-
-    def is_one(self, now: float, status: Status) -> bool:
-        """Whether no rank has written anything for too long."""
-        idle, files = self._launch.idle_timeout, self._launch.control.files
-        if not idle or status.all_ended:
-            return False
-        if now - self._output.last >= idle and files and status.has_running:
-            # Of what goes to files we see nothing but their times.
-            age = time.time() - _newest(files, status.running)
-            self._output.last = max(self._output.last, now - max(age, 0.0))
-        return now - self._output.last >= idle
-
-    def declare(self, now: float, status: Status, nodes: Nodes) -> None:
-        """Name the ranks that have not ended, and ask them where they are."""
-        self.declared = True
-        running, unstarted = status.running, status.unstarted
-        self._unanswered = len({rank // self._launch.ppn for rank in running})
-        self._until = now + _PATIENCE
-        silence = f"no output for {self._launch.idle_timeout:g} s"
-        if unstarted:
-            named = name_ranks(self._launch, unstarted)
-            self._output.say(f"{silence}; ranks that never started: {named}")
-        if running:
-            named = name_ranks(self._launch, running)
-            self._output.say(f"{silence}; ranks that had not ended: {named}; where they are:")
-            nodes.stacks(running)
-
-    def answer(self, text: bytes) -> None:
-        """Take what one node says of its ranks; called from other threads, too."""
-        self._answers.append(text)
-        self._wake()
-
-    def is_told(self, now: float) -> bool:
-        """Say what has been answered; whether that was all, or nobody waits any longer."""
-        while self._answers:
-            text = self._answers.popleft().decode(errors="replace").rstrip()
-            self._unanswered -= 1
-            if text:
-                self._output.say(f"stacks\n{text}")
-        over = self._until != NEVER and (self._unanswered <= 0 or now >= self._until)
-        if over:
-            self._until = NEVER
-        return over
-
-
-def _newest(folder: str, ranks: Sequence[int]) -> float:
-    """Return when one of these ranks wrote to its files last, in seconds since the epoch.
-
-    Files that are not seen from here, on disks of other hosts, may be written to at any time.
-    """
-    newest = 0.0
-    for rank in ranks:
-        for name in (f"rank-{rank}.out", f"rank-{rank}.err"):
-            try:
-                newest = max(newest, os.stat(os.path.join(folder, name)).st_mtime)
-            except OSError:
-                return time.time()
-    return newest
-
-
-# Start the launcher, watch its ranks, pass signals on, and find out how it ended.
-
-_REACHED = 2.0
-"""Seconds after which ranks whose node has no agent yet are signalled through the launcher."""
-
-_ABSENT = 60.0
-"""Seconds after which ranks that have not started are named."""
-
-_RELEASE = 0.2
-"""Seconds between two words to ranks that failed, to go."""
-
-_STOPPED = 1.0
-"""Seconds that the loop may oversleep, on a machine that is busy."""
-
-_AWAKE = 0.5
-"""Seconds after which the loop looks around, though nothing woke it."""
-
-_DRAINED = 0.3
-"""Seconds without a byte after which what an ended launcher left in its pipes has been read."""
+_LAUNCHER_ENDS = 2.0  # seconds that a launcher has after its last rank, and again after SIGTERM
+_KILLED = 0.5  # seconds that it has once its ranks have been killed
+_LINGER = 10.0  # seconds that a launcher has to end after ranks that all ended well
+_STACKS = 15.0  # seconds that the nodes have to tell where their ranks hang
+_REACHED = 2.0  # seconds after which the launcher signals ranks whose node has no agent yet
+_ABSENT = 60.0  # seconds after which ranks that have not started are named
+_RELEASE = 0.2  # seconds between two words to ranks that failed, to go
+_STOPPED = 1.0  # seconds that the loop may oversleep, on a machine that is busy
+_AWAKE = 0.5  # seconds after which the loop looks around, though nothing woke it
+_DRAINED = 0.3  # seconds without a byte after which an ended launcher's pipes have been read
+_NAMED = 16  # so many ranks or hosts are named
 
 
 def run(
     launch: Launch, heard: Heard | None = None, on_start: Callable[[], None] | None = None
 ) -> Outcome:
-    """Run one launch to its end.
-
-    The launcher gets a session of its own and no standard input (mpiexec would swallow ours);
-    what it writes is passed on byte for byte. SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1 and
-    SIGUSR2 reach the ranks themselves, whatever the launcher would make of them. When a rank
-    fails, the others are given a moment to end, then SIGTERM, then after the grace SIGKILL.
-
-    Args:
-        launch: What to run.
-        heard: What collects the signals, if somebody does already.
-        on_start: Called once the launcher runs, while its ranks start.
-
-    Raises:
-        LaunchError: The launcher cannot be started.
-    """
-    if heard is not None:
-        return _Run(launch, heard).to_its_end(on_start)
-    with signals() as ours:
-        return _Run(launch, ours).to_its_end(on_start)
+    """Run one launch to its end."""
+    with ExitStack() as stack:
+        heard = heard or stack.enter_context(signals())
+        wake = os.pipe()
+        for end in wake:
+            os.set_blocking(end, False)
+            stack.callback(os.close, end)
+        one = _Run(launch, heard, wake)
+        stack.callback(setattr, one, "wake_write", -1)
+        return one.to_its_end(on_start)
 
 
 class _Run:
     """One run: what has been seen, and what is to be done when."""
 
-    def __init__(self, launch: Launch, heard: Heard) -> None:
+    def __init__(self, launch: Launch, heard: Heard, wake: tuple[int, int]) -> None:
         self.launch = launch
-        self._arrived, wake = heard
+        self.arrived, self.wakes = heard[0], {heard[1], wake[0]}
+        self.wake_write = wake[1]
+        self.poll = select.poll()
+        for end in self.wakes:
+            self.poll.register(end, select.POLLIN)
         self.status = Status(launch.nproc)
-        self.told: signal.Signals | None = None
-        self.port_taken = False
-        self._ending = Ending(launch.grace)
-        self._said = self._announced = False
-        self._on_lost_nodes: set[int] = set()
-        # When what is due, in time.monotonic's seconds.
-        self._look_at = self._release_at = 0.0
-        self._absent_at = time.monotonic() + _ABSENT
-        self._forward_at = NEVER
-        self._signal_at = launch.signal_at
-        self._forwarded = signal.SIGTERM
-        self._poll = select.poll()
-        self._poll.register(wake, select.POLLIN)
-        self._wakes = {wake}
-        self._wake_write = -1
+        self.told: signal.Signals | None = None  # the signal that ended it
+        # Whether the ranks are to end: told by someone, failed or, as no one writes, hanging.
+        self.ending = self.hangs = self.port_taken = False
+        self.unanswered = 0
+        self.forwarded = signal.SIGTERM
+        self.signal_at = launch.signal_at
+        self.said = self.announced = False
+        self.on_lost_nodes: set[int] = set()
+        self.launcher_signal = signal.SIGTERM
+        self.now = time.monotonic()
+        self.at: dict[str, float] = {"name the absent": self.now + _ABSENT}  # when what is due
+        self.output = Output(launch.control.launch_id, self.wake)
+        self.nodes = Nodes(launch, self.poll)
 
     def to_its_end(self, on_start: Callable[[], None] | None) -> Outcome:
-        """Start the launcher, and see it through."""
-        launch_id = self.launch.control.launch_id
-        read, self._wake_write = os.pipe()
-        for end in (read, self._wake_write):
-            os.set_blocking(end, False)
-        self._poll.register(read, select.POLLIN)
-        self._wakes.add(read)
-        self.output = Output((Reports(launch_id), Reports(launch_id)), self._wake)
-        self.hang = Hang(self.launch, self.output, self._wake)
-        self.nodes: Nodes = self._nodes(launch_id)
-        try:
-            self.process = self._start()
-            # Before there are threads: it is a fork of this process.
-            self.nodes.watch(self.process.pid, self.launch.scratch)
-            self.output.copy(self.process.stdout, self.process.stderr)
-            if on_start:
-                on_start()
-            while self.process.poll() is None:
-                self._step()
-            self._finish()
-        finally:
-            write, self._wake_write = self._wake_write, -1
-            os.close(write)
-            os.close(read)
-        outcome = self._outcome()
-        self.output.close(self._is_told)
+        self.start()
+        if on_start:
+            on_start()
+        while self.process.poll() is None:
+            self.sleep()
+            self.take_reports()
+            self.take_answers()
+            self.hear()
+            self.decide_to_end()
+            self.let_the_launcher_end()
+            self.act()
+        self.finish()
+        outcome = self.outcome()
+        self.output.close(self.is_told)
         return outcome
 
-    def _is_told(self) -> bool:
-        return self.told is not None or bool(self._arrived)
-
-    def _nodes(self, launch_id: str) -> Nodes:
-        launch = self.launch
-        if launch.on_this_host:
-            return ThisHost(launch_id, self._answer)
-        hosts, ppn, timeout = launch.hosts, launch.ppn, launch.control.node_timeout
-        return OtherHosts(hosts, ppn, launch_id, self._poll, self._answer, timeout=timeout)
-
-    def _answer(self, text: bytes) -> None:
-        """Take what a node says of its ranks: where they hang, or what they left running."""
-        if self.hang.declared:
-            self.hang.answer(text)
-        elif text:
-            self.output.say(
-                f"a rank left {text.decode(errors='replace')} running; ended, as all of a launch "
-                "ends with it but what has no EZPZ_LAUNCH_ID in its environment"
-            )
-
-    def _start(self) -> LauncherProcess:
-        launch = self.launch
-        where, secret = self.nodes.where(), self.nodes.secret()
-        control = launch.control._replace(where=where, secret=secret)
-        environment = {**launch.environment, VARIABLE: control.value()}
+    def start(self) -> None:
+        where, secret = self.nodes.where, self.nodes.secret
+        control = self.launch.control._replace(where=where, secret=secret)
         try:
-            return LauncherProcess(launch.argv, environment)
-        except LaunchError:
+            self.process = subprocess.Popen(
+                self.launch.argv,
+                env={**self.launch.environment, VARIABLE: control.value()},
+                bufsize=0,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
+        except OSError as error:
             self.nodes.close(farewell=True)
-            raise
+            why = f"{self.launch.argv[0]} cannot be started: {error.strerror}"
+            raise LaunchError(why) from error
+        # Before there are threads: it is a fork of this process.
+        self.nodes.watch(self.process.pid)
+        assert self.process.stdout
+        assert self.process.stderr
+        self.output.copy(self.process.stdout, self.process.stderr)
 
-    def _wake(self) -> None:
-        """Let the loop look around; called from other threads."""
-        if self._wake_write >= 0:
-            try:
-                os.write(self._wake_write, b"!")
-            except OSError:
-                return  # it is awake already, or has ended
-
-    def _step(self) -> None:
-        """Sleep until something happens, then look at all of it."""
-        now = time.monotonic()
-        patience = max(0.0, min(_AWAKE, self._next(now) - now))
-        self._serve(patience)
-        self._take_reports()
-        self._hear()
-        stopped = time.monotonic() - now - patience
+    def sleep(self) -> None:
+        """Sleep until something happens or is due."""
+        begun = time.monotonic()
+        due = min(begun + _AWAKE, *self.at.values())
+        if not self.ending and self.launch.idle_timeout:
+            due = min(due, self.output.last + self.launch.idle_timeout)
+        if self.all_started():
+            due = min(due, begun + self.signal_at() - time.time())
+        patience = max(0.0, due - begun)
+        self.serve(patience)
+        self.now = time.monotonic()
+        stopped = self.now - begun - patience
         if stopped > _STOPPED:
-            self._forgive(stopped)
-        now = time.monotonic()
-        self._look_for_the_lost(now)
-        self._look_for_an_end(now)
-        self._do_what_is_due(now)
+            # Time for which we were stopped (Ctrl-Z, a suspended job) does not count. What the
+            # ranks wrote meanwhile may not have been read yet: their silence begins again.
+            self.output.last = self.now
+            for what in self.at.keys() & {"terminate", "kill"}:
+                self.at[what] += stopped
 
-    def _serve(self, patience: float) -> None:
-        for fd, _ in self._poll.poll(1000 * patience):
-            if fd in self._wakes:
+    def serve(self, patience: float) -> None:
+        for fd, _ in self.poll.poll(1000 * patience):
+            if fd in self.wakes:
                 os.read(fd, 4096)
             else:
                 self.nodes.handle(fd)
 
-    def _forgive(self, seconds: float) -> None:
-        """Count the time for nothing in which we were stopped (Ctrl-Z, a suspended job)."""
-        # What the ranks wrote meanwhile may not have been read yet: their silence begins anew.
-        self.output.last = time.monotonic()
-        self._ending.forgive(seconds)
+    def wake(self) -> None:
+        """Let the loop look around; called from other threads."""
+        if self.wake_write >= 0:
+            with contextlib.suppress(OSError):  # it is awake already, or has ended
+                os.write(self.wake_write, b"!")
 
-    def _next(self, now: float) -> float:
-        return min(
-            self._look_at if self.status.has_running else NEVER,
-            self._ending.next,
-            self._forward_at,
-            NEVER if self._ending.begun else self.hang.next_look,
-            now + self._signal_at() - time.time() if self._all_started else NEVER,
-        )
-
-    @property
-    def _all_started(self) -> bool:
-        return len(self.status.pids) == self.launch.nproc
-
-    def _take_reports(self) -> None:
+    def take_reports(self) -> None:
         for report in self.output.take_reports():
             what, rank, value = report
             if what == "taken":
@@ -406,104 +156,168 @@ class _Run:
                 else:
                     self.nodes.end(rank)
 
-    def _look_for_the_lost(self, now: float) -> None:
-        """Count ranks as killed that nobody would report the end of."""
-        if now < self._look_at:
-            return
-        self._look_at = now + self.nodes.next_look()
-        for rank in self.nodes.lost():
-            if self.status.take(("end", rank, 128 + signal.SIGKILL)) and not self._ending.killed:
+    def take_answers(self) -> None:
+        """Take what agents say: ranks and nodes that are lost, what is left running, stacks."""
+        nodes, say = self.nodes, self.output.say
+        while nodes.lost:
+            rank = nodes.lost.pop(0)
+            if self.status.take(("end", rank, 128 + signal.SIGKILL)) and not self.output.killed:
                 where = self.launch.host_of(rank)
-                self.output.say(f"rank {rank} on {where} is lost: what started it is gone")
-        silent = set(self.nodes.silent())
-        lost = [rank for rank in self.status.running if rank // self.launch.ppn in silent]
+                say(f"rank {rank} on {where} is lost: what started it is gone")
+        lost = [rank for rank in self.status.running if rank // self.launch.ppn in nodes.silent]
+        nodes.silent.clear()
         if lost:
-            self._on_lost_nodes.update(lost)
+            self.on_lost_nodes.update(lost)
             hosts = list(dict.fromkeys(map(self.launch.host_of, lost)))
-            self.output.say(
-                f"{', '.join(hosts[:16])}{f' and {len(hosts) - 16} more' * (len(hosts) > 16)} "
-                f"{'is' if len(hosts) == 1 else 'are'} lost: no answer within "
+            say(
+                f"{_first(hosts)} {'is' if len(hosts) == 1 else 'are'} lost: no answer within "
                 f"{self.launch.control.node_timeout} s (EZPZ_NODE_TIMEOUT)"
             )
             for rank in lost:
                 self.status.take(("end", rank, 128 + signal.SIGKILL))
+        while nodes.stacks:
+            self.unanswered -= 1
+            if text := nodes.stacks.pop(0).rstrip():
+                say(f"stacks\n{text}")
+        self.say_what_was_left()
 
-    def _hear(self) -> None:
-        """Pass on what has arrived for the ranks."""
-        while self._arrived:
-            number = self._arrived.pop(0)
+    def say_what_was_left(self) -> None:
+        while self.nodes.left:
+            self.output.say(
+                f"a rank left {self.nodes.left.pop(0)} running; ended, as all of a launch "
+                "ends with it but what has no EZPZ_LAUNCH_ID in its environment"
+            )
+
+    def hear(self) -> None:
+        """Pass on the signals that have arrived for the ranks."""
+        while self.arrived:
+            number = self.arrived.pop(0)
             if number in ENDING:
                 # A second Ctrl-C means: now.
-                self._ending.told(time.monotonic(), 0.0 if self.told else self.launch.grace)
+                self.end_within(0.0 if self.told else self.launch.grace)
                 self.told = self.told or number
-            self._signal(number)
+            self.signal(number)
         if self.output.nobody_reads and self.told is None:
             self.told = signal.SIGPIPE
-            self._ending.told(time.monotonic(), self.launch.grace)
-            self._signal(signal.SIGTERM)
+            self.end_within(self.launch.grace)
+            self.signal(signal.SIGTERM)
+        if self.signal_at() <= time.time() and self.all_started():
+            self.signal_at = lambda: NEVER
+            self.output.say("the job's end is near (--signal-before): SIGUSR1 to every rank")
+            self.signal(signal.SIGUSR1)
 
-    def _signal(self, number: signal.Signals) -> None:
+    def signal(self, number: signal.Signals) -> None:
         self.nodes.signal(number)
         if self.nodes.unreached(self.status.running):
             patience = min(_REACHED, self.launch.grace / 2)
-            self._forward_at = min(self._forward_at, time.monotonic() + patience)
-            self._forwarded = number
+            self.at.setdefault("forward", self.now + patience)
+            self.forwarded = number
 
-    def _look_for_an_end(self, now: float) -> None:
-        if not self._ending.begun:
+    def decide_to_end(self) -> None:
+        if not self.ending:
             if self.port_taken:
-                self._ending.told(now, 0.0)
+                self.end_within(0.0)
             elif self.status.first_failure:
-                self._ending.settle(now)
-            elif self.hang.is_one(now, self.status):
-                self._ending.begun = True
-                self.hang.declare(now, self.status, self.nodes)
-        self._ending.look(now, self.status, self.nodes)
-
-    def _do_what_is_due(self, now: float) -> None:
-        if self._signal_at() <= time.time() and self._all_started:
-            self._signal_at = lambda: NEVER
-            self.output.say("the job's end is near (--signal-before): SIGUSR1 to every rank")
-            self._signal(signal.SIGUSR1)
-        if self.hang.is_told(now):
+                self.settle()
+            elif self.is_silent():
+                self.ending = self.hangs = True
+                self.ask_where_they_hang()
+        if "stacks" in self.at and (self.unanswered <= 0 or self.is_due("stacks")):
             # Those that could not be read print their stacks themselves now.
-            self._ending.settle(now)
-        if self._ending.terminates(now) and self.status.has_running:
-            self._announced = True
-            self._say_who_failed("; ending the other ranks")
-            self._signal(signal.SIGTERM)
-        if now >= self._forward_at:
-            self._forward_at = NEVER
-            self._forward()
-        if self._ending.kills(now):
-            self.output.killed = True
-            self.nodes.kill()
-        if self._ending.ends_left(now):
-            self.nodes.end_left()
-        if now >= self._absent_at:
-            self._absent_at = NEVER
-            self._say_who_is_absent()
-        self._end_launcher(now)
+            self.at.pop("stacks", None)
+            self.settle()
 
-    def _say_who_is_absent(self) -> None:
-        absent = self.status.unstarted
-        if absent and not self._ending.begun:
+    def let_the_launcher_end(self) -> None:
+        """See whether it is what is left, and give it some time."""
+        now, status, at = self.now, self.status, self.at
+        if status.all_ended and not self.ending and "end the launcher" not in at:
+            at["end what is left"] = now + SETTLE
+            at["end the launcher"] = now + _LINGER
+        if self.ending and not self.output.killed:
+            if status.has_running:
+                at.pop("end the launcher", None)
+            elif "end the launcher" not in at:
+                patience = _LAUNCHER_ENDS if status.all_ended else SETTLE
+                unreached = self.nodes.unreached(status.held)
+                at["end the launcher"] = now + (0.0 if unreached else patience)
+        if self.ending and not status.has_running:
+            at.setdefault("release", now)
+
+    def end_within(self, grace: float) -> None:
+        """Let the ranks, which have heard the signal themselves, be killed after a grace."""
+        self.ending = True
+        self.at.pop("terminate", None)
+        self.at["kill"] = min(self.at.get("kill", NEVER), self.now + grace)
+
+    def settle(self) -> None:
+        """Let the ranks end by themselves for a moment; then SIGTERM, then after the grace more."""
+        self.ending = True
+        self.at["terminate"] = self.now + SETTLE
+        self.at["kill"] = self.now + SETTLE + self.launch.grace
+
+    def is_silent(self) -> bool:
+        """Return whether no rank has written anything for too long."""
+        idle, files = self.launch.idle_timeout, self.launch.control.files
+        if not idle or self.status.all_ended:
+            return False
+        if self.now - self.output.last >= idle and files and self.status.has_running:
+            # Of what goes to files we see nothing but their times.
+            age = time.time() - _newest(files, self.status.running)
+            self.output.last = max(self.output.last, self.now - max(age, 0.0))
+        return self.now - self.output.last >= idle
+
+    def ask_where_they_hang(self) -> None:
+        """Name the ranks that have not ended, and ask them where they are."""
+        running, unstarted = self.status.running, self.status.unstarted
+        silence = f"no output for {self.launch.idle_timeout:g} s"
+        if unstarted:
+            self.output.say(f"{silence}; ranks that never started: {self.name(unstarted)}")
+        if running:
+            named = self.name(running)
+            self.output.say(f"{silence}; ranks that had not ended: {named}; where they are:")
+            self.nodes.ask_stacks(running)
+        self.unanswered = len({rank // self.launch.ppn for rank in running})
+        self.at["stacks"] = self.now + _STACKS
+
+    def act(self) -> None:
+        """Do what is due."""
+        if self.is_due("terminate") and self.status.has_running:
+            self.announced = True
+            self.say_who_failed("; ending the other ranks")
+            self.signal(signal.SIGTERM)
+        if self.is_due("forward"):
+            self.forward()
+        if self.is_due("kill", again=SETTLE):  # for those that come late
+            self.output.killed = True
+            self.at["end the launcher"] = min(
+                self.at.get("end the launcher", NEVER), self.now + _KILLED
+            )
+            self.nodes.kill()
+        if self.is_due("end what is left", again=_LAUNCHER_ENDS):
+            self.nodes.end_left()
+        if self.is_due("name the absent") and self.status.unstarted and not self.ending:
+            absent = self.status.unstarted
             self.output.say(
                 f"after {_ABSENT:g} s {len(absent)} of {self.launch.nproc} ranks have not started: "
-                f"{name_ranks(self.launch, absent)}"
+                f"{self.name(absent)}"
             )
-
-    def _end_launcher(self, now: float) -> None:
-        """Let the launcher end by itself, then end it."""
-        if self._ending.begun and not self.status.has_running and now >= self._release_at:
-            # Again and again, but not at every step: the first word may have come too early.
-            self._release_at = now + _RELEASE
-            for rank in self.status.held:
+        if self.is_due("release", again=_RELEASE):  # the first word may have come too early
+            for rank in () if self.status.has_running else self.status.held:
                 self.nodes.release(rank, self.status.pids.get(rank, 0))
-        if self._ending.ends_launcher(now):
-            self.process.end()
+        if self.is_due("end the launcher", again=_KILLED if self.output.killed else _LAUNCHER_ENDS):
+            send(-self.process.pid, self.launcher_signal)
+            self.launcher_signal = signal.SIGKILL
 
-    def _forward(self) -> None:
+    def is_due(self, what: str, again: float = 0.0) -> bool:
+        """Return whether its time has come; it may come again after so many seconds."""
+        if self.now < self.at.get(what, NEVER):
+            return False
+        self.at[what] = self.now + again
+        if not again:
+            del self.at[what]
+        return True
+
+    def forward(self) -> None:
         """Let the launcher pass a signal on to ranks that we do not reach."""
         lost = self.nodes.unreached(self.status.running)
         if lost:
@@ -511,53 +325,160 @@ class _Run:
             self.output.say(
                 f"no agent on {', '.join(hosts[:4])}{' ...' * (len(hosts) > 4)}"
                 f"{f' ({self.nodes.why_not})' * bool(self.nodes.why_not)}: "
-                f"{self._forwarded.name} goes through the launcher, which may kill at once"
+                f"{self.forwarded.name} goes through the launcher, which may kill at once"
             )
-            self.process.pass_on(self._forwarded)
+            self.process.send_signal(self.forwarded)
 
-    def _say_who_failed(self, more: str = "") -> None:
-        failure = self.status.first_failure
-        if failure and not self.hang.declared and self.told is None and not self._said:
-            self._said = True
-            rank, said = failure[0], describe(self.launch, *failure)
-            if rank in self._on_lost_nodes:
-                said = f"rank {rank} on {self.launch.host_of(rank)} is lost with its node"
-            self.output.say(f"{said}{more}")
-
-    def _finish(self) -> None:
+    def finish(self) -> None:
         """Read what is left in the pipes, and see that no rank is left."""
-        # A stopped terminal holds us up as long as nobody tells us to end.
-        self.output.drain(_DRAINED, self._is_told)
-        self._take_reports()
-        complete = self.status.all_ended and not self._ending.begun
+        # A stopped terminal holds us up as long as no one tells us to end.
+        self.output.drain(_DRAINED, self.is_told)
+        self.take_reports()
+        complete = self.status.all_ended and not self.ending
         if complete:
-            self._serve(0)  # what agents have said last
-            self.nodes.end_all_left()
+            self.serve(0)  # what agents have said last
         self.nodes.close(farewell=complete)
+        self.say_what_was_left()
         if not complete:
-            self.process.kill()
-            self.output.drain(_DRAINED, self._is_told)
-            self._take_reports()
-        late = next((number for number in self._arrived if number in ENDING), None)
+            send(-self.process.pid, signal.SIGKILL)
+            self.output.drain(_DRAINED, self.is_told)
+            self.take_reports()
+        late = next((number for number in self.arrived if number in ENDING), None)
         self.told = self.told or late
 
-    def _outcome(self) -> Outcome:
+    def outcome(self) -> Outcome:
         if self.port_taken:
-            # Whoever asked for this run chooses another, or says so.
-            return Outcome(USAGE, None, self.told, port_taken=True)
-        self._say_who_failed()
+            # Whoever requested this run chooses another, or says so.
+            return Outcome(2, None, self.told, port_taken=True)
+        self.say_who_failed()
         failure = self.status.first_failure
-        status = exit_status_of(
-            self.launch,
-            self.status,
-            self.process.poll() or 0,
-            told=self.told,
-            hang=self.hang.declared,
-            say=self.output.say,
-        )
-        if failure and self._announced and status == failure[1]:
+        exit_status = self.exit_status()
+        if failure and self.announced and exit_status == failure[1]:
             # Launchers say a lot meanwhile; the last line is the one that people read.
             rank = f"rank {failure[0]} on {self.launch.host_of(failure[0])}"
-            self.output.say(f"exit status {status}, that of {rank}")
+            self.output.say(f"exit status {exit_status}, that of {rank}")
         where = (failure[0], self.launch.host_of(failure[0]), failure[1]) if failure else None
-        return Outcome(status, where, self.told, self.port_taken, self.output.tail)
+        return Outcome(exit_status, where, self.told, tail=self.output.tail)
+
+    def exit_status(self) -> int:
+        """Return the exit status of the launch, and say why, unless it is known already."""
+        status, say, own = self.status, self.output.say, self.process.returncode
+        if self.told is not None:
+            say(f"ended by {self.told.name}")
+            # Who checkpointed says so; the others died of the same signal, or had nothing to save.
+            meant = {0, REQUEUE, 128 + self.told, 128 + signal.SIGTERM}
+            statuses = set(status.ended.values())
+            requeues = REQUEUE in statuses and statuses <= meant
+            return REQUEUE if requeues else 128 + self.told
+        if self.hangs:
+            return HANG
+        if status.first_failure is not None:
+            return status.first_failure[1]
+        own = 128 - own if own < 0 else own
+        if status.all_ended:
+            if own:
+                # Hydra can return 141 under load after ranks that end at once (4 times in 726).
+                say(f"every rank ended with 0; the launcher with {own}, which is not passed on")
+            return 0
+        silent = [rank for rank in range(self.launch.nproc) if rank not in status.ended]
+        started = "" if status.pids else "; none had started"
+        lost = f"{self.name(silent)}{started}"
+        say(f"the launcher {how(own)}; ranks that did not report their end: {lost}")
+        # Without a word from its ranks even a 0 is no success.
+        return own or 1
+
+    def say_who_failed(self, more: str = "") -> None:
+        failure = self.status.first_failure
+        if failure and not self.hangs and self.told is None and not self.said:
+            self.said = True
+            where = f"rank {failure[0]} on {self.launch.host_of(failure[0])}"
+            if failure[0] in self.on_lost_nodes:
+                self.output.say(f"{where} is lost with its node{more}")
+            else:
+                self.output.say(f"{where} {how(failure[1])}, first of all ranks{more}")
+
+    def name(self, ranks: Sequence[int]) -> str:
+        return _first([f"{rank} on {self.launch.host_of(rank)}" for rank in ranks])
+
+    def is_told(self) -> bool:
+        return self.told is not None or bool(self.arrived)
+
+    def all_started(self) -> bool:
+        return len(self.status.pids) == self.launch.nproc
+
+
+def _first(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"{', '.join(names[:_NAMED])}{more}"
+
+
+def _newest(folder: str, ranks: Sequence[int]) -> float:
+    """Return when one of these ranks wrote to its files last, in seconds since the epoch."""
+    newest = 0.0
+    for rank in ranks:
+        for name in (f"rank-{rank}.out", f"rank-{rank}.err"):
+            try:
+                newest = max(newest, os.stat(os.path.join(folder, name)).st_mtime)
+            except OSError:
+                return time.time()
+    return newest
+
+
+# Which ranks have started, which have ended, and how.
+
+HANG = 124  # exit status of a launch whose ranks hung: that of timeout(1)
+REQUEUE = 75  # exit status by which a script says: checkpointed, start me again (EX_TEMPFAIL)
+
+
+class Status:
+    """What the reports say so far: each rank's process and, in their order, exit statuses."""
+
+    def __init__(self, nproc: int) -> None:
+        self.nproc = nproc
+        self.pids: dict[int, int] = {}
+        self.ended: dict[int, int] = {}
+        self.first_failure: tuple[int, int] | None = None
+        self._causes: dict[int, int] = {}
+        # Kept, not computed: the run loop asks many times, of up to 120,960 ranks.
+        self._running: dict[int, None] = {}
+
+    def take(self, report: Report) -> bool:
+        """Take a report in; return whether it is a new start or end (each comes twice)."""
+        what, rank, value = report
+        if what == "cause":
+            if value < self.nproc:
+                self._causes[rank] = value
+            return False
+        table = self.pids if what == "start" else self.ended
+        if rank in table or rank >= self.nproc:
+            return False
+        table[rank] = value
+        if what != "start":
+            self._running.pop(rank, None)
+            if value and self.first_failure is None:
+                # Who leaves because of another may be quicker, and ends with its status.
+                self.first_failure = (self._causes.get(rank, rank), value)
+        elif rank not in self.ended:
+            self._running[rank] = None
+        return True
+
+    @property
+    def has_running(self) -> bool:
+        return bool(self._running)
+
+    @property
+    def running(self) -> list[int]:
+        return sorted(self._running)
+
+    @property
+    def held(self) -> list[int]:
+        """Ranks that failed, and whose shims wait to be released."""
+        return [rank for rank, status in self.ended.items() if status]
+
+    @property
+    def unstarted(self) -> list[int]:
+        return [r for r in range(self.nproc) if r not in self.pids and r not in self.ended]
+
+    @property
+    def all_ended(self) -> bool:
+        return len(self.ended) == self.nproc

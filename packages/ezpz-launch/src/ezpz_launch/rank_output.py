@@ -1,13 +1,16 @@
-"""Run one rank's command and pass its output on: line by line, with a prefix, into files.
+"""Run one rank's command, or several ranks of this host, and pass their output on by lines.
 
 usage: python -I -S rank_output.py RANK HOST [--prefix] [--files DIR] [--hide] -- COMMAND [ARG...]
+       python -I -S rank_output.py -n RANKS COMMAND [ARG...]
   --prefix     begin each line on the terminal with [RANK@HOST]
   --files DIR  write the exact bytes to DIR/rank-RANK.out and DIR/rank-RANK.err as well
   --hide       show nothing on the terminal, but the end of stderr if the command fails
-exit status: the command's own, 128 + signal; 127 or 126 when it is not there or cannot be
-             executed; 2 when the files cannot be opened
+  -n RANKS     the smallest launcher, without any MPI: each rank has a process group of its own, to
+               which signals are passed on, and finds EZPZ_SPAWN_RANK and EZPZ_SPAWN_SIZE
+exit status: the command's own, 128 + signal; 127 or 126 when it is not there or cannot be executed;
+             the largest of several; 2 when the files cannot be opened
 
-The rank shim starts this on every rank, so it stands alone and imports next to nothing. A
+The rank shim starts the first on every rank, so it stands alone and imports next to nothing. A
 complete line is one write, so that ranks which share a pipe do not cut each other's lines.
 What has no end yet (a prompt, a progress bar) is shown after 0.2 s. It shares the command's
 process group: it outlives the signals that are meant for the command, to report its end.
@@ -15,102 +18,292 @@ process group: it outlives the signals that are meant for the command, to report
 
 from __future__ import annotations
 
+import _signal as signal  # type: ignore[import-not-found]  # C: the enums of signal cost 5 ms
 import errno
 import os
 import select
 import sys
 import time
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    import signal
-    from types import FrameType
-    from typing import NoReturn
-else:
-    import _signal as signal  # its C part: the enums of signal itself cost 5 ms
-
-_HELD = 0.2
-"""Seconds after which the beginning of a line is shown without its end."""
-
-_AFTER = 0.5
-"""Seconds for what still writes when the command has ended (a child that it left)."""
-
-_TAIL = 1 << 13
-"""Bytes of a hidden rank's standard error that are shown if it fails."""
-
-_PIECE = 1 << 16
-"""Bytes read at once, and of a line that are held at most."""
+_HELD = 0.2  # seconds after which the beginning of a line is shown without its end
+_AFTER = 0.5  # seconds for what still writes when the commands have ended (a child that one left)
+_TAIL = 1 << 13  # bytes of a hidden rank's standard error that are shown if it fails
+_PIECE = 1 << 16  # bytes read at once, and of a line that are held at most
 
 _MOST_AFTER = 1 << 20
 """Bytes still taken when those seconds are over: all that a pipe of Linux can hold."""
 
-_HEARD = (
+_PASSED_ON = {
     signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2,
-    signal.SIGCHLD,
-)  # fmt: skip
+}  # fmt: skip
 
 _PR_SET_PDEATHSIG = 1
 
 
-class _Sink:
-    """A descriptor to write to; trouble with it is said once and stops nobody.
+def main(words: list[str]) -> int:
+    """Run what the usage above says, and return the exit status to end with."""
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback
+    if words[:1] != ["-n"]:
+        return _run_rank(words)
+    if len(words) < 3 or not words[1].isdigit():
+        _say(f"rank_output.py: got {words}; expected -n RANKS COMMAND; see its head")
+        return 2
+    return _spawn(int(words[1]), words[2:])
 
-    Args:
-        descriptor: Where to write.
-        name: What people call it.
-    """
+
+def _run_rank(words: list[str]) -> int:
+    try:
+        rank, host, *options = words[: words.index("--")]
+        command = words[words.index("--") + 1 :]
+        prefix, folder, hidden = _options(options)
+        if not command:
+            raise ValueError(words)
+    except ValueError:
+        _say(f"rank_output.py: got {words}; expected RANK HOST OPTIONS -- COMMAND; see its head")
+        return 2
+    head = os.fsencode(f"[{rank}@{host}] ") if prefix else b""
+    files: list[_Sink | None] = [None, None]
+    for index, name in enumerate((f"rank-{rank}.out", f"rank-{rank}.err") if folder else ()):
+        try:
+            files[index] = _open(folder, name)
+        except OSError as error:
+            _say(
+                f"{folder}/{name}: cannot be opened on {host} ({error.strerror}); "
+                "expected a directory for the ranks' output; give another --log-dir"
+            )
+            return 2
+    signals = _Signals()
+    streams, ends = _pipes(files, head, hidden=hidden)
+    child = _start(command, ends, f"rank {rank} on {host}", signals)
+    for number in signal.sigpending() & _PASSED_ON:
+        os.kill(child, number)  # it may have come before the child was there
+    signals.handle(lambda *_: None)
+    status = _pump({child}, streams, signals.wake)
+    if hidden and status and streams[1].tail:
+        # Why a rank failed is never hidden.
+        tail = streams[1].tail
+        _Sink(2, "the terminal's stderr").write(tail if tail.endswith(b"\n") else tail + b"\n")
+    return status
+
+
+def _options(words: list[str]) -> tuple[bool, str, bool]:
+    """Return whether to prefix, the folder of the files, and whether to hide."""
+    prefix, folder, hidden = False, "", False
+    rest = iter(words)
+    for word in rest:
+        if word == "--prefix":
+            prefix = True
+        elif word == "--hide":
+            hidden = True
+        elif word == "--files":
+            folder = next(rest, "")
+        else:
+            raise ValueError(word)
+    return prefix, folder, hidden
+
+
+def _open(folder: str, name: str) -> _Sink:
+    """Open a file to go on in: a second attempt writes where the first one ended."""
+    if not os.path.exists(folder):
+        os.makedirs(folder, exist_ok=True)
+    path = os.path.join(folder, name)
+    return _Sink(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666), path)
+
+
+def _spawn(size: int, command: list[str]) -> int:
+    signals = _Signals()
+    streams: list[_Stream] = []
+    pids: list[int] = []
+    for rank in range(size):
+        its, ends = _pipes([None, None], b"", hidden=False)
+        place = {b"EZPZ_SPAWN_RANK": b"%d" % rank, b"EZPZ_SPAWN_SIZE": b"%d" % size}
+        pids.append(_start(command, ends, f"rank {rank}", signals, place))
+        streams += its
+
+    def pass_on(number: int, _frame: object) -> None:
+        for pid in pids:
+            try:
+                os.kill(-pid, number)
+            except (ProcessLookupError, PermissionError):
+                continue
+
+    signals.handle(pass_on)
+    return _pump(set(pids), streams, signals.wake)
+
+
+# Starting a command: its pipes, its signals, its program.
+
+
+class _Signals:
+    """What we hear; `wake` becomes readable by it, and by the end of a child."""
+
+    def __init__(self) -> None:
+        # What we were started to ignore (nohup) stays ignored, by the commands too.
+        heard = (*_PASSED_ON, signal.SIGCHLD)
+        self._ignored = [each for each in heard if signal.getsignal(each) == signal.SIG_IGN]
+        self.wake, write = os.pipe()
+        for end in (self.wake, write):
+            os.set_blocking(end, False)
+        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        # Up to here a signal ends us, and no command is there to miss it. From here on one waits.
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
+
+    def handle(self, handler: object) -> None:
+        """Handle what has come, and comes; unlike one that is ignored, it is not inherited."""
+        for number in _PASSED_ON.difference(self._ignored):
+            signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+
+    def restore(self) -> None:
+        """Leave a command what we were given; Python itself has set the first two to be ignored."""
+        for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD, *_PASSED_ON):
+            ignored = number in self._ignored
+            signal.signal(number, signal.SIG_IGN if ignored else signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+
+
+def _pipes(
+    files: list[_Sink | None], head: bytes, *, hidden: bool
+) -> tuple[list[_Stream], list[int]]:
+    """Return our ends of a command's two pipes, and its own."""
+    streams, ends = [], []
+    for file, (descriptor, name) in zip(files, ((1, "out"), (2, "err")), strict=True):
+        source, drain = os.pipe()
+        terminal = None if hidden else _Sink(descriptor, f"the terminal's std{name}")
+        streams.append(_Stream(source, terminal, file, head))
+        ends.append(drain)
+    return streams, ends
+
+
+def _start(
+    command: list[str],
+    ends: list[int],
+    place: str,
+    signals: _Signals,
+    more: dict[bytes, bytes] | None = None,
+) -> int:
+    """Start a command that writes to the two ends, and return its process id."""
+    parent = os.getpid()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.dup2(ends[0], 1)
+            os.dup2(ends[1], 2)
+            if more:
+                os.setpgid(0, 0)
+            signals.restore()
+            if not more:
+                _die_with(parent)
+            os._exit(_execute(command, place, _environment() | (more or {})))
+        finally:
+            os._exit(126)
+    for end in ends:
+        os.close(end)
+    return child
+
+
+def _die_with(parent: int) -> None:
+    """Have Linux kill this process when its parent dies: no one would read its output."""
+    if sys.platform != "linux":
+        return
+    try:
+        import _ctypes  # noqa: PLC0415 - only the child needs it, and may do without
+
+        itself = _ctypes.dlopen(None, 0)  # type: ignore[arg-type]  # as dlopen(3) has it
+        prctl = _ctypes.dlsym(itself, "prctl")
+        _ctypes.call_function(prctl, (_PR_SET_PDEATHSIG, signal.SIGKILL))
+    except (ImportError, AttributeError, OSError):
+        return
+    if os.getppid() != parent:
+        os._exit(137)
+
+
+def _execute(command: list[str], place: str, environment: dict[bytes, bytes]) -> int:
+    """Become the command, found as a shell would; return the exit status if that fails."""
+    folders = environment.get(b"PATH", b"/usr/bin:/bin").split(b":")
+    program = os.fsencode(command[0])
+    paths = [program] if b"/" in program else [os.path.join(folder, program) for folder in folders]
+    refused = ""
+    for path in paths:
+        try:
+            os.execve(path, command, environment)  # noqa: S606 - no shell is wanted
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            refused = refused or str(error.strerror)
+            if error.errno == errno.ENOEXEC:  # a script without "#!"
+                words = [b"sh", path, *map(os.fsencode, command[1:])]
+                os.execve("/bin/sh", words, environment)  # noqa: S606 - as execvp does
+    if refused:
+        _say(f"{place}: {command[0]!r}: {refused}; expected a program that can be executed")
+        return 126
+    where = "no such file" if b"/" in program else "not found on PATH"
+    _say(f"{place}: {command[0]!r}: {where}; expected it on every host; give a path that is")
+    return 127
+
+
+def _environment() -> dict[bytes, bytes]:
+    """Return the environment we were given: in the C locale Python adds LC_CTYPE (PEP 538)."""
+    environment = dict(os.environb)
+    if environment.get(b"LC_CTYPE") in (b"C.UTF-8", b"C.utf8", b"UTF-8"):
+        try:
+            with open("/proc/self/environ", "rb") as file:
+                given = file.read()
+        except OSError:
+            return environment
+        if b"\0LC_CTYPE=" not in b"\0" + given:
+            del environment[b"LC_CTYPE"]
+    return environment
+
+
+# The pump.
+
+
+def write(descriptor: int, data: bytes) -> None:
+    """Write all of it, in one call where the system takes it so."""
+    while data:
+        try:
+            data = data[os.write(descriptor, data) :]
+        except BlockingIOError:
+            # Someone who shares it has made it so.
+            select.select([], [descriptor], [])
+
+
+class _Sink:
+    """A descriptor to write to; trouble with it is said once and stops no one."""
 
     def __init__(self, descriptor: int, name: str) -> None:
-        self._descriptor = descriptor
-        self._name = name
-        self._gone = False
-        self._said = False
+        self._descriptor, self._name = descriptor, name
+        self._gone = self._said = False
 
     def write(self, data: bytes) -> None:
-        """Write all of it, in one call where the system takes it so."""
-        while data and not self._gone:
-            try:
-                data = data[os.write(self._descriptor, data) :]
-            except BlockingIOError:
-                # Somebody who shares it has made it so.
-                select.select([], [self._descriptor], [])
-            except OSError as error:
-                # Nobody reads any more: the command goes on regardless.
-                self._gone = error.errno in (errno.EPIPE, errno.EIO, errno.EBADF)
-                if not (self._gone or self._said):
-                    self._said = True
-                    _say(
-                        f"{self._name}: got {error.strerror} on writing; expected room for this "
-                        "rank's output; make some, what comes until then is lost"
-                    )
-                return
+        if self._gone:
+            return
+        try:
+            write(self._descriptor, data)
+        except OSError as error:
+            # No one reads any more: the command goes on regardless.
+            self._gone = error.errno in (errno.EPIPE, errno.EIO, errno.EBADF)
+            if not (self._gone or self._said):
+                self._said = True
+                _say(
+                    f"{self._name}: got {error.strerror} on writing; expected room for this "
+                    "rank's output; make some, what comes until then is lost"
+                )
 
 
 class _Stream:
-    """The command's stdout or stderr, on its way to the terminal and a file.
-
-    Attributes:
-        tail: The last bytes of what is not shown.
-
-    Args:
-        source: Our end of the command's pipe.
-        terminal: Where lines are shown; None where they are not.
-        file: Where every byte goes; None where there is none.
-        prefix: What begins each line on the terminal.
-    """
+    """A command's stdout or stderr, on its way to the terminal and a file, if there are."""
 
     def __init__(
         self, source: int, terminal: _Sink | None, file: _Sink | None, prefix: bytes
     ) -> None:
-        self.source = source
-        self._terminal = terminal
-        self._file = file
-        self._prefix = prefix
-        self.tail = b""
-        self._held = b""
+        self.source, self._terminal, self._file, self._prefix = source, terminal, file, prefix
+        self.tail = self._held = b""
         self._since = 0.0
-        self._inside = False
-        self._returned = False
+        self._inside = self._returned = False
 
     @property
     def due(self) -> float:
@@ -169,211 +362,29 @@ class _Stream:
         return line if bare else self._prefix + line
 
 
-def run(words: list[str]) -> NoReturn:
-    """Run the command and end as it did, without the 2 ms of the interpreter's own tidying."""
-    os._exit(main(words))
-
-
-def main(words: list[str]) -> int:
-    """Run the command to its end.
-
-    Args:
-        words: RANK, HOST, options, ``--`` and the command: see the usage above.
-
-    Returns:
-        The exit status to end with.
-    """
-    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback
-    try:
-        rank, host, *options = words[: words.index("--")]
-        command = words[words.index("--") + 1 :]
-        prefix, folder, hidden = _options(options)
-        if not command:
-            raise ValueError(words)
-    except ValueError:
-        _say(f"rank_output.py: got {words}; expected RANK HOST OPTIONS -- COMMAND; see its head")
-        return 2
-    ends: list[int] = []
-    streams: list[_Stream] = []
-    head = os.fsencode(f"[{rank}@{host}] ") if prefix else b""
-    for descriptor, name in ((1, "out"), (2, "err")):
-        try:
-            file = _open(folder, f"rank-{rank}.{name}") if folder else None
-        except OSError as error:
-            _say(
-                f"{folder}/rank-{rank}.{name}: cannot be opened on {host} ({error.strerror}); "
-                "expected a directory for the ranks' output; give another --log-dir"
-            )
-            return 2
-        source, drain = os.pipe()
-        terminal = None if hidden else _Sink(descriptor, f"the terminal's std{name}")
-        streams.append(_Stream(source, terminal, file, head))
-        ends.append(drain)
-
-    wake, wake_write = os.pipe()
-    for end in (wake, wake_write):
-        os.set_blocking(end, False)
-    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-    child = _start(command, ends, f"rank {rank} on {host}")
-    status = _pump(child, streams, wake)
-    if hidden and status and streams[1].tail:
-        # Why a rank failed is never hidden.
-        tail = streams[1].tail
-        _Sink(2, "the terminal's stderr").write(tail if tail.endswith(b"\n") else tail + b"\n")
-    return status
-
-
-def _options(words: list[str]) -> tuple[bool, str, bool]:
-    """Return whether to prefix, the folder of the files, and whether to hide."""
-    prefix, folder, hidden = False, "", False
-    rest = iter(words)
-    for word in rest:
-        if word == "--prefix":
-            prefix = True
-        elif word == "--hide":
-            hidden = True
-        elif word == "--files":
-            folder = next(rest, "")
-        else:
-            raise ValueError(word)
-    return prefix, folder, hidden
-
-
-def _open(folder: str, name: str) -> _Sink:
-    """Open a file to go on in: a second attempt writes where the first one ended."""
-    path = os.path.join(folder, name)
-    how = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-    try:
-        return _Sink(os.open(path, how, 0o666), path)
-    except FileNotFoundError:
-        os.makedirs(folder, exist_ok=True)
-        return _Sink(os.open(path, how, 0o666), path)
-
-
-def _start(command: list[str], ends: list[int], place: str) -> int:
-    """Start the command, writing to the two ends; return its process id."""
-    # What we were started to ignore (nohup) stays ignored, by the command too.
-    ignored = [number for number in _HEARD if signal.getsignal(number) == signal.SIG_IGN]
-    signal.signal(signal.SIGCHLD, _go_on)
-    # Up to here a signal ends us, and no command is there to miss it. From here on one waits,
-    # to be the command's.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
-    parent = os.getpid()
-    child = os.fork()
-    if child == 0:
-        try:
-            # Python itself has set the first two to be ignored.
-            for number in (signal.SIGPIPE, signal.SIGXFSZ, *_HEARD):
-                signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
-            os.dup2(ends[0], 1)
-            os.dup2(ends[1], 2)
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            _die_with(parent)
-            os._exit(_execute(command, place))
-        finally:
-            os._exit(126)
-    for number in signal.sigpending().intersection(_HEARD) - {signal.SIGCHLD}:
-        os.kill(child, number)  # it may have come before the child was there
-    for number in _HEARD:
-        if number not in ignored:
-            signal.signal(number, _go_on)
-    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    for end in ends:
-        os.close(end)
-    return child
-
-
-def _go_on(_number: int, _frame: FrameType | None) -> None:
-    """Outlive a signal; unlike one that is ignored, a handler is not inherited."""
-
-
-def _die_with(parent: int) -> None:
-    """Have Linux kill this process when its parent dies: nobody would read its output.
-
-    Source: prctl(2). ctypes itself would cost 4 ms; its C part is there in half of one.
-    """
-    if sys.platform != "linux":
-        return
-    try:
-        import _ctypes  # noqa: PLC0415  # only the child needs it, and may do without
-
-        itself = _ctypes.dlopen(None, 0)  # type: ignore[arg-type]  # as dlopen(3) has it
-        prctl = _ctypes.dlsym(itself, "prctl")
-        _ctypes.call_function(prctl, (_PR_SET_PDEATHSIG, signal.SIGKILL))
-    except (ImportError, AttributeError, OSError):
-        return
-    if os.getppid() != parent:
-        os._exit(137)
-
-
-def _execute(command: list[str], place: str) -> int:
-    """Become the command, found as a shell would; return the exit status if that fails."""
-    environment = _environment()
-    folders = environment.get(b"PATH", b"/usr/bin:/bin").split(b":")
-    program = os.fsencode(command[0])
-    paths = [program] if b"/" in program else [os.path.join(folder, program) for folder in folders]
-    refused = ""
-    for path in paths:
-        try:
-            os.execve(path, command, environment)  # noqa: S606  # no shell is wanted
-        except (FileNotFoundError, NotADirectoryError):
-            continue
-        except OSError as error:
-            refused = refused or str(error.strerror)
-            if error.errno == errno.ENOEXEC:  # a script without "#!"
-                words = [b"sh", path, *map(os.fsencode, command[1:])]
-                os.execve("/bin/sh", words, environment)  # noqa: S606  # as execvp does
-    if refused:
-        _say(f"{place}: {command[0]!r}: {refused}; expected a program that can be executed")
-        return 126
-    where = "no such file" if b"/" in program else "not found on PATH"
-    _say(f"{place}: {command[0]!r}: {where}; expected it on every host; give a path that is")
-    return 127
-
-
-def _environment() -> dict[bytes, bytes]:
-    """Return the environment we were given: in the C locale Python adds LC_CTYPE (PEP 538)."""
-    environment = dict(os.environb)
-    if environment.get(b"LC_CTYPE") in (b"C.UTF-8", b"C.utf8", b"UTF-8"):
-        try:
-            with open("/proc/self/environ", "rb") as file:
-                given = file.read()
-        except OSError:
-            return environment
-        if b"\0LC_CTYPE=" not in b"\0" + given:
-            del environment[b"LC_CTYPE"]
-    return environment
-
-
-def _pump(child: int, streams: list[_Stream], wake: int) -> int:
-    """Pass everything on until the command has ended; return its exit status."""
+def _pump(running: set[int], streams: list[_Stream], wake: int) -> int:
+    """Pass everything on until all commands have ended; return the largest exit status."""
     poller = select.poll()
     for source in (wake, *(stream.source for stream in streams)):
         poller.register(source, select.POLLIN)
     going = {stream.source: stream for stream in streams}
-    status: int | None = None
-    over, left = float("inf"), _MOST_AFTER
+    status, over, left = 0, float("inf"), _MOST_AFTER
     while going:
         due = min(over, *(stream.due for stream in going.values()))
         wait = None if due == float("inf") else max(0.0, due - time.monotonic()) * 1000
         ready = [source for source, _ in poller.poll(wait)]
         now = time.monotonic()
         taken = _take(ready, going, poller, now)
-        if status is None:
-            ended, result = os.waitpid(child, os.WNOHANG)
-            if ended:
-                status, over = result, now + _AFTER
+        if running:
+            status = max(status, _reap(running, os.WNOHANG))
+            over = over if running else now + _AFTER
         elif now >= over:
             left -= taken
             if not taken or left <= 0:
                 break
     for stream in going.values():
         stream.close()
-    if status is None:
-        status = os.waitpid(child, 0)[1]
-    code = os.waitstatus_to_exitcode(status)
-    return code if code >= 0 else 128 - code
+    return max(status, _reap(running, 0))
 
 
 def _take(ready: list[int], going: dict[int, _Stream], poller: select.poll, now: float) -> int:
@@ -395,6 +406,20 @@ def _take(ready: list[int], going: dict[int, _Stream], poller: select.poll, now:
     return taken
 
 
+def _reap(running: set[int], options: int) -> int:
+    """Take those that have ended out, and return the largest of their exit statuses."""
+    status = 0
+    while running:
+        pid, ended = os.waitpid(-1, options)
+        if not pid:
+            break
+        if pid in running:
+            running.remove(pid)
+            code = os.waitstatus_to_exitcode(ended)
+            status = max(status, code if code >= 0 else 128 - code)
+    return status
+
+
 def _say(message: str) -> None:
     try:
         os.write(2, os.fsencode(f"ezpz-launch: {message}\n"))
@@ -403,4 +428,4 @@ def _say(message: str) -> None:
 
 
 if __name__ == "__main__":
-    run(sys.argv[1:])
+    os._exit(main(sys.argv[1:]))  # without the 2 ms of the interpreter's own tidying

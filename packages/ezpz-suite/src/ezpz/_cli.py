@@ -95,6 +95,6 @@ def _unknown(word: str) -> str:
 
     close = difflib.get_close_matches(word, COMMANDS, n=1)
     if close:
-        return f"{word!r} is no command; did you mean {close[0]!r}? See ezpz --help"
-    known = f"{word!r} is no command; expected one of {', '.join(COMMANDS)}"
+        return f"unknown command {word!r}; did you mean {close[0]!r}? See ezpz --help"
+    known = f"unknown command {word!r}; expected one of {', '.join(COMMANDS)}"
     return f"{known}; a script of yours is started by ezpz launch"

@@ -7,7 +7,8 @@
 (1, 2, 'PMI_RANK')
 """
 
-from ._allocation import Allocation, get_allocation
+from ._allocation import Allocation
+from ._checks import CheckResult
 from ._devices import Accelerators, get_accelerators, get_cpu_count, get_cpus_per_node
 from ._env import FAMILIES, Family, family
 from ._errors import (
@@ -21,6 +22,15 @@ from ._errors import (
     SchedulerError,
     TopoError,
 )
+from ._hostfile import HostSlots, get_nodes_from_hostfile, parse_hostfile, read_hostfile
+from ._hosts import (
+    Hosts,
+    get_allocation,
+    get_hostfile_with_fallback,
+    get_hosts,
+    write_hostfile_from_list_of_hosts,
+    write_localhost_to_hostfile,
+)
 from ._machine import Machine, get_machine, get_machine_info, known_machines
 from ._nodelist import (
     expand_nodelist,
@@ -30,14 +40,18 @@ from ._nodelist import (
     same_host,
     short_name,
 )
+from ._pbs import get_pbs_folder
 from ._rank import (
+    Ancestor,
     RankInfo,
     get_local_device,
     get_local_rank,
     get_local_world_size,
     get_rank,
     get_rank_info,
+    launching_ancestors,
 )
+from ._secrets import redact
 from ._topology import (
     Topology,
     detect,
@@ -47,42 +61,9 @@ from ._topology import (
     get_world_size,
     get_world_size_in_use,
     get_world_size_total,
+    imagine,
 )
 from ._version import __version__
-
-# What `detect` does not need is imported when it is used: each of these takes 1 to 4 ms.
-_LATER = {
-    "Ancestor": "_rank",
-    "CheckResult": "_checks",
-    "HostSlots": "_hostfile",
-    "Hosts": "_hosts",
-    "get_hostfile_with_fallback": "_hosts",
-    "get_hosts": "_hosts",
-    "get_nodes_from_hostfile": "_hostfile",
-    "get_pbs_folder": "_pbs",
-    "imagine": "_topology",
-    "launching_ancestors": "_rank",
-    "parse_hostfile": "_hostfile",
-    "read_hostfile": "_hostfile",
-    "redact": "_secrets",
-    "write_hostfile_from_list_of_hosts": "_hosts",
-    "write_localhost_to_hostfile": "_hosts",
-}
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from ._checks import CheckResult
-    from ._hostfile import HostSlots, get_nodes_from_hostfile, parse_hostfile, read_hostfile
-    from ._hosts import (
-        Hosts,
-        get_hostfile_with_fallback,
-        get_hosts,
-        write_hostfile_from_list_of_hosts,
-        write_localhost_to_hostfile,
-    )
-    from ._pbs import get_pbs_folder
-    from ._rank import Ancestor, launching_ancestors
-    from ._secrets import redact
-    from ._topology import imagine
 
 __all__ = [
     "FAMILIES",
@@ -145,16 +126,4 @@ __all__ = [
     "write_localhost_to_hostfile",
 ]
 
-
-def __getattr__(name: str) -> object:
-    if name not in _LATER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module  # noqa: PLC0415
-
-    value = getattr(import_module(f".{_LATER[name]}", __name__), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+# Imported when used: most ranks never do, and they take 10 ms together.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from . import _commands
-from ._allocation import Allocation, get_allocation, scheduler_of
+from ._allocation import Allocation, scheduler_of
 from ._errors import CheckError, SchedulerError, TopoError
-from ._hosts import Hosts, get_hosts
+from ._hosts import get_allocation, get_hosts, module_of
 from ._machine import Machine, get_machine_info
 from ._nodelist import fold_nodelist, host_key, short_name
 from ._pbs import get_pbs_folder
@@ -19,9 +20,6 @@ from ._pbs import get_pbs_folder
 # What a check of ``ezpz doctor`` found, and what to do about it.
 
 STATUSES = ("ok", "warning", "error")
-
-_SEPARATOR = "; "
-"""Between value, expectation and remedy in the errors of these packages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +88,7 @@ class CheckResult:
         >>> CheckResult.of(ValueError("n is 3; expected 2; start two")).remedy
         'start two'
         """
-        message, separator, remedy = str(error).rpartition(_SEPARATOR)
+        message, separator, remedy = str(error).rpartition("; ")
         if not separator:
             message, remedy = str(error) or type(error).__name__, "see the message"
         return cls(status, message, remedy, {**details, "error": type(error).__name__})
@@ -102,25 +100,27 @@ _NODE_VARIABLES = {"slurm": "Slurm's variables", "pbs": "PBS_NODEFILE"}
 
 
 def check_hostfile(seconds: float, env: Mapping[str, str] | None = None) -> CheckResult:
-    """Compare the hosts that ezpz would use with those of the job, as its scheduler knows it.
-
-    Args:
-        seconds: How long it may take.
-        env: The environment to read; default ``os.environ``.
-    """
+    """Compare the hosts that ezpz would use with those of the job, as its scheduler knows it."""
     env = os.environ if env is None else env
     try:
         used, scheduler = get_hosts(None, env), scheduler_of(env)
+        hosts = [entry.host for entry in used.entries]
+        if scheduler == "none" and used.path is None:
+            return CheckResult.ok("none is named; ranks are started on this host", hosts=hosts)
         if scheduler == "none":
-            return _without_job(used)
+            return CheckResult.ok(
+                f"{used.source}={used.path}: {len(hosts)} hosts ({_some(hosts)}); no job to "
+                "compare with",
+                hosts=hosts, source=used.source,
+            )  # fmt: skip
         job = get_allocation(env, ask=False)
-        given, by, unheard = job.hosts, job.sources["hosts"], ""
+        given, by, silent = job.hosts, job.sources["hosts"], ""
         try:
-            given = job_of_server(scheduler, job.job_id or "", 0.35 * seconds, env).hosts
+            given = _job_of_server(scheduler, job.job_id or "", 0.35 * seconds, env).hosts
             by = f"{scheduler}'s server"
         except SchedulerError as error:
             # The check "scheduler" says so too, and whether that is an error.
-            unheard = f" ({by}; its server did not tell: {str(error).partition('; ')[0]})"
+            silent = f" ({by}; its server did not tell: {str(error).partition('; ')[0]})"
         if strangers := _strangers(job.hosts, given):
             return CheckResult.error(
                 f"{_NODE_VARIABLES[scheduler]} name {_some(strangers)}, which job {job.job_id} "
@@ -130,7 +130,6 @@ def check_hostfile(seconds: float, env: Mapping[str, str] | None = None) -> Chec
             )  # fmt: skip
     except TopoError as error:
         return CheckResult.of(error)
-    hosts = [entry.host for entry in used.entries]
     facts = {"hosts": hosts, "job_hosts": list(given), "source": used.source}
     if strangers := _strangers(hosts, given):
         return CheckResult.error(
@@ -141,18 +140,8 @@ def check_hostfile(seconds: float, env: Mapping[str, str] | None = None) -> Chec
         )
     what = f"{used.source}={used.path}" if used.path else f"no hostfile is needed: {used.source}"
     return CheckResult.ok(
-        f"{what}: {len(hosts)} of the {len(given)} hosts of job {job.job_id}{unheard}", **facts
+        f"{what}: {len(hosts)} of the {len(given)} hosts of job {job.job_id}{silent}", **facts
     )
-
-
-def _without_job(used: Hosts) -> CheckResult:
-    hosts = [entry.host for entry in used.entries]
-    if used.path is None:
-        return CheckResult.ok("none is named; ranks are started on this host", hosts=hosts)
-    return CheckResult.ok(
-        f"{used.source}={used.path}: {len(hosts)} hosts ({_some(hosts)}); no job to compare with",
-        hosts=hosts, source=used.source,
-    )  # fmt: skip
 
 
 def _strangers(hosts: Iterable[str], given: Iterable[str]) -> list[str]:
@@ -179,30 +168,20 @@ VARIABLES = {
 
 
 class Choice(NamedTuple):
-    """What a variable leaves.
-
-    Attributes:
-        names: The interfaces of this host that are chosen.
-        missing: What was asked for by name and is not here.
-    """
+    """The interfaces of this host that a variable chooses, and those it names that are missing."""
 
     names: tuple[str, ...]
     missing: tuple[str, ...] = ()
 
 
 def chosen(form: str, text: str, interfaces: Sequence[str]) -> Choice:
-    """Return which of these interfaces a variable's value chooses.
-
-    NCCL's form: a list of prefixes, ``=`` before it for whole names, ``^`` for all but these. The
-    first that are here do; so only where none is here, all are missing. The others want each.
-
-    >>> chosen("prefixes", "^lo,docker", ["lo", "eth0"]).names
-    ('eth0',)
-    """
+    """Return which of these interfaces a variable's value chooses."""
     if form == "names":
         words = [word.strip() for word in text.split(",") if word.strip()]
         missing = tuple(word for word in words if word not in interfaces)
         return Choice(tuple(word for word in words if word in interfaces), missing)
+    # NCCL: a list of prefixes, "=" before it for whole names, "^" for all but these. The first that
+    # are here do; so only where none is here, all are missing.
     excluded, exact = text.startswith("^"), text.lstrip("^").startswith("=")
     words = [word for word in text.lstrip("^=").split(",") if word]
     hit = [
@@ -231,16 +210,13 @@ _SLOW = {
 def check_network(
     _seconds: float, env: Mapping[str, str] | None = None, *, root: str = "/"
 ) -> CheckResult:
-    """Compare the variables of the high-speed network with the machine's file and this host.
-
-    Args:
-        _seconds: How long it may take; only the resolver takes any, and knows no limit.
-        env: The environment to read; default ``os.environ``.
-        root: Where ``sys`` is found; for tests.
-    """
+    """Compare the variables of the high-speed network with the machine's file and this host."""
+    # Only the resolver takes time, and knows no limit.
     env = os.environ if env is None else env
     try:
-        machine, job = get_machine_info(env), _job(env)
+        machine, job = get_machine_info(env), None
+        with contextlib.suppress(SchedulerError):  # the check "scheduler" says so
+            job = get_allocation(env, ask=False)
     except TopoError as error:
         return CheckResult.of(error)
     set_here = {name: env[name] for name in sorted(env) if name.startswith(_PREFIXES)}
@@ -256,18 +232,20 @@ def check_network(
             )  # fmt: skip
     if found := _fabric(env, root):
         return CheckResult.error(*found, **facts)
-    if several and job is not None and (found := _fast_name(machine, job)):
+    if job is not None and several and (found := _fast_name(machine, job)):
         return CheckResult.error(*found, **facts)
     if warned := _differing(machine, env) or _slowed(env, root, several=several):
         return CheckResult.warning(*warned, **facts)
-    return CheckResult.ok(_all_well(machine, set_here), **facts)
-
-
-def _job(env: Mapping[str, str]) -> Allocation | None:
-    try:
-        return get_allocation(env, ask=False)
-    except SchedulerError:
-        return None  # the check "scheduler" says so
+    said = f"{len(set_here)} variables of the network are set" if set_here else "nothing is set"
+    told = [name for name in machine.environment if name.startswith(_PREFIXES)]
+    missing = ", ".join(name for name in told if name not in set_here)
+    if not told:
+        said += f", and {machine.name} asks for none"
+    elif missing:
+        said += f"; ezpz-launch sets {missing} ({machine.name}.toml) for each rank"
+    else:
+        said += f", all that {machine.name}.toml asks for among them"
+    return CheckResult.ok(said, **facts)
 
 
 def _wrong(choice: Choice, several: bool) -> str:
@@ -283,8 +261,8 @@ def _wrong(choice: Choice, several: bool) -> str:
 def _fabric(env: Mapping[str, str], root: str) -> tuple[str, str] | None:
     """Say where libfabric is told to use Slingshot, and this host has none."""
     cards = f"{root.rstrip('/')}/sys/class/cxi"
-    asked = "cxi" in env.get("FI_PROVIDER", "").split(",")
-    if not asked or os.path.isdir(cards) or not os.path.isdir(os.path.dirname(cards)):
+    wanted = "cxi" in env.get("FI_PROVIDER", "").split(",")
+    if not wanted or os.path.isdir(cards) or not os.path.isdir(os.path.dirname(cards)):
         return None
     return (
         f"FI_PROVIDER={env['FI_PROVIDER']}, and this host has no Slingshot card ({cards})",
@@ -320,7 +298,9 @@ def _differing(machine: Machine, env: Mapping[str, str]) -> tuple[str, str] | No
 
 
 def _slowed(env: Mapping[str, str], root: str, *, several: bool) -> tuple[str, str] | None:
-    cards = _cards(root)
+    cards: list[str] = []
+    with contextlib.suppress(OSError):  # no such card, or no Linux
+        cards = sorted(os.listdir(f"{root.rstrip('/')}/sys/class/infiniband"))
     for name, what in _SLOW.items():
         if env.get(name, "0") in ("", "0"):
             continue
@@ -331,40 +311,17 @@ def _slowed(env: Mapping[str, str], root: str, *, several: bool) -> tuple[str, s
     return None
 
 
-def _cards(root: str) -> Sequence[str]:
-    try:
-        return sorted(os.listdir(f"{root.rstrip('/')}/sys/class/infiniband"))
-    except OSError:
-        return ()  # no such card, or no Linux
-
-
-def _all_well(machine: Machine, set_here: Mapping[str, str]) -> str:
-    said = f"{len(set_here)} variables of the network are set" if set_here else "nothing is set"
-    told = [name for name in machine.environment if name.startswith(_PREFIXES)]
-    if not told:
-        return f"{said}, and {machine.name} asks for none"
-    missing = [name for name in told if name not in set_here]
-    if not missing:
-        return f"{said}, all that {machine.name}.toml asks for among them"
-    return f"{said}; ezpz-launch sets {', '.join(missing)} ({machine.name}.toml) for each rank"
-
-
 # The check ``scheduler``: whose job this is, and whether its scheduler answers.
 
 _PING = {"slurm": ("scontrol", "ping"), "pbs": ("qstat", "-B")}
 """What asks the server itself something small (manual pages of Slurm and OpenPBS)."""
 
 _TITLES = {"slurm": "Slurm", "pbs": "PBS"}
-_LATER = "try again later: ezpz doctor --timeout=60 --only=scheduler"
+_TRY_LATER = "try again later: ezpz doctor --timeout=60 --only=scheduler"
 
 
 def check_scheduler(seconds: float, env: Mapping[str, str] | None = None) -> CheckResult:
-    """Say whose job this is, and whether the scheduler's commands answer.
-
-    Args:
-        seconds: How long it may take.
-        env: The environment to read; default ``os.environ``.
-    """
+    """Say whose job this is, and whether the scheduler's commands answer."""
     env = os.environ if env is None else env
     try:
         scheduler, machine = scheduler_of(env), get_machine_info(env)
@@ -375,7 +332,7 @@ def check_scheduler(seconds: float, env: Mapping[str, str] | None = None) -> Che
         return CheckResult.of(error)
 
 
-def ask_server(scheduler: str, seconds: float, env: Mapping[str, str]) -> str:
+def _why_silent(scheduler: str, seconds: float, env: Mapping[str, str]) -> str:
     """Return why the scheduler's server does not answer; empty where it does."""
     try:
         answer = _commands.ask(
@@ -389,28 +346,19 @@ def ask_server(scheduler: str, seconds: float, env: Mapping[str, str]) -> str:
     return ""
 
 
-def job_of_server(
+def _job_of_server(
     scheduler: str, job_id: str, seconds: float, env: Mapping[str, str]
 ) -> Allocation:
-    """Return the job as the scheduler's server knows it.
-
-    Raises:
-        TopoError: It knows no such job that runs, or does not answer.
-    """
-    asked = {**env, _commands.TIME_LIMIT: f"{max(seconds, 0.001):.3f}"}
-    if scheduler == "slurm":
-        from . import _slurm  # noqa: PLC0415  # only a job pays
-
-        return _slurm.job_by_id(job_id, asked)
-    from . import _pbs  # noqa: PLC0415
-
-    return _pbs.job_by_id(job_id, asked)
+    """Return the job as the scheduler's server knows it."""
+    limit = {_commands.TIME_LIMIT: f"{max(seconds, 0.001):.3f}"}
+    job: Allocation = module_of(scheduler).job_by_id(job_id, {**env, **limit})
+    return job
 
 
 def _in_job(scheduler: str, job: Allocation, seconds: float, env: Mapping[str, str]) -> CheckResult:
     title, job_id = _TITLES[scheduler], job.job_id or ""
     facts: dict[str, object] = {"scheduler": scheduler, "job_id": job_id, "hosts": list(job.hosts)}
-    if why := ask_server(scheduler, 0.4 * seconds, env):
+    if why := _why_silent(scheduler, 0.4 * seconds, env):
         return CheckResult.warning(
             f"job {job_id} of {title}, by its variables; but {why}",
             _remedy(scheduler, env),
@@ -418,51 +366,45 @@ def _in_job(scheduler: str, job: Allocation, seconds: float, env: Mapping[str, s
         )
     try:
         # Twice at most, with a pause between.
-        known = job_of_server(scheduler, job_id, 0.2 * seconds, env)
+        known = _job_of_server(scheduler, job_id, 0.2 * seconds, env)
     except TopoError as error:
         return CheckResult.of(error, **facts)
     ends = "" if known.ends_at is None else f", ends at {known.ends_at:%Y-%m-%d %H:%M} UTC"
     count = f"{len(job.hosts)} host" + ("s" if len(job.hosts) != 1 else "")
-    return CheckResult.ok(
-        f"{title} answers; job {job_id} has {count}: {_short(job.hosts)}{ends}", **facts
-    )
+    hosts = fold_nodelist(job.hosts)
+    hosts = hosts if len(hosts) <= 60 else f"{hosts[:57]}..."
+    return CheckResult.ok(f"{title} answers; job {job_id} has {count}: {hosts}{ends}", **facts)
 
 
 def _outside(expected: str, machine: str, seconds: float, env: Mapping[str, str]) -> CheckResult:
     # The machine's own first: another one's client may be installed beside it, and not set up.
-    here = [name for name in _PING if name == expected or _is_here(name, env)]
+    here = [
+        name
+        for name, argv in _PING.items()
+        if name == expected or _commands.find(argv[0], env, _places(env)[name])
+    ]
     here.sort(key=lambda name: name != expected)
     if not here:
         return CheckResult.ok("none, and no job: ranks are started on this host", scheduler="none")
     why = {}
-    for asked in here:
-        why[asked] = ask_server(asked, 0.8 * seconds / len(here), env)
-        if not why[asked]:
-            what = f"{_TITLES[asked]} answers; no job in this shell"
-            return CheckResult.ok(what, scheduler=asked)
-    asked = here[0]
-    if asked == expected:
-        reason = f"{machine} has {_TITLES[asked]}, and {why[asked]}"
-        remedy = _remedy(asked, env)
+    for name in here:
+        why[name] = _why_silent(name, 0.8 * seconds / len(here), env)
+        if not why[name]:
+            what = f"{_TITLES[name]} answers; no job in this shell"
+            return CheckResult.ok(what, scheduler=name)
+    name = here[0]
+    if name == expected:
+        reason, remedy = f"{machine} has {_TITLES[name]}, and {why[name]}", _remedy(name, env)
     else:
-        reason = f"{_TITLES[asked]}'s commands are here, but {why[asked]}"
+        reason = f"{_TITLES[name]}'s commands are here, but {why[name]}"
         remedy = "nothing, if you start ranks on this host only; else ask the site"
-    return CheckResult.warning(reason, remedy, scheduler=asked)
-
-
-def _is_here(scheduler: str, env: Mapping[str, str]) -> bool:
-    return bool(_commands.find(_PING[scheduler][0], env, _places(env)[scheduler]))
+    return CheckResult.warning(reason, remedy, scheduler=name)
 
 
 def _remedy(scheduler: str, env: Mapping[str, str]) -> str:
     folder = _places(env)[scheduler] or "/usr/bin"
-    return f"add {folder} to PATH if the command is missing; else {_LATER}"
+    return f"add {folder} to PATH if the command is missing; else {_TRY_LATER}"
 
 
 def _places(env: Mapping[str, str]) -> dict[str, str]:
     return {"slurm": "", "pbs": get_pbs_folder(env)}
-
-
-def _short(hosts: tuple[str, ...]) -> str:
-    folded = fold_nodelist(hosts)
-    return folded if len(folded) <= 60 else f"{folded[:57]}..."

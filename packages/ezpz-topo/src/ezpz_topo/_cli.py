@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from ._errors import TopoError
 from ._machine import known_machines
 from ._nodelist import expand_nodelist, fold_nodelist
-from ._topology import Topology, detect
+from ._topology import Topology, count_nodes, detect
 from ._version import __version__
 
 HELP = """\
-usage: ezpz-topo [--json] [--ask]
+usage: ezpz-topo [--json | --shell] [--ask]
        ezpz-topo expand NODELIST
        ezpz-topo fold [HOST...]
        ezpz-topo machines
@@ -24,6 +24,8 @@ Say who this process is, who else is there, on what machine, and where each answ
 
 options:
   --json       the same for programs
+  --shell      the job for a shell: eval "$(ezpz-topo --shell)" sets EZPZ_JOB (its id, or none),
+               EZPZ_SCHEDULER, EZPZ_NODES, EZPZ_GPUS_PER_NODE and EZPZ_HOSTS (one a line)
   --ask        ask the scheduler (qstat, scontrol) what the variables do not tell: the
                walltime's end; the job of a shell that the job itself did not start
   -h, --help   this page
@@ -46,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ``ezpz-topo`` with these words (default: the process's) and return its exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        _print(_answer(words))
+        _print(_shell(words) if "--shell" in words else _answer(words))
     except TopoError as error:
         print(f"ezpz-topo: {error}", file=sys.stderr)
         return 2
@@ -162,6 +164,23 @@ def _json(topology: Topology) -> str:
         for name, value, source in topology.explain()
     }
     return json.dumps({**facts, "notes": list(topology.notes)}, indent=2)
+
+
+def _shell(words: Sequence[str]) -> str:
+    import shlex  # noqa: PLC0415
+
+    if set(words) - {"--shell", "--ask"}:
+        raise UsageError(f"{' '.join(words)!r}: expected --shell alone or with --ask")
+    topology = detect(ask="--ask" in words or None)
+    job = topology.allocation
+    facts = {
+        "JOB": job.job_id or "none",
+        "SCHEDULER": job.scheduler,
+        "NODES": count_nodes(topology.rank, job)[0],
+        "GPUS_PER_NODE": topology.accelerators.count,
+        "HOSTS": "localhost" if job.scheduler == "none" else "\n".join(job.hosts),
+    }
+    return "\n".join(f"EZPZ_{name}={shlex.quote(str(value))}" for name, value in facts.items())
 
 
 def _machines() -> str:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import selectors
 import signal
+import subprocess
 import time
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from ._errors import InvalidVariableError, SchedulerError
-
-TYPE_CHECKING = False  # typing itself would cost 3 ms
-if TYPE_CHECKING:
-    import subprocess
 
 MAX_BYTES = 64 << 20
 """More output than this is refused; exec_host and exec_vnode of 10,000 hosts are about 1 MB."""
@@ -39,34 +37,17 @@ class Answer:
 def ask(
     argv: Sequence[str],
     *,
-    env: Mapping[str, str] | None = None,
+    env: Mapping[str, str],
     time_limit: float | None = None,
     attempts: int = 2,
     good: Container[int] = (0,),
     place: str = "",
 ) -> Answer:
-    """Run a command and return its answer; where it hangs or fails, try again after a pause.
-
-    When time is over, or this process is interrupted, the command and every process of its
-    group are killed.
-
-    Args:
-        argv: The command and its arguments.
-        env: The command's environment, in whose PATH it is looked up; default ``os.environ``.
-        time_limit: Seconds for each attempt; default ``EZPZ_SCHEDULER_TIMEOUT``, else 10.
-        attempts: How often to try, at least once.
-        good: The exit statuses that are an answer.
-        place: The directory to look in where PATH has no such command.
-
-    Raises:
-        SchedulerError: The command is missing, failed, printed too much, or did not answer.
-        InvalidVariableError: ``EZPZ_SCHEDULER_TIMEOUT`` is no number of seconds.
-    """
-    env = os.environ if env is None else env
+    """Run a command to its end; where it hangs or fails, try again after a pause."""
     time_limit = get_time_limit(env) if time_limit is None else time_limit
     shown = _shown(" ".join(argv))
     answer, attempt = None, 0
-    while attempt < max(attempts, 1):
+    while attempt < attempts:
         if attempt:
             time.sleep(_FIRST_PAUSE * 2 ** (attempt - 1))
         attempt += 1
@@ -83,8 +64,8 @@ def ask(
         lines = (answer.stderr.strip() or answer.stdout.strip()).splitlines()
         said = _shown(lines[-1]) if lines else "nothing"
         raise SchedulerError(
-            f"{shown} ended with {_how(answer.status)} ({tried}) and said {said}; expected an "
-            "answer; run it by hand: the scheduler, or its client on this host, is not well"
+            f"{shown} ended with {ended_with(answer.status)} ({tried}) and said {said}; expected "
+            "an answer; run it by hand: the scheduler, or its client on this host, is not well"
         )
     return answer
 
@@ -100,11 +81,7 @@ def find(command: str, env: Mapping[str, str], place: str = "") -> str | None:
 
 
 def get_time_limit(env: Mapping[str, str]) -> float:
-    """Return the seconds to wait for a scheduler's command.
-
-    Raises:
-        InvalidVariableError: ``EZPZ_SCHEDULER_TIMEOUT`` is no number of seconds.
-    """
+    """Return the seconds to wait for a scheduler's command."""
     text = env.get(TIME_LIMIT, "")
     if not text:
         return _DEFAULT_TIME_LIMIT
@@ -117,12 +94,15 @@ def get_time_limit(env: Mapping[str, str]) -> float:
     return seconds
 
 
+def ended_with(status: int) -> str:
+    """Return an exit status, or the signal that it is, in words."""
+    return f"exit status {status}" if status >= 0 else f"signal {-status}"
+
+
 def _run(
     argv: Sequence[str], env: Mapping[str, str], time_limit: float, place: str
 ) -> Answer | None:
-    """Run the command once; None where it did not end in time."""
-    import subprocess  # noqa: PLC0415  # 6 ms: only who asks pays
-
+    """Run the command once; None where it did not end in time, and was killed with its group."""
     deadline = time.monotonic() + time_limit
     try:
         process = subprocess.Popen(
@@ -142,26 +122,26 @@ def _run(
             f"PATH={path}, which a login shell may have reset: {hint}"
         ) from error
     try:
-        printed = _read(process, deadline)
-        if printed is None:
-            return None
+        out, err = _read(process, deadline)
         status = process.wait(max(deadline - time.monotonic(), 0.0))
-        return Answer(status, *(bytes(part).decode("utf-8", "replace") for part in printed))
+        return Answer(status, out.decode("utf-8", "replace"), err.decode("utf-8", "replace"))
     except subprocess.TimeoutExpired:
         return None
     finally:
         # Not yet waited for: so its number, which is its group's, is not another's by now.
         if process.returncode is None:
-            _kill(process)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            # In uninterruptible sleep (a hung file system) not even SIGKILL ends it.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(1.0)
         for pipe in (process.stdout, process.stderr):
             if pipe is not None:
                 pipe.close()
 
 
-def _read(process: subprocess.Popen[bytes], deadline: float) -> tuple[bytearray, bytearray] | None:
-    """Return all of stdout and stderr, or None where they were still open at the deadline."""
-    import selectors  # noqa: PLC0415
-
+def _read(process: subprocess.Popen[bytes], deadline: float) -> tuple[bytearray, bytearray]:
+    """Return all of stdout and stderr; raise TimeoutExpired where one is open at the deadline."""
     assert process.stdout is not None
     assert process.stderr is not None
     out, err = bytearray(), bytearray()
@@ -171,7 +151,7 @@ def _read(process: subprocess.Popen[bytes], deadline: float) -> tuple[bytearray,
         while selector.get_map():
             left = deadline - time.monotonic()
             if left <= 0:
-                return None
+                raise subprocess.TimeoutExpired(process.args, 0)
             for key, _ in selector.select(left):
                 chunk = os.read(key.fd, 1 << 16)
                 if not chunk:
@@ -183,20 +163,6 @@ def _read(process: subprocess.Popen[bytes], deadline: float) -> tuple[bytearray,
                         "expected a scheduler's answer; run it by hand and see what it prints"
                     )
     return out, err
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    import subprocess  # noqa: PLC0415
-
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    # In uninterruptible sleep (a hung file system) not even SIGKILL ends it: do not hang as well.
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(1.0)
-
-
-def _how(status: int) -> str:
-    return f"exit status {status}" if status >= 0 else f"signal {-status}"
 
 
 def _shown(text: str) -> str:

@@ -1,14 +1,15 @@
-"""What this node has: CPUs and accelerators."""
+"""What this node has: CPUs and accelerators, counted without torch."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from ._commands import ask, find
+from ._commands import ask, ended_with, find
 from ._errors import InvalidVariableError, SchedulerError
 
 # CPUs: those this process may use, and those of this node that the job may use.
@@ -40,7 +41,7 @@ def get_cpus_per_node(env: Mapping[str, str] | None = None, *, root: str = "/") 
     Not this process's affinity: a rank bound to one core is one of many on its node.
     ``SLURM_CPUS_ON_NODE`` in a Slurm job, else every CPU of the node, less what the cgroup's
     cpuset and quota withhold. PBS's ``NCPUS`` is not read: it is the threads of one MPI
-    process, ``ompthreads`` where the job asked for them (OpenPBS, start_exec.c).
+    process, ``ompthreads`` where the job requested them (OpenPBS, start_exec.c).
 
     Args:
         env: The environment to read; default ``os.environ``.
@@ -55,15 +56,11 @@ def get_cpus_per_node(env: Mapping[str, str] | None = None, *, root: str = "/") 
 def cpus_per_node_with_source(
     env: Mapping[str, str] | None = None, *, root: str = "/"
 ) -> tuple[int, str]:
-    """Return `get_cpus_per_node` and what told it.
-
-    Raises:
-        InvalidVariableError: As `get_cpus_per_node`.
-    """
+    """Return `get_cpus_per_node` and what told it."""
     env = os.environ if env is None else env
     text = env.get("SLURM_CPUS_ON_NODE", "")
     if text and env.get("SLURM_JOB_ID"):
-        if not (text.isascii() and text.isdigit()) or not 0 < len(text) <= 9 or not int(text):
+        if not re.fullmatch("[0-9]{1,9}", text) or not int(text):
             raise InvalidVariableError(
                 f"SLURM_CPUS_ON_NODE={text[:40]!r}; expected a whole number from 1; "
                 "unset SLURM_CPUS_ON_NODE, or start inside the Slurm job"
@@ -73,40 +70,29 @@ def cpus_per_node_with_source(
     for path in _cgroup_files(root, "cpuset", ("cpuset.cpus.effective", "cpuset.cpus")):
         allowed = _cpus_in_set(_read(path))
         if 0 < allowed < count:
-            count, source = allowed, f"cgroup cpuset {_shown(path, root)}"
+            count, source = allowed, f"cgroup cpuset {path.removeprefix(root.rstrip('/'))}"
     return _within_quota(count, source, root)
 
 
 def _within_quota(count: int, source: str, root: str) -> tuple[int, str]:
-    found = [(quota, path) for path, quota in _quotas(root)]
-    if not found:
-        return count, source
-    quota, path = min(found)
-    if quota >= count:
-        return count, source
-    return max(1, int(quota)), f"cgroup quota {quota:.4g} CPUs of {_shown(path, root)}"
-
-
-def _quotas(root: str) -> Iterator[tuple[str, float]]:
-    """Yield the quota, in CPUs, of this process's cgroup and of each around it that has one.
-
-    Linux, Documentation/admin-guide/cgroup-v2.rst (``cpu.max``: quota or max, period) and
-    Documentation/scheduler/sched-bwc.rst (v1: ``cpu.cfs_quota_us``, -1 for none).
-    """
+    """Return the count, or the quota of this process's cgroup or one around it that is less."""
+    # Linux, Documentation/admin-guide/cgroup-v2.rst (cpu.max: quota or max, period) and
+    # Documentation/scheduler/sched-bwc.rst (v1: cpu.cfs_quota_us, -1 for none).
+    least = float(count)
     for path in _cgroup_files(root, "cpu", ("cpu.max", "cpu.cfs_quota_us")):
         words = _read(path).split()
         if path.endswith("cpu.cfs_quota_us"):
             words += _read(f"{os.path.dirname(path)}/cpu.cfs_period_us").split()
-        if len(words) == 2 and all(w.isascii() and w.isdigit() and int(w) for w in words):
-            yield path, int(words[0]) / int(words[1])
+        if len(words) == 2 and all(re.fullmatch("[0-9]+", w) and int(w) for w in words):
+            quota = int(words[0]) / int(words[1])
+            if quota < least:
+                shown = path.removeprefix(root.rstrip("/"))
+                least, source = quota, f"cgroup quota {quota:.4g} CPUs of {shown}"
+    return max(1, int(least)), source
 
 
 def _cgroup_files(root: str, controller: str, names: tuple[str, ...]) -> Iterator[str]:
-    """Yield those files that exist in this process's cgroup and in the cgroups around it.
-
-    A container may see its own cgroup at the mount point while /proc/self/cgroup names the
-    host's path below it, so what does not exist is passed over, up to the mount point.
-    """
+    """Yield those files that exist in this process's cgroup and in the cgroups around it."""
     mount = f"{root.rstrip('/')}/sys/fs/cgroup"
     for line in _read(f"{root.rstrip('/')}/proc/self/cgroup").splitlines():
         hierarchy, _, rest = line.partition(":")
@@ -117,7 +103,9 @@ def _cgroup_files(root: str, controller: str, names: tuple[str, ...]) -> Iterato
             bases = [f"{mount}/{controllers}", f"{mount}/{controller}"]
         else:
             continue
-        # A path with .. lies outside our cgroup namespace, and so outside the mount.
+        # A path with .. lies outside our cgroup namespace, and so outside the mount. A container
+        # may see its own cgroup at the mount point while the path is the host's: what does not
+        # exist is passed over.
         parts = [] if ".." in path.split("/") else path.strip("/").split("/")
         for base in bases:
             for depth in range(len(parts), -1, -1):
@@ -131,11 +119,10 @@ def _cpus_in_set(text: str) -> int:
     """Count the CPUs of a list such as ``0-3,8``; 0 where it says nothing that parses."""
     count = 0
     for item in text.strip().split(","):
-        low, dash, high = item.partition("-")
-        high = high if dash else low
-        if not (low.isascii() and low.isdigit() and high.isascii() and high.isdigit()):
+        match = re.fullmatch("([0-9]+)(?:-([0-9]+))?", item)
+        if match is None:
             return 0
-        count += max(0, int(high) - int(low) + 1)
+        count += max(0, int(match[2] or match[1]) - int(match[1]) + 1)
     return count
 
 
@@ -144,15 +131,10 @@ def _read(path: str) -> str:
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.read()
     except OSError:
-        # No cgroups, or none for us: nothing is withheld that we could know of.
-        return ""
+        return ""  # no such thing here, or none for us
 
 
-def _shown(path: str, root: str) -> str:
-    return path.removeprefix(root.rstrip("/"))
-
-
-# Accelerators of this host, counted without torch.
+# Accelerators: what the kernel or the vendor's tool shows, less what variables hide.
 
 DEVICE_TYPES = ("xpu", "cuda", "mps", "cpu")
 
@@ -163,7 +145,6 @@ _VARIABLES = {
     "ZE_AFFINITY_MASK": "intel",
 }
 _DEVICE_TYPE_OF = {"nvidia": "cuda", "amd": "cuda", "intel": "xpu"}
-_MASK_ENTRY = r"[0-9]{1,9}(\.[0-9]{1,9}){0,2}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,10 +187,13 @@ def get_accelerators(
             a device twice, or ``ZE_AFFINITY_MASK`` does not parse or fit the hierarchy.
     """
     env = os.environ if env is None else env
-    asked = _asked(env)
-    if asked == "cpu":
+    wanted = _wanted(env)
+    if wanted == "cpu":
         return Accelerators("cpu", 0, "TORCH_DEVICE=cpu")
-    flat = _is_flat(env)
+    # Level Zero shows tiles as devices, its default since late 2023 (Intel, "Flattening GPU tile
+    # hierarchy"). COMBINED shows the same devices as FLAT, and the driver takes any other word for
+    # the default (Intel compute-runtime, execution_environment.cpp).
+    flat = env.get("ZE_FLAT_DEVICE_HIERARCHY") != "COMPOSITE"
     hosts = shown_devices(root, flat=flat)
     if not os.path.isdir(f"{root}/dev"):
         # Windows: with nothing to compare them with, the variables are all there is.
@@ -218,43 +202,42 @@ def get_accelerators(
         tools = False
     none, usable = [], set()
     for host in hosts:
-        if asked not in ("", host.device_type):
+        if wanted not in ("", host.device_type):
             continue
         counted = _counted(host, env, root, flat, tools)
         if counted.count != 0:
             usable.add(host.vendor)
-        found = _usable(counted, env, flat, denied=bool(host.count) and counted.count == 0)
+        found = _visible(counted, env, flat, denied=bool(host.count) and counted.count == 0)
         if found.count:
             return found
         none.append(found)
-    none += _leftovers(env, usable, asked)
+    none += _leftovers(env, usable, wanted)
     notes = tuple(dict.fromkeys(note for each in none for note in each.notes))
     told = next((each.source for each in none if each.source), "")
     if told:
         return Accelerators("cpu", 0, told, notes)
-    if fallback is not None and asked in ("", fallback[0]):
+    if fallback is not None and wanted in ("", fallback[0]):
         return Accelerators(*fallback, notes=(*notes, "this host shows no accelerator of its own"))
-    if asked:
-        return Accelerators(asked, 0, f"TORCH_DEVICE={asked}, and none can be counted here", notes)
+    if wanted:
+        why = f"TORCH_DEVICE={wanted}, and none can be counted here"
+        return Accelerators(wanted, 0, why, notes)
     nothing = "no accelerator found in /dev, /sys or a visible-devices variable"
     return Accelerators("cpu", 0, nothing, notes)
 
 
-def _asked(env: Mapping[str, str]) -> str:
-    asked = env.get("TORCH_DEVICE", "").partition(":")[0]
-    if asked and asked not in DEVICE_TYPES:
+def _wanted(env: Mapping[str, str]) -> str:
+    wanted = env.get("TORCH_DEVICE", "").partition(":")[0]
+    if wanted and wanted not in DEVICE_TYPES:
         raise InvalidVariableError(
             f"TORCH_DEVICE={env['TORCH_DEVICE']!r}; expected one of {', '.join(DEVICE_TYPES)}"
         )
-    return asked
+    return wanted
 
 
 def _counted(host: Shown, env: Mapping[str, str], root: str, flat: bool, tools: bool) -> Shown:
     """Return what the host has of one vendor, by its tool where no variable will tell."""
     if not tools or (host.count and _names_in_force(host.vendor, env)):
         return host
-    # MERGED  # only a host with a driver pays
-
     told = ask_vendor_tool(host.vendor, env, root=root, flat=flat)
     notes = host.notes + told.notes
     if told.count is None:
@@ -266,14 +249,10 @@ def _counted(host: Shown, env: Mapping[str, str], root: str, flat: bool, tools: 
     return replace(host, count=told.count, source=source, notes=notes)
 
 
-def _usable(host: Shown, env: Mapping[str, str], flat: bool, *, denied: bool) -> Accelerators:
-    """Return what the variables leave of one vendor's devices.
-
-    Of none, the source is what hides them (or ``denied``, the tool that lists none of those
-    that the kernel shows), or empty where there was nothing to hide.
-    """
+def _visible(host: Shown, env: Mapping[str, str], flat: bool, *, denied: bool) -> Accelerators:
+    """Return what the variables leave of one vendor's devices; of none, what hides them."""
     names = _names_in_force(host.vendor, env)
-    if denied:
+    if denied:  # the tool lists none of those that the kernel shows
         return Accelerators("cpu", 0, host.source, host.notes)
     if host.count == 0 or (host.count is None and not names):
         # A driver without a device (or without one that can be counted) tells nothing.
@@ -281,7 +260,10 @@ def _usable(host: Shown, env: Mapping[str, str], flat: bool, *, denied: bool) ->
         return Accelerators("cpu", 0, "", (*host.notes, note) if host.source else host.notes)
     count, source, notes = host.count, host.source, host.notes
     for name in names:
-        visible, more = _visible(name, env[name], count, flat)
+        if name == "ZE_AFFINITY_MASK":
+            visible, more = _masked(env[name], count, flat)
+        else:
+            visible, more = _listed(name, env[name], count)
         if not visible:
             of = f" of {count}" if count else ""
             return Accelerators("cpu", 0, f"{name}={env[name]!r} hides every device{of}", notes)
@@ -290,13 +272,11 @@ def _usable(host: Shown, env: Mapping[str, str], flat: bool, *, denied: bool) ->
 
 
 def _names_in_force(vendor: str, env: Mapping[str, str]) -> list[str]:
-    """Return the set variables that this vendor's runtime reads, in the order it applies them.
-
-    HIP counts within what ROCR left, and reads ``CUDA_VISIBLE_DEVICES`` where its own is not
-    set. ``GPU_DEVICE_ORDINAL`` is OpenCL's alone in HIP's source (rocdevice.cpp), though
-    AMD's "GPU isolation" page says otherwise; Slurm sets it beside the others.
-    """
+    """Return the set variables that this vendor's runtime reads, in the order it applies them."""
     if vendor == "amd":
+        # HIP counts within what ROCR left, and reads CUDA_VISIBLE_DEVICES where its own is not
+        # set. GPU_DEVICE_ORDINAL is OpenCL's alone in HIP's source (rocdevice.cpp), though AMD's
+        # "GPU isolation" page says otherwise; Slurm sets it beside the others.
         hip = "HIP_VISIBLE_DEVICES" if "HIP_VISIBLE_DEVICES" in env else "CUDA_VISIBLE_DEVICES"
         return [name for name in ("ROCR_VISIBLE_DEVICES", hip) if name in env]
     if vendor == "intel" and env.get("ZE_AFFINITY_MASK") in ("", "default"):
@@ -304,18 +284,16 @@ def _names_in_force(vendor: str, env: Mapping[str, str]) -> list[str]:
     return [name for name, of in _VARIABLES.items() if of == vendor and name in env]
 
 
-def _leftovers(env: Mapping[str, str], usable: set[str], asked: str) -> list[Accelerators]:
-    """Return what is to be said of the variables of vendors that have no device here.
-
-    One that hides devices says so, and so rules out a fallback; another is only noted.
-    """
+def _leftovers(env: Mapping[str, str], usable: set[str], wanted: str) -> list[Accelerators]:
+    """Return what is to be said of the variables of vendors that have no device here."""
     said = []
     for name, vendor in _VARIABLES.items():
         readers = {vendor, "amd"} if name == "CUDA_VISIBLE_DEVICES" else {vendor}
         text = env.get(name)
-        if text is None or readers & usable or asked not in ("", _DEVICE_TYPE_OF[vendor]):
+        if text is None or readers & usable or wanted not in ("", _DEVICE_TYPE_OF[vendor]):
             continue
         if vendor != "intel" and not _listed(name, text, None)[0]:
+            # With a source: it rules out the fallback.
             said.append(Accelerators("cpu", 0, f"{name}={text!r} hides every device"))
         elif text:
             note = f"set aside: {name}={text}, because this host shows no such device"
@@ -323,20 +301,11 @@ def _leftovers(env: Mapping[str, str], usable: set[str], asked: str) -> list[Acc
     return said
 
 
-def _visible(name: str, text: str, limit: int | None, flat: bool) -> tuple[int, tuple[str, ...]]:
-    """Return how many of ``limit`` devices a variable shows, and notes on what it cannot."""
-    if name == "ZE_AFFINITY_MASK":
-        return _masked(text, limit, flat)
-    return _listed(name, text, limit)
-
-
 def _listed(name: str, text: str, limit: int | None) -> tuple[int, tuple[str, ...]]:
-    """Count a list of indices or UUIDs up to the first entry that is no device.
-
-    CUDA's programming guide: only the devices before the first invalid index are visible,
-    as with ``0,-1,2``; Slurm says ``NoDevFiles`` where it gave none, NVIDIA's containers
-    ``void``. HIP and ROCR stop there too. A UUID may be shortened and cannot be checked here.
-    """
+    """Count a list of indices or UUIDs up to the first entry that is no device."""
+    # CUDA's programming guide: only the devices before the first invalid index are visible, as
+    # with 0,-1,2; Slurm says NoDevFiles where it gave none, NVIDIA's containers void. HIP and ROCR
+    # stop there too. A UUID may be shortened and cannot be checked here.
     good: list[str] = []
     notes: tuple[str, ...] = ()
     for entry in (entry.strip() for entry in text.split(",")):
@@ -364,27 +333,15 @@ def _listed(name: str, text: str, limit: int | None) -> tuple[int, tuple[str, ..
     return len(good), notes
 
 
-def _is_flat(env: Mapping[str, str]) -> bool:
-    """Return whether Level Zero shows tiles as devices, its default on cards that have several.
-
-    That is so since late 2023 (Intel, "Flattening GPU tile hierarchy"); other cards are one
-    tile each. ``COMBINED`` shows the same devices as ``FLAT``, and the driver takes any other
-    word for the default (Intel compute-runtime, execution_environment.cpp).
-    """
-    return env.get("ZE_FLAT_DEVICE_HIERARCHY") != "COMPOSITE"
-
-
 def _masked(text: str, limit: int | None, flat: bool) -> tuple[int, tuple[str, ...]]:
-    """Count the devices of a ``ZE_AFFINITY_MASK``, whose entries are devices of the hierarchy.
-
-    Level Zero specification, "Affinity Mask": in ``FLAT`` and ``COMBINED`` an entry is a
-    tile's index, and ``0.1`` is not valid (the driver passes it over); in ``COMPOSITE`` ``0``
-    is a card and ``0.1`` a card that shows one tile. An index too high is passed over, and
-    one named twice counts once (Intel compute-runtime, execution_environment.cpp).
-    """
+    """Count the devices of a ``ZE_AFFINITY_MASK``, whose entries are devices of the hierarchy."""
+    # Level Zero specification, "Affinity Mask": in FLAT and COMBINED an entry is a tile's index,
+    # and 0.1 is not valid (the driver passes it over); in COMPOSITE 0 is a card and 0.1 a card
+    # that shows one tile. An index too high is passed over, and one named twice counts once
+    # (Intel compute-runtime, execution_environment.cpp).
     entries = [entry.strip() for entry in text.split(",")]
     for entry in entries:
-        if not re.fullmatch(_MASK_ENTRY, entry) or (flat and "." in entry):
+        if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9}){0,2}", entry) or (flat and "." in entry):
             expected = (
                 "tile indices such as 0,1,2: ZE_FLAT_DEVICE_HIERARCHY is not COMPOSITE"
                 if flat
@@ -404,11 +361,8 @@ def _masked(text: str, limit: int | None, flat: bool) -> tuple[int, tuple[str, .
 
 # The vendors' own lists of devices: nvidia-smi, amd-smi or rocm-smi, xpu-smi.
 
-TIME_LIMIT = 10.0
+_TIME_LIMIT = 10.0
 """Seconds; a driver without persistence mode takes some to wake its devices."""
-
-_ANY_STATUS = range(-64, 256)
-"""Signals and exit statuses: each is an answer, to be told in our words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -426,89 +380,50 @@ def ask_vendor_tool(
     *,
     root: str = "/",
     flat: bool = True,
-    time_limit: float = TIME_LIMIT,
+    time_limit: float = _TIME_LIMIT,
 ) -> Told:
-    """Ask the vendor's tool on the ``PATH`` of ``env`` how many devices there are.
-
-    Args:
-        vendor: As in `Shown`; a vendor without a tool tells nothing.
-        env: The environment that the tool is found and run in.
-        root: Where ``dev`` and ``sys`` are found; for tests.
-        flat: Whether each Intel tile is a device, as for `shown_devices`.
-        time_limit: Seconds until a tool that does not answer is stopped.
-    """
-    if vendor == "nvidia":
-        return _nvidia_smi(env, time_limit)
-    if vendor == "amd":
-        told = _amd_smi(env, time_limit)
-        return told if told.count is not None else _rocm_smi(env, time_limit, told.notes)
-    if vendor == "intel":
-        return _xpu_smi(env, time_limit, root, flat)
-    return Told(None)
-
-
-def _nvidia_smi(env: Mapping[str, str], time_limit: float) -> Told:
-    """Count the lines ``GPU 0: NVIDIA H100 (UUID: GPU-...)`` of ``nvidia-smi -L``.
-
-    The format, with ``MIG 1g.10gb Device 3: (UUID: MIG-...)`` below its GPU, is in NVIDIA's
-    MIG user guide, "CUDA Device Enumeration".
-    """
-    text, note = _output(["nvidia-smi", "-L"], env, time_limit)
-    if text is None:
-        return Told(None, notes=note)
-    gpus = re.findall(r"^GPU [0-9]+: ", text, re.MULTILINE)
-    instances = re.findall(r"^\s*MIG \S+\s+Device\s+[0-9]+:", text, re.MULTILINE)
-    if not gpus and "no devices" not in text.lower():
-        return Told(None, notes=(f"nvidia-smi -L said {_first_line(text)!r}, not 'GPU 0: ...'",))
-    mig = (
-        f"nvidia-smi lists {len(instances)} MIG devices on {len(gpus)} GPUs, of which one "
-        "process sees some: give each rank its own in CUDA_VISIBLE_DEVICES"
-    )
-    return Told(len(gpus), "nvidia-smi -L", (mig,) if instances else ())
+    """Ask the vendor's tool on the ``PATH`` of ``env`` how many devices there are."""
+    notes: tuple[str, ...] = ()
+    for argv, pattern, expected in _TOOLS.get(vendor, ()):
+        text, failed = _output(argv, env, time_limit)
+        notes += failed
+        if text is None:
+            continue
+        if vendor == "intel":
+            return _physical_cards(text, root, flat)
+        called, gpus = " ".join(argv), set(re.findall(pattern, text, re.MULTILINE))
+        if not gpus and not (vendor == "nvidia" and "no devices" in text.lower()):
+            notes += (f"{called} said {_first_line(text)!r}, not {expected!r}",)
+            continue
+        instances = re.findall(r"^\s*MIG \S+\s+Device\s+[0-9]+:", text, re.MULTILINE)
+        if instances:
+            mig = f"nvidia-smi lists {len(instances)} MIG devices on {len(gpus)} GPUs, of which one"
+            notes += (f"{mig} process sees some: give each rank its own in CUDA_VISIBLE_DEVICES",)
+        return Told(len(gpus), called, notes)
+    return Told(None, notes=notes)
 
 
-def _amd_smi(env: Mapping[str, str], time_limit: float) -> Told:
-    """Count the lines ``GPU: 0`` of ``amd-smi list`` (AMD SMI's changelog)."""
-    text, note = _output(["amd-smi", "list"], env, time_limit)
-    if text is None:
-        return Told(None, notes=note)
-    gpus = set(re.findall(r"^GPU: ([0-9]+)\s*$", text, re.MULTILINE))
-    if not gpus:
-        return Told(None, notes=(f"amd-smi list said {_first_line(text)!r}, not 'GPU: 0'",))
-    return Told(len(gpus), "amd-smi list")
+_TOOLS: dict[str, list[tuple[tuple[str, ...], str, str]]] = {
+    # "MIG 1g.10gb Device 3: (UUID: MIG-...)" below its GPU: NVIDIA's MIG user guide, "CUDA Device
+    # Enumeration".
+    "nvidia": [(("nvidia-smi", "-L"), r"^GPU ([0-9]+): ", "GPU 0: ...")],
+    "amd": [
+        (("amd-smi", "list"), r"^GPU: ([0-9]+)\s*$", "GPU: 0"),  # AMD SMI's changelog
+        # As in outputs published for ROCm 6; a GPU has several lines.
+        (("rocm-smi", "--showid"), r"^GPU\[([0-9]+)\]\s*:", "GPU[0] : ..."),
+    ],
+    "intel": [(("xpu-smi", "discovery", "-j"), "", "")],
+}
+"""Vendor to command, what counts a GPU in its answer, and what is expected there."""
 
 
-def _rocm_smi(env: Mapping[str, str], time_limit: float, before: tuple[str, ...]) -> Told:
-    """Count the GPUs of ``GPU[0] : Device ID: 0x74a1`` in ``rocm-smi --showid``.
-
-    The format is that of outputs published for ROCm 6; a GPU has several lines.
-    """
-    text, note = _output(["rocm-smi", "--showid"], env, time_limit)
-    if text is None:
-        return Told(None, notes=before + note)
-    gpus = set(re.findall(r"^GPU\[([0-9]+)\]\s*:", text, re.MULTILINE))
-    if not gpus:
-        note = (f"rocm-smi --showid said {_first_line(text)!r}, not 'GPU[0] : ...'",)
-        return Told(None, notes=before + note)
-    return Told(len(gpus), "rocm-smi --showid", before)
-
-
-def _xpu_smi(env: Mapping[str, str], time_limit: float, root: str, flat: bool) -> Told:
-    """Take the physical cards of ``xpu-smi discovery -j``, and their tiles from sysfs.
-
-    ``device_list`` holds an object a card with ``device_function_type`` and
-    ``pci_bdf_address``, and is null where there is none (Intel XPU Manager, CLI user guide
-    and cmd_discovery.cpp). It lists cards in every ZE_FLAT_DEVICE_HIERARCHY (Level Zero
-    specification, "Device Hierarchy": SYSMAN is not affected).
-    """
-    text, note = _output(["xpu-smi", "discovery", "-j"], env, time_limit)
-    if text is None:
-        return Told(None, notes=note)
-    import json  # noqa: PLC0415
-
+def _physical_cards(text: str, root: str, flat: bool) -> Told:
+    """Take the physical cards of ``xpu-smi discovery -j``, and their tiles from sysfs."""
+    # Intel XPU Manager, CLI user guide and cmd_discovery.cpp: device_list is null where there is
+    # none. It lists cards in every ZE_FLAT_DEVICE_HIERARCHY (Level Zero specification, "Device
+    # Hierarchy": SYSMAN is not affected).
     try:
-        answer = json.loads(text)
-        listed = answer["device_list"] or []
+        listed = json.loads(text)["device_list"] or []
         addresses = {
             entry["pci_bdf_address"].lower()
             for entry in listed
@@ -520,22 +435,26 @@ def _xpu_smi(env: Mapping[str, str], time_limit: float, root: str, flat: bool) -
     cards = [card for card in intel_cards(root) if card[0] in addresses]
     if listed and not cards:
         return Told(None, notes=("xpu-smi discovery -j lists no card that sysfs shows",))
-    count, notes = devices_of_cards(cards, flat=flat)
-    unit = "tiles" if flat else "cards"
+    count, unit, notes = _devices_of(cards, flat)
     return Told(count, f"xpu-smi discovery: {count} {unit} of {len(cards)} cards", notes)
 
 
 def _output(
-    argv: list[str], env: Mapping[str, str], time_limit: float
+    argv: tuple[str, ...], env: Mapping[str, str], time_limit: float
 ) -> tuple[str | None, tuple[str, ...]]:
     """Return what the tool printed, or None and a note; no note where it is not installed."""
     if find(argv[0], env) is None:
         return None, ()
     called = " ".join(argv)
     try:
-        # Once: this stands in the way of a launch, and there is another source.
+        # Once: this stands in the way of a launch, and there is another source. Each signal and
+        # exit status is an answer, to be told in our words.
         answer = ask(
-            argv, env={**env, "LC_ALL": "C"}, time_limit=time_limit, attempts=1, good=_ANY_STATUS
+            argv,
+            env={**env, "LC_ALL": "C"},
+            time_limit=time_limit,
+            attempts=1,
+            good=range(-64, 256),
         )
     except SchedulerError as error:
         # Its words are about schedulers; the cause is an OSError where it did not start.
@@ -544,8 +463,7 @@ def _output(
         return None, (f"{called} failed: {why}",)
     if answer.status:
         said = _first_line(f"{answer.stdout}\n{answer.stderr}") or "nothing said"
-        how = f"exit status {answer.status}" if answer.status > 0 else f"signal {-answer.status}"
-        return None, (f"{called} failed with {how}: {said}",)
+        return None, (f"{called} failed with {ended_with(answer.status)}: {said}",)
     return answer.stdout, ()
 
 
@@ -556,21 +474,10 @@ def _first_line(text: str) -> str:
 
 # What the kernel of this host shows of accelerators, in /dev and /sys.
 
-_CLASS_DISPLAY = "3"
-_VENDOR_INTEL = "8086"
 
-
-@dataclass(frozen=True, slots=True, eq=False)  # nobody compares them, and to make eq takes 0.3 ms
+@dataclass(frozen=True, slots=True)
 class Shown:
-    """Devices of one vendor as the kernel shows them.
-
-    Attributes:
-        vendor: ``"nvidia"``, ``"amd"``, ``"intel"`` or ``"apple"``.
-        device_type: torch's word for them.
-        count: Number of devices, or None where a driver is there and cannot be counted.
-        source: The files that told.
-        notes: What was assumed, in words for people.
-    """
+    """Devices of one vendor; a count of None: a driver is there and they cannot be counted."""
 
     vendor: str
     device_type: str
@@ -584,32 +491,43 @@ Card = tuple[str, int]
 
 
 def shown_devices(root: str = "/", *, flat: bool = True) -> list[Shown]:
-    """Return one entry for each vendor whose driver this host shows, in order of preference.
+    """Return one entry for each vendor whose driver this host shows, in order of preference."""
+    shown = []
+    names = _listdir(f"{root}/dev")
+    count = sum(_numbered(name, "nvidia") for name in names)
+    if count or "nvidiactl" in names:
+        shown.append(Shown("nvidia", "cuda", count, f"{count} x /dev/nvidia<N>"))
+    elif "dxg" in names:
+        # Windows' Linux: one file for every GPU of any vendor (Microsoft, "WSL GPU support").
+        source = "/dev/dxg (WSL), which does not tell how many"
+        shown.append(Shown("nvidia", "cuda", None, source))
+    if os.path.exists(f"{root}/dev/kfd"):
+        nodes = f"{root}/sys/class/kfd/kfd/topology/nodes"
+        # A node without SIMDs is a CPU (Linux, kfd_topology.c). The driver denies reading the
+        # properties of a GPU outside this job's cgroup.
+        facts = [_facts(f"{nodes}/{node}/properties", " ") for node in _listdir(nodes)]
+        count = sum(each.get("simd_count", "0").strip() not in ("", "0") for each in facts)
+        shown.append(Shown("amd", "cuda", count, f"{count} GPUs in /sys/class/kfd (ROCm)"))
+    if cards := intel_cards(root):
+        count, unit, notes = _devices_of(cards, flat)
+        source = f"{count} {unit} of {len(cards)} Intel cards in /sys/class/drm"
+        shown.append(Shown("intel", "xpu", count, source, notes))
+    if sys.platform == "darwin" and os.uname().machine == "arm64":
+        shown.append(Shown("apple", "mps", 1, "an Apple silicon Mac"))
+    return shown
 
-    Args:
-        root: Where ``dev`` and ``sys`` are found; for tests.
-        flat: Whether Level Zero shows each Intel tile as a device (``FLAT``) or each card.
-    """
-    found = (_nvidia(root), _amd(root), _intel(root, flat), _apple())
-    return [shown for shown in found if shown is not None]
 
-
-def devices_of_cards(cards: list[Card], *, flat: bool) -> tuple[int, tuple[str, ...]]:
-    """Return the number of Level Zero devices that these cards are, and notes on it."""
+def _devices_of(cards: list[Card], flat: bool) -> tuple[int, str, tuple[str, ...]]:
+    """Return the number of Level Zero devices that these cards are, their unit, and notes."""
     if not flat:
-        return len(cards), ()
+        return len(cards), "cards", ()
     unknown = [address for address, tiles in cards if not tiles]
     note = f"sysfs shows no tiles of {', '.join(unknown)}: counted as one device each"
-    return sum(tiles or 1 for _, tiles in cards), (note,) if unknown else ()
+    return sum(tiles or 1 for _, tiles in cards), "tiles", (note,) if unknown else ()
 
 
 def intel_cards(root: str = "/") -> list[Card]:
-    """Return the discrete Intel GPUs that this host lets us open a render node of.
-
-    The graphics inside a CPU are left out: they sit at PCI 0000:00:02, as a VGA controller
-    or, where another card drives the screen, as a display controller. So the PCI class alone
-    does not tell them from a data-centre card, which is a display controller (0x0380) too.
-    """
+    """Return the discrete Intel GPUs that this host lets us open a render node of."""
     cards = []
     for name in sorted(_listdir(f"{root}/sys/class/drm")):
         # sysfs shows a container every card of the host; /dev only those it was given.
@@ -617,24 +535,21 @@ def intel_cards(root: str = "/") -> list[Card]:
             continue
         device = f"{root}/sys/class/drm/{name}/device"
         # The PCI bus writes DRIVER, PCI_CLASS, PCI_ID and PCI_SLOT_NAME (Linux, pci-driver.c).
-        facts = dict(line.partition("=")[::2] for line in _lines(f"{device}/uevent"))
-        vendor = facts.get("PCI_ID", "").partition(":")[0]
-        address = facts.get("PCI_SLOT_NAME", "")
-        # PCI_CLASS is hexadecimal without leading zeros: 38000 is class 03, subclass 80.
-        pci_class = facts.get("PCI_CLASS", "").zfill(6)[:2].lstrip("0")
-        if vendor != _VENDOR_INTEL or pci_class != _CLASS_DISPLAY:
-            continue
-        if not address.startswith("0000:00:02."):
-            cards.append((address.lower(), _tiles(device)))
+        facts = _facts(f"{device}/uevent", "=")
+        address = facts.get("PCI_SLOT_NAME", "").lower()
+        # A display controller of Intel; hexadecimal without leading zeros: 38000 is class 03.
+        is_gpu = facts.get("PCI_CLASS", "").zfill(6).startswith("03")
+        # The graphics inside a CPU sit at 0000:00:02, as a VGA controller or, where another card
+        # drives the screen, as a display controller, which a data-centre card is too.
+        if is_gpu and facts.get("PCI_ID", "")[:5] == "8086:" and address[:11] != "0000:00:02.":
+            cards.append((address, _tiles(device)))
     return cards
 
 
 def _tiles(device: str) -> int:
-    """Count tiles: the xe driver has device/tile<N>, i915 has card<N>/gt/gt<N>.
-
-    xe: a tile may hold several GTs, so its tiles are counted (Linux, xe_tile.c, "Multi-tile
-    Design"). i915: one GT a tile on discrete cards ("Create a gt/ directory in sysfs", 2022).
-    """
+    """Count tiles: the xe driver has device/tile<N>, i915 has card<N>/gt/gt<N>."""
+    # xe: a tile may hold several GTs, so its tiles are counted (Linux, xe_tile.c, "Multi-tile
+    # Design"). i915: one GT a tile on discrete cards ("Create a gt/ directory in sysfs", 2022).
     tiles = sum(_numbered(name, "tile") for name in _listdir(device))
     if tiles:
         return tiles
@@ -642,46 +557,6 @@ def _tiles(device: str) -> int:
         if _numbered(name, "card"):
             return sum(_numbered(gt, "gt") for gt in _listdir(f"{device}/drm/{name}/gt"))
     return 0
-
-
-def _nvidia(root: str) -> Shown | None:
-    names = _listdir(f"{root}/dev")
-    count = sum(_numbered(name, "nvidia") for name in names)
-    if count or "nvidiactl" in names:
-        return Shown("nvidia", "cuda", count, f"{count} x /dev/nvidia<N>")
-    if "dxg" in names:
-        # Windows' Linux: one file for every GPU of any vendor (Microsoft, "WSL GPU support").
-        return Shown("nvidia", "cuda", None, "/dev/dxg (WSL), which does not tell how many")
-    return None
-
-
-def _amd(root: str) -> Shown | None:
-    """Count KFD nodes with SIMDs: a node without is a CPU (Linux kernel, kfd_topology.c)."""
-    if not os.path.exists(f"{root}/dev/kfd"):
-        return None
-    nodes = f"{root}/sys/class/kfd/kfd/topology/nodes"
-    count = 0
-    for node in _listdir(nodes):
-        # The driver denies reading the properties of a GPU outside this job's cgroup.
-        facts = dict(line.partition(" ")[::2] for line in _lines(f"{nodes}/{node}/properties"))
-        count += facts.get("simd_count", "0").strip() not in ("", "0")
-    return Shown("amd", "cuda", count, f"{count} GPUs in /sys/class/kfd (ROCm)")
-
-
-def _intel(root: str, flat: bool) -> Shown | None:
-    cards = intel_cards(root)
-    if not cards:
-        return None
-    count, notes = devices_of_cards(cards, flat=flat)
-    unit = "tiles" if flat else "cards"
-    source = f"{count} {unit} of {len(cards)} Intel cards in /sys/class/drm"
-    return Shown("intel", "xpu", count, source, notes)
-
-
-def _apple() -> Shown | None:
-    if sys.platform == "darwin" and os.uname().machine == "arm64":
-        return Shown("apple", "mps", 1, "an Apple silicon Mac")
-    return None
 
 
 def _numbered(name: str, stem: str) -> bool:
@@ -692,13 +567,8 @@ def _listdir(path: str) -> list[str]:
     try:
         return os.listdir(path)
     except OSError:
-        # No driver, no directory (or none for us): there is nothing to use.
-        return []
+        return []  # no driver, no directory, or none for us
 
 
-def _lines(path: str) -> list[str]:
-    try:
-        with open(path, encoding="ascii", errors="replace") as file:
-            return file.read().splitlines()
-    except OSError:
-        return []
+def _facts(path: str, separator: str) -> dict[str, str]:
+    return dict(line.partition(separator)[::2] for line in _read(path).splitlines())

@@ -36,7 +36,7 @@ class Family:
     """False where the names come from documentation and have not been run by us."""
 
 
-STAMP = Family(
+EZPZ = Family(
     name="ezpz",
     rank=("EZPZ_RANK",),
     world_size=("EZPZ_WORLD_SIZE",),
@@ -45,23 +45,24 @@ STAMP = Family(
     node_rank=("EZPZ_NODE_RANK",),
     num_nodes=("EZPZ_NUM_NODES",),
 )
-"""Set for each rank by ezpz-launch; ``EZPZ_LAUNCHER`` names the family it was taken from."""
+"""The launch variables: set for each rank by ezpz-launch, from those of its launcher."""
 
-STAMP_LAUNCHER = "EZPZ_LAUNCHER"
+EZPZ_LAUNCHER = "EZPZ_LAUNCHER"
+"""The family that the launch variables were taken from."""
 
-STAMP_JOB = "EZPZ_JOB_ID"
-"""The scheduler's job in which the stamp was made."""
+EZPZ_JOB_ID = "EZPZ_JOB_ID"
+"""The scheduler's job in which they were set."""
 
-STAMP_DEVICE = "EZPZ_LOCAL_DEVICE"
-"""The rank's own among the devices that it sees: what ``LOCAL_RANK`` is to torchrun's scripts."""
+EZPZ_LOCAL_DEVICE = "EZPZ_LOCAL_DEVICE"
+"""The index of the rank's own device: what ``LOCAL_RANK`` is to torchrun's scripts."""
 
 TORCHRUN = Family(
     name="torchrun",
     rank=("RANK",),
     world_size=("WORLD_SIZE",),
     local_rank=("LOCAL_RANK",),
-    # LOCAL_SIZE is DeepSpeed's launcher's word for it, and nobody else's: below another launcher
-    # a LOCAL_WORLD_SIZE can be that one's.
+    # LOCAL_SIZE is set by DeepSpeed's launcher alone; below another launcher LOCAL_WORLD_SIZE
+    # can be that one's.
     local_world_size=("LOCAL_SIZE", "LOCAL_WORLD_SIZE"),
     node_rank=("GROUP_RANK", "NODE_RANK"),
     num_nodes=("GROUP_WORLD_SIZE",),
@@ -168,7 +169,9 @@ LAUNCHERS: tuple[Family, ...] = (
 )
 """In order of trust: MPI ranks inside a Slurm step carry the SLURM_PROCID of their *proxy*."""
 
-FAMILIES: tuple[Family, ...] = (STAMP, TORCHRUN, *LAUNCHERS)
+FAMILIES: tuple[Family, ...] = (EZPZ, TORCHRUN, *LAUNCHERS)
+
+_BY_NAME = {each.name: each for each in FAMILIES}
 
 
 def family(name: str) -> Family:
@@ -177,7 +180,4 @@ def family(name: str) -> Family:
     Raises:
         KeyError: No launcher of that name is in the table.
     """
-    for candidate in FAMILIES:
-        if candidate.name == name:
-            return candidate
-    raise KeyError(name)
+    return _BY_NAME[name]

@@ -42,7 +42,7 @@ class IncompleteLauncherError(TopoError):
 
 
 class LauncherConflictError(TopoError):
-    """Two launchers both claim this process and give it different ranks."""
+    """Two launchers give this process different ranks."""
 
 
 class CheckError(TopoError):

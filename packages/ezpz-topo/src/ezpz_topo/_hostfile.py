@@ -12,40 +12,11 @@ from dataclasses import dataclass
 from ._errors import HostfileError
 from ._nodelist import MAX_HOSTS, host_key, is_host
 
-# Files that somebody else names: read whole, but neither for ever nor into all of memory.
-
-
-def read_regular(path: str, limit: int) -> bytes:
-    """Return what a regular file says.
-
-    Raises:
-        OSError: It cannot be read, is no regular file (a FIFO would wait for its writer,
-            ``/dev/zero`` has no end), or is longer than ``limit`` bytes.
-        ValueError: The path holds a NUL.
-    """
-    with open(path, "rb", opener=_open_without_waiting) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(f"{path!r} is not a regular file")
-        data = file.read(limit + 1)
-    if len(data) > limit:
-        raise OSError(f"{path!r} has more than {limit} bytes")
-    return data
-
-
-def _open_without_waiting(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
-
-
-# The lines of a hostfile: how many slots they give to which host.
-
 MAX_BYTES = 64 << 20
 """A larger file is refused: 10,000 nodes of 100 slots each, a line a slot, are 45 MB."""
 
-_IN_NAMES = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_.-\n"
-_MAX_NAME = 253
-_MAX_LINE = 4096
 _MAX_LINES = 1 << 22  # 10,000 nodes of 100 slots each, a line a slot, are 1,000,000
-_MAX_GUESS = 1 << 16  # bytes
+_MAX_LINE = 4096
 _BLANKS = str.maketrans("\t\v\f", "   ")
 _NUMBER = r"0*[1-9][0-9]{0,5}"
 _IN_BRACKETS = r"\[([^\[\]]*)\](?::(.*))?"
@@ -54,35 +25,79 @@ _SLOTS = frozenset({"slots", "cpu", "count"})
 _MAX_SLOTS = frozenset(f"max_{word}" for word in _SLOTS) | {f"{word}_max" for word in _SLOTS}
 
 
-def read_slots(path: str | os.PathLike[str]) -> dict[str, int | None]:
-    """Return host -> slots of a hostfile, in order: a third of the time of `read_hostfile`.
+@dataclass(frozen=True, slots=True)
+class HostSlots:
+    """One host of a hostfile, and the ranks that the file foresees on it; None: not told."""
+
+    host: str
+    slots: int | None = None
+
+
+def parse_hostfile(text: str, *, path: str = "<text>") -> tuple[HostSlots, ...]:
+    r"""Return the hosts of a hostfile, each once, in order, by short name, with their slots.
+
+    The first spelling of a host stays. Repeats add up, and a line without a number then counts
+    one; a host named once and without a number has None.
+
+    Args:
+        text: What the file says.
+        path: The file's name, for errors.
+
+    Raises:
+        HostfileError: A line does not parse, or there is no host, or too many; with the line.
+
+    >>> parse_hostfile("x1n0:2  # login\nx1n1 slots=4\nX1N0.hsn.example\n")
+    (HostSlots(host='x1n0', slots=3), HostSlots(host='x1n1', slots=4))
+    """
+    return tuple(HostSlots(host, slots) for host, slots in _parse(text, path).items())
+
+
+def read_hostfile(path: str | os.PathLike[str]) -> tuple[HostSlots, ...]:
+    """Return the hosts of a hostfile (see `parse_hostfile`).
+
+    Raises:
+        HostfileError: The file cannot be read, is not a regular one, is too large, is not
+            UTF-8, or does not parse.
+    """
+    return tuple(HostSlots(host, slots) for host, slots in read_slots(path).items())
+
+
+def get_nodes_from_hostfile(hostfile: str | os.PathLike[str]) -> list[str]:
+    """Return the host names of a hostfile, in order, each once.
 
     Raises:
         HostfileError: As `read_hostfile`.
     """
+    return list(read_slots(hostfile))
+
+
+def read_slots(path: str | os.PathLike[str]) -> dict[str, int | None]:
+    """Return host -> slots of a hostfile, in order."""
     name = os.fspath(path)
     try:
-        return parse_bytes(read_regular(name, MAX_BYTES), name)
+        text = read_regular(name, MAX_BYTES).decode()
     except (OSError, ValueError) as error:  # a name with a NUL, and undecodable bytes
         raise HostfileError(
             f"hostfile {name!r} cannot be read ({error}); expected a text file with one host a "
             "line; name another, or unset the variable that names it"
         ) from error
+    return _parse(text, name)
 
 
-def parse_bytes(data: bytes, path: str) -> dict[str, int | None]:
-    """Return host -> slots of what a hostfile holds, in order.
+def read_regular(path: str, limit: int) -> bytes:
+    """Return what a regular file of at most ``limit`` bytes says; raise OSError for another."""
+    # A FIFO would wait for its writer, and /dev/zero has no end.
+    with open(path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(f"{path!r} is not a regular file")
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise OSError(f"{path!r} has more than {limit} bytes")
+    return data
 
-    Raises:
-        UnicodeDecodeError: It is not UTF-8.
-        HostfileError: It does not parse.
-    """
-    found = _slots_of_names(data)
-    return parse_text(data.decode(), path) if found is None else found
 
-
-def parse_text(text: str, path: str) -> dict[str, int | None]:
-    """Return host -> slots, in order, of any lines; see `parse_hostfile`."""
+def _parse(text: str, path: str) -> dict[str, int | None]:
+    """Return host -> slots, in order."""
     if "\0" in text:
         raise HostfileError(f"hostfile {path!r} holds NUL bytes; expected text, one host a line")
     if text.count("\n") > _MAX_LINES:
@@ -91,91 +106,37 @@ def parse_text(text: str, path: str) -> dict[str, int | None]:
             "name the job's own hostfile"
         )
     found: dict[str, tuple[str, int, bool]] = {}  # first spelling, slots, whether they are told
-    # Node files repeat a line for each slot. Some editors begin a file with a mark of its encoding.
-    for line, times in Counter(text.removeprefix("\ufeff").split("\n")).items():
+    # Some editors begin a file with a mark of its encoding.
+    lines = text.removeprefix("\ufeff").split("\n")
+    # Node files repeat a line for each slot: each is parsed once.
+    for line, times in Counter(lines).items():
         try:
             entry = _parse_line(line)
         except HostfileError as error:
-            number = text.removeprefix("\ufeff").split("\n").index(line) + 1
+            number = lines.index(line) + 1
             raise HostfileError(f"hostfile {path!r} line {number}: {error}") from None
         if entry is None:
             continue
-        key, host, slots = entry
+        host, slots = entry
+        key, number = host_key(host), (slots or 1) * times
         if key in found:
-            found[key] = (found[key][0], found[key][1] + (slots or 1) * times, True)
+            found[key] = (found[key][0], found[key][1] + number, True)
             continue
         if len(found) >= MAX_HOSTS:
             raise HostfileError(
                 f"hostfile {path!r}: {host[:40]!r} is host {MAX_HOSTS + 1}; expected at most "
                 f"{MAX_HOSTS}; name the job's own hostfile"
             )
-        found[key] = (host, (slots or 1) * times, slots is not None or times > 1)
+        found[key] = (host, number, slots is not None or times > 1)
     if not found:
         raise HostfileError(f"hostfile {path!r} names no host; expected one host a line")
     return {host: slots if told else None for host, slots, told in found.values()}
 
 
-def _slots_of_names(data: bytes) -> dict[str, int | None] | None:
-    """Return host -> slots where each line is a host's name, and no host has two names.
-
-    Most files are so, and that is seen at a glance: line by line it would take ten times as long.
-    None where there is more to it, or something wrong. Names that do not begin with a letter are
-    left to that, too: they may be addresses.
-    """
-    runs = _count_runs(data)
-    if runs is None and data.count(b"\n") > _MAX_LINES:
-        return None
-    text = data if runs is None else b"".join(runs)
-    if text.translate(None, _IN_NAMES) or b".." in text or b".-" in text:
-        return None
-    hosts = text.decode("ascii").split()
-    found: dict[str, int | None] = dict.fromkeys(hosts) if runs is None else {}
-    if len(found) < len(hosts):
-        times = Counter(hosts).values() if runs is None else runs.values()
-        found = {host: n if n > 1 else None for host, n in zip(found or hosts, times, strict=True)}
-    keys = "\n".join([host.partition(".")[0] for host in found]).lower().split("\n")
-    # Of the characters of names, in lower case, none but letters stand after the "a".
-    if min(keys) < "a" or len(set(keys)) < len(keys) or len(keys) > MAX_HOSTS:
-        return None
-    return None if max(map(len, found)) > _MAX_NAME else found
-
-
-def _count_runs(data: bytes) -> dict[bytes, int] | None:
-    """Return line -> how often it is there, in order, lines with their ends, without empty ones.
-
-    PBS repeats a host's line for each slot. Such a run is compared as a whole, with as many
-    repeats as the one before had, and its lines are never made: a third of the time of a `Counter`.
-    None if the first line is not repeated at once, or there are too many.
-    """
-    find, startswith = data.find, data.startswith
-    at = find(b"\n") + 1
-    if not at or not startswith(data[:at], at):
-        return None
-    counts: dict[bytes, int] = {}
-    at, run, seen = 0, 1, 0
-    while end := find(b"\n", at) + 1:
-        line = data[at:end]
-        size = (end - at) * run
-        # No long line after a long run is repeated into all of memory.
-        if size < _MAX_GUESS and startswith(line * run, at):
-            at += size
-        else:
-            at, run = end, 1
-        while startswith(line, at) and run <= _MAX_LINES:
-            at, run = at + len(line), run + 1
-        seen += run
-        if seen > _MAX_LINES:
-            return None
-        counts[line] = counts[line] + run if line in counts else run
-    if at < len(data):
-        line = data[at:] + b"\n"
-        counts[line] = counts.get(line, 0) + 1
-    counts.pop(b"\n", None)
-    return counts
-
-
-def _parse_line(line: str) -> tuple[str, str, int | None] | None:
-    """Return key, name and slots of the host of one line; None where there is none."""
+def _parse_line(line: str) -> tuple[str, int | None] | None:
+    """Return name and slots of the host of one line; None where there is none."""
+    if is_host(line):
+        return line, None  # as most lines, in a fifth of the time
     line = line.removesuffix("\r").partition("#")[0].translate(_BLANKS).strip(" ")
     if not line:
         return None
@@ -198,7 +159,7 @@ def _parse_line(line: str) -> tuple[str, str, int | None] | None:
     if most is not None and most < (slots or 1):
         raise _bad(f"max_slots={most}", f"at least the {slots} slots of the host")
     # As in Open MPI, the most slots are the slots where nothing else is said.
-    return host_key(host), host, slots or most
+    return host, slots or most
 
 
 def _host_of(token: str) -> tuple[str, int | None]:
@@ -229,53 +190,7 @@ def _bad(part: str, expected: str) -> HostfileError:
     return HostfileError(f"{part[:40]!r}; expected {expected}")
 
 
-# The hostfile: parsed, read and written.
-
-
-@dataclass(frozen=True, slots=True)
-class HostSlots:
-    """One host of a hostfile, and the ranks that the file foresees on it; None: not told."""
-
-    host: str
-    slots: int | None = None
-
-
-def parse_hostfile(text: str, *, path: str = "<text>") -> tuple[HostSlots, ...]:
-    r"""Return the hosts of a hostfile, each once, in order, by short name, with their slots.
-
-    The first spelling of a host stays. Repeats add up, and a line without a number then counts
-    one; a host named once and without a number has None.
-
-    Args:
-        text: What the file says.
-        path: The file's name, for errors.
-
-    Raises:
-        HostfileError: A line does not parse, or there is no host, or too many; with the line.
-
-    >>> parse_hostfile("x1n0:2  # login\nx1n1 slots=4\nX1N0.hsn.example\n")
-    (HostSlots(host='x1n0', slots=3), HostSlots(host='x1n1', slots=4))
-    """
-    return tuple(HostSlots(host, slots) for host, slots in parse_text(text, path).items())
-
-
-def read_hostfile(path: str | os.PathLike[str]) -> tuple[HostSlots, ...]:
-    """Return the hosts of a hostfile (see `parse_hostfile`).
-
-    Raises:
-        HostfileError: The file cannot be read, is not a regular one, is too large, is not
-            UTF-8, or does not parse.
-    """
-    return tuple(HostSlots(host, slots) for host, slots in read_slots(path).items())
-
-
-def get_nodes_from_hostfile(hostfile: str | os.PathLike[str]) -> list[str]:
-    """Return the host names of a hostfile, in order, each once.
-
-    Raises:
-        HostfileError: As `read_hostfile`.
-    """
-    return list(read_slots(hostfile))
+# Written.
 
 
 def format_hostfile(hosts: Iterable[str]) -> bytes:

@@ -1,4 +1,4 @@
-"""The hosts to use, and files that name them."""
+"""The hosts to use: those that a scheduler gave us, or that a file names; and files for them."""
 
 from __future__ import annotations
 
@@ -6,21 +6,97 @@ import contextlib
 import os
 import re
 import stat
+import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
 
-from ._allocation import get_allocation
-from ._errors import HostfileError
+from ._allocation import UNREADABLE, Allocation, scheduler_of
+from ._errors import HostfileError, SchedulerError, TopoError
 from ._hostfile import HostSlots, format_hostfile, read_hostfile, write_file
 from ._nodelist import get_hostname
 from ._rank import get_rank_info
 
-if TYPE_CHECKING:
-    from pathlib import Path
+# The allocation: of the scheduler whose job this is, or this host.
+
+_NOT_SET_UP = ("Could not establish a configuration source", "cannot connect to server  (errno")
+"""What squeue and qselect say where a client is installed, and knows no server (Slurm 22.05.8,
+OpenPBS 23.06): none of its jobs is on this host."""
 
 
-_VARIABLES = ("PBS_NODEFILE", "HOSTFILE")
+def get_allocation(env: Mapping[str, str] | None = None, *, ask: bool | None = None) -> Allocation:
+    """Read the allocation from the job's variables and files.
+
+    Args:
+        env: The environment to read; default ``os.environ``.
+        ask: Whether the scheduler's own commands may be started. None: where the variables do
+            not tell the hosts (PBS's node file is missing on some nodes of some sites). True:
+            also for what is good to know, the end of the walltime and, without job variables,
+            the job that this host is a node of (a shell opened with ssh). False: never, for
+            what every rank calls: ten thousand qstats at once take a server down.
+
+    Raises:
+        InvalidVariableError: The job's variables contradict each other.
+        HostfileError: The job's node file does not parse.
+        NodelistError: The job's nodelist does not parse.
+        SchedulerError: Only the scheduler knows the hosts, and it did not answer or may not
+            be asked; or several jobs share this host.
+    """
+    env = os.environ if env is None else env
+    scheduler = scheduler_of(env)
+    if scheduler == "none":
+        found = _job_of_this_host(env) if ask else None
+        return found or _this_host(asked=bool(ask))
+    if scheduler in UNREADABLE.values():
+        raise SchedulerError(
+            f"a job of {scheduler}, whose hosts cannot be read here; expected Slurm or PBS; write "
+            "the hosts into a file, one a line, and name it in HOSTFILE, or pass it"
+        )
+    job: Allocation = module_of(scheduler).allocation(env, commands=ask is not False)
+    if not ask or job.ends_at is not None:
+        return job
+    try:
+        ends_at = module_of(scheduler).end_time(job.job_id or "", env)
+    except TopoError as error:
+        # It is good to know, and no more: hosts and ranks are known without it.
+        return replace(job, notes=(*job.notes, f"end of the walltime: {error}"))
+    source = "qstat -f -F json" if scheduler == "pbs" else "scontrol show job"
+    return replace(job, ends_at=ends_at, sources={**job.sources, "ends_at": source})
+
+
+def module_of(scheduler: str) -> ModuleType:
+    """Return the module of Slurm or PBS, which only their jobs load."""
+    if scheduler == "slurm":
+        from . import _slurm as module  # noqa: PLC0415 - see above
+    else:
+        from . import _pbs as module  # type: ignore[no-redef]  # noqa: PLC0415 - see above
+    return module
+
+
+def _job_of_this_host(env: Mapping[str, str]) -> Allocation | None:
+    for scheduler in ("pbs", "slurm"):
+        try:
+            job: Allocation | None = module_of(scheduler).job_of_this_host(env, get_hostname())
+        except SchedulerError as error:
+            if not any(words in str(error) for words in _NOT_SET_UP):
+                raise
+            continue
+        if job is not None:
+            return job
+    return None
+
+
+def _this_host(*, asked: bool) -> Allocation:
+    why = "no job variables are set"
+    if asked:
+        why += ", and no scheduler here has a running job of yours on this host"
+    host = get_hostname()
+    sources = {"scheduler": why, "hosts": f"uname: {why}"}
+    return Allocation("none", None, (host,), node_name=host, sources=sources)
+
+
+# The hosts to use: of the argument, the variables that name a file, or the allocation.
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +133,14 @@ def get_hosts(
         TopoError: As `get_allocation` and `get_rank_info`.
     """
     env = os.environ if env is None else env
-    named = [("argument", hostfile), *((name, env.get(name) or None) for name in _VARIABLES)]
     node_file = env.get("PBS_NODEFILE")
+    named = {"argument": hostfile, "PBS_NODEFILE": node_file, "HOSTFILE": env.get("HOSTFILE")}
     if hostfile is None and env.get("PBS_JOBID") and node_file and not os.path.lexists(node_file):
         # Its server knows the hosts; a HOSTFILE here would give this node other hosts than those
         # that read PBS's file.
-        named = []
-    for source, path in named:
-        if path is not None:
+        named = {}
+    for source, path in named.items():
+        if path or (source == "argument" and path is not None):
             entries = read_hostfile(path)
             if source == "PBS_NODEFILE":
                 # One line a slot, also where no line is repeated.
@@ -88,6 +164,9 @@ def get_hosts(
     )
 
 
+# Files that name them.
+
+
 def get_hostfile_with_fallback(
     hostfile: str | os.PathLike[str] | None = None, env: Mapping[str, str] | None = None
 ) -> Path:
@@ -104,8 +183,6 @@ def get_hostfile_with_fallback(
         HostfileError: As `get_hosts`, or the file cannot be written.
         TopoError: As `get_hosts`.
     """
-    from pathlib import Path  # noqa: PLC0415  # 3 ms
-
     env = os.environ if env is None else env
     hosts = get_hosts(hostfile, env)
     if hosts.path is not None:
@@ -141,8 +218,6 @@ def write_hostfile_from_list_of_hosts(
         HostfileError: There is no host, one is no name or address, or the file cannot be
             written.
     """
-    from pathlib import Path  # noqa: PLC0415  # 3 ms
-
     content = format_hostfile(hosts)
     if hostfile is None:
         return Path(_write_private(content, "list", os.environ if env is None else env))
@@ -151,8 +226,6 @@ def write_hostfile_from_list_of_hosts(
 
 
 def _write_private(content: bytes, job: str, env: Mapping[str, str]) -> str:
-    import zlib  # noqa: PLC0415  # only who writes pays
-
     # Job ids of arrays have brackets; two steps of one job have different hosts.
     name = re.sub(r"[^A-Za-z0-9.-]", "_", job)[:64]
     path = os.path.join(_private_folder(env), f"hosts-{name}-{zlib.crc32(content):08x}")
@@ -161,7 +234,7 @@ def _write_private(content: bytes, job: str, env: Mapping[str, str]) -> str:
 
 
 def _private_folder(env: Mapping[str, str]) -> str:
-    """Return this user's folder for files that nobody asked for; make it if it is not there."""
+    """Return this user's private folder for hostfiles; make it if it is not there."""
     user = os.geteuid()
     runtime = env.get("XDG_RUNTIME_DIR", "")
     try:

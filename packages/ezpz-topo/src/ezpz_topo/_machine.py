@@ -1,13 +1,15 @@
-"""Machines: their files, which of them this host belongs to, and its facts."""
+"""Machines: which of them this host belongs to, and the files with their facts."""
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NoReturn
 
 from ._allocation import scheduler_of
 from ._devices import DEVICE_TYPES
@@ -15,74 +17,25 @@ from ._errors import MachineError
 from ._hostfile import read_regular
 from ._nodelist import get_hostname, short_name
 
-if TYPE_CHECKING:
-    from typing import Any, NoReturn
+PACKAGED = os.path.join(os.path.dirname(__file__), "machines")
 
+GENERIC = {"slurm": "generic-slurm", "pbs": "generic-pbs", "none": "workstation"}
+"""Which file serves where no named machine matches, by the scheduler of the job variables."""
 
-# Plain TOML, read at a tenth of the cost of importing ``tomllib``.
+SCHEDULERS = ("slurm", "pbs", "none")
+LAUNCHERS = ("pals", "hydra", "openmpi", "srun", "torchrun", "spawn", "mpiexec")
+BACKENDS = ("nccl", "xccl", "ccl", "gloo", "mpi")
 
-_STRING = r'"[^"\\\x00-\x08\x0a-\x1f\x7f]*"'
-_ITEM = rf"(?:{_STRING}|0|[1-9][0-9]{{0,17}}(?![0-9]))"
-_LIST = rf"\[[ \t\n]*(?:{_ITEM}[ \t\n]*,[ \t\n]*)*(?:{_ITEM}[ \t\n]*)?\]"
-_PLAIN_LINE = (
-    r"[ \t]*(?:"
-    r"\[([A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)*)\]"
-    rf"|([A-Za-z0-9_-]+)[ \t]*=[ \t]*({_ITEM}|{_LIST})"
-    r")?[ \t]*(?:#[^\x00-\x08\x0a-\x1f\x7f]*)?(?:\n|\Z)"
-)
-
-
-def parse_plain(text: str) -> dict[str, Any] | None:
-    """Parse TOML of comments, tables, strings, counts and lists; None where there is more to it.
-
-    ``tomllib`` takes 4 to 10 ms to import (typing, datetime), more than all of `detect` may
-    cost. What this accepts it reads as tomllib does, and a test holds it to that on every
-    packaged file and on thousands of damaged ones; the rest is left to tomllib.
-    """
-    # Not at import: they take 1 ms to compile, which re remembers.
-    line, item = re.compile(_PLAIN_LINE), re.compile(_ITEM)
-    document: dict[str, Any] = {}
-    table, at = document, 0
-    while at < len(text):
-        match = line.match(text, at)
-        if match is None:
-            return None
-        at = match.end()
-        head, key, value = match.groups()
-        if head is not None:
-            *outer, name = head.split(".")
-            table = document
-            for part in outer:
-                table = table.setdefault(part, {})
-                if not isinstance(table, dict):
-                    return None
-            # A table opens once; one that a deeper table made is tomllib's business.
-            if name in table:
-                return None
-            table = table.setdefault(name, {})
-        elif key is not None:
-            if key in table:
-                return None
-            items = [v[1:-1] if v[0] == '"' else int(v) for v in item.findall(value)]
-            table[key] = items if value[0] == "[" else items[0]
-    return document
-
-
-# A machine: what is known of it, as its file says.
+_CHOICES = {
+    "scheduler": SCHEDULERS, "launcher": LAUNCHERS, "device_type": DEVICE_TYPES,
+    "backends": BACKENDS, "backend": BACKENDS,
+}  # fmt: skip
+_REQUIRED = ("site", "source", "scheduler", "launcher", "why")
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """Flags, variables and modules of a machine that are used only when asked for.
-
-    Attributes:
-        why: When to use it, in words for people.
-        flags: Added to the launcher's flags.
-        environment: Added to the ranks' environment.
-        modules: Loaded instead of the machine's.
-        backend: Instead of the machine's first, or ``""``.
-        cpu_bind: Bind list to use with it; ``"none"`` where the flags bind; ``""`` for any.
-    """
+    """Flags, variables and modules of a machine that are used only when requested."""
 
     why: str
     flags: tuple[str, ...] = ()
@@ -113,7 +66,7 @@ class Machine:
         reserved_cores: Cores that no rank may use.
         launcher_flags: Flags beyond counts, hostfile and binding, which the launcher adds.
         environment: Variables that each rank needs.
-        options: What is used when asked for, by name.
+        options: What is used when requested, by name.
         hsn_suffix: Makes a short host name the one on the high-speed network.
         module_paths: Arguments of ``module use``.
         modules: Arguments of ``module load``.
@@ -157,14 +110,147 @@ class Machine:
     notes: tuple[str, ...] = field(default=(), compare=False)
 
 
-_FACTS = Machine.__slots__[:-3]
+def get_machine_info(
+    env: Mapping[str, str] | None = None, *, hostname: str | None = None
+) -> Machine:
+    """Return the machine that this host belongs to, or the generic one of its scheduler.
+
+    ``EZPZ_MACHINE`` decides if set. Else the files' match rules are held against the job's
+    server or cluster and the kernel's host name with domain; then against variables that a
+    shell may have inherited (``NERSC_HOST``, ``PBS_O_HOST``, ...); then against the short
+    host name. What the job's scheduler or a variable of that standing contradicts is set
+    aside, and two machines of the same standing are none. No name is looked up.
+
+    Args:
+        env: The environment to read; default ``os.environ``.
+        hostname: This host's name; default, the kernel's.
+
+    Raises:
+        MachineError: ``EZPZ_MACHINE`` names no machine, a folder of ``EZPZ_MACHINES`` is
+            missing, or a file that matters here is wrong.
+    """
+    env = os.environ if env is None else env
+    files = _machine_files(env)
+    scheduler = scheduler_of(env)
+    name = env.get("EZPZ_MACHINE", "")
+    if name and name.lower() not in files:
+        names = ", ".join(sorted(files))
+        raise MachineError(f"EZPZ_MACHINE={name!r}; expected one of {names}; or add that file")
+    if name:
+        machine, why = _read_machine(name.lower(), files), f"EZPZ_MACHINE={name}"
+        odd = _why_odd(machine, scheduler)
+        return replace(machine, matched_by=why, notes=(f"{why}, but {odd}",) if odd else ())
+    hostname = get_hostname() if hostname is None else hostname
+    found: list[tuple[int, str, Machine]] = []
+    notes: list[str] = []
+    for name, path in files.items():
+        reader = _Reader(path, _read_document(path))
+        standing, why, against = _match(reader.rules(), env, hostname)
+        if not standing:
+            continue
+        machine = _machine_of(name, reader)
+        against = _why_odd(machine, scheduler) or against
+        if against:
+            notes.append(f"{why} set aside for {name}: {against}")
+        else:
+            found.append((standing, why, machine))
+    best = max((standing for standing, _, _ in found), default=0)
+    first = [(why, machine) for standing, why, machine in found if standing == best]
+    notes += [f"{why} set aside for {m.name}" for standing, why, m in found if standing < best]
+    if len(first) == 1:
+        return replace(first[0][1], matched_by=first[0][0], notes=tuple(notes))
+    if first:
+        both = ", ".join(f"{machine.name} ({why})" for why, machine in first)
+        notes.append(f"{both}: cannot tell which; set EZPZ_MACHINE to the right one")
+    job = {"slurm": "SLURM_JOB_ID is set", "pbs": "PBS_JOBID is set"}.get(scheduler, "no job")
+    machine = _read_machine(GENERIC.get(scheduler, "workstation"), files)
+    return replace(machine, matched_by=f"no known machine matched; {job}", notes=tuple(notes))
 
 
-def read_machine(name: str, files: Mapping[str, str]) -> Machine:
-    """Read and validate one machine's file."""
-    path = files[name]
-    reader = Reader(path, read_document(read_text(path), path))
-    reader.only([*_FACTS[1:], "match"])
+def get_machine(env: Mapping[str, str] | None = None) -> str:
+    """Return the name of the machine that this host belongs to (see `get_machine_info`)."""
+    return get_machine_info(env).name
+
+
+def known_machines(env: Mapping[str, str] | None = None) -> dict[str, Machine]:
+    """Read every machine file; return the machines by name. Raises MachineError for a wrong one."""
+    files = _machine_files(os.environ if env is None else env)
+    return {name: _read_machine(name, files) for name in sorted(files)}
+
+
+def _why_odd(machine: Machine, scheduler: str) -> str:
+    odd = scheduler not in ("none", machine.scheduler)
+    return f"this is a {scheduler} job and {machine.name} has {machine.scheduler}" if odd else ""
+
+
+# Match rules: how far a file's rules are believed here.
+
+_OF_THE_JOB, _INHERITED, _SHORT_NAME = 3, 2, 1
+"""How far a match is believed: the scheduler's or kernel's own word, then variables that a
+shell may have inherited from elsewhere, then short host names, which several sites use."""
+
+
+def _match(
+    rules: Mapping[str, list[str]], env: Mapping[str, str], hostname: str
+) -> tuple[int, str, str]:
+    """Return how far these rules hold (0: not), by which one, and what speaks against them."""
+    found: list[tuple[int, str]] = []
+    against: list[tuple[int, str]] = []
+    in_slurm = bool(env.get("SLURM_JOB_ID"))
+    domains, hostnames = rules.get("domains", []), rules.get("hostnames", [])
+    for variable, values in rules.items():
+        value = env.get(variable)
+        if variable in ("domains", "hostnames") or not value:
+            continue
+        # Slurm sets the cluster's name for its jobs; any other variable may be inherited.
+        own = in_slurm and variable == "SLURM_CLUSTER_NAME"
+        standing, shown = _OF_THE_JOB if own else _INHERITED, f"{variable}={value}"
+        if value not in values:
+            against.append((standing, shown))
+            continue
+        found.append((standing, shown))
+        if domains and "." in hostname and not _under(hostname, domains):
+            against.append((_INHERITED, f"the host is {hostname}"))
+    # The id of a PBS job is 123.server, or 123[4].server in an array.
+    job_id = env.get("PBS_JOBID", "")
+    for standing, host, shown in (
+        (_OF_THE_JOB, job_id.partition(".")[2], f"PBS_JOBID={job_id}"),
+        (_INHERITED, env.get("PBS_O_HOST", ""), f"PBS_O_HOST={env.get('PBS_O_HOST')}"),
+    ):
+        if _under(host, domains) or _called(host, hostnames):
+            found.append((standing, shown))
+    if _under(hostname, domains):
+        found.append((_OF_THE_JOB, f"the domain of host {hostname}"))
+    elif _called(hostname, hostnames):
+        found.append((_SHORT_NAME, f"the name of host {hostname}"))
+    if not found:
+        return 0, "", ""
+    standing, why = max(found, key=lambda rule: rule[0])
+    return standing, why, next((what for level, what in against if level >= standing), "")
+
+
+def _under(host: str, domains: list[str]) -> bool:
+    return any(f".{host}".endswith(f".{domain}") for domain in domains)
+
+
+def _called(host: str, patterns: list[str]) -> bool:
+    """Return whether a host's short name is one of these; ``#`` at the end is any number."""
+    name = short_name(host)
+    return name in patterns or re.sub("[0-9]+$", "#", name) in patterns
+
+
+# A file: read, and its facts checked.
+
+_MAX_BYTES = 1 << 20
+_KEYS = [each.name for each in fields(Machine) if each.compare and each.name != "name"]
+
+
+def _read_machine(name: str, files: Mapping[str, str]) -> Machine:
+    return _machine_of(name, _Reader(files[name], _read_document(files[name])))
+
+
+def _machine_of(name: str, reader: _Reader) -> Machine:
+    reader.only([*_KEYS, "match"])
     devices = reader.count("devices_per_node")
     device_type = reader.text("device_type", DEVICE_TYPES)
     if devices is not None and (device_type in ("", "cpu")) != (devices == 0):
@@ -173,63 +259,22 @@ def read_machine(name: str, files: Mapping[str, str]) -> Machine:
     reader.rules()
     for mark in ("inferred", "predecessor"):
         for key in reader.texts(mark):
-            if key != "*" and not has_key(reader.document, key):
+            if key != "*" and not _has_key(reader.document, key):
                 reader.fail(mark, key, "keys of this file, such as environment.TMPDIR")
-    return Machine(
-        name=name,
-        site=reader.text("site", required=True),
-        scheduler=reader.text("scheduler", SCHEDULERS, required=True),
-        launcher=reader.text("launcher", LAUNCHERS, required=True),
-        source=reader.texts("source", required=True),
-        date=reader.date(),
-        nodes=reader.count("nodes"),
-        devices_per_node=devices,
-        cores_per_node=reader.count("cores_per_node"),
-        device_type=device_type,
-        backends=reader.texts("backends", BACKENDS),
-        cpu_bind=binds,
-        default_cpu_bind=reader.text("default_cpu_bind", tuple(binds), required=bool(binds)),
-        reserved_cores=reader.counts("reserved_cores"),
-        launcher_flags=reader.texts("launcher_flags"),
-        environment=reader.variables("environment"),
-        options={key: _option(table, (*binds, "none")) for key, table in reader.tables("options")},
-        hsn_suffix=reader.text("hsn_suffix"),
-        module_paths=reader.texts("module_paths"),
-        modules=reader.texts("modules"),
-        conda_environment=reader.text("conda_environment"),
-        proxy=reader.text("proxy"),
-        advice=reader.texts("advice"),
-        inferred=reader.texts("inferred"),
-        predecessor=reader.texts("predecessor"),
-        path=path,
-    )
+    facts = reader.facts(Machine)
+    choices = tuple(binds)
+    facts["default_cpu_bind"] = reader.text("default_cpu_bind", choices, required=bool(binds))
+    facts["options"] = {}
+    for key in reader.table("options").document:
+        table = reader.table("options").table(key)
+        table.only(Option.__slots__)
+        option = table.facts(Option)
+        option["cpu_bind"] = table.text("cpu_bind", (*binds, "none"))
+        facts["options"][key] = Option(**option)
+    return Machine(name=name, date=reader.date(), cpu_bind=binds, path=reader.path, **facts)
 
 
-def _option(reader: Reader, binds: tuple[str, ...]) -> Option:
-    reader.only(Option.__slots__)
-    return Option(
-        why=reader.text("why", required=True),
-        flags=reader.texts("flags"),
-        environment=reader.variables("environment"),
-        modules=reader.texts("modules"),
-        backend=reader.text("backend", BACKENDS),
-        cpu_bind=reader.text("cpu_bind", binds),
-    )
-
-
-# One machine, one TOML file: how one is read, and what it may say.
-
-_MAX_BYTES = 1 << 20
-PACKAGED = os.path.join(os.path.dirname(__file__), "machines")
-
-SCHEDULERS = ("slurm", "pbs", "none")
-LAUNCHERS = ("pals", "hydra", "openmpi", "srun", "torchrun", "spawn", "mpiexec")
-BACKENDS = ("nccl", "xccl", "ccl", "gloo", "mpi")
-
-_NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyz0123456789-_")
-
-
-def machine_files(env: Mapping[str, str]) -> dict[str, str]:
+def _machine_files(env: Mapping[str, str]) -> dict[str, str]:
     """Return name → path of every machine file; the user's hide the packaged ones."""
     files: dict[str, str] = {}
     for folder, required in [*_user_folders(env), (PACKAGED, True)]:
@@ -246,7 +291,7 @@ def machine_files(env: Mapping[str, str]) -> dict[str, str]:
             name, extension = os.path.splitext(entry)
             if extension != ".toml" or entry.startswith("."):
                 continue
-            if name[0] in "-_" or not _NAME_CHARACTERS.issuperset(name):
+            if not re.fullmatch("[a-z0-9][a-z0-9_-]*", name):
                 raise MachineError(
                     f"{os.path.join(folder, entry)}: {name!r} names no machine; expected "
                     "lower-case letters, digits, - and _; rename the file"
@@ -267,74 +312,44 @@ def _user_folders(env: Mapping[str, str]) -> list[tuple[str, bool]]:
     return [(os.path.join(config, "ezpz", "machines"), False)] if config else []
 
 
-def read_text(path: str) -> str:
+def _read_document(path: str) -> dict[str, Any]:
+    """Return a file's keys and values, those of the packaged machine that it extends included."""
     try:
-        return read_regular(path, _MAX_BYTES).decode()
+        text = read_regular(path, _MAX_BYTES).decode()
     except (OSError, ValueError) as error:
         raise MachineError(
             f"{path}: cannot be read ({error}); expected a readable UTF-8 file; mend or remove it"
         ) from error
-
-
-def read_rules(text: str, path: str) -> dict[str, list[str]]:
-    """Return the match rules of a file, where possible from its ``[match]`` table alone.
-
-    Every file is looked at to find the one that matches, and this table is a tenth of it.
-    """
-    if "match" not in text and "extends" not in text:
-        return {}
-    start = text.find("\n[match]\n")
-    if start >= 0 and '"""' not in text and "'''" not in text:
-        end = text.find("\n[", start + 1)
-        return Reader(path, _parse(text[start + 1 : end + 1 or len(text)], path)).rules()
-    return Reader(path, read_document(text, path)).rules()
-
-
-def _parse(text: str, path: str) -> dict[str, Any]:
-    plain = parse_plain(text)
-    if plain is not None:
-        return plain
-    import tomllib  # noqa: PLC0415  # see parse_plain
-
     try:
-        return tomllib.loads(text)
+        document = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # also of a number with 5,000 digits
         raise MachineError(f"{path}: {error}; expected TOML; mend that line") from error
-
-
-def read_document(text: str, path: str) -> dict[str, Any]:
-    """Return a file's keys and values, those of the packaged machine that it extends included."""
-    document = _parse(text, path)
     base = document.pop("extends", None)
     if base is None:
         return document
-    below_path = os.path.join(PACKAGED, f"{base}.toml")
-    if not isinstance(base, str) or os.sep in base or not os.path.isfile(below_path):
-        names = sorted(machine_files({}))
-        Reader(path, document).fail("extends", base, f"one of {', '.join(names)}", str(base), names)
-    below = read_document(read_text(below_path), below_path)
+    names = sorted(_machine_files({}))
+    if base not in names:
+        _Reader(path, document).fail(
+            "extends", base, f"one of {', '.join(names)}", str(base), names
+        )
+    below = _read_document(os.path.join(PACKAGED, f"{base}.toml"))
     if os.path.basename(path) != f"{base}.toml":
         # Another machine like it has its own hosts.
         for key in ("match", "nodes", "hsn_suffix"):
             below.pop(key, None)
-    return _merged(below, document, path)
-
-
-def _merged(below: dict[str, Any], document: dict[str, Any], path: str) -> dict[str, Any]:
     merged = {**below, **document}
     for key, value in document.items():
-        # Rules are replaced as a whole: they are looked at without the file below.
+        # Rules are replaced as a whole.
         if key != "match" and isinstance(value, dict) and isinstance(below.get(key), dict):
             merged[key] = {**below[key], **value}
     for mark in ("inferred", "predecessor"):
-        own = Reader(path, document).texts(mark)
-        kept = [key for key in below.get(mark, ()) if not has_key(document, key)]
-        merged[mark] = [key for key in kept if has_key(merged, key)] + list(own)
+        own = _Reader(path, document).texts(mark)
+        kept = [key for key in below.get(mark, ()) if not _has_key(document, key)]
+        merged[mark] = [key for key in kept if _has_key(merged, key)] + list(own)
     return merged
 
 
-def has_key(document: Mapping[str, Any], dotted: str) -> bool:
-    """Return whether a dotted key, such as ``options.scale``, is in a document."""
+def _has_key(document: Mapping[str, Any], dotted: str) -> bool:
     here: Any = document
     for part in dotted.split("."):
         if not isinstance(here, dict) or part not in here:
@@ -343,7 +358,7 @@ def has_key(document: Mapping[str, Any], dotted: str) -> bool:
     return True
 
 
-class Reader:
+class _Reader:
     """Takes typed values out of one document, and says what is wrong with which key."""
 
     def __init__(self, path: str, document: Mapping[str, Any], prefix: str = "") -> None:
@@ -352,8 +367,6 @@ class Reader:
     def fail(
         self, key: str, value: object, expected: str, word: str = "", known: Iterable[str] = ()
     ) -> NoReturn:
-        import difflib  # noqa: PLC0415  # only an error pays for it
-
         shown = repr(value)
         shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
         close = difflib.get_close_matches(word, list(known), 1)
@@ -367,13 +380,37 @@ class Reader:
             if key not in known:
                 self.fail(key, value, f"no such key, but {', '.join(known)}", key, known)
 
+    def facts(self, of: type[Machine | Option]) -> dict[str, Any]:
+        """Return the values of the fields of a class, each read as its annotation says."""
+        read: dict[Any, Callable[[str], object]] = {
+            "str": self.text,
+            "tuple[str, ...]": self.texts,
+            "int | None": self.count,
+            "tuple[int, ...]": self.counts,
+            "Mapping[str, str]": self.variables,
+        }
+        names = [each for each in fields(of) if each.compare and each.name not in ("name", "date")]
+        return {each.name: read[each.type](each.name) for each in names if each.type in read}
+
     def text(self, key: str, choices: tuple[str, ...] = (), *, required: bool = False) -> str:
-        value = self.document.get(key, "")
+        value, choices = self.document.get(key, ""), choices or _CHOICES.get(key, ())
         expected = f"one of {', '.join(choices)}" if choices else "a string"
-        self._require(key, required, expected)
+        self._require(key, required or key in _REQUIRED, expected)
         if not isinstance(value, str) or (choices and value and value not in choices):
             self.fail(key, value, expected, value if isinstance(value, str) else "", choices)
         return value
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        value, choices = self.document.get(key, []), _CHOICES.get(key, ())
+        self._require(key, key in _REQUIRED, "a list of strings")
+        if not isinstance(value, list) or not all(isinstance(v, str) and v for v in value):
+            self.fail(key, value, "a list of strings")
+        for item in value:
+            if not item.isprintable():  # they become arguments of a command
+                self.fail(key, value, "strings without line ends and control characters")
+            if choices and item not in choices:
+                self.fail(key, value, f"a list of {', '.join(choices)}", item, choices)
+        return tuple(value)
 
     def _require(self, key: str, required: bool, expected: str) -> None:
         if required and not self.document.get(key):
@@ -392,35 +429,17 @@ class Reader:
             self.fail(key, value, "a number of 0 or more")
         return value
 
-    def texts(
-        self, key: str, choices: tuple[str, ...] = (), *, required: bool = False
-    ) -> tuple[str, ...]:
-        value = self.document.get(key, [])
-        self._require(key, required, "a list of strings")
-        if not isinstance(value, list) or not all(isinstance(v, str) and v for v in value):
-            self.fail(key, value, "a list of strings")
-        # One line each: they become arguments of a command.
-        if any(not v.isprintable() for v in value):
-            self.fail(key, value, "strings without line ends and control characters")
-        for item in value:
-            if choices and item not in choices:
-                self.fail(key, value, f"a list of {', '.join(choices)}", item, choices)
-        return tuple(value)
-
     def counts(self, key: str) -> tuple[int, ...]:
         value = self.document.get(key, [])
         if not isinstance(value, list) or not all(type(v) is int and v >= 0 for v in value):
             self.fail(key, value, "a list of numbers of 0 or more")
         return tuple(value)
 
-    def table(self, key: str) -> Reader:
+    def table(self, key: str) -> _Reader:
         value = self.document.get(key, {})
         if not isinstance(value, dict):
             self.fail(key, value, f"a table, [{self.prefix}{key}]")
-        return Reader(self.path, value, f"{self.prefix}{key}.")
-
-    def tables(self, key: str) -> list[tuple[str, Reader]]:
-        return [(name, self.table(key).table(name)) for name in self.table(key).document]
+        return _Reader(self.path, value, f"{self.prefix}{key}.")
 
     def variables(self, key: str) -> dict[str, str]:
         table = self.table(key)
@@ -476,141 +495,3 @@ def _cores(text: str) -> set[int]:
             return set()
         cores.update(span)
     return cores
-
-
-# On which machine: match this host to one of the machine files, the user's own included.
-
-GENERIC = {"slurm": "generic-slurm", "pbs": "generic-pbs", "none": "workstation"}
-"""Which file serves where no named machine matches, by the scheduler of the job variables."""
-
-_OF_THE_JOB, _INHERITED, _SHORT_NAME = 3, 2, 1
-"""How far a match is believed: the scheduler's or kernel's own word, then variables that a
-shell may have inherited from elsewhere, then short host names, which several sites use."""
-
-
-def get_machine_info(
-    env: Mapping[str, str] | None = None, *, hostname: str | None = None
-) -> Machine:
-    """Return the machine that this host belongs to, or the generic one of its scheduler.
-
-    ``EZPZ_MACHINE`` decides if set. Else the files' match rules are held against the job's
-    server or cluster and the kernel's host name with domain; then against variables that a
-    shell may have inherited (``NERSC_HOST``, ``PBS_O_HOST``, ...); then against the short
-    host name. What the job's scheduler or a variable of that standing contradicts is set
-    aside, and two machines of the same standing are none. No name is looked up.
-
-    Args:
-        env: The environment to read; default ``os.environ``.
-        hostname: This host's name; default, the kernel's.
-
-    Raises:
-        MachineError: ``EZPZ_MACHINE`` names no machine, a folder of ``EZPZ_MACHINES`` is
-            missing, or a file that matters here is wrong.
-    """
-    env = os.environ if env is None else env
-    files = machine_files(env)
-    scheduler = scheduler_of(env)
-    asked = env.get("EZPZ_MACHINE", "")
-    if asked and asked.lower() not in files:
-        names = ", ".join(sorted(files))
-        raise MachineError(f"EZPZ_MACHINE={asked!r}; expected one of {names}; or add that file")
-    if asked:
-        machine, why = read_machine(asked.lower(), files), f"EZPZ_MACHINE={asked}"
-        odd = _odd(machine, scheduler)
-        return replace(machine, matched_by=why, notes=(f"{why}, but {odd}",) if odd else ())
-    hostname = get_hostname() if hostname is None else hostname
-    found: list[tuple[int, str, Machine]] = []
-    notes: list[str] = []
-    for name, path in files.items():
-        rules = read_rules(read_text(path), path)
-        standing, why, against = _match(rules, env, hostname)
-        if not standing:
-            continue
-        machine = read_machine(name, files)
-        against = _odd(machine, scheduler) or against
-        if against:
-            notes.append(f"{why} set aside for {name}: {against}")
-        else:
-            found.append((standing, why, machine))
-    best = max((standing for standing, _, _ in found), default=0)
-    first = [(why, machine) for standing, why, machine in found if standing == best]
-    notes += [f"{why} set aside for {m.name}" for standing, why, m in found if standing < best]
-    if len(first) == 1:
-        return replace(first[0][1], matched_by=first[0][0], notes=tuple(notes))
-    if first:
-        both = ", ".join(f"{machine.name} ({why})" for why, machine in first)
-        notes.append(f"{both}: cannot tell which; set EZPZ_MACHINE to the right one")
-    job = {"slurm": "SLURM_JOB_ID is set", "pbs": "PBS_JOBID is set"}.get(scheduler, "no job")
-    why = f"no machine is certain; {job}"
-    return replace(
-        read_machine(GENERIC.get(scheduler, "workstation"), files),
-        matched_by=why,
-        notes=tuple(notes),
-    )
-
-
-def get_machine(env: Mapping[str, str] | None = None) -> str:
-    """Return the name of the machine that this host belongs to (see `get_machine_info`)."""
-    return get_machine_info(env).name
-
-
-def known_machines(env: Mapping[str, str] | None = None) -> dict[str, Machine]:
-    """Read every machine file; return the machines by name. Raises MachineError for a wrong one."""
-    files = machine_files(os.environ if env is None else env)
-    return {name: read_machine(name, files) for name in sorted(files)}
-
-
-def _odd(machine: Machine, scheduler: str) -> str:
-    odd = scheduler not in ("none", machine.scheduler)
-    return f"this is a {scheduler} job and {machine.name} has {machine.scheduler}" if odd else ""
-
-
-def _match(
-    rules: Mapping[str, list[str]], env: Mapping[str, str], hostname: str
-) -> tuple[int, str, str]:
-    """Return how far these rules hold (0: not), by which, and what speaks against them."""
-    found: list[tuple[int, str]] = []
-    against: list[tuple[int, str]] = []
-    in_slurm = bool(env.get("SLURM_JOB_ID"))
-    domains, hostnames = rules.get("domains", []), rules.get("hostnames", [])
-    for variable, values in rules.items():
-        value = env.get(variable)
-        if variable in ("domains", "hostnames") or not value:
-            continue
-        # Slurm sets the cluster's name for its jobs; any other variable may be inherited.
-        own = in_slurm and variable == "SLURM_CLUSTER_NAME"
-        standing, shown = _OF_THE_JOB if own else _INHERITED, f"{variable}={value}"
-        if value not in values:
-            against.append((standing, shown))
-            continue
-        found.append((standing, shown))
-        if domains and "." in hostname and not _under(hostname, domains):
-            against.append((_INHERITED, f"the host is {hostname}"))
-    # The id of a PBS job is 123.server, or 123[4].server in an array.
-    job_id = env.get("PBS_JOBID", "")
-    for standing, host, shown in (
-        (_OF_THE_JOB, job_id.partition(".")[2], f"PBS_JOBID={job_id}"),
-        (_INHERITED, env.get("PBS_O_HOST", ""), f"PBS_O_HOST={env.get('PBS_O_HOST')}"),
-    ):
-        if _under(host, domains) or _called(host, hostnames):
-            found.append((standing, shown))
-    if _under(hostname, domains):
-        found.append((_OF_THE_JOB, f"the domain of host {hostname}"))
-    elif _called(hostname, hostnames):
-        found.append((_SHORT_NAME, f"the name of host {hostname}"))
-    if not found:
-        return 0, "", ""
-    standing, why = max(found, key=lambda rule: rule[0])
-    return standing, why, next((what for level, what in against if level >= standing), "")
-
-
-def _under(host: str, domains: list[str]) -> bool:
-    return any(f".{host}".endswith(f".{domain}") for domain in domains)
-
-
-def _called(host: str, patterns: list[str]) -> bool:
-    """Return whether a host's short name is one of these; ``#`` at the end is any number."""
-    name = short_name(host)
-    digits = name[len(name.rstrip("0123456789")) :]
-    stem = name[: len(name) - len(digits)]
-    return bool(name) and (name in patterns or (bool(digits) and f"{stem}#" in patterns))

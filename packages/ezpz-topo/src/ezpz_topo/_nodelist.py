@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import itertools
 import operator
 import os
@@ -44,19 +45,6 @@ def same_host(a: str, b: str) -> bool:
     return host_key(a) == host_key(b)
 
 
-def find_host(host: str, hosts: Sequence[str]) -> str | None:
-    """Return the first of these names that means this host, as it stands there (`same_host`)."""
-    key = host_key(host)
-    # Few of ten thousand begin alike, and only those are looked at. IPv6 has several spellings.
-    start = "" if ":" in key else key
-    if start not in "\n".join(hosts).lower():
-        return None
-    for each in hosts:
-        if each.lower().startswith(start) and host_key(each) == key:
-            return each
-    return None
-
-
 def host_key(host: str) -> str:
     """Return what all spellings of one host have in common."""
     if ":" in host:
@@ -64,16 +52,21 @@ def host_key(host: str) -> str:
     return short_name(host).lower()
 
 
-def is_host(text: str) -> bool:
-    """Return whether this is a host's name, an IPv4 or an IPv6 address (without brackets).
+def find_host(host: str, hosts: Sequence[str]) -> str | None:
+    """Return the first of these names that means this host, as it stands there."""
+    key = host_key(host)
+    # Few of ten thousand begin alike, and only those are compared. IPv6 has several spellings.
+    start = "" if ":" in key else key
+    alike = (each for each in hosts if each.lower().startswith(start))
+    return next((each for each in alike if host_key(each) == key), None)
 
-    All digits, or a number of dotted ones other than four, is neither: the resolver would
-    take ``12`` for 0.0.0.12.
-    """
+
+def is_host(text: str) -> bool:
+    """Return whether this is a host's name, an IPv4 or an IPv6 address (without brackets)."""
     if ":" in text:
         return _ipv6(text) is not None
     if _is_numeric(text):
-        # "010" is 8 to some resolvers and 10 to others.
+        # The resolver would take "12" for 0.0.0.12; "010" is 8 to some and 10 to others.
         octets = text.split(".")
         return len(octets) == 4 and all(octet in _OCTETS for octet in octets)
     return len(text) <= _MAX_NAME and re.fullmatch(_NAME, text) is not None
@@ -86,12 +79,8 @@ def _is_numeric(host: str) -> bool:
 def _ipv6(text: str) -> str | None:
     """Return the one spelling of an IPv6 address; None if it is none, or has a zone."""
     # A zone (fe80::1%eth0) holds on one host only, and may have any character in it.
-    if "%" in text:
-        return None
-    import ipaddress  # noqa: PLC0415  # 2 ms, and only IPv6 pays for it
-
     try:
-        return str(ipaddress.IPv6Address(text))
+        return None if "%" in text else str(ipaddress.IPv6Address(text))
     except ValueError:
         return None
 
@@ -124,14 +113,6 @@ def expand_nodelist(nodelist: str, *, max_hosts: int = MAX_HOSTS) -> list[str]:
     >>> expand_nodelist("nid[001-003,7],login1")
     ['nid001', 'nid002', 'nid003', 'nid7', 'login1']
     """
-    if "[" not in nodelist and "]" not in nodelist:
-        names = nodelist.replace(",", " ").split()
-        if len(names) > max_hosts:
-            raise NodelistError(
-                f"nodelist {_shown(nodelist)} has {len(names)} hosts; expected at most "
-                f"{max_hosts}; name fewer hosts"
-            )
-        return names
     hosts: list[str] = []
     for item, at in _items(nodelist):
         literals, ranges = _brackets(item, at, nodelist, len(hosts), max_hosts)
@@ -196,8 +177,7 @@ def _items(nodelist: str) -> Iterable[tuple[str, int]]:
         at = end
 
 
-_Pairs = list[tuple[int, int, int]]
-"""(low, high, width) of each range of one bracket."""
+_Pairs = list[tuple[int, int, int]]  # low, high, width of each range of one bracket
 
 
 def _brackets(
@@ -208,6 +188,7 @@ def _brackets(
     literals, insides = pieces[::2], pieces[1::2]
     ranges: list[_Pairs] = []
     count = 1
+    _check_size(held + count, item, at, nodelist, max_hosts)
     for inside in insides:
         pairs: _Pairs = []
         for part in inside.split(","):
@@ -223,21 +204,25 @@ def _brackets(
         ranges.append(pairs)
         # After each bracket: ten thousand of them make a number that cannot be printed.
         count *= sum(high - low + 1 for low, high, _ in pairs)
-        if held + count > max_hosts:
-            raise NodelistError(
-                f"nodelist {_shown(nodelist)}: {item[:40]!r} at position {at} brings it to "
-                f"{held + count} hosts or more; expected at most {max_hosts}; name fewer hosts"
-            )
+        _check_size(held + count, item, at, nodelist, max_hosts)
     return literals, ranges
+
+
+def _check_size(count: int, item: str, at: int, nodelist: str, max_hosts: float) -> None:
+    if count > max_hosts:
+        raise NodelistError(
+            f"nodelist {_shown(nodelist)}: {item[:40]!r} at position {at} brings it to "
+            f"{count} hosts or more; expected at most {max_hosts}; name fewer hosts"
+        )
 
 
 def _expand(literals: list[str], ranges: list[_Pairs]) -> list[str]:
     if not ranges:
         return literals
-    if len(ranges) == 1:
-        return _names(literals[0], ranges[0], literals[1])
-    # The last bracket varies fastest, then the first, the second and so on.
     heads = _names(literals[0], ranges[0], literals[1])
+    if len(ranges) == 1:
+        return heads
+    # The last bracket varies fastest, then the first, the second and so on.
     for pairs, literal in zip(ranges[1:-1], literals[2:-1], strict=True):
         heads = [head + slower for slower in _names("", pairs, literal) for head in heads]
     tails = _names("", ranges[-1], literals[-1])
@@ -246,12 +231,8 @@ def _expand(literals: list[str], ranges: list[_Pairs]) -> list[str]:
 
 def _names(prefix: str, pairs: _Pairs, suffix: str) -> list[str]:
     """Return prefix, number, suffix for each number of one bracket."""
-    # One % a name, called by map: half the time of an f-string in a comprehension.
-    prefix, suffix = prefix.replace("%", "%%"), suffix.replace("%", "%%")
-    names: list[str] = []
-    for low, high, width in pairs:
-        names += map(f"{prefix}%0{width}d{suffix}".__mod__, range(low, high + 1))
-    return names
+    spans = ((width, range(low, high + 1)) for low, high, width in pairs)
+    return [f"{prefix}{number:0{width}d}{suffix}" for width, span in spans for number in span]
 
 
 def _split_number(host: str) -> tuple[str, str]:
@@ -286,19 +267,9 @@ _TASK = r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?"
 
 
 def tasks_on_node(text: str, node_rank: int, *, variable: str) -> int:
-    """Return the number of tasks on one node.
-
-    Args:
-        text: Such as ``"4(x2),3"``.
-        node_rank: Index of the node in the nodelist, from 0.
-        variable: The name of the variable that ``text`` was read from, for errors.
-
-    Raises:
-        InvalidVariableError: The text does not parse, or has fewer nodes than that.
-
-    Source: slurm's ``srun`` manual, SLURM_TASKS_PER_NODE; checked on Slurm 22.05.8.
-    """
+    """Return the number of tasks on one node, of a text such as ``4(x2),3``."""
     left = node_rank
+    # Source: slurm's ``srun`` manual, SLURM_TASKS_PER_NODE; checked on Slurm 22.05.8.
     for tasks, nodes in _task_items(text, variable):
         if left < nodes:
             return tasks
@@ -309,11 +280,7 @@ def tasks_on_node(text: str, node_rank: int, *, variable: str) -> int:
 
 
 def tasks_of_nodes(text: str, num_nodes: int, *, variable: str) -> tuple[int, ...]:
-    """Return the number of tasks on each of so many nodes.
-
-    Raises:
-        InvalidVariableError: The text does not parse, or tells of another number of nodes.
-    """
+    """Return the number of tasks on each of so many nodes."""
     counts = list(_task_items(text, variable))
     told = sum(nodes for _, nodes in counts)
     # Before they are made: a repeat can have nine digits.

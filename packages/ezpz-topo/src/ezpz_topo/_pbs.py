@@ -1,9 +1,11 @@
-"""PBS: what its variables, its node file and qstat say of a job."""
+"""PBS: what its variables and node file say of a job, and where these do not do, qstat."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import pwd
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -11,17 +13,105 @@ from datetime import UTC, datetime, timedelta
 
 from . import _commands
 from ._allocation import Allocation
-from ._commands import TIME_LIMIT
 from ._errors import HostfileError, InvalidVariableError, SchedulerError
 from ._hostfile import read_slots
 from ._nodelist import find_host, get_hostname
 
-# qstat's JSON: asked for, mended where it is not quite JSON, and parsed.
+# The variables and the node file.
+
+
+def allocation(env: Mapping[str, str], *, commands: bool = True) -> Allocation:
+    """Return the allocation that ``PBS_JOBID`` names: from the node file, else from qstat."""
+    path = env.get("PBS_NODEFILE", "")
+    why = f"PBS_NODEFILE={path!r} cannot be read here" if path else "PBS_NODEFILE is not set"
+    try:
+        # It lies on every node of the job (OpenPBS 23.06), but not at every site.
+        slots = read_slots(path) if path and os.access(path, os.R_OK) else {}
+    except HostfileError as error:
+        raise HostfileError(
+            f"PBS_NODEFILE: {error}; unset PBS_NODEFILE to ask qstat instead"
+        ) from error
+    if slots:
+        job = Allocation(
+            "pbs",
+            env["PBS_JOBID"],
+            tuple(slots),
+            slots=tuple(n or 1 for n in slots.values()),  # a host that is named once has one
+            sources={"hosts": "PBS_NODEFILE", "slots": "PBS_NODEFILE"},
+        )
+    elif not commands:
+        raise SchedulerError(
+            f"{why}; expected PBS's node file; set PBS_NODEFILE to a copy of it that every node of "
+            "the job can read"
+        )
+    else:
+        try:
+            job = job_by_id(env["PBS_JOBID"], env)
+        except SchedulerError as error:
+            raise SchedulerError(f"{why}, and {error}") from error
+        job = replace(job, notes=(f"{why}: asked qstat",))
+    variables = {"scheduler": "PBS_JOBID", "job_id": "PBS_JOBID"}
+    variables |= {k: v for k, v in (("name", "PBS_JOBNAME"), ("queue", "PBS_QUEUE")) if env.get(v)}
+    name, queue = env.get("PBS_JOBNAME") or job.name, env.get("PBS_QUEUE") or job.queue
+    job = replace(job, name=name, queue=queue, sources={**job.sources, **variables})
+    return _placed(job, get_hostname())
+
+
+def cpus_of_job(
+    job: Allocation, env: Mapping[str, str], *, commands: bool
+) -> tuple[int, int, str] | None:
+    """Return the job's CPUs here, those on the node where it has fewest, and the source."""
+    # ncpus of the first chunk, or its ompthreads where the job requested these.
+    text = env.get("NCPUS", "")
+    if not re.fullmatch("[0-9]{1,6}", text) or not int(text):
+        return None
+    if job.node_name is None or job.slots is None:
+        return None
+    each, slots = int(text), dict(zip(job.hosts, job.slots, strict=True))
+    if slots[job.node_name] == 1:
+        return each, each, "NCPUS"
+    # Several slots of a node share the CPUs, or have as many each: only qstat tells.
+    if not commands:
+        return None
+    try:
+        # It must not hold up for long what can go on without.
+        job_id, brief = env["PBS_JOBID"], {_commands.TIME_LIMIT: "2", **env}
+        chunks = _chunks(job_id, _job(job_id, brief))
+    except SchedulerError:
+        return each, each, "NCPUS: qstat does not tell whether it is for each process"
+    told: dict[str, int] = {}
+    for name, count in chunks:
+        told[name] = told.get(name, 0) + count
+    cpus = {
+        name: min(told[known], each * slots[name])
+        for name in job.hosts
+        if (known := find_host(name, list(told)))
+    }
+    here = cpus.get(job.node_name, each)
+    return here, min(cpus.values(), default=here), "exec_host and NCPUS"
+
+
+def _placed(job: Allocation, hostname: str) -> Allocation:
+    """Say which node of the job this process is on; PBS variables can be exported anywhere."""
+    name = find_host(hostname, job.hosts)
+    job = replace(job, node_name=name, sources={**job.sources, "node_name": "uname"})
+    if name is not None:
+        return job
+    note = f"host {hostname} is no node of job {job.job_id}, whose variables are set here"
+    return replace(job, notes=(*job.notes, note))
+
+
+# The server: what qstat and qselect tell of jobs.
 
 QSTAT = "qstat -f -F json"
 _UNKNOWN, _FINISHED = 153, 35
 
 _JOB_ID = re.compile(r"[0-9]+(?:\[[0-9]*\])?(?:[.@][0-9A-Za-z_.@-]+)?")
+_CHUNK = re.compile(r"([0-9A-Za-z_][0-9A-Za-z_.-]{0,252})/[0-9]+(?:\*([0-9]{1,6}))?")
+_USER = re.compile(r"[0-9A-Za-z_.][0-9A-Za-z_.$-]*")
+_COUNT = re.compile(r"[1-9][0-9]{0,5}")
+_WALLTIME = re.compile(r"[0-9]{1,9}(?::[0-9]{1,9}){0,3}(?:\.[0-9]+)?")
+_MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
 
 Attributes = Mapping[str, object]
 """One job of qstat's JSON."""
@@ -41,8 +131,58 @@ def get_pbs_folder(env: Mapping[str, str] | None = None) -> str:
     return os.path.join(prefix or "/opt/pbs", "bin")
 
 
-def ask_for_job(job_id: str, env: Mapping[str, str]) -> Attributes:
-    status, jobs = ask_for_jobs([job_id], env)
+def job_by_id(job_id: str, env: Mapping[str, str]) -> Allocation:
+    """Return a job that runs, by qstat."""
+    return _allocation_of(job_id, _job(job_id, env))
+
+
+def end_time(job_id: str, env: Mapping[str, str]) -> datetime | None:
+    """Return when the job's walltime ends, by qstat; None before it starts or without a limit."""
+    return _end(job_id, _job(job_id, env))
+
+
+def job_of_this_host(env: Mapping[str, str], hostname: str) -> Allocation | None:
+    """Return the user's running job that has this host; None without one, or without qselect."""
+    if _commands.find("qselect", env, get_pbs_folder(env)) is None:
+        return None
+    # -T: the subjobs of an array, which itself never runs (manual page of 23.06; not captured).
+    argv = ("qselect", "-T", "-u", _user(env), "-s", "R")
+    job_ids = _commands.ask(argv, env=env, place=get_pbs_folder(env)).stdout.split()
+    if not job_ids:
+        return None
+    _, jobs = _jobs(job_ids, env)
+    for job_id in [job_id for job_id in job_ids if job_id not in jobs]:
+        # Some builds tell only the first of several jobs (openpbs issue 2672).
+        jobs.update(_jobs([job_id], env)[1])
+    # A job that ended since qselect has no exec_host, or is not told at all.
+    found = [_allocation_of(key, job) for key, job in jobs.items() if _text(job, "exec_host")]
+    here = [job for job in found if find_host(hostname, job.hosts)]
+    if len(here) > 1:
+        ids = ", ".join(str(job.job_id) for job in here)
+        raise SchedulerError(
+            f"host {hostname} is in {len(here)} running jobs: {ids}; expected one; "
+            f"say which: export PBS_JOBID={here[0].job_id}"
+        )
+    if not here:
+        return None
+    source = f"qselect, {QSTAT}"
+    return _placed(replace(here[0], sources=dict.fromkeys(here[0].sources, source)), hostname)
+
+
+def _user(env: Mapping[str, str]) -> str:
+    user = env.get("USER") or env.get("LOGNAME") or ""
+    if not user:
+        with contextlib.suppress(KeyError):
+            user = pwd.getpwuid(os.getuid()).pw_name
+    if not _USER.fullmatch(user):
+        raise InvalidVariableError(
+            f"USER={user[:40]!r}; expected the user whose jobs qselect shall list; set USER"
+        )
+    return user
+
+
+def _job(job_id: str, env: Mapping[str, str]) -> Attributes:
+    status, jobs = _jobs([job_id], env)
     # The server's name may be left out of an id, and is told in full.
     number = re.split("[.@]", job_id)[0]
     named = [job for key, job in jobs.items() if key.partition(".")[0] == number]
@@ -55,9 +195,7 @@ def ask_for_job(job_id: str, env: Mapping[str, str]) -> Attributes:
     )
 
 
-def ask_for_jobs(
-    job_ids: Sequence[str], env: Mapping[str, str]
-) -> tuple[int, dict[str, Attributes]]:
+def _jobs(job_ids: Sequence[str], env: Mapping[str, str]) -> tuple[int, dict[str, Attributes]]:
     """Return qstat's exit status and the jobs that it told."""
     for job_id in job_ids:
         if not _JOB_ID.fullmatch(job_id):
@@ -74,15 +212,13 @@ def ask_for_jobs(
     )
     if answer.status and not answer.stdout.strip():
         return answer.status, {}
-    told = _parse(answer.stdout).get("Jobs", {})
+    told = _parse(answer.stdout).get("Jobs")
     jobs = told if isinstance(told, dict) else {}
     return answer.status, {key: job for key, job in jobs.items() if isinstance(job, dict)}
 
 
 def _parse(text: str) -> Attributes:
     """Parse qstat's JSON, which is not always JSON; numbers stay the text that they were."""
-    import json  # noqa: PLC0415
-
     problem = ""
     for mend in (str, _mended):
         try:
@@ -104,10 +240,8 @@ def _parse(text: str) -> Attributes:
 
 
 def _mended(text: str) -> str:
-    """Mend what OpenPBS is known to print: its own escapes, and bare words and 007 for numbers.
-
-    Most of it is the user's environment, which nobody here needs.
-    """
+    """Mend what OpenPBS is known to print: its own escapes, and bare words and 007 for numbers."""
+    # Most of it is in the user's environment, which is not needed.
     text = re.sub(
         r'(?ms)^([ \t]*)"Variable_List":\s*\{$.*?(?:^\1\}|\Z)', r'\1"Variable_List":{}', text
     )
@@ -115,91 +249,28 @@ def _mended(text: str) -> str:
     return re.sub(r'(?m)^([ \t]*"[^"\n]*":[ \t]*)([^\s"{}\[\],]+)(,?)$', r'\1"\2"\3', text)
 
 
-def text_of(attributes: Attributes, key: str) -> str:
-    value = attributes.get(key)
+def _text(attributes: object, key: str) -> str:
+    value = attributes.get(key) if isinstance(attributes, dict) else None
     return value if isinstance(value, str) else ""
 
 
-# PBS's server: what qstat and qselect tell of jobs, as allocations.
-
-_HOST = re.compile(r"[0-9A-Za-z_][0-9A-Za-z_.-]{0,252}")
-_CHUNK = re.compile(rf"({_HOST.pattern})/[0-9]+(?:\*([0-9]{{1,6}}))?")
-_USER = re.compile(r"[0-9A-Za-z_.][0-9A-Za-z_.$-]*")
-_COUNT = re.compile(r"[1-9][0-9]{0,5}")
-_WALLTIME = re.compile(r"[0-9]{1,9}(?::[0-9]{1,9}){0,3}(?:\.[0-9]+)?")
-_MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
-
-
-def job_by_id(job_id: str, env: Mapping[str, str]) -> Allocation:
-    """Return a job that runs, by qstat.
-
-    Raises:
-        InvalidVariableError: ``job_id`` is no job id.
-        SchedulerError: qstat did not answer, or knows no such job that runs.
-    """
-    return _from_qstat(job_id, ask_for_job(job_id, env))
-
-
-def end_time(job_id: str, env: Mapping[str, str]) -> datetime | None:
-    """Return when the job's walltime ends, by qstat; None before it starts or without a limit.
-
-    Raises:
-        InvalidVariableError: ``job_id`` is no job id.
-        SchedulerError: qstat did not answer, or knows no such job.
-    """
-    return _end(job_id, ask_for_job(job_id, env))
-
-
-def _job_of_this_host(env: Mapping[str, str], hostname: str) -> Allocation | None:
-    """Return the user's running job that has this host: for a shell that PBS did not start.
-
-    None without such a job, and where there is no qselect: then this is no host of a PBS system.
-
-    Raises:
-        SchedulerError: A command failed, or several jobs share this host.
-    """
-    if _commands.find("qselect", env, get_pbs_folder(env)) is None:
-        return None
-    # -T: the subjobs of an array, which itself never runs (manual page of 23.06; not captured).
-    argv = ("qselect", "-T", "-u", _user(env), "-s", "R")
-    job_ids = _commands.ask(argv, env=env, place=get_pbs_folder(env)).stdout.split()
-    if not job_ids:
-        return None
-    _, jobs = ask_for_jobs(job_ids, env)
-    for job_id in [job_id for job_id in job_ids if job_id not in jobs]:
-        # Some builds tell only the first of several jobs (openpbs issue 2672).
-        jobs.update(ask_for_jobs([job_id], env)[1])
-    # A job that ended since qselect has no exec_host, or is not told at all.
-    found = [_from_qstat(key, job) for key, job in jobs.items() if text_of(job, "exec_host")]
-    here = [job for job in found if find_host(hostname, job.hosts)]
-    if len(here) > 1:
-        ids = ", ".join(str(job.job_id) for job in here)
-        raise SchedulerError(
-            f"host {hostname} is in {len(here)} running jobs: {ids}; expected one; "
-            f"say which: export PBS_JOBID={here[0].job_id}"
-        )
-    if not here:
-        return None
-    source = f"qselect, {QSTAT}"
-    return replace(here[0], sources=dict.fromkeys(here[0].sources, source))
-
-
-def cpus_of_hosts(job_id: str, env: Mapping[str, str]) -> dict[str, int]:
-    """Return the CPUs that a job has on each of its hosts, by qstat.
-
-    Raises:
-        InvalidVariableError: ``job_id`` is no job id.
-        SchedulerError: qstat did not answer, or knows no such job that runs.
-    """
-    cpus: dict[str, int] = {}
-    for name, count in _chunks(job_id, ask_for_job(job_id, env)):
-        cpus[name] = cpus.get(name, 0) + count
-    return cpus
+def _allocation_of(job_id: str, job: Attributes) -> Allocation:
+    names = [name for name, _ in _chunks(job_id, job)]
+    facts: dict[str, object] = {
+        "slots": _slots(names, job.get("Resource_List")),
+        "name": _text(job, "Job_Name"),
+        "queue": _text(job, "queue"),
+    }
+    with contextlib.suppress(SchedulerError):  # the hosts are known without it
+        facts["ends_at"] = _end(job_id, job)
+    told = {key: fact for key, fact in facts.items() if fact}
+    sources = dict.fromkeys(("scheduler", "job_id", "hosts", *told), QSTAT)
+    return Allocation("pbs", job_id, tuple(dict.fromkeys(names)), sources=sources, **told)  # type: ignore[arg-type]
 
 
 def _chunks(job_id: str, job: Attributes) -> list[tuple[str, int]]:
     """Return host and CPUs of each chunk."""
-    exec_host, state = text_of(job, "exec_host"), text_of(job, "job_state")
+    exec_host, state = _text(job, "exec_host"), _text(job, "job_state")
     if not exec_host:
         raise SchedulerError(
             f"{QSTAT}: job {job_id} has no exec_host and is in state {state or 'unknown'!r}; "
@@ -215,35 +286,12 @@ def _chunks(job_id: str, job: Attributes) -> list[tuple[str, int]]:
     return found
 
 
-def _from_qstat(job_id: str, job: Attributes) -> Allocation:
-    names = [name for name, _ in _chunks(job_id, job)]
-    ends_at = None
-    with contextlib.suppress(SchedulerError):  # the hosts are known without it
-        ends_at = _end(job_id, job)
-    known = Allocation(
-        scheduler="pbs",
-        job_id=job_id,
-        hosts=tuple(dict.fromkeys(names)),
-        slots=_slots(names, job.get("Resource_List")),
-        name=text_of(job, "Job_Name") or None,
-        queue=text_of(job, "queue") or None,
-        ends_at=ends_at,
-    )
-    fields = ("scheduler", "job_id", "hosts", "slots", "name", "queue", "ends_at")
-    told = [field for field in fields if getattr(known, field) is not None]
-    return replace(known, sources=dict.fromkeys(told, QSTAT))
-
-
 def _slots(names: Sequence[str], resources: object) -> tuple[int, ...] | None:
-    """Return the MPI slots of each host, where ``select`` and ``mpiprocs`` leave no doubt.
-
-    ``/0*2`` of exec_host are CPUs. It has one entry a chunk of ``select``, in its order, and
-    a chunk has one slot unless it says ``mpiprocs``.
-    """
-    if not isinstance(resources, dict):
-        return None
+    """Return the MPI slots of each host, where ``select`` and ``mpiprocs`` leave no doubt."""
+    # The numbers of exec_host are CPUs. It has one entry a chunk of ``select``, in its order,
+    # and a chunk has one slot unless it says ``mpiprocs``.
     each: list[int] = []
-    for part in text_of(resources, "select").split("+"):
+    for part in _text(resources, "select").split("+"):
         number, *items = part.split(":")
         if "=" in number:
             number, items = "1", [number, *items]
@@ -254,7 +302,7 @@ def _slots(names: Sequence[str], resources: object) -> tuple[int, ...] | None:
         if wanted.get("ncpus") == "0" or len(each) + int(number) > len(names):
             return None
         each += [int(procs)] * int(number)
-    if len(each) != len(names) or text_of(resources, "mpiprocs") not in ("", str(sum(each))):
+    if len(each) != len(names) or _text(resources, "mpiprocs") not in ("", str(sum(each))):
         return None
     slots = dict.fromkeys(names, 0)
     for name, procs_here in zip(names, each, strict=True):
@@ -263,13 +311,11 @@ def _slots(names: Sequence[str], resources: object) -> tuple[int, ...] | None:
 
 
 def _end(job_id: str, job: Attributes) -> datetime | None:
-    resources = job.get("Resource_List")
-    limit = text_of(resources, "walltime") if isinstance(resources, dict) else ""
-    start = text_of(job, "stime")
+    start, limit = _text(job, "stime"), _text(job.get("Resource_List"), "walltime")
     if not start or not limit:
         return None
     try:
-        # "Sat Nov 21 02:10:43 2026", always in English, in the zone that _ask chose.
+        # "Sat Nov 21 02:10:43 2026", always in English, in the zone that `_jobs` chose.
         _, month, day, clock, year = start.split()
         hour, minute, second = clock.split(":")
         date = (int(year), _MONTHS.index(month) + 1, int(day))
@@ -289,125 +335,3 @@ def _walltime(text: str) -> timedelta:
     parts = [int(part) for part in reversed(text.partition(".")[0].split(":"))]
     units = ("seconds", "minutes", "hours", "days")
     return timedelta(**dict(zip(units, parts, strict=False)))
-
-
-def _user(env: Mapping[str, str]) -> str:
-    user = env.get("USER") or env.get("LOGNAME")
-    if not user:
-        import pwd  # noqa: PLC0415
-
-        try:
-            user = pwd.getpwuid(os.getuid()).pw_name
-        except KeyError:
-            user = ""
-    if not _USER.fullmatch(user):
-        raise InvalidVariableError(
-            f"USER={user[:40]!r}; expected the user whose jobs qselect shall list; set USER"
-        )
-    return user
-
-
-# PBS: a job's variables and node file, and only where these do not do, its server.
-
-
-def allocation(env: Mapping[str, str], *, commands: bool = True) -> Allocation:
-    """Return the allocation that ``PBS_JOBID`` names: from the node file, else from qstat.
-
-    No command is started where the node file can be read; it lies on every node of the job
-    (OpenPBS 23.06). Where it cannot, the same variables lead to qstat. Job arrays
-    (``40[1].pbs-0001``) and interactive jobs are no different.
-
-    Raises:
-        HostfileError: The node file can be read, but does not parse.
-        InvalidVariableError: ``PBS_JOBID`` is no job id.
-        SchedulerError: The node file cannot be read, and qstat did not answer, or knows no
-            such job that runs.
-    """
-    path = env.get("PBS_NODEFILE", "")
-    why = f"PBS_NODEFILE={path!r} cannot be read here" if path else "PBS_NODEFILE is not set"
-    try:
-        slots = read_slots(path) if path and os.access(path, os.R_OK) else {}
-    except HostfileError as error:
-        raise HostfileError(
-            f"PBS_NODEFILE: {error}; unset PBS_NODEFILE to ask qstat instead"
-        ) from error
-    variables = {"scheduler": "PBS_JOBID", "job_id": "PBS_JOBID"}
-    variables |= {k: v for k, v in (("name", "PBS_JOBNAME"), ("queue", "PBS_QUEUE")) if env.get(v)}
-    job = Allocation("pbs", env["PBS_JOBID"], ())
-    if slots:
-        # A host that is named once has one slot.
-        job = replace(
-            job,
-            hosts=tuple(slots),
-            slots=tuple(n or 1 for n in slots.values()),
-            sources={"hosts": "PBS_NODEFILE", "slots": "PBS_NODEFILE"},
-        )
-    elif not commands:
-        raise SchedulerError(
-            f"{why}; expected PBS's node file; set PBS_NODEFILE to a copy of it that every node of "
-            "the job can read"
-        )
-    else:
-        # MERGED  # 6 ms, and most jobs have their node file
-
-        try:
-            job = job_by_id(env["PBS_JOBID"], env)
-        except SchedulerError as error:
-            raise SchedulerError(f"{why}, and {error}") from error
-        job = replace(job, notes=(f"{why}: asked qstat",))
-    name, queue = env.get("PBS_JOBNAME") or job.name, env.get("PBS_QUEUE") or job.queue
-    job = replace(job, name=name, queue=queue, sources={**job.sources, **variables})
-    return _placed(job, get_hostname())
-
-
-def job_of_this_host(env: Mapping[str, str], hostname: str) -> Allocation | None:
-    """Return the user's running job that has this host (see `_pbs_jobs.job_of_this_host`)."""
-    # MERGED
-
-    job = _job_of_this_host(env, hostname)
-    return None if job is None else _placed(job, hostname)
-
-
-def cpus_of_job(
-    job: Allocation, env: Mapping[str, str], *, commands: bool
-) -> tuple[int, int, str] | None:
-    """Return the CPUs that a job has here, and on the node where it has fewest, and the source.
-
-    ``NCPUS`` is ``ncpus`` of the first chunk, or its ``ompthreads`` where the job asked for these.
-    Where this node has several slots, they share it, or have as many each: only qstat tells. None
-    on no node of the job, and where nothing tells.
-    """
-    text = env.get("NCPUS", "")
-    if not (text.isascii() and text.isdecimal() and 0 < len(text) < 7 and int(text)):
-        return None
-    if job.node_name is None or job.slots is None:
-        return None
-    each, slots = int(text), dict(zip(job.hosts, job.slots, strict=True))
-    if slots[job.node_name] == 1:
-        return each, each, "NCPUS"
-    if not commands:
-        return None
-    # MERGED
-
-    try:
-        # It must not hold up for long what can go on without.
-        told = cpus_of_hosts(env["PBS_JOBID"], {TIME_LIMIT: "2", **env})
-    except SchedulerError:
-        return each, each, "NCPUS: qstat does not tell whether it is for each process"
-    cpus = {
-        name: min(told[known], each * slots[name])
-        for name in job.hosts
-        if (known := find_host(name, list(told)))
-    }
-    here = cpus.get(job.node_name, each)
-    return here, min(cpus.values(), default=here), "exec_host and NCPUS"
-
-
-def _placed(job: Allocation, hostname: str) -> Allocation:
-    """Say which node of the job this process is on; PBS variables can be exported anywhere."""
-    name = find_host(hostname, job.hosts)
-    job = replace(job, node_name=name, sources={**job.sources, "node_name": "uname"})
-    if name is not None:
-        return job
-    note = f"host {hostname} is no node of job {job.job_id}, whose variables are set here"
-    return replace(job, notes=(*job.notes, note))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from ._allocation import Allocation, get_allocation, scheduler_of
+from ._allocation import Allocation, scheduler_of
 from ._devices import (
     Accelerators,
     cpu_count_with_source,
@@ -15,192 +15,10 @@ from ._devices import (
     get_accelerators,
 )
 from ._errors import IncompleteLauncherError, MachineError, SchedulerError
+from ._hosts import get_allocation
 from ._machine import Machine, get_machine_info
 from ._nodelist import MAX_HOSTS, fold_nodelist, get_hostname
 from ._rank import ONE_PROCESS, RankInfo, get_rank_info
-
-# How large the world is: nodes, devices, and the ranks that run or could run on them.
-
-
-def get_world_size(
-    env: Mapping[str, str] | None = None, *, total: bool = False, in_use: bool = False
-) -> int:
-    """Return the number of ranks; 1 for one process without a launcher.
-
-    Args:
-        env: The environment to read; default ``os.environ``.
-        total: Instead of the ranks that run, those that the allocation has devices for:
-            `get_world_size_total`.
-        in_use: The ranks that run, which is the default.
-
-    Raises:
-        ValueError: Both are asked for.
-        TopoError: The environment is half set or contradicts itself (see `get_rank_info`).
-    """
-    if total and in_use:
-        raise ValueError("get_world_size(total=True, in_use=True); expected one of them")
-    return get_world_size_total(env) if total else get_world_size_in_use(env)
-
-
-def get_world_size_in_use(env: Mapping[str, str] | None = None) -> int:
-    """Return the number of ranks that run; 1 for one process without a launcher.
-
-    Raises:
-        TopoError: The environment is half set or contradicts itself (see `get_rank_info`).
-    """
-    return get_rank_info(env).world_size
-
-
-def get_world_size_total(env: Mapping[str, str] | None = None) -> int:
-    """Return the number of ranks that all nodes together have room for.
-
-    One a device; where there are no devices, the ranks that the scheduler foresees, else one
-    a node. Never less than the ranks that run.
-
-    Raises:
-        TopoError: Ranks, job or devices cannot be known.
-    """
-    rank = get_rank_info(env)
-    job = _job(rank, env)
-    return world_size_total(rank, job, devices_here(env, rank, job, get_machine_info(env)))[0]
-
-
-def get_gpus_per_node(env: Mapping[str, str] | None = None) -> int:
-    """Return the number of devices of this node that this process may use; 0 without any.
-
-    Tiles count where the driver shows them as devices (Aurora: 12). A launcher that hides all
-    devices but one from each rank makes this 1.
-
-    Raises:
-        TopoError: A variable that selects devices or the machine is wrong.
-    """
-    rank = get_rank_info(env)
-    return devices_here(env, rank, _job(rank, env), get_machine_info(env)).count
-
-
-def devices_here(
-    env: Mapping[str, str] | None, rank: RankInfo, job: Allocation | None, machine: Machine
-) -> Accelerators:
-    """Return this node's accelerators; on a login node those that the machine's nodes have.
-
-    On a node of the job the host itself is believed: a machine's CPU nodes have its name too.
-    """
-    on_node = job is None or (job.scheduler != "none" and job.on_node)
-    devices = None
-    if machine.devices_per_node and not on_node:
-        source = f"devices_per_node of {machine.name}.toml"
-        devices = (machine.device_type, machine.devices_per_node, source)
-    # What every rank calls starts no command.
-    return get_accelerators(env, fallback=devices, tools=rank.world_size == 1)
-
-
-def get_num_nodes(env: Mapping[str, str] | None = None) -> int:
-    """Return the number of nodes: of the job (the step, in a Slurm step), else that ranks run on.
-
-    Ranks may be on fewer nodes than their job has; `get_node_index` counts those with ranks.
-
-    Raises:
-        TopoError: The job cannot be read, or nothing tells how many nodes the ranks are on.
-    """
-    rank = get_rank_info(env)
-    return num_nodes(rank, _job(rank, env))[0]
-
-
-def get_node_index(env: Mapping[str, str] | None = None) -> int:
-    """Return the index of this node among those that ranks are on; 0 for one process.
-
-    Raises:
-        TopoError: The environment is half set or contradicts itself, or nothing tells.
-    """
-    rank = get_rank_info(env)
-    return rank.node_rank if rank.node_rank is not None else node_index(rank, _job(rank, env))[0]
-
-
-def _job(rank: RankInfo, env: Mapping[str, str] | None) -> Allocation | None:
-    """Return the job; None where only a command could tell it, and every rank would start one."""
-    if rank.world_size == 1:
-        return get_allocation(env)
-    try:
-        return get_allocation(env, ask=False)
-    except SchedulerError:
-        return None
-
-
-def num_nodes(rank: RankInfo, job: Allocation | None) -> tuple[int, str]:
-    """Return the number of nodes, and where that comes from.
-
-    Raises:
-        IncompleteLauncherError: Ranks of several nodes, and neither a job nor their launcher
-            tells of how many.
-    """
-    if job is not None and job.scheduler != "none" and job.hosts:
-        return job.num_nodes, job.sources["hosts"]
-    if rank.num_nodes is not None:
-        return rank.num_nodes, rank.sources["num_nodes"]
-    # World size over local world size is a guess: 1 + 2 + 3 ranks would say 6, 3 and 2.
-    per_node = rank.local_world_size
-    raise IncompleteLauncherError(
-        f"{rank.launcher}: {rank.world_size} ranks, {per_node or 'an unknown number'} of them on "
-        "this node, and no job whose hosts can be read; expected to be told the number of nodes; "
-        "start the ranks with ezpz-launch",
-        family=rank.launcher,
-        missing=("GROUP_WORLD_SIZE",),
-    )
-
-
-def _fits(rank: RankInfo, index: int, nodes: int) -> bool:
-    """Whether every node of the job has as many ranks, and this one those of its place.
-
-    Only then is the order of the ranks' nodes surely the job's.
-    """
-    per_node = rank.local_world_size or 0
-    in_blocks = (index * per_node + rank.local_rank) == rank.rank
-    in_turn = (rank.local_rank * nodes + index) == rank.rank
-    return per_node * nodes == rank.world_size and (in_blocks or in_turn)
-
-
-def world_size_total(
-    rank: RankInfo, job: Allocation | None, devices: Accelerators
-) -> tuple[int, str]:
-    """Return the number of ranks that all nodes have room for, and where that comes from.
-
-    Raises:
-        IncompleteLauncherError: The number of nodes is not known.
-    """
-    nodes, _ = num_nodes(rank, job)
-    if devices.count:
-        room, why = nodes * devices.count, f"{nodes} nodes x {devices.count} devices"
-    elif job is not None and job.slots:
-        room, why = sum(job.slots), job.sources["slots"]
-    else:
-        room, why = nodes, f"{nodes} nodes without devices"
-    return (room, why) if room >= rank.world_size else (rank.world_size, "the ranks that run")
-
-
-def node_index(rank: RankInfo, job: Allocation | None) -> tuple[int, str]:
-    """Return the index of this node among those the ranks are on, and where that comes from.
-
-    Raises:
-        IncompleteLauncherError: The launcher does not tell, and the job has other nodes than
-            those that the ranks are on.
-    """
-    if rank.node_rank is not None:
-        return rank.node_rank, rank.sources["node_rank"]
-    per_node = rank.local_world_size or 0
-    if job is not None and job.scheduler != "none" and job.node_name in job.hosts:
-        index = job.hosts.index(job.node_name)
-        if _fits(rank, index, job.num_nodes):
-            return index, f"{job.node_name} in {job.sources['hosts']}"
-    raise IncompleteLauncherError(
-        f"{rank.launcher} does not tell which node this is ({rank.world_size} ranks, "
-        f"{per_node or 'an unknown number'} of them here); expected NODE_RANK; start the ranks "
-        "with ezpz-launch",
-        family=rank.launcher,
-        missing=("NODE_RANK",),
-    )
-
-
-# Everything that ezpz_topo knows of this process and its surroundings, each with its source.
 
 Row = tuple[str, object, str]
 """Name, value (None: not known), source."""
@@ -234,68 +52,36 @@ class Topology:
 
     def explain(self) -> list[Row]:
         """Return ``(name, value, source)`` rows, one a fact; a value of None is not known."""
-        job, machine, devices = self.allocation, self.machine, self.accelerators
-        rows: list[Row] = [
+        job, machine, devices, rank = self.allocation, self.machine, self.accelerators, self.rank
+        sources, scheduler_source = (
+            rank.sources,
+            job.sources.get("scheduler", "its job's variables"),
+        )
+        return [
             ("machine", machine.name, machine.matched_by),
             ("hostname", self.hostname, "uname"),
-            ("scheduler", job.scheduler, job.sources.get("scheduler", "its job's variables")),
-        ]
-        if job.scheduler != "none":
-            rows += self._explain_job()
-        nodes, nodes_source = _or_why(num_nodes, self.rank, job)
-        rows += [
-            ("nodes", nodes, nodes_source),
+            ("scheduler", job.scheduler, scheduler_source),
+            *(() if job.scheduler == "none" else _explain_job(job)),
+            ("nodes", *_or_why(count_nodes, rank, job)),
             ("hosts", fold_nodelist(job.hosts) or None, job.sources["hosts"]),
             ("device type", devices.device_type, devices.source),
             ("devices per node", devices.count, devices.source),
             ("cpus per node", self.cpus_per_node, self.cpus_per_node_source),
             ("cpus", self.cpu_count, self.cpu_source),
+            ("launcher", rank.launcher, sources["rank"]),
+            ("rank", rank.rank, sources["rank"]),
+            ("world size", rank.world_size, sources["world_size"]),
+            ("world size total", *_or_why(_world_size_total, rank, job, devices)),
+            ("local rank", rank.local_rank, sources["local_rank"]),
+            ("local world size", rank.local_world_size, sources["local_world_size"]),
+            ("node index", *_or_why(_node_index, rank, job)),
         ]
-        return rows + self._explain_rank()
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What was seen and set aside, in words for people."""
         parts = (self.rank, self.allocation, self.machine, self.accelerators)
         return tuple(note for part in parts for note in part.notes)
-
-    def _explain_job(self) -> list[Row]:
-        job = self.allocation
-        ends = None if job.ends_at is None else job.ends_at.isoformat()
-        values = {
-            "job_id": job.job_id,
-            "name": job.name,
-            "queue": job.queue,
-            "slots": None if job.slots is None else sum(job.slots),
-            "ends_at": ends,
-            "node_name": job.node_name,
-        }
-        titles = {
-            "job_id": "job id",
-            "name": "job name",
-            "queue": "partition" if job.scheduler == "slurm" else "queue",
-            "slots": "slots",
-            "ends_at": "ends at",
-            "node_name": "node",
-        }
-        untold = f"not told by {job.scheduler}'s variables"
-        return [(titles[k], value, job.sources.get(k, untold)) for k, value in values.items()]
-
-    def _room(self, rank: RankInfo, job: Allocation) -> tuple[int, str]:
-        return world_size_total(rank, job, self.accelerators)
-
-    def _explain_rank(self) -> list[Row]:
-        rank, sources = self.rank, self.rank.sources
-        index, index_source = _or_why(node_index, rank, self.allocation)
-        return [
-            ("launcher", rank.launcher, sources["rank"]),
-            ("rank", rank.rank, sources["rank"]),
-            ("world size", rank.world_size, sources["world_size"]),
-            ("world size total", *_or_why(self._room, rank, self.allocation)),
-            ("local rank", rank.local_rank, sources["local_rank"]),
-            ("local world size", rank.local_world_size, sources["local_world_size"]),
-            ("node index", index, index_source),
-        ]
 
 
 def detect(env: Mapping[str, str] | None = None, *, ask: bool | None = None) -> Topology:
@@ -314,12 +100,18 @@ def detect(env: Mapping[str, str] | None = None, *, ask: bool | None = None) -> 
     """
     env = os.environ if env is None else env
     rank, machine = get_rank_info(env), get_machine_info(env)
-    job = _job_of(rank, env, ask)
+    may_ask = False if ask is None and rank.world_size > 1 else ask  # not a command a rank
+    try:
+        job = get_allocation(env, ask=may_ask)
+    except SchedulerError as error:
+        if may_ask == ask:
+            raise
+        job = Allocation(scheduler_of(env), None, (), sources={"hosts": str(error)})
     cpu_count, cpu_source = cpu_count_with_source()
     cpus_per_node, cpus_per_node_source = cpus_per_node_with_source(env)
     # Of a machine that we know a job has whole nodes.
     if job.scheduler == "pbs" and not (machine.devices_per_node or machine.cores_per_node):
-        from ._pbs import cpus_of_job  # noqa: PLC0415  # only a job of PBS needs it
+        from ._pbs import cpus_of_job  # noqa: PLC0415 - only in a job of PBS
 
         told = cpus_of_job(job, env, commands=rank.world_size == 1 and ask is not False)
         if told and told[0] < cpu_count:
@@ -330,7 +122,7 @@ def detect(env: Mapping[str, str] | None = None, *, ask: bool | None = None) -> 
         rank=rank,
         allocation=job,
         machine=machine,
-        accelerators=devices_here(env, rank, job, machine),
+        accelerators=_devices_here(env, rank, job, machine),
         hostname=get_hostname(),
         cpu_count=cpu_count,
         cpu_source=cpu_source,
@@ -339,34 +131,11 @@ def detect(env: Mapping[str, str] | None = None, *, ask: bool | None = None) -> 
     )
 
 
-def _job_of(rank: RankInfo, env: Mapping[str, str], ask: bool | None) -> Allocation:
-    """Return the job, without its hosts where each of many ranks would have to ask for them."""
-    if ask is not None or rank.world_size == 1:
-        return get_allocation(env, ask=ask)
-    try:
-        return get_allocation(env, ask=False)
-    except SchedulerError as error:
-        scheduler = scheduler_of(env)
-        return Allocation(scheduler, None, (), sources={"hosts": str(error)})
-
-
-def _or_why(
-    ask: Callable[[RankInfo, Allocation], tuple[int, str]], rank: RankInfo, job: Allocation
-) -> tuple[int | None, str]:
-    """Return what is known, or None and why not: a table can live with a gap, a caller cannot."""
-    try:
-        return ask(rank, job)
-    except IncompleteLauncherError as error:
-        return None, str(error)
-
-
-# A topology that is not here: to plan for a machine from a laptop.
-
-
 def imagine(machine: str, nodes: int = 1, env: Mapping[str, str] | None = None) -> Topology:
-    """Return what `detect` would say in a job of so many nodes of a machine; nothing is looked at.
+    """Return what `detect` would say in a hypothetical job of so many nodes of a machine.
 
-    Numbers that the machine's file does not tell are 0.
+    For planning from elsewhere: nothing is looked at. Numbers that the machine's file does not
+    tell are 0.
 
     Args:
         machine: A name of `known_machines`.
@@ -383,20 +152,20 @@ def imagine(machine: str, nodes: int = 1, env: Mapping[str, str] | None = None) 
     folders = ("EZPZ_MACHINES", "XDG_CONFIG_HOME", "HOME")
     known = get_machine_info(
         {**{name: env[name] for name in folders if name in env}, "EZPZ_MACHINE": machine},
-        hostname="imagined",
+        hostname="hypothetical",
     )
-    source = f"imagined: {nodes} nodes of {known.name}"
+    source = f"hypothetical: {nodes} nodes of {known.name}"
     width = max(4, len(str(nodes)))
     hosts = tuple(f"node{number:0{width}d}" for number in range(1, nodes + 1))
-    in_job = known.scheduler != "none"
     facts = f"{known.name}.toml"
-    cores = known.cores_per_node or _cores_bound(known.cpu_bind.values())
+    bound = re.findall("[0-9]+", " ".join(" ".join(each) for each in known.cpu_bind.values()))
+    cores = known.cores_per_node or max(map(int, bound), default=-1) + 1
     told = facts if cores else f"not told by {facts}"
     return Topology(
         rank=ONE_PROCESS,
         allocation=Allocation(
             known.scheduler,
-            "imagined" if in_job else None,
+            "hypothetical" if known.scheduler != "none" else None,
             hosts,
             node_name=hosts[0],
             sources=dict.fromkeys(("scheduler", "job_id", "hosts", "node_name"), source),
@@ -413,7 +182,177 @@ def imagine(machine: str, nodes: int = 1, env: Mapping[str, str] | None = None) 
     )
 
 
-def _cores_bound(lists: Iterable[tuple[str, ...]]) -> int:
-    """Return one more than the highest core of any bind list; 0 without any."""
-    ends = [end for ranges in lists for text in ranges for end in re.findall("[0-9]+", text)]
-    return max(map(int, ends), default=-1) + 1
+def _explain_job(job: Allocation) -> list[Row]:
+    values = {
+        "job_id": ("job id", job.job_id),
+        "name": ("job name", job.name),
+        "queue": ("partition" if job.scheduler == "slurm" else "queue", job.queue),
+        "slots": ("slots", None if job.slots is None else sum(job.slots)),
+        "ends_at": ("ends at", None if job.ends_at is None else job.ends_at.isoformat()),
+        "node_name": ("node", job.node_name),
+    }
+    untold = f"not told by {job.scheduler}'s variables"
+    return [(*row, job.sources.get(key, untold)) for key, row in values.items()]
+
+
+def _or_why(ask: Callable[..., tuple[int, str]], *facts: object) -> tuple[int | None, str]:
+    """Return what is known, or None and why not: a table can live with a gap, a caller cannot."""
+    try:
+        return ask(*facts)
+    except IncompleteLauncherError as error:
+        return None, str(error)
+
+
+# How large the world is: nodes, devices, and the ranks that run or could run on them.
+
+
+def get_world_size(
+    env: Mapping[str, str] | None = None, *, total: bool = False, in_use: bool = False
+) -> int:
+    """Return the number of ranks; 1 for one process without a launcher.
+
+    Args:
+        env: The environment to read; default ``os.environ``.
+        total: Instead of the ranks that run, those that the allocation has devices for:
+            `get_world_size_total`.
+        in_use: The ranks that run, which is the default.
+
+    Raises:
+        ValueError: Both are requested.
+        TopoError: The environment is half set or contradicts itself (see `get_rank_info`).
+    """
+    if total and in_use:
+        raise ValueError("get_world_size(total=True, in_use=True); expected one of them")
+    return get_world_size_total(env) if total else get_world_size_in_use(env)
+
+
+def get_world_size_in_use(env: Mapping[str, str] | None = None) -> int:
+    """Return the number of ranks that run; 1 for one process without a launcher.
+
+    Raises:
+        TopoError: The environment is half set or contradicts itself (see `get_rank_info`).
+    """
+    return get_rank_info(env).world_size
+
+
+def get_world_size_total(env: Mapping[str, str] | None = None) -> int:
+    """Return the number of ranks that all nodes together have room for.
+
+    One a device; where there are no devices, the ranks that the scheduler foresees, else one
+    a node. Never less than the ranks that run.
+
+    Raises:
+        TopoError: Ranks, job or devices cannot be known.
+    """
+    rank = get_rank_info(env)
+    job = _job(rank, env)
+    return _world_size_total(rank, job, _devices_here(env, rank, job, get_machine_info(env)))[0]
+
+
+def get_gpus_per_node(env: Mapping[str, str] | None = None) -> int:
+    """Return the number of devices of this node that this process may use; 0 without any.
+
+    Tiles count where the driver shows them as devices (Aurora: 12). A launcher that hides all
+    devices but one from each rank makes this 1.
+
+    Raises:
+        TopoError: A variable that selects devices or the machine is wrong.
+    """
+    rank = get_rank_info(env)
+    return _devices_here(env, rank, _job(rank, env), get_machine_info(env)).count
+
+
+def get_num_nodes(env: Mapping[str, str] | None = None) -> int:
+    """Return the number of nodes: of the job (the step, in a Slurm step), else that ranks run on.
+
+    Ranks may be on fewer nodes than their job has; `get_node_index` counts those with ranks.
+
+    Raises:
+        TopoError: The job cannot be read, or nothing tells how many nodes the ranks are on.
+    """
+    rank = get_rank_info(env)
+    return count_nodes(rank, _job(rank, env))[0]
+
+
+def get_node_index(env: Mapping[str, str] | None = None) -> int:
+    """Return the index of this node among those that ranks are on; 0 for one process.
+
+    Raises:
+        TopoError: The environment is half set or contradicts itself, or nothing tells.
+    """
+    rank = get_rank_info(env)
+    return rank.node_rank if rank.node_rank is not None else _node_index(rank, _job(rank, env))[0]
+
+
+def _job(rank: RankInfo, env: Mapping[str, str] | None) -> Allocation | None:
+    """Return the job; None where only a command could tell it, and every rank would start one."""
+    if rank.world_size == 1:
+        return get_allocation(env)
+    try:
+        return get_allocation(env, ask=False)
+    except SchedulerError:
+        return None
+
+
+def _devices_here(
+    env: Mapping[str, str] | None, rank: RankInfo, job: Allocation | None, machine: Machine
+) -> Accelerators:
+    """Return this node's accelerators; on a login node those that the machine's nodes have."""
+    # On a node of the job the host itself is believed: a machine's CPU nodes have its name too.
+    on_node = job is None or (job.scheduler != "none" and job.on_node)
+    devices = None
+    if machine.devices_per_node and not on_node:
+        source = f"devices_per_node of {machine.name}.toml"
+        devices = (machine.device_type, machine.devices_per_node, source)
+    # What every rank calls starts no command.
+    return get_accelerators(env, fallback=devices, tools=rank.world_size == 1)
+
+
+def count_nodes(rank: RankInfo, job: Allocation | None) -> tuple[int, str]:
+    if job is not None and job.scheduler != "none" and job.hosts:
+        return job.num_nodes, job.sources["hosts"]
+    if rank.num_nodes is not None:
+        return rank.num_nodes, rank.sources["num_nodes"]
+    # World size over local world size is a guess: 1 + 2 + 3 ranks would say 6, 3 and 2.
+    per_node = rank.local_world_size
+    raise IncompleteLauncherError(
+        f"{rank.launcher}: {rank.world_size} ranks, {per_node or 'an unknown number'} of them on "
+        "this node, and no job whose hosts can be read; expected to be told the number of nodes; "
+        "start the ranks with ezpz-launch",
+        family=rank.launcher,
+        missing=("GROUP_WORLD_SIZE",),
+    )
+
+
+def _world_size_total(
+    rank: RankInfo, job: Allocation | None, devices: Accelerators
+) -> tuple[int, str]:
+    nodes, _ = count_nodes(rank, job)
+    if devices.count:
+        room, why = nodes * devices.count, f"{nodes} nodes x {devices.count} devices"
+    elif job is not None and job.slots:
+        room, why = sum(job.slots), job.sources["slots"]
+    else:
+        room, why = nodes, f"{nodes} nodes without devices"
+    return (room, why) if room >= rank.world_size else (rank.world_size, "the ranks that run")
+
+
+def _node_index(rank: RankInfo, job: Allocation | None) -> tuple[int, str]:
+    if rank.node_rank is not None:
+        return rank.node_rank, rank.sources["node_rank"]
+    per_node = rank.local_world_size or 0
+    if job is not None and job.scheduler != "none" and job.node_name in job.hosts:
+        index = job.hosts.index(job.node_name)
+        # Only where every node of the job has as many ranks, and this one those of its place, is
+        # the order of the ranks' nodes surely the job's.
+        in_blocks = index * per_node + rank.local_rank == rank.rank
+        in_turn = rank.local_rank * job.num_nodes + index == rank.rank
+        if per_node * job.num_nodes == rank.world_size and (in_blocks or in_turn):
+            return index, f"{job.node_name} in {job.sources['hosts']}"
+    raise IncompleteLauncherError(
+        f"{rank.launcher} does not tell which node this is ({rank.world_size} ranks, "
+        f"{per_node or 'an unknown number'} of them here); expected NODE_RANK; start the ranks "
+        "with ezpz-launch",
+        family=rank.launcher,
+        missing=("NODE_RANK",),
+    )

@@ -472,7 +472,7 @@ def load_checkpoint(
         if isinstance(found, str):
             raise CheckpointError(
                 f"no check-point{'' if step is None else f' of step {step}'} in {store.root} can "
-                f"be loaded: {found}. Expected one that is whole; remove them to start anew"
+                f"be loaded: {found}. Expected one that is whole; remove them to start again"
             )
         name, manifest, skipped = found
         extra, state, notes = target.fill(world, rng)

@@ -2,20 +2,40 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ezpz_launch._errors import LaunchError
-from ezpz_launch._plan import LaunchPlan, shim_argv
 from ezpz_topo import family
 
+from . import Kind
 
-def argv(plan: LaunchPlan) -> list[str]:
-    """Return the command line that starts a plan's ranks."""
-    if not plan.on_this_host:
-        raise LaunchError(
-            f"torchrun starts ranks on one host, not on {len(plan.placement.hosts)} from here; "
-            "expected -N 1, or another --launcher"
-        )
-    words = [plan.launcher.path, "--standalone", f"--nproc-per-node={plan.placement.nproc}"]
-    if plan.control:
-        # Otherwise it makes one in TMPDIR, and leaves it there.
-        words += [f"--log-dir={plan.hostfile}"]
-    return [*words, *plan.launcher_args, "--no-python", *shim_argv(plan, family("torchrun"))]
+if TYPE_CHECKING:
+    from ezpz_launch._placement import Placement
+    from ezpz_launch._plan import LaunchPlan
+
+
+class Torchrun(Kind):
+    """It starts ranks on this host alone."""
+
+    name = "torchrun"
+    program = "torchrun"
+    family = family("torchrun")
+
+    def argv(self, plan: LaunchPlan) -> list[str]:
+        if not plan.on_this_host:
+            raise LaunchError(
+                f"torchrun starts ranks on one host, not on {len(plan.placement.hosts)} from here; "
+                "expected -N 1, or another --launcher"
+            )
+        words = [plan.launcher.path, "--standalone", f"--nproc-per-node={plan.nproc}"]
+        if plan.control:
+            # Otherwise it makes one in TMPDIR, and leaves it there.
+            words += [f"--log-dir={plan.hostfile}"]
+        return [*words, *plan.launcher_args, "--no-python", *self.shim(plan)]
+
+    def hostfile(self, placement: Placement) -> list[str]:
+        """Return no line: a folder stands in its place."""
+        return []
+
+
+KIND = Torchrun()

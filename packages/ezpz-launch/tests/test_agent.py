@@ -1,0 +1,474 @@
+"""The ranks of a node as real processes: who is signalled, who is lost, who hangs where."""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+import pytest
+
+import ezpz_launch._agent as module
+from ezpz_launch._agent import Ranks, is_running
+
+ID = f"agent-test.{os.getpid()}"  # a session beside this one must not meet ours
+PUMP = str(Path(module.__file__).with_name("rank_output.py"))
+COUNTS = (
+    "import os, signal, time\n"
+    "signal.signal(signal.SIGUSR1, lambda *_: os.write(1, b'heard\\n'))\n"
+    "print('ready', flush=True)\n"
+    "while True: time.sleep(600)\n"
+)
+ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /proc")
+
+
+@pytest.fixture
+def ranks():
+    return Ranks(ID)
+
+
+@pytest.fixture
+def rank(process):
+    """Start a process that says that it is ready, and when it hears SIGUSR1."""
+
+    def start(**options):
+        child = process(sys.executable, "-c", COUNTS, stdout=-1, **options)
+        assert child.stdout.readline() == b"ready\n"
+        return child
+
+    return start
+
+
+# signals
+
+
+def test_the_whole_group_of_a_rank_is_signalled(process, ranks, until):
+    shell = process("sh", "-c", "sleep 600 & echo $!; wait", stdout=-1)
+    child = int(shell.stdout.readline())
+    ranks.start(0, shell.pid)
+    ranks.signal(signal.SIGTERM)
+    assert shell.wait(120) == -signal.SIGTERM
+    until(lambda: not is_running(child))
+
+
+def test_a_group_of_several_ranks_is_signalled_once(rank, ranks):
+    # srun makes one group for all the ranks of a node
+    first = rank()
+    second = rank(process_group=first.pid)
+    for number, child in enumerate((first, second)):
+        ranks.start(number, child.pid)
+    ranks.signal(signal.SIGUSR1)
+    for child in (first, second):
+        assert child.stdout.readline() == b"heard\n"
+    ranks.kill()
+    assert [child.communicate()[0] for child in (first, second)] == [b"", b""]
+
+
+def test_a_group_that_no_rank_leads_is_not_signalled(process, rank, ranks):
+    launcher = process("sleep", "60")
+    child = rank(process_group=launcher.pid)
+    ranks.start(0, child.pid)
+    ranks.signal(signal.SIGTERM)
+    assert child.wait(120) == -signal.SIGTERM
+    assert launcher.poll() is None
+
+
+def test_who_has_ended_is_not_signalled_and_who_starts_late_is(rank, ranks):
+    ended, runs, late = rank(), rank(), rank()
+    ranks.start(0, ended.pid)
+    ranks.start(1, runs.pid)
+    ranks.end(0)
+    ranks.signal(signal.SIGTERM)
+    assert runs.wait(120) == -signal.SIGTERM
+    ranks.start(2, late.pid)
+    assert late.wait(120) == -signal.SIGTERM
+    assert ended.poll() is None
+
+
+def test_another_process_of_that_number_is_not_signalled(process, ranks):
+    child, gone = process("sleep", "60"), process("true")
+    gone.wait(120)
+    ranks.start(0, child.pid)
+    ranks.start(1, gone.pid)
+    ranks._born[child.pid] = "1"  # as if that rank had been born at another time
+    ranks.signal(signal.SIGKILL)
+    ranks.release(child.pid)
+    ranks.kill()
+    with pytest.raises(subprocess.TimeoutExpired):
+        child.wait(0.2)
+
+
+def test_what_a_rank_leaves_in_its_group_is_signalled(process, ranks, until):
+    shell = process("sh", "-c", "sleep 600 & echo $!; read line", stdout=-1, stdin=-1)
+    child = int(shell.stdout.readline())
+    ranks.start(0, shell.pid)
+    shell.stdin.close()
+    shell.wait(120)
+    ranks.signal(signal.SIGTERM)
+    until(lambda: not is_running(child))
+
+
+def test_what_left_its_group_is_killed_by_its_mark(process, ranks):
+    def marked(launch_id):
+        env = {**os.environ, "EZPZ_LAUNCH_ID": launch_id}
+        return process("sleep", "60", env=env, process_group=None, start_new_session=True)
+
+    ours, others = marked(ID), [marked(ID + "1"), marked("x" + ID), marked("")]
+    plain = process("sleep", "60", env={**os.environ, "OTHER": f"EZPZ_LAUNCH_ID={ID}"})
+    ranks.kill()
+    assert ours.wait(120) == -signal.SIGKILL
+    assert [child.poll() for child in (*others, plain)] == [None] * 4
+
+
+@pytest.mark.parametrize("name", ["PBS_JOBID", "SLURM_JOB_ID"])
+def test_a_job_that_a_rank_submitted_is_not_of_the_launch(process, ranks, monkeypatch, name):
+    env = {**os.environ, "EZPZ_LAUNCH_ID": ID}
+    theirs = process("sleep", "600", env={**env, name: "8"})
+    ranks.kill()  # of no job
+    monkeypatch.setenv(name, "7")
+    ours, plain = (process("sleep", "600", env=each) for each in ({**env, name: "7"}, env))
+    ranks.kill()
+    assert [child.wait(120) for child in (ours, plain)] == [-signal.SIGKILL] * 2
+    assert theirs.poll() is None
+
+
+def test_release_signals_the_shim_alone(process, ranks):
+    shell = process("sh", "-c", "trap 'exit 7' TERM; sleep 600 & echo $!; wait", stdout=-1)
+    child = int(shell.stdout.readline())
+    ranks.start(0, shell.pid)
+    ranks.end(0)
+    ranks.release(shell.pid)
+    assert shell.wait(120) == 7
+    assert is_running(child)
+
+
+def test_is_running(process, until, tmp_path):
+    program = tmp_path / "x) Z 1 ("  # a name like the end of a name
+    shutil.copy(shutil.which("sleep"), program)
+    named, waited_for = process(program, "60"), process("true")
+    until(lambda: not is_running(waited_for.pid))
+    assert waited_for.poll() == 0
+    assert [is_running(pid) for pid in (waited_for.pid, named.pid, os.getpid())] == [0, 1, 1]
+
+
+# ranks that are lost
+
+
+@pytest.fixture
+def shim(process):
+    """Start a shell that stays, as the rank shim does, and goes on after its command."""
+
+    def start(script="echo ready; sleep 600", rank=0, then="true", **options):
+        env = {**os.environ, "EZPZ_LAUNCH_ID": ID, "EZPZ_RANK": str(rank)}
+        child = process(
+            "sh", "-c", f"(exec sh -c '{script}; :'); {then}", env=env, stdout=-1, **options
+        )
+        assert child.stdout.readline() == b"ready\n"
+        return child
+
+    return start
+
+
+def kill_and_reap(child):
+    child.kill()
+    child.wait(120)
+
+
+@ON_LINUX
+def test_a_rank_whose_shim_was_killed_is_lost_once(shim, ranks, until):
+    assert ranks.lost() == []
+    first, second = shim(rank=0), shim(rank=1)
+    ranks.start(0, first.pid)
+    ranks.start(1, second.pid)
+    for _ in range(3):
+        assert ranks.lost() == []  # it sees the commands
+    kill_and_reap(second)
+    assert [ranks.lost(), ranks.lost()] == [[1], []]
+    first.kill()
+    until(lambda: not is_running(first.pid))  # no one has waited for it yet
+    assert [ranks.lost(), ranks.lost()] == [[0], []]
+
+
+@ON_LINUX
+def test_a_shim_that_was_killed_before_its_command_was_seen(shim, ranks):
+    child, other = shim(rank=1), shim(rank=11)
+    ranks.start(1, child.pid)
+    ranks.start(11, other.pid)
+    kill_and_reap(child)
+    # the first time it may just be ending
+    assert [ranks.lost() for _ in range(4)] == [[], [1], [], []]
+
+
+@ON_LINUX
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_a_rank_that_ended_with_its_shim_is_not_lost(shim, ranks, until, is_seen):
+    child = shim("echo ready; echo $$; exec sleep 600")
+    command = int(child.stdout.readline())
+    ranks.start(0, child.pid)
+    if is_seen:
+        assert ranks.lost() == []
+    os.killpg(child.pid, signal.SIGKILL)
+    child.wait(120)
+    until(lambda: not is_running(command))
+    assert [ranks.lost() for _ in range(3)] == [[], [], []]
+
+
+@ON_LINUX
+def test_a_rank_whose_shim_waits_to_be_released_is_not_lost(shim, ranks):
+    child = shim("echo ready", then="echo ended; sleep 600; true")
+    ranks.start(0, child.pid)
+    assert child.stdout.readline() == b"ended\n"
+    assert ranks.lost() == []
+    ranks.end(0)
+    kill_and_reap(child)
+    assert [ranks.lost(), ranks.lost()] == [[], []]
+
+
+@ON_LINUX
+def test_what_a_shim_runs_before_the_command_is_not_taken_for_it(shim, ranks, until):
+    # as `uname -n` is, of --prefix
+    child = shim("echo ready; read line", then="echo next; sleep 600; true", stdin=-1)
+    ranks.start(0, child.pid)
+    assert ranks.lost() == []
+    child.stdin.write(b"\n")
+    child.stdin.flush()
+    assert child.stdout.readline() == b"next\n"
+    until(lambda: [module._words(pid)[:1] for pid in module._children_of(child.pid)] == [["sleep"]])
+    assert ranks.lost() == []
+    kill_and_reap(child)
+    until(ranks.lost)
+
+
+@ON_LINUX
+@pytest.mark.parametrize("is_reported_first", [True, False])
+def test_a_rank_whose_launcher_is_gone_is_lost(process, is_reported_first):
+    script = "sh -c 'sleep 600; true' >&2 & echo $!; wait"
+    launcher = process("sh", "-c", script, stdout=-1)
+    shim = int(launcher.stdout.readline())
+    # an agent knows the launcher's process from its own start
+    ranks = Ranks(ID, launcher.pid)
+    if is_reported_first:
+        ranks.start(3, shim)
+        assert ranks.lost() == []
+    kill_and_reap(launcher)
+    if not is_reported_first:
+        ranks.start(3, shim)
+    assert is_running(shim)
+    assert [ranks.lost(), ranks.lost()] == [[3], []]
+
+
+@ON_LINUX
+def test_it_looks_often_until_it_has_seen_the_command(shim, ranks):
+    assert ranks.next_look() is None
+    ranks.start(0, shim().pid)
+    soon = ranks.next_look()
+    ranks.lost()
+    usual = ranks.next_look()
+    assert soon < usual
+    ranks.start(1, shim(rank=1).pid)
+    assert ranks.next_look() == soon
+    ranks.end(1)
+    assert ranks.next_look() == usual
+
+
+# where ranks hang
+
+HANG = """
+import pathlib, sys, time
+
+def waits_for_ever():
+    pathlib.Path(sys.argv[1]).touch()
+    time.sleep(600)
+
+waits_for_ever()
+"""
+LINE = HANG.splitlines().index("    time.sleep(600)") + 1
+
+
+@pytest.fixture
+def hang(tmp_path):
+    """A script that hangs, and the file that it makes when it does."""
+    script = tmp_path / "train.py"
+    script.write_text(HANG)
+    return [sys.executable, str(script), str(tmp_path / "on")]
+
+
+@pytest.fixture
+def py_spy(process):
+    path = module.find_py_spy(os.environ["PATH"], sysconfig.get_path("scripts"))
+    if path is None:
+        pytest.skip("no py-spy here: pip install py-spy")
+    pid = str(process(sys.executable, "-c", "import time; time.sleep(600)").pid)
+    for _ in range(20):  # it has to have started
+        done = subprocess.run([path, "dump", "--pid", pid], capture_output=True, check=False)
+        if done.returncode == 0:
+            return path
+        time.sleep(0.1)
+    pytest.skip(f"py-spy may not trace here: {done.stderr.strip()[:200]}")
+
+
+@pytest.fixture
+def hanging(process, until, tmp_path):
+    """Start a shell that stays, as the rank shim does, until these files are there."""
+
+    def start(script, *words, started=("on",), **options):
+        line = f"trap : TERM\n{script}\nstatus=$?; exit $status"
+        options.setdefault("stderr", subprocess.DEVNULL)
+        pid = process("sh", "-c", line, "sh", *words, start_new_session=True,
+                      process_group=None, **options).pid  # fmt: skip
+        until(lambda: all((tmp_path / name).exists() for name in started), 120)
+        return pid
+
+    return start
+
+
+LOADED = "import sys; sys.path.append(sys.argv[1]); import rank_output as r; r.main(sys.argv[2:])"
+
+
+@pytest.mark.parametrize(
+    ("script", "between"),
+    [
+        ('"$@"', []),
+        ('(exec "$@")', [PUMP, "0", "h", "--prefix", "--"]),
+        ('"$@"', ["-c", LOADED, os.path.dirname(PUMP), "0", "h", "--"]),
+    ],
+    ids=["alone", "pump", "loaded pump"],
+)
+def test_the_training_below_the_shim(hanging, hang, script, between):
+    pump = [sys.executable, "-I", "-S", *between] if between else []
+    pid = hanging(script, *pump, *hang, "rank_output.py")
+    ((found,), deeper) = module.python_processes(pid)
+    assert (module._words(found), deeper) == ([*hang, "rank_output.py"], [])
+
+
+def test_every_branch_and_no_other_program(hanging, hang, tmp_path):
+    script = '"$1" "$2" "$3" & (sh -c \'sleep 600; :\') & "$1" "$2" "$4"; wait'
+    pid = hanging(script, *hang[:2], tmp_path / "on1", tmp_path / "on2", started=("on1", "on2"))
+    found, _ = module.python_processes(pid)
+    assert {module._words(process)[-1][-3:] for process in found} == {"on1", "on2"}
+
+
+PARENT = """
+import multiprocessing, os, pathlib, sys, time
+
+def work(number):
+    if number == 0:
+        grandchild = multiprocessing.Process(target=rest, args=(9,))
+        grandchild.start()
+    rest(number)
+
+def rest(number):
+    pathlib.Path(sys.argv[1], str(number)).touch()
+    time.sleep(600)
+
+if __name__ == "__main__":
+    multiprocessing.set_start_method("spawn")
+    workers = [multiprocessing.Process(target=work, args=(n,)) for n in range(6)]
+    for worker in workers:
+        worker.start()
+    rest("main")
+"""
+
+
+def test_a_few_workers_come_after_their_parent(hanging, tmp_path, py_spy):
+    script = tmp_path / "train.py"
+    script.write_text(PARENT)
+    words = [sys.executable, str(script), str(tmp_path)]
+    pid = hanging('"$@"', *words, started=("0", "1", "2", "3", "4", "5", "9", "main"))
+    (first,), others = module.python_processes(pid)
+    assert module._words(first) == words
+    assert len(others) == 4
+    assert all("spawn_main" in " ".join(module._words(other)) for other in others)
+    text = module.dump(pid, py_spy, bound=60)
+    assert (text.count("rank's process"), text.count("    rest (")) == (5, 5)
+
+
+@ON_LINUX
+def test_a_training_process_that_renamed_itself(hanging, tmp_path):
+    code = (
+        "import pathlib, sys, time\n"
+        "pathlib.Path('/proc/self/comm').write_text('pt) main')\n"
+        "pathlib.Path(sys.argv[1]).touch(); time.sleep(600)"
+    )
+    pid = hanging('"$@"', sys.executable, "-c", code, tmp_path / "on")
+    (found,), _ = module.python_processes(pid)
+    assert Path(f"/proc/{found}/comm").read_text() == "pt) main\n"
+
+
+@ON_LINUX
+@pytest.mark.skipif(shutil.which("ps") is None, reason="no ps here")
+def test_ps_tells_the_same_as_proc(hanging, hang, monkeypatch):
+    pid = hanging('"$@"', *hang)
+    ((found,), _) = by_proc = module.python_processes(pid)
+    words = module._words(found)
+    for name in ("exists", "isdir"):  # as where there is no /proc
+        monkeypatch.setattr(module.os.path, name, lambda _: False)
+    monkeypatch.setattr(module, "_read", lambda *_: b"")
+    assert module._words(found) == words
+    assert module.python_processes(pid) == by_proc
+
+
+def test_the_dump_names_function_and_line_in_text(hanging, hang, py_spy):
+    pid = hanging('"$@"', *hang, "\x1b[31m", "x" * 5000)
+    ((found,), _) = module.python_processes(pid)
+    text = module.dump(pid, py_spy, bound=60)
+    heading, second = text.splitlines()[:2]
+    assert heading.startswith(f"rank's process {found}: {hang[0]}")
+    assert heading.isprintable()
+    assert len(heading) < 260
+    assert second.startswith("Python")
+    assert f"waits_for_ever (train.py:{LINE})" in text
+    assert module.python_processes(pid)[0] == [found], "it goes on afterwards"
+
+
+REFUSED = {
+    "refused": "echo 'Error: Permission Denied' >&2; exit 1",
+    "panicked": "echo half; exit 101",
+    "silent": "exit 0",
+    "hangs": "exec sleep 600",
+}
+
+
+@pytest.mark.parametrize("how", [*REFUSED, "absent", None])
+def test_no_dump_without_a_py_spy_that_works(hanging, hang, tmp_path, how):
+    path = tmp_path / "py-spy"
+    if how in REFUSED:
+        path.write_text(f"#!/bin/sh\n{REFUSED[how]}")
+        path.chmod(0o755)
+    pid = hanging('"$@"', *hang)
+    assert module.dump(pid, how and str(path), bound=1.0) is None
+    assert len(module.python_processes(pid)[0]) == 1
+
+
+def test_no_dump_without_a_python_process(hanging, tmp_path, py_spy):
+    pid = hanging('touch "$1"; sleep 600', tmp_path / "on")
+    assert module.python_processes(pid) == ([], [])
+    assert module.dump(pid, py_spy, bound=1.0) is None
+
+
+def test_without_py_spy_the_training_tells_by_itself(hanging, hang, tmp_path, monkeypatch, ranks):
+    monkeypatch.setattr(module, "find_py_spy", lambda *_: None)
+    with open(tmp_path / "err", "wb") as err:
+        env = {**os.environ, "PYTHONFAULTHANDLER": "1"}
+        ranks.start(3, shim := hanging('"$@"', *hang, stderr=err, env=env))
+    assert ranks.stacks([2, 3]) == ""
+    with contextlib.suppress(ChildProcessError):
+        os.waitid(os.P_PID, shim, os.WEXITED | os.WNOWAIT)
+    assert f'train.py", line {LINE} in waits_for_ever' in (tmp_path / "err").read_text()
+
+
+def test_py_spy_is_found_on_path_then_beside(tmp_path):
+    for name in ("a", "b", "c"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "py-spy").write_text("#!/bin/sh\n")
+    (tmp_path / "d" / "py-spy").mkdir(parents=True)
+    for name in ("b", "c"):
+        (tmp_path / name / "py-spy").chmod(0o755)
+    path = f"{tmp_path / 'absent'}:{tmp_path / 'd'}:{tmp_path / 'a'}:{tmp_path / 'b'}"
+    assert module.find_py_spy(path, str(tmp_path / "c")) == str(tmp_path / "b" / "py-spy")
+    assert module.find_py_spy("", str(tmp_path / "c")) == str(tmp_path / "c" / "py-spy")
+    assert module.find_py_spy(f"{tmp_path / 'a'}:", "") is None

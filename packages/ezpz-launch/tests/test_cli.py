@@ -1,0 +1,295 @@
+"""The command as people use it: plans, launches, exit statuses, streams, launches in launches."""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+import ezpz_launch
+from ezpz_launch import __version__
+from ezpz_launch._agent import is_running
+from ezpz_launch._cli import EXAMPLES
+
+OURS = [sys.executable, "-m", "ezpz_launch"]
+SPAWN = [*OURS, "--launcher", "spawn"]
+
+
+def test_all_is_what_is_there():
+    for name in ezpz_launch.__all__:
+        value = getattr(ezpz_launch, name)
+        assert name == "__version__" or value.__doc__, name
+    public = {name for name in vars(ezpz_launch) if not name.startswith("_")} - {"launchers"}
+    assert set(ezpz_launch.__all__) == public | {"__version__"}
+
+
+# What is planned.
+
+
+def test_the_explanation_for_programs(launch, tmp_path):
+    def explained(*words):
+        return json.loads(launch("--dry-run", "--json", *words).stdout)
+
+    said = explained("-n", "3", "--env", "A=b c", "--grace", "1m", "echo", "x")
+    assert (said["nproc"], said["ranks_per_host"], said["hostfile"]) == (3, [3], None)
+    assert (said["environment"]["A"], said["sources"]["A"]) == ("b c", "--env")
+    assert said["settings"] == {"SIGTERM to SIGKILL": "60 s"}
+    assert said["argv"][-2:] == ["echo", "x"]
+    # words for the launcher itself
+    argv = explained("--launcher-args", "-l --pmi-port 'a b'", "true")["argv"]
+    assert argv[argv.index("-l") :][:3] == ["-l", "--pmi-port", "a b"]
+    # slots of a hostfile
+    (tmp_path / "hosts").write_text("a slots=2\nb slots=2\n")
+    said = explained("--hostfile", str(tmp_path / "hosts"), "true")
+    assert said["ranks_per_host"] == [2, 2]
+    # another machine from here
+    said = explained("--machine", "frontier", "-N", "3", "-n", "17", "--ppn", "8", "true")
+    assert (said["machine"], said["launcher"]["kind"]) == ("frontier", "srun")
+    assert said["ranks_per_host"] == [8, 8, 1]
+    assert said["hostfile"]["lines"].count("node0002") == 8
+
+
+def test_a_variable_for_every_rank(launch):
+    done = launch("-n", "2", "--env", "A=b c", "--env", "B=$(exit 3)", "sh", "-c", 'echo "$A|$B"')
+    assert done.stdout == "b c|$(exit 3)\n" * 2
+
+
+def test_a_module_and_code(launch):
+    assert launch("-n", "1", "-c", "print('x')", "-n", "5").stdout == "x\n"
+    done = launch("-n", "1", "-m", "this_module_is_not_there")
+    assert done.returncode == 1
+    assert "No module named this_module_is_not_there" in done.stderr
+    assert sys.executable in launch("--dry-run", "-n", "1", "-m", "train").stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        # of each room one: what it refuses is tested there
+        (["--tee", "true"], "--tee: expected --log-dir DIR beside it"),
+        (["-np", "2", "true"], "unknown option '-np'; did you mean -n?"),
+        (["--ppn", "1", "-n", "3", "true"], "-n 3 with --ppn 1 on 1 hosts"),
+        (["--include", "nid[1-", "true"], "not closed"),
+        (["--hostfile", "/nonexistent", "true"], "/nonexistent"),
+        (["--machine", "atlantis", "true"], "EZPZ_MACHINE='atlantis'; expected one of aurora"),
+        (["--cpu-bind", "near", "true"], "--cpu-bind near: expected none"),
+        (["--option", "fast", "true"], "--option fast: workstation has no such option"),
+        (["--dry-run", "--machine", "aurora", "--hostfile", "f", "true"], "expected no --hostfile"),
+    ],
+)
+def test_what_makes_no_sense_is_one_line(launch, words, what):
+    done = launch(*words)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert what in line
+
+
+def test_a_launcher_that_is_not_here(launch, tmp_path):
+    done = launch("--launcher", "srun", sys.executable, env={"PATH": str(tmp_path)})
+    assert (done.returncode, done.stdout) == (127, "")
+    assert "no srun on PATH" in done.stderr
+
+
+def test_what_is_requested_of_a_running_launch_is_explained(launch):
+    done = launch("--dry-run", "--log-dir", "/logs", "--tee", "-n", "4", "true")
+    assert "output /logs, there and here (--log-dir, --tee)" in " ".join(done.stdout.split())
+
+
+@pytest.mark.parametrize("example", [e for e, _ in EXAMPLES if "--dry-run" in e or "history" in e])
+def test_the_examples_that_start_nothing(launch, example):
+    done = launch(*shlex.split(example)[1:])
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("would run:\n") == ("--dry-run" in example)
+
+
+# The process: its exit status, and streams that are closed, full or unread.
+
+
+@pytest.fixture
+def shell(clean_env):
+    """Run a line of sh, in which "$@" is ezpz-launch with these words."""
+
+    def run(script, *words):
+        return subprocess.run(
+            ["sh", "-c", script, "sh", *words],
+            env=clean_env,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("words", "status"),
+    [
+        (["--version"], 0),
+        (["--help"], 0),
+        (["--frobnicate"], 2),
+        (["no-such-program"], 127),
+        (["/"], 127),
+        (["/etc/passwd"], 126),
+        (["-n", "2", "true"], 0),
+        (["-n", "2", "false"], 1),
+        (["-n", "1", "sh", "-c", "exit 75"], 75),
+        (["-n", "1", "sh", "-c", "exit 255"], 255),
+        (["-n", "1", "sh", "-c", "kill -9 $$"], 137),
+    ],
+)
+def test_exit_statuses(shell, words, status):
+    assert shell('"$@"', *SPAWN, *words).returncode == status
+
+
+def test_the_script_and_the_module_are_the_same(shell):
+    script = shell('ezpz-launch "$@"', "--version")
+    module = shell('"$@"', *OURS, "--version")
+    assert (script.returncode, script.stdout, script.stderr) == (0, f"{__version__}\n", "")
+    assert (module.returncode, module.stdout, module.stderr) == (0, f"{__version__}\n", "")
+
+
+@pytest.mark.parametrize(
+    "words", [["--version"], ["--help"], ["--dry-run", "-n", "2", "true"], ["history"]]
+)
+def test_a_page_that_cannot_be_written(shell, words):
+    words = [*(OURS if words == ["history"] else SPAWN), *words]
+    # the reader is gone before a word is written
+    done = shell('{ sleep 0.3; "$@"; echo $? >&2; } | true', *words)
+    assert (done.stdout, done.stderr) == ("", "0\n")
+    done = shell('"$@" >&-', *words)
+    assert (done.returncode, done.stderr) == (0, "")
+    done = shell('"$@" >/dev/full', *words)
+    assert done.returncode != 0
+    assert done.stderr.startswith("ezpz-launch: ")
+    assert "No space left on device" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_page_of_which_one_line_is_read(shell):
+    done = shell('"$@" | head -n 1', *OURS, "--help")
+    assert done.stdout.startswith("usage: ezpz-launch ")
+    assert (done.stdout.count("\n"), done.stderr) == (1, "")
+
+
+@pytest.mark.parametrize("stderr", ["&-", "/dev/full"])
+def test_an_error_that_cannot_be_written_is_no_output_either(shell, stderr):
+    # of a closed standard error Python's own print makes standard output
+    done = shell(f'"$@" 2>{stderr}', *SPAWN, "--frobnicate")
+    assert (done.returncode, done.stdout) == (2, "")
+
+
+@pytest.mark.parametrize("status", [0, 7])
+@pytest.mark.parametrize("streams", ["<&-", ">&-", "2>&-", "<&- >&-", "<&- 2>&-", "<&- >&- 2>&-"])
+def test_a_launch_with_closed_streams(shell, tmp_path, streams, status):
+    script = f"echo hello; echo bad >&2; touch {tmp_path}/$RANK; exit {status}"
+    done = shell(f'"$@" {streams}', *SPAWN, "-n", "2", "sh", "-c", script)
+    assert done.returncode == status
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
+    # nothing lands where it does not belong
+    assert done.stdout == ("" if ">&-" in streams.replace("2>&-", "") else "hello\n" * 2)
+    assert done.stderr.count("bad\n") == (0 if "2>&-" in streams else 2)
+    assert "Traceback" not in done.stderr
+
+
+# Every rank is a launch.
+
+SHOW = "import os, json; print(json.dumps(dict(os.environ)) + '\\n', end='', flush=True)"
+
+
+def worlds(done):
+    """Return what each inner rank says, by the launch that it belongs to."""
+    assert done.returncode == 0, done.stderr
+    found = {}
+    for line in done.stdout.splitlines():
+        env = json.loads(line)
+        found.setdefault(env["EZPZ_LAUNCH_ID"], []).append(env)
+    return list(found.values())
+
+
+@pytest.mark.parametrize("inner", ["spawn", "mpiexec"])
+@pytest.mark.parametrize("outer", ["spawn", "mpiexec"])
+def test_every_rank_has_a_world_of_its_own(launch, outer, inner):
+    done = launch(
+        *("--launcher", outer, "-n", "2"),
+        *(*OURS, "--launcher", inner, "--nested", "-n", "2", sys.executable, "-c", SHOW),
+        env={"OMPI_MCA_btl": "tcp"},
+    )
+    found = worlds(done)
+    assert len(found) == 2
+    for world in found:
+        places = sorted((env["RANK"], env["WORLD_SIZE"], env["LOCAL_RANK"]) for env in world)
+        assert places == [("0", "2", "0"), ("1", "2", "1")]
+        assert {env["LOCAL_WORLD_SIZE"] for env in world} == {"2"}
+        assert len({env["MASTER_PORT"] for env in world}) == 1
+        assert {env["OMPI_MCA_btl"] for env in world} == {"tcp"}
+        if inner == "spawn":
+            # its ranks are those of no MPI
+            assert [name for env in world for name in env if name.startswith("PMI_")] == []
+        else:
+            told = sorted((env["PMI_RANK"], env["PMI_SIZE"]) for env in world)
+            assert told == [("0", "2"), ("1", "2")]
+
+
+def test_its_mpi_joins_the_inner_world(launch):
+    if find_spec("mpi4py") is None:
+        pytest.skip("no mpi4py here: pip install mpi4py")
+    code = (
+        "from mpi4py import MPI; world = MPI.COMM_WORLD; total = world.allreduce(world.rank)\n"
+        "print(f'{total} {world.size}\\n', end='')"
+    )
+    words = (*OURS, "--launcher", "mpiexec", "--nested", "-n", "3", sys.executable, "-c", code)
+    done = launch("--launcher", "mpiexec", "-n", "2", *words)
+    assert (done.returncode, sorted(done.stdout.split())) == (0, ["3"] * 12), done.stderr
+
+
+def test_a_failure_inside_is_the_outer_ones(launch):
+    words = [*OURS, "--launcher", "spawn", "--nested", "-n", "2", "sh", "-c", "exit 9"]
+    assert launch("--launcher", "spawn", "-n", "2", *words).returncode == 9
+
+
+def test_a_world_of_one_needs_no_leave(launch):
+    words = [*OURS, "--launcher", "spawn", "-n", "2", sys.executable, "-c", SHOW]
+    ((first, second),) = worlds(launch("--launcher", "spawn", "-n", "1", *words))
+    assert {first["RANK"], second["RANK"]} == {"0", "1"}
+
+
+@pytest.fixture
+def four(background, tmp_path, until):
+    """Start two launches of two ranks each in another; return it and the four ranks' pids."""
+    folder = tmp_path / "pids"
+    folder.mkdir()
+    script = f"echo $$ >{folder}/$$.new && mv {folder}/$$.new {folder}/$$ && exec sleep 600"
+
+    def ready():
+        return len(list(folder.glob("*[0-9]"))) == 4
+
+    def start():
+        inner = [*OURS, "--launcher", "spawn", "--nested", "-n", "2", "sh", "-c", script]
+        outer = background("-n", "2", *inner, stderr=-1)
+        until(ready)
+        return outer, [int(path.name) for path in folder.iterdir()]
+
+    yield start
+    for path in folder.glob("*[0-9]"):
+        if is_running(int(path.name)):
+            os.kill(int(path.name), signal.SIGKILL)
+
+
+def test_sigterm_ends_all_of_it(four, until):
+    outer, pids = four()
+    outer.send_signal(signal.SIGTERM)
+    assert outer.wait(120) == 143
+    until(lambda: not any(map(is_running, pids)))
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="the guardian finds them by /proc")
+def test_kill_9_of_the_outer_one_ends_all_of_it(four, until):
+    outer, pids = four()
+    outer.kill()
+    until(lambda: not any(map(is_running, pids)), 10)

@@ -1,0 +1,284 @@
+"""One launch, seen through by the run loop: the launcher, what ranks report, the end, hangs."""
+
+import os
+import signal
+import sys
+import time
+
+import pytest
+
+from ezpz_launch import LaunchError
+from ezpz_launch import _run as module
+from ezpz_launch._agent import is_running
+from ezpz_launch._launch import Control, Launch, how
+from ezpz_launch._run import run
+
+HERE = os.uname().nodename
+NO_PID = 1 << 30
+
+
+def report(what, rank, value, launch_id):
+    words = f"{what} {rank} {value}"
+    return f"\x1eezpz {launch_id} {words}|{words}\x1f\n" * 2
+
+
+@pytest.fixture
+def ran(capfd):
+    """Run a launcher that says of its ranks what the test wants; return outcome and output."""
+
+    def run_it(script="", *, ranks=4, starts=None, reports=(), told=(), **more):
+        launch_id = f"run-test.{os.urandom(8).hex()}"
+        starts = range(ranks) if starts is None else starts
+        said = [("start", rank, NO_PID) for rank in starts] + list(reports)
+        text = "".join(report(*one, launch_id) for one in said)
+        control = Control(launch_id, 5, **more.pop("control", {}))
+        fields = {"hosts": ("localhost", "beta"), "ppn": 2, "on_this_host": False, "grace": 0.0}
+        launch = Launch(
+            argv=("sh", "-c", f'printf "%s" "$1" >&2; {script}', "sh", text), nproc=ranks,
+            environment={"PATH": os.environ["PATH"], "A": "b c"}, control=control,
+            **{**fields, **more},
+        )  # fmt: skip
+        read, write = os.pipe()
+        try:
+            outcome = run(launch, (list(told), read))
+        finally:
+            os.close(read)
+            os.close(write)
+        out, err = capfd.readouterr()
+        return outcome, out, err.replace("ezpz-launch: ", "")
+
+    return run_it
+
+
+# the launcher
+
+
+def test_the_launcher_has_a_session_streams_and_an_environment_of_its_own(ran):
+    script = "cat; echo err >&2; cut -d' ' -f6 /proc/$$/stat; echo $$ $A; ls /proc/$$/fd"
+    _, out, err = ran(script, ranks=1, reports=[("end", 0, 0)], hosts=(HERE,), on_this_host=True)
+    session, place, *files = out.splitlines()
+    assert (place, err) == (f"{session} b c", "err\n")
+    assert set(files) <= {"0", "1", "2", "255", "10"}, "none of ours; some are the shell's own"
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["./no-such-launcher"], "No such file or directory"),
+        (["/"], "Permission denied"),
+        (["true", "x" * (1 << 18)], "Argument list too long"),
+    ],
+)
+def test_what_cannot_be_started_leaves_nothing_open(words, why):
+    launch = Launch(tuple(words), 1, ("a",), 1, True, dict(os.environ), Control("ID.0", 5))
+    before = sorted(os.listdir("/proc/self/fd"))
+    with pytest.raises(LaunchError) as caught:
+        run(launch)
+    assert str(caught.value) == f"{words[0]} cannot be started: {why}"
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("deaf", [False, True])
+def test_a_launcher_that_stays_is_ended_then_killed(ran, monkeypatch, deaf):
+    for name in ("SETTLE", "_LINGER", "_LAUNCHER_ENDS"):
+        monkeypatch.setattr(module, name, 0.2)
+    script = f"trap 'echo heard{'' if deaf else '; exit 5'}' TERM; sleep 600 & echo $!; "
+    ends = [("end", rank, 0) for rank in range(4)]
+    outcome, out, err = ran(f"{script} while :; do wait; done", reports=ends)
+    child, *rest = out.splitlines()
+    assert (rest, outcome.exit_status) == (["heard"], 0)
+    assert f"the launcher with {137 if deaf else 5}, which is not passed on" in err
+    assert not is_running(int(child)), "all of its group is told"
+
+
+def test_what_a_launcher_left_in_its_group_is_killed(ran, until):
+    outcome, out, _ = ran("sleep 600 >/dev/null 2>&1 & echo $!; exit 3")
+    assert outcome.exit_status == 3
+    until(lambda: not is_running(int(out)))
+
+
+def test_a_signal_for_ranks_that_no_agent_reaches_goes_through_the_launcher(ran):
+    script = "trap 'echo heard; exit 9' TERM; while :; do sleep 0.05; done"
+    outcome, out, err = ran(script, told=[signal.SIGTERM], grace=60.0, hosts=("beta.invalid",) * 2)
+    assert (out, outcome.exit_status, outcome.told) == ("heard\n", 143, signal.SIGTERM)
+    assert "no agent on beta.invalid" in err
+    assert "SIGTERM goes through the launcher, which may kill at once" in err
+
+
+# how it ended
+
+ALL = [("end", rank, 0) for rank in range(4)]
+
+
+def ends(**statuses):
+    return [("end", int(rank[1:]), status) for rank, status in statuses.items()]
+
+
+@pytest.mark.parametrize(
+    ("reports", "script", "told", "expected"),
+    [
+        (ALL, "", None, 0),
+        (ends(r2=6, r0=1, r1=1, r3=1), "exit 7", None, 6),
+        (ends(r0=0, r2=137, r1=143, r3=143), "exit 9", None, 137),
+        (ends(r0=75, r1=75, r2=75, r3=75), "exit 75", None, 75),
+        (ends(r0=143), "kill -15 $$", signal.SIGTERM, 143),
+        (ends(r0=1), "exit 1", signal.SIGINT, 130),
+        (ends(r0=75, r1=75), "exit 75", signal.SIGTERM, 75),
+        (ends(r0=0, r1=1, r2=75), "exit 75", signal.SIGTERM, 143),
+        # the first word of a rank counts, and a rank that there is not has none
+        ([*ALL, ("end", 0, 4), ("start", 4, 1), ("end", 99999, 1)], "", None, 0),
+    ],
+)
+def test_the_exit_status(ran, reports, script, told, expected):
+    assert ran(script, reports=reports, told=[told] if told else [])[0].exit_status == expected
+
+
+def test_who_failed_first_is_named_and_who_left_because_of_another_is_not(ran):
+    outcome, _, err = ran("exit 9", reports=ends(r3=7, r1=9))
+    assert outcome.failure == (3, "beta", 7)
+    assert err == "rank 3 on beta exited with status 7, first of all ranks\n"
+    outcome, *_ = ran("exit 9", reports=[("cause", 0, 2), ("cause", 0, 2), *ends(r0=1)])
+    assert outcome.failure == (2, "beta", 1)
+    # no rank of this launch is meant
+    outcome, *_ = ran("exit 9", reports=[("cause", 1, 4), *ends(r1=1)])
+    assert outcome.failure == (1, HERE, 1)
+
+
+@pytest.mark.parametrize(
+    ("status", "text"),
+    [
+        (1, "exited with status 1"),
+        (75, "exited with status 75"),
+        (128, "exited with status 128"),
+        (137, "was killed by SIGKILL (exit status 137)"),
+        (139, "was killed by SIGSEGV (exit status 139)"),
+        (255, "exited with status 255"),
+    ],
+)
+def test_what_an_exit_status_means(status, text):
+    assert how(status) == text
+
+
+def test_what_hydra_adds_is_not_passed_on(ran):
+    outcome, _, err = ran("exit 141", reports=ALL)
+    assert outcome.exit_status == 0
+    assert err == "every rank ended with 0; the launcher with 141, which is not passed on\n"
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"), [("", 1), ("exit 1", 1), ("exit 5", 5), ("kill -9 $$", 137)]
+)
+def test_silent_ranks_are_no_success(ran, script, expected):
+    outcome, _, err = ran(script, reports=ends(r0=0, r2=0))
+    assert outcome.exit_status == expected
+    assert err.endswith(f"ranks that did not report their end: 1 on {HERE}, 3 on beta\n")
+    assert how(expected if script else 0) in err
+
+
+def test_none_had_started(ran):
+    outcome, _, err = ran("exit 2", starts=())
+    assert outcome.exit_status == 2
+    assert f"0 on {HERE}, 1 on {HERE}, 2 on beta, 3 on beta; none had started" in err
+
+
+def test_a_port_that_is_taken_ends_it_at_once(ran):
+    outcome, *_ = ran("sleep 600", reports=[("taken", 0, 29500)])
+    assert (outcome.exit_status, outcome.port_taken) == (2, True)
+
+
+def test_who_is_deaf_to_the_end_is_killed_after_the_grace(background, tmp_path):
+    script = (
+        f"[ $RANK = 1 ] && exit 3; trap 'touch {tmp_path}/heard' TERM; while :; do sleep 0.1; done"
+    )
+    launch = background("-n", "2", "--grace", "1", "sh", "-c", script, stderr=-1)
+    assert launch.wait(120) == 3
+    assert b"ending the other ranks" in launch.stderr.read()
+    assert (tmp_path / "heard").exists()
+
+
+def test_time_for_which_we_were_stopped_does_not_count(background, until, tmp_path):
+    code = (
+        "import os, pathlib, signal, sys, time\n"
+        "folder = pathlib.Path(sys.argv[1])\n"
+        "def save(*_):\n"
+        "    (folder / 'heard').touch()\n"
+        "    for _ in range(15): time.sleep(0.1)\n"
+        "    (folder / 'saved').touch(); os._exit(75)\n"
+        "signal.signal(signal.SIGTERM, save)\n"
+        "(folder / 'new').write_text(str(os.getpid())); (folder / 'new').rename(folder / 'pid')\n"
+        "time.sleep(600)"
+    )
+    launch = background("-n", "1", "--grace", "3", sys.executable, "-c", code, tmp_path)
+    until((tmp_path / "pid").exists)
+    both = int((tmp_path / "pid").read_text()), launch.pid
+    launch.terminate()
+    until((tmp_path / "heard").exists)
+    for pid in both:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(5)  # longer than the grace
+    for pid in both:
+        os.kill(pid, signal.SIGCONT)
+    assert launch.wait(120) == 75
+    assert (tmp_path / "saved").exists()
+
+
+# hangs
+
+
+def test_many_ranks_that_hang_or_never_started_are_named(ran):
+    outcome, _, err = ran("sleep 600", ranks=60, starts=range(5, 40), reports=ends(r5=0), ppn=60,
+                          hosts=("localhost",), on_this_host=True, idle_timeout=0.5)  # fmt: skip
+    never, running = err.splitlines()[:2]
+    assert outcome.exit_status == 124
+    assert never.startswith("no output for 0.5 s; ranks that never started: 0 on ")
+    assert never.endswith(f", 50 on {HERE} and 9 more")
+    assert running.startswith(f"no output for 0.5 s; ranks that had not ended: 6 on {HERE}, 7 on")
+    assert running.endswith(f", 21 on {HERE} and 18 more; where they are:")
+
+
+def test_nodes_that_do_not_answer_are_not_waited_for_for_ever(ran, monkeypatch):
+    monkeypatch.setattr(module, "_STACKS", 0.5)
+    outcome, _, err = ran("sleep 600", idle_timeout=0.5)
+    assert outcome.exit_status == 124
+    assert f"1 on {HERE}, 2 on beta, 3 on beta; where they are:" in err
+    # who tells it to end meanwhile has the last word
+    assert ran("sleep 600", idle_timeout=0.5, told=[signal.SIGTERM])[0].exit_status == 143
+
+
+def test_without_a_rank_nothing_hangs(ran):
+    assert ran("sleep 1.5", reports=ALL, idle_timeout=0.5)[0].exit_status == 0
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_what_is_written_to_files_is_output(background, tmp_path, writes):
+    """Also to files older than the launch."""
+    (tmp_path / "rank-0.out").touch()
+    os.utime(tmp_path / "rank-0.out", (1, 1))
+    script = "for i in $(seq 16); do echo $i; sleep 0.25; done" if writes else "sleep 600"
+    words = ["-n", "2", "--idle-timeout", "2", "--log-dir", tmp_path, "sh", "-c"]
+    launch = background(*words, f"[ $RANK = 1 ] && exit 0; {script}", stderr=-1)
+    assert launch.wait(120) == (0 if writes else 124), launch.stderr.read()
+
+
+def test_when_files_were_written_to_last(tmp_path):
+    now = time.time()
+    for rank, age in ((0, 500), (1, 4), (2, -3600)):
+        for name, more in (("out", 0), ("err", 1000)):  # of the two, the newer counts
+            path = tmp_path / f"rank-{rank}.{name}"
+            path.touch()
+            os.utime(path, (now - age - more,) * 2)
+    newest = [module._newest(tmp_path, ranks) for ranks in ([0], [0, 1], [2])]
+    assert newest == pytest.approx([now - 500, now - 4, now + 3600], abs=1)
+    # one that is not seen from here may be written to at any time
+    (tmp_path / "rank-1.err").unlink()
+    assert module._newest(tmp_path, [0, 1]) == pytest.approx(time.time(), abs=30)
+
+
+def test_a_launch_that_was_stopped_does_not_hang(background, until, tmp_path):
+    script = f"for i in $(seq 30); do echo $i; touch {tmp_path}/on; sleep 0.2; done"
+    launch = background("-n", "1", "--idle-timeout", "1.5", "sh", "-c", script, stdout=-3)
+    until((tmp_path / "on").exists)
+    launch.send_signal(signal.SIGSTOP)
+    time.sleep(3)  # longer than it may be silent
+    launch.send_signal(signal.SIGCONT)
+    assert launch.wait(120) == 0
