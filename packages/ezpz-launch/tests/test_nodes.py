@@ -13,10 +13,9 @@ import sys
 import pytest
 
 import ezpz_launch._agent
-import ezpz_launch._nodes
+import ezpz_launch._launch
 from ezpz_launch._agent import is_running, proof
-from ezpz_launch._launch import Control, Launch
-from ezpz_launch._nodes import Nodes
+from ezpz_launch._launch import Control, Launch, Nodes
 
 COUNTS = (
     "import os, signal, time\n"
@@ -451,7 +450,7 @@ def test_without_an_address_there_are_no_agents(monkeypatch):
     def nowhere(_):
         raise OSError(-2, "Name or service not known")
 
-    monkeypatch.setattr(ezpz_launch._nodes, "_own_address", nowhere)
+    monkeypatch.setattr(ezpz_launch._launch, "_own_address", nowhere)
     nodes = Side(["absent.invalid"]).nodes
     assert nodes.why_not == (
         "no address of ours that absent.invalid could reach ([Errno -2] Name or service not known)"
@@ -466,7 +465,7 @@ def test_without_an_address_there_are_no_agents(monkeypatch):
 WATCHED = """
 import os, select, subprocess, sys
 from ezpz_launch._launch import Control, Launch
-from ezpz_launch._nodes import Nodes
+from ezpz_launch._launch import Nodes
 where, scratch, launch_id, script = sys.argv[1:]
 launcher = subprocess.Popen(["sh", "-c", script], start_new_session=True, stdout=-3)
 env = {**os.environ, "EZPZ_LAUNCH_ID": launch_id}

@@ -1,8 +1,6 @@
 import subprocess
 import sys
 
-import pytest
-
 import ezpz_topo
 
 

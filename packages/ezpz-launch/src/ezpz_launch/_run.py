@@ -13,8 +13,7 @@ from contextlib import ExitStack
 
 from ._agent import send
 from ._errors import LaunchError
-from ._launch import ENDING, NEVER, VARIABLE, Heard, Launch, Outcome, how, signals
-from ._nodes import Nodes
+from ._launch import ENDING, NEVER, VARIABLE, Heard, Launch, Nodes, Outcome, how, signals
 from ._output import Output, Report
 
 SETTLE = 1.0
