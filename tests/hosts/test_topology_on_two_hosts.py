@@ -237,7 +237,7 @@ def test_hosts_that_gloo_cannot_connect_are_an_error_of_set_up(
 ) -> None:
     # As where Debian gives a host's own name the address 127.0.1.1: the store is reached.
     with pytest.raises(sandbox.SandboxError) as caught:
-        say(["nodeA:1", "nodeB:1"], "--torch", "--timeout=2", env={"GLOO_SOCKET_IFNAME": "lo"})
+        say(["nodeA:1", "nodeB:1"], "--torch", "--timeout=20", env={"GLOO_SOCKET_IFNAME": "lo"})
     said = str(caught.value)
     assert "did not end within" not in said
     # Who fails first ends the other, too.

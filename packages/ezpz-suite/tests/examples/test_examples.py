@@ -39,19 +39,21 @@ PARALLEL = {"fsdp": 1e-2, "fsdp_tp": 1e-4, "long_context": 1e-4, "pipeline": 1e-
 """How near the losses of two ranks are to those of one; fsdp computes in bfloat16."""
 
 DIGITS = ("sklearn",)
+# The text is the standard library's of the Python that runs this: its losses are no constants.
+# One that has learned nothing but how often each byte comes has 3.2.
 EXPECTED = {
     "accelerate": Expected("accuracy", 0.9, (*DIGITS, "accelerate")),
     "ddp_resume": Expected("accuracy", 0.85, DIGITS),
     "deepspeed_zero": Expected("accuracy", 0.9, (*DIGITS, "deepspeed"), 0.2),
     "diffusion": Expected("eval_loss", 0.3, (*DIGITS, "PIL"), 0.2),
-    "fsdp": Expected("eval_loss", 2.3, loss=2.5),
-    "fsdp_tp": Expected("eval_loss", 2.3, loss=2.5),
-    "hf_trainer": Expected("eval_loss", 2.5, ("transformers", "accelerate"), 1.5),
+    "fsdp": Expected("eval_loss", 2.9, loss=2.0),
+    "fsdp_tp": Expected("eval_loss", 2.9, loss=2.0),
+    "hf_trainer": Expected("eval_loss", 2.9, ("transformers", "accelerate"), 1.5),
     "lightning_fabric": Expected("accuracy", 0.9, (*DIGITS, "lightning_fabric")),
-    "long_context": Expected("eval_loss", 2.7, loss=2.0),
+    "long_context": Expected("eval_loss", 3.0, loss=2.0),
     "megatron_style": Expected("eval_loss", 3.0, loss=2.0),
     "minimal": Expected("accuracy", 0.93, DIGITS),
-    "pipeline": Expected("eval_loss", 2.3, loss=2.5),
+    "pipeline": Expected("eval_loss", 2.9, loss=2.0),
     "vit": Expected("accuracy", 0.85, DIGITS),
 }
 

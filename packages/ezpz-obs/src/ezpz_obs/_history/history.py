@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("ezpz_obs")
 
-_END_SECONDS = 9.0  # leaves one for the interpreter's own end
 _OTHERS_SECONDS = 3.0  # and up to 4 for finding who of them is missing
 
 
@@ -268,7 +267,7 @@ class History:
         if os.getpid() != self._pid:
             return  # a forked child: the file and the sinks are its parent's
         places = self._places
-        until = time.monotonic() + _END_SECONDS
+        began = time.monotonic()
         try:
             self._recorder.settle(_OTHERS_SECONDS)
         except HistoryError as error:
@@ -282,8 +281,10 @@ class History:
             places.writer = None
         if places.feeders:
             from ezpz_obs._sinks import close_all
+            from ezpz_obs._sinks.libraries import library_seconds
 
-            close_all(places.feeders, until - time.monotonic())
+            # One second is left for the interpreter's own end.
+            close_all(places.feeders, began + library_seconds() - 1.0 - time.monotonic())
             places.feeders = ()
         places.closed = "after close()"
         NOW.step = None  # what is logged now is of no step

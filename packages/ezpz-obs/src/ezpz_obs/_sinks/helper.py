@@ -24,7 +24,7 @@ from ezpz_obs._errors import SinkError
 from ezpz_obs._records.lines import encode_anything, encode_record
 
 from .child import CLOSE
-from .libraries import start_seconds
+from .libraries import library_seconds
 
 logger = logging.getLogger("ezpz_obs")
 
@@ -43,9 +43,10 @@ class Helper:
         close_seconds: How long closing may take; a `Feeder` is stricter.
     """
 
-    def __init__(self, name: str, close_seconds: float = 10.0) -> None:
+    def __init__(self, name: str, close_seconds: float | None = None) -> None:
         self.name = name
-        self._reply_seconds, self._close_seconds = start_seconds(), close_seconds
+        self._reply_seconds = library_seconds()
+        self._close_seconds = close_seconds or self._reply_seconds
         self.open_seconds = _START_SECONDS + self._reply_seconds + 1.0
         self._process: subprocess.Popen[bytes] | None = None
         self._abandoned = False

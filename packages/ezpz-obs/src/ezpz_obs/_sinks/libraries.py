@@ -30,8 +30,8 @@ def make_library_sink(name: str, warn: Callable[[str], None], folder: Path | Non
     return cast("Sink", make(warn, folder))
 
 
-def start_seconds() -> float:
-    """Return the seconds that a library has to start: of ``EZPZ_SINK_SECONDS``, else 10.
+def library_seconds() -> float:
+    """Return the seconds that a library has to start, and to end: ``EZPZ_SINK_SECONDS``, else 10.
 
     Raises:
         SinkError: That is no number above 3.

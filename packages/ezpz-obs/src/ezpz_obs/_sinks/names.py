@@ -27,13 +27,13 @@ def make_sinks(sinks: Iterable[str | Sink]) -> list[Sink]:
     return [make_sink(sink) for sink in sinks if sink != "jsonl"]  # which History is itself
 
 
-def make_sink(sink: str | Sink, *, own: bool = False, close_seconds: float = 10.0) -> Sink:
+def make_sink(sink: str | Sink, *, own: bool = False, close_seconds: float | None = None) -> Sink:
     """Return one sink; those of libraries in a process of their own.
 
     Args:
         sink: A name, or an object, which is returned.
         own: Not the W&B run that this process has already.
-        close_seconds: How long closing may take.
+        close_seconds: How long closing may take; default: as starting.
 
     Raises:
         SinkError: As `make_sinks`.

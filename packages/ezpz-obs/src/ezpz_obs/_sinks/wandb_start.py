@@ -19,7 +19,7 @@ from ezpz_topo import redact
 
 from .credentials import find_credentials, find_key, find_mode, find_server
 from .homes import give_home
-from .libraries import check_installed, start_seconds
+from .libraries import check_installed, library_seconds
 from .values import project_of
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def start_run(warn: Callable[[str], None], settings: Mapping[str, Any], **option
     Returns:
         The run, or None where W&B is disabled, or hangs (warned about).
     """
-    seconds = start_seconds()
+    seconds = library_seconds()
     until = time.monotonic() + seconds
     mode = options.pop("mode", None) or find_mode()
     if mode == "disabled":
