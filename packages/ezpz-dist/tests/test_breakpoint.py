@@ -16,7 +16,6 @@ import pytest
 PERSON = """
 import io, re, shlex, shutil, signal, subprocess, threading, time
 from ezpz_dist import _debugger as room
-from ezpz_dist._debugger import breakpoint
 if os.getsid(0) != os.getpid():
     os.setsid()
 said = sys.stderr = io.StringIO()
@@ -187,7 +186,6 @@ def test_under_ezpz_launch_pdb_is_on_the_launchers_terminal(clean_env, tmp_path)
     program.write_text(
         textwrap.dedent("""
         import ezpz_dist
-        from ezpz_dist._debugger import breakpoint
         rank = ezpz_dist.setup_torch(timeout=120)
         loss = 10.5 + rank
         breakpoint(rank=1)

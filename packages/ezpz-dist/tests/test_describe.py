@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ezpz_dist import _describe as module
-from ezpz_dist._describe import describe
+from ezpz_dist import describe
 
 
 class Net(nn.Module):
@@ -52,10 +52,6 @@ def test_wrapped_models(ranks):
         """
 import warnings
 from torch import nn
-from ezpz_dist._wrap import wrap_model_for_ddp
-from ezpz_dist._describe import describe
-from ezpz_dist._fsdp2 import wrap_model_for_fsdp
-from ezpz_dist._fsdp2 import wrap_model_for_fsdp2
 class Net(nn.Module):
     def __init__(self):
         super().__init__()

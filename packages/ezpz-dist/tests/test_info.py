@@ -116,7 +116,6 @@ def test_a_job_whose_hosts_only_a_command_could_tell(monkeypatch):
 
 SCRIPT = """
 import json, contextlib, io
-from ezpz_dist._info import get_dist_info, print_dist_setup
 before = get_dist_info()
 rank = setup_torch(timeout=30)
 size = dist.get_world_size()

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from ezpz_dist._stragglers import StragglerReport, Stragglers
+from ezpz_dist import StragglerReport, Stragglers
 
 
 def report(means, hosts, threshold=1.2):
@@ -59,7 +59,6 @@ def test_wrong_settings_are_refused():
 # Rank 1 is slow in loading data; everybody else waits for it in the all-reduce.
 SCRIPT = """
 import json, logging, io, time
-from ezpz_dist._stragglers import Stragglers
 from torch.nn.parallel import DistributedDataParallel as DDP
 log = io.StringIO()
 logging.basicConfig(stream=log, format="%(levelname)s %(message)s")

@@ -10,10 +10,6 @@ from ezpz_dist._fsdp2 import _check_sizes
 PARALLEL = """
 import copy, ezpz_tp
 from torch import nn
-from ezpz_dist._wrap import wrap_model_for_ddp
-from ezpz_dist._fsdp2 import wrap_model_for_fsdp
-from ezpz_dist._fsdp2 import wrap_model_for_fsdp2
-from ezpz_dist._wrap import wrap_optimizer_for_zero1
 
 class Block(nn.Module):
     def __init__(self, seed):

@@ -5,9 +5,6 @@ import copy
 from torch import nn
 from torch.distributed.tensor import DTensor
 from ezpz_dist import _materialize as materialize
-from ezpz_dist._wrap import wrap_model_for_ddp
-from ezpz_dist._fsdp2 import wrap_model_for_fsdp
-from ezpz_dist._fsdp2 import wrap_model_for_fsdp2
 
 class Block(nn.Module):
     def __init__(self):

@@ -3,10 +3,6 @@
 REFUSED = """
 import copy, time
 from torch import nn
-from ezpz_dist._wrap import wrap_model_for_ddp
-from ezpz_dist._fsdp2 import wrap_model_for_fsdp
-from ezpz_dist._fsdp2 import wrap_model_for_fsdp2
-from ezpz_dist._wrap import wrap_optimizer_for_zero1
 ALL = wrap_model_for_ddp, wrap_model_for_fsdp, wrap_model_for_fsdp2
 
 def refused(words, wrap, *args, kind=WrapError, **kwargs):

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from ezpz_obs._training.clock import HostClock
-from ezpz_obs._training.timer import StepTimer
+from ezpz_obs._errors import ObsError
+from ezpz_obs._training.timer import HostClock, StepTimer
 
 
 def spend(seconds):
@@ -221,6 +221,14 @@ def test_the_cpu_of_a_process_that_has_torch(synchronize):
         torch.ones(10).sum()
     timer.step()
     assert timer.metrics()["forward_s"] > 0
+
+
+def test_a_device_without_ezpz_device(monkeypatch):
+    """Not by the host's clock, which would time the queue."""
+    pytest.importorskip("torch")
+    monkeypatch.setitem(sys.modules, "ezpz_device", None)
+    with pytest.raises(ObsError, match=r"on cuda needs ezpz_device.*pip install"):
+        StepTimer(device="cuda")("forward")
 
 
 @pytest.mark.parametrize("synchronize", [False, True])

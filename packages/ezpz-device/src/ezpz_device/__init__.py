@@ -14,6 +14,7 @@ from ._backend import (
     get_torch_backend,
     is_backend_available,
 )
+from ._clock import Clock, find_clock
 from ._errors import DeviceError
 from ._peaks import get_peak_flops
 from ._properties import Memory, get_device_properties, get_memory, reset_peak_memory
@@ -22,11 +23,13 @@ from ._version import __version__
 
 __all__ = [
     "TORCH_DTYPES_MAP",
+    "Clock",
     "DeviceError",
     "Memory",
     "__version__",
     "as_dtype",
     "available_backends",
+    "find_clock",
     "get_device_properties",
     "get_memory",
     "get_peak_flops",

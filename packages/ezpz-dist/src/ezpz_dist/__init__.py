@@ -8,6 +8,8 @@
 >>> ezpz_dist.cleanup()
 """
 
+from typing import TYPE_CHECKING
+
 from ._collectives import all_gather_object, all_reduce, barrier, broadcast, synchronize
 from ._errors import (
     CheckpointError,
@@ -42,7 +44,7 @@ _LATER = {
     "Timing": "_timers",
     "breakpoint": "_debugger",
     "data_share": "_data",
-    "deepspeed_config": "_deepspeed",
+    "deepspeed_config": "_frameworks",
     "describe": "_describe",
     "finish_saving": "_checkpoints.save",
     "get_dist_info": "_info",
@@ -64,13 +66,12 @@ _LATER = {
     "verify_checkpoint": "_checkpoints.index",
     "wrap_model": "_wrap",
     "wrap_model_for_ddp": "_wrap",
-    "wrap_model_for_deepspeed": "_deepspeed",
+    "wrap_model_for_deepspeed": "_frameworks",
     "wrap_model_for_fsdp": "_fsdp2",
     "wrap_model_for_fsdp2": "_fsdp2",
-    "wrap_model_for_horovod": "_wrap",
+    "wrap_model_for_horovod": "_frameworks",
     "wrap_optimizer_for_zero1": "_wrap",
 }
-TYPE_CHECKING = False
 if TYPE_CHECKING:
     from ._checkpoints.index import (
         Checkpoint,
@@ -84,19 +85,14 @@ if TYPE_CHECKING:
     from ._checkpoints.signal import SnapshotOnSignal
     from ._data import DataLoader, DataParallelSampler, data_share, share_of
     from ._debugger import breakpoint  # noqa: A004  # the name that was promised
-    from ._deepspeed import deepspeed_config, wrap_model_for_deepspeed
     from ._describe import ModelDescription, describe
+    from ._frameworks import deepspeed_config, wrap_model_for_deepspeed, wrap_model_for_horovod
     from ._fsdp2 import wrap_model_for_fsdp, wrap_model_for_fsdp2
     from ._info import get_dist_info, print_dist_setup, query_environment
     from ._slices import node_group, read_share, scatter_from_one_reader, share_on_node
     from ._stragglers import StragglerReport, Stragglers
     from ._timers import Timer, Timers, Timing, timed, timeitlogit
-    from ._wrap import (
-        wrap_model,
-        wrap_model_for_ddp,
-        wrap_model_for_horovod,
-        wrap_optimizer_for_zero1,
-    )
+    from ._wrap import wrap_model, wrap_model_for_ddp, wrap_optimizer_for_zero1
 
 __all__ = [
     "Checkpoint",

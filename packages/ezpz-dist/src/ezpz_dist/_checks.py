@@ -46,11 +46,7 @@ class _Rank(NamedTuple):
 
 
 def check(seconds: float) -> CheckResult:
-    """Start two ranks on this host, and add a tensor of each, by every backend that they have.
-
-    Args:
-        seconds: How long it may take.
-    """
+    """Start two ranks on this host, and add a tensor of each, by every backend that they have."""
     said = _of_ranks(0.85 * seconds)
     facts: dict[str, object] = {}
     for rank, words in enumerate(said):

@@ -8,10 +8,14 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from torch.distributed import ProcessGroup, get_process_group_ranks
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
+from ezpz_topo import get_rank
+
+from ._collectives import broadcast
 from ._errors import DataError
-from ._world import current_world
+from ._world import current_world, find_world
 
 # Which part of the data is this rank's.
 
@@ -31,7 +35,7 @@ def data_share() -> tuple[int, int]:
     world = current_world("data_share()")
     if world is None or world.info.world_size == 1:
         return 0, 1
-    import ezpz_tp  # noqa: PLC0415  # only who asks pays for it
+    import ezpz_tp  # noqa: PLC0415 - only where it is asked
 
     if ezpz_tp.tensor_parallel_is_initialized():
         return ezpz_tp.get_data_parallel_rank(), ezpz_tp.get_data_parallel_world_size()
@@ -82,11 +86,7 @@ def share_of(
 
 
 def checked(share: tuple[int, int] | None) -> tuple[int, int]:
-    """Return the share that is given, or this rank's.
-
-    Raises:
-        ValueError: It is no (which, of how many).
-    """
+    """Return the share that is given, or this rank's."""
     if share is None:
         return data_share()
     which, count = share
@@ -115,7 +115,7 @@ class DataParallelSampler(Sampler[int]):
     Tensor-, context- and pipeline-parallel ranks of one data-parallel rank get the same.
 
     Each complete pass ends its epoch: the next has another order, without `set_epoch`. A pass
-    that was broken off begins anew.
+    that was broken off begins again.
 
     `state_dict` tells what was handed out. Workers of torch's own DataLoader fetch ahead of
     the training: there use `ezpz_dist.DataLoader`, or torchdata's ``StatefulDataLoader``,
@@ -277,6 +277,16 @@ _LINGER = 600
 """Seconds that a worker goes on after SIGTERM: its rank may have to end its step and save. One
 that is stuck ends then, at the latest."""
 
+_READERS_ALONE = frozenset(
+    ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor",
+     "multiprocessing_context", "timeout")
+)  # fmt: skip
+
+_BATCH, _END, _FAILED = range(3)
+
+_Message = tuple[int, dict[str, int | bool], Any]
+"""What it is, the position behind it, and the batch or the reader's error."""
+
 
 class DataLoader(torch.utils.data.DataLoader[T_co]):
     """torch's DataLoader, with a `DataParallelSampler` and a position that can be saved.
@@ -290,22 +300,33 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     saved. Random numbers drawn in workers, unlike the order, are not those of an
     uninterrupted run.
 
+    Tensor-, context- and pipeline-parallel ranks of one data-parallel rank need the same batch.
+    Without ``one_reader`` each of them reads it. With it the first of them reads, and broadcasts
+    along the pipeline, the context and the tensor axis; the others never touch the data set, but
+    for its length. So what is read grows with the data-parallel degree only, and random numbers
+    in a data set cannot differ within a model; and going through the loader is a collective of
+    these ranks. Where sequences are shared, each rank takes its part of the whole batch:
+    ``ezpz_tp.shard_sequence(tokens, 1)``. Without such ranks nothing is sent.
+
     >>> loader = DataLoader(range(10), batch_size=4, shuffle=True, seed=1)
     >>> for epoch in range(loader.epoch, 2):
     ...     for batch in loader:
-    ...         state = loader.state_dict()     # into the check-point
+    ...         state = loader.state_dict()     # into the checkpoint
 
     Args:
-        dataset: With a length and indices.
+        dataset: With a length and indices; the same length on every rank.
         batch_size: Of each data-parallel rank; None: single samples.
         shuffle: See `DataParallelSampler`.
         seed: See `DataParallelSampler`.
         drop_last: Leave out what does not fill a batch on every rank.
+        one_reader: One rank reads for all that work on the same samples.
+        device: Where tensors of a batch are wanted; as the data set makes them if None.
         worker_init_fn: As torch's.
         more: As torch's, but ``sampler``, ``batch_sampler``.
 
     Raises:
-        DataError: ``dataset`` has no indices, or see `DataParallelSampler`.
+        DataError: ``dataset`` has no indices, or see `DataParallelSampler`; with ``one_reader``,
+            while going through it, on ranks that do not read: the reader failed.
         NotSetUpError: There are several ranks and `setup_torch` was not called.
         TypeError: A sampler is given.
     """
@@ -318,6 +339,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         shuffle: bool = False,
         seed: int = 0,
         drop_last: bool = False,
+        one_reader: bool = False,
+        device: torch.device | str | None = None,
         worker_init_fn: Callable[[int], None] | None = None,
         **more: Any,
     ) -> None:
@@ -331,26 +354,34 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
                 f"{type(dataset).__name__} has no indices to deal out; expected a map-style data "
                 "set; give share_of(files) to each rank's own IterableDataset"
             )
-        sampler = DataParallelSampler(
+        self._order = DataParallelSampler(
             dataset,  # type: ignore[arg-type]  # it must have a length
             shuffle=shuffle,
             seed=seed,
             drop_last=drop_last,
         )
-        self._order = sampler
         # Where the training is, and where the next pass begins.
-        self._at = self._next = sampler.start
+        self._at = self._next = self._order.start
+        self._links = _find_links(self._order.count) if one_reader else []
+        self._device = None if device is None else torch.device(device)
+        if not self.is_reader:
+            more = {name: value for name, value in more.items() if name not in _READERS_ALONE}
         # torch draws the workers' seed in each pass. From the default generator, a resumed run
         # would draw once more than the uninterrupted one, and have other random numbers.
         more.setdefault("generator", torch.Generator().manual_seed(seed))
         super().__init__(
             dataset,
             batch_size,
-            sampler=sampler,
+            sampler=self._order,
             drop_last=drop_last and batch_size is not None,
             worker_init_fn=partial(_begin_worker, worker_init_fn),
             **more,
         )
+
+    @property
+    def is_reader(self) -> bool:
+        """Whether this rank reads, and does not receive."""
+        return all(root == get_rank() for root, _ in self._links)
 
     @property
     def epoch(self) -> int:
@@ -364,6 +395,15 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self._at = self._next = self._order.start
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names a private class
+        if not self._links:
+            batches = self._read()
+        else:
+            batches = self._read_for_all() if self.is_reader else self._receive()
+        if self._device is None:
+            return batches
+        return (_moved(batch, self._device) for batch in batches)
+
+    def _read(self) -> Iterator[Any]:
         epoch, start = self._at = self._next
         # Not the sampler's own: workers may have come to its end before the training.
         self._order.begin_at(epoch, start)
@@ -379,18 +419,82 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             yield batch
         self._at = self._next = epoch + 1, 0
 
+    def _read_for_all(self) -> Iterator[Any]:
+        batches: Iterator[Any] | None = None
+        while True:
+            try:
+                batches = batches or self._read()  # which starts the workers
+                batch = next(batches)
+            except StopIteration:
+                self._send((_END, self.state_dict(), None))
+                return
+            except Exception as error:
+                # Whatever it is: the others must not wait for a batch.
+                self._send((_FAILED, {}, f"rank {get_rank()}: {type(error).__name__}: {error}"))
+                raise
+            self._send((_BATCH, self.state_dict(), batch))
+            yield batch
+
+    def _receive(self) -> Iterator[Any]:
+        while True:
+            what, state, content = self._send(None)
+            if what == _FAILED:
+                raise DataError(f"the reader of this rank's batches failed, {content}")
+            self.load_state_dict(state)
+            if what == _END:
+                return
+            yield content
+
+    def _send(self, message: _Message | None) -> _Message:
+        for root, group in self._links:
+            message = broadcast(message, root, group)
+        assert message is not None  # the reader's
+        return message
+
     def state_dict(self) -> dict[str, int | bool]:
         """Return the epoch and how much of it the training has had: the same on every rank."""
         return self._order.state_at(*self._at)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another one was, also with another number of ranks.
+        """Go on where another one was, also with another number of ranks of any kind.
+
+        With another batch size, batches begin elsewhere, and still every sample comes once.
 
         Raises:
             DataError: It is of another order: other samples, another seed.
         """
         self._order.load_state_dict(state)
         self._at = self._next = self._order.start
+
+
+def _find_links(count: int) -> list[tuple[int, ProcessGroup]]:
+    """Return the broadcasts by which a batch comes and goes here: from whom, in which group."""
+    world = find_world()
+    if world is None or world.info.world_size == count:
+        return []  # every rank has samples of its own
+    import ezpz_tp  # noqa: PLC0415 - only where its groups are used
+
+    state = ezpz_tp.get_state()
+    links: list[tuple[int, ProcessGroup]] = []
+    axes = ("pipeline", "context", "tensor")  # as a batch travels
+    for place, axis in enumerate(axes):
+        # Along the pipeline it goes between ranks that are first along the other axes only.
+        if state.size(axis) == 1 or any(state.index(later) for later in axes[place + 1 :]):
+            continue
+        group = state.group(axis)
+        links.append((get_process_group_ranks(group)[0], group))
+    return links
+
+
+def _moved(batch: Any, device: torch.device) -> Any:
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return {name: _moved(value, device) for name, value in batch.items()}
+    if isinstance(batch, (list, tuple)):
+        values = [_moved(value, device) for value in batch]
+        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+    return batch
 
 
 def _begin_worker(then: Callable[[int], None] | None, worker: int) -> None:

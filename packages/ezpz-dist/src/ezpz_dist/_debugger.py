@@ -57,20 +57,7 @@ class _Process(NamedTuple):
 
 
 def find_terminal(launcher: str, *, proc: str = "/proc") -> tuple[str, str]:
-    """Return the path of a terminal that can be read here, or ``""`` and why there is none.
-
-    Our own, if this process is in its foreground (a background process would be stopped by
-    SIGTTIN). Else the one of the launcher above us: ezpz-launch and torchrun give each rank
-    a session of its own, without a terminal, and do not read theirs. A process may use a
-    terminal that is not its session's; job control does not concern it there.
-
-    Args:
-        launcher: Who started the ranks, as `ezpz_topo.RankInfo.launcher` has it.
-        proc: Where the kernel tells of processes; for tests.
-
-    Returns:
-        `STDIN` where standard input and output are that terminal; else its path.
-    """
+    """Return the path of a terminal that can be read here, or ``""`` and why there is none."""
     try:
         own = os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY)
     except OSError:
@@ -158,14 +145,7 @@ an unfinished line for 0.2."""
 
 
 class Console(NamedTuple):
-    """A way to the person.
-
-    Attributes:
-        stdin: Where commands are read; None: standard input, with line editing.
-        stdout: Where answers go; None: standard output.
-        where: In words, for those who wait.
-        close: Gives it back.
-    """
+    """A way to the person."""
 
     stdin: IO[str] | None
     stdout: IO[str] | None
@@ -174,16 +154,7 @@ class Console(NamedTuple):
 
 
 def open_console(info: RankInfo, host: str, line: str) -> Console:
-    """Return a terminal, or a socket for one, and say on standard error how to get there.
-
-    Args:
-        info: This rank's place.
-        host: Its host.
-        line: The user's line that stops.
-
-    Raises:
-        DistError: There is neither.
-    """
+    """Return a terminal, or a socket for one, and say on standard error how to get there."""
     sys.stdout.flush()
     sys.stderr.flush()
     path, why_not = find_terminal(info.launcher)
@@ -226,18 +197,7 @@ _KEPT = 1 << 16
 
 
 class RemoteTerminal:
-    """Lines from and to whoever is connected; a file to read from and to write to.
-
-    Nothing is lost while nobody is: output is kept, and reading waits. The socket lies in a
-    folder that only this user can enter, so it needs no secret (one on a command line could
-    be seen by all users of the host).
-
-    Attributes:
-        command: What to type in a shell on this host.
-
-    Raises:
-        DistError: No socket can be made.
-    """
+    """Lines from and to whoever is connected; a file to read from and to write to."""
 
     def __init__(self) -> None:
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -359,21 +319,7 @@ def _listen() -> tuple[str, socket.socket]:
 
 
 class RankPdb(pdb.Pdb):
-    """pdb for one rank of several.
-
-    It stops at the call itself, inside the `except` block that it stands in, as `breakpoint`
-    does from Python 3.13 on; earlier ones stop a line later, where an exception's name may be
-    gone. Beyond pdb's own there are the commands ``release`` and ``pm``.
-
-    Attributes:
-        traces: Whether Python is to trace the program from here on: to step, or to break.
-
-    Args:
-        console: Where to read and to write; closed when the program goes on.
-        prompt: What it says before each command.
-        release: Lets the other ranks go on; called once.
-        exception: The exception that is being handled where it was called.
-    """
+    """pdb for one rank of several."""
 
     def __init__(
         self,
@@ -391,11 +337,7 @@ class RankPdb(pdb.Pdb):
         self._exception = exception
 
     def begin(self, frame: FrameType) -> None:
-        """Take commands at a frame until one of them lets the program go on.
-
-        The caller then has to `sys.settrace` our `trace_dispatch`, if `traces`: as the last
-        thing, since every call is traced from there on. After ``quit``, `quitting` is true.
-        """
+        """Take commands at a frame until one of them lets the program go on."""
         self.reset()
         outer: FrameType | None = frame
         while outer is not None:
@@ -424,19 +366,12 @@ class RankPdb(pdb.Pdb):
         self._console.close()
 
     def do_release(self, _arg: str) -> None:
-        """Let the other ranks go on while this one stays in the debugger.
-
-        Needed before a step over a collective. From then on their collectives wait for this
-        rank, and time out.
-        """
+        """Let the other ranks go on while this one stays in the debugger."""
         self._let_go()
         self.message("the other ranks go on; their collectives wait for this one, and time out")
 
     def do_pm(self, _arg: str) -> None:
-        """Look at the frames of the exception that is being handled, to where it was raised.
-
-        ``q`` leads back.
-        """
+        """Look at the frames of the exception that is being handled, to where it was raised."""
         error = self._exception
         if error is None or error.__traceback__ is None:
             self.error("no exception was being handled where breakpoint() was called")

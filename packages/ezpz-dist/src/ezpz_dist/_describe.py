@@ -269,10 +269,7 @@ def _flat_parameter(module: Any) -> Any:
 
 
 def _policy(module: Any, wrapper: str | None, is_outermost: bool) -> tuple[Any, bool | None]:
-    """Return a mixed-precision policy, and whether parameters are freed after forward.
-
-    torch has no public way to ask; where its fields have other names nothing is said.
-    """
+    """Return a mixed-precision policy, and whether parameters are freed after forward."""
     if wrapper == "FSDP1":
         strategy = getattr(getattr(module, "sharding_strategy", None), "name", "")
         freed = strategy in ("FULL_SHARD", "HYBRID_SHARD") if strategy else None

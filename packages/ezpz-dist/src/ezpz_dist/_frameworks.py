@@ -1,43 +1,51 @@
-"""DeepSpeed and Horovod: imported only when requested, and made to see our world."""
+"""DeepSpeed and Horovod: imported only when requested, and made to see our ranks."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import difflib
 import importlib
 import io
+import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from types import ModuleType
+from contextlib import ExitStack
+from typing import Any
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset
 
 from ezpz_topo import RankInfo
 
-from ._errors import SetupError
+from ._errors import SetupError, WrapError
+from ._materialize import has_meta
+from ._replicas import (
+    Replicas,
+    agreed,
+    as_floating,
+    check_model,
+    find_replicas,
+    parallel_state,
+    refuse_wrapped,
+    remember_inside,
+    start_alike,
+)
+from ._watch import waiting
+from ._world import finish_before_leaving
 
 logger = logging.getLogger(__name__)
 
 FRAMEWORKS = ("DDP", "deepspeed", "horovod")
 """What `setup_torch` can be told to set up; the first is torch itself."""
 
-_SHARED_MEMORY = "deepspeed_shm_comm"
-"""DeepSpeed's own all-reduce among the CPUs of a node; only its inference engine calls it."""
-
-_undo: dict[str, Callable[[], None]] = {}
-"""By framework that is ready, how its traces are removed."""
-
 
 def check_framework(name: str, device: torch.device) -> None:
-    """Import a framework and see that it can be used here, before any rank waits for another.
-
-    Args:
-        name: One of `FRAMEWORKS`.
-        device: What this rank computes on.
-
-    Raises:
-        SetupError: It is not known, not installed, broken, or computes on another device.
-    """
+    """Import a framework and see that it can be used here, before any rank waits for another."""
     if name not in FRAMEWORKS:
         raise SetupError(f"framework {name!r}; expected one of {', '.join(FRAMEWORKS)}")
     if name == "deepspeed":
@@ -47,40 +55,28 @@ def check_framework(name: str, device: torch.device) -> None:
 
 
 def prepare_framework(name: str, info: RankInfo, device: torch.device, backend: str) -> None:
-    """Have a framework use the default process group that exists. Twice is the same as once.
-
-    To be called after `check_framework`, once the group and torchrun's variables are there.
-    Collective: every rank calls this.
-
-    Args:
-        name: One of `FRAMEWORKS`.
-        info: This rank's place.
-        device: What this rank computes on.
-        backend: The default group's: ``"gloo"``, ``"nccl"``, ...
-
-    Raises:
-        SetupError: Horovod sees another world than ours.
-    """
-    if name in _undo:
-        return
+    """Have a framework use the default process group that exists; again does nothing more."""
     if name == "deepspeed":
-        _undo[name] = _prepare_deepspeed(info, device, backend)
+        _prepare_deepspeed(info, device, backend)
     elif name == "horovod":
-        _undo[name] = _prepare_horovod(info)
+        _start_horovod(info)
 
 
-def leave_frameworks() -> None:
-    """Remove what `prepare_framework` set; for clean-up. Nothing is sent."""
-    while _undo:
-        _undo.popitem()[1]()
+# DeepSpeed on the process group that there is.
+
+_SHARED_MEMORY = "deepspeed_shm_comm"
+"""DeepSpeed's own all-reduce among the CPUs of a node; only its inference engine calls it."""
+
+_undo: ExitStack | None = None
+"""Removes DeepSpeed's traces, where it is prepared."""
 
 
 def _check_deepspeed(device: torch.device) -> None:
-    asked = os.environ.get("DS_ACCELERATOR", device.type)
-    if asked != device.type:
+    wanted = os.environ.get("DS_ACCELERATOR", device.type)
+    if wanted != device.type:
         raise SetupError(
-            f"DS_ACCELERATOR={asked!r} while this rank computes on {device.type}; expected the "
-            f"same; unset DS_ACCELERATOR, or export TORCH_DEVICE={asked}"
+            f"DS_ACCELERATOR={wanted!r} while this rank computes on {device.type}; expected the "
+            f"same; unset DS_ACCELERATOR, or export TORCH_DEVICE={wanted}"
         )
     # It looks for devices while it is imported, and keeps to what it found.
     with _variables({"DS_ACCELERATOR": device.type}):
@@ -94,33 +90,29 @@ def _check_deepspeed(device: torch.device) -> None:
         )
 
 
-def _import_deepspeed() -> ModuleType:
+def _import_deepspeed() -> Any:
     try:
-        deepspeed = importlib.import_module("deepspeed")
-    except ModuleNotFoundError as error:
-        if error.name != "deepspeed":
-            raise SetupError(_broken("DeepSpeed", error)) from error
-        raise SetupError(
-            "DeepSpeed is not installed (no module named 'deepspeed'); expected it with "
-            'framework="deepspeed"; pip install deepspeed'
-        ) from error
+        return importlib.import_module("deepspeed")
     except Exception as error:  # an old DeepSpeed fails on a new torch in many ways, all at import
-        raise SetupError(_broken("DeepSpeed", error)) from error
-    return deepspeed
+        if isinstance(error, ModuleNotFoundError) and error.name == "deepspeed":
+            raise SetupError(
+                "DeepSpeed is not installed (no module named 'deepspeed'); expected it with "
+                'framework="deepspeed"; pip install deepspeed'
+            ) from error
+        reason = " ".join(str(error).split())
+        raise SetupError(
+            f"DeepSpeed is installed and cannot be imported with torch {torch.__version__} "
+            f"({type(error).__name__}: {reason}); expected a release that fits this torch; "
+            "pip install --upgrade deepspeed"
+        ) from error
 
 
-def _broken(what: str, error: Exception) -> str:
-    said = " ".join(str(error).split())
-    return (
-        f"{what} is installed and cannot be imported with torch {torch.__version__} "
-        f"({type(error).__name__}: {said}); expected a release that fits this torch; "
-        f"pip install --upgrade {what.lower()}"
-    )
-
-
-def _prepare_deepspeed(info: RankInfo, device: torch.device, backend: str) -> Callable[[], None]:
+def _prepare_deepspeed(info: RankInfo, device: torch.device, backend: str) -> None:
+    global _undo
+    if _undo is not None:
+        return
     deepspeed = _import_deepspeed()
-    with contextlib.ExitStack() as made:
+    with ExitStack() as made:
         # Its processes (data loaders that are spawned) are to choose the same device.
         made.enter_context(_variables({"DS_ACCELERATOR": device.type}))
         if "LOCAL_RANK" not in os.environ:
@@ -128,82 +120,529 @@ def _prepare_deepspeed(info: RankInfo, device: torch.device, backend: str) -> Ca
             # two it would be half of a launcher's set.
             alone = {"RANK": info.rank, "WORLD_SIZE": info.world_size, "LOCAL_RANK": 0}
             made.enter_context(_variables({name: str(value) for name, value in alone.items()}))
-        if device.type == "cpu":
-            _spare_the_compiler(deepspeed)
+        installed = importlib.import_module("deepspeed.git_version_info").installed_ops
+        if device.type == "cpu" and not installed.get(_SHARED_MEMORY):
+            # Its build for every process group takes minutes, leaves a folder in the home
+            # folder, waits for ever if an earlier build was killed, and training does not call
+            # it. One that was built with DeepSpeed (DS_BUILD_SHM_COMM=1) stays.
+            deepspeed.ops.__compatible_ops__[_SHARED_MEMORY] = False
         # Without the discovery switched off, it would start MPI and overwrite MASTER_ADDR and
         # MASTER_PORT wherever one of torchrun's variables is missing (deepspeed/comm/comm.py).
         deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
-        made.callback(_forget_groups, deepspeed)
-        undo = made.pop_all().close
+        # It would use these groups after another set-up; its own destroy_process_group calls
+        # this (0.19.8).
+        groups = deepspeed.utils.groups
+        made.callback(getattr(groups, "_release_process_group_references", lambda: None))
+        _undo = made.pop_all()
+    finish_before_leaving(_leave_deepspeed)
     logger.debug("DeepSpeed %s on %s takes the process group", deepspeed.__version__, device.type)
-    return undo
 
 
-def _spare_the_compiler(deepspeed: ModuleType) -> None:
-    """Leave out what DeepSpeed would compile for every process group on the CPU.
-
-    The build of its all-reduce over shared memory takes minutes, leaves a folder in the home
-    folder, waits for ever if an earlier build was killed (torch's lock file), and training
-    does not call it. One that was built with DeepSpeed (``DS_BUILD_SHM_COMM=1``) stays.
-    """
-    installed = importlib.import_module("deepspeed.git_version_info").installed_ops
-    if not installed.get(_SHARED_MEMORY):
-        deepspeed.ops.__compatible_ops__[_SHARED_MEMORY] = False
+def _leave_deepspeed() -> None:
+    global _undo
+    undo, _undo = _undo, None
+    if undo is not None:
+        undo.close()
 
 
-def _forget_groups(deepspeed: ModuleType) -> None:
-    """Have DeepSpeed forget the groups that end with ours: it would use them after a new set-up."""
-    groups = deepspeed.utils.groups
-    forget = getattr(groups, "_release_process_group_references", None)
-    if forget is not None:  # what its own destroy_process_group calls (0.19.8)
-        forget()
-
-
-def _import_horovod() -> ModuleType:
-    said = io.StringIO()
+@contextlib.contextmanager
+def _variables(values: Mapping[str, str | None]) -> Iterator[None]:
+    """Set environment variables (None: remove them), and bring back what they were."""
+    before = {name: os.environ.get(name) for name in values}
+    _set(values)
     try:
-        # Where its library was not built it prints so, and can be imported without it.
-        with contextlib.redirect_stdout(said):
+        yield
+    finally:
+        _set(before)
+
+
+def _set(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+# DeepSpeed's configuration, from arguments and a user's own: whole, without contradictions.
+
+Config = dict[str, Any]
+
+AUTO = "auto"
+"""What Hugging Face's configurations say where the Trainer fills in its own arguments."""
+
+_DTYPES = {torch.float32: None, torch.bfloat16: "bf16", torch.float16: "fp16"}
+"""DeepSpeed's key for each type it computes in."""
+
+_MICRO, _TRAIN = "train_micro_batch_size_per_gpu", "train_batch_size"
+_STEPS = "gradient_accumulation_steps"
+
+_KNOWN = (
+    _MICRO, _TRAIN, _STEPS, "gradient_clipping", "zero_optimization", "bf16", "fp16",
+    "optimizer", "scheduler", "zero_allow_untested_optimizer", "activation_checkpointing",
+)  # fmt: skip
+
+
+def deepspeed_config(
+    *,
+    zero_stage: int | None = None,
+    dtype: str | torch.dtype | None = None,
+    micro_batch_size: int | None = None,
+    gradient_accumulation_steps: int | None = None,
+    gradient_clipping: float | None = None,
+    offload_optimizer: str | None = None,
+    offload_parameters: str | None = None,
+    nvme_path: str | os.PathLike[str] | None = None,
+    config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    data_parallel_size: int = 1,
+    device_type: str = "cpu",
+) -> Config:
+    """Return the configuration that `wrap_model_for_deepspeed` gives to DeepSpeed.
+
+    Nothing is sent, and DeepSpeed is not needed. What is given in one place only is taken;
+    ``"auto"`` in ``config`` is taken from the arguments, or from the defaults named here.
+
+    Args:
+        zero_stage: 0 (DDP), 1 (optimizer state sharded), 2 (gradients too) or 3 (parameters
+            too); default 1.
+        dtype: ``"fp32"``, ``"bf16"`` or ``"fp16"``; default ``"fp32"``.
+        micro_batch_size: Samples in one forward pass of one rank; DeepSpeed uses it for its own
+            data loader and its throughput; default 1, or what ``train_batch_size`` leaves.
+        gradient_accumulation_steps: Backward passes for one step; default 1, or what
+            ``train_batch_size`` and ``micro_batch_size`` leave.
+        gradient_clipping: The largest norm of all gradients; default 0.0: not clipped.
+        offload_optimizer: ``"cpu"`` or ``"nvme"``: where the optimizer's state lies, and on
+            the CPU where its step is done (stages 1 to 3).
+        offload_parameters: ``"cpu"`` or ``"nvme"``: where parameters lie that are not in use
+            (stage 3).
+        nvme_path: The folder for ``"nvme"``.
+        config: DeepSpeed's own options, or the path of a JSON file with them
+            (https://www.deepspeed.ai/docs/config-json/).
+        data_parallel_size: Ranks that see different samples.
+        device_type: ``"cpu"``, ``"cuda"``, ...: without an accelerator DeepSpeed's Adam is
+            torch's, which needs no compiler.
+
+    Raises:
+        WrapError: An argument and ``config`` say different things, or a value is impossible.
+        ValueError: ``dtype`` is none of the three.
+    """
+    theirs = _read(config)
+    _check_names(theirs)
+    ours: Config = {
+        "zero_optimization": {
+            "stage": zero_stage,
+            "offload_optimizer": _offload(offload_optimizer, nvme_path),
+            "offload_param": _offload(offload_parameters, nvme_path),
+        },
+        _MICRO: micro_batch_size,
+        _STEPS: gradient_accumulation_steps,
+        "gradient_clipping": gradient_clipping,
+        **_precision(dtype),
+    }
+    merged = _merge(theirs, _without_none(ours))
+    defaults = {
+        "zero_optimization": {"stage": 1},
+        "bf16": {"enabled": False},
+        "fp16": {"enabled": False},
+        "gradient_clipping": 0.0,
+    }
+    _fill(merged, defaults)
+    _fill_batch_sizes(merged, data_parallel_size)
+    if left := [name for name, value in leaves_of(merged) if value == AUTO]:
+        raise WrapError(
+            f'config: {", ".join(left)} "auto", and no argument says what; expected values; give '
+            "them, or leave the keys out for DeepSpeed's own"
+        )
+    _check(merged)
+    used = merged.get("optimizer", {})
+    if device_type not in ("cuda", "xpu") and str(used.get("type")).lower() in ("adam", "adamw"):
+        # DeepSpeed's own would be compiled for the CPU first, for two minutes.
+        used.setdefault("params", {}).setdefault("torch_adam", True)
+    return merged
+
+
+def _read(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> Config:
+    if config is None:
+        return {}
+    if isinstance(config, Mapping):
+        return copy.deepcopy(dict(config))
+    try:
+        with open(config, encoding="utf-8") as file:
+            read = json.load(file, object_pairs_hook=_without_duplicates)
+    except (OSError, ValueError) as error:
+        raise WrapError(
+            f"DeepSpeed's configuration {os.fspath(config)!r} cannot be read ({error}); expected a "
+            "JSON file"
+        ) from error
+    if not isinstance(read, dict):
+        raise WrapError(
+            f"DeepSpeed's configuration {os.fspath(config)!r} is a {type(read).__name__}; expected "
+            "a JSON object"
+        )
+    return read
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> Config:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice!r} stands in it twice")
+    return found
+
+
+def _check_names(theirs: Config) -> None:
+    if "bfloat16" in theirs:  # the older name
+        if "bf16" in theirs:
+            raise WrapError("config has bf16 and bfloat16, which are the same; expected one")
+        theirs["bf16"] = theirs.pop("bfloat16")
+    for name in theirs:
+        # DeepSpeed passes over keys that it does not know: a slip would train something else.
+        near = difflib.get_close_matches(name, _KNOWN, n=1, cutoff=0.9)
+        if near and name not in _KNOWN:
+            raise WrapError(f"config has {name!r}; expected {near[0]!r}?")
+    for name in ("zero_optimization", "bf16", "fp16", "optimizer", "scheduler"):
+        if not isinstance(theirs.get(name, {}), dict):
+            raise WrapError(f"config: {name} is {theirs[name]!r}; expected a dict")
+
+
+def _offload(target: str | None, nvme_path: str | os.PathLike[str] | None) -> Config | None:
+    if target is None:
+        return None
+    path = None if nvme_path is None or target != "nvme" else os.fspath(nvme_path)
+    return {"device": target, "nvme_path": path}
+
+
+def _precision(dtype: str | torch.dtype | None) -> Config:
+    if dtype is None:
+        return {}
+    wanted = as_floating(dtype)
+    if wanted not in _DTYPES:
+        raise ValueError(f"dtype {wanted}; expected float32, bfloat16 or float16")
+    return {name: {"enabled": _DTYPES[wanted] == name} for name in ("bf16", "fp16")}
+
+
+def _without_none(tree: Config) -> Config:
+    return {
+        name: _without_none(value) if isinstance(value, dict) else value
+        for name, value in tree.items()
+        if value is not None
+    }
+
+
+def _merge(theirs: Config, ours: Config, path: str = "") -> Config:
+    """Return both together; a leaf that both have must be equal, or ``"auto"`` in theirs."""
+    merged = dict(theirs)
+    for name, value in ours.items():
+        where = f"{path}{name}"
+        if name not in theirs or theirs[name] == AUTO:
+            merged[name] = value
+        elif isinstance(value, dict) and isinstance(theirs[name], dict):
+            merged[name] = _merge(theirs[name], value, f"{where}.")
+        elif theirs[name] != value:
+            raise WrapError(
+                f"config: {where} is {theirs[name]!r}, the argument says {value!r}; expected one "
+                'of them, or "auto" in config'
+            )
+    return merged
+
+
+def _fill(merged: Config, defaults: Config) -> None:
+    for name, value in defaults.items():
+        if isinstance(value, dict):
+            _fill(merged.setdefault(name, {}), value)
+        elif merged.get(name, AUTO) == AUTO:
+            merged[name] = value
+
+
+def _fill_batch_sizes(merged: Config, data_parallel_size: int) -> None:
+    """Complete the three sizes, of which one follows from the others; DeepSpeed would round."""
+    known = {name: merged.get(name, AUTO) for name in (_MICRO, _STEPS, _TRAIN)}
+    for name, value in known.items():
+        if value != AUTO and not _is_count(value):
+            raise WrapError(f"{name} is {value!r}; expected a whole number from 1")
+    micro, steps, train = (None if value == AUTO else int(value) for value in known.values())
+    if train is not None:
+        steps = steps or (1 if micro is None else train // (micro * data_parallel_size))
+        micro = micro or train // (steps * data_parallel_size)
+    steps, micro = 1 if steps is None else steps, 1 if micro is None else micro
+    product = micro * steps * data_parallel_size
+    if train not in (None, product):
+        raise WrapError(
+            f"{_TRAIN} is {train}; expected {_MICRO} {micro} x {_STEPS} {steps} x "
+            f"{data_parallel_size} data-parallel ranks = {product}"
+        )
+    merged.update({_MICRO: micro, _STEPS: steps, _TRAIN: product})
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def leaves_of(tree: Config, path: str = "") -> Iterator[tuple[str, object]]:
+    """Yield each value of a configuration that is no dict, with its path."""
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from leaves_of(value, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", value
+
+
+def _check(merged: Config) -> None:
+    zero = merged["zero_optimization"]
+    stage = zero["stage"]
+    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+        raise WrapError(f"zero_stage {stage!r}; expected 0, 1, 2 or 3")
+    if merged["bf16"]["enabled"] and merged["fp16"]["enabled"]:
+        raise WrapError("config: bf16.enabled and fp16.enabled are both true; expected one")
+    for name, least in (("optimizer", 1), ("param", 3)):
+        offload = zero.get(f"offload_{name}") or {}
+        target = offload.get("device", "none")
+        if target not in ("none", "cpu", "nvme"):
+            raise WrapError(
+                f"zero_optimization.offload_{name}.device {target!r}; expected 'cpu' or 'nvme'"
+            )
+        if target != "none" and stage < least:
+            raise WrapError(
+                f"zero_optimization.offload_{name} with zero_stage {stage}; expected stage "
+                f"{'3' if least == 3 else '1, 2 or 3'}; stage {stage} keeps it whole on each rank"
+            )
+        if target == "nvme" and not offload.get("nvme_path"):
+            raise WrapError(
+                f"zero_optimization.offload_{name} to nvme without a folder; expected nvme_path, "
+                "on a disk of this node"
+            )
+
+
+# DeepSpeed's engine around a model, on the ranks that are there.
+
+_CALL = "wrap_model_for_deepspeed()"
+
+_ELEMENTWISE = frozenset(
+    getattr(torch.optim, name)
+    for name in ("SGD", "RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta", "ASGD", "Rprop")
+)
+"""Optimizers that ZeRO may give any part of a parameter, beside those that DeepSpeed lists. Others
+(LBFGS, Adafactor, Muon) would be wrong without a sign."""
+
+
+def wrap_model_for_deepspeed(
+    model: nn.Module,
+    optimizer: Optimizer | Callable[[list[nn.Parameter]], Optimizer] | None = None,
+    *,
+    zero_stage: int | None = None,
+    dtype: str | torch.dtype | None = None,
+    micro_batch_size: int | None = None,
+    gradient_accumulation_steps: int | None = None,
+    gradient_clipping: float | None = None,
+    offload_optimizer: str | None = None,
+    offload_parameters: str | None = None,
+    nvme_path: str | os.PathLike[str] | None = None,
+    scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None = None,
+    training_data: Dataset[Any] | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+) -> tuple[Any, Any, Any, Any]:
+    """Make a model train by DeepSpeed's ZeRO; return its engine, optimizer, loader and scheduler.
+
+    Train with ``loss = engine(x)...; engine.backward(loss); engine.step()``: the engine
+    averages gradients, clips them, and steps optimizer and scheduler once in
+    ``gradient_accumulation_steps``. All ranks start from rank 0's values, buffers too. With
+    ``ezpz_tp``'s groups, what DeepSpeed shards it shards over the ranks that hold the same
+    part of the model. Collective: every rank calls this.
+
+    Args:
+        model: The bare model, the same on every rank. It is moved to this rank's device.
+        optimizer: One over the model's parameters, or a function that makes one from them;
+            None: ``config["optimizer"]``, or none, for evaluation with stage 0 or 3.
+        zero_stage: See `deepspeed_config`, as for all that is not explained here.
+        dtype: The type that the model is cast to.
+        micro_batch_size: Samples in one forward pass of one rank.
+        gradient_accumulation_steps: Backward passes for one step.
+        gradient_clipping: The largest norm of all gradients.
+        offload_optimizer: Where the optimizer's state lies.
+        offload_parameters: Where parameters lie that are not in use.
+        nvme_path: The folder for ``"nvme"``.
+        scheduler: A scheduler of ``optimizer``, or a function that makes one from it.
+        training_data: A dataset that DeepSpeed makes the loader of, sharded over the ranks.
+        collate_fn: Makes a batch of samples, for that loader.
+        config: DeepSpeed's own options, or the path of a JSON file with them.
+
+    Returns:
+        What ``deepspeed.initialize`` returns; what there is none of is None.
+
+    Raises:
+        MismatchError: The ranks called something else, or with other options.
+        NotSetUpError: `setup_torch` was not called.
+        SetupError: DeepSpeed is not installed, or does not fit.
+        WrapError: The model is wrapped already, an argument contradicts ``config``, or the
+            ranks do not agree.
+        ValueError: ``dtype`` is none of the three.
+    """
+    replicas = find_replicas(_CALL)
+    world, state = replicas.world, parallel_state()
+    options: dict[str, Any] = {
+        "zero_stage": zero_stage,
+        "dtype": dtype,
+        "micro_batch_size": micro_batch_size,
+        "gradient_accumulation_steps": gradient_accumulation_steps,
+        "gradient_clipping": gradient_clipping,
+        "offload_optimizer": offload_optimizer,
+        "offload_parameters": offload_parameters,
+    }
+    given = {**options, "optimizer": optimizer, "scheduler": scheduler}
+    with agreed(_CALL, model, given, replicas) as lines:
+        _check_deepspeed(world.device)
+        _refuse(model, optimizer, replicas)
+        settings = deepspeed_config(
+            **options,
+            nvme_path=nvme_path,
+            config=config,
+            data_parallel_size=world.info.world_size if state is None else state.size("data"),
+            device_type=world.device.type,
+        )
+        _refuse_two(settings, optimizer, scheduler)
+        if type(optimizer) in _ELEMENTWISE:
+            settings.setdefault("zero_allow_untested_optimizer", True)
+        # A file can differ between hosts.
+        lines |= {f"config {name}": repr(value) for name, value in sorted(leaves_of(settings))}
+    _prepare_deepspeed(world.info, world.device, world.backend)
+    trained = None
+    if settings.get("optimizer") or (optimizer and not isinstance(optimizer, Optimizer)):
+        # For an optimizer that DeepSpeed makes; by default it takes frozen parameters too.
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # DeepSpeed insists that it be LOCAL_RANK, which is the device's number: 0 on every rank where
+    # each sees one device only.
+    hidden = _variables({"OMPI_COMM_WORLD_LOCAL_RANK": None})
+    with waiting(f"deepspeed.initialize for {_CALL}", world, replicas.ranks), hidden:
+        made = _import_deepspeed().initialize(
+            model=model,
+            optimizer=optimizer,
+            model_parameters=trained,
+            training_data=training_data,
+            collate_fn=collate_fn,
+            lr_scheduler=scheduler,
+            mpu=_model_parallel_unit(),
+            dist_init_required=False,
+            config=settings,
+        )
+    # DeepSpeed gives all ranks the same parameters, and leaves buffers as each rank has them.
+    start_alike(list(model.buffers()), replicas)
+    remember_inside(model, "DeepSpeed")  # for good: the engine's hooks stay on its parameters
+    return made[0], made[1], made[2], made[3]
+
+
+def _refuse(model: nn.Module, optimizer: object, replicas: Replicas) -> None:
+    check_model(_CALL, model, replicas)
+    if has_meta(model):
+        raise WrapError(
+            f"{type(model).__name__} has parameters on the meta device; expected real ones; for a "
+            "model that is too large for one rank build it under deepspeed.zero.Init()"
+        )
+    if isinstance(optimizer, Optimizer):
+        own = {id(parameter) for parameter in model.parameters()}
+        held = [one for group in optimizer.param_groups for one in group["params"]]
+        if foreign := sum(id(one) not in own for one in held):
+            raise WrapError(
+                f"{foreign} of the optimizer's {len(held)} parameters are not the model's; "
+                "expected an optimizer over model.parameters(), made after the model was built"
+            )
+
+
+def _refuse_two(settings: Config, optimizer: object, scheduler: object) -> None:
+    for name, given in (("optimizer", optimizer), ("scheduler", scheduler)):
+        if given is not None and settings.get(name):
+            # DeepSpeed would take the argument and say so in a log line.
+            raise WrapError(
+                f"config has {name!r} ({settings[name].get('type')}) and {name}= is given "
+                f"({type(given).__name__}); expected one of them"
+            )
+    stage = settings["zero_optimization"]["stage"]
+    if optimizer is None and not settings.get("optimizer") and stage in (1, 2):
+        raise WrapError(
+            f"zero_stage {stage} shards the optimizer's state, and there is no optimizer; expected "
+            "one: optimizer=..., or config={'optimizer': {'type': 'AdamW', 'params': {'lr': ...}}}"
+        )
+
+
+def _model_parallel_unit() -> Any:
+    """Return what tells DeepSpeed of ezpz_tp's groups; None where only data is split."""
+    state = parallel_state()
+    if state is None or state.size("tensor") * state.size("pipeline") * state.size("context") == 1:
+        return None
+    import ezpz_tp.mpu  # noqa: PLC0415  # only where its groups are used
+
+    return ezpz_tp.mpu
+
+
+# Horovod's optimizer around torch's, where Horovod can be imported.
+
+
+def wrap_model_for_horovod(
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    gradient_accumulation_steps: int = 1,
+    compress: bool = False,
+) -> tuple[nn.Module, Optimizer]:
+    """Make a model train by Horovod; return it, and the optimizer that averages its gradients.
+
+    All ranks start from rank 0's values and optimizer state. Collective: every rank calls this.
+
+    Args:
+        model: The bare model, the same on every rank. It is moved to this rank's device.
+        optimizer: torch's own, over the model's parameters.
+        gradient_accumulation_steps: Backward passes for one step.
+        compress: Send gradients as 16-bit floats.
+
+    Raises:
+        NotSetUpError: `setup_torch` was not called.
+        SetupError: Horovod cannot be imported, or sees another world.
+        WrapError: The model or the optimizer is wrapped already, or ezpz_tp splits the model.
+    """
+    call, passes = "wrap_model_for_horovod()", gradient_accumulation_steps
+    replicas = find_replicas(call)
+    world, kind = replicas.world, type(optimizer)
+    with agreed(call, model, {"passes": passes, "compress": compress, "kind": kind}, replicas):
+        horovod = _import_horovod()
+        refuse_wrapped(model)
+        if kind.__module__.startswith("horovod."):
+            raise WrapError(f"{kind.__name__} is Horovod's already; expected torch's own")
+        if replicas.size < world.info.world_size:
+            raise WrapError(
+                f"{call}: Horovod averages over all {world.info.world_size} ranks, and "
+                f"{replicas.size} hold the same parameters; use wrap_model_for_ddp"
+            )
+    _start_horovod(world.info)
+    with waiting(f"Horovod's broadcasts for {call}", world):
+        horovod.broadcast_parameters(model.to(world.device).state_dict(), root_rank=0)
+        horovod.broadcast_optimizer_state(optimizer, root_rank=0)
+    smaller = horovod.Compression.fp16 if compress else horovod.Compression.none
+    return model, horovod.DistributedOptimizer(optimizer, model.named_parameters(), smaller, passes)
+
+
+def _import_horovod() -> Any:
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
             horovod = importlib.import_module("horovod.torch")
+        horovod.init  # noqa: B018 - missing where its library was not built, which it prints
     except Exception as error:  # one that was built for another torch fails in many ways
-        raise SetupError(_no_horovod(str(error))) from error
-    if not hasattr(horovod, "init"):
-        raise SetupError(_no_horovod(said.getvalue() or "horovod.torch was built without torch"))
+        reason = " ".join((printed.getvalue() or str(error)).split())
+        raise SetupError(
+            f"Horovod cannot be imported ({reason}); expected horovod.torch with framework="
+            '"horovod"; its last release, 0.28.1, does not build against torch 2.1 or later '
+            '(C++17): use framework="DDP"'
+        ) from error
     return horovod
 
 
-def _no_horovod(reason: str) -> str:
-    return (
-        f"Horovod cannot be imported ({' '.join(reason.split())}); expected horovod.torch with "
-        'framework="horovod"; its last release, 0.28.1, does not build against torch 2.1 or later '
-        '(C++17): use framework="DDP"'
-    )
-
-
-def _prepare_horovod(info: RankInfo) -> Callable[[], None]:
+def _start_horovod(info: RankInfo) -> None:
     horovod = _import_horovod()
-    horovod.init()
-    seen = horovod.rank(), horovod.size()
-    if seen != (info.rank, info.world_size):
+    horovod.init()  # once; it ends at exit: in cleanup() it would wait for ranks that have failed
+    if (seen := (horovod.rank(), horovod.size())) != (info.rank, info.world_size):
         raise SetupError(
             f"Horovod sees rank {seen[0]} of {seen[1]}, the launcher ({info.launcher}) says "
             f"{info.rank} of {info.world_size}; expected the same; build Horovod with the "
             "launcher's MPI, or start with horovodrun"
         )
-    # It shuts itself down at exit; done here, it would wait for ranks that have failed.
-    return lambda: None
-
-
-@contextlib.contextmanager
-def _variables(values: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables, and bring back what they were."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

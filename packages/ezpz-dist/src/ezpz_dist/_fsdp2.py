@@ -13,17 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ._collectives import all_gather_object
 from ._errors import WrapError
-from ._materialize import Initialize, first_ranks_draws, has_meta, materialize, refuse_unfillable
+from ._materialize import Initialize, has_meta, materialize, refuse_unfillable
 from ._replicas import (
     Replicas,
     agreed,
     as_floating,
     attributes_kept,
+    check_model,
     find_replicas,
-    refuse_experts,
-    refuse_options,
-    refuse_unmovable,
-    refuse_wrapped,
     remember_inside,
     start_alike,
 )
@@ -37,37 +34,22 @@ if TYPE_CHECKING:
 
 
 def data_parallel_mesh(replicas: Replicas, shard_size: int | None = None) -> DeviceMesh:
-    """Return the mesh that a model is sharded over.
-
-    Collective: with a ``shard_size`` every rank of the world calls this, because groups are made.
-
-    Args:
-        replicas: The data-parallel ranks.
-        shard_size: How many of them, neighbors, share one copy; None: all.
-
-    Returns:
-        The axis ``shard`` over the group that there is, or the axes ``replicate`` and ``shard``.
-    """
+    """Return the mesh that a model is sharded over."""
     device_type = replicas.world.device.type
     if shard_size in (None, replicas.size):
         assert replicas.group is not None
         return DeviceMesh.from_group(replicas.group, device_type, mesh_dim_names=("shard",))
-    # Communicators that are split from the world's want all of its ranks: one mesh for all, of
-    # which a rank takes its part.
-    lines = _all_lines(replicas)
+    # Communicators that are split from the world's want all of its ranks: one mesh of all groups
+    # of data-parallel ranks, of which a rank takes its own.
+    lines = [tuple(replicas.ranks)]
+    if replicas.size < replicas.world.info.world_size:
+        lines = list(dict.fromkeys(all_gather_object(lines[0])))
     ranks = torch.tensor(lines).view(len(lines), -1, shard_size)
     with waiting("the groups of hybrid sharding", replicas.world):
         if len(lines) == 1:
             return DeviceMesh(device_type, ranks[0], mesh_dim_names=("replicate", "shard"))
         mesh = DeviceMesh(device_type, ranks, mesh_dim_names=("model", "replicate", "shard"))
         return mesh["replicate", "shard"]
-
-
-def _all_lines(replicas: Replicas) -> list[tuple[int, ...]]:
-    """Return all groups of data-parallel ranks, this rank's and those beside it."""
-    if replicas.size == replicas.world.info.world_size:
-        return [tuple(replicas.ranks)]
-    return list(dict.fromkeys(all_gather_object(tuple(replicas.ranks))))
 
 
 # Which modules of a model are sharded by themselves: gathered when they run, freed after.
@@ -78,18 +60,7 @@ _Named = Iterator[tuple[str, nn.Module]]
 def find_units(
     model: nn.Module, kinds: Collection[type[nn.Module]] | None = None
 ) -> dict[str, nn.Module]:
-    """Return the modules to shard by themselves, by name, each before those that contain it.
-
-    Without ``kinds`` these are the members of lists of modules (a transformer's blocks, through
-    lists of lists) and, outside of them, embeddings and linear layers (the head).
-
-    What shares a parameter with something outside of it (tied weights), or stands in the model
-    twice, is left to the root: FSDP wants the users of a parameter in one unit.
-
-    Args:
-        model: The bare model.
-        kinds: Classes whose instances are the units, and no others.
-    """
+    """Return the modules to shard by themselves, by name, each before those that contain it."""
     if kinds is None:
         found = dict(_of_list(model, "") if _is_list(model) else _outside(model, ""))
     else:
@@ -176,7 +147,7 @@ def wrap_model_for_fsdp(
     """Shard a model by torch's FullyShardedDataParallel (FSDP1).
 
     torch calls it deprecated, and develops FSDP2 instead: prefer `wrap_model_for_fsdp2`, which
-    also takes models on the meta device. Here for code that needs the class or its check-points.
+    also takes models on the meta device. Here for code that needs the class or its checkpoints.
 
     Collective: every rank calls this, once.
 
@@ -205,10 +176,7 @@ def wrap_model_for_fsdp(
     replicas = find_replicas(_FSDP1)
     precision = None
     with agreed(_FSDP1, model, {"dtype": dtype, **options}, replicas) as lines:
-        refuse_wrapped(model)
-        refuse_unmovable(_FSDP1, replicas)
-        refuse_experts(_FSDP1, model)
-        refuse_options(_FSDP1, options, _FSDP1_RESERVED)
+        check_model(_FSDP1, model, replicas, options, _FSDP1_RESERVED)
         if "HYBRID" in str(options.get("sharding_strategy")):
             raise WrapError(
                 f"{_FSDP1}: {options['sharding_strategy']}, which wants groups of its own; "
@@ -332,20 +300,14 @@ def wrap_model_for_fsdp2(
     from torch.distributed.fsdp import MixedPrecisionPolicy  # noqa: PLC0415 - 0.6 s
 
     replicas = find_replicas(_CALL)
-    asked = {
-        "dtype": dtype,
-        "reduce_dtype": reduce_dtype,
+    given = {
+        "dtype": dtype, "reduce_dtype": reduce_dtype,
         "reshard_after_forward": reshard_after_forward,
-        "shard_size": shard_size,
-        "initialize": initialize,
-        **options,
-    }
+        "shard_size": shard_size, "initialize": initialize, **options,
+    }  # fmt: skip
     policy = MixedPrecisionPolicy()
-    with agreed(_CALL, model, asked, replicas) as lines:
-        refuse_wrapped(model)
-        refuse_unmovable(_CALL, replicas)
-        refuse_experts(_CALL, model)
-        refuse_options(_CALL, options, _RESERVED)
+    with agreed(_CALL, model, given, replicas) as lines:
+        check_model(_CALL, model, replicas, options, _RESERVED)
         if dtype is not None:
             policy = MixedPrecisionPolicy(
                 param_dtype=as_floating(dtype),
@@ -365,12 +327,10 @@ def wrap_model_for_fsdp2(
     }
     with attributes_kept(model):
         _shard(model, found, replicas, settings)
-        if has_meta(model):
-            device = replicas.world.device
-            offloads = hasattr(options.get("offload_policy"), "pin_memory")
-            with first_ranks_draws(device, replicas):
-                keep_on = torch.device("cpu") if offloads else None
-                materialize(model, device, initialize, keep_on=keep_on)
+        offloads = hasattr(options.get("offload_policy"), "pin_memory")
+        keep_on = torch.device("cpu") if offloads else None
+        device = replicas.world.device
+        materialize(model, device, initialize, replicas=replicas, keep_on=keep_on)
     return model
 
 
@@ -386,7 +346,9 @@ def _shard(
     done: set[torch.Tensor] = set()
     for module in (*found.values(), model):
         held = [*module.parameters(), *module.buffers()]
-        start_alike([one for one in held if one not in done and not _is_shard(one)], replicas)
+        start_alike(
+            [one for one in held if one not in done and not hasattr(one, "device_mesh")], replicas
+        )
         done.update(held)
         if module is model and settings["reshard_after_forward"] is not False:
             # torch then keeps the root after forward: backward begins with it.
@@ -395,10 +357,6 @@ def _shard(
             sharded: Any = fully_shard(module, **settings)
         if replicas.world.backend in _WITHOUT_AVERAGE:
             sharded.set_force_sum_reduction_for_comms(True)
-
-
-def _is_shard(tensor: torch.Tensor) -> bool:
-    return hasattr(tensor, "device_mesh")
 
 
 def _refuse_backend(backend: str) -> None:

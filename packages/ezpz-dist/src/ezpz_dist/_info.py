@@ -29,12 +29,7 @@ _WIDE = 60
 
 
 def picture(info: Mapping[str, Any], hosts: Sequence[str]) -> str:
-    """Return what `get_dist_info` says, and which ranks are on which node.
-
-    Args:
-        info: The same keys as `get_dist_info`'s.
-        hosts: By rank, the name of its host.
-    """
+    """Return what `get_dist_info` says, and which ranks are on which node."""
     nodes: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
         nodes.setdefault(host, []).append(rank)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,11 +23,7 @@ def has_meta(model: nn.Module) -> bool:
 
 
 def refuse_unfillable(model: nn.Module, initialize: Initialize | None) -> None:
-    """Raise if a model on the meta device has modules that nobody can fill.
-
-    Raises:
-        WrapError: Names them. Or a parameter was sharded before it had data.
-    """
+    """Raise if a model on the meta device has modules without a way to fill them, or DTensors."""
     for name, parameter in model.named_parameters():
         if parameter.is_meta and hasattr(parameter, "device_mesh"):
             raise WrapError(
@@ -52,34 +48,36 @@ def materialize(
     device: torch.device,
     initialize: Initialize | None = None,
     *,
+    replicas: Replicas | None = None,
     keep_on: torch.device | None = None,
 ) -> None:
-    """Give data to what a model has on the meta device, by ``reset_parameters`` and ``initialize``.
+    """Give data to what is on the meta device; equally on all ranks, where ``replicas`` are given.
 
-    Module by module, children first, in the order in which constructors mostly draw: whole
-    tensors are filled, and of a sharded parameter each rank keeps its shard. So no rank ever
-    holds more whole tensors than one module has itself, and with equal generators
-    (`first_ranks_draws`) the shards are parts of one draw.
-
-    Args:
-        model: Bare, or sharded by FSDP2.
-        device: Where it is filled, by the generator of that device.
-        initialize: Called with each module after its ``reset_parameters``, if it has one.
-        keep_on: Where parameters stay; ``device`` if None.
-
-    Raises:
-        WrapError: Something was not filled.
+    Collective over the replicas if anything is on the meta device. ``keep_on``: where parameters
+    stay, if not on the device on which they are drawn.
     """
-    made: dict[torch.Tensor, torch.Tensor] = {}
-    for name, module in reversed_modules(model):
+    if not has_meta(model):
+        return
+    with nullcontext() if replicas is None else _first_ranks_draws(device, replicas):
+        _fill(model, device, initialize, keep_on or device)
+
+
+def _fill(
+    model: nn.Module, device: torch.device, initialize: Initialize | None, keep_on: torch.device
+) -> None:
+    # Module by module, children first, in the order in which constructors mostly draw: whole
+    # tensors are filled, and of a sharded parameter each rank keeps its shard. So no rank ever
+    # holds more whole tensors than one module has itself, and with equal generators the shards
+    # are parts of one draw.
+    filled: dict[torch.Tensor, torch.Tensor] = {}
+    for name, module in _children_first(model, "", set()):
         own = _own_meta(module)
         if not own:
             continue
         for key, empty in own.items():
             setattr(module, key, _marked(empty, device))
         with torch.no_grad(), _WholeDraws():  # type: ignore[no-untyped-call]
-            reset = _reset_of(module)
-            if reset is not None:
+            if (reset := _reset_of(module)) is not None:
                 reset()
             if initialize is not None:
                 initialize(module)
@@ -94,21 +92,17 @@ def materialize(
                     "fill all that the module holds itself"
                 )
             # Of a tied parameter the first draw counts, as where the second use was assigned.
-            if empty not in made:
-                made[empty] = _kept(whole, empty, keep_on or device)
-            setattr(module, key, made[empty])
+            if empty not in filled:
+                filled[empty] = _kept(whole, empty, keep_on)
+            setattr(module, key, filled[empty])
 
 
 @contextmanager
-def first_ranks_draws(device: torch.device, replicas: Replicas) -> Iterator[None]:
-    """Let all ranks draw from torch's generators as the first does. Collective.
-
-    Afterwards the first rank's are further on, as if it had built the model; the others' are
-    where they were.
-    """
-    mine = _generators(device)
+def _first_ranks_draws(device: torch.device, replicas: Replicas) -> Iterator[None]:
+    """Let all ranks draw from torch's generators as the first does; it alone is further on then."""
+    own = _generators(device)
     # Of the CPU's 5 KB and the device's 16 bytes.
-    states = [state.clone() for state in mine]
+    states = [state.clone() for state in own]
     for state in states:
         replicas.send_first(state, "the state of the first rank's generators")
     _set_generators(device, states)
@@ -116,22 +110,19 @@ def first_ranks_draws(device: torch.device, replicas: Replicas) -> Iterator[None
         yield
     finally:
         if not replicas.is_first:
-            _set_generators(device, mine)
+            _set_generators(device, own)
 
 
-def reversed_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _children_first(
+    module: nn.Module, path: str, seen: set[nn.Module]
+) -> Iterator[tuple[str, nn.Module]]:
     """Yield each module once, after all that it contains: as constructors make them."""
-    seen: set[nn.Module] = set()
-
-    def walk(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-        if module in seen:
-            return
-        seen.add(module)
-        for name, child in module.named_children():
-            yield from walk(child, f"{path}.{name}".removeprefix("."))
-        yield path, module
-
-    yield from walk(model, "")
+    if module in seen:
+        return
+    seen.add(module)
+    for name, child in module.named_children():
+        yield from _children_first(child, f"{path}.{name}".removeprefix("."), seen)
+    yield path, module
 
 
 def shard_like(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -150,12 +141,10 @@ def shard_like(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 class _WholeDraws(TorchDispatchMode):
-    """Let a random operation on a shard draw the whole tensor, and keep this rank's part.
+    """Let a random operation on a shard draw the whole tensor, and keep this rank's part."""
 
-    A module's ``reset_parameters`` may reach into its children, which are shards by then:
-    torch on the CPU would draw the same numbers into the shard of every rank. What draws in
-    dependence of a shard's values is refused.
-    """
+    # A module's reset_parameters may reach into its children, which are shards by then: torch on
+    # the CPU would draw the same numbers into the shard of every rank.
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Look at every operation, before DTensor does; the signature is torch's."""
@@ -192,15 +181,15 @@ def _part(whole: torch.Tensor, like: Any) -> torch.Tensor:
 
 
 def _kept(whole: torch.Tensor, empty: torch.Tensor, where: torch.device) -> torch.Tensor:
-    if not isinstance(empty, nn.Parameter):
+    is_shard = hasattr(empty, "device_mesh")
+    if not isinstance(empty, nn.Parameter) or (whole.device == where and not is_shard):
         return whole
-    if hasattr(empty, "device_mesh"):
-        values = shard_like(whole.detach(), empty)
-    elif whole.device == where:
-        return whole
-    else:
-        values = whole.detach()
-    parameter = nn.Parameter(values.to(where), requires_grad=empty.requires_grad)
+    values = shard_like(whole.detach(), empty) if is_shard else whole.detach()
+    return _parameter_like(values.to(where), empty)
+
+
+def _parameter_like(values: torch.Tensor, empty: nn.Parameter) -> nn.Parameter:
+    parameter = nn.Parameter(values, requires_grad=empty.requires_grad)
     vars(parameter).update(vars(empty))
     return parameter
 
@@ -225,15 +214,10 @@ def _reset_of(module: nn.Module) -> Callable[[], object] | None:
 
 def _marked(empty: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a whole tensor by whose content one sees whether it was filled."""
+    whole = torch.empty(empty.shape, dtype=empty.dtype, device=device)
     if _is_marked_by_value(empty):
-        whole = torch.full(empty.shape, torch.nan, dtype=empty.dtype, device=device)
-    else:
-        whole = torch.empty(empty.shape, dtype=empty.dtype, device=device)
-    if not isinstance(empty, nn.Parameter):
-        return whole
-    parameter = nn.Parameter(whole, requires_grad=empty.requires_grad)
-    vars(parameter).update(vars(empty))
-    return parameter
+        whole.fill_(torch.nan)
+    return _parameter_like(whole, empty) if isinstance(empty, nn.Parameter) else whole
 
 
 def _is_untouched(tensor: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Before wrapping: by what a module is wrapped, which ranks hold a copy, do all wrap the same."""
+"""The ranks that hold copies of a model: which they are, and whether all wrap the same."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ezpz_device import as_dtype
 from ._collectives import broadcast
 from ._errors import CollectiveError, NotSetUpError, WrapError
 from ._members import Call, Members, as_bytes, exchange, payload_of
-from ._world import World, current_world
+from ._world import current_world
 
 if TYPE_CHECKING:
     from ezpz_tp import ParallelState
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 # What a module is wrapped by already.
 
 _inside: WeakKeyDictionary[nn.Module, tuple[str, Callable[[], object]]] = WeakKeyDictionary()
-"""Modules around which there is a wrapper of ours: its name, and what tells whether it lives."""
+"""Modules inside of a wrapper of ours: its name, and what tells whether it still exists."""
 
 
 def find_wrapper(module: nn.Module) -> str | None:
@@ -53,26 +53,14 @@ def find_wrapper(module: nn.Module) -> str | None:
 
 
 def remember_inside(model: nn.Module, name: str, wrapper: nn.Module | None = None) -> None:
-    """Have `refuse_wrapped` know of a wrapper from the model inside it, which shows no trace.
-
-    Args:
-        model: What was wrapped.
-        name: By what.
-        wrapper: Once it is gone the model is bare again; None: it never is.
-    """
+    """Have `refuse_wrapped` know by what a model is wrapped: while the wrapper lives, or ever."""
     lives = (lambda: True) if wrapper is None else ref(wrapper)
     for module in model.modules():
         _inside[module] = name, lives
 
 
 def refuse_wrapped(model: nn.Module) -> None:
-    """Raise if a model, a part of it, or what it is a part of already trains on all ranks.
-
-    Raises:
-        TypeError: It is no module.
-        WrapError: It does. (Of a DDP that a script made itself, its ``.module`` does not tell.)
-            Or it is lazy: its parameters have no shape yet.
-    """
+    """Raise if a model, a part of it, or what it is a part of already trains on all ranks."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"{model!r} to wrap; expected a torch.nn.Module")
     for name, module in model.named_modules():
@@ -127,22 +115,15 @@ class Replicas(Members):
 
 
 def find_replicas(call: str) -> Replicas:
-    """Return the ranks over which a model is wrapped, given ezpz_tp's groups where there are some.
-
-    Args:
-        call: What is called, for the message.
-
-    Raises:
-        NotSetUpError: `setup_torch` was not called.
-        WrapError: There is context parallelism, and no group that spans data and context.
-    """
+    """Return the ranks over which a model is wrapped: of ezpz_tp's groups, where there are some."""
     world = current_world(call)
     everyone = dist.group.WORLD
     if world is None or everyone is None:
         raise NotSetUpError(f"{call} before setup_torch(); expected ezpz.setup_torch() first")
+    rank, on_host = world.info.rank, world.on_host
     state = parallel_state()
     if state is None:
-        return _seen_from(world, everyone, range(world.info.world_size))
+        return Replicas(world, everyone, range(world.info.world_size), rank, on_host)
     # Ranks that share a sequence hold the same parameters, and each has a part of the gradient.
     axes = ("data", "context") if state.size("context") > 1 else ("data",)
     if not state.has_group(*axes):
@@ -151,7 +132,8 @@ def find_replicas(call: str) -> Replicas:
             f"{state.size('context')}), over which gradients are averaged; make it with the "
             'others: ezpz_tp.initialize_tensor_parallel(..., also=[("data", "context")])'
         )
-    return _seen_from(world, state.group(*axes), tuple(state.ranks(*axes)))
+    ranks = tuple(state.ranks(*axes))
+    return Replicas(world, state.group(*axes), ranks, ranks.index(rank), on_host)
 
 
 def parallel_state() -> ParallelState | None:
@@ -168,10 +150,7 @@ def attributes_kept(model: nn.Module) -> AbstractContextManager[None]:
 
 
 def start_alike(tensors: Sequence[torch.Tensor], replicas: Replicas) -> None:
-    """Move tensors to this rank's device and give all ranks the first one's values.
-
-    Collective over the replicas. Tensors on the meta device have none, and are left.
-    """
+    """Move tensors to this rank's device and give all ranks the first one's values."""
     device = replicas.world.device
     with torch.no_grad():
         for tensor in tensors:
@@ -186,14 +165,11 @@ def start_alike(tensors: Sequence[torch.Tensor], replicas: Replicas) -> None:
                 tensor.copy_(sent.view(tensor.dtype).view(tensor.shape))
 
 
-def _seen_from(world: World, group: dist.ProcessGroup, ranks: Sequence[int]) -> Replicas:
-    return Replicas(world, group, ranks, ranks.index(world.info.rank), world.on_host)
+# Before anything is wrapped: can it be, and do all ranks wrap the same?
 
-
-# Before anything is wrapped: can it be, and do all ranks wrap the same?.
-
-Lines = dict[str, str]
-"""What all ranks must have in common, by name."""
+# torch compares nothing that is quick to compare: it waits until it times out, ends the process, or
+# goes on with tensors of other shapes. Here each rank sends a checksum; who differs is looked for
+# only if one does.
 
 
 @contextmanager
@@ -202,30 +178,16 @@ def agreed(
     wrapped: nn.Module | Mapping[str, torch.Tensor],
     options: Mapping[str, object],
     replicas: Replicas,
-) -> Iterator[Lines]:
-    """Refuse on all ranks what one of them refuses inside, or wraps differently.
-
-    torch compares nothing that is quick to compare: it waits until it times out, ends the
-    process, or goes on with tensors of other shapes. Here each rank sends a checksum; who
-    differs is looked for only if one does. Collective over the replicas.
-
-    Args:
-        call: ``"wrap_model_for_ddp()"``.
-        wrapped: What this rank wraps: a model, or tensors by name.
-        options: What else it was called with; of objects without a lasting text, the type.
-        replicas: The ranks.
-
-    Yields:
-        Where to add what else must be the same.
-
-    Raises:
-        MismatchError: The ranks called different functions, or with other options.
-        WrapError: Another rank refuses, or the models differ.
-    """
-    lines: Lines = {}
+) -> Iterator[dict[str, str]]:
+    """Refuse on all ranks what one refuses inside, or wraps differently; yields what must agree."""
+    lines: dict[str, str] = {}
     try:
         yield lines
-        tensors = _tensors_of(wrapped) if isinstance(wrapped, nn.Module) else wrapped
+        tensors = wrapped
+        if isinstance(wrapped, nn.Module):
+            parameters = wrapped.named_parameters(remove_duplicate=False)
+            tensors = {f"parameter {name}": one for name, one in parameters}
+            tensors |= {f"buffer {name}": one for name, one in wrapped.named_buffers()}
         lines |= {name: _of_tensor(tensor) for name, tensor in tensors.items()}
     except Exception as error:  # whatever it is, the others wait to hear of it; raised again
         if replicas.size > 1:
@@ -246,12 +208,29 @@ def agreed(
         raise WrapError(f"{call}: {_difference(lines, found, replicas)}")
 
 
-def refuse_unmovable(call: str, replicas: Replicas) -> None:
-    """Raise if this rank's device has no collectives.
+def check_model(
+    call: str,
+    model: nn.Module,
+    replicas: Replicas,
+    options: Mapping[str, object] | None = None,
+    reserved: Mapping[str, str] | None = None,
+) -> None:
+    """Raise if a model cannot be wrapped here, or an option is given that is set-up's to choose."""
+    refuse_wrapped(model)
+    refuse_mps(call, replicas)
+    for name, parameter in model.named_parameters():
+        # As ezpz_tp, and Megatron, mark them.
+        if not getattr(parameter, "allreduce", True):
+            raise WrapError(
+                f"{call}: {name} is an expert's: its copies are on the ranks of the expert_data "
+                "group, not on these; wrap the model without its experts, and average their "
+                'gradients over ezpz_tp.get_state().group("expert_data")'
+            )
+    check_options(call, options or {}, reserved or {})
 
-    Raises:
-        WrapError: It is Apple's, from which no backend of torch sends.
-    """
+
+def refuse_mps(call: str, replicas: Replicas) -> None:
+    """Raise on Apple's devices, from which no backend of torch sends."""
     if replicas.world.device.type == "mps":
         raise WrapError(
             f"{call} over {replicas.size} rank(s) on mps, from which gloo cannot send; expected "
@@ -260,43 +239,14 @@ def refuse_unmovable(call: str, replicas: Replicas) -> None:
         )
 
 
-def refuse_experts(call: str, model: nn.Module) -> None:
-    """Raise if a parameter's copies are on other ranks than those of the rest of the model.
-
-    Raises:
-        WrapError: ezpz_tp (or Megatron) says so of one: ``allreduce`` is False.
-    """
-    for name, parameter in model.named_parameters():
-        if not getattr(parameter, "allreduce", True):
-            raise WrapError(
-                f"{call}: {name} is an expert's: its copies are on the ranks of the expert_data "
-                "group, not on these; wrap the model without its experts, and average their "
-                'gradients over ezpz_tp.get_state().group("expert_data")'
-            )
-
-
-def refuse_options(call: str, options: Mapping[str, object], reserved: Mapping[str, str]) -> None:
-    """Raise if an option of torch's is given that is not the caller's to choose.
-
-    Args:
-        call: What is called.
-        options: What is given.
-        reserved: By name, what to do instead.
-
-    Raises:
-        WrapError: One is.
-    """
-    for name in options:
-        if name in reserved:
-            raise WrapError(f"{call} takes no {name}; {reserved[name]}")
+def check_options(call: str, options: Mapping[str, object], reserved: Mapping[str, str]) -> None:
+    """Raise if an option of torch's is given for which there is a reason (by name) not to."""
+    for name in options.keys() & reserved.keys():
+        raise WrapError(f"{call} takes no {name}; {reserved[name]}")
 
 
 def as_floating(dtype: str | torch.dtype, what: str = "dtype") -> torch.dtype:
-    """Return a type to compute or reduce in.
-
-    Raises:
-        ValueError: It is not known, or no floating-point type.
-    """
+    """Return a type to compute or reduce in."""
     wanted = as_dtype(dtype)
     if not wanted.is_floating_point:
         raise ValueError(f"{what} {wanted}; expected a floating-point type")
@@ -313,13 +263,6 @@ def _of_call(call: str, options: Mapping[str, object]) -> str:
     return f"{call.removesuffix('()')}({', '.join(said)})"
 
 
-def _tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    named: dict[str, torch.Tensor] = {
-        f"parameter {name}": one for name, one in model.named_parameters(remove_duplicate=False)
-    }
-    return named | {f"buffer {name}": one for name, one in model.named_buffers()}
-
-
 def _of_tensor(tensor: torch.Tensor) -> str:
     kind = str(tensor.dtype).removeprefix("torch.")
     frozen = ", frozen" if isinstance(tensor, nn.Parameter) and not tensor.requires_grad else ""
@@ -328,7 +271,7 @@ def _of_tensor(tensor: torch.Tensor) -> str:
     return f"{kind} {list(tensor.shape)}{strides}{frozen}{' on meta' if tensor.is_meta else ''}"
 
 
-def _difference(lines: Lines, found: list[bytes], replicas: Replicas) -> str:
+def _difference(lines: dict[str, str], found: list[bytes], replicas: Replicas) -> str:
     """Say who differs, and in what. Collective: one rank of each party says what it has."""
     # With a tie, the first rank is taken for right: the others would start from its values.
     most = max(Counter(found).items(), key=lambda item: (item[1], item[0] == found[0]))[0]

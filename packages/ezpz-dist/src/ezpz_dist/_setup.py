@@ -27,7 +27,6 @@ from . import _diagnosis, _mpi, _watch
 from ._agreement import Roster, agree, common_facts, refuse
 from ._diagnosis import Board, calling_line, pid_namespace
 from ._errors import SetupError
-from ._frameworks import check_framework, leave_frameworks, prepare_framework
 from ._rendezvous import Rendezvous, gloo_interface, meet, side_store
 from ._seed import seed_everything, seed_for_rank
 from ._store import LOST, arrived, within
@@ -364,7 +363,6 @@ def cleanup() -> None:
         rest.callback(_restore, made)
         rest.callback(_leave, world)
         rest.callback(_destroy_group, world)
-        rest.callback(leave_frameworks)
         if made.asked.degrees is not None:
             import ezpz_tp  # noqa: PLC0415  # only where its groups are used
 
@@ -514,7 +512,10 @@ def setup_torch(
     to_undo(Made(asked, _export(info, device, group), (hook, sys.excepthook)))
     if asked.degrees is not None:
         _make_groups(asked.degrees, asked.timeout)
-    prepare_framework(framework, info, device, chosen)
+    if framework != "DDP":
+        from ._frameworks import prepare_framework  # noqa: PLC0415 - only where it is requested
+
+        prepare_framework(framework, info, device, chosen)
     if asked.seed is not None:
         seed_everything(asked.seed)
     mark_whole()
@@ -529,7 +530,10 @@ def _prepare(info: RankInfo, asked: Asked) -> tuple[torch.device, str]:
     """Return this rank's device and backend; if it has none, tell the others, who wait for it."""
     try:
         device = torch.device(get_torch_device())
-        check_framework(asked.framework, device)
+        if asked.framework != "DDP":
+            from ._frameworks import check_framework  # noqa: PLC0415 - only where it is requested
+
+            check_framework(asked.framework, device)
         backend = choose_backend(asked.backend)
         bind(device)
         limit_threads(info)

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import logging
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import median_low
+from typing import Any, NamedTuple
 
 import torch
 
+from ezpz_device import Clock
 from ezpz_topo import get_hostname
 
 from ._errors import fold
 from ._members import Call, exchange, find_members, payload_of
-from ._timers import BackwardWaits, Clock, Mark, clock_for, device_here, in_words
-
-# Which rank and which host are slow, from every rank's step times.
+from ._timers import Span, clock_here, in_words
 
 _NAMED = 8
 """Slow ranks, and slow hosts, that a line names."""
@@ -104,21 +104,14 @@ class StragglerReport:
             f"({in_words(self.median)}), at most {in_words(self.maxima[self.rank])}; "
             f"{self.steps} steps"
         )
-        return "".join([first, self._more(self.slow_ranks), self._of_hosts()])
-
-    def _more(self, slow: Sequence[int]) -> str:
-        if len(slow) < 2:
-            return ""
-        if len(slow) <= _NAMED:
-            return f"; above {self.threshold:g} x: ranks {fold(slow)}"
-        return f"; above {self.threshold:g} x: {len(slow):,} ranks"
-
-    def _of_hosts(self) -> str:
-        if not self.slow_hosts:
-            return ""
-        names = ", ".join(self.slow_hosts[:_NAMED]) + " ..." * (len(self.slow_hosts) > _NAMED)
-        many = len(self.slow_hosts) > 1
-        return f"; every rank of host{'s' * many} {names} is slow"
+        slow, hosts = self.slow_ranks, self.slow_hosts
+        if len(slow) > 1:
+            which = f"ranks {fold(slow)}" if len(slow) <= _NAMED else f"{len(slow):,} ranks"
+            first += f"; above {self.threshold:g} x: {which}"
+        if hosts:
+            names = ", ".join(hosts[:_NAMED]) + " ..." * (len(hosts) > _NAMED)
+            first += f"; every rank of host{'s' * (len(hosts) > 1)} {names} is slow"
+        return first
 
     def _ratio(self, mean: float) -> float:
         if self.median > 0:
@@ -126,33 +119,89 @@ class StragglerReport:
         return float("inf") if mean > 0 else 1.0
 
 
-# The slowest rank, found while training goes on: one small collective a window.
+# The part of a backward in which a rank only waits for the others' gradients.
+
+
+class BackwardWaits:
+    """Measures, in each backward of a model, from its last gradient to the end of the wait."""
+
+    # DistributedDataParallel waits for its all-reduces in a callback that autograd's engine runs
+    # when the whole backward is done (torch 2.6 to 2.13: reducer.cpp, finalize_backward). A
+    # callback of ours that is queued when the backward begins runs before it; one that this one
+    # queues runs after it.
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.waits: list[Span] = []
+        self._is_queued = False
+        self._hook = model.register_forward_hook(self._after_forward)
+
+    def remove(self) -> None:
+        """Measure no more."""
+        self._hook.remove()
+
+    def _after_forward(self, _model: torch.nn.Module, _arguments: Any, output: Any) -> None:
+        # A backward that failed has not run its callbacks.
+        self._is_queued = False
+        for tensor in _tensors(output):
+            if tensor.requires_grad:
+                tensor.register_hook(self._at_backward)
+
+    def _at_backward(self, _gradient: torch.Tensor) -> None:
+        if not self._is_queued:
+            self._is_queued = True
+            _at_end(self._when_computed)
+
+    def _when_computed(self) -> None:
+        self._is_queued = False
+        clock = clock_here()
+        start = clock.mark()
+        _at_end(lambda: self.waits.append((clock, start, clock.mark())))
+
+
+def _at_end(callback: Any) -> None:
+    """Have the engine call something when the backward that runs is done, in order."""
+    engine = torch.autograd.Variable._execution_engine  # noqa: SLF001  # as FSDP itself does
+    engine.queue_callback(callback)
+
+
+def _tensors(output: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a model's output: of mappings and sequences, however deep."""
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, (Mapping, list, tuple)):
+        for part in output.values() if isinstance(output, Mapping) else output:
+            yield from _tensors(part)
+
+
+# Windows of steps.
 
 logger = logging.getLogger(__name__)
-
-_Span = tuple[Clock, Mark, Mark]
 
 _TIMES = struct.Struct("=3d")
 """Mean, maximum and mean wait of a window's steps."""
 
 
-class _Step:
-    """The spans of one step, whose lengths may be known later only: a device works on its own.
+class _Step(NamedTuple):
+    """The spans of one step, whose lengths a device may tell only later."""
 
-    Attributes:
-        whole: From the last step's end to this one's.
-        computed: What the caller says is the rank's own work; if any, it alone counts.
-        waited: What it spent waiting for others.
-    """
-
-    def __init__(self, whole: _Span, computed: list[_Span], waited: list[_Span]) -> None:
-        self.whole, self.computed, self.waited = whole, computed, waited
+    whole: Span
+    computed: list[Span]
+    waited: list[Span]
 
     def seconds(self) -> tuple[float, float]:
-        """Return how long it computed, and how long it waited."""
+        """Return how long it computed (what the caller marked so, if any), and how long waited."""
         waited = _sum(self.waited)
         own = _sum(self.computed) if self.computed else _sum([self.whole]) - waited
         return max(0.0, own), waited
+
+
+def _now() -> tuple[Clock, Any]:
+    clock = clock_here()
+    return clock, clock.mark()
+
+
+def _sum(spans: list[Span]) -> float:
+    return sum(clock.seconds(start, end) for clock, start, end in spans)
 
 
 class Stragglers:
@@ -206,9 +255,9 @@ class Stragglers:
         self._backward = None if model is None else BackwardWaits(model)
         self._steps: list[_Step] = []
         self._seconds: list[tuple[float, float]] = []
-        self._computed: list[_Span] = []
-        self._waited: list[_Span] = []
-        self._last: tuple[Clock, Mark] | None = None
+        self._computed: list[Span] = []
+        self._waited: list[Span] = []
+        self._last: tuple[Clock, Any] | None = None
 
     def step(self) -> StragglerReport | None:
         """Say that a step is over; every ``window`` steps return a report.
@@ -221,7 +270,7 @@ class Stragglers:
             HangError: A rank did not come to the exchange.
             MismatchError: Other ranks called something else, or have another window.
         """
-        clock, now = self._now()
+        clock, now = _now()
         if self._last is not None and self._last[0] is clock:
             waited = [*self._waited, *(self._backward.waits if self._backward else ())]
             span = (clock, self._last[1], now)
@@ -247,14 +296,14 @@ class Stragglers:
     @contextmanager
     def compute(self) -> Iterator[None]:
         """Count only what is done in here; where a step has several, their sum."""
-        clock, start = self._now()
+        clock, start = _now()
         yield
         self._computed.append((clock, start, clock.mark()))
 
     @contextmanager
     def communication(self) -> Iterator[None]:
         """Leave out what is done in here: it waits for other ranks."""
-        clock, start = self._now()
+        clock, start = _now()
         yield
         self._waited.append((clock, start, clock.mark()))
 
@@ -263,11 +312,7 @@ class Stragglers:
         if self._backward is not None:
             self._backward.remove()
 
-    def _now(self) -> tuple[Clock, Mark]:
-        clock = clock_for(device_here(), exact=False)
-        return clock, clock.mark()
-
-    def _begin(self, at: tuple[Clock, Mark]) -> None:
+    def _begin(self, at: tuple[Clock, Any]) -> None:
         self._last = at
         # New lists: the step that has ended keeps the old ones.
         self._computed, self._waited = [], []
@@ -282,12 +327,12 @@ class Stragglers:
         self._steps.clear()
         own = [seconds for seconds, _ in times]
         waited = sum(seconds for _, seconds in times)
-        mine = _TIMES.pack(sum(own) / len(own), max(own), waited / len(own))
+        mine = sum(own) / len(own), max(own), waited / len(own)
         call = Call(f"Stragglers(window={self._window}).step()")
         members = find_members(call.name, None)
-        rows, hosts = [_TIMES.unpack(mine)], [get_hostname()]
+        rows, hosts = [mine], [get_hostname()]
         if members is not None:
-            every = exchange(call, members, mine)
+            every = exchange(call, members, _TIMES.pack(*mine))
             rows = [_TIMES.unpack_from(payload_of(place, every)) for place in members.ranks]
             hosts = [members.world.hosts[rank] for rank in members.ranks]
         means, maxima, waits = zip(*rows, strict=True)
@@ -295,10 +340,6 @@ class Stragglers:
         if self.report.has_stragglers and (members is None or members.world.info.rank == 0):
             logger.warning("%s", self.report)
         if self._last is not None:
-            # The exchange itself is nobody's step.
-            self._begin(self._now())
+            # The exchange itself belongs to no step.
+            self._begin(_now())
         return self.report
-
-
-def _sum(spans: list[_Span]) -> float:
-    return sum(clock.seconds(start, end) for clock, start, end in spans)

@@ -6,199 +6,42 @@ import functools
 import inspect
 import logging
 import math
-import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
 from types import TracebackType
-from typing import Any, ParamSpec, Protocol, Self, TypeVar, cast
+from typing import Any, ParamSpec, Self, TypeVar, cast
 
 import torch
 
+from ezpz_device import Clock, find_clock
 from ezpz_topo import get_rank
 
-from ._collectives import synchronize
 from ._world import find_world
 
-# When something happens, for work that runs on the host and for work that a device queues.
-
-Mark = Any
-"""A moment, as its clock keeps it: seconds, or an event on a device's stream."""
+Span = tuple[Clock, Any, Any]
+"""A clock, and its marks at a start and an end."""
 
 
-class Clock(Protocol):
-    """What takes marks and tells the time between them."""
-
-    def mark(self) -> Mark:
-        """Return this moment."""
-
-    def seconds(self, start: Mark, end: Mark) -> float:
-        """Return the seconds between two marks, waiting for the second where it is to come."""
-
-    def has_passed(self, mark: Mark) -> bool:
-        """Whether `seconds` would return at once."""
-
-
-class HostClock:
-    """The host's own clock; on a device, once its queue is empty.
-
-    Args:
-        device: What to wait for; None: nothing.
-    """
-
-    def __init__(self, device: torch.device | None = None) -> None:
-        self._device = device
-
-    def mark(self) -> float:
-        """Return this moment, after what is queued on the device."""
-        if self._device is not None:
-            synchronize(self._device)
-        return time.perf_counter()
-
-    def seconds(self, start: float, end: float) -> float:
-        """Return the seconds between two marks."""
-        return end - start
-
-    def has_passed(self, _mark: float) -> bool:
-        """Say yes."""
-        return True
-
-
-class EventClock:
-    """A CUDA or XPU device's own clock, read as its current stream comes by: nobody waits.
-
-    Args:
-        device: The device.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._module = getattr(torch, device.type)
-        self._device = device
-
-    def mark(self) -> Mark:
-        """Return the moment at which the device is through with what is queued so far."""
-        event = self._module.Event(enable_timing=True)
-        event.record(self._module.current_stream(self._device))
-        return event
-
-    def seconds(self, start: Mark, end: Mark) -> float:
-        """Return the seconds between two marks; waits for the device to pass the second."""
-        end.synchronize()
-        milliseconds: float = start.elapsed_time(end)
-        return milliseconds / 1000
-
-    def has_passed(self, mark: Mark) -> bool:
-        """Whether the device is past the mark."""
-        return bool(mark.query())
-
-
-def clock_for(device: torch.device, *, exact: bool) -> Clock:
-    """Return the clock of a device.
-
-    Args:
-        device: Where the work to be timed runs.
-        exact: Wait for the device at each mark; else events tell, where it has them
-            (CUDA, ROCm and XPU; MPS is always waited for).
-    """
-    return _clock(device.type, device.index, exact)
-
-
-@cache
-def _clock(kind: str, index: int | None, exact: bool) -> Clock:
-    device = torch.device(kind) if index is None else torch.device(kind, index)
-    if kind == "cpu":
-        return HostClock()
-    if exact or kind == "mps":
-        return HostClock(device)
-    return EventClock(device)
-
-
-def device_here() -> torch.device:
-    """Return this rank's device; before set-up the one that torch is already using.
-
-    Nothing is initialized for it: a timer must not be what takes a device.
-    """
+def clock_here(device: torch.device | None = None, *, synchronize: bool = False) -> Clock:
+    """Return a device's clock; default: this rank's, before set-up what torch already uses."""
     world = find_world()
-    if world is not None:
-        return world.device
-    for kind in ("cuda", "xpu"):
-        module = getattr(torch, kind)
-        if module.is_initialized():
-            return torch.device(kind, module.current_device())
-    return torch.device("cpu")
+    where = device or (world and world.device)
+    return find_clock(where, synchronize=synchronize) or cast("Clock", find_clock("cpu"))
 
 
-# The part of a backward in which a rank has nothing to do but wait for the others' gradients.
+def in_words(seconds: float) -> str:
+    """Return a time as people read it."""
+    if abs(seconds) >= 999.5:
+        return f"{seconds:,.0f} s"
+    # As it will be shown: 999.6 us are a millisecond.
+    size = abs(float(f"{seconds:.3g}"))
+    scale, unit = (1.0, "s") if size >= 1 else (1e3, "ms") if size >= 1e-3 else (1e6, "us")
+    return f"{seconds * scale:.3g} {unit}"
 
 
-class BackwardWaits:
-    """Measures, in each backward of a model, from its last gradient to the end of the wait.
-
-    DistributedDataParallel waits for its all-reduces in a callback that autograd's engine
-    runs when the whole backward is done (torch 2.6 to 2.13: reducer.cpp, finalize_backward).
-    A callback of ours that is queued earlier, when the backward begins, runs before it, on
-    the rank's own work being done; one that it queues itself runs after it.
-
-    A rank that is slower than the others waits less here than they do.
-
-    Attributes:
-        waits: For each backward since the last `clear`: clock, start and end of the wait.
-
-    Args:
-        model: What is called; its output is what the backward begins at.
-    """
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.waits: list[tuple[Clock, Mark, Mark]] = []
-        self._is_queued = False
-        self._hook = model.register_forward_hook(self._after_forward)
-
-    def remove(self) -> None:
-        """Measure no more."""
-        self._hook.remove()
-
-    def _after_forward(self, _model: torch.nn.Module, _arguments: Any, output: Any) -> None:
-        # A backward that failed has not run its callbacks.
-        self._is_queued = False
-        for tensor in _tensors(output):
-            if tensor.requires_grad:
-                tensor.register_hook(self._at_backward)
-
-    def _at_backward(self, _gradient: torch.Tensor) -> None:
-        if not self._is_queued:
-            self._is_queued = True
-            _at_end(self._when_computed)
-
-    def _when_computed(self) -> None:
-        self._is_queued = False
-        clock = clock_for(device_here(), exact=False)
-        start = clock.mark()
-        _at_end(lambda: self.waits.append((clock, start, clock.mark())))
-
-
-def _at_end(callback: Any) -> None:
-    """Have the engine call something when the backward that runs is done, in order."""
-    engine = torch.autograd.Variable._execution_engine  # noqa: SLF001  # as FSDP itself does
-    engine.queue_callback(callback)
-
-
-def _tensors(output: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a model's output: of mappings and sequences, however deep."""
-    if isinstance(output, torch.Tensor):
-        yield output
-        return
-    parts: Iterable[Any] = ()
-    if isinstance(output, Mapping):
-        parts = output.values()
-    elif isinstance(output, (list, tuple)):
-        parts = output
-    for part in parts:
-        yield from _tensors(part)
-
-
-# The time of a function or a block, said by one rank.
+# The time of a function or a block, logged by one rank.
 
 logger = logging.getLogger(__name__)
 
@@ -298,7 +141,7 @@ def _my_rank() -> int:
     return get_rank() if world is None else world.info.rank
 
 
-# Timers that know that devices work on their own: each adds up what it has measured.
+# Timers that add up what they measure.
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,8 +215,8 @@ class Timer:
         self.enabled: bool = enabled
         self._device = None if device is None else torch.device(device)
         self._synchronize = synchronize
-        self._open: list[tuple[Clock, Mark] | None] = []
-        self._pending: deque[tuple[Clock, Mark, Mark]] = deque()
+        self._open: list[tuple[Clock, Any] | None] = []
+        self._pending: deque[Span] = deque()
         self.reset()
 
     def reset(self) -> None:
@@ -395,7 +238,7 @@ class Timer:
         if not self.enabled:
             self._open.append(None)
             return self
-        clock = clock_for(self._device or device_here(), exact=self._synchronize)
+        clock = clock_here(self._device, synchronize=self._synchronize)
         self._open.append((clock, clock.mark()))
         return self
 
@@ -488,17 +331,3 @@ class Timers:
     def __str__(self) -> str:
         width = max((len(timer.name) for timer in self), default=0)
         return "\n".join(f"{timer.name:<{width}}  {timer.timing}" for timer in self)
-
-
-def in_words(seconds: float) -> str:
-    """Return a time as people read it.
-
-    >>> in_words(0.00123), in_words(83.5), in_words(5000)
-    ('1.23 ms', '83.5 s', '5,000 s')
-    """
-    if abs(seconds) >= 999.5:
-        return f"{seconds:,.0f} s"
-    # As it will be shown: 999.6 us are a millisecond.
-    size = abs(float(f"{seconds:.3g}"))
-    scale, unit = (1.0, "s") if size >= 1 else (1e3, "ms") if size >= 1e-3 else (1e6, "us")
-    return f"{seconds * scale:.3g} {unit}"

@@ -1,8 +1,7 @@
-"""One call that makes a model train on all ranks: DDP, ZeRO-1, Horovod, FSDP."""
+"""One call that makes a model train on all ranks: DDP, ZeRO-1 or FSDP2."""
 
 from __future__ import annotations
 
-import importlib
 import logging
 import warnings
 from collections.abc import Iterable
@@ -16,23 +15,21 @@ from torch.optim import Optimizer
 from ezpz_device import get_torch_device
 
 from ._errors import WrapError
-from ._frameworks import check_framework, prepare_framework
 from ._fsdp2 import wrap_model_for_fsdp2
-from ._materialize import Initialize, first_ranks_draws, has_meta, materialize, refuse_unfillable
+from ._materialize import Initialize, materialize, refuse_unfillable
 from ._replicas import (
     agreed,
     as_floating,
+    check_model,
+    check_options,
     find_replicas,
-    parallel_state,
-    refuse_experts,
-    refuse_options,
-    refuse_unmovable,
+    refuse_mps,
     refuse_wrapped,
     remember_inside,
     start_alike,
 )
 from ._watch import waiting
-from ._world import World, current_world
+from ._world import current_world
 
 if TYPE_CHECKING:
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -80,19 +77,14 @@ def wrap_model_for_ddp(
     replicas = find_replicas(_DDP)
     device = replicas.world.device
     with agreed(_DDP, model, {"initialize": initialize, **options}, replicas):
-        refuse_wrapped(model)
-        refuse_unmovable(_DDP, replicas)
-        refuse_experts(_DDP, model)
-        refuse_options(_DDP, options, _RESERVED)
+        check_model(_DDP, model, replicas, options, _RESERVED)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise WrapError(
                 f"{_DDP}: {type(model).__name__} has no parameter that requires a gradient; "
                 "expected one at least; without it there is nothing to average: use wrap_model"
             )
         refuse_unfillable(model, initialize)
-    if has_meta(model):
-        with first_ranks_draws(device, replicas):
-            materialize(model, device, initialize)
+    materialize(model, device, initialize, replicas=replicas)
     model = model.to(device)
     # For one accelerator a process; on the CPU torch refuses it.
     device_ids = [device.index] if device.type in ("cuda", "xpu") else None
@@ -119,7 +111,7 @@ def wrap_optimizer_for_zero1(
     Parameters and gradients stay whole on every rank; each rank updates those that are its own
     and sends them to the others. AdamW's two states of a parameter are then on one rank only.
 
-    For a check-point every rank calls ``optimizer.consolidate_state_dict(to=0)``, after which
+    For a checkpoint every rank calls ``optimizer.consolidate_state_dict(to=0)``, after which
     ``optimizer.state_dict()`` of rank 0 (of the data-parallel group) is that of a plain
     optimizer; ``load_state_dict`` takes it on every rank, whatever their number.
 
@@ -138,15 +130,16 @@ def wrap_optimizer_for_zero1(
             differ between ranks; or ``process_group`` is given.
     """
     replicas = find_replicas(_ZERO1)
-    given: list[Any] = list(params)
+    groups: list[Any] = list(params)
+    every: list[torch.Tensor] = []
     tensors: dict[str, torch.Tensor] = {}
-    asked = {"optimizer_class": getattr(optimizer_class, "__name__", None), **options}
-    with agreed(_ZERO1, tensors, asked, replicas):
-        every = [one for entry in given for one in _tensors(entry)]
+    given = {"optimizer_class": getattr(optimizer_class, "__name__", None), **options}
+    with agreed(_ZERO1, tensors, given, replicas):
+        for group in groups:
+            one = group["params"] if isinstance(group, dict) else group
+            every += [one] if isinstance(one, torch.Tensor) else one
         tensors |= {f"parameter {number}": one for number, one in enumerate(every)}
-        refuse_options(
-            _ZERO1, options, {"process_group": "it is chosen by the set-up: leave it out"}
-        )
+        check_options(_ZERO1, options, _RESERVED)
         for sharded, by in (("device_mesh", "FSDP2"), ("_fsdp_flattened", "FSDP1")):
             if any(hasattr(one, sharded) for one in every):
                 raise WrapError(
@@ -159,77 +152,8 @@ def wrap_optimizer_for_zero1(
         from torch.distributed import optim  # noqa: PLC0415
 
         return optim.ZeroRedundancyOptimizer(
-            given, optimizer_class=optimizer_class, process_group=replicas.group, **options
+            groups, optimizer_class=optimizer_class, process_group=replicas.group, **options
         )
-
-
-def _tensors(entry: Any) -> list[torch.Tensor]:
-    """Return the parameters of an entry of an optimizer's argument: one, or a group of them."""
-    if isinstance(entry, torch.Tensor):
-        return [entry]
-    params = entry["params"]
-    return [params] if isinstance(params, torch.Tensor) else list(params)
-
-
-# Horovod's optimizer around torch's, where Horovod can be imported.
-
-_HOROVOD = "wrap_model_for_horovod()"
-
-
-def wrap_model_for_horovod(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    gradient_accumulation_steps: int = 1,
-    compress: bool = False,
-) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Make a model train by Horovod; return it, and the optimizer that averages its gradients.
-
-    The model is moved to this rank's device. All ranks start from rank 0's parameters,
-    buffers and optimizer state. Collective: every rank calls this.
-
-    Args:
-        model: The bare model, the same on every rank.
-        optimizer: One over the model's parameters.
-        gradient_accumulation_steps: Backward passes for one step.
-        compress: Send gradients as 16-bit floats.
-
-    Raises:
-        NotSetUpError: `setup_torch` was not called.
-        SetupError: Horovod cannot be imported (it does not build against torch 2.1 or later),
-            or sees another world.
-        WrapError: The model or the optimizer is wrapped already, or ezpz_tp splits the model.
-    """
-    replicas = find_replicas(_HOROVOD)
-    world = replicas.world
-    options = {"gradient_accumulation_steps": gradient_accumulation_steps, "compress": compress}
-    with agreed(_HOROVOD, model, {**options, "optimizer": optimizer}, replicas):
-        check_framework("horovod", world.device)
-        refuse_wrapped(model)
-        if type(optimizer).__module__.split(".")[0] == "horovod":
-            raise WrapError(
-                f"{type(optimizer).__name__} is Horovod's already; expected torch's own; wrap "
-                "it once"
-            )
-        if parallel_state() is not None and replicas.size < world.info.world_size:
-            raise WrapError(
-                f"{_HOROVOD} with ezpz_tp's groups: Horovod averages over all "
-                f"{world.info.world_size} "
-                f"ranks, and {replicas.size} hold the same parameters; use wrap_model_for_ddp"
-            )
-    prepare_framework("horovod", world.info, world.device, world.backend)
-    horovod = importlib.import_module("horovod.torch")
-    model.to(world.device)
-    with waiting(f"Horovod's broadcasts for {_HOROVOD}", world):
-        horovod.broadcast_parameters(model.state_dict(), root_rank=0)
-        horovod.broadcast_optimizer_state(optimizer, root_rank=0)
-    wrapped: torch.optim.Optimizer = horovod.DistributedOptimizer(
-        optimizer,
-        named_parameters=model.named_parameters(),
-        compression=horovod.Compression.fp16 if compress else horovod.Compression.none,
-        backward_passes_per_step=gradient_accumulation_steps,
-    )
-    return model, wrapped
 
 
 # One call that makes a model train on all ranks.
@@ -274,22 +198,25 @@ def wrap_model(
         ValueError: ``dtype`` is not known, or no floating-point type.
     """
     world = current_world(_CALL)
+    device = torch.device(get_torch_device()) if world is None else world.device
     replicas = None if world is None else find_replicas(_CALL)
     if replicas is None or replicas.size == 1:
         _check(model, use_fsdp, dtype, initialize)
         if dtype is not None:
             logger.warning("wrap_model(dtype=%s) on one rank casts nothing", dtype)
-        return _alone(model, world, initialize)
-    asked = {"use_fsdp": use_fsdp, "dtype": dtype, "initialize": initialize}
-    with agreed(_CALL, model, asked, replicas):
+        materialize(model, device, initialize)
+        return model.to(device)
+    given = {"use_fsdp": use_fsdp, "dtype": dtype, "initialize": initialize}
+    with agreed(_CALL, model, given, replicas):
         _check(model, use_fsdp, dtype, initialize)
-        refuse_unmovable(_CALL, replicas)
+        refuse_mps(_CALL, replicas)
     parameters = list(model.parameters())
     if use_fsdp and parameters:
         return wrap_model_for_fsdp2(model, dtype=dtype, initialize=initialize)
     if any(parameter.requires_grad for parameter in parameters):
         return wrap_model_for_ddp(model, initialize=initialize)
-    model = _alone(model, world, initialize)
+    materialize(model, device, initialize)
+    model = model.to(device)
     start_alike([*model.parameters(), *model.buffers()], replicas)
     return model
 
@@ -309,10 +236,3 @@ def _check(
             )
         as_floating(dtype)
     refuse_unfillable(model, initialize)
-
-
-def _alone(model: nn.Module, world: World | None, initialize: Initialize | None) -> nn.Module:
-    device = torch.device(get_torch_device()) if world is None else world.device
-    if has_meta(model):
-        materialize(model, device, initialize)
-    return model.to(device)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from .clock import Clock, HostClock, Mark, find_clock
+from ezpz_obs._errors import ObsError
+
+if TYPE_CHECKING:
+    from ezpz_device import Clock
+
+Mark = Any
+"""A moment, as its clock keeps it."""
 
 T = TypeVar("T")
 
@@ -36,6 +43,9 @@ class StepTimer:
     before. A phase used several times in a step (gradient accumulation) is added up; of a phase
     inside itself the outer one counts; a phase inside another counts in both. What ends in an
     exception counts too. For one thread.
+
+    A device other than the CPU needs ezpz_device, whose clock it is; `start`, `step` and the first
+    phase raise `ObsError` where it is not installed.
 
     Args:
         synchronize: Wait for the device at both ends of a phase: exact times of the step that
@@ -129,13 +139,47 @@ class StepTimer:
         """Take the device's clock once there is one; return whether it is new."""
         if self._is_found or any(phase.depth for phase in self._phases.values()):
             return False
-        found = find_clock(self._device, synchronize=self._synchronize)
+        found = _device_clock(self._device, self._synchronize)
         if found is None:
             return False
         self._clock, self._is_found = found, True
         for phase in self._phases.values():
             phase.clock = found
         return True
+
+
+class HostClock:
+    """The host's own clock, for as long as there is no device, and without torch."""
+
+    mark = staticmethod(time.perf_counter)
+
+    def seconds(self, start: float, end: float) -> float:
+        """Return the seconds between two marks."""
+        return end - start
+
+    def has_passed(self, mark: float) -> bool:  # noqa: ARG002 - a host's marks are past
+        """Return True."""
+        return True
+
+
+def _device_clock(device: Any, synchronize: bool) -> Clock | None:
+    """Return the clock of the device in use; None as long as there is none."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None:
+        return None
+    if device is None:
+        if not (torch.cuda.is_initialized() or torch.xpu.is_initialized()):
+            return None
+    elif torch.device(device).type == "cpu":
+        return HostClock()
+    try:
+        from ezpz_device import find_clock  # an extra, and imports torch
+    except ModuleNotFoundError as error:
+        raise ObsError(
+            f"StepTimer on {device or 'an accelerator'} needs ezpz_device, which is not "
+            "installed; pip install 'ezpz-obs[device]'"
+        ) from error
+    return find_clock(device, synchronize=synchronize)
 
 
 class Phase:

@@ -16,8 +16,8 @@ _PREFETCH = 2
 def loader_options(num_workers: int | None = None) -> dict[str, Any]:
     """Return arguments for a DataLoader that suit this rank's part of the machine.
 
-    >>> from ezpz.data import DataLoader
-    >>> loader = DataLoader(range(8), batch_size=4, **loader_options())
+    >>> import ezpz
+    >>> loader = ezpz.DataLoader(range(8), batch_size=4, **loader_options())
 
     ``num_workers``
         With an accelerator one for each CPU that this rank has, but for one, which feeds the

@@ -13,7 +13,6 @@ from torch.utils.data import Dataset, Subset
 
 import ezpz
 from ezpz.data import (
-    DataLoader,
     TokenBlocks,
     loader_options,
     python_sources,
@@ -106,8 +105,8 @@ def batches(text: Text, settings: Settings, replicas: int) -> Iterator[tuple[int
         replicas: Data-parallel ranks.
     """
     share = max(1, settings.batch_size // replicas)
-    loader = DataLoader(
-        text.blocks, share, shuffle=True, seed=settings.seed, drop_last=True,
+    loader = ezpz.DataLoader(
+        text.blocks, share, shuffle=True, seed=settings.seed, drop_last=True, one_reader=True,
         device=ezpz.get_torch_device(), **loader_options(),
     )  # fmt: skip
     endless = chain.from_iterable(repeat(loader))

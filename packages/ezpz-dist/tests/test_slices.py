@@ -8,13 +8,10 @@ import sys
 import pytest
 import torch
 
-from ezpz_dist import DataError, _slices
-from ezpz_dist._slices import read_share, share_on_node
+from ezpz_dist import DataError, _slices, read_share, share_on_node
 
 PARTS = """
     import pathlib
-    from ezpz_dist._slices import node_group, scatter_from_one_reader
-    from ezpz_dist._slices import share_on_node
     rank, n = setup_torch(timeout=30), int(os.environ.get("WORLD_SIZE", 1))
     left = lambda: [path for path in pathlib.Path("/dev/shm").glob("ezpz-*")
                     if path.stat().st_size in (7168, 64, 128)]
@@ -106,8 +103,7 @@ READ = """
 import os, pathlib, sys
 import ezpz_dist, torch
 from ezpz_dist import *
-from ezpz_dist._data import slices
-from ezpz_dist._slices import read_share
+from ezpz_dist import _slices as slices
 rank = setup_torch(timeout=30)
 n, folder = all_reduce(1), sys.argv[1]
 int32 = torch.int32
@@ -200,7 +196,6 @@ def test_mpi_where_there_is_none(ranks, folder):
     done = ranks(
         2,
         f"""
-        from ezpz_dist._slices import read_share
         setup_torch(timeout=30)
         try:
             read_share("{folder}/7", torch.int32, (7, 6), implementation="mpi")

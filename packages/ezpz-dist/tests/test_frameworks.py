@@ -1,6 +1,8 @@
-"""DeepSpeed itself on real ranks, where it is installed; what it is told, everywhere.
+"""DeepSpeed itself on real ranks, where it is installed; what it is told, everywhere. And Horovod.
 
 DeepSpeed is no requirement of ezpz_dist: `pip install deepspeed` (0.19.8 was tested) adds it.
+Horovod's last release, 0.28.1, does not build against torch 2.1 or later: a stand-in has its names
+and signatures (horovod/torch/__init__.py, optimizer.py, functions.py) and sends over torch's group.
 """
 
 import importlib.util
@@ -10,8 +12,7 @@ import sys
 import pytest
 import torch
 
-from ezpz_dist import SetupError, WrapError
-from ezpz_dist._deepspeed import deepspeed_config
+from ezpz_dist import SetupError, WrapError, deepspeed_config
 from ezpz_dist._frameworks import check_framework
 
 needs_deepspeed = pytest.mark.skipif(
@@ -22,7 +23,6 @@ CPU = torch.device("cpu")
 PRELUDE = """
 import json, warnings
 warnings.simplefilter("ignore")  # DeepSpeed calls what torch 2.13 deprecates
-from ezpz_dist._deepspeed import wrap_model_for_deepspeed
 from torch import nn
 
 def build():
@@ -339,40 +339,8 @@ def test_files_that_are_none(tmp_path, text, message):
 
 def test_frameworks_that_are_not_known():
     check_framework("DDP", CPU)
-    with pytest.raises(
-        SetupError, match="framework 'fsdp'; expected one of DDP, deepspeed, horovod"
-    ):
+    with pytest.raises(SetupError, match="'fsdp'; expected one of DDP, deepspeed, horovod"):
         check_framework("fsdp", CPU)
-
-
-def test_not_installed(monkeypatch):
-    monkeypatch.setitem(sys.modules, "deepspeed", None)  # as if it were not there
-    with pytest.raises(SetupError) as caught:
-        check_framework("deepspeed", CPU)
-    assert "DeepSpeed is not installed" in str(caught.value)
-    assert "pip install deepspeed" in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
-        ("from torch import no_such_name", "ImportError: cannot import name 'no_such_name'"),
-        ("import torch; torch.no_such_name", "AttributeError: module 'torch' has no attribute"),
-    ],
-)
-def test_installed_and_broken(monkeypatch, tmp_path, body, message):
-    (tmp_path / "deepspeed.py").write_text(body)
-    monkeypatch.delitem(sys.modules, "deepspeed", raising=False)
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(SetupError) as caught:
-        check_framework("deepspeed", CPU)
-    assert f"DeepSpeed is installed and cannot be imported with torch {torch.__version__}" in str(
-        caught.value
-    )
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def test_another_accelerator_was_asked_for(monkeypatch):
@@ -381,8 +349,174 @@ def test_another_accelerator_was_asked_for(monkeypatch):
         check_framework("deepspeed", CPU)
 
 
+BROKEN = f"DeepSpeed is installed and cannot be imported with torch {torch.__version__} ("
+UNBUILT = "print('Extension horovod.torch has not been built')"  # what 0.28.1 does, and goes on
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("deepspeed.py", "raise ModuleNotFoundError(name='deepspeed')",
+         ["DeepSpeed is not installed", "pip install deepspeed"]),
+        ("deepspeed.py", "import no_such_module",
+         [BROKEN, "ModuleNotFoundError: No module named 'no_such_module'"]),
+        ("deepspeed.py", "from torch import no_such_name",
+         [BROKEN, "ImportError: cannot import name 'no_such_name'"]),
+        ("deepspeed.py", "import torch; torch.no_such_name",
+         [BROKEN, "AttributeError: module 'torch' has no attribute"]),
+        ("horovod.py", "", ["Horovod cannot be imported (No module named 'horovod.torch'",
+                            'torch 2.1 or later (C++17): use framework="DDP"']),
+        ("horovod/torch.py", UNBUILT, ["(Extension horovod.torch has not been built);"]),
+    ],
+)  # fmt: skip
+def test_not_installed_or_broken(monkeypatch, tmp_path, capsys, case):
+    path, body, words = case
+    (tmp_path / path).parent.mkdir(exist_ok=True)
+    (tmp_path / path).write_text(body)
+    for name in [name for name in sys.modules if name.split(".")[0] in ("deepspeed", "horovod")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SetupError) as caught:
+        check_framework(path.split("/")[0].removesuffix(".py"), CPU)
+    for name in [name for name in sys.modules if name.split(".")[0] == "horovod"]:
+        del sys.modules[name]
+    assert all(word in str(caught.value) for word in words), caught.value
+    assert "\n" not in str(caught.value)
+    assert capsys.readouterr().out == ""
+
+
 @needs_deepspeed
 def test_it_was_imported_before_and_chose_another():
     check_framework("deepspeed", CPU)
     with pytest.raises(SetupError, match="DeepSpeed chose cpu when it was imported, and this rank"):
         check_framework("deepspeed", torch.device("xpu"))
+
+
+# Horovod.
+
+STAND_IN = """
+import os
+import torch
+import torch.distributed as dist
+
+calls = []
+init = lambda: None if calls else calls.append("init")
+rank = lambda: int(os.environ.get("STAND_IN_RANK", os.environ.get("RANK", 0)))
+size = lambda: int(os.environ.get("WORLD_SIZE", 1))
+
+class Compression:
+    none, fp16 = "none", "fp16"
+
+def broadcast_parameters(params, root_rank):
+    for _, tensor in sorted(params.items()):
+        dist.broadcast(tensor, root_rank)
+
+def broadcast_optimizer_state(optimizer, root_rank, model=None):
+    calls.append("state")
+
+class _DistributedOptimizer(torch.optim.Optimizer):
+    def __init__(self, params, named, compression, passes):
+        super(self.__class__, self).__init__(params)
+        self.compression, self.passes = compression, passes
+        self.names = [name for name, _ in named]
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= size()
+        return super(self.__class__, self).step(closure)
+
+def DistributedOptimizer(
+    optimizer, named_parameters=None, compression=Compression.none, backward_passes_per_step=1
+):
+    members = dict(_DistributedOptimizer.__dict__, __module__="horovod.torch.optimizer")
+    kind = type(optimizer.__class__.__name__, (optimizer.__class__,), members)
+    return kind(optimizer.param_groups, named_parameters, compression, backward_passes_per_step)
+"""
+
+
+@pytest.fixture
+def stand_in(tmp_path):
+    package = tmp_path / "stand_in" / "horovod" / "torch"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").touch()
+    (package / "__init__.py").write_text(STAND_IN)
+    return str(package.parents[1])
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_horovod_is_called_and_compared(ranks, stand_in, n):
+    ranks(
+        n,
+        f"""
+        sys.path.insert(0, {stand_in!r})
+        rank = setup_torch(framework="horovod", timeout=60)
+        n = dist.get_world_size()
+
+        def build():
+            torch.manual_seed(3)
+            return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16).eval())
+
+        def steps(model, optimizer, samples):
+            for x in data:
+                loss = model(x[samples]).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                yield loss.item()
+
+        torch.manual_seed(1)
+        data = torch.randn(30, 8, 8)
+        model = build()
+        alone = list(steps(model, torch.optim.SGD(model.parameters(), 0.1), slice(None)))
+        model = build()
+        if rank:
+            torch.nn.init.zeros_(model[0].weight)  # all start from rank 0's
+            model[1].running_mean += 1.0
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        same, wrapped = wrap_model_for_horovod(model, optimizer, compress=True)
+        assert same is model and (wrapped.compression, wrapped.passes) == ("fp16", 1)
+        assert wrapped.names == [name for name, _ in model.named_parameters()]
+        per = 8 // n
+        found = steps(model, wrapped, slice(rank * per, rank * per + per))
+        for mine, expected in zip(found, alone):
+            assert abs(all_reduce(mine, "mean") - expected) <= 1e-5 * expected
+
+        import horovod.torch
+        assert horovod.torch.calls == ["init", "state"], "initialized once"
+        def refused(text, *args):
+            try:
+                wrap_model_for_horovod(*args)
+            except WrapError as error:
+                assert text in str(error), error
+            else:
+                raise AssertionError(f"not refused: {{text}}")
+
+        refused("SGD is Horovod's already; expected torch's own", model, wrapped)
+        cleanup()
+        if n == 2:
+            setup_torch(framework="horovod", tensor_parallel_size=2, timeout=60)
+            refused("Horovod averages over all 2 ranks, and 1 hold the same", build(), None)
+        cleanup()
+        """,
+    )
+
+
+def test_horovod_sees_another_world(ranks, stand_in):
+    done = ranks(
+        2,
+        f"""
+        sys.path.insert(0, {stand_in!r})
+        setup_torch(timeout=60)
+        os.environ["STAND_IN_RANK"] = "1"
+        model = torch.nn.Linear(2, 2)
+        try:
+            wrap_model_for_horovod(model, torch.optim.SGD(model.parameters(), 0.1))
+        except SetupError as error:
+            print(error)
+        dist.barrier()
+        """,
+    )
+    assert "Horovod sees rank 1 of 2, the launcher (torchrun) says 0 of 2" in done[0]
+    assert "start with horovodrun" in done[0]

@@ -1,0 +1,102 @@
+"""When something happens, for work that the host does and for work that a device queues."""
+
+from __future__ import annotations
+
+import time
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+
+
+class Clock(Protocol):
+    """Takes marks (moments of a device's work) and tells the time between two of them."""
+
+    def mark(self) -> Any:
+        """Return this moment, as the clock keeps it: seconds, or an event in the device's queue."""
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """Return the seconds between two marks, waiting for the second where it is to come."""
+
+    def has_passed(self, mark: Any) -> bool:
+        """Return whether `seconds` would return at once."""
+
+
+def find_clock(
+    device: torch.device | str | None = None, *, synchronize: bool = False
+) -> Clock | None:
+    """Return the clock of a device; the same object for the same arguments.
+
+    Nothing is initialized for it: a clock must not be what takes a device.
+
+    Args:
+        device: Where the work to be timed runs; None: the CUDA or XPU device that torch has
+            initialized.
+        synchronize: Wait for the device at each mark: exact, and its queue runs empty. Else
+            nothing waits: events are recorded, where the device has them (CUDA, ROCm, XPU;
+            MPS is always waited for).
+
+    Returns:
+        The clock; None where no device is given and torch has initialized none.
+    """
+    if device is None:
+        for kind in ("cuda", "xpu"):
+            module = getattr(torch, kind)
+            if module.is_initialized():
+                return _clock(kind, module.current_device(), synchronize)
+        return None
+    where = torch.device(device)
+    return _clock(where.type, where.index, synchronize)
+
+
+@cache
+def _clock(kind: str, index: int | None, synchronize: bool) -> Clock:
+    if kind == "cpu":
+        return HostClock()
+    device = torch.device(kind) if index is None else torch.device(kind, index)
+    return HostClock(device) if synchronize or kind == "mps" else EventClock(device)
+
+
+class HostClock:
+    """The host's clock; of a device, once its queue is empty."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device
+
+    def mark(self) -> float:
+        """Return this moment, after what is queued on the device."""
+        if self._device is not None:
+            of = () if self._device.type == "mps" else (self._device,)
+            torch.get_device_module(self._device).synchronize(*of)
+        return time.perf_counter()
+
+    def seconds(self, start: float, end: float) -> float:
+        """Return the seconds between two marks."""
+        return end - start
+
+    def has_passed(self, _mark: float) -> bool:
+        """Return True: it has waited already."""
+        return True
+
+
+class EventClock:
+    """A CUDA or XPU device's own clock, read as its current stream comes by; nothing waits."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._module, self._device = getattr(torch, device.type), device
+
+    def mark(self) -> Any:
+        """Return the moment at which the device is through with what is queued so far."""
+        event = self._module.Event(enable_timing=True)
+        event.record(self._module.current_stream(self._device))
+        return event
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """Return the seconds between two marks; waits for the device to pass the second."""
+        end.synchronize()
+        milliseconds: float = start.elapsed_time(end)
+        return milliseconds / 1000
+
+    def has_passed(self, mark: Any) -> bool:
+        """Return whether the device is past the mark."""
+        return bool(mark.query())
