@@ -140,7 +140,7 @@ def set_up(job: dict[str, Any]) -> Pairs:
         os.environ["MASTER_PORT"] = str(port)
         ours = turn % 2 == 0
         # Set-up drops the group before, whose threads end then; a first one has none.
-        ezpz_dist._cleanup._retired.clear()  # noqa: SLF001
+        ezpz_dist._setup._retired.clear()  # noqa: SLF001
         _meet(store, f"begin{turn}", job["ranks"])
         began = time.perf_counter()
         if ours:

@@ -19,16 +19,11 @@ from dataclasses import asdict
 from datetime import timedelta
 from threading import Thread
 from torch.distributed import TCPStore
-from ezpz_dist._setup import Asked
-from ezpz_dist import _agreement as agreement
-from ezpz_dist._agreement import _judge, agree
-from ezpz_dist._agreement import common_facts
-from ezpz_dist._address import unfold_hosts
-from ezpz_dist._address import Job
-from ezpz_dist._address import Place
-from ezpz_dist._rendezvous import open_store
-from ezpz_dist._rendezvous import visit
-from ezpz_dist._store import _all_there, arrived
+from ezpz_dist import _members
+from ezpz_dist._diagnosis import all_there, arrived
+from ezpz_dist._members import agree, common_facts, judge, unfold_hosts
+from ezpz_dist._rendezvous import Job, Place, connect, open_store
+from ezpz_dist._setup import SetupArgs
 from ezpz_topo import RankInfo
 # What a training script has imported, whose versions are compared.
 import ezpz, ezpz_dist, ezpz_obs, ezpz_topo, numpy
@@ -40,30 +35,30 @@ with open(sys.argv[1]) as file:
     NAMES = json.load(file)
 def process(rank):
     return NAMES[rank // 12], 100_000 + rank, 4_026_531_836
-asked = Asked("DDP", None, 42, 600.0, 12, 1, 1)
-common = common_facts(arguments=asdict(asked), device="xpu", backend="xccl")
+args = SetupArgs("DDP", None, 42, 600.0, 12, 1, 1)
+common = common_facts(arguments=asdict(args), device="xpu", backend="xccl")
 sizes, runs = json.loads(sys.argv[2]), int(sys.argv[3])
 """
 
 # Rank 0 is this process, and its CPU time is what counts: the clients' own work, which takes the
-# same cores here, is not in it. A client does what a rank does: it knocks, connects, reads whose
+# same cores here, is not in it. A client does what a rank does: it probes, connects, reads whose
 # store it is, says who it is, waits for the verdict and reads it, connects once more for its
-# watcher, and says that it is through.
+# responder, and says that it is through.
 MEET = (
     COMMON
     + """
-pack, padding = agreement._pack, random.Random(0).randbytes(int(sys.argv[4])).hex()
+pack, padding = _members.pack, random.Random(0).randbytes(int(sys.argv[4])).hex()
 def padded(verdict):  # as long as the one for all ranks: hexadecimal digits shrink to half
     return pack({**verdict, "padding": padding})
-agreement._pack = padded
+_members.pack = padded
 
 def rank_of(rank, size, port, job):
-    mine, _ = visit("127.0.0.1", port, 60, LONG, job, patience=1)
+    mine, _ = connect("127.0.0.1", port, 60, LONG, job, patience=1)
     agree(mine, info(rank, size), 300, common, process(rank))
-    watchers, _ = visit("127.0.0.1", port, 60, LONG, None)
-    watchers.add("events", 0)
+    responders, _ = connect("127.0.0.1", port, 60, LONG, None)
+    responders.add("events", 0)
     mine.add("through", 1)
-    return mine, watchers
+    return mine, responders
 
 def meet(size):
     job = Job.of(info(0, size), 0, {})
@@ -95,8 +90,8 @@ def meet(size):
     while store.num_keys() < 2 * (size - 1) + 1:
         assert time.monotonic() < until, f"{store.num_keys()} keys of {2 * size - 1}"
         time.sleep(0.01)
-    roster = agree(store, info(0, size), 300, common, process(0))
-    assert len(roster.hosts) == size
+    hosts, _ = agree(store, info(0, size), 300, common, process(0))
+    assert len(hosts) == size
     for child in children:
         assert os.waitpid(child, 0)[1] == 0
     assert store.add("through", 0) == size - 1
@@ -136,11 +131,11 @@ def judge(size):
         last = min(first + 5000, size)
         store.multi_set([f"facts/{rank}" for rank in range(first, last)], said[first:last])
     began = time.process_time()
-    _judge(store, info(0, size), 300, process(0))
+    judge(store, info(0, size), 300, process(0))
     judged = time.process_time() - began
     keys = [*(f"facts/{rank}" for rank in range(size - 1)), "absent"]
     began = time.process_time()
-    assert not _all_there(store, keys)
+    assert not all_there(store, keys)
     look = time.process_time() - began
     # Every second node is there, as while a job starts.
     keys = [f"{'facts' if rank // 12 % 2 else 'absent'}/{rank}" for rank in range(size)]
@@ -183,7 +178,7 @@ def rendezvous(runs: int, name_lookup: float) -> Iterator[Found]:
     # torch's server asks for the name of each client on the thread that serves all (torch 2.13).
     connections = 4 * sizes[-1]
     yield Fact("rendezvous", "connections that rank 0 accepts", connections, "connections", "model",
-               "a rank's and its watcher's, each after one that knocks")  # fmt: skip
+               "a rank's and its responder's, each after one that probes")  # fmt: skip
     yield Fact("rendezvous", "time to ask for the name of each", connections * name_lookup / 1e3,
                "s", "model", f"{name_lookup:g} ms each, assumed")  # fmt: skip
 
@@ -226,4 +221,4 @@ def _judged(rows: Mapping[int, list[list[float]]]) -> Iterator[Found]:
     yield Fact("rendezvous", "facts that rank 0 is sent, of 120,960 ranks", said * max(rows) / 1e6,
                "MB", "model", f"{said:.0f} bytes a rank")  # fmt: skip
     yield Fact("rendezvous", "connections that rank 0 holds", 2 * max(rows), "files", "model",
-               "each rank's, and its watcher's; for moments a third: see ulimit -Hn")  # fmt: skip
+               "each rank's, and its responder's; for moments a third: see ulimit -Hn")  # fmt: skip

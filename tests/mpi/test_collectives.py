@@ -8,7 +8,7 @@ import torch
 
 import ezpz
 import ezpz_dist
-from ezpz_dist import _collectives
+from ezpz_dist import _mpi
 from ezpz_dist._collectives import all_gather_object
 
 both = pytest.mark.parametrize("implementation", ["torch", "mpi"])
@@ -96,7 +96,7 @@ def test_a_barrier_over_mpi_does_not_wait_for_ever(world):
             ezpz.barrier(implementation="mpi")
         ezpz.barrier()
         # The others come after all, and MPI is in step again.
-        while _collectives._abandoned:
+        while _mpi._abandoned:
             with contextlib.suppress(ezpz_dist.CollectiveError):
                 ezpz.barrier(implementation="mpi")
             assert time.monotonic() - start < 120

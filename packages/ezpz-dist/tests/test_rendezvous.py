@@ -1,6 +1,8 @@
 """How ranks meet under each launcher that can run here, and what is said when they cannot."""
 
+import errno
 import logging
+import os
 import re
 import shutil
 import socket
@@ -12,13 +14,38 @@ from datetime import timedelta
 import pytest
 from torch.distributed import DistNetworkError, TCPStore
 
-from ezpz_dist import SetupError, _address, _rendezvous
-from ezpz_dist._address import Job
-from ezpz_dist._rendezvous import JOB_KEY, candidates, derived_port, meet, side_store
+from ezpz_dist import SetupError, _mpi, _rendezvous
+from ezpz_dist._rendezvous import (
+    JOB_KEY,
+    PORTS,
+    Job,
+    NotOurStoreError,
+    Place,
+    RefusedError,
+    candidates,
+    connect,
+    derived_port,
+    gloo_interface,
+    open_store,
+    probe,
+    rendezvous,
+    warn_of_a_foreign_address,
+)
 from ezpz_topo import RankInfo, get_hostname
 
 # torch looks up the name of every address that it connects to; glibc's own wait is 5 s.
 QUICK_NAMES = {"RES_OPTIONS": "timeout:1 attempts:1"}
+SECOND = timedelta(seconds=1)
+
+
+def info(launcher="torchrun", rank=1, world_size=2, local_world_size=2, local_rank=0):
+    return RankInfo(rank, world_size, local_rank, local_world_size, None, launcher)
+
+
+TWO_NODES = info(local_world_size=1)
+
+
+# Under real launchers.
 
 # Meets twice: MPI is to be finalized once all the same, and a store is not to be closed between.
 SCRIPT = """
@@ -37,57 +64,6 @@ if sys.argv[1] == "raise" and rank == 1:
 ezpz_dist.barrier()
 print("done", flush=True)
 """
-
-
-def launch(launcher, clean_env, script, *arguments):
-    path = shutil.which(launcher[0], path=clean_env["PATH"])
-    if path is None:
-        pytest.skip(f"no {launcher[0]} here")
-    return subprocess.Popen(
-        [path, *launcher[1:], str(script), *arguments],
-        env=clean_env | QUICK_NAMES, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-
-
-def end(process):
-    try:
-        out, err = process.communicate(timeout=120)
-    finally:
-        process.kill()
-    return process.returncode, out, err
-
-
-@pytest.fixture
-def script(tmp_path):
-    path = tmp_path / "script.py"
-    path.write_text(SCRIPT)
-    return path
-
-
-MPIEXEC = ["mpiexec", "-n", "2", sys.executable]
-TORCHRUN = ["torchrun", "--nproc-per-node", "2"]
-
-
-def test_bare_mpiexec_broadcasts_the_address_and_no_rank_outlives_another(clean_env, script):
-    started = [launch(MPIEXEC, clean_env, script, mode) for mode in ("run", "raise", "exit")]
-    run, raised, left = [end(process) for process in started]
-    assert run[0] == 0, run[2]
-    assert run[1].count("done") == 2
-    assert "ranks by pmi, address by bound by rank 0, broadcast over MPI" in run[2]
-    assert raised[0] != 0
-    assert "ValueError: boo" in raised[2]
-    # without it, the rank would wait in MPI_Finalize for peers that wait for it
-    assert left[0] != 0
-
-
-def test_torchrun(clean_env, script):
-    code, out, err = end(launch(TORCHRUN, clean_env, script, "run"))
-    assert code == 0, err
-    assert out.count("done") == 2
-    assert "ranks by torchrun, address by MASTER_ADDR and MASTER_PORT" in err
-
-
 # A rank has left before MPI_Init; rank 0 is in MPI, and elsewhere.
 ABSENT = """
 import logging, os, sys, time
@@ -104,14 +80,58 @@ from ezpz_dist import _mpi as mpi
 mpi.SAY_AFTER = 0.2
 ezpz_dist.setup_torch(timeout=2)
 """
+MPIEXEC = ["mpiexec", "-n", "2", sys.executable]
+TORCHRUN = ["torchrun", "--nproc-per-node", "2"]
 
 
-def test_a_rank_that_never_comes_under_bare_mpiexec(clean_env, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(ABSENT)
-    cases = ("1", "early"), ("0", "late")
-    early, late = [launch(MPIEXEC, clean_env, script, *case) for case in cases]
-    early, late = end(early), end(late)
+@pytest.fixture
+def launch(clean_env, tmp_path):
+    """Run a script under a launcher, once for each tuple of arguments, all at once."""
+
+    def run(launcher, text, *cases):
+        path = shutil.which(launcher[0], path=clean_env["PATH"])
+        if path is None:
+            pytest.skip(f"no {launcher[0]} here")
+        script = tmp_path / "script.py"
+        script.write_text(text)
+        started = [
+            subprocess.Popen(
+                [path, *launcher[1:], str(script), *case],
+                env=clean_env | QUICK_NAMES, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE, text=True,
+            )
+            for case in cases
+        ]  # fmt: skip
+        try:
+            ends = [process.communicate(timeout=120) for process in started]
+        finally:
+            for process in started:
+                process.kill()
+        return [(one.returncode, *end) for one, end in zip(started, ends, strict=True)]
+
+    return run
+
+
+def test_bare_mpiexec_broadcasts_the_address_and_no_rank_outlives_another(launch):
+    run, raised, left = launch(MPIEXEC, SCRIPT, ["run"], ["raise"], ["exit"])
+    assert run[0] == 0, run[2]
+    assert run[1].count("done") == 2
+    assert "ranks by pmi, address by bound by rank 0, broadcast over MPI" in run[2]
+    assert raised[0] != 0
+    assert "ValueError: boo" in raised[2]
+    # without it, the rank would wait in MPI_Finalize for peers that wait for it
+    assert left[0] != 0
+
+
+def test_torchrun(launch):
+    ((code, out, err),) = launch(TORCHRUN, SCRIPT, ["run"])
+    assert code == 0, err
+    assert out.count("done") == 2
+    assert "ranks by torchrun, address by MASTER_ADDR and MASTER_PORT" in err
+
+
+def test_a_rank_that_never_comes_under_bare_mpiexec(launch):
+    early, late = launch(MPIEXEC, ABSENT, ["1", "early"], ["0", "late"])
     assert early[0] != 0
     assert "Timeout (0:00:03)!" in early[2]
     assert f"in rank 0 of 2 on {get_hostname()}: waits in MPI for the others" in early[2]
@@ -121,53 +141,115 @@ def test_a_rank_that_never_comes_under_bare_mpiexec(clean_env, tmp_path):
     assert f"SetupError: {here} 2 s in MPI for rank 0 to broadcast the address" in late[2]
 
 
-def info(launcher, rank=1, world_size=2, local_world_size=2, local_rank=0):
-    return RankInfo(rank, world_size, local_rank, local_world_size, None, launcher)
+# MPI as far as we need it: initialized by us or by the script, finalized once, or not there.
 
-
-SECOND = timedelta(seconds=1)
+# One process can be a world of MPI without a launcher.
+MPI_ALONE = """
+import atexit, sys
+import mpi4py
+from ezpz_dist import SetupError
+from ezpz_dist import _mpi as mpi
+from ezpz_topo import RankInfo
+alone = RankInfo(0, 1, 0, 1, 0, "pmi")
+"""
+BY_US = """
+print(mpi.broadcast_once(("h\\u00e4", 7, ""), alone, 60))
+try:
+    mpi.broadcast_once(("h", 7, ""), RankInfo(1, 2, 1, 2, 0, "pmi"), 60)
+except SetupError as error:
+    print(error)
+"""
+LEFT_TO_THE_SCRIPT = """
+mpi4py.rc.initialize = False
+# Runs after what is registered later.
+atexit.register(lambda: print("finalized", sys.modules["mpi4py.MPI"].Is_finalized()))
+"""
+FAILS = """
+try:
+    mpi.broadcast_once(("h", 7, ""), alone, 60)
+except SetupError as error:
+    print(error)
+"""
+SAID = (
+    "('h\u00e4', 7, '')\n"
+    "mpi4py sees rank 0 of 1, the launcher (pmi) says 1 of 2: mpi4py loaded another MPI ("
+)
+FINALIZED = "MPI was finalized before setup_torch, which needs it"
+NO_MPI = "MASTER_ADDR and MASTER_PORT are not set and mpi4py cannot load an MPI ("
 
 
 @pytest.mark.parametrize(
-    ("env", "missing"),
+    ("text", "said"),
     [
-        ({}, "MASTER_ADDR and MASTER_PORT"),
-        ({"MASTER_ADDR": "127.0.0.1"}, "MASTER_PORT"),
-        ({"MASTER_PORT": "29500"}, "MASTER_ADDR"),
+        (BY_US, SAID),
+        ("from mpi4py import MPI" + BY_US, SAID),
+        ("from mpi4py import MPI; MPI.Finalize()" + FAILS, FINALIZED),
+        ("sys.modules['mpi4py.MPI'] = None" + FAILS, NO_MPI),
     ],
 )
-def test_no_address(env, missing):
-    with pytest.raises(SetupError, match=rf"rank 1 of 2 \(torchrun\) has no {missing};"):
-        meet(info("torchrun"), SECOND, env)
+def test_mpi_is_initialized_by_us_or_by_the_script_or_cannot_be_had(ranks, text, said):
+    (told,) = ranks(1, MPI_ALONE + text)
+    assert told.startswith(said)
+    assert "ezpz-launch" in told
 
 
-@pytest.mark.parametrize("port", ["x", "0", "65536", "-1"])
-def test_a_port_that_is_none(port):
-    with pytest.raises(SetupError, match=f"MASTER_PORT='{port}'; expected a port number"):
-        meet(info("torchrun"), SECOND, {"MASTER_ADDR": "h", "MASTER_PORT": port})
+def test_mpi_that_the_script_was_to_initialize_is_finalized_by_us(clean_env):
+    done = subprocess.run(
+        [sys.executable, "-c", MPI_ALONE + LEFT_TO_THE_SCRIPT + BY_US], env=clean_env,
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(SAID)
+    assert done.stdout.endswith("finalized True\n")
 
+
+def test_rank_0s_trouble_is_everyones(monkeypatch):
+    monkeypatch.setattr(_mpi, "broadcast_once", lambda value, info, timeout: ("", 0, "no address"))
+    with pytest.raises(SetupError, match=r"^no address$"):
+        rendezvous(info("pmi"), SECOND, {})
+
+
+# An address that all ranks know.
 
 STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "localhost"}
 
 
+@pytest.mark.parametrize(
+    ("launcher", "env", "said"),
+    [
+        ("torchrun", {}, "rank 1 of 2 (torchrun) has no MASTER_ADDR and MASTER_PORT;"),
+        ("torchrun", {"MASTER_ADDR": "127.0.0.1"}, "rank 1 of 2 (torchrun) has no MASTER_PORT;"),
+        ("torchrun", {"MASTER_PORT": "29500"}, "rank 1 of 2 (torchrun) has no MASTER_ADDR;"),
+        *(
+            ("torchrun", {"MASTER_ADDR": "h", "MASTER_PORT": port},
+             f"MASTER_PORT='{port}'; expected a port number")
+            for port in ("x", "0", "65536", "-1")
+        ),
+        ("torchrun", {"MASTER_ADDR": "no-such-host.invalid", "MASTER_PORT": "1"},
+         f"rank 1 of 2 on {get_hostname()}: MASTER_ADDR is 'no-such-host.invalid', which does not"),
+        ("slurm", {**STEP, "SLURM_STEP_NODELIST": "no-such-host.invalid,b"},
+         f"rank 1 of 2 on {get_hostname()}: the step's first host is 'no-such-host.invalid', whic"),
+    ],
+)  # fmt: skip
+def test_no_address(monkeypatch, launcher, env, said):
+    monkeypatch.setattr(_rendezvous, "_RETRIED", 0.1)  # the whole time is tested below
+    with pytest.raises(SetupError, match=re.escape(said)):
+        rendezvous(info(launcher, local_world_size=1), timedelta(seconds=60), env)
+
+
 def test_a_slurm_steps_ranks_derive_the_same_address():
-    first = meet(info("slurm", rank=0, world_size=1), SECOND, STEP)
+    first = rendezvous(info("slurm", rank=0, world_size=1), SECOND, STEP)
     assert first.source == "a world of one"
-    zero = meet(info("slurm", rank=0, local_world_size=1), SECOND, STEP)
-    one = meet(info("slurm", rank=1, local_world_size=1), SECOND, STEP)
+    zero = rendezvous(info("slurm", rank=0, local_world_size=1), SECOND, STEP)
+    one = rendezvous(info("slurm", rank=1, local_world_size=1), SECOND, STEP)
     assert (zero.master_addr, zero.master_port) == (one.master_addr, one.master_port)
     assert zero.master_addr == "localhost"
     zero.store.set("k", "v")
     assert one.store.get("k") == b"v"
     # Were rank 0 to open another, the others could still meet the first.
-    assert meet(info("slurm", rank=0, local_world_size=1), SECOND, STEP) is zero
-
-
-def test_another_step_takes_another_port():
-    ports = {
-        meet(info("slurm", rank=0), SECOND, {**STEP, "SLURM_STEP_ID": str(step)}).master_port
-        for step in range(1, 6)
-    }
+    assert rendezvous(info("slurm", rank=0, local_world_size=1), SECOND, STEP) is zero
+    others = [{**STEP, "SLURM_STEP_ID": str(step)} for step in range(1, 6)]
+    ports = {rendezvous(info("slurm", rank=0), SECOND, step).master_port for step in others}
     assert len(ports) == 5
 
 
@@ -175,33 +257,15 @@ def test_a_slurm_port_that_is_taken_is_passed_over():
     step = {**STEP, "SLURM_STEP_ID": "99"}
     port = derived_port("7.99")
     with socket.create_server(("127.0.0.1", port)):  # and it says nothing
-        zero = meet(info("slurm", rank=0), SECOND, step)
-        one = meet(info("slurm", rank=1), timedelta(seconds=30), step)
+        zero = rendezvous(info("slurm", rank=0), SECOND, step)
+        one = rendezvous(info("slurm", rank=1), timedelta(seconds=30), step)
     assert zero.master_port == one.master_port == candidates(port)[1]
-
-
-@pytest.mark.parametrize(
-    ("launcher", "env", "source"),
-    [
-        ("torchrun", {"MASTER_ADDR": "no-such-host.invalid", "MASTER_PORT": "1"}, "MASTER_ADDR"),
-        (
-            "slurm",
-            {**STEP, "SLURM_STEP_NODELIST": "no-such-host.invalid,b"},
-            "the step's first host",
-        ),
-    ],
-)
-def test_a_host_that_does_not_resolve(monkeypatch, launcher, env, source):
-    monkeypatch.setattr(_address, "_RETRIED", 0.1)  # test_meeting_address.py has the whole time
-    said = f"rank 1 of 2 on {get_hostname()}: {source} is 'no-such-host.invalid', which does not re"
-    with pytest.raises(SetupError, match=re.escape(said)):
-        meet(info(launcher, local_world_size=1), timedelta(seconds=60), env)
 
 
 MEET = """
     import logging, time
     from datetime import timedelta
-    from ezpz_dist._rendezvous import meet, side_store
+    from ezpz_dist._rendezvous import rendezvous
     from ezpz_topo import get_rank_info
     logging.basicConfig(stream=sys.stdout, format="%(message)s")
     info, sixty = get_rank_info(), timedelta(seconds=60)
@@ -212,15 +276,19 @@ MEET = """
 """
 
 
-def test_whoever_holds_the_port_the_ranks_meet_elsewhere(ranks, listener):
-    theirs = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+@pytest.fixture
+def store():
+    return TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+
+
+def test_whoever_holds_the_port_the_ranks_meet_elsewhere(ranks, listener, store):
     others = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
     # As the same user's, on a port that he gave to two jobs.
-    job = Job.of(info("torchrun"), others.port, {"SLURM_JOB_ID": "8"})
+    job = Job.of(info(), others.port, {"SLURM_JOB_ID": "8"})
     others.set(JOB_KEY, job.written().decode())
     ports = {
         **{kind: listener(kind) for kind in ("resets", "closes", "http", "silent")},
-        "torch": theirs.port,
+        "torch": store.port,
         "another job": others.port,
     }
     said = ranks(
@@ -230,13 +298,12 @@ def test_whoever_holds_the_port_the_ranks_meet_elsewhere(ranks, listener):
     for kind, port in {ports}.items():
         env = {{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "SLURM_JOB_ID": "7"}}
         start = time.monotonic()
-        meeting = meet(info, sixty, env)
-        meeting.store.set(f"rank {{info.rank}}", kind)
-        assert meeting.store.get("rank 0") == meeting.store.get("rank 1") == kind.encode()
-        side = side_store(meeting, sixty)
-        assert side.get("rank 1") == kind.encode()
-        print("met", kind, meeting.master_port, time.monotonic() - start)
-    leave(meeting.store)
+        met = rendezvous(info, sixty, env)
+        met.store.set(f"rank {{info.rank}}", kind)
+        assert met.store.get("rank 0") == met.store.get("rank 1") == kind.encode()
+        assert met.connect(sixty).get("rank 1") == kind.encode()
+        print("met", kind, met.master_port, time.monotonic() - start)
+    leave(met.store)
     """,
         env=QUICK_NAMES,
     )
@@ -262,11 +329,11 @@ def test_addresses_of_ipv6_and_names(ranks):
         + """
     for host, port in ("[::1]", 0), ("::1", 0), ("localhost", 1):
         port += int(os.environ["MASTER_PORT"])
-        meeting = meet(info, sixty, {"MASTER_ADDR": host, "MASTER_PORT": str(port)})
-        meeting.store.set(f"{host} {info.rank}", host)
-        assert meeting.store.get(f"{host} 0") == meeting.store.get(f"{host} 1") == host.encode()
-        print(meeting.master_addr)
-    leave(meeting.store)
+        met = rendezvous(info, sixty, {"MASTER_ADDR": host, "MASTER_PORT": str(port)})
+        met.store.set(f"{host} {info.rank}", host)
+        assert met.store.get(f"{host} 0") == met.store.get(f"{host} 1") == host.encode()
+        print(met.master_addr)
+    leave(met.store)
     """,
     )
     assert said == ["::1\n::1\nlocalhost\n"] * 2
@@ -275,7 +342,7 @@ def test_addresses_of_ipv6_and_names(ranks):
 def test_rank_0_is_there_twice(ranks):
     done = ranks(
         2,
-        MEET + "\n    meet(info, sixty)\n    print('met', os.getpid(), flush=True)\n"
+        MEET + "\n    rendezvous(info, sixty)\n    print('met', os.getpid(), flush=True)\n"
         "    time.sleep(1)\n",
         env={"RANK": "0"},
         check=False,
@@ -288,14 +355,14 @@ def test_rank_0_is_there_twice(ranks):
 
 
 def test_rank_0_never_comes(monkeypatch, caplog):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     monkeypatch.setattr(_rendezvous, "SAY_AFTER", 0.1)
     start = time.monotonic()
     with pytest.raises(SetupError) as caught, caplog.at_level(logging.WARNING):
-        meet(info("torchrun"), SECOND, env)
+        rendezvous(info(), SECOND, env)
     assert 1 <= time.monotonic() - start < 120
     waits = (
         f"for rank 0's store at 127.0.0.1:{port} (MASTER_ADDR and MASTER_PORT), and finds at "
@@ -308,42 +375,348 @@ def test_rank_0_never_comes(monkeypatch, caplog):
     assert record.getMessage().startswith(f"{here} 0 s {waits[:-2]}")
     caplog.clear()
     with pytest.raises(SetupError):
-        meet(info("torchrun", rank=3, world_size=4, local_rank=1), SECOND / 5, env)
+        rendezvous(info(rank=3, world_size=4, local_rank=1), SECOND / 5, env)
     assert not caplog.records, "one rank a node says it"
 
 
-def test_torchruns_agent_holds_the_store():
-    agents = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
-    env = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(agents.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-    }
-    first = [meet(info("torchrun", rank=rank), SECOND, env) for rank in (0, 1)]
-    first[0].store.set("k", "old")
-    assert first[1].store.get("k") == b"old"
-    assert side_store(first[1], SECOND).get("k") == b"old"
-    again = meet(info("torchrun", rank=0), SECOND, {**env, "TORCHELASTIC_RESTART_COUNT": "1"})
-    assert not again.store.check(["k"])
-    assert again.master_port == agents.port
-    # A leftover of torchrun below another launcher: rank 0 opens a store of its own.
-    other = meet(info("ezpz", rank=0), SECOND, env)
-    assert other.master_port == candidates(agents.port)[1]
-
-
-def test_a_store_that_is_gone():
-    store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+def test_torchruns_agent_holds_the_store(store):
     env = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
     }
-    meeting = meet(info("torchrun"), SECOND, env)
+    first = [rendezvous(info(rank=rank), SECOND, env) for rank in (0, 1)]
+    first[0].store.set("k", "old")
+    assert first[1].store.get("k") == b"old"
+    assert first[1].connect(SECOND).get("k") == b"old"
+    again = rendezvous(info(rank=0), SECOND, {**env, "TORCHELASTIC_RESTART_COUNT": "1"})
+    assert not again.store.check(["k"])
+    assert again.master_port == store.port
+    # A leftover of torchrun below another launcher: rank 0 opens a store of its own.
+    other = rendezvous(info("ezpz", rank=0), SECOND, env)
+    assert other.master_port == candidates(store.port)[1]
+
+
+def test_a_store_that_is_gone():
+    store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
     port = store.port
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    met = rendezvous(info(), SECOND, {**env, "TORCHELASTIC_USE_AGENT_STORE": "True"})
     del store
-    said = (
-        rf"rank 0's store at 127.0.0.1:{port} \(MASTER_ADDR and MASTER_PORT\) is gone: connection"
-    )
+    said = rf"rank 0's store at 127.0.0.1:{port} \(MASTER_ADDR and MASTER_PORT\) is gone: connecti"
     with pytest.raises(DistNetworkError, match=said):
-        side_store(meeting, SECOND)
+        met.connect(SECOND)
+
+
+# By what a rank tells its own job's store from another's.
+
+
+def job(launcher="torchrun", port=29500, **env):
+    return Job.of(info(launcher), port, env)
+
+
+def test_what_is_written_is_read():
+    mine = job(PBS_JOBID="7.pbs")
+    assert Job.read(mine.written()) == mine
+    assert mine.pid == os.getpid()
+
+
+@pytest.mark.parametrize("text", [b"", b"{}", b"[1, 2]", b'[{}, "h", "p"]', b"\xff", b"[[], 1, 2]"])
+def test_what_another_wrote_is_no_job(text):
+    assert Job.read(text) is None
+
+
+RUN = {"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_RESTART_COUNT": "0"}
+HET = {"SLURM_HET_JOB_ID": "7"}
+
+
+@pytest.mark.parametrize(
+    ("launcher", "here", "there", "differs"),
+    [
+        ("torchrun", {}, {}, ""),
+        # a variable may reach the first node only
+        ("torchrun", {"PBS_JOBID": "7"}, {}, ""),
+        ("torchrun", {"PBS_JOBID": "7"}, {"PBS_JOBID": "8"}, "PBS job 7, not 8"),
+        ("torchrun", RUN, {**RUN, "TORCHELASTIC_RESTART_COUNT": "1"}, "restart 0, not 1"),
+        ("slurm", {"SLURM_STEP_ID": "0"}, {"SLURM_STEP_ID": "1"}, "Slurm step 0, not 1"),
+        # two steps, one world: somebody's own way of starting
+        ("torchrun", {"SLURM_STEP_ID": "0"}, {"SLURM_STEP_ID": "1"}, ""),
+        # the parts of a heterogeneous job
+        ("slurm", {"SLURM_JOB_ID": "7", **HET}, {"SLURM_JOB_ID": "8", **HET}, ""),
+        ("ezpz", {"EZPZ_LAUNCH_ID": "a"}, {"EZPZ_LAUNCH_ID": "b"}, "launch a, not b"),
+        ("ezpz", {"EZPZ_ATTEMPT": "0"}, {"EZPZ_ATTEMPT": "1"}, "attempt 0, not 1"),
+    ],
+)
+def test_another_job(launcher, here, there, differs):
+    assert job(launcher, **here).differs(job(launcher, **there)) == differs
+    assert job(port=1).differs(job(port=2)) == "port 1, not 2"
+
+
+# Which port rank 0 takes, and what it says of who is in the way.
+
+ZERO = info(rank=0)
+OURS = Job({"user": "1", "port": "2"}, "h", 3)
+
+
+def place(*ports, addresses=("127.0.0.1",), job=OURS):
+    return Place("there", addresses, ports, job, "a test")
+
+
+@pytest.mark.parametrize("port", [1, 29500, 65535])
+def test_candidates_are_the_same_everywhere(port):
+    first, *others = candidates(port)
+    assert first == port
+    assert candidates(port) == (first, *others)
+    assert len({first, *others}) == 8
+    assert all(each in PORTS for each in others)
+    assert candidates(port + 1)[1:] != tuple(others)
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("kind", ["silent", "http", "resets"])
+def test_a_taken_port_is_passed_over(listener, caplog, kind, nodes):
+    port = listener(kind)
+    zero = info(rank=0, local_world_size=2 // nodes)
+    with caplog.at_level(logging.WARNING):
+        opened, address, found = open_store(place(port, 0), zero, SECOND)
+    assert address == "127.0.0.1"
+    assert found == opened.port != port
+    (record,) = caplog.records
+    said = (
+        f"rank 0 listens on port {found}, for there:{port} (a test) is taken ({port}: held by a l"
+    )
+    assert record.getMessage().startswith(said)
+
+
+def test_a_port_that_is_bound_and_not_listened_at_is_passed_over(caplog):
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        open_store(place(bound.getsockname()[1], 0), ZERO, SECOND)
+    assert "held by a process that does not listen" in caplog.text
+
+
+def test_another_jobs_store_is_passed_over(caplog):
+    other = Job({"user": "1", "port": "2", "PBS job": "8"}, "h", 77)
+    first, _, port = open_store(place(0, job=other), ZERO, SECOND)
+    mine = Job({"user": "1", "port": "2", "PBS job": "7"}, "h", 78)
+    second, _, found = open_store(place(port, 0, job=mine), ZERO, SECOND)
+    assert found != port
+    said = f"{port}: held by the store of another job, by process 77 on h (PBS job 8, not 7)"
+    assert said in caplog.text
+    del first, second
+
+
+def test_a_second_rank_0_is_an_error_that_names_the_first():
+    first, _, port = open_store(place(0), ZERO, SECOND)
+    with pytest.raises(SetupError) as caught:
+        open_store(place(port, 0), ZERO, SECOND)
+    said = str(caught.value)
+    assert said.startswith(f"rank 0 of 2 is there twice: process 3 on h holds port {port}, and")
+    assert f"process {os.getpid()} on {get_hostname()}; expected one" in said
+    del first
+
+
+def test_no_port_is_left(listener, monkeypatch):
+    ports = listener("http"), listener("http")
+    with pytest.raises(SetupError) as caught:
+        open_store(place(*ports), ZERO, SECOND)
+    said = str(caught.value)
+    who = f"rank 0 of 2 on {get_hostname()}"
+    assert said.startswith(f"{who} finds no free port for there:{ports[0]}")
+    assert all(f"{port}: held by a listener that is no store" in said for port in ports)
+    assert "export another MASTER_PORT on every rank" in said
+
+    def no(address, port):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(_rendezvous, "_listen", no)
+    with pytest.raises(SetupError, match=r"cannot listen on port 5 \(a test\): Too many open file"):
+        open_store(place(5), ZERO, SECOND)
+
+
+def test_on_one_node_no_one_outside_reaches_the_store():
+    opened, _, port = open_store(place(0), ZERO, SECOND)
+    # What is bound to every address is in the way of every other.
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("127.0.0.2", port))
+    del opened
+    opened, _, port = open_store(place(0), info(rank=0, local_world_size=1), SECOND)
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.2", port))
+    del opened
+
+
+def test_rank_0_on_another_host_than_it_is_looked_for(caplog):
+    warn_of_a_foreign_address(place(1, addresses=("127.0.0.1", "192.0.2.1")))
+    assert not caplog.records
+    warn_of_a_foreign_address(place(1, addresses=("192.0.2.1",)))
+    said = (
+        f"rank 0 is on {get_hostname()}, and the other ranks look for it at there:1 (a test), whi"
+    )
+    assert said in caplog.text
+
+
+def test_rank_0_may_hold_connections_of_all_ranks(ranks):
+    ((_, _, errors),) = ranks(
+        1,
+        """
+        import resource
+        from ezpz_dist._rendezvous import raise_file_limit
+        def raised(world_size):
+            raise_file_limit(world_size)
+            return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (600, hard))
+        assert (raised(10), raised(200)) == (600, 1112)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (600, 700))
+        assert raised(1000) == 700
+        """,
+        check=False,
+    )
+    assert "rank 0 may open 700 files, and holds up to three connections" in errors
+    assert "Error" not in errors
+
+
+# What is behind a port: rank 0's store, another's, or no store at all.
+
+
+# Both of torch's servers: they answer by their own code.
+@pytest.mark.parametrize("use_libuv", [True, False])
+def test_a_store_of_torch_answers(use_libuv):
+    store = TCPStore(
+        "127.0.0.1", 0, None, is_master=True, wait_for_workers=False, use_libuv=use_libuv
+    )
+    probe("127.0.0.1", store.port, 5.0)
+
+
+def test_this_jobs_store_and_any(store):
+    client, found = connect("127.0.0.1", store.port, 5.0, SECOND, None)
+    assert found is None
+    store.set(JOB_KEY, OURS.written().decode())
+    client, found = connect("127.0.0.1", store.port, 5.0, SECOND, OURS)
+    assert found == OURS
+    assert client.timeout == SECOND
+    client.set("k", "v")
+    assert store.get("k") == b"v"
+
+
+def test_another_jobs_store_and_one_without_a_job(store):
+    for patience in (0.0, 0.1):
+        with pytest.raises(NotOurStoreError, match="a store of torch that no ezpz_dist opened"):
+            connect("127.0.0.1", store.port, 5.0, SECOND, OURS, patience=patience)
+    store.set(JOB_KEY, Job({"user": "5", "port": "2"}, "there", 77).written().decode())
+    what = r"the store of another job, by process 77 on there \(user 5, not 1\)"
+    with pytest.raises(NotOurStoreError, match=what):
+        connect("127.0.0.1", store.port, 5.0, SECOND, OURS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        ("closes", "a listener that closes the connection|a listener that breaks off"),
+        ("resets", "a listener that breaks off|a listener that closes the connection"),
+        ("http", r"a listener that is no store of torch \(it answers b'HTTP'\)"),
+        ("silent", r"a listener that says nothing for 0.2 s"),
+    ],
+)
+def test_a_listener_that_is_no_store(listener, kind, what):
+    start = time.monotonic()
+    with pytest.raises(NotOurStoreError, match=what):
+        connect("127.0.0.1", listener(kind), 0.2, SECOND, OURS)
+    assert time.monotonic() - start < 60  # torch's own client: for ever
+
+
+def test_no_listener():
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        with pytest.raises(RefusedError, match="connection refused"):
+            probe("127.0.0.1", bound.getsockname()[1], 1.0)
+
+
+# What a name stands for, and which address of this host others can reach.
+
+
+def test_what_a_host_stands_for_and_whose_an_address_is():
+    assert _rendezvous.look_up("127.0.0.1") == (("127.0.0.1",), "")
+    assert _rendezvous.look_up("::1") == (("::1",), "")
+    assert _rendezvous.look_up("fe80::1%eth0") == (("fe80::1%eth0",), "")
+    found = _rendezvous.resolve("localhost", TWO_NODES, "MASTER_ADDR")
+    assert set(found) <= {"127.0.0.1", "::1"}
+    assert all(_rendezvous.is_own(each) and _rendezvous.is_loopback(each) for each in found)
+    assert not _rendezvous.is_own("192.0.2.1")  # RFC 5737: no one's
+    assert not _rendezvous.is_own("2001:db8::1")
+
+
+@pytest.mark.parametrize("name", ["no-such-host.invalid", "a" * 300, "b\u00e4h" * 99])
+def test_a_name_that_does_not_resolve_is_an_error_within_2_s(name):
+    start = time.monotonic()
+    with pytest.raises(SetupError) as caught:
+        _rendezvous.resolve(name, TWO_NODES, "MASTER_ADDR")
+    assert time.monotonic() - start < 60  # 2 s, and a busy machine
+    said = str(caught.value)
+    assert said.startswith(f"rank 1 of 2 on {get_hostname()}: MASTER_ADDR is {name!r}, which does")
+    assert "export MASTER_ADDR and MASTER_PORT to name another" in said
+
+
+def test_a_name_server_that_answers_later_or_never(monkeypatch):
+    # What a name server does cannot be arranged here: its answers are given by hand.
+    answers = [socket.gaierror(socket.EAI_AGAIN, "later"), ("10.1.2.3",)]
+
+    def ask(host):
+        if not answers:
+            time.sleep(4)
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(_rendezvous, "_ask", ask)
+    assert _rendezvous.resolve("h", TWO_NODES, "MASTER_ADDR") == ("10.1.2.3",)
+    monkeypatch.setattr(_rendezvous, "_LONGEST", 0.1)
+    assert _rendezvous.look_up("h") == ((), "the resolver has not answered in 0.1 s")
+
+
+@pytest.mark.parametrize(
+    ("machine", "host", "expected"),
+    [
+        ("aurora", "x4102c0s0b0n0", "x4102c0s0b0n0.hsn.cm.aurora.alcf.anl.gov"),
+        ("aurora", "x4102c0s0b0n0.example", "x4102c0s0b0n0.hsn.cm.aurora.alcf.anl.gov"),
+        ("aurora", "10.0.0.1", "10.0.0.1"),
+        ("aurora", "fe80::1", "fe80::1"),
+        ("perlmutter", "nid001", "nid001"),
+    ],
+)
+def test_the_fast_network(machine, host, expected):
+    assert _rendezvous.on_fast_network(host, {"EZPZ_MACHINE": machine}) == expected
+
+
+def test_what_a_host_advertises(monkeypatch):
+    assert _rendezvous.advertised(info(), {}) == "127.0.0.1", "on one node it needs no name"
+    # This machine's own name cannot be changed for a test: another's is looked up.
+    monkeypatch.setattr(_rendezvous, "get_hostname", lambda: "localhost")
+    outward = _rendezvous.outward_address()
+    if outward is not None:
+        assert _rendezvous.advertised(TWO_NODES, {}) == outward
+        assert _rendezvous.is_own(outward)
+        monkeypatch.setattr(_rendezvous, "get_hostname", lambda: outward)
+        assert _rendezvous.advertised(TWO_NODES, {}) == outward
+    monkeypatch.setattr(_rendezvous, "get_hostname", lambda: "localhost")
+    monkeypatch.setattr(_rendezvous, "outward_address", lambda: None)
+    with pytest.raises(SetupError, match=r"rank 0's host localhost has no address that other no"):
+        _rendezvous.advertised(TWO_NODES, {})
+
+
+def test_gloo_is_told_an_interface_only_where_it_would_err(monkeypatch):
+    monkeypatch.setattr(_rendezvous, "get_hostname", lambda: "localhost")
+    own = _rendezvous.outward_address()
+    outward = None if own is None else _rendezvous.interface_of(own)
+    assert gloo_interface(TWO_NODES, "127.0.0.1", 29500, {}) == outward
+    assert gloo_interface(TWO_NODES, "127.0.0.1", 29500, {"GLOO_SOCKET_IFNAME": "x"}) is None
+    assert gloo_interface(info(), "127.0.0.1", 29500, {}) is None
+    if own is not None:
+        assert outward in {name for _, name in socket.if_nameindex()}
+        assert gloo_interface(TWO_NODES, own, 29500, {}) == outward
+        monkeypatch.setattr(_rendezvous, "get_hostname", lambda: own)
+        assert gloo_interface(TWO_NODES, "127.0.0.1", 29500, {}) is None

@@ -1,9 +1,18 @@
-"""Set-up in its ordinary course, and what it refuses before it has begun."""
+"""Set-up in its ordinary course, what it refuses before it has begun, and seeds."""
 
+import importlib.util
+import random
 import re
+import shutil
+import subprocess
+import sys
 import textwrap
 
 import pytest
+import torch
+
+from ezpz_dist import seed_everything, seed_for_rank
+from ezpz_dist._setup import MAX_RANKS, MAX_SEED, STREAMS
 
 REFUSED = """
 def refused(text, kind=SetupError, **arguments):
@@ -148,3 +157,115 @@ def test_a_function_of_multiprocessing_that_raises_ends_all_ranks(ranks):
     )
     assert [status for status, _, _ in ends] == [1, 1]
     assert re.search(r"rank 1 on .+ failed at .+ ValueError: no such file", ends[0][2])
+
+
+# After set-up under a bare mpiexec, which exports no MASTER_*, other libraries see the same ranks.
+
+# None of them is a requirement of ezpz_dist; each is tested where it is installed (accelerate
+# 1.15, transformers 5.23 and lightning-fabric 2.6 were).
+HEAD = """
+import sys
+import ezpz_dist, torch
+rank = ezpz_dist.setup_torch(timeout=60)
+group = torch.distributed.group.WORLD
+"""
+
+TAIL = """
+assert torch.distributed.group.WORLD is group, "a group of its own"
+ezpz_dist.cleanup()
+sys.stdout.write(f"rank {rank} agrees\\n")  # whole: the ranks share the pipe
+sys.stdout.flush()
+"""
+
+LIBRARIES = {
+    # Without cpu=True or ACCELERATE_USE_CPU accelerate takes every rank on CPUs for a world of one.
+    "accelerate": """
+from accelerate import Accelerator
+from accelerate.state import PartialState
+one = Accelerator()
+state = PartialState()
+assert (state.num_processes, state.process_index, state.local_process_index) == (2, rank, rank)
+assert state.device.type == "cpu" and state.backend == "gloo"
+assert one.gather(torch.tensor([rank])).tolist() == [0, 1]
+""",
+    "transformers": """
+from transformers import TrainingArguments
+one = TrainingArguments(output_dir=sys.argv[1], report_to=[])
+assert (one.world_size, one.process_index, one.local_process_index) == (2, rank, rank)
+assert one.parallel_mode.name == "DISTRIBUTED" and one.device.type == "cpu"
+""",
+    "lightning_fabric": """
+from lightning_fabric import Fabric
+one = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+one.launch()
+assert (one.world_size, one.global_rank, one.local_rank) == (2, rank, rank)
+assert one.all_gather(torch.tensor(rank)).tolist() == [0, 1]
+""",
+}
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_it_sees_the_same_ranks(clean_env, tmp_path, library):
+    if importlib.util.find_spec(library) is None:
+        pytest.skip(f"{library} is not installed")
+    mpiexec = shutil.which("mpiexec", path=clean_env["PATH"])
+    if mpiexec is None:
+        pytest.skip("no mpiexec here")
+    script = tmp_path / "script.py"
+    script.write_text(HEAD + LIBRARIES[library] + TAIL)
+    done = subprocess.run(
+        [mpiexec, "-n", "2", sys.executable, str(script), str(tmp_path / "out")],
+        env={**clean_env, "HF_HUB_OFFLINE": "1"}, cwd=tmp_path, stdin=subprocess.DEVNULL,
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "rank 0 agrees" in done.stdout
+    assert "rank 1 agrees" in done.stdout
+    assert list(tmp_path.iterdir()) == [script], "nothing was written"
+
+
+# Seeds.
+
+
+def draws():
+    mine = [random.random(), torch.rand(1).item()]
+    # torch does without it, and so do we
+    if importlib.util.find_spec("numpy"):
+        mine.append(float(importlib.import_module("numpy").random.rand()))
+    return mine
+
+
+def test_a_seed_repeats_itself():
+    seed_everything(7, rank=3)
+    first = draws()
+    seed_everything(7, rank=3)
+    assert draws() == first
+
+
+def test_ranks_draw_differently():
+    seen = set()
+    for rank in range(8):
+        seed_everything(7, rank=rank)
+        seen.update(draws())
+    assert len(seen) == 8 * len(draws())
+
+
+def test_no_two_seeds_collide():
+    # the predecessor's seed * (rank + 1) * (local_rank + 1) gives ranks 2 and 8 the same
+    seeds = [
+        seed_for_rank(seed, rank, stream)
+        for seed in (0, 1, 42)
+        for rank in (*range(4096), MAX_RANKS - 1)
+        for stream in STREAMS
+    ]
+    assert len(set(seeds)) == len(seeds)
+
+
+def test_the_largest_seed_fits_torch():
+    torch.manual_seed(seed_for_rank(MAX_SEED - 1, MAX_RANKS - 1, STREAMS[-1]))
+
+
+@pytest.mark.parametrize(("seed", "rank"), [(-1, 0), (MAX_SEED, 0), (0, -1), (0, MAX_RANKS)])
+def test_out_of_range(seed, rank):
+    with pytest.raises(ValueError, match="expected 0 to"):
+        seed_for_rank(seed, rank)

@@ -1,3 +1,7 @@
+"""What the other ranks say, and how they end, when one fails or hangs: rank, host and line."""
+
+import re
+import signal
 import socket
 
 import pytest
@@ -5,6 +9,258 @@ import pytest
 from ezpz_dist._watch import watch
 
 HOST = socket.gethostname()
+START = """
+import os, sys, time, torch, torch.distributed as dist, ezpz_dist as ez
+rank = ez.setup_torch(timeout=TIMEOUT)
+ez.barrier()
+""".lstrip()
+
+
+def text(timeout, body):
+    return START.replace("TIMEOUT", str(timeout)) + body
+
+
+def test_an_uncaught_exception_ends_all_ranks(programs):
+    # The others compute, and wait for nobody: only the watcher can end them. Its words are not
+    # those of a collective, though they sound so.
+    body = """
+if rank == 1:
+    raise RuntimeError("Connection to the database timed out")
+time.sleep(50)
+"""
+    ends = programs(3, text(60, body), timeout=30)
+    assert [status for status, _, _ in ends] == [1, 1, 1]
+    why = "RuntimeError: Connection to the database timed out"
+    assert why in ends[1][2]
+    said = f"ezpz: rank 1 on {HOST} failed at train.py:6 in <module>: {why}"
+    assert f"{said}; the other ranks end too" in ends[0][2]
+    assert "Traceback" not in ends[2][2]
+
+
+def test_an_interrupted_rank_ends_all_ranks(programs):
+    body = """
+if rank == 0:
+    raise KeyboardInterrupt
+time.sleep(50)
+"""
+    ends = programs(2, text(60, body), timeout=30)
+    assert ends[1][0] == 130
+    said = f"ezpz: rank 0 on {HOST} failed at train.py:6 in <module>: KeyboardInterrupt; the"
+    assert said in ends[1][2]
+
+
+@pytest.mark.parametrize("guilty", [0, 1])
+def test_a_rank_that_is_killed_is_named(programs, guilty):
+    body = f"""
+def train():
+    if rank == {guilty}:
+        os.kill(os.getpid(), 9)
+    ez.barrier()
+train()
+"""
+    ends = programs(3, text(60, body))
+    assert ends[guilty][0] == -signal.SIGKILL
+    for rank in {0, 1, 2} - {guilty}:
+        status, _, errors = ends[rank]
+        assert status == 1
+        told = rf"barrier\(\) at train.py:8 on rank {rank} \({HOST}\) failed after [\d.]+ s: "
+        assert re.search(rf"LostRankError: {told}rank {guilty} on {HOST} has ended", errors), errors
+
+
+@pytest.mark.parametrize("guilty", [0, 1])
+def test_a_rank_that_is_stopped_is_named(programs, guilty):
+    body = f"""
+import signal
+pids = ez.all_gather_object(os.getpid())
+if rank == {guilty}:
+    if os.fork() == 0:  # comes back for it when the others have ended, as the test does not
+        pids.pop({guilty})
+        while any(os.path.exists(f"/proc/{{pid}}") for pid in pids):
+            time.sleep(0.05)
+        os.kill(os.getppid(), 9)
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGSTOP)
+ez.barrier()
+"""
+    ends = programs(3, text(3, body))
+    for rank in {0, 1, 2} - {guilty}:
+        status, _, errors = ends[rank]
+        assert status == 1
+        assert re.search(rf"LostRankError: .* rank {guilty} on {HOST} is stopped \(pid", errors)
+
+
+def test_a_rank_that_sleeps_in_its_data_loader_is_named_with_its_line(programs):
+    body = """
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, i):
+        if rank == 1 and i == 2:
+            time.sleep(100)
+        return torch.ones(3)
+model = ez.wrap_model(torch.nn.Linear(3, 3))
+for batch in torch.utils.data.DataLoader(Data()):
+    model(batch).sum().backward()
+"""
+    ends = programs(3, text(3, body))
+    assert [status for status, _, _ in ends] == [1, 1, 1]
+    told = f"in a collective, because rank 1 on {HOST} stands at train.py:10 in __getitem__"
+    # Whichever of the two times out first ends the other, which may have no time left to say it.
+    assert any(
+        f"ezpz: rank {rank} on {HOST} failed at train.py:14 in <module>: {told}" in ends[rank][2]
+        for rank in (0, 2)
+    ), ends
+
+
+def test_ranks_that_took_other_branches_in_torchs_own_collectives(programs):
+    body = """
+if rank == 1:
+    dist.broadcast(torch.ones(4), 0)
+else:
+    dist.all_reduce(torch.ones(3, 2))
+dist.barrier()
+"""
+    ends = programs(2, text(3, body))
+    assert [status for status, _, _ in ends] == [1, 1]
+    errors = "".join(errors for _, _, errors in ends)
+    # Whoever asks first: its own and the other's.
+    calls = [r"all_reduce \d+ of default_pg, \[3, 2\]", r"broadcast \d+ of default_pg, \[4\]"]
+    told = [
+        rf"rank {1 - rank} on {HOST} stands at train.py:\d+ in <module>.*"
+        rf"\(its last collective: {calls[1 - rank]}; here: {calls[rank]}\)"
+        for rank in (0, 1)
+    ]
+    assert any(re.search(one, errors) for one in told), errors
+
+
+def test_a_rank_that_leaves_early_is_said_to_have_left(programs):
+    body = """
+if rank == 1:
+    ez.cleanup()
+    sys.exit(3)
+ez.barrier()
+"""
+    ends = programs(2, text(60, body))
+    assert [status for status, _, _ in ends] == [1, 3]
+    assert f"rank 1 on {HOST} has left: cleanup() at train.py:6" in ends[0][2]
+
+
+def test_sigterm_unwinds_the_script_and_is_named(programs):
+    body = """
+try:
+    while True:
+        ez.all_reduce(1)
+        if rank == 1:
+            os.kill(os.getpid(), 15)
+finally:
+    if rank == 1:
+        os.kill(os.getpid(), 15)  # launchers repeat it
+    print("unwound", dist.is_initialized())
+"""
+    ends = programs(2, text(60, body))
+    assert [status for status, _, _ in ends] == [1, 143]
+    assert ends[1][1] == "unwound True\n"
+    assert f"rank 1 on {HOST} has left: SIGTERM at train.py:" in ends[0][2]
+
+
+def test_sigterm_at_exit_prints_no_traceback(programs, tmp_path):
+    inner = tmp_path / "inner.py"
+    inner.write_text(text(60, "import atexit; atexit.register(os.kill, os.getpid(), 15)\n"))
+    # an interpreter of its own, for an exit as scripts have it
+    outer = f"""
+    import subprocess, sys
+    sys.exit(subprocess.run([sys.executable, {str(inner)!r}], check=False).returncode)
+    """
+    ends = programs(2, outer)
+    assert [(status, errors) for status, _, errors in ends] == [(0, "")] * 2
+
+
+def test_a_handler_of_the_users_own_stays(programs):
+    body = """
+import signal
+print(signal.getsignal(signal.SIGTERM).__name__)
+ez.cleanup()
+print(signal.getsignal(signal.SIGTERM).__name__, sys.excepthook is sys.__excepthook__)
+"""
+    before = """
+import signal, sys
+def handler(*_): ...
+signal.signal(signal.SIGTERM, handler)
+"""
+    ends = programs(2, before.lstrip() + text(60, body))
+    assert [(status, output) for status, output, _ in ends] == [
+        (0, "handler\nhandler True\n")
+    ] * 2, ends
+
+
+def test_a_forked_child_has_no_part_in_it(programs):
+    body = """
+import multiprocessing, signal
+def child(kind):
+    try:
+        ez.all_reduce(1)
+    except ez.CollectiveError as error:
+        print(error, flush=True)
+    if kind == "waits":
+        is_there.set()
+        time.sleep(50)
+    try:
+        ez.setup_torch(timeout=60)
+    except ez.SetupError as error:
+        print(error, flush=True)
+    ez.cleanup()
+    sys.excepthook(ValueError, ValueError("in the child"), None)
+fork = multiprocessing.get_context("fork")
+is_there = fork.Event()
+ended = fork.Process(target=child, args=("ends",))
+waits = fork.Process(target=child, args=("waits",))
+if rank == 1:
+    ended.start(); waits.start()
+    ended.join()
+    is_there.wait()
+    waits.terminate()
+    waits.join()
+    print(ended.exitcode, waits.exitcode)
+    time.sleep(1.5)  # so long a rank lives that was told to end
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, i):
+        return i * ez.data_share()[0]
+loader = torch.utils.data.DataLoader(Data(), num_workers=2, multiprocessing_context="fork")
+print(sum(int(each) for each in loader), ez.all_reduce(rank))
+"""
+    ends = programs(2, text(60, body))
+    assert [status for status, _, _ in ends] == [0, 0], ends
+    assert ends[0][1] == "0 1\n"
+    said = ends[1][1].splitlines()
+    assert (
+        sum("in a process that rank 1 has forked, such as a worker" in line for line in said) == 2
+    )
+    assert sum("in a process that rank 1 has forked, such as" in line for line in said) == 2
+    assert sum("setup_torch in a process that a rank has forked" in line for line in said) == 1
+    assert said[-2:] == ["0 -15", "6 1"]
+    assert "ValueError: in the child" in ends[1][2]
+
+
+def test_after_clean_up_nothing_of_ours_is_left(programs):
+    body = """
+import signal, threading
+ez.cleanup()
+assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+assert [t.name for t in threading.enumerate() if t.name.startswith("ezpz")] == []
+if rank == 1:
+    raise ValueError("later")
+time.sleep(1)
+print("went on")
+"""
+    ends = programs(2, text(60, body))
+    assert [status for status, _, _ in ends] == [0, 1]
+    assert ends[0][1] == "went on\n"
+    assert "[c10d]" not in ends[0][2] + ends[1][2], "no connection broke under a watcher"
+
+
+# A step that takes too long.
 
 LOOP = """
 import os, time, torch, ezpz_dist as ez

@@ -23,10 +23,10 @@ from ._errors import (
     SetupError,
     WrapError,
 )
-from ._seed import seed_everything, seed_for_rank
-from ._setup import cleanup, setup_torch
+from ._setup import cleanup, seed_everything, seed_for_rank, setup_torch
 from ._version import __version__
-from ._watch import Watch, watch
+from ._watch import StepWatchdog as Watch
+from ._watch import watch
 
 # What a script may never use is imported when it is.
 _LATER = {

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
+import logging
+import math
 import operator
 import pickle
 import struct
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from types import ModuleType
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, overload
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ezpz_device import get_torch_device
 
-from . import _values
 from ._errors import CollectiveError
 from ._members import (
     ROOM,
@@ -34,9 +33,11 @@ from ._members import (
     place_for,
     summary,
 )
-from ._values import refold, tell_of_gradient, unfold
-from ._watch import explain, waiting
-from ._world import World, find_world
+from ._mpi import find_channel
+from ._world import find_world
+
+logger = logging.getLogger(__name__)
+
 
 # Wait for a device's work.
 
@@ -60,182 +61,6 @@ def synchronize(device: str | torch.device | None = None) -> None:
         torch.mps.synchronize()
     elif where.type != "cpu":
         torch.get_device_module(where).synchronize(where)
-
-
-# The same exchange over MPI, for those who ask for it: always timed, never a blocking call.
-
-_SPIN = 1e-3
-"""Seconds in which a waiting rank asks MPI again as soon as the others have had the core."""
-
-_POLL = 1e-3
-
-_TYPES = {
-    torch.float32: "FLOAT",
-    torch.float64: "DOUBLE",
-    torch.int32: "INT32_T",
-    torch.int64: "INT64_T",
-}
-_OPS = {"sum": "SUM", "min": "MIN", "max": "MAX", "product": "PROD"}
-
-_opened: OverMpi | None = None
-
-_abandoned: list[Any] = []
-"""Operations that did not come about, with their memory: MPI may still write into it."""
-
-
-def find_channel(
-    operation: str,
-    implementation: str,
-    members: Members | None,
-    group: dist.ProcessGroup | None,
-) -> Channel | None:
-    """Return what carries a collective; None where this process is the only rank.
-
-    Args:
-        operation: What is called: ``"barrier()"``.
-        implementation: ``"torch"`` or ``"mpi"``.
-        members: The ranks.
-        group: What the caller gave; MPI has the world only.
-
-    Raises:
-        CollectiveError: MPI's world is not this job's, or another rank cannot take part.
-        MismatchError: Not every rank uses MPI, where it is the first time that one does.
-        ValueError: ``implementation`` is unknown, or ``"mpi"`` with a group.
-    """
-    if implementation == "torch":
-        return members
-    refusal: ValueError | None = None
-    if implementation != "mpi":
-        refusal = ValueError(f"implementation {implementation!r}; expected 'torch' or 'mpi'")
-    elif group is not None:
-        refusal = ValueError(
-            f"{operation} with implementation='mpi' and a group; expected group=None, because MPI "
-            "knows nothing of torch's groups; leave one of the two out"
-        )
-    if refusal is not None:
-        if members is not None:
-            exchange(Call(operation), members, refusal=refusal)
-        raise refusal
-    return None if members is None else _open(operation, members)
-
-
-@dataclass(frozen=True, slots=True)
-class OverMpi:
-    """All ranks, over a communicator of our own.
-
-    Attributes:
-        world: What set-up decided.
-        ranks: Their ranks.
-        place: This rank.
-        where: The host: MPI need not know of devices.
-    """
-
-    world: World
-    ranks: Sequence[int]
-    place: int
-    where: torch.device
-    _mpi: ModuleType
-    _comm: Any
-
-    def gather(self, mine: bytearray, what: str, timeout: float | None = None) -> bytearray:
-        """Return every rank's bytes, of equal length, one after the other by rank."""
-        every = bytearray(len(mine) * len(self.ranks))
-        byte = self._mpi.BYTE
-        request = self._comm.Iallgather([mine, byte], [every, byte])
-        finish(request, (mine, every), f"{what} over MPI", self.world, timeout)
-        return every
-
-    def reduce(self, tensor: torch.Tensor, op: str, what: str) -> None:
-        """Combine a contiguous tensor on the host over the ranks, in place."""
-        mpi = self._mpi
-        # By address: mpi4py would want numpy to see into a tensor.
-        memory = mpi.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
-        spec = [memory, getattr(mpi, _TYPES[tensor.dtype])]
-        request = self._comm.Iallreduce(mpi.IN_PLACE, spec, getattr(mpi, _OPS[op]))
-        finish(request, tensor, f"{what} over MPI", self.world, None)
-
-
-def finish(request: Any, memory: object, what: str, world: World, timeout: float | None) -> None:
-    """Wait for a request of MPI's, at most so long.
-
-    Args:
-        request: An ``mpi4py.MPI.Request``.
-        memory: What it reads and writes.
-        what: The operation.
-        world: The world.
-        timeout: Seconds; None: the world's own.
-
-    Raises:
-        HangError: It is not done in time; names the ranks that have not come.
-    """
-    limit = world.timeout if timeout is None else timeout
-    start = time.monotonic()
-    with waiting(what, world):
-        while not request.Test():
-            waited = time.monotonic() - start
-            if waited > limit:
-                _abandoned.append((request, memory))
-                raise explain(TimeoutError(f"not done after {limit:g} s"), what, world, waited)
-            time.sleep(0 if waited < _SPIN else _POLL)
-
-
-def _open(operation: str, members: Members) -> OverMpi:
-    global _opened
-    ours = _opened if _opened is not None and _opened.world is members.world else None
-    if ours is not None and ours._mpi.Is_finalized():  # noqa: SLF001  # our own
-        raise _ended(ours._mpi)  # noqa: SLF001
-    # Once those who were missing have come after all, MPI is in step again.
-    _abandoned[:] = [each for each in _abandoned if not each[0].Test()]
-    if _abandoned:
-        raise CollectiveError(
-            f"{operation} with implementation='mpi' after one that not all ranks have come to yet: "
-            "MPI cannot take it back; expected implementation='torch' until then"
-        )
-    if ours is not None:
-        return ours
-    # MPI may only now be initialised, and waits for all ranks, without a time-out.
-    call = Call(f"{operation} with implementation='mpi', for the first time")
-    exchange(call, members)
-    mpi: ModuleType | None = None
-    refusal: CollectiveError | None = None
-    try:
-        mpi = importlib.import_module("mpi4py.MPI")
-    except (ImportError, RuntimeError) as error:
-        refusal = CollectiveError(f"mpi4py cannot load an MPI ({error}); expected one; {_REMEDY}")
-    else:
-        refusal = _foreign(mpi, members)
-    exchange(call, members, refusal=refusal)
-    assert mpi is not None  # or the exchange would have raised
-    # Of our own: the script's messages and ours must not meet.
-    comm, request = mpi.COMM_WORLD.Idup()
-    finish(request, comm, f"{call.name} over MPI", members.world, None)
-    _opened = OverMpi(members.world, members.ranks, members.place, torch.device("cpu"), mpi, comm)
-    return _opened
-
-
-_REMEDY = "start the ranks with mpiexec, or leave implementation='mpi' out"
-
-
-def _ended(mpi: ModuleType) -> CollectiveError:
-    state = "was finalized" if mpi.Is_finalized() else "is not initialized"
-    return CollectiveError(
-        f"implementation='mpi' where MPI {state}; expected the script to leave that to mpi4py, or "
-        "implementation='torch'"
-    )
-
-
-def _foreign(mpi: ModuleType, members: Members) -> CollectiveError | None:
-    if mpi.Is_finalized() or not mpi.Is_initialized():
-        # The next call would end the process.
-        return _ended(mpi)
-    comm, info = mpi.COMM_WORLD, members.world.info
-    if (comm.rank, comm.size) == (info.rank, info.world_size):
-        return None
-    library = mpi.Get_library_version().splitlines()[0]
-    return CollectiveError(
-        f"mpi4py sees rank {comm.rank} of {comm.size} ({library}), set-up {info.rank} of "
-        f"{info.world_size} ({info.launcher}); expected MPI's world to be this job's; {_REMEDY}"
-    )
 
 
 # Wait until every rank is here.
@@ -322,29 +147,30 @@ def broadcast(obj: T, root: int = 0, group: dist.ProcessGroup | None = None) -> 
     try:
         root = _checked(root, members)
         call = Call(f"broadcast(root={root})")  # one of numpy's ints has another repr
-        payload, data = _packed(obj) if members and _is_root(root, members) else (b"", None)
+        sends = members is not None and members.ranks[members.place] == root
+        payload, data = _packed(obj) if sends else (b"", None)
     except Exception as error:
         # Whatever it is: the others must not wait for it.
         if members is not None:
             exchange(call, members, refusal=error)
         raise
     if members is None:
-        return kept(obj)
+        return own_result(obj)
     payload = bytes(payload_of(members.ranks.index(root), exchange(call, members, payload)))
-    if _is_root(root, members):
+    if sends:
         if data is not None:
             members.send(data, root, call.name)
-        return kept(obj)
+        return own_result(obj)
     result: T = _received(payload, root, members, call.name)
     return result
 
 
-def kept(obj: T) -> T:
+def own_result(obj: T) -> T:
     """Return what a rank gets of its own object: the object, a tensor without its graph."""
-    if not isinstance(obj, torch.Tensor):
+    if not isinstance(obj, Tensor):
         return obj
     if obj.grad_fn is not None:  # a parameter is broadcast for its value
-        tell_of_gradient("broadcast()")
+        _warn_of_gradient("broadcast()")
     return obj.detach()  # type: ignore[return-value]  # a tensor for a tensor
 
 
@@ -362,14 +188,10 @@ def _checked(root: object, members: Members | None) -> int:
     return number
 
 
-def _is_root(root: int, members: Members) -> bool:
-    return members.ranks[members.place] == root
-
-
-def _packed(obj: object) -> tuple[bytes, torch.Tensor | None]:
+def _packed(obj: object) -> tuple[bytes, Tensor | None]:
     """Return what goes into the exchange, and what follows it: uint8 [bytes]."""
-    obj = kept(obj)
-    if isinstance(obj, torch.Tensor) and is_plain(obj):
+    obj = own_result(obj)
+    if isinstance(obj, Tensor) and is_plain(obj):
         data = as_bytes(obj)
         about = (str(obj.dtype)[6:], tuple(obj.shape), obj.device.type != "cpu")
         header = _HEADER.pack(_TENSOR, data.numel()) + pickle.dumps(about)
@@ -439,10 +261,10 @@ def all_gather_object(obj: object, group: dist.ProcessGroup | None = None) -> li
     """
     members = find_members("all_gather_object()", group)
     if members is None:
-        return [kept(obj)]
+        return [own_result(obj)]
     call = Call("all_gather_object()")
     try:
-        mine = dump(kept(obj))
+        mine = dump(own_result(obj))
     except Exception as error:
         # Whatever it is: the others must not wait for it.
         exchange(call, members, refusal=error)
@@ -452,31 +274,21 @@ def all_gather_object(obj: object, group: dist.ProcessGroup | None = None) -> li
     every = exchange(call, members, payload)
     slots = [payload_of(place, every) for place in range(len(members.ranks))]
     lengths = [_LENGTH.unpack_from(slot)[0] for slot in slots]
-    pickles = [
-        slot[_LENGTH.size : _LENGTH.size + length]
-        for slot, length in zip(slots, lengths, strict=True)
-    ]
-    if max(lengths) > room:
-        pickles = _fetch(bytearray(mine), lengths, members, call.name)
-    return [
-        kept(obj) if place == members.place else load(pickles[place], members.ranks[place])
-        for place in range(len(pickles))
-    ]
-
-
-def _fetch(mine: bytearray, lengths: list[int], members: Members, what: str) -> list[bytearray]:
-    """Return every rank's pickle, where not all had room in the exchange."""
     longest = max(lengths)
-    if longest * len(lengths) <= _WASTE * sum(lengths):
-        every = members.gather(mine.ljust(longest, b"\0"), what)
-        return [every[at * longest : at * longest + length] for at, length in enumerate(lengths)]
-    # One rank's is far longer than the others': padding to it would need its memory for each.
-    pickles = []
-    for place, length in enumerate(lengths):
-        pickle = mine if place == members.place else bytearray(length)
-        members.send(torch.frombuffer(pickle, dtype=torch.uint8), members.ranks[place], what)
-        pickles.append(pickle)
-    return pickles
+    pickles = [slot[_LENGTH.size :][:length] for slot, length in zip(slots, lengths, strict=True)]
+    if room < longest <= _WASTE * sum(lengths) / len(lengths):
+        every = members.gather(bytearray(mine).ljust(longest, b"\0"), call.name)
+        pickles = [every[at * longest :][:length] for at, length in enumerate(lengths)]
+    elif room < longest:
+        # One rank's is far longer than the others': padding to it would need its memory for each.
+        pickles = [bytearray(length) for length in lengths]
+        pickles[members.place][:] = mine
+        for rank, raw in zip(members.ranks, pickles, strict=True):
+            members.send(torch.frombuffer(raw, dtype=torch.uint8), rank, call.name)
+    return [
+        own_result(obj) if place == members.place else load(raw, members.ranks[place])
+        for place, raw in enumerate(pickles)
+    ]
 
 
 # Numbers, tensors, arrays and dicts of them, combined over the ranks.
@@ -492,11 +304,11 @@ all types; beyond, one all-reduce a type moves less."""
 
 @overload
 def all_reduce(
-    obj: torch.Tensor,
+    obj: Tensor,
     op: str = "sum",
     implementation: str = "torch",
     group: dist.ProcessGroup | None = None,
-) -> torch.Tensor: ...
+) -> Tensor: ...
 @overload
 def all_reduce(
     obj: float,
@@ -556,24 +368,21 @@ def all_reduce(
     members = find_members("all_reduce()", group)
     channel = find_channel("all_reduce()", implementation, members, group)
     try:
-        parcel = _Parcel(obj, _known(op))
+        if op not in (*OPS, "avg"):
+            raise ValueError(f"op {op!r}; expected one of {', '.join(OPS)}")
+        summands = _Summands(obj, "mean" if op == "avg" else op)
         if channel is not None:
-            parcel.load(channel)
+            summands.load(channel)
     except Exception as error:
         # Whatever it is, a device out of memory too: the others must not wait for it.
         if channel is not None:
             exchange(Call("all_reduce()"), channel, refusal=error)
         raise
-    return refold(obj, iter(parcel.alone() if channel is None else parcel.combine(channel)))
+    results = summands.alone() if channel is None else summands.combine(channel)
+    return refold(obj, iter(results))
 
 
-def _known(op: str) -> str:
-    if op not in (*OPS, "avg"):
-        raise ValueError(f"op {op!r}; expected one of {', '.join(OPS)}")
-    return "mean" if op == "avg" else op
-
-
-class _Parcel:
+class _Summands:
     """What one rank brings: leaves, those that are numbers, and those that are tensors."""
 
     def __init__(self, obj: object, op: str) -> None:
@@ -581,8 +390,8 @@ class _Parcel:
         self._keys, self._leaves = unfold(obj)
         self._kinds: list[str] = []
         self._numbers: dict[int, int | float] = {}
-        self._tensors: dict[int, torch.Tensor] = {}
-        self._flats: list[tuple[list[int], _values.Flat]] = []
+        self._tensors: dict[int, Tensor] = {}
+        self._flats: list[tuple[list[int], Flat]] = []
         self._packed = b""
         self._together = True
         for at, leaf in enumerate(self._leaves):
@@ -593,14 +402,14 @@ class _Parcel:
                 raise type(error)(f"{error}; it is at key {key}" if key else str(error)) from error
 
     def _take(self, at: int, leaf: object) -> str:
-        number = _values.as_number(leaf)
+        number = as_number(leaf)
         if number is not None:
             self._numbers[at] = number
             return "number"
-        tensor = _values.as_tensor(leaf, self._op)
+        tensor = as_tensor(leaf, self._op)
         if tensor is not None:
             self._tensors[at] = tensor
-            return _values.kind(tensor)
+            return f"{str(tensor.dtype)[6:]} {list(tensor.shape)}"
         if isinstance(leaf, dict):  # an empty one
             return "{}"
         raise TypeError(
@@ -612,18 +421,24 @@ class _Parcel:
         """Return the results of one rank."""
         done = self._leaves.copy()
         for at, number in self._numbers.items():
-            done[at] = _values.like(done[at], _values.combine([number], self._op))
+            done[at] = like(done[at], combine([number], self._op))
         for at, tensor in self._tensors.items():
             result = tensor.resolve_conj().clone(memory_format=torch.contiguous_format)
-            done[at] = _values.tensor_like(done[at], result)
+            done[at] = result if isinstance(done[at], Tensor) else result.numpy()
         return done
 
     def load(self, channel: Channel) -> None:
         """Bring everything into the form in which it travels: all that can fail on one rank."""
-        self._packed = _values.pack(list(self._numbers.values()))
+        self._packed = pack(list(self._numbers.values()))
         if not self._tensors:
             return
-        self._flats = _values.flatten(self._tensors, self._op)
+        by_type: dict[torch.dtype, list[int]] = {}
+        for at, tensor in self._tensors.items():
+            by_type.setdefault(_TRAVELS_AS[tensor.dtype], []).append(at)
+        # By name: not in the order in which this rank happens to have them.
+        for dtype, places in sorted(by_type.items(), key=lambda item: str(item[0])):
+            flat = Flat(dtype, [self._tensors[at] for at in places], self._op)
+            self._flats.append((places, flat))
         total = len(self._packed) + sum(flat.nbytes for _, flat in self._flats)
         self._together = total <= ROOM or total * len(channel.ranks) <= _GATHERED
         for _, flat in self._flats:
@@ -634,7 +449,14 @@ class _Parcel:
     def combine(self, channel: Channel) -> list[Any]:
         """Return the results of all ranks. Collective: every rank of the channel calls this."""
         call = Call("all_reduce", self._op, tuple(zip(self._keys, self._kinds, strict=True)))
-        every = self._swap(channel, call)
+        length, ranks = len(self._packed), len(channel.ranks)
+        if length <= ROOM:
+            slots = exchange(call, channel, self._packed)
+            every = [payload_of(place, slots) for place in range(ranks)]
+        else:
+            exchange(call, channel)
+            whole = channel.gather(bytearray(self._packed), summary(call)[1])
+            every = [whole[place * length : (place + 1) * length] for place in range(ranks)]
         if not self._together:
             # All of them first: what fails on one rank only must not come between.
             for _, flat in self._flats:
@@ -644,25 +466,321 @@ class _Parcel:
         done = self._leaves.copy()
         count = len(self._numbers)
         if count:
-            results = _values.combine_packed(every, count, self._op)
+            results = combine_packed(every, count, self._op)
             for at, number in zip(self._numbers, results, strict=True):
-                done[at] = _values.like(done[at], number)
-        start = _values.SIZE * count
+                done[at] = like(done[at], number)
+        start = _PACKED * count
         for places, flat in self._flats:
             if self._together:
                 end = start + flat.nbytes
                 flat.combine_rows([one[start:end] for one in every])
                 start = end
-            for at, result in zip(places, flat.results(len(channel.ranks)), strict=True):
-                done[at] = _values.tensor_like(done[at], result)
+            for at, result in zip(places, flat.results(ranks), strict=True):
+                done[at] = result if isinstance(done[at], Tensor) else result.numpy()
         return done
 
-    def _swap(self, channel: Channel, call: Call) -> list[bytearray]:
-        """Return what each rank has packed: from the exchange, where there was room in it."""
-        length, ranks = len(self._packed), range(len(channel.ranks))
-        if length <= ROOM:
-            every = exchange(call, channel, self._packed)
-            return [payload_of(place, every) for place in ranks]
-        exchange(call, channel)
-        every = channel.gather(bytearray(self._packed), summary(call)[1])
-        return [every[place * length : (place + 1) * length] for place in ranks]
+
+# A dict of dicts as a row of leaves, in an order that does not depend on insertion.
+
+
+def unfold(obj: object) -> tuple[list[str], list[Any]]:
+    """Return keys in words, and a leaf for each; the key is empty where ``obj`` is no dict."""
+    if not isinstance(obj, dict):
+        return [""], [obj]
+    keys: list[str] = []
+    leaves: list[Any] = []
+    _collect(obj, "", keys, leaves)
+    return keys, leaves
+
+
+def refold(obj: Any, results: Iterator[Any]) -> Any:
+    """Return an object like ``obj``, its leaves replaced in `unfold`'s order."""
+    if not isinstance(obj, dict):
+        return next(results)
+    done = dict.fromkeys(obj)
+    for key in _order(obj):
+        value = obj[key]
+        done[key] = refold(value, results) if isinstance(value, dict) and value else next(results)
+    return done
+
+
+def _collect(mapping: dict[Any, Any], above: str, keys: list[str], leaves: list[Any]) -> None:
+    for key in _order(mapping):
+        if not isinstance(key, (str, int)):  # others need not look alike on all ranks
+            raise TypeError(f"all_reduce of a dict with the key {key!r}; expected strings or ints")
+        value = mapping[key]
+        if isinstance(value, dict) and value:
+            _collect(value, f"{above}{key!r} > ", keys, leaves)
+        else:
+            keys.append(f"{above}{key!r}")
+            leaves.append(value)
+
+
+def _order(mapping: dict[Any, Any]) -> list[Any]:
+    try:
+        return sorted(mapping)
+    except TypeError:  # strings and ints
+        return sorted(mapping, key=repr)
+
+
+# Numbers of several ranks, combined exactly and alike on each.
+
+_PACKED = 9
+"""Bytes of a packed number."""
+
+_FAR = 64
+"""Binary places by which summands are moved where their sum's steps overflow."""
+
+
+def as_number(value: object) -> int | float | None:
+    """Return an int or a float for a number of Python's or numpy's; None for anything else."""
+    if type(value) is float:
+        return value
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic):
+        if isinstance(value, numpy.integer):
+            number: float = int(value)
+        elif isinstance(value, numpy.floating) and value.itemsize <= 8:
+            number = float(value)
+        else:  # a bool, a complex number, a long double that no float can hold
+            return None
+    elif isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    else:
+        number = int(value) if isinstance(value, int) else float(value)
+    if isinstance(number, int) and not -(1 << 63) <= number < 1 << 63:
+        raise OverflowError(f"all_reduce of {number}; expected an int of at most 64 bits")
+    return number
+
+
+def like(mine: object, result: float) -> Any:
+    """Return the result as the kind of number that this rank gave.
+
+    A numpy scalar keeps its dtype; but an int that does not fit in it becomes a Python int,
+    and what is no int any more (a mean) a float64.
+    """
+    if type(mine) in (int, float):
+        return result
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not isinstance(mine, numpy.generic):
+        return result
+    if isinstance(mine, numpy.floating):
+        return mine.dtype.type(result)
+    if isinstance(result, int):
+        limits = numpy.iinfo(mine.dtype)
+        return mine.dtype.type(result) if limits.min <= result <= limits.max else result
+    return numpy.float64(result)
+
+
+def pack(numbers: Sequence[int | float]) -> bytes:
+    """Return nine bytes a number: first all kinds, so that an int and a float are told apart."""
+    kinds = "".join(["q" if isinstance(number, int) else "d" for number in numbers])
+    return kinds.encode() + struct.pack(f"={kinds}", *numbers)
+
+
+def combine_packed(every: Sequence[bytes | bytearray], count: int, op: str) -> list[float]:
+    """Return the ``count`` numbers that those at the start of each rank's bytes make."""
+    rows = [struct.unpack_from(f"={packed[:count].decode()}", packed, count) for packed in every]
+    columns = zip(*rows, strict=True)
+    if op not in ("sum", "mean") or any(b"q" in packed[:count] for packed in every):
+        return [combine(column, op) for column in columns]
+    # What nearly every call is, in a third of the time.
+    try:
+        totals = list(map(math.fsum, columns))
+    except (OverflowError, ValueError):
+        return [combine(column, op) for column in zip(*rows, strict=True)]
+    return totals if op == "sum" else [total / len(rows) for total in totals]
+
+
+def combine(numbers: Sequence[int | float], op: str) -> int | float:
+    """Return one number for those of all ranks."""
+    whole = {*map(type, numbers)} == {int}
+    if op in ("sum", "mean"):
+        share = len(numbers) if op == "mean" else 1
+        if not whole:
+            return _total(numbers, share)
+        return sum(numbers) / share if op == "mean" else sum(numbers)
+    if op == "product":
+        # As floats where one is: a product of ints can be too large to become one.
+        return math.prod(numbers if whole else map(float, numbers))
+    if not whole and any(map(math.isnan, numbers)):
+        return math.nan
+    chosen = min(numbers) if op == "min" else max(numbers)
+    return chosen if whole else float(chosen)
+
+
+def _total(mixed: Sequence[int | float], share: int) -> float:
+    # And what is lost where a large int becomes a float.
+    lost = [number - int(float(number)) for number in mixed if isinstance(number, int)]
+    numbers = [*map(float, mixed), *map(float, lost)]
+    try:
+        return math.fsum(numbers) / share
+    except ValueError:  # infinities of both signs
+        return math.nan
+    except OverflowError:  # of an intermediate sum, not necessarily of the last
+        near = [math.ldexp(number, -_FAR) for number in numbers]
+        return math.fsum(near) / share * 2.0**_FAR
+
+
+# Tensors and arrays as few flat ones, which ranks combine in one go.
+
+_TRAVELS_AS: dict[torch.dtype, torch.dtype] = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.float32: torch.float32,
+    torch.float64: torch.float64,
+    torch.complex64: torch.float32,
+    torch.complex128: torch.float64,
+    torch.uint8: torch.int64,
+    torch.int8: torch.int64,
+    torch.int16: torch.int64,
+    torch.int32: torch.int64,
+    torch.int64: torch.int64,
+}
+"""Three types for all: every backend and MPI has them, and a dict needs few collectives.
+
+Sums of 16-bit floats are made in 32 bits (their mean must not overflow), complex numbers are
+pairs of reals, and a sum modulo 2**64 is one modulo 2**8 as well.
+"""
+
+DTYPES = tuple(_TRAVELS_AS)
+"""What `all_reduce` takes, in every world."""
+
+_BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
+
+_COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "product": torch.mul,
+}
+
+
+def as_tensor(value: object, op: str) -> Tensor | None:
+    """Return a detached tensor for a tensor or numpy array; None for anything else."""
+    numpy, tensors = sys.modules.get("numpy"), sys.modules.get("torch.distributed.tensor")
+    if isinstance(value, Tensor):
+        if value.requires_grad:
+            _warn_of_gradient("all_reduce()")
+        if tensors is not None and isinstance(value, tensors.DTensor):
+            raise TypeError(
+                "all_reduce of a DTensor, which has collectives of its own; expected a plain "
+                "tensor; give its full_tensor() or to_local()"
+            )
+        tensor = value
+    elif numpy is not None and type(value) in (numpy.ndarray, numpy.memmap):
+        try:
+            # A copy: torch warns of arrays that cannot be written, and refuses negative strides.
+            tensor = torch.from_numpy(numpy.array(value, order="C"))
+        except TypeError as error:
+            raise TypeError(f"all_reduce of a {value.dtype} array: {error}") from error  # type: ignore[attr-defined]
+    else:
+        return None
+    if tensor.dtype not in DTYPES or tensor.layout is not torch.strided or tensor.is_meta:
+        raise TypeError(
+            f"all_reduce of a {tensor.layout} {tensor.dtype} tensor on {tensor.device}; expected "
+            f"a dense one of {', '.join(str(dtype) for dtype in DTYPES)}"
+        )
+    if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise ValueError(f"the mean of a {tensor.dtype} tensor; expected a floating-point one")
+    if op not in ("sum", "mean") and tensor.is_complex():
+        raise ValueError(f"the {op} of a {tensor.dtype} tensor; expected real numbers")
+    return tensor.detach()
+
+
+_warned = False
+
+
+def _warn_of_gradient(operation: str) -> None:
+    """Warn, once, that no gradient goes through a collective that is given a tensor with one."""
+    global _warned
+    if _warned or not torch.is_grad_enabled():
+        return
+    _warned = True
+    logger.warning(
+        "%s of a tensor with requires_grad returns one without: no gradient flows through it. "
+        "Give it tensor.detach() if only the value counts; for the gradient use "
+        "torch.distributed._functional_collectives.all_reduce",
+        operation,
+    )
+
+
+class Flat:
+    """Tensors that travel as one: one after the other, in a type that every backend has."""
+
+    def __init__(self, dtype: torch.dtype, tensors: Sequence[Tensor], op: str) -> None:
+        self._dtype, self._tensors, self._op = dtype, tensors, op
+        self._ordered = op in ("min", "max") and dtype in _BITS
+        pairs = [2 if tensor.is_complex() else 1 for tensor in tensors]
+        self._sizes = [t.numel() * pair for t, pair in zip(tensors, pairs, strict=True)]
+        devices = {tensor.device for tensor in tensors}
+        self._home = devices.pop() if len(devices) == 1 else None
+        self.elements = sum(self._sizes)
+        self.nbytes = self.elements * dtype.itemsize
+        self.data = torch.empty(0)
+        """[elements]; for a minimum or maximum ints in the floats' order."""
+
+    def _parts(self, data: Tensor) -> Sequence[Tensor]:
+        # The method `split` spends more time in Python than this does in all.
+        return [data] if len(self._sizes) == 1 else data.split_with_sizes(self._sizes)
+
+    def load(self, where: torch.device) -> Flat:
+        """Put the tensors together on a device."""
+        # Where they lie, if that is one place: one copy between devices, not one for each.
+        self.data = torch.empty(self.elements, dtype=self._dtype, device=self._home or where)
+        for part, tensor in zip(self._parts(self.data), self._tensors, strict=True):
+            real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+            part.view(real.shape).copy_(real)
+        if self._ordered:
+            # Floats compare as their bits do, once those of negative ones are turned over. So a
+            # NaN can be made to win: whether one survives a minimum would depend on its rank.
+            bits = self.data.view(_BITS[self._dtype])
+            limits = torch.iinfo(bits.dtype)
+            lost = self.data.isnan()
+            bits ^= (bits >> (limits.bits - 1)) & limits.max
+            self.data = bits.masked_fill_(lost, limits.min if self._op == "min" else limits.max)
+        self.data = self.data.to(where)
+        return self
+
+    def raw(self) -> bytearray:
+        """Return the loaded elements' bytes."""
+        raw = bytearray(self.nbytes)
+        if raw:
+            torch.frombuffer(raw, dtype=self.data.dtype).copy_(self.data)
+        return raw
+
+    def combine_rows(self, every: Sequence[bytes | bytearray]) -> None:
+        """Combine the bytes of all ranks here: by elements, in an order that all ranks share."""
+        if not self.elements:
+            return
+        rows = torch.frombuffer(bytearray(b"".join(every)), dtype=self.data.dtype)
+        rows = rows.view(len(every), self.elements)
+        combine = _COMBINE["sum" if self._op == "mean" else self._op]
+        while len(rows) > 1:
+            half = len(rows) // 2
+            pairs = combine(rows[:half], rows[half : 2 * half])
+            rows = pairs if 2 * half == len(rows) else torch.cat([pairs, rows[2 * half :]])
+        self.data = rows[0]
+
+    def results(self, ranks: int) -> list[Tensor]:
+        """Return a tensor like each of those taken, on its device."""
+        data = self.data
+        if self._ordered:
+            limits = torch.iinfo(data.dtype)
+            data = (data ^ ((data >> (limits.bits - 1)) & limits.max)).view(self._dtype)
+        if self._op == "mean":
+            data = data / ranks
+        if self._home is not None:
+            data = data.to(self._home)
+        # Parts of one storage would keep, and save, all of it.
+        copy = len(self._tensors) > 1
+        done = []
+        for part, tensor in zip(self._parts(data), self._tensors, strict=True):
+            shaped = (
+                # A clone: complex numbers may not begin at an odd place of a storage.
+                torch.view_as_complex(part.clone().view(*tensor.shape, 2))
+                if tensor.is_complex()
+                else part.view(tensor.shape)
+            )
+            done.append(shaped.to(device=tensor.device, dtype=tensor.dtype, copy=copy))
+        return done

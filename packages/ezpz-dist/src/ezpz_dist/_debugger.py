@@ -27,7 +27,7 @@ from typing import IO, Any, NamedTuple, cast
 from ezpz_topo import RankInfo, get_hostname, get_rank_info
 
 from . import _attach
-from ._diagnosis import call_roll, find_watcher, held
+from ._diagnosis import call_roll, find_responder, held
 from ._errors import DistError, HangError, LostRankError
 from ._watch import waiting
 from ._world import World, current_world
@@ -537,11 +537,11 @@ def _wait(world: World, rank: int, key: str, line: str) -> None:
 
 def _standing(rank: int) -> tuple[str, bool]:
     """Return where a rank stands, or what became of it, and whether it answered itself."""
-    watcher = find_watcher()
-    if watcher is None:
+    responder = find_responder()
+    if responder is None:
         return f"rank {rank} cannot be asked", True
-    call = call_roll(watcher)
-    if rank in call.standings:
-        return str(call.standings[rank]), True
+    call = call_roll(responder)
+    if rank in call.locations:
+        return str(call.locations[rank]), True
     fate = call.silent.get(rank, "is not known of")
     return f"rank {rank} on {call.hosts.get(rank, '?')} {fate}", False

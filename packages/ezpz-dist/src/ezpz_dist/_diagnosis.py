@@ -1,4 +1,4 @@
-"""Who is missing, and where each rank stands: asked through a side store when something fails."""
+"""Who is missing, and where each rank stands: asked through a side store when a wait fails."""
 
 from __future__ import annotations
 
@@ -18,15 +18,105 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import cache
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
-from torch.distributed import Store  # type: ignore[attr-defined]  # torch exports it so
+from torch.distributed import (  # type: ignore[attr-defined]  # torch exports them so
+    DistNetworkError,
+    DistStoreError,
+    Store,
+)
 
-from ._store import LOST, arrived, set_all, values, within
+logger = logging.getLogger(__name__)
 
-# Whether a process of this host runs, is stopped, or has ended: read from /proc.
+T = TypeVar("T")
 
-STATES = {"T": "stopped", "t": "stopped by a debugger", "Z": "ended", "X": "ended"}
+
+# Requests to a store that end, and that stay small however many ranks there are.
+
+LOST = (DistNetworkError, DistStoreError)
+"""What torch raises where the store's server is gone, stopped, or has no such key in time."""
+
+_AT_ONCE = 1024
+"""Keys in one request: a server reads a request again with each piece that arrives of it, so that
+one of 120,960 keys takes 0.9 s of its time, and in parts 0.03 s (torch 2.13, libuv)."""
+
+
+def within(seconds: float, request: Callable[[], T]) -> T:
+    """Return what a request to a store answers; DistStoreError if it takes longer.
+
+    A stopped server accepts connections and never answers, and most requests have no time-out of
+    their own (torch 2.13): the thread that waits for it is left behind.
+    """
+    answers: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            answers.append(request())
+        except BaseException as error:  # noqa: BLE001 - raised by the caller's thread
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="ezpz-asks", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not answers:
+        raise DistStoreError(f"the store did not answer in {seconds:g} s")
+    return answers[0]
+
+
+def arrived(store: Store, keys: Sequence[str], seconds: float) -> list[str]:
+    """Return those keys that are there, once all are or the time is over.
+
+    Not by `Store.wait`, which writes two lines of torch's to standard error where it times out.
+    """
+    deadline, pause = time.monotonic() + seconds, 0.1e-3
+    while not all_there(store, keys):
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return _present(store, keys)
+        time.sleep(min(pause, left))
+        pause = min(2 * pause, 0.05)
+    return list(keys)
+
+
+def values(store: Store, keys: Sequence[str]) -> list[bytes]:
+    """Return the values of many keys, waiting for those that are not there yet."""
+    return [value for part in _parts(keys) for value in store.multi_get(part)]
+
+
+def set_all(store: Store, keys: Sequence[str], value: str) -> None:
+    """Give many keys one value."""
+    for part in _parts(keys):
+        store.multi_set(part, [value] * len(part))  # type: ignore[attr-defined]  # not in its stub
+
+
+def all_there(store: Store, keys: Sequence[str]) -> bool:
+    """Return whether every key is there."""
+    return all(store.check(part) for part in _parts(keys))
+
+
+def _parts(keys: Sequence[str]) -> Iterator[list[str]]:
+    return (list(keys[at : at + _AT_ONCE]) for at in range(0, len(keys), _AT_ONCE))
+
+
+def _present(store: Store, keys: Sequence[str]) -> list[str]:
+    # Halving: few are missing among many.
+    if all_there(store, keys):
+        return list(keys)
+    if len(keys) == 1:
+        return []
+    half = len(keys) // 2
+    return [*_present(store, keys[:half]), *_present(store, keys[half:])]
+
+
+# Whether a process of this host runs, is stopped, or has ended.
+
+_STATES = {
+    "T": "stopped", "t": "stopped by a debugger", "Z": "ended", "X": "ended",
+    "D": "waiting for a disk or driver",
+}  # fmt: skip
 
 
 def pid_namespace() -> int:
@@ -38,12 +128,7 @@ def pid_namespace() -> int:
 
 
 def state_of(pid: int, namespace: int) -> str:
-    """Return ``"stopped"``, ``"ended"``, ``"running"``, ``"waiting for a disk or driver"``, or "".
-
-    Args:
-        pid: A process of this host.
-        namespace: The PID namespace in which it has that number; another than ours: "".
-    """
+    """Return ``"stopped"``, ``"ended"``, ``"running"``, ...; "" in another PID namespace."""
     if not namespace or namespace != pid_namespace():
         return ""
     try:
@@ -53,164 +138,94 @@ def state_of(pid: int, namespace: int) -> str:
         return "ended"
     except OSError:
         return ""
-    if letter == "D":
-        return "waiting for a disk or driver"
-    return STATES.get(letter, "running")
-
-
-# The collective of ours that this rank's main thread waits in, for whoever asks.
-
-_waits: list[str] = []
-
-_failed_at = ""
-
-_holds = 0
-
-_held_until = 0.0
-
-
-def failed_at() -> str:
-    """Return the line at which this rank's script has failed, whose frames are gone; or ""."""
-    return _failed_at
-
-
-def fail(line: str) -> None:
-    """Say where this rank's script has failed."""
-    global _failed_at
-    _failed_at = line
-
-
-def current() -> str:
-    """Return the innermost one in words; empty outside of any."""
-    return _waits[-1] if _waits else ""
-
-
-def enter(what: str) -> None:
-    """Say what is waited for; nothing in another thread."""
-    if threading.current_thread() is threading.main_thread():
-        _waits.append(what)
-
-
-def leave() -> None:
-    """Say that the innermost wait is over."""
-    if threading.current_thread() is threading.main_thread():
-        _waits.pop()
-
-
-@contextmanager
-def held() -> Iterator[None]:
-    """While this lasts somebody looks at a rank in a debugger: no step takes too long."""
-    global _holds, _held_until
-    _holds += 1
-    try:
-        yield
-    finally:
-        _holds -= 1
-        _held_until = time.monotonic()
-
-
-def last_held() -> float:
-    """Return when somebody last looked, by the monotonic clock: now, if they still do."""
-    return time.monotonic() if _holds else _held_until
-
-
-# torch's flight recorder: which collectives each rank has started, for reports.
-
-_SIZE = "TORCH_FR_BUFFER_SIZE"
-_ITS_OLD_NAME = "TORCH_NCCL_TRACE_BUFFER_SIZE"
-_ENTRIES = 200
-
-
-def variables() -> dict[str, str]:
-    """Return what to export before the first group is made; a user's own size stays."""
-    known = _SIZE in os.environ or _ITS_OLD_NAME in os.environ
-    return {} if known else {_SIZE: str(_ENTRIES)}
-
-
-def last_collectives(number: int = 1) -> list[str]:
-    """Return the last collectives that this process started, the latest last.
-
-    Each as ``"all_reduce 17 of default_pg, [3, 2]"``: its sequence number in its group, and the
-    sizes of its input. Nothing where this torch has no recorder, or it is off.
-    """
-    library = importlib.import_module("torch._C._distributed_c10d")
-    dump = getattr(library, "_dump_fr_trace_json", None) or getattr(
-        library, "_dump_nccl_trace_json", None
-    )
-    if dump is None:
-        return []
-    entries: list[dict[str, Any]] = json.loads(dump(True, False)).get("entries", [])
-    return [_describe(entry) for entry in entries[-number:]]
-
-
-def _describe(entry: dict[str, Any]) -> str:
-    name = str(entry.get("profiling_name", "?")).rpartition(":")[2]
-    group = entry.get("process_group", ["?"])[-1]
-    sizes = ", ".join(str(size) for size in entry.get("input_sizes", []))
-    return f"{name} {entry.get('collective_seq_id', '?')} of {group}, {sizes}".rstrip(", ")
+    return _STATES.get(letter, "running")
 
 
 # Where a rank stands: the line of the user's code that its main thread is in.
 
 _OURS = os.path.dirname(os.path.abspath(__file__))
 
+_waits: list[str] = []
+"""What the main thread waits in, in words; the innermost last."""
+
+_debuggers = 0
+_debugged_until = 0.0
+
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """What a rank says of itself.
-
-    Attributes:
-        rank: The rank.
-        host: Its host's name.
-        line: ``"train.py:41 in load_batch"``: the innermost frame of code that is neither
-            Python's own, installed, nor ours.
-        inside: The innermost Python function that this line called; empty where it is the
-            line's own (a C function, such as ``time.sleep``, has no frame).
-        doing: The collective that it waits in, in words; empty where it is in none of ours.
-        stack: The whole stack, outermost first; only where it was asked for.
-        collectives: torch's last ones, ours or not, the latest last.
-    """
+class Location:
+    """Where a rank stands, as it says itself."""
 
     rank: int
     host: str
     line: str
+    """``"train.py:41 in load_batch"``: the innermost frame that is neither Python's own,
+    installed, nor ours."""
     inside: str = ""
+    """The innermost Python function that this line called; empty where it is the line's own."""
     doing: str = ""
+    """The collective of ours that it waits in, in words."""
     stack: tuple[str, ...] = ()
+    """The whole stack, outermost first; only on request."""
     collectives: tuple[str, ...] = ()
-
-    def as_json(self) -> dict[str, Any]:
-        """Return it as plain values."""
-        return asdict(self)
+    """torch's last ones, ours or not, the latest last."""
 
     @staticmethod
-    def from_json(said: dict[str, Any]) -> Standing:
-        """Return what `as_json` was made of."""
-        lists = {name: tuple(said[name]) for name in ("stack", "collectives")}
-        return Standing(**{**said, **lists})
+    def from_json(told: dict[str, Any]) -> Location:
+        """Return what `asdict` and JSON have made of one."""
+        lists = {name: tuple(told[name]) for name in ("stack", "collectives")}
+        return Location(**{**told, **lists})
+
+    @property
+    def place(self) -> str:
+        """``"train.py:41 in load_batch, in barrier()"``."""
+        inside = self.doing or self.inside
+        return f"{self.line}, in {inside}" if inside else self.line
 
     def __str__(self) -> str:
-        """Return ``"rank 1 on nodeB: train.py:41 in load_batch, in barrier()"``."""
-        inside = f", in {self.doing or self.inside}" if self.doing or self.inside else ""
-        return f"rank {self.rank} on {self.host}: {self.line}{inside}"
+        return f"rank {self.rank} on {self.host}: {self.place}"
+
+
+def enter_wait(what: str) -> None:
+    """Say what the main thread waits in."""
+    if threading.current_thread() is threading.main_thread():
+        _waits.append(what)
+
+
+def leave_wait() -> None:
+    """Say that its innermost wait is over."""
+    if threading.current_thread() is threading.main_thread():
+        _waits.pop()
+
+
+@contextmanager
+def held() -> Iterator[None]:
+    """While this lasts, someone looks at a rank in a debugger: no step takes too long."""
+    global _debuggers, _debugged_until
+    _debuggers += 1
+    try:
+        yield
+    finally:
+        _debuggers -= 1
+        _debugged_until = time.monotonic()
+
+
+def last_held() -> float:
+    """Return when someone last looked, by the monotonic clock: now, if they still do."""
+    return time.monotonic() if _debuggers else _debugged_until
 
 
 def describe_frames(frame: FrameType | None) -> tuple[str, str]:
     """Return (the user's line, the innermost function where it is another), from a frame."""
-    innermost = frame
-    line = ""
-    while frame is not None:
-        if is_users(frame.f_code.co_filename):
-            line = _short(frame)
-            break
-        frame = frame.f_back
-    if innermost is None:
+    if frame is None:
         return "no Python frame", ""
-    if frame is innermost:
-        return line, ""
-    module = innermost.f_globals.get("__name__", "?")
-    inside = f"{module}.{innermost.f_code.co_qualname}"
-    return line or _short(innermost), inside if line else ""
+    users: FrameType | None = frame
+    while users is not None and not is_users(users.f_code.co_filename):
+        users = users.f_back
+    if users is None:
+        return _line(frame), ""
+    module = frame.f_globals.get("__name__", "?")
+    return _line(users), "" if users is frame else f"{module}.{frame.f_code.co_qualname}"
 
 
 def main_frame() -> FrameType | None:
@@ -221,9 +236,7 @@ def main_frame() -> FrameType | None:
 
 def whole_stack(frame: FrameType | None) -> tuple[str, ...]:
     """Return the stack that leads to a frame, outermost first, a line of text each."""
-    if frame is None:
-        return ()
-    found = traceback.extract_stack(frame)
+    found = traceback.extract_stack(frame) if frame else ()
     return tuple(
         f"{entry.filename}:{entry.lineno} in {entry.name}: {entry.line or ''}".rstrip(": ")
         for entry in found
@@ -235,9 +248,7 @@ def calling_line() -> str:
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001  # inspect's takes 100 times longer
     while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
-    if frame is None:
-        return "?"
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return "?" if frame is None else _line(frame).partition(" in ")[0]
 
 
 def raising_line(trace: TracebackType | None) -> str:
@@ -252,7 +263,7 @@ def raising_line(trace: TracebackType | None) -> str:
 
 
 def is_users(path: str) -> bool:
-    """Say whether a file is neither Python's own, installed, nor ours."""
+    """Return whether a file is neither Python's own, installed, nor ours."""
     if path.startswith("<"):
         # A cell of a notebook, `python -c`; but not importlib's frozen modules.
         return not path.startswith("<frozen")
@@ -266,42 +277,59 @@ def _libraries() -> tuple[str, ...]:
     return (_OURS, *paths)
 
 
-def _short(frame: FrameType) -> str:
+def _line(frame: FrameType) -> str:
     code = frame.f_code
     return f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
 
 
+def recorder_variables() -> dict[str, str]:
+    """Return what switches torch's flight recorder on, to export before the first group is made."""
+    names = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")  # now, and before torch 2.9
+    return {} if any(name in os.environ for name in names) else {names[0]: "200"}
+
+
+def last_collectives(number: int) -> list[str]:
+    """Return torch's last collectives, the latest last: ``"all_reduce 17 of default_pg, [3, 2]"``.
+
+    Nothing where this torch has no flight recorder, or it is off.
+    """
+    library = importlib.import_module("torch._C._distributed_c10d")
+    dump = getattr(library, "_dump_fr_trace_json", None) or getattr(
+        library, "_dump_nccl_trace_json", None
+    )
+    entries = json.loads(dump(True, False)).get("entries", []) if dump else []
+    return [
+        f"{str(entry.get('profiling_name', '?')).rpartition(':')[2]} "
+        f"{entry.get('collective_seq_id', '?')} of {entry.get('process_group', ['?'])[-1]}, "
+        f"{', '.join(map(str, entry.get('input_sizes', [])))}".rstrip(", ")
+        for entry in entries[-number:]
+    ]
+
+
 # The side store: what ranks tell each other when something is wrong, and nothing before.
 
-EVENTS = "events"
-FOREVER = timedelta(days=3650)
+_FOREVER = timedelta(days=3650)
 
-_HELD = 0.3
-"""Seconds after which the main thread's connection is taken to be in a long request of its."""
+_BUSY = 0.3
+"""Seconds after which the main thread's connection is taken to be in a long request."""
 
 
 @dataclass(frozen=True, slots=True)
-class Board:
-    """Keys under which the ranks of one set-up leave events and answers.
+class SideStore:
+    """Events of one set-up, and their answers: put into a log, then those concerned are woken.
 
-    A rank waits for its own key; an event is put into the log, then those whom it concerns
-    are woken by theirs. A store's client serves one caller at a time, so that the watcher,
-    which sleeps in a request, has a connection of its own.
-
-    Attributes:
-        rank: This rank.
-        hosts: By rank, the name of its host.
-        store: The main thread's connection.
-        connect: Makes a connection whose requests wait so many seconds; raises
-            `torch.distributed.DistNetworkError` or ``DistStoreError``.
-        holder: Process and PID namespace of rank 0, which holds the store.
+    A store's client serves one caller at a time, so that the responder, which sleeps in a
+    request, has a connection of its own.
     """
 
     rank: int
     hosts: Sequence[str]
     store: Store
+    """The main thread's connection."""
     connect: Callable[[float], Store]
+    """Makes a connection whose requests wait so many seconds; raises one of `LOST`."""
     holder: tuple[int, int] = (0, 0)
+    """Process and PID namespace of rank 0, which holds the store."""
 
     @property
     def size(self) -> int:
@@ -309,64 +337,38 @@ class Board:
         return len(self.hosts)
 
     def reach(self) -> Store:
-        """Return a connection that answers: the main thread's, or a new one where that is held.
+        """Return a connection that answers, or raise one of `LOST`; to be used inside `within`.
 
-        A new one can take seconds, because torch asks the name service about it, on both
-        sides, and where that does not answer the server stands still meanwhile (torch 2.13).
-        To be used inside `within`: a stopped server is waited for without end.
-
-        Raises:
-            torch.distributed.DistNetworkError: Rank 0, which holds the store, is gone; or
-                ``DistStoreError``: it does not answer.
+        A new one is the second choice: it can take seconds, because torch asks the name service
+        about it, and where that does not answer the server stands still meanwhile (torch 2.13).
         """
         try:
-            within(_HELD, lambda: self.store.add(EVENTS, 0))
+            within(_BUSY, lambda: self.store.add("events", 0))
         except LOST:
             return self.connect(1.0)
         return self.store
 
     def post(self, store: Store, kind: str, wake: Iterable[int] | None = None, **event: Any) -> int:
-        """Put an event into the log and wake the ranks it is for; return its number.
-
-        Args:
-            store: A connection.
-            kind: What happened.
-            wake: Ranks; default: all but this one.
-            event: JSON-able details.
-        """
-        number = store.add(EVENTS, 1)
-        store.set(_event(number), json.dumps({"kind": kind, "from": self.rank, **event}))
+        """Put an event into the log, wake ranks (None: all others), and return its number."""
+        number = store.add("events", 1)
+        store.set(f"event/{number}", json.dumps({"kind": kind, "from": self.rank, **event}))
         others = (rank for rank in range(self.size) if rank != self.rank)
-        set_all(store, [_wake(rank) for rank in (others if wake is None else wake)], "!")
+        set_all(store, [f"wake/{rank}" for rank in (others if wake is None else wake)], "!")
         return number
 
     def events_after(self, store: Store, seen: int) -> list[dict[str, Any]]:
         """Return the events after the first ``seen``, in order."""
-        last = store.add(EVENTS, 0)
+        last = store.add("events", 0)
         # An event is announced a moment before it can be read: `get` waits for it.
-        return [json.loads(store.get(_event(number))) for number in range(seen + 1, last + 1)]
+        return [json.loads(store.get(f"event/{number}")) for number in range(seen + 1, last + 1)]
 
     def sleep(self, store: Store) -> None:
         """Wait until this rank is woken; nothing is sent meanwhile."""
-        store.wait([_wake(self.rank)], FOREVER)
-        store.delete_key(_wake(self.rank))
-
-    def wake_myself(self, store: Store) -> None:
-        """End this rank's `sleep`."""
-        store.set(_wake(self.rank), "!")
-
-
-def _event(number: int) -> str:
-    return f"event/{number}"
-
-
-def _wake(rank: int) -> str:
-    return f"wake/{rank}"
+        store.wait([f"wake/{self.rank}"], _FOREVER)
+        store.delete_key(f"wake/{self.rank}")
 
 
 # The thread of each rank that answers for it while its main thread is stuck.
-
-logger = logging.getLogger(__name__)
 
 FIRST_WORDS = 1.0
 """Seconds that a rank goes on after another's failure, so that that one's traceback is first and
@@ -376,37 +378,30 @@ _ON_ITS_WAY = 0.2
 """Seconds of these that the line naming the failed rank waits for that rank's traceback: launchers
 bring the words of each node by a way of its own (srun), and what was written later comes first."""
 
-JOIN = 0.5
-
 _CONNECTING = 60.0
-
-_LAST = 5
 
 Notice = Callable[[dict[str, Any]], None]
 
 _callbacks: dict[str, list[Notice]] = {}
 
 
-class Watcher(threading.Thread):
-    """Sleeps at the side store until another rank posts an event, then serves it.
+class Responder(threading.Thread):
+    """Sleeps at the side store until another rank posts an event, then serves it."""
 
-    Attributes:
-        board: Where events are.
-        pid: The process that it was started in; a forked child has none.
-        lost: Whether rank 0, which holds the store, has left before this rank.
-        ending: Set once a rank, this one or another, was heard to end the job.
-    """
-
-    def __init__(self, board: Board) -> None:
-        """Prepare the thread for one set-up's board; `start` starts it."""
-        super().__init__(name="ezpz-watcher", daemon=True)
-        self.board = board
-        self.lost = False
-        self.ending = threading.Event()
+    def __init__(self, side: SideStore) -> None:
+        super().__init__(name="ezpz-responder", daemon=True)
+        self.side = side
         self.pid = os.getpid()
+        """The process that it was started in; a forked child has none."""
+        self.lost = False
+        """Whether rank 0, which holds the store, has left before this rank."""
+        self.ending = threading.Event()
+        """Set once a rank, this one or another, has told all to end."""
+        self.failed_at = ""
+        """The line at which this rank's script has failed, whose frames are gone."""
         self._leaving = threading.Event()
         self._stopped = threading.Event()
-        self._pinned: Standing | None = None
+        self._pinned: Location | None = None
 
     def run(self) -> None:
         """Serve events until `stop`, or until the store is gone."""
@@ -415,342 +410,303 @@ class Watcher(threading.Thread):
             store = self._connect()
             seen = 0
             while not self._leaving.is_set():
-                for event in self.board.events_after(store, seen):
+                for event in self.side.events_after(store, seen):
                     seen += 1
                     self._serve(store, event)
                 if not self._leaving.is_set():
-                    self.board.sleep(store)
+                    self.side.sleep(store)
         except LOST as error:
             self.lost = not self._leaving.is_set()
-            logger.debug("rank %d: the side store is gone: %s", self.board.rank, error)
+            logger.debug("rank %d: the side store is gone: %s", self.side.rank, error)
 
     def _connect(self) -> Store:
         """Try again and again: the server stands still while torch asks the name service."""
         until = time.monotonic() + _CONNECTING
         while True:
             try:
-                return self.board.connect(FOREVER.total_seconds())
+                return self.side.connect(_FOREVER.total_seconds())
             except LOST as error:
                 if self._leaving.wait(1.0):
                     raise
                 if time.monotonic() > until:
                     logger.warning(
                         "rank %d will not hear of the other ranks' failures: %s",
-                        self.board.rank, error,
+                        self.side.rank, error,
                     )  # fmt: skip
                     raise
 
     def stop(self, store: Store) -> None:
-        """End the thread; harmless when it has ended.
-
-        Args:
-            store: A connection, through which its sleep is ended.
-        """
+        """End the thread, if it has not ended; its sleep is ended through a connection."""
         self._leaving.set()
         self._stopped.set()
         if self.lost:
             return
-        try:
-            self.board.wake_myself(store)
-        except LOST:
-            return  # its own connection is gone as well
-        self.join(JOIN)
+        # Where this fails, its own connection is gone as well.
+        with suppress(*LOST):
+            store.set(f"wake/{self.side.rank}", "!")
+            self.join(0.5)
 
     def _serve(self, store: Store, event: dict[str, Any]) -> None:
-        kind = event["kind"]
-        if kind == "roll" and event["from"] != self.board.rank:
-            said = self.standing(stack=event["stack"]).as_json()
-            store.set(f"standing/{event['roll']}/{self.board.rank}", json.dumps(said))
+        kind, rank, other = event["kind"], self.side.rank, event["from"]
+        if kind == "roll" and other != rank:
+            mine = asdict(self.location(stack=event["stack"]))
+            store.set(f"location/{event['roll']}/{rank}", json.dumps(mine))
         elif kind == "look":
-            self._look(store, event)
+            # For silent ranks of this host: have their processes ended, or are they stopped?
+            for silent, host, pid, namespace in event["at"]:
+                state = state_of(pid, namespace) if host == self.side.hosts[rank] else ""
+                if state:
+                    store.set(f"state/{event['roll']}/{silent}", state)
         elif kind == "closed":
             self.lost = True
             self._leaving.set()
         elif kind == "end":
             self.ending.set()
             self._leaving.set()
-            if event["from"] != self.board.rank:
-                self._name_the_cause(event["from"])
+            if other != rank:
+                self._name_the_cause(other)
                 self._end(event)
         elif kind == "notice":
-            for callback in tuple(_callbacks.get(event["name"], ())):
-                self._call(callback, event)
+            self._notify(event["name"], event["payload"])
 
-    def _call(self, callback: Notice, event: dict[str, Any]) -> None:
-        try:
-            callback(event["payload"])
-        # Whatever it is: this thread has others to answer.
-        except Exception:
-            logger.exception("rank %d: what hears of %s failed", self.board.rank, event["name"])
+    def _notify(self, name: str, payload: dict[str, Any]) -> None:
+        for callback in tuple(_callbacks.get(name, ())):
+            try:
+                callback(payload)
+            except Exception:  # whatever it is: this thread has others to answer
+                logger.exception("rank %d: what hears of %s failed", self.side.rank, name)
 
-    def standing(self, *, stack: bool) -> Standing:
-        """Return where this rank's main thread stands; with its whole stack on demand."""
+    def location(self, *, stack: bool) -> Location:
+        """Return where this rank's main thread stands; with its whole stack on request."""
         if self._pinned is not None:
             return self._pinned
         frame = main_frame()
-        line, inside = describe_frames(frame)
-        if failed_at():
-            line, inside = failed_at(), ""
-        return Standing(
-            self.board.rank,
-            self.board.hosts[self.board.rank],
+        line, inside = (self.failed_at, "") if self.failed_at else describe_frames(frame)
+        return Location(
+            self.side.rank,
+            self.side.hosts[self.side.rank],
             line,
             inside,
-            current(),
+            _waits[-1] if _waits else "",
             whole_stack(frame) if stack else (),
-            tuple(last_collectives(_LAST if stack else 1)),
+            tuple(last_collectives(5 if stack else 1)),
         )
 
     @contextmanager
-    def pinned(self, standing: Standing) -> Iterator[None]:
+    def pinned(self, location: Location) -> Iterator[None]:
         """Let this rank be said to stand there, while it asks where the others are."""
-        self._pinned = standing
+        self._pinned = location
         try:
             yield
         finally:
             self._pinned = None
 
-    def _look(self, store: Store, event: dict[str, Any]) -> None:
-        """Answer for silent ranks of this host: have their processes ended, or are they stopped?"""
-        host = self.board.hosts[self.board.rank]
-        for rank, where, pid, namespace in event["at"]:
-            state = state_of(pid, namespace) if where == host else ""
-            if state:
-                store.set(f"state/{event['roll']}/{rank}", state)
-
     def _name_the_cause(self, rank: int) -> None:
         """Tell ezpz-launch who failed, as that rank's process may take longer to end than this."""
         path = os.environ.get("EZPZ_CAUSE_FILE", "")
         # In a world of its own making, ranks have other numbers.
-        if path and os.environ.get("EZPZ_RANK") == str(self.board.rank):
+        if path and os.environ.get("EZPZ_RANK") == str(self.side.rank):
             with suppress(OSError), open(path, "x", encoding="ascii") as file:
                 file.write(f"{rank}\n")
 
     def _end(self, event: dict[str, Any]) -> None:
         end = time.monotonic() + FIRST_WORDS
-        if event["teller"] == self.board.rank:
+        if event["teller"] == self.side.rank:
             self._stopped.wait(_ON_ITS_WAY)
             tell(f"ezpz: {event['text']}; the other ranks end too")
         # Its own last words, which may be the better explanation, are not cut off. Nor is a rank
         # ended that has left this world by then.
-        if self._stopped.wait(end - time.monotonic()):
-            return
-        for stream in (sys.stdout, sys.stderr):
-            try:
-                stream.flush()
-            except (OSError, ValueError):
-                continue  # closed, or nobody reads it
-        os._exit(event["status"])
+        if not self._stopped.wait(end - time.monotonic()):
+            flush()
+            os._exit(event["status"])
 
 
 def tell(text: str) -> None:
     """Write a line to standard error, whatever the main thread has locked."""
-    try:
+    with suppress(OSError):  # no one reads it any more
         os.write(2, f"{text}\n".encode())
-    except OSError:
-        return  # nobody reads it any more
 
 
-_watcher: Watcher | None = None
+def flush() -> None:
+    """Flush the standard streams, before a process ends without Python's own end."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # closed, or no one reads it
+            stream.flush()
 
 
-def start(board: Board) -> Watcher:
-    """Start this rank's watcher."""
-    global _watcher
-    _watcher = Watcher(board)
-    _watcher.start()
-    return _watcher
+_responder: Responder | None = None
 
 
-def find_watcher() -> Watcher | None:
-    """Return this process's watcher; None in a world of one, before set-up and in a child."""
-    if _watcher is None or _watcher.pid != os.getpid():
-        return None
-    return _watcher
+def start_responder(side: SideStore) -> None:
+    """Start this rank's responder."""
+    global _responder
+    _responder = Responder(side)
+    _responder.start()
 
 
-def forget() -> None:
-    """Drop the watcher that has been stopped."""
-    global _watcher
-    _watcher = None
+def find_responder() -> Responder | None:
+    """Return this process's; None in a world of one, before set-up, after clean-up, in a child."""
+    return _responder if _responder is not None and _responder.pid == os.getpid() else None
+
+
+def drop_responder() -> Responder | None:
+    """Forget this process's responder; return it, to be stopped."""
+    global _responder
+    found, _responder = find_responder(), None
+    return found
 
 
 def on_notice(name: str, callback: Notice) -> Callable[[], None]:
-    """Have a function called, in the watcher's thread, for each notice of this name.
+    """Have a function called, in the responder's thread, for each notice of this name.
 
-    Returns:
-        A function that takes the callback back.
+    What is returned takes it back.
     """
     _callbacks.setdefault(name, []).append(callback)
     return lambda: _callbacks[name].remove(callback)
 
 
-# Asking all ranks where they stand, once for all that want to know.
+# The roll call: all ranks are asked where they stand, once for all that want to know.
 
-ANSWER = 0.8
-"""Seconds for a rank's watcher to answer. It needs the interpreter's lock for a millisecond;
-whoever does not get it in this time is stopped, gone, or in native code that keeps the lock."""
+_ANSWER = 0.8
+"""Seconds for a responder to answer. It needs the interpreter's lock for a millisecond; what
+does not get it in this time is stopped, gone, or in native code that keeps the lock."""
 
-LOOK = 0.3
-"""Seconds for a neighbour to look what became of a silent rank's process."""
+_LOOK = 0.3
+"""Seconds for a neighbor to look what became of a silent rank's process."""
 
-LONGEST = 1.8
+_LONGEST = 1.8
 """Seconds for it all: rank 0's process, which holds the store, can be stopped itself."""
 
-SHOWN = 64
-"""Ranks that are looked for and named one by one; a longer list nobody reads."""
+_LOOKED_FOR = 64
+"""Silent ranks whose processes are looked for."""
+
+_NO_ANSWER = "does not answer: it is stopped, or in native code that keeps Python's lock"
 
 
 @dataclass(frozen=True, slots=True)
 class RollCall:
-    """Who answered what.
+    """Who answered what."""
 
-    Attributes:
-        standings: Where those stand who answered, by rank.
-        silent: For each rank that did not answer, what became of it, as far as it is known:
-            ``"has ended"``, ``"is stopped (pid 71)"``, ``"left: cleanup() at train.py:90"``.
-        hosts: The host of each silent rank.
-    """
-
-    standings: dict[int, Standing]
+    locations: dict[int, Location]
     silent: dict[int, str] = field(default_factory=dict)
+    """For each rank that did not answer, what became of it, as far as it is known:
+    ``"has ended"``, ``"is stopped (pid 71)"``, ``"has left: cleanup() at train.py:90"``."""
     hosts: dict[int, str] = field(default_factory=dict)
+    """The host of each silent rank."""
 
     def gone(self) -> list[int]:
         """Return the ranks that can come no more: ended, left or stopped, as far as is known."""
         return [rank for rank, fate in self.silent.items() if fate != _NO_ANSWER]
 
     def among(self, ranks: Collection[int]) -> RollCall:
-        """Return what was found of these ranks; of rank 0 too, if it is silent.
-
-        Without rank 0, which holds the store, there is no telling of the others.
-        """
+        """Return what was found of these ranks, and of rank 0, which holds the store."""
         silent = {rank: fate for rank, fate in self.silent.items() if rank in ranks or rank == 0}
-        standings = {rank: said for rank, said in self.standings.items() if rank in ranks}
-        return RollCall(standings, silent, self.hosts)
+        locations = {rank: found for rank, found in self.locations.items() if rank in ranks}
+        return RollCall(locations, silent, self.hosts)
 
     def as_json(self) -> dict[str, Any]:
         """Return it as plain values: short, for most ranks stand in the same place."""
         places: dict[str, list[int]] = {}
-        for rank, standing in self.standings.items():
-            place = {**standing.as_json(), "rank": 0, "host": ""}
-            places.setdefault(json.dumps(place), []).append(rank)
+        for rank, location in self.locations.items():
+            place = json.dumps({**asdict(location), "rank": 0, "host": ""})
+            places.setdefault(place, []).append(rank)
         return {"places": list(places.items()), "silent": list(self.silent.items())}
 
     @staticmethod
-    def from_json(said: dict[str, Any], hosts: Sequence[str]) -> RollCall:
-        """Return what `as_json` was made of; `hosts` are those of all ranks."""
-        standings: dict[int, Standing] = {}
-        for place, ranks in said["places"]:
-            there = Standing.from_json(json.loads(place))
-            standings |= {r: replace(there, rank=r, host=hosts[r]) for r in ranks}
-        silent: dict[int, str] = dict(said["silent"])
-        return RollCall(dict(sorted(standings.items())), silent, {r: hosts[r] for r in silent})
+    def from_json(told: dict[str, Any], hosts: Sequence[str]) -> RollCall:
+        """Return what `as_json` was made of; ``hosts`` are those of all ranks."""
+        locations: dict[int, Location] = {}
+        for place, ranks in told["places"]:
+            there = Location.from_json(json.loads(place))
+            locations |= {r: replace(there, rank=r, host=hosts[r]) for r in ranks}
+        silent: dict[int, str] = dict(told["silent"])
+        return RollCall(dict(sorted(locations.items())), silent, {r: hosts[r] for r in silent})
 
 
-_NO_ANSWER = "does not answer: it is stopped, or in native code that keeps Python's lock"
-
-
-def call_roll(watcher: Watcher, *, stack: bool = False) -> RollCall:
+def call_roll(responder: Responder, *, stack: bool = False) -> RollCall:
     """Return where every rank stands, within about two seconds; never an error.
 
     When many ranks want to know at once, as all peers of one that died do, one of them asks
-    and the others read what it was told.
+    and the others read what it found.
     """
-    mine = watcher.standing(stack=stack)
-    with watcher.pinned(mine):
+    mine = responder.location(stack=stack)
+    with responder.pinned(mine):
         try:
-            return within(LONGEST, lambda: _call(watcher.board, mine, stack))
+            return within(_LONGEST, lambda: _call(responder.side, mine, stack))
         except LOST as error:
-            return _without_store(watcher.board, mine, error)
+            return _without_store(responder.side, mine, error)
 
 
-def _call(board: Board, mine: Standing, stack: bool) -> RollCall:
-    store = board.reach()
+def _call(side: SideStore, mine: Location, stack: bool) -> RollCall:
+    store = side.reach()
     turn = store.add("roll/turn", 0)
     key = f"roll/{turn}/{stack}"
-    first = store.compare_set(key, "", str(board.rank))
-    if int(first) != board.rank:
-        said = _read(store, f"{key}/said", ANSWER + LOOK + 0.2)
-        if said is not None:
-            found = RollCall.from_json(json.loads(zlib.decompress(said)), board.hosts)
-            found.standings[board.rank] = mine
-            return found
-    call = _ask(board, store, f"{turn}/{board.rank}", mine, stack)
+    first = store.compare_set(key, "", str(side.rank))
+    found = f"{key}/found"
+    if int(first) != side.rank and arrived(store, [found], _ANSWER + _LOOK + 0.2):
+        call = RollCall.from_json(json.loads(zlib.decompress(store.get(found))), side.hosts)
+        call.locations[side.rank] = mine
+        return call
+    call = _ask(side, store, f"{turn}/{side.rank}", mine, stack)
     # Thousands read it, from one server.
-    store.set(f"{key}/said", zlib.compress(json.dumps(call.as_json()).encode()))  # type: ignore[arg-type]
+    store.set(found, zlib.compress(json.dumps(call.as_json()).encode()))  # type: ignore[arg-type]
     store.add("roll/turn", 1)
     return call
 
 
-def _without_store(board: Board, mine: Standing, error: Exception) -> RollCall:
+def _without_store(side: SideStore, mine: Location, error: Exception) -> RollCall:
     """Say what can be said when rank 0's process, which holds the store, does not answer."""
-    if board.rank == 0:
+    if side.rank == 0:
         return RollCall({0: mine})
-    pid, namespace = board.holder
-    state = state_of(pid, namespace) if board.hosts[0] == mine.host else ""
+    pid, namespace = side.holder
+    state = state_of(pid, namespace) if side.hosts[0] == mine.host else ""
     words = str(error)
     if state == "ended" or "refused" in words or "onnection was likely closed" in words:
         fate = f"has ended (pid {pid})"
     elif state.startswith("stopped"):
         fate = f"is {state} (pid {pid})"
     else:
-        fate = f"does not answer in {LONGEST:g} s: it is stopped, cut off or overloaded (pid {pid})"
+        fate = (
+            f"does not answer in {_LONGEST:g} s: it is stopped, cut off or overloaded (pid {pid})"
+        )
     fate += "; it holds the store, so that nothing is known of the others"
-    return RollCall({board.rank: mine}, {0: fate}, {0: board.hosts[0]})
+    return RollCall({side.rank: mine}, {0: fate}, {0: side.hosts[0]})
 
 
-def _ask(board: Board, store: Store, roll: str, mine: Standing, stack: bool) -> RollCall:
-    others = [rank for rank in range(board.size) if rank != board.rank]
-    board.post(store, "roll", others, roll=roll, stack=stack)
-    keys = {rank: f"standing/{roll}/{rank}" for rank in others}
-    there = arrived(store, list(keys.values()), ANSWER)
-    standings = {board.rank: mine}
-    for text in values(store, there):
-        standing = Standing.from_json(json.loads(text))
-        standings[standing.rank] = standing
-    silent = [rank for rank in others if rank not in standings]
-    return RollCall(
-        dict(sorted(standings.items())),
-        _fates(board, store, roll, silent[:SHOWN]) | dict.fromkeys(silent[SHOWN:], _NO_ANSWER),
-        {rank: board.hosts[rank] for rank in silent},
-    )
+def _ask(side: SideStore, store: Store, roll: str, mine: Location, stack: bool) -> RollCall:
+    others = [rank for rank in range(side.size) if rank != side.rank]
+    side.post(store, "roll", others, roll=roll, stack=stack)
+    there = arrived(store, [f"location/{roll}/{rank}" for rank in others], _ANSWER)
+    found = [mine, *(Location.from_json(json.loads(text)) for text in values(store, there))]
+    locations = {each.rank: each for each in sorted(found, key=lambda each: each.rank)}
+    silent = [rank for rank in others if rank not in locations]
+    fates = _fates(side, store, roll, silent[:_LOOKED_FOR]) if silent else {}
+    fates |= dict.fromkeys(silent[_LOOKED_FOR:], _NO_ANSWER)
+    return RollCall(locations, fates, {rank: side.hosts[rank] for rank in silent})
 
 
-def _fates(board: Board, store: Store, roll: str, silent: list[int]) -> dict[int, str]:
+def _fates(side: SideStore, store: Store, roll: str, silent: list[int]) -> dict[int, str]:
     """Find out what became of ranks that do not answer."""
-    if not silent:
-        return {}
-    at: list[tuple[int, str, int, int]] = []
-    for said in values(store, [f"facts/{rank}" for rank in silent]):  # as told at set-up
-        host, pid, namespace, _ = json.loads(said)
-        at.append((silent[len(at)], host, pid, namespace))
-    board.post(store, "look", range(board.size), roll=roll, at=at)
-    words = _those(store, "left", silent)
-    states = _those(store, f"state/{roll}", [rank for rank in silent if rank not in words], LOOK)
+    facts = values(store, [f"facts/{rank}" for rank in silent])  # as told at set-up
+    at = [(rank, *json.loads(fact)[:3]) for rank, fact in zip(silent, facts, strict=True)]
+    side.post(store, "look", range(side.size), roll=roll, at=at)
+    left = _those(store, "left", silent, 0.0)
+    states = _those(store, f"state/{roll}", [rank for rank in silent if rank not in left], _LOOK)
     fates = {}
     for rank, _, pid, _ in at:
         state = states.get(rank, "")
-        if rank in words:
-            fates[rank] = f"has left: {words[rank]}"
+        if rank in left:
+            fates[rank] = f"has left: {left[rank]}"
         elif state == "ended":
             fates[rank] = f"has ended (pid {pid})"
         elif state.startswith("stopped"):
             fates[rank] = f"is {state} (pid {pid})"
-        elif state:
-            fates[rank] = f"{_NO_ANSWER} (pid {pid}, {state})"
         else:
-            fates[rank] = _NO_ANSWER
+            fates[rank] = f"{_NO_ANSWER} (pid {pid}, {state})" if state else _NO_ANSWER
     return fates
 
 
-def _those(store: Store, name: str, ranks: list[int], seconds: float = 0.0) -> dict[int, str]:
-    """Return what is there under a name for each rank."""
+def _those(store: Store, name: str, ranks: list[int], seconds: float) -> dict[int, str]:
     keys = {f"{name}/{rank}": rank for rank in ranks}
     there = arrived(store, list(keys), seconds)
-    texts = values(store, there)
-    return {keys[key]: text.decode() for key, text in zip(there, texts, strict=True)}
-
-
-def _read(store: Store, key: str, seconds: float) -> bytes | None:
-    return bytes(store.get(key)) if arrived(store, [key], seconds) else None
+    return {keys[key]: text.decode() for key, text in zip(there, values(store, there), strict=True)}

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-# The error tree of ezpz_dist.
-
 
 class DistError(Exception):
     """Base of every error that ezpz_dist raises on purpose."""
@@ -20,15 +18,15 @@ class NotSetUpError(DistError):
 
 
 class WrapError(DistError):
-    """A model cannot be wrapped as asked."""
+    """A model cannot be wrapped as requested."""
 
 
 class CheckpointError(DistError):
-    """A check-point cannot be written, or none that is complete and fits can be read."""
+    """A checkpoint cannot be written, or none that is complete and fits can be read."""
 
 
 class DataError(DistError):
-    """Data cannot be shared out or read as asked."""
+    """Data cannot be shared out or read as requested."""
 
 
 class CollectiveError(DistError):
@@ -53,9 +51,6 @@ class HangError(CollectiveError):
 
 class LostRankError(CollectiveError):
     """Ranks have ended, or stopped, while others wait for them."""
-
-
-# Ranks as people write them.
 
 
 def fold(ranks: Iterable[int]) -> str:

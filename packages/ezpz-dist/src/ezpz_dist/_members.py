@@ -1,4 +1,4 @@
-"""The ranks of a collective: what they exchange, and who called something else."""
+"""Who is here, do all ranks agree, and which of them differ: at set-up and in every collective."""
 
 from __future__ import annotations
 
@@ -6,76 +6,474 @@ import hashlib
 import io
 import itertools
 import json
+import logging
+import os
 import pickle
+import platform
 import struct
+import sys
 import time
+import zlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
+from itertools import accumulate, pairwise, takewhile
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]  # torch exports it so
 
-from ._diagnosis import calling_line
-from ._errors import CollectiveError, MismatchError, NotSetUpError, fold
+from ezpz_topo import RankInfo
+
+from ._diagnosis import LOST, arrived, calling_line, values, within
+from ._errors import CollectiveError, MismatchError, NotSetUpError, SetupError, fold
 from ._watch import finish, waiting
 from ._world import World, current_world, find_world
 
-# What a rank calls, in words that all ranks must have in common.
-
-WORDS = 200
-"""Characters of a call that a message shows: a dict can have thousands of keys."""
+logger = logging.getLogger(__name__)
 
 
-class Call(NamedTuple):
-    """One call of a collective, as far as all ranks must agree on it.
+# At set-up: are all ranks there, once each, and do they run the same program?
 
-    Attributes:
-        name: ``"all_reduce"``, ``"broadcast(root=0)"``, ``"barrier()"``.
-        op: ``"sum"``, ``"mean"``, ... where it combines; else empty.
-        leaves: Where it combines: for each key in words what is there (``"float32 [3]"``);
-            the key is empty where the argument is no dict.
+AGREEMENT = "EZPZ_AGREEMENT"
+"""Set to ``warn``, it turns a difference in versions or in the script into a warning."""
+
+FIRST_WORD = 10.0
+"""Seconds after which rank 0 says who has not arrived; then each time twice as long."""
+
+_LOOK = 1.0
+"""Seconds between two looks at those who are there: a difference is told within two."""
+
+_GRACE = 2.0
+"""Seconds that the others give rank 0 beyond the time-out to tell them who is missing."""
+
+_READING = 1.0
+"""Seconds that rank 0, whose process may hold the store, gives the others to read what is wrong."""
+
+_SOFT = ("python", "script", "packages")
+"""What may differ when `AGREEMENT` says so; other differences cannot work."""
+
+_SHOWN = 16
+
+_LIBRARIES = (
+    "ezpz", "ezpz_device", "ezpz_dist", "ezpz_obs", "ezpz_topo", "ezpz_tp",
+    "accelerate", "deepspeed", "lightning", "mpi4py", "numpy", "transformers",
+)  # fmt: skip
+"""Libraries whose version is compared between those ranks that have imported them already."""
+
+Process = tuple[str, int, int]
+"""A rank's host, process and PID namespace."""
+
+
+def common_facts(**more: object) -> dict[str, Any]:
+    """Return what must be the same on every rank: versions, the script, and what is given."""
+    packages = {name: getattr(sys.modules.get(name), "__version__", None) for name in _LIBRARIES}
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "packages": {name: found for name, found in packages.items() if isinstance(found, str)},
+        "script": _script(),
+        **more,
+    }
+
+
+def _script() -> str:
+    """Return the main script's name and a hash of its text."""
+    path = getattr(sys.modules.get("__main__"), "__file__", None)
+    if path is None:
+        if sys.argv[:1] != ["-c"]:
+            return "no file"  # a notebook, standard input
+        name, text = "python -c", sys.orig_argv[-len(sys.argv)].encode()
+    else:
+        name = os.path.basename(str(path))
+        try:
+            with open(path, "rb") as file:
+                text = file.read()
+        except OSError:
+            return name  # a zip archive, or removed since
+    return f"{name} {hashlib.blake2b(text, digest_size=4).hexdigest()}"
+
+
+def agree(
+    store: Store, info: RankInfo, timeout: float, common: Mapping[str, Any], process: Process
+) -> tuple[tuple[str, ...], tuple[int, int]]:
+    """Return the hosts by rank, and rank 0's process and PID namespace. Collective.
+
+    Rank 0 reads what each has put into the store, and tells all the same: who takes part, or
+    what is wrong (`SetupError`: a rank is missing, there twice, or differs; on every rank).
     """
+    host, rank = process[0], info.rank
+    who = f"rank {rank} of {info.world_size} on {host}"
 
-    name: str
-    op: str = ""
-    leaves: tuple[tuple[str, str], ...] | None = None
+    def arrive() -> None:
+        if store.add(f"there/{rank}", 1) > 1:
+            twice = _describe_twice(store, info, process)
+            store.compare_set("trouble", "", twice)
+            raise SetupError(twice)
+        facts = [*process, {"world_size": info.world_size, **common}]
+        store.set(f"facts/{rank}", json.dumps(facts))
 
-    def signature(self) -> str:
-        """Return all of it in words: equal where the calls fit together."""
-        if self.leaves is None:
-            return self.name
-        inner = "{" + ", ".join([f"{key}: {kind}" for key, kind in self.leaves]) + "}"
-        if len(self.leaves) == 1 and not self.leaves[0][0]:
-            inner = self.leaves[0][1]
-        return f"{self.name} of {inner} ({self.op})"
+    def ask() -> dict[str, Any]:
+        arrive()
+        store.wait(["verdict"], timedelta(seconds=timeout + _GRACE))
+        found: dict[str, Any] = json.loads(zlib.decompress(store.get("verdict")))
+        if found["trouble"]:
+            store.add("heard", 1)
+        return found
+
+    try:
+        if rank == 0:
+            arrive()
+            verdict = judge(store, info, timeout, process)
+        else:
+            # In a thread: torch's wait serves no Ctrl-C, nor ends where rank 0 is stopped.
+            verdict = within(timeout + 2 * _GRACE, ask)
+    except LOST as error:
+        raise SetupError(
+            f"{who} heard nothing from rank 0, which holds the store "
+            f"({str(error).partition(chr(10))[0]}); expected it to come to setup_torch within "
+            f"{timeout:g} s; check that it has not failed earlier"
+        ) from error
+    if verdict["trouble"]:
+        raise SetupError(f"{who}: {verdict['trouble']}")
+    hosts = unfold_hosts(verdict["hosts"])
+    if verdict["world_size"] != info.world_size:
+        raise SetupError(
+            f"rank {rank} on {host} was started in a world of {info.world_size}, rank 0 on "
+            f"{hosts[0]} in one of {verdict['world_size']}; expected one world; "
+            "start all ranks by one launcher, or give each job a MASTER_PORT of its own"
+        )
+    return hosts, tuple(verdict["holder"])
 
 
-@lru_cache(32)  # a training loop calls the same few again and again
-def summary(call: Call) -> tuple[bytes, str]:
-    """Return eight bytes that stand for a call, and words for whoever asks what is going on."""
-    signature = call.signature()
-    return digest(signature), shorten(signature)
+def withdraw(store: Store, info: RankInfo, process: Process, why: str) -> None:
+    """Tell those who come to `agree` that this rank cannot take part. Not collective."""
+    store.compare_set("trouble", "", f"rank {info.rank} on {process[0]} cannot take part: {why}")
+    if info.rank == 0:
+        judge(store, info, _LOOK, process)
 
 
-def shorten(signature: str) -> str:
-    """Return a signature at a length that a line of a message can bear."""
-    return signature if len(signature) <= WORDS else f"{signature[: WORDS - 1]}…"
+def judge(store: Store, info: RankInfo, timeout: float, process: Process) -> dict[str, Any]:
+    """Tell all who takes part, or what is wrong. For rank 0; returns the same."""
+    said: dict[int, list[Any]] = {}
+    start, next_word, trouble = time.monotonic(), FIRST_WORD, ""
+    while not trouble and len(said) < info.world_size:
+        left = start + timeout - time.monotonic()
+        keys = {f"facts/{rank}": rank for rank in range(info.world_size) if rank not in said}
+        there = arrived(store, list(keys), min(_LOOK, max(left, 0.0)))
+        found = zip(there, values(store, there), strict=True)
+        fresh = {keys[key]: json.loads(text) for key, text in found}
+        said |= fresh
+        if len(said) < info.world_size and store.check(["trouble"]):
+            trouble = store.get("trouble").decode()
+        elif 0 in said:
+            trouble = _describe_differences(said[0], fresh)
+        waited = time.monotonic() - start
+        if trouble or len(said) == info.world_size:
+            break
+        if waited >= timeout:
+            trouble = _describe_absent(said, info.world_size, waited)
+        elif waited >= next_word:
+            logger.warning("%s", _describe_absent(said, info.world_size, waited))
+            next_word *= 2
+    verdict = {
+        "trouble": trouble,
+        "world_size": info.world_size,
+        "hosts": fold_hosts([] if trouble else [said[rank][0] for rank in range(info.world_size)]),
+        "holder": process[1:],
+    }
+    store.set("verdict", pack(verdict))
+    if trouble:
+        until = time.monotonic() + _READING
+        while store.add("heard", 0) < len(said.keys() - {0}) and time.monotonic() < until:
+            time.sleep(0.01)
+    return verdict
 
 
-def digest(text: str) -> bytes:
-    """Return eight bytes that stand for a text, the same in every process."""
-    return hashlib.blake2b(text.encode(), digest_size=8).digest()
+def pack(verdict: Mapping[str, Any]) -> Any:  # bytes, which the stub of Store.set lacks
+    """Return it short: it goes from one server to every rank."""
+    return zlib.compress(json.dumps(verdict, separators=(",", ":")).encode(), 9)
+
+
+def fold_hosts(hosts: Sequence[str]) -> dict[str, Any]:
+    """Return the hosts of all ranks as JSON that compresses well; `unfold_hosts` undoes it.
+
+    Each name stands once, after how much it begins like the one before. Compressed, the names
+    of 10,080 hosts, regular but for gaps, take 2 kB in place of 25 kB.
+
+    >>> fold_hosts(["x1c0", "x1c0", "x1c1", "x2c1"])
+    {'names': ['0 x1c0', '3 1', '1 2c1'], 'steps': [0, 0, 1, 1]}
+    """
+    places = {name: place for place, name in enumerate(dict.fromkeys(hosts))}
+    names, before = [], ""
+    for name in places:
+        pairs = zip(before, name, strict=False)
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        names.append(f"{shared} {name[shared:]}")
+        before = name
+    at = [0, *(places[host] for host in hosts)]
+    return {"names": names, "steps": [here - prior for prior, here in pairwise(at)]}
+
+
+def unfold_hosts(folded: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the hosts, by rank, that were folded."""
+    names, before = [], ""
+    for each in folded["names"]:
+        shared, _, rest = each.partition(" ")
+        before = before[: int(shared)] + rest
+        names.append(before)
+    return tuple(names[place] for place in accumulate(folded["steps"]))
+
+
+def _describe_absent(said: Mapping[int, list[Any]], world_size: int, waited: float) -> str:
+    missing = [rank for rank in range(world_size) if rank not in said]
+    hosts: dict[str, list[int]] = {}
+    for rank in sorted(said):
+        hosts.setdefault(said[rank][0], []).append(rank)
+    there = ", ".join(f"{fold(ranks)} on {host}" for host, ranks in list(hosts.items())[:_SHOWN])
+    more = f" and {len(hosts) - _SHOWN} hosts more" if len(hosts) > _SHOWN else ""
+    plural = "s" if len(missing) > 1 else ""
+    return (
+        f"rank{plural} {fold(missing)} of {world_size} did not come to setup_torch in "
+        f"{waited:.0f} s (there: {there}{more}); expected every rank to call it; look whether one "
+        "failed earlier or takes another branch"
+    )
+
+
+def _describe_differences(mine: list[Any], others: Mapping[int, list[Any]]) -> str:
+    """Return in what ranks differ from rank 0, or nothing; log what may differ."""
+    refused: dict[str, list[int]] = {}
+    allowed: dict[str, list[int]] = {}
+    soft = _SOFT if os.environ.get(AGREEMENT) == "warn" else ()
+    for rank, (host, _, _, facts) in others.items():
+        if facts == mine[3]:
+            continue
+        for name in sorted({*mine[3], *facts}):
+            here, there = mine[3].get(name), facts.get(name)
+            if not (isinstance(here, dict) and isinstance(there, dict)):
+                here, there = {name.replace("_", " "): here}, {name.replace("_", " "): there}
+            # Rank 0 alone may have imported what it reports with.
+            for key in here:
+                if key in there and here[key] != there[key]:
+                    text = f"{key} {there[key]} on {host}, rank 0 {here[key]}"
+                    (allowed if name in soft else refused).setdefault(text, []).append(rank)
+
+    def told(found: Mapping[str, list[int]]) -> str:
+        shown = "; ".join(
+            f"rank{'s' if len(ranks) > 1 else ''} {fold(ranks)}: {text} on {mine[0]}"
+            for text, ranks in list(found.items())[:_SHOWN]
+        )
+        more = f"; and {len(found) - _SHOWN} differences more" if len(found) > _SHOWN else ""
+        return shown + more
+
+    if allowed:
+        logger.warning("the ranks differ: %s", told(allowed))
+    if not refused:
+        return ""
+    return (
+        f"the ranks differ: {told(refused)}; expected the same on all; install the same "
+        "versions and start the same script with the same arguments everywhere "
+        f"({AGREEMENT}=warn lets versions and scripts differ)"
+    )
+
+
+def _describe_twice(store: Store, info: RankInfo, process: Process) -> str:
+    host, pid, _ = process
+    try:
+        store.wait([f"facts/{info.rank}"], timedelta(seconds=1))
+        other, its_pid, *_ = json.loads(store.get(f"facts/{info.rank}"))
+        first = f"process {its_pid} on {other}"
+    except LOST:
+        first = "another process"
+    return (
+        f"rank {info.rank} of {info.world_size} is there twice: {first}, and process {pid} on "
+        f"{host}; expected every rank once; two jobs share a MASTER_ADDR and MASTER_PORT, or the "
+        "ranks were numbered by hand: start them by one launcher"
+    )
+
+
+# The ranks of a collective, and how torch carries what they tell each other.
+
+REDUCE_OPS: dict[str, dist.ReduceOp.RedOpType] = {
+    "sum": dist.ReduceOp.SUM,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "product": dist.ReduceOp.PRODUCT,
+}
+"""What every backend can do: oneCCL and gloo have no AVG."""
+
+_DIRECT = 1 << 20
+"""Bytes, of all ranks, that each sends straight to all others, on the host: one message each,
+all at once, takes half the time of gloo's ring (2 and 4 ranks, torch 2.13)."""
+
+_CHUNK = 1 << 24
+"""Bytes that a broadcast moves at once: what is staged on a device stays within this."""
+
+
+class Channel(Protocol):
+    """How bytes and tensors get from rank to rank: torch (`Members`), or MPI."""
+
+    @property
+    def world(self) -> World:
+        """What set-up decided."""
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The ranks that take part, by place."""
+
+    @property
+    def place(self) -> int:
+        """This rank's place."""
+
+    @property
+    def where(self) -> torch.device:
+        """Where tensors must lie to be sent."""
+
+    def gather(self, mine: bytearray, what: str, timeout: float | None = None) -> bytearray:
+        """Return every rank's bytes, of equal length, one after the other by place."""
+
+    def reduce(self, tensor: torch.Tensor, op: str, what: str) -> None:
+        """Combine a contiguous tensor at `where` over the ranks, in place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """Several ranks that take part in a collective, seen from one of them."""
+
+    world: World
+    group: dist.ProcessGroup | None
+    """torch's group; None: the world's."""
+    ranks: Sequence[int]
+    """Their ranks in the world, by place in the group."""
+    place: int
+    """This rank's place in the group."""
+    where: torch.device
+    """Where tensors must lie for the group's backend to send them."""
+    scope: str = ""
+    """Which group it is, in words: ranks that wait in different ones are told apart."""
+
+    def gather(self, mine: bytearray, what: str, timeout: float | None = None) -> bytearray:
+        """Return every rank's bytes, of equal length, one after the other by place."""
+        size = len(self.ranks)
+        every = bytearray(len(mine) * size)
+        group = self.group or dist.group.WORLD
+        assert group is not None  # set-up made it
+        got = on_host = torch.frombuffer(every, dtype=torch.uint8)
+        what += self.scope
+        with waiting(what, self.world, self.ranks):
+            # The group's own methods, which torch 2.13 has renamed: dist's functions cost a fifth
+            # more, and warn of the old names.
+            if self.where.type == "cpu" and len(every) <= _DIRECT:
+                sent = torch.frombuffer(mine * size, dtype=torch.uint8)
+                swap = getattr(group, "all_to_all_single", None) or group.alltoall_base
+                work = swap(got, sent, [], [], self._within(dist.AllToAllOptions(), timeout))
+            else:
+                sent = torch.frombuffer(mine, dtype=torch.uint8).to(self.where)
+                got = torch.empty_like(on_host, device=self.where)
+                gather = getattr(group, "all_gather_single", None) or group._allgather_base  # noqa: SLF001
+                options = dist.distributed_c10d.AllgatherOptions()  # type: ignore[attr-defined]  # it is there
+                work = gather(got, sent, self._within(options, timeout))
+            finish(work, timeout, what, self.world, self.ranks, where=self.where)
+            if got is not on_host:
+                on_host.copy_(got)
+        return every
+
+    def _within(self, options: Any, timeout: float | None) -> Any:
+        """Give an operation more time than the group's own, where more was requested.
+
+        Not less: gloo closes the connections of an operation that runs out of its own time.
+        """
+        if timeout is not None:
+            options.timeout = timedelta(seconds=max(timeout, self.world.timeout))
+        return options
+
+    def reduce(self, tensor: torch.Tensor, op: str, what: str) -> None:
+        """Combine a contiguous tensor at `where` over the ranks, in place."""
+        with waiting(what + self.scope, self.world, self.ranks):
+            dist.all_reduce(tensor, op=REDUCE_OPS[op], group=self.group)
+
+    def send(self, data: torch.Tensor, root: int, what: str) -> None:
+        """Fill uint8 [bytes] on every rank with what the one of ``root`` (in the world) holds.
+
+        It may lie anywhere; on the meta device what comes is dropped. Not for no bytes at all.
+        """
+        sends = self.ranks[self.place] == root
+        for piece in data.split(_CHUNK):
+            staged = (
+                piece if piece.device == self.where else torch.empty_like(piece, device=self.where)
+            )
+            with waiting(what + self.scope, self.world, self.ranks):
+                if sends and staged is not piece:
+                    staged.copy_(piece)
+                dist.broadcast(staged, src=root, group=self.group)
+                if not (sends or staged is piece or piece.is_meta):
+                    piece.copy_(staged)
+
+
+_everyone: Members | None = None
+"""The world's, made once: most calls are for all ranks."""
+
+
+def find_members(operation: str, group: dist.ProcessGroup | None) -> Members | None:
+    """Return the ranks that take part; None where this process is the only one.
+
+    Raises:
+        NotSetUpError: There are several ranks, and `setup_torch` was not called.
+        TypeError: ``group`` is no process group.
+        ValueError: This rank is not a member of ``group``.
+    """
+    global _everyone
+    world = current_world(operation)
+    if world is None:
+        # A group that a script made by itself, without any launcher's variables.
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            raise NotSetUpError(
+                f"{operation} on rank {dist.get_rank()} of {dist.get_world_size()}, in a process "
+                "group that setup_torch() did not make; expected ezpz.setup_torch() in place of "
+                "init_process_group, on every rank"
+            )
+        return None
+    rank, size = world.info.rank, world.info.world_size
+    if group is None:
+        if size == 1:
+            return None
+        everyone = _everyone
+        if everyone is None or everyone.world is not world:
+            everyone = _everyone = Members(world, None, range(size), rank, world.on_host)
+        return everyone
+    # new_group returns this, and not None, to ranks that are not in the group.
+    if group is dist.GroupMember.NON_GROUP_MEMBER:  # type: ignore[comparison-overlap]
+        raise ValueError(
+            f"{operation} on rank {rank} with a group of which it is no member; expected the call "
+            "on the group's members only"
+        )
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"{operation} with group={group!r}; expected a torch.distributed.ProcessGroup, for "
+            "example from new_group() or mesh.get_group(), or None for all ranks"
+        )
+    try:
+        ranks = dist.get_process_group_ranks(group)
+    except KeyError:
+        raise ValueError(
+            f"{operation} with a group that torch does not know; expected one made since "
+            "setup_torch() and not destroyed"
+        ) from None
+    if len(ranks) == 1:
+        return None
+    where = torch.device("cpu") if "gloo" in dist.get_backend(group) else world.device
+    return Members(world, group, ranks, ranks.index(rank), where, f" in group {group.group_name}")
 
 
 # Objects as bytes, for ranks of the same job.
 
 
 def is_plain(obj: object) -> bool:
-    """Say whether an object is a dense tensor whose bytes are all there is to it."""
+    """Return whether an object is a dense tensor whose bytes are all there is to it."""
     return (
         isinstance(obj, torch.Tensor)
         and type(obj) in (torch.Tensor, torch.nn.Parameter)
@@ -117,10 +515,6 @@ def dump(obj: object) -> bytes:
 def load(data: bytes | bytearray, sender: int) -> Any:
     """Return the object of `dump`'s bytes.
 
-    Args:
-        data: Its bytes.
-        sender: The rank that it is from, for the message.
-
     Raises:
         CollectiveError: It cannot be made here: a class that this rank cannot import.
     """
@@ -154,183 +548,13 @@ def _tensor(raw: bytearray, dtype: str, shape: tuple[int, ...], on_device: bool)
     return tensor
 
 
-# The ranks of a collective, and how torch carries what they say.
-
-REDUCE_OPS: dict[str, dist.ReduceOp.RedOpType] = {
-    "sum": dist.ReduceOp.SUM,
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-    "product": dist.ReduceOp.PRODUCT,
-}
-"""What every backend can do: oneCCL and gloo have no AVG."""
-
-_DIRECT = 1 << 20
-"""Bytes, of all ranks, that each sends straight to all others, on the host: one message each,
-all at once, takes half the time of gloo's ring (2 and 4 ranks, torch 2.13)."""
-
-_CHUNK = 1 << 24
-"""Bytes that a broadcast moves at once: what is staged on a device stays within this."""
-
-
-@dataclass(frozen=True, slots=True)
-class Members:
-    """Several ranks that take part in a collective, seen from one of them.
-
-    Attributes:
-        world: What set-up decided.
-        group: torch's group; None: the world's.
-        ranks: Their ranks in the world, by place in the group.
-        place: This rank's place in the group.
-        where: Where tensors must lie for the group's backend to send them.
-        scope: Which group it is, in words: ranks that wait in different ones are told apart.
-    """
-
-    world: World
-    group: dist.ProcessGroup | None
-    ranks: Sequence[int]
-    place: int
-    where: torch.device
-    scope: str = ""
-
-    def gather(self, mine: bytearray, what: str, timeout: float | None = None) -> bytearray:
-        """Return every rank's bytes, of equal length, one after the other by place."""
-        size = len(self.ranks)
-        every = bytearray(len(mine) * size)
-        group = self.group or dist.group.WORLD
-        assert group is not None  # set-up made it
-        got = on_host = torch.frombuffer(every, dtype=torch.uint8)
-        what += self.scope
-        with waiting(what, self.world, self.ranks):
-            if self.where.type == "cpu" and len(every) <= _DIRECT:
-                sent = torch.frombuffer(mine * size, dtype=torch.uint8)
-                swap = getattr(group, "all_to_all_single", None) or group.alltoall_base
-                work = swap(
-                    got,
-                    sent,
-                    [],
-                    [],
-                    self._within(dist.AllToAllOptions(), timeout),
-                )
-            else:
-                sent = torch.frombuffer(mine, dtype=torch.uint8).to(self.where)
-                got = torch.empty_like(on_host, device=self.where)
-                # The group's own method, named anew in torch 2.13: dist's function costs a fifth
-                # more, and warns of the old name.
-                gather = getattr(group, "all_gather_single", None) or group._allgather_base  # noqa: SLF001
-                options = dist.distributed_c10d.AllgatherOptions()  # type: ignore[attr-defined]  # it is there
-                work = gather(got, sent, self._within(options, timeout))
-            finish(work, timeout, what, self.world, members=self.ranks, where=self.where)
-            if got is not on_host:
-                on_host.copy_(got)
-        return every
-
-    def _within(self, options: Any, timeout: float | None) -> Any:
-        """Give an operation more time than the group's own, where more was asked for.
-
-        Not less: gloo closes the connections of an operation that runs out of its own time.
-        """
-        if timeout is not None:
-            options.timeout = timedelta(seconds=max(timeout, self.world.timeout))
-        return options
-
-    def reduce(self, tensor: torch.Tensor, op: str, what: str) -> None:
-        """Combine a contiguous tensor at `where` over the ranks, in place."""
-        with waiting(what + self.scope, self.world, self.ranks):
-            dist.all_reduce(tensor, op=REDUCE_OPS[op], group=self.group)
-
-    def send(self, data: torch.Tensor, root: int, what: str) -> None:
-        """Fill a tensor on every rank with what the one of ``root`` holds.
-
-        Args:
-            data: uint8 [bytes], anywhere; on each rank of the same length, at least 1. On the
-                meta device what comes is dropped.
-            root: The sender's rank in the world.
-            what: The operation, for whoever asks.
-        """
-        sends = self.ranks[self.place] == root
-        for piece in data.split(_CHUNK):
-            staged = (
-                piece if piece.device == self.where else torch.empty_like(piece, device=self.where)
-            )
-            with waiting(what + self.scope, self.world, self.ranks):
-                if sends and staged is not piece:
-                    staged.copy_(piece)
-                dist.broadcast(staged, src=root, group=self.group)
-                if not (sends or staged is piece or piece.is_meta):
-                    piece.copy_(staged)
-
-
-_everyone: Members | None = None
-"""The world's, made once: most calls are for all ranks."""
-
-
-def find_members(operation: str, group: dist.ProcessGroup | None) -> Members | None:
-    """Return the ranks that take part; None where this process is the only one.
-
-    Args:
-        operation: What is called, for messages: ``"barrier()"``.
-        group: torch's group of which this rank is a member; None: the world.
-
-    Raises:
-        NotSetUpError: There are several ranks, and `setup_torch` was not called.
-        TypeError: ``group`` is no process group.
-        ValueError: This rank is not a member of ``group``.
-    """
-    world = current_world(operation)
-    if world is None:
-        # A group that a script made by itself, without any launcher's variables.
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            raise NotSetUpError(
-                f"{operation} on rank {dist.get_rank()} of {dist.get_world_size()}, in a process "
-                "group that setup_torch() did not make; expected ezpz.setup_torch() in place of "
-                "init_process_group, on every rank"
-            )
-        return None
-    if group is None:
-        size = world.info.world_size
-        if size == 1:
-            return None
-        global _everyone
-        everyone = _everyone
-        if everyone is None or everyone.world is not world:
-            where = world.on_host
-            everyone = _everyone = Members(world, None, range(size), world.info.rank, where)
-        return everyone
-    ranks = _ranks_of(group, operation, world.info.rank)
-    if len(ranks) == 1:
-        return None
-    where = torch.device("cpu") if "gloo" in dist.get_backend(group) else world.device
-    scope = f" in group {group.group_name}"
-    return Members(world, group, ranks, ranks.index(world.info.rank), where, scope)
-
-
-def _ranks_of(group: object, operation: str, rank: int) -> list[int]:
-    # new_group returns this, and not None, to ranks that are not in the group.
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(
-            f"{operation} on rank {rank} with a group of which it is no member; expected the call "
-            "on the group's members only"
-        )
-    if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(
-            f"{operation} with group={group!r}; expected a torch.distributed.ProcessGroup, for "
-            "example from new_group() or mesh.get_group(), or None for all ranks"
-        )
-    try:
-        return dist.get_process_group_ranks(group)
-    except KeyError:
-        raise ValueError(
-            f"{operation} with a group that torch does not know; expected one made since "
-            "setup_torch() and not destroyed"
-        ) from None
-
-
-# The small exchange with which every collective begins.
+# The small exchange with which every collective begins: do all ranks call the same?
 
 SLOT = 256
 """Bytes of a slot: latency is the same from 32 to 1024 (gloo), and 27 numbers fit in."""
 
 _HEADER = struct.Struct("=8sBI")
+
 _ALIKE = 9
 """Bytes of the header in which ranks that take part in the same call do not differ."""
 
@@ -339,34 +563,47 @@ _TAKES_PART, _REFUSES = 0, 1
 ROOM = SLOT - _HEADER.size
 """Bytes of a slot that a collective has for itself."""
 
+_WORDS = 200
+"""Characters of a call that a message shows: a dict can have thousands of keys."""
+
 _calls = itertools.count()
 """Makes every exchange of this process distinct; need not agree between ranks."""
 
 
-class Channel(Protocol):
-    """How bytes and tensors get from rank to rank: torch, or MPI."""
+class Call(NamedTuple):
+    """One call of a collective, as far as all ranks must agree on it."""
 
-    @property
-    def world(self) -> World:
-        """What set-up decided."""
+    name: str
+    """``"all_reduce"``, ``"broadcast(root=0)"``, ``"barrier()"``."""
+    op: str = ""
+    """``"sum"``, ``"mean"``, ... where it combines."""
+    leaves: tuple[tuple[str, str], ...] | None = None
+    """Where it combines: for each key in words what is there (``"float32 [3]"``); the key is
+    empty where the argument is no dict."""
 
-    @property
-    def ranks(self) -> Sequence[int]:
-        """The ranks that take part, by place."""
+    def signature(self) -> str:
+        """Return all of it in words: equal where the calls fit together."""
+        if self.leaves is None:
+            return self.name
+        inner = "{" + ", ".join([f"{key}: {kind}" for key, kind in self.leaves]) + "}"
+        if len(self.leaves) == 1 and not self.leaves[0][0]:
+            inner = self.leaves[0][1]
+        return f"{self.name} of {inner} ({self.op})"
 
-    @property
-    def place(self) -> int:
-        """This rank's place."""
 
-    @property
-    def where(self) -> torch.device:
-        """Where tensors must lie to be sent."""
+@lru_cache(32)  # a training loop calls the same few again and again
+def summary(call: Call) -> tuple[bytes, str]:
+    """Return eight bytes that stand for a call, and words for whoever asks what is going on."""
+    signature = call.signature()
+    return _digest(signature), _shorten(signature)
 
-    def gather(self, mine: bytearray, what: str, timeout: float | None = None) -> bytearray:
-        """Return every rank's bytes, of equal length, one after the other by place."""
 
-    def reduce(self, tensor: torch.Tensor, op: str, what: str) -> None:
-        """Combine a contiguous tensor at `where` over the ranks, in place."""
+def _shorten(signature: str) -> str:
+    return signature if len(signature) <= _WORDS else f"{signature[: _WORDS - 1]}…"
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=8).digest()
 
 
 def exchange(
@@ -377,14 +614,10 @@ def exchange(
     timeout: float | None = None,
     refusal: Exception | None = None,
 ) -> bytearray:
-    """Make sure that all ranks call the same, and return all slots; see `payload_of`.
+    """Make sure that all ranks call the same, and return all slots; see `payload_of`. Collective.
 
-    Args:
-        call: What this rank calls.
-        channel: The ranks.
-        payload: At most `ROOM` bytes.
-        timeout: Seconds to wait; None: the group's own.
-        refusal: Why this rank cannot take part, so that the others need not wait for it.
+    Each may give `ROOM` bytes, or say why it cannot take part (``refusal``), so that the others
+    need not wait for it.
 
     Raises:
         MismatchError: The ranks called different things; the same error on all of them.
@@ -394,7 +627,7 @@ def exchange(
     hashed, what = summary(call)
     tag = _TAKES_PART
     if refusal is not None:
-        hashed, tag = digest(f"{type(refusal).__name__}: {refusal}"), _REFUSES
+        hashed, tag = _digest(f"{type(refusal).__name__}: {refusal}"), _REFUSES
     mine = bytearray(SLOT)
     _HEADER.pack_into(mine, 0, hashed, tag, next(_calls) & 0xFFFFFFFF)
     mine[_HEADER.size : _HEADER.size + len(payload)] = payload
@@ -405,13 +638,27 @@ def exchange(
     refused = {place for place, head in enumerate(heads) if head[-1] == _REFUSES}
     if refusal is not None and len(refused) == len(heads):
         raise refusal
-    slots = Slots(channel.world, channel.ranks, channel.place, heads, refused, bytes(every))
-    raise explain(call, slots, refusal) from refusal
+    # No counter that a failure could put out of step: what all ranks have just seen.
+    subject = _digest(f"{list(channel.ranks)}{bytes(every).hex()}").hex()
+    raise _explain(call, channel, heads, refused, subject=subject, refusal=refusal) from refusal
 
 
 def payload_of(place: int, every: bytearray) -> bytearray:
     """Return what the rank at a place gave to `exchange`, with zeros up to `ROOM`."""
     return every[place * SLOT + _HEADER.size : (place + 1) * SLOT]
+
+
+def find_odd(call: Call, members: Members, facts: bytes) -> tuple[int, list[int]]:
+    """Compare some bytes of each rank; return a place of the majority and those that differ.
+
+    At most `ROOM` bytes, such as a checksum; of a tie, the first rank is in the majority.
+    Collective: every member calls this, and raises what `exchange` raises.
+    """
+    every = exchange(call, members, facts)
+    found = [bytes(payload_of(place, every)) for place in range(len(members.ranks))]
+    counts = Counter(found)
+    most = max(counts, key=lambda each: (counts[each], each == found[0]))
+    return found.index(most), [place for place, each in enumerate(found) if each != most]
 
 
 # Ranks that called different things: who, what, and where in their code.
@@ -425,87 +672,75 @@ _KEYS = 3
 _PATIENCE = 10.0
 """Seconds for a rank to say what it called; they all are in this function."""
 
-_LOST = (dist.DistNetworkError, dist.DistStoreError)
 
-
-@dataclass(frozen=True, slots=True)
-class Slots:
-    """What the exchange showed.
-
-    Attributes:
-        world: What set-up decided.
-        ranks: The ranks, by place.
-        place: This rank's place.
-        heads: By place, bytes that are equal where the calls are.
-        refused: The places of those who cannot take part.
-        every: All bytes of the exchange: the same on every rank, and never twice.
-    """
-
-    world: World
-    ranks: Sequence[int]
-    place: int
-    heads: list[bytes]
-    refused: set[int]
-    every: bytes
-
-
-def explain(call: Call, slots: Slots, refusal: Exception | None) -> CollectiveError:
-    """Return the error that every rank raises. Collective: every rank of ``slots`` calls this.
+def _explain(
+    call: Call,
+    channel: Channel,
+    heads: list[bytes],
+    refused: set[int],
+    *,
+    subject: str,
+    refusal: Exception | None,
+) -> CollectiveError:
+    """Return the error that every rank raises. Collective: every rank of the channel calls this.
 
     One rank of each party says through the store what it called; nothing is kept there.
     """
     parties: dict[bytes, list[int]] = {}
-    for place, head in enumerate(slots.heads):
+    for place, head in enumerate(heads):
         parties.setdefault(head, []).append(place)
     # The majority first; of equally many, those with the lowest rank.
     ordered = sorted(parties.values(), key=lambda party: (-len(party), party[0]))
-    if slots.refused:
-        ordered.sort(key=lambda party: party[0] in slots.refused)
-    told = _tell_and_ask(call, slots, refusal, [party[0] for party in ordered[:_PARTIES]])
-    hosts = slots.world.hosts
+    if refused:
+        ordered.sort(key=lambda party: party[0] in refused)
+    mine = {
+        "name": call.name,
+        "op": call.op,
+        "leaves": None if call.leaves is None else dict(call.leaves),
+        "signature": call.signature(),
+        "at": calling_line(),
+        "refusal": refusal and f"{type(refusal).__name__}: {refusal}",
+    }
+    said = _hear(channel, f"mismatch/{subject}", mine, [party[0] for party in ordered[:_PARTIES]])
+    hosts = channel.world.hosts
 
     def name(party: list[int]) -> str:
-        ranks = [slots.ranks[place] for place in party]
+        ranks = [channel.ranks[place] for place in party]
         return f"rank {ranks[0]} ({hosts[ranks[0]]})" if len(ranks) == 1 else f"ranks {fold(ranks)}"
 
-    expected = told[0]
     lines = []
-    if ordered[0][0] not in slots.refused:
-        lines.append(f"{name(ordered[0])} {_verb(ordered[0])} {_words(expected)}")
-    for party, said in zip(ordered[1:], told[1:], strict=False):
-        if bool(slots.refused) == (party[0] in slots.refused):
-            lines.append(f"{name(party)} {_difference(expected, said, party)}")
+    if ordered[0][0] not in refused:
+        verb = "calls" if len(ordered[0]) == 1 else "call"
+        lines.append(f"{name(ordered[0])} {verb} {_words(said[0])}")
+    for party, other in zip(ordered[1:], said[1:], strict=False):
+        if bool(refused) == (party[0] in refused):
+            lines.append(f"{name(party)} {_describe_call(said[0], other, len(party) > 1)}")
     if len(ordered) > _PARTIES:
         lines.append(f"and {len(ordered) - _PARTIES} more different calls")
-    if slots.refused:
-        ranks = sorted(slots.ranks[place] for place in slots.refused)
+    if refused:
         return CollectiveError(
-            f"{'; '.join(lines)}; expected every rank to take part; mend the call there", ranks
+            f"{'; '.join(lines)}; expected every rank to take part; mend the call there",
+            sorted(channel.ranks[place] for place in refused),
         )
-    ranks = sorted(slots.ranks[place] for party in ordered[1:] for place in party)
     return MismatchError(
         f"{'; '.join(lines)}; expected every rank to call the same, with the same keys, shapes "
         "and dtypes",
-        ranks,
+        sorted(channel.ranks[place] for party in ordered[1:] for place in party),
     )
 
 
-def _verb(party: list[int]) -> str:
-    return "calls" if len(party) == 1 else "call"
-
-
 def _words(said: Mapping[str, Any]) -> str:
-    return f"{shorten(said['signature'])} at {said['at']}"
+    return f"{_shorten(said['signature'])} at {said['at']}"
 
 
-def _difference(expected: Mapping[str, Any], said: Mapping[str, Any], party: list[int]) -> str:
+def _describe_call(expected: Mapping[str, Any], said: Mapping[str, Any], several: bool) -> str:
     if said["refusal"]:
         return f"cannot take part in {_words(said)}: {said['refusal']}"
     mine, theirs = said["leaves"], expected["leaves"]
     alike = (said["name"], said["op"]) == (expected["name"], expected["op"])
     if not alike or mine is None or theirs is None or ("" in mine) != ("" in theirs):
-        return f"{_verb(party)} {_words(said)}"
-    has = "has" if len(party) == 1 else "have"
+        return f"{'call' if several else 'calls'} {_words(said)}"
+    has = "have" if several else "has"
     found = [f"{has} no key {key}" for key in theirs if key not in mine]
     found += [f"{has} a key {key} that the others have not" for key in mine if key not in theirs]
     found += [
@@ -517,47 +752,35 @@ def _difference(expected: Mapping[str, Any], said: Mapping[str, Any], party: lis
     return f"{', '.join(found[:_KEYS] + more)} at {said['at']}"
 
 
-def _tell_and_ask(
-    call: Call, slots: Slots, refusal: Exception | None, speakers: list[int]
-) -> list[dict[str, Any]]:
-    """Return what each of the speakers called; each says so itself, the others listen."""
-    mine = {
-        "name": call.name,
-        "op": call.op,
-        "leaves": None if call.leaves is None else dict(call.leaves),
-        "signature": call.signature(),
-        "at": calling_line(),
-        "refusal": refusal and f"{type(refusal).__name__}: {refusal}",
-    }
-    unknown = {**mine, "leaves": None, "signature": "something else", "at": "?", "refusal": ""}
-    # No counter that a failure could put out of step: what all ranks have just seen.
-    subject = f"mismatch/{digest(f'{list(slots.ranks)}{slots.every.hex()}').hex()}"
-    store, until = slots.world.store, time.monotonic() + min(_PATIENCE, slots.world.timeout)
-    keys = [f"{subject}/{place}" for place in speakers]
-    told: list[dict[str, Any]] = []
+def _hear(
+    channel: Channel, subject: str, mine: Mapping[str, Any], speakers: list[int]
+) -> list[Mapping[str, Any]]:
+    """Return what each of the speakers says, through the store. Collective."""
+    store, until = channel.world.store, time.monotonic() + min(_PATIENCE, channel.world.timeout)
+    keys, size = [f"{subject}/{place}" for place in speakers], len(channel.ranks)
+
+    def wait(key: str) -> None:
+        store.wait([key], timedelta(seconds=max(0.1, until - time.monotonic())))
+
+    said: list[Mapping[str, Any]] = []
     try:
-        if slots.place in speakers:
-            store.set(f"{subject}/{slots.place}", json.dumps(mine))
+        if channel.place in speakers:
+            store.set(f"{subject}/{channel.place}", json.dumps(mine))
         for key in keys:
-            store.wait([key], timedelta(seconds=max(0.1, until - time.monotonic())))
-            told.append(json.loads(store.get(key)))
-    except _LOST:
+            wait(key)
+            said.append(json.loads(store.get(key)))
+    except LOST:
         # A rank, or the store's, has ended meanwhile: the ranks that differ are known all the same.
-        told += [unknown] * (len(keys) - len(told))
-        return told
-    with suppress(*_LOST):
-        _leave_together(slots, subject, keys, until)
-    return told
-
-
-def _leave_together(slots: Slots, subject: str, keys: list[str], until: float) -> None:
-    """Keep the rank whose process holds the store until all have read, and leave nothing there."""
-    store, size = slots.world.store, len(slots.ranks)
-    if store.add(f"{subject}/read", 1) == size:
-        for key in [*keys, f"{subject}/read"]:
-            store.delete_key(key)
-        store.set(f"{subject}/done", "")
-    store.wait([f"{subject}/done"], timedelta(seconds=max(0.1, until - time.monotonic())))
-    if store.add(f"{subject}/left", 1) == size:
-        store.delete_key(f"{subject}/done")
-        store.delete_key(f"{subject}/left")
+        unknown = {"leaves": None, "signature": "something else", "at": "?", "refusal": ""}
+        return said + [{**mine, **unknown}] * (len(keys) - len(said))
+    # The rank whose process holds the store stays until all have read; nothing is left there.
+    with suppress(*LOST):
+        if store.add(f"{subject}/read", 1) == size:
+            for key in [*keys, f"{subject}/read"]:
+                store.delete_key(key)
+            store.set(f"{subject}/done", "")
+        wait(f"{subject}/done")
+        if store.add(f"{subject}/left", 1) == size:
+            store.delete_key(f"{subject}/done")
+            store.delete_key(f"{subject}/left")
+    return said

@@ -1,4 +1,4 @@
-"""MPI: a broadcast for the rendezvous, and an end that no rank waits in for ever."""
+"""MPI: a broadcast for the rendezvous, collectives on request; no rank waits in it for ever."""
 
 from __future__ import annotations
 
@@ -9,17 +9,30 @@ import json
 import logging
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from types import FunctionType, ModuleType, TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
 
 from ezpz_topo import RankInfo, get_hostname
 
-from ._address import SAY_AFTER, speaks
-from ._errors import SetupError
+from ._errors import CollectiveError, SetupError
+from ._members import Call, Channel, Members, exchange
+from ._watch import explain, waiting
+from ._world import World
 
 logger = logging.getLogger(__name__)
 
+
+# The rendezvous: rank 0 tells the others where it is.
+
 T = TypeVar("T", bound=tuple[str | int, ...])
+
+SAY_AFTER = 10.0
+"""Seconds of waiting after which one rank of each node says what it waits for."""
 
 _GRACE = 1.0
 """Seconds beyond the time-out for our own error, which says more than the watchdog."""
@@ -31,11 +44,16 @@ _LAST_WORDS = 0.5
 """Seconds for a traceback to reach the launcher; without, it was lost under load (MPICH 5.0.2)."""
 
 _ours: ModuleType | None = None
-"""mpi4py.MPI, when it was we who initialised MPI."""
+"""mpi4py.MPI, when it was we who initialized MPI."""
+
+
+def speaks(info: RankInfo) -> bool:
+    """Return whether it is this rank that says what its node waits for, which may be rank 0."""
+    return info.local_rank == 0 or info.rank == 1
 
 
 def broadcast_once(value: T, info: RankInfo, timeout: float) -> T:
-    """Return rank 0's texts and numbers on every rank, over MPI. Collective: every rank calls this.
+    """Return rank 0's texts and numbers on every rank, over MPI. Collective.
 
     Where MPI itself blocks, as in MPI_Init when a rank never comes, no Python runs: the process
     then prints where it stands and ends with exit status 1, a second after the time-out.
@@ -50,8 +68,7 @@ def broadcast_once(value: T, info: RankInfo, timeout: float) -> T:
     words = (
         f"rank {info.rank} of {info.world_size} on {get_hostname()}: waits in MPI for the others"
     )
-    code = _broadcast.__code__.replace(co_name=words[:99])
-    watched = FunctionType(code, globals())
+    watched = FunctionType(_broadcast.__code__.replace(co_name=words[:99]), globals())
     faulthandler.dump_traceback_later(timeout + _GRACE, exit=True)
     try:
         message = watched(json.dumps(value).encode(), info, deadline, timeout)
@@ -75,24 +92,21 @@ def _broadcast(message: bytes, info: RankInfo, deadline: float, timeout: float) 
     buffer = bytearray(message.ljust(_MESSAGE)[:_MESSAGE])
     request = comm.Ibcast([buffer, mpi.BYTE], root=0)
     pause, say_at = 1e-5, time.monotonic() + SAY_AFTER
+    who = f"rank {info.rank} of {info.world_size} on {get_hostname()}"
+    what = "rank 0 to broadcast the address at which the ranks meet"
     while not request.Test():
         now = time.monotonic()
         if now >= deadline:
             # MPI_Finalize would wait for the broadcast.
             atexit.register(mpi.COMM_WORLD.Abort, 1)
             raise SetupError(
-                f"rank {info.rank} of {info.world_size} on {get_hostname()} has waited {timeout:g} "
-                "s in MPI for rank 0 to broadcast the address at which the ranks meet; expected "
-                "rank 0 to call setup_torch too; look for where rank 0 stands, or for its error"
+                f"{who} has waited {timeout:g} s in MPI for {what}; expected rank 0 to call "
+                "setup_torch too; look for where rank 0 stands, or for its error"
             )
         if now >= say_at:
             say_at = float("inf")
             if speaks(info):
-                logger.warning(
-                    "rank %d of %d on %s has waited %.0f s in MPI for rank 0 to broadcast the "
-                    "address at which the ranks meet",
-                    info.rank, info.world_size, get_hostname(), SAY_AFTER,
-                )  # fmt: skip
+                logger.warning("%s has waited %.0f s in MPI for %s", who, SAY_AFTER, what)
         time.sleep(pause)
         pause = min(1.5 * pause, 0.01)
     return bytes(buffer)
@@ -101,13 +115,18 @@ def _broadcast(message: bytes, info: RankInfo, deadline: float, timeout: float) 
 def abort_on_uncaught(world_size: int) -> None:
     """After an uncaught exception end the whole job: peers and MPI_Finalize would wait for ever.
 
-    Does nothing where MPI is not initialised, nor where it was by the script, for more ranks
+    Does nothing where MPI is not initialized, nor where it was by the script, for more ranks
     than ours. To be called after ``init_process_group``, whose own hook captures stderr while
     it calls ours.
     """
-    mpi, previous = _ours or _the_scripts(world_size), sys.excepthook
+    mpi = _ours
     if mpi is None:
-        return
+        mpi = sys.modules.get("mpi4py.MPI")
+        if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
+            return
+        if not mpi.COMM_WORLD.size == world_size > 1:
+            return
+    previous = sys.excepthook
 
     def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
         previous(kind, value, trace)
@@ -119,13 +138,6 @@ def abort_on_uncaught(world_size: int) -> None:
             mpi.COMM_WORLD.Abort(1)
 
     sys.excepthook = hook
-
-
-def _the_scripts(world_size: int) -> ModuleType | None:
-    mpi = sys.modules.get("mpi4py.MPI")
-    if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
-        return None
-    return mpi if mpi.COMM_WORLD.size == world_size > 1 else None
 
 
 def _load() -> ModuleType:
@@ -144,17 +156,169 @@ def _load() -> ModuleType:
             "expected setup_torch before MPI.Finalize(); call it earlier, or start with ezpz-launch"
         )
     if not already:
-        # mpi4py finalises MPI after the interpreter has dropped its objects: by then a
+        # mpi4py finalizes MPI after the interpreter has dropped its objects: by then a
         # failed rank's connections are closed, and its peers fail instead of waiting.
         _ours = mpi
     if not mpi.Is_initialized():
         # The script told mpi4py to leave that to it (mpi4py.rc), and then has not done it.
         mpi.Init_thread()
         _ours = mpi
-        atexit.register(_finalize, mpi)
+        atexit.register(lambda: mpi.Is_finalized() or mpi.Finalize())
     return mpi
 
 
-def _finalize(mpi: ModuleType) -> None:
-    if not mpi.Is_finalized():
-        mpi.Finalize()
+# Collectives over MPI, for those who ask for it: always timed, never a blocking call.
+
+_SPIN = 1e-3
+"""Seconds in which a waiting rank asks MPI again as soon as the others have had the core."""
+
+_POLL = 1e-3
+
+_TYPES = {
+    torch.float32: "FLOAT",
+    torch.float64: "DOUBLE",
+    torch.int32: "INT32_T",
+    torch.int64: "INT64_T",
+}
+_OPS = {"sum": "SUM", "min": "MIN", "max": "MAX", "product": "PROD"}
+
+_REMEDY = "start the ranks with mpiexec, or leave implementation='mpi' out"
+
+_opened: OverMpi | None = None
+
+_abandoned: list[Any] = []
+"""Operations that did not come about, with their memory: MPI may still write into it."""
+
+
+@dataclass(frozen=True, slots=True)
+class OverMpi:
+    """All ranks, over a communicator of our own: a `Channel`."""
+
+    world: World
+    ranks: Sequence[int]
+    place: int
+    where: torch.device
+    """The host: MPI need not know of devices."""
+    mpi: ModuleType
+    comm: Any
+
+    def gather(self, mine: bytearray, what: str, timeout: float | None = None) -> bytearray:
+        """Return every rank's bytes, of equal length, one after the other by rank."""
+        every = bytearray(len(mine) * len(self.ranks))
+        byte = self.mpi.BYTE
+        request = self.comm.Iallgather([mine, byte], [every, byte])
+        finish_request(request, (mine, every), f"{what} over MPI", self.world, timeout)
+        return every
+
+    def reduce(self, tensor: torch.Tensor, op: str, what: str) -> None:
+        """Combine a contiguous tensor on the host over the ranks, in place."""
+        # By address: mpi4py would want numpy to see into a tensor.
+        memory = self.mpi.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
+        spec = [memory, getattr(self.mpi, _TYPES[tensor.dtype])]
+        request = self.comm.Iallreduce(self.mpi.IN_PLACE, spec, getattr(self.mpi, _OPS[op]))
+        finish_request(request, tensor, f"{what} over MPI", self.world, None)
+
+
+def find_channel(
+    operation: str,
+    implementation: str,
+    members: Members | None,
+    group: dist.ProcessGroup | None,
+) -> Channel | None:
+    """Return what carries a collective; None where this process is the only rank.
+
+    Raises:
+        CollectiveError: MPI's world is not this job's, or another rank cannot take part.
+        MismatchError: Not every rank uses MPI, where it is the first time that one does.
+        ValueError: ``implementation`` is unknown, or ``"mpi"`` with a group.
+    """
+    if implementation == "torch":
+        return members
+    refusal: ValueError | None = None
+    if implementation != "mpi":
+        refusal = ValueError(f"implementation {implementation!r}; expected 'torch' or 'mpi'")
+    elif group is not None:
+        refusal = ValueError(
+            f"{operation} with implementation='mpi' and a group; expected group=None, because MPI "
+            "knows nothing of torch's groups; leave one of the two out"
+        )
+    if refusal is not None:
+        if members is not None:
+            exchange(Call(operation), members, refusal=refusal)
+        raise refusal
+    return None if members is None else _open(operation, members)
+
+
+def finish_request(
+    request: Any, memory: object, what: str, world: World, timeout: float | None
+) -> None:
+    """Wait for a request of MPI's, at most so long (None: the world's time-out).
+
+    Raises:
+        HangError: It is not done in time; names the ranks that have not come.
+    """
+    limit = world.timeout if timeout is None else timeout
+    start = time.monotonic()
+    with waiting(what, world):
+        while not request.Test():
+            waited = time.monotonic() - start
+            if waited > limit:
+                _abandoned.append((request, memory))
+                raise explain(TimeoutError(f"not done after {limit:g} s"), what, world, waited)
+            time.sleep(0 if waited < _SPIN else _POLL)
+
+
+def _open(operation: str, members: Members) -> OverMpi:
+    global _opened
+    ours = _opened if _opened is not None and _opened.world is members.world else None
+    if ours is not None and ours.mpi.Is_finalized():
+        raise _ended(ours.mpi)
+    # Once those who were missing have come after all, MPI is in step again.
+    _abandoned[:] = [each for each in _abandoned if not each[0].Test()]
+    if _abandoned:
+        raise CollectiveError(
+            f"{operation} with implementation='mpi' after one that not all ranks have come to yet: "
+            "MPI cannot take it back; expected implementation='torch' until then"
+        )
+    if ours is not None:
+        return ours
+    # MPI may only now be initialized, and waits for all ranks, without a time-out.
+    call = Call(f"{operation} with implementation='mpi', for the first time")
+    exchange(call, members)
+    mpi: ModuleType | None = None
+    refusal: CollectiveError | None = None
+    try:
+        mpi = importlib.import_module("mpi4py.MPI")
+    except (ImportError, RuntimeError) as error:
+        refusal = CollectiveError(f"mpi4py cannot load an MPI ({error}); expected one; {_REMEDY}")
+    else:
+        refusal = _foreign(mpi, members)
+    exchange(call, members, refusal=refusal)
+    assert mpi is not None  # or the exchange would have raised
+    # Of our own: the script's messages and ours must not meet.
+    comm, request = mpi.COMM_WORLD.Idup()
+    finish_request(request, comm, f"{call.name} over MPI", members.world, None)
+    _opened = OverMpi(members.world, members.ranks, members.place, torch.device("cpu"), mpi, comm)
+    return _opened
+
+
+def _ended(mpi: ModuleType) -> CollectiveError:
+    state = "was finalized" if mpi.Is_finalized() else "is not initialized"
+    return CollectiveError(
+        f"implementation='mpi' where MPI {state}; expected the script to leave that to mpi4py, or "
+        "implementation='torch'"
+    )
+
+
+def _foreign(mpi: ModuleType, members: Members) -> CollectiveError | None:
+    if mpi.Is_finalized() or not mpi.Is_initialized():
+        # The next call would end the process.
+        return _ended(mpi)
+    comm, info = mpi.COMM_WORLD, members.world.info
+    if (comm.rank, comm.size) == (info.rank, info.world_size):
+        return None
+    library = mpi.Get_library_version().splitlines()[0]
+    return CollectiveError(
+        f"mpi4py sees rank {comm.rank} of {comm.size} ({library}), set-up {info.rank} of "
+        f"{info.world_size} ({info.launcher}); expected MPI's world to be this job's; {_REMEDY}"
+    )

@@ -16,10 +16,11 @@ import torch.distributed as dist
 
 from ezpz_topo import get_hostname, get_rank
 
-from ._collectives import all_gather_object, broadcast, find_channel, finish
+from ._collectives import all_gather_object, broadcast
 from ._data import checked
 from ._errors import DataError, MismatchError, fold
 from ._members import Members, as_bytes, dump, find_members, is_plain, load, place_for
+from ._mpi import find_channel, finish_request
 from ._watch import waiting
 from ._world import World, current_world
 
@@ -143,7 +144,7 @@ def _read_over_mpi(
                 # By address: mpi4py would want numpy to see into a tensor.
                 memory = mpi.buffer.fromaddress(part.data_ptr() + at, size)
                 request = file.Iread_at_all(begin + at, [memory, size, mpi.BYTE])
-                finish(request, part, f"read_share({name}) over MPI", members.world, None)
+                finish_request(request, part, f"read_share({name}) over MPI", members.world, None)
         finally:
             file.Close()
     except mpi.Exception as error:

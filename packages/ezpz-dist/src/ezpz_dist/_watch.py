@@ -20,24 +20,29 @@ from typing import NoReturn, Self, TypeVar
 import torch
 import torch.distributed as dist
 
-from . import _diagnosis
 from ._diagnosis import (
-    Board,
+    LOST,
+    Location,
     RollCall,
-    Standing,
+    SideStore,
     call_roll,
     calling_line,
     describe_frames,
-    find_watcher,
+    enter_wait,
+    find_responder,
+    flush,
     last_held,
+    leave_wait,
     main_frame,
     raising_line,
     tell,
     whole_stack,
+    within,
 )
 from ._errors import CollectiveError, HangError, LostRankError, fold
-from ._store import LOST, within
 from ._world import World, find_world, is_forked
+
+logger = logging.getLogger(__name__)
 
 # The part of a collective that waits for other ranks: named, timed, and explained if it fails.
 
@@ -57,16 +62,8 @@ def waiting(
 ) -> Iterator[None]:
     """Say what this rank waits for, so that others can be told; explain a failure of torch's.
 
-    Inside, a RuntimeError of torch.distributed (a time-out, a closed connection) becomes a
-    `HangError` or `LostRankError` that names the missing ranks, their hosts and lines.
-
-    Args:
-        what: The operation as a reader of the error wants it: ``"all_reduce(float32 [3, 2])"``.
-        world: None or a world of one: nothing happens.
-        members: The ranks that take part, of which one can be missing; None: all.
-
-    Raises:
-        CollectiveError: This process is a rank's forked child.
+    Inside, torch's error (a time-out, a closed connection) becomes a `HangError` or
+    `LostRankError` that names the missing of the members (None: all), their hosts and lines.
     """
     if world is None or world.info.world_size == 1:
         yield
@@ -77,7 +74,7 @@ def waiting(
             "as a worker of a data loader: it would take its parent's part; expected it in the "
             "process that called setup_torch"
         )
-    _diagnosis.enter(what)
+    enter_wait(what)
     start = time.monotonic()
     try:
         yield
@@ -86,7 +83,7 @@ def waiting(
             raise
         raise explain(error, what, world, time.monotonic() - start, members) from error
     finally:
-        _diagnosis.leave()
+        leave_wait()
 
 
 def finish(
@@ -94,26 +91,18 @@ def finish(
     timeout: float | None,
     what: str,
     world: World,
+    members: Collection[int],
     *,
-    members: Collection[int] | None = None,
-    where: torch.device | None = None,
+    where: torch.device,
 ) -> None:
-    """Wait for an asynchronous operation of torch's, at most so long. Use it inside `waiting`.
-
-    Args:
-        work: What an ``async_op=True`` call returned.
-        timeout: Seconds; None: the group's own.
-        what: The operation, as for `waiting`.
-        world: The world.
-        members: The ranks that take part; None: all.
-        where: The device of its tensors; None: that of the world's backend.
+    """Wait for an operation on tensors at ``where``, at most so long; to be used inside `waiting`.
 
     Raises:
         HangError: It is not done after ``timeout`` seconds; names the ranks that have not come.
     """
     if timeout is None:
         work.wait()
-    elif (where or world.on_host).type == "cpu":
+    elif where.type == "cpu":
         work.wait(timedelta(seconds=timeout))
     else:
         # Other backends' wait only queues a wait on the device's stream.
@@ -128,7 +117,7 @@ def finish(
 
 
 def is_of_a_collective(error: BaseException) -> bool:
-    """Say whether an error is torch.distributed's word for: somebody did not come, or has gone."""
+    """Return whether it is torch.distributed's way to say that a rank did not come, or has gone."""
     if isinstance(error, dist.DistError):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
@@ -141,70 +130,53 @@ def explain(
     waited: float,
     members: Collection[int] | None = None,
 ) -> CollectiveError:
-    """Return the error that names who is missing, where torch's names nobody.
-
-    Args:
-        error: What torch raised.
-        what: What this rank was doing.
-        world: The world.
-        waited: Seconds since it began to.
-        members: The ranks that take part; None: all.
-    """
+    """Return the error that names who is missing, where torch's names no one."""
     rank, host = world.info.rank, world.hosts[world.info.rank]
     start = f"{what} at {calling_line()} on rank {rank} ({host}) failed after {waited:.1f} s: "
-    watcher = find_watcher()
-    if watcher is None:
+    responder = find_responder()
+    if responder is None:
         return CollectiveError(f"{start}{first_line(error)}")
-    call = call_roll(watcher)
+    call = call_roll(responder)
     if members is not None:
         call = call.among({*members, rank})
-    text, missing = tell_missing(call, rank, what)
+    text, missing = describe_missing(call, rank, what)
     kind = LostRankError if set(missing) & set(call.gone()) else HangError
     return kind(f"{start}{text} ({first_line(error)})", missing)
 
 
-def tell_missing(call: RollCall, rank: int, what: str = "") -> tuple[str, list[int]]:
-    """Say who is not where this rank is, and where they are instead.
+def describe_missing(call: RollCall, rank: int, what: str = "") -> tuple[str, list[int]]:
+    """Say who is not where this rank is, and where they are instead; return these ranks too.
 
-    Args:
-        call: What a roll call found.
-        rank: Who wants to know.
-        what: The collective of ours that it waits in; empty: by source line.
-
-    Returns:
-        The text, and the ranks it is about.
+    They are compared by the collective of ours that it waits in, or, without one, by source line.
     """
-    mine = call.standings[rank]
-    away = [
-        standing
-        for standing in call.standings.values()
-        if standing.rank != rank
-        and (
-            standing.doing != what
-            if what
-            else (standing.line, standing.collectives) != (mine.line, mine.collectives)
-        )
-    ]
+    mine = call.locations[rank]
+
+    def is_away(other: Location) -> bool:
+        if what:
+            return other.doing != what
+        return (other.line, other.collectives) != (mine.line, mine.collectives)
+
+    away = [one for one in call.locations.values() if one.rank != rank and is_away(one)]
     named = list(call.silent.items())[:_LINES]
     parts = [f"rank {one} on {call.hosts[one]} {fate}" for one, fate in named]
     if len(call.silent) > _LINES:
         parts.append(f"{len(call.silent)} ranks in all do not answer: {fold(call.silent)}")
     places: dict[str, list[int]] = {}
-    for standing in away:
-        place = str(standing).partition(": ")[2]
-        if not what and standing.collectives != mine.collectives:
+    for location in away:
+        place = location.place
+        if not what and location.collectives != mine.collectives:
             # Not in one of ours: torch's own tell whether they took different branches.
-            theirs, my_own = ("".join(each.collectives) or "none" for each in (standing, mine))
+            theirs, my_own = ("".join(each.collectives) or "none" for each in (location, mine))
             place += f" (its last collective: {theirs}; here: {my_own})"
-        places.setdefault(place, []).append(standing.rank)
+        places.setdefault(place, []).append(location.rank)
     for place, ranks in sorted(places.items(), key=lambda item: len(item[1]))[:_LINES]:
         if len(ranks) == 1:
-            parts.append(f"rank {ranks[0]} on {call.standings[ranks[0]].host} stands at {place}")
+            parts.append(f"rank {ranks[0]} on {call.locations[ranks[0]].host} stands at {place}")
         else:
             parts.append(f"ranks {fold(ranks)} stand at {place}")
     if not parts:
         return "every rank answers and waits in the same place: the network, or a device", []
-    return "; ".join(parts), sorted([*call.silent, *(standing.rank for standing in away)])
+    return "; ".join(parts), sorted([*call.silent, *(location.rank for location in away)])
 
 
 def first_line(error: BaseException) -> str:
@@ -215,11 +187,9 @@ def first_line(error: BaseException) -> str:
     return re.sub(r"^\[[^]]*\] |\[[^]]*\.\w+:\d+\] ", "", line) or type(error).__name__
 
 
-# One rank's end is everybody's: an uncaught exception, a signal, a time-out of `watch`.
+# One rank's end is every rank's: an uncaught exception, a signal, a time-out of `watch`.
 
-logger = logging.getLogger(__name__)
-
-_SAYING = 1.0
+_TELLING = 1.0
 """Seconds to tell others something, should the store still answer."""
 
 _READING = 0.1
@@ -232,9 +202,8 @@ _unwinding = False
 def install() -> None:
     """Let an uncaught exception of this rank end the job, and SIGTERM clean up.
 
-    To be called after ``init_process_group``, whose own hook captures standard error while
-    it calls ours. SIGTERM is left alone where somebody handles it already. Who calls it puts
-    ``sys.excepthook`` back.
+    To be called after ``init_process_group``, whose own hook captures standard error while it
+    calls ours; the caller puts ``sys.excepthook`` back.
     """
     global _failed, _unwinding
     _failed = _unwinding = False
@@ -246,7 +215,7 @@ def install() -> None:
         finally:
             world = find_world()
             if world is not None and not is_forked():
-                last_words(world, value, trace)
+                report_failure(world, value, trace)
 
     sys.excepthook = hook
     on_main = threading.current_thread() is threading.main_thread()
@@ -255,15 +224,14 @@ def install() -> None:
 
 
 def has_failed() -> bool:
-    """Say whether this rank goes because of a failure."""
+    """Return whether this rank goes because of a failure."""
     return _failed
 
 
 def release_sigterm() -> None:
-    """Let SIGTERM end the process as before, unless somebody else handles it by now."""
-    if threading.current_thread() is not threading.main_thread():
-        return
-    if signal.getsignal(signal.SIGTERM) is _terminated:
+    """Let SIGTERM end the process as before, unless someone else handles it by now."""
+    on_main = threading.current_thread() is threading.main_thread()
+    if on_main and signal.getsignal(signal.SIGTERM) is _terminated:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
@@ -274,86 +242,72 @@ def _terminated(_: int, frame: FrameType | None) -> None:
         # thread counts as ended: there is no script to unwind, and Python would print a traceback.
         return
     _unwinding = True
-    line, _inside = describe_frames(frame)
-    leave_word(f"SIGTERM at {line}")
+    leave_word(f"SIGTERM at {describe_frames(frame)[0]}")
     # Unwinds the script, so that its own `finally` and our cleanup run.
     sys.exit(128 + signal.SIGTERM)
 
 
-def last_words(world: World, value: BaseException, trace: TracebackType | None) -> None:
+def report_failure(world: World, value: BaseException, trace: TracebackType | None) -> None:
     """Tell every other rank what this one ends of, and to end too."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    watcher = find_watcher()
-    rank, host = world.info.rank, world.hosts[world.info.rank]
+    flush()
+    rank, line = world.info.rank, raising_line(trace)
     name, text = type(value).__name__, first_line(value)
     reason = name if text == name else f"{name}: {text}"
-    status = 128 + signal.SIGINT if isinstance(value, KeyboardInterrupt) else 1
-    line = raising_line(trace)
-    _diagnosis.fail(line)
-    start = f"rank {rank} on {host} failed at {line}: "
-    if watcher is not None and is_of_a_collective(value):
-        # torch's error names nobody; ours have told already.
-        missing, _ = tell_missing(call_roll(watcher), rank)
-        reason = f"in a collective, because {missing}"
-        tell(f"ezpz: {start}{reason}")
-    end_job(start + reason, status)
+    start = f"rank {rank} on {world.hosts[rank]} failed at {line}: "
+    responder = find_responder()
+    if responder is not None:
+        responder.failed_at = line
+        if is_of_a_collective(value):
+            # torch's error names no one; ours have told already.
+            missing, _ = describe_missing(call_roll(responder), rank)
+            reason = f"in a collective, because {missing}"
+            tell(f"ezpz: {start}{reason}")
+    end_job(start + reason, 128 + signal.SIGINT if isinstance(value, KeyboardInterrupt) else 1)
 
 
 def end_job(text: str, status: int) -> bool:
-    """Tell every other rank to end; returns, so that this one can end as it likes.
+    """Tell every other rank to end, with this exit status; one of them prints why.
 
-    Args:
-        text: Why; one of the others prints it.
-        status: The exit status of the others.
-
-    Returns:
-        Whether they were told, by this rank or one before it.
+    Returns, so that this rank can end as it likes: whether they were told, by it or another.
     """
     global _failed
-    watcher = find_watcher()
-    if watcher is None or watcher.lost:
+    responder = find_responder()
+    if responder is None or responder.lost:
         return False
     _failed = True
-    board = watcher.board
+    side, ending = responder.side, responder.ending
 
     def end() -> None:
-        store = board.reach()
-        store.compare_set(_left(board.rank), "", text)
+        store = side.reach()
+        store.compare_set(f"left/{side.rank}", "", text)
         if store.add("ended", 1) == 1:  # else who came first has told all
-            teller = 0 if board.rank != 0 else 1
-            # This rank too: its watcher is not to notice the end of the store.
-            everybody = range(board.size)
-            board.post(store, "end", everybody, text=text, status=status, teller=teller)
-        elif board.rank != 0 or not watcher.ending.wait(_SAYING / 2):
+            # This rank too: its responder is not to notice the end of the store.
+            everyone, teller = range(side.size), 0 if side.rank != 0 else 1
+            side.post(store, "end", everyone, text=text, status=status, teller=teller)
+        elif side.rank != 0 or not ending.wait(_TELLING / 2):
             return
         # The server's process is rank 0, or may be ended by this one's end.
         time.sleep(_READING)
 
-    return _said(board, end)
+    return _try_to_tell(side, end)
 
 
 def leave_word(text: str) -> None:
     """Leave a note of why this rank goes, for those who will look for it."""
-    watcher = find_watcher()
-    if watcher is None or watcher.lost:
-        return
-    board = watcher.board
-    # The first reason is the true one: what follows is the way out.
-    _said(board, lambda: board.reach().compare_set(_left(board.rank), "", text))
+    responder = find_responder()
+    if responder is not None and not responder.lost:
+        side = responder.side
+        # The first reason is the true one: what follows is the way out.
+        _try_to_tell(side, lambda: side.reach().compare_set(f"left/{side.rank}", "", text))
 
 
-def _said(board: Board, say: Callable[[], object]) -> bool:
+def _try_to_tell(side: SideStore, request: Callable[[], object]) -> bool:
     try:
-        within(_SAYING, say)
+        within(_TELLING, request)
     except LOST as error:
-        logger.debug("rank %d could not tell the others: %s", board.rank, error)
+        logger.debug("rank %d could not tell the others: %s", side.rank, error)
         return False
     return True
-
-
-def _left(rank: int) -> str:
-    return f"left/{rank}"
 
 
 # A bound for a training step: past it all ranks' stacks are written down and the job ends.
@@ -368,14 +322,14 @@ _OVERDUE = 15.0
 (native code keeps the interpreter's lock) are dumped from outside of Python."""
 
 _HEARING = 0.5
-"""Seconds for this rank's watcher to read what it was told before the store went."""
+"""Seconds for this rank's responder to read what it was told before the store went."""
 
 
-class Watch(AbstractContextManager["Watch"]):
+class StepWatchdog(AbstractContextManager["StepWatchdog"]):
     """See `watch`."""
 
     def __init__(self, step_timeout: float, report: str | os.PathLike[str] | None = None) -> None:
-        """Prepare a watch; it begins as the block is entered."""
+        """Prepare a watchdog; it begins as the block is entered."""
         if not step_timeout > 0:
             raise ValueError(f"step_timeout {step_timeout}; expected seconds above 0")
         self._timeout = step_timeout
@@ -386,7 +340,7 @@ class Watch(AbstractContextManager["Watch"]):
         self._thread: threading.Thread | None = None
 
     def step(self) -> None:
-        """Say that a step is done: the time begins anew. It costs a tenth of a microsecond."""
+        """Say that a step is done: the time begins again. It costs a tenth of a microsecond."""
         self._last = time.monotonic()
         self._steps += 1
 
@@ -404,12 +358,7 @@ class Watch(AbstractContextManager["Watch"]):
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """End; nothing is watched any more."""
         self._over.set()
         faulthandler.cancel_dump_traceback_later()
@@ -422,38 +371,40 @@ class Watch(AbstractContextManager["Watch"]):
             left = seen + self._timeout - time.monotonic()
             if left <= 0:
                 self._end()
-                return
             # The descriptor: what stands for sys.stderr in a notebook has none.
             faulthandler.dump_traceback_later(left + _OVERDUE, exit=True, file=2)
             if self._over.wait(left):
                 return
 
-    def _end(self) -> None:
+    def _end(self) -> NoReturn:
         faulthandler.cancel_dump_traceback_later()
-        start = (
+        text = (
             f"no step for {self._timeout:g} s (steps done on this rank: {self._steps}); "
             "where every rank stands"
         )
-        watcher, world = find_watcher(), find_world()
-        if watcher is None or world is None:
-            line, inside = describe_frames(main_frame())
-            alone = Standing(0, "this host", line, inside, stack=whole_stack(main_frame()))
-            self._write(f"ezpz: {start}\n{picture(RollCall({0: alone}))}")
-            _exit()
-        call = call_roll(watcher, stack=True)
-        board = watcher.board
-        try:
-            claim = "watch/report"
-            mine = str(board.rank)
-            first = within(1.0, lambda: board.reach().compare_set(claim, "", mine).decode() == mine)
-        except LOST:
-            # Rank 0 has gone with the store, as it does once another rank has told it all.
-            # Where none was heard to, better twice than not at all.
-            first = not watcher.ending.wait(_HEARING)
-        if first:
-            self._write(f"ezpz: rank {board.rank}: {start}\n{picture(call)}")
-        end_job(f"no step for {self._timeout:g} s on rank {board.rank}", TIMED_OUT)
-        _exit()
+        responder = find_responder()
+        if responder is None:
+            frame = main_frame()
+            alone = Location(0, "this host", *describe_frames(frame), stack=whole_stack(frame))
+            self._write(f"ezpz: {text}\n{picture(RollCall({0: alone}))}")
+        else:
+            call, side = call_roll(responder, stack=True), responder.side
+            mine = str(side.rank)
+
+            def is_first() -> bool:
+                return side.reach().compare_set("watch/report", "", mine).decode() == mine
+
+            try:
+                first = within(1.0, is_first)
+            except LOST:
+                # Rank 0 has gone with the store, as it does once another rank has told it all.
+                # Where none was heard to, better twice than not at all.
+                first = not responder.ending.wait(_HEARING)
+            if first:
+                self._write(f"ezpz: rank {side.rank}: {text}\n{picture(call)}")
+            end_job(f"no step for {self._timeout:g} s on rank {side.rank}", TIMED_OUT)
+        flush()
+        os._exit(TIMED_OUT)
 
     def _write(self, text: str) -> None:
         tell(text)
@@ -464,7 +415,7 @@ class Watch(AbstractContextManager["Watch"]):
                 tell(f"ezpz: the report could not be written to {self._report}: {error}")
 
 
-def watch(step_timeout: float, report: str | os.PathLike[str] | None = None) -> Watch:
+def watch(step_timeout: float, report: str | os.PathLike[str] | None = None) -> StepWatchdog:
     """Watch a training loop: if a step takes too long, say where all ranks stand and end the job.
 
     Once one rank has waited for ``step_timeout`` seconds, the stacks of all are written to
@@ -482,40 +433,24 @@ def watch(step_timeout: float, report: str | os.PathLike[str] | None = None) -> 
     Raises:
         ValueError: ``step_timeout`` is not above 0.
     """
-    return Watch(step_timeout, report)
+    return StepWatchdog(step_timeout, report)
 
 
 def picture(call: RollCall) -> str:
     """Return a roll call as people read it: equal stacks once, the fewest ranks first."""
-    alike: dict[tuple[str, tuple[str, ...]], list[Standing]] = {}
-    for standing in call.standings.values():
-        place = str(standing).partition(": ")[2]
-        alike.setdefault((place, standing.stack), []).append(standing)
-    parts = []
-    for rank, fate in call.silent.items():
-        parts.append(f"rank {rank} on {call.hosts[rank]} {fate}")
-    for (place, stack), standings in sorted(alike.items(), key=lambda item: len(item[1])):
-        ranks = fold(standing.rank for standing in standings)
-        hosts = sorted({standing.host for standing in standings})
+    alike: dict[tuple[str, tuple[str, ...]], list[Location]] = {}
+    for location in call.locations.values():
+        alike.setdefault((location.place, location.stack), []).append(location)
+    parts = [f"rank {rank} on {call.hosts[rank]} {fate}" for rank, fate in call.silent.items()]
+    for (place, stack), locations in sorted(alike.items(), key=lambda item: len(item[1])):
+        ranks = fold(location.rank for location in locations)
+        hosts = sorted({location.host for location in locations})
         where = ", ".join(hosts[:3]) + (f" and {len(hosts) - 3} more" if len(hosts) > 3 else "")
-        plural = "s" if len(standings) > 1 else ""
-        parts.append("\n".join([f"rank{plural} {ranks} on {where}: {place}", *_indented(stack)]))
-        parts.extend(
-            f"    last collectives of rank {standing.rank}: {'; '.join(standing.collectives)}"
-            for standing in standings[:1]
-            if standing.collectives
-        )
+        plural = "s" if len(locations) > 1 else ""
+        parts.append(f"rank{plural} {ranks} on {where}: {place}")
+        parts += [f"    {line}" for line in stack]
+        one = locations[0]
+        if one.collectives:
+            last = "; ".join(one.collectives)
+            parts.append(f"    last collectives of rank {one.rank}: {last}")
     return "\n".join(parts)
-
-
-def _indented(stack: Iterable[str]) -> list[str]:
-    return [f"    {line}" for line in stack]
-
-
-def _exit() -> NoReturn:
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError):
-            continue  # closed, or nobody reads it
-    os._exit(TIMED_OUT)

@@ -15,24 +15,20 @@ from ._errors import NotSetUpError
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The ranks that were brought together, and how this one takes part.
-
-    Attributes:
-        info: This rank's place: ``rank``, ``world_size``, ``local_rank``, ...
-        device: What this rank computes on.
-        backend: ``"gloo"``, ``"nccl"``, ``"xccl"`` or ``"ccl"``.
-        timeout: Seconds that a rank waits for the others, if nothing else is said.
-        store: The job's key-value store, under a prefix of this set-up's own. The main
-            thread's: a blocking call on it keeps other threads waiting.
-        hosts: By rank, the name of its host.
-    """
+    """The ranks that were brought together, and how this one takes part."""
 
     info: RankInfo
     device: torch.device
+    """What this rank computes on."""
     backend: str
+    """``"gloo"``, ``"nccl"``, ``"xccl"`` or ``"ccl"``."""
     timeout: float
+    """Seconds that a rank waits for the others, if nothing else is said."""
     store: Store
+    """Under a prefix of this set-up's own. The main thread's: a blocking call on it keeps other
+    threads waiting."""
     hosts: tuple[str, ...]
+    """By rank, the name of its host."""
 
     @property
     def on_host(self) -> torch.device:
@@ -41,6 +37,8 @@ class World:
 
 
 _world: World | None = None
+_forked = False
+_unfinished: list[Callable[[], None]] = []
 
 
 def enter(world: World | None) -> None:
@@ -54,7 +52,21 @@ def find_world() -> World | None:
     return _world
 
 
-_forked = False
+def current_world(operation: str) -> World | None:
+    """Return what set-up decided; None for one process that was never set up.
+
+    Raises:
+        NotSetUpError: There are several ranks, and `setup_torch` was not called: a local
+            answer would be silently wrong.
+    """
+    if _world is None:
+        info = get_rank_info()
+        if info.world_size > 1:
+            raise NotSetUpError(
+                f"{operation} on rank {info.rank} of {info.world_size} before setup_torch(); "
+                "expected ezpz.setup_torch() first, on every rank"
+            )
+    return _world
 
 
 def mark_forked() -> None:
@@ -64,11 +76,8 @@ def mark_forked() -> None:
 
 
 def is_forked() -> bool:
-    """Say whether this process is a rank's forked child, which is no part of the world."""
+    """Return whether this process is a rank's forked child, which is no part of the world."""
     return _forked
-
-
-_unfinished: list[Callable[[], None]] = []
 
 
 def finish_before_leaving(finish: Callable[[], None]) -> None:
@@ -86,23 +95,3 @@ def finish_all() -> Exception | None:
         except Exception as error:  # noqa: BLE001 - raised by clean-up, once the rest is done
             first = first or error
     return first
-
-
-def current_world(operation: str) -> World | None:
-    """Return what set-up decided; None for one process that was never set up.
-
-    Args:
-        operation: What is called, for the message: ``"barrier()"``.
-
-    Raises:
-        NotSetUpError: There are several ranks, and `setup_torch` was not called: a local
-            answer would be silently wrong.
-    """
-    if _world is None:
-        info = get_rank_info()
-        if info.world_size > 1:
-            raise NotSetUpError(
-                f"{operation} on rank {info.rank} of {info.world_size} before setup_torch(); "
-                "expected ezpz.setup_torch() first, on every rank"
-            )
-    return _world

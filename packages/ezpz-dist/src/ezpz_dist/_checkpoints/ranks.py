@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from ezpz_dist._diagnosis import call_roll, find_watcher
+from ezpz_dist._diagnosis import call_roll, find_responder
 from ezpz_dist._errors import CheckpointError, DistError
 from ezpz_dist._watch import first_line, waiting
 from ezpz_dist._world import World
@@ -209,8 +209,8 @@ def collecting_later() -> Iterator[None]:
 
 def _gone() -> str:
     """Say which ranks can come no more, as far as the watchers know."""
-    watcher = find_watcher()
-    call = None if watcher is None else call_roll(watcher)
+    responder = find_responder()
+    call = None if responder is None else call_roll(responder)
     gone = [] if call is None else call.gone()[:_LISTED]
     named = [f"rank {rank} on {call.hosts[rank]} {call.silent[rank]}" for rank in gone if call]
     return "; ".join(named) or "the other ranks cannot be reached"

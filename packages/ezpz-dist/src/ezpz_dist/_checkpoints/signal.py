@@ -17,9 +17,17 @@ from typing import Any, Self, TypeVar
 
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]  # torch exports it so
 
-from ezpz_dist._diagnosis import describe_frames, find_watcher, main_frame, on_notice, tell
+from ezpz_dist._diagnosis import (
+    LOST,
+    arrived,
+    describe_frames,
+    find_responder,
+    main_frame,
+    on_notice,
+    tell,
+    within,
+)
 from ezpz_dist._errors import CheckpointError, MismatchError
-from ezpz_dist._store import LOST, arrived, within
 from ezpz_dist._watch import end_job, explain, waiting
 from ezpz_dist._world import World, current_world, find_world
 from ezpz_topo import get_hostname, get_rank
@@ -40,40 +48,40 @@ class Pledges:
     """Every rank gives the step that it is in; the largest is where all of them stop.
 
     A handful of requests a rank, however many ranks there are: maximum and count are kept by
-    the store. All methods raise what `_store.LOST` lists where rank 0, which holds the store,
+    the store. All methods raise what `LOST` lists where rank 0, which holds the store,
     is gone or does not answer.
 
     Args:
         name: Unique to one agreement, the same on every rank; the prefix of its keys.
         world: The ranks; None: this one alone.
-        hear: Called with each notice that `tell` gets on any rank, in the watcher's thread.
+        hear: Called with each notice that `tell` gets on any rank, in the responder's thread.
     """
 
     def __init__(
         self, name: str, world: World | None, hear: Callable[[dict[str, Any]], None]
     ) -> None:
-        watcher = find_watcher()
+        responder = find_responder()
         self._name, self._hear = name, hear
         self._rank, self._size = (
             (0, 1) if world is None else (world.info.rank, world.info.world_size)
         )
-        self._board = None if watcher is None else watcher.board
+        self._side = None if responder is None else responder.side
         # Opened now, not in a hurry: torch asks the name service about each connection, on
         # both sides, and that can take seconds (torch 2.13). Nobody else uses it, so that
         # nobody's long wait is in the way.
         self._store: Store = (
             HashStore()
-            if world is None or self._board is None
-            else self._board.connect(world.timeout)
+            if world is None or self._side is None
+            else self._side.connect(world.timeout)
         )
         self.forget = on_notice(name, hear)
 
     def tell(self, **notice: Any) -> None:
         """Have ``hear`` called on every rank, this one too."""
-        if self._board is None:
+        if self._side is None:
             self._hear(notice)
             return
-        post, everybody = self._board.post, range(self._board.size)
+        post, everybody = self._side.post, range(self._side.size)
         self._ask(lambda store: post(store, "notice", everybody, name=self._name, payload=notice))
 
     def ask(self) -> bool:
@@ -299,7 +307,7 @@ class SnapshotOnSignal:
         self._give_up(name or "another rank's signal")
 
     def _on_notice(self, notice: dict[str, Any]) -> None:
-        """Take a word of another rank's, in the watcher's thread."""
+        """Take a word of another rank's, in the responder's thread."""
         if "signal" in notice:
             self._heard.put("")
         elif "stop_at" in notice:

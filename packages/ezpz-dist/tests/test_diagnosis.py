@@ -1,0 +1,142 @@
+"""The roll call of more ranks than a test can start, and its requests to the store."""
+
+import json
+import threading
+import time
+import zlib
+
+import torch.distributed as dist
+from torch.distributed import DistNetworkError, HashStore
+
+from ezpz_dist import _diagnosis, _watch
+from ezpz_dist._diagnosis import (
+    Location,
+    Responder,
+    RollCall,
+    SideStore,
+    arrived,
+    call_roll,
+    set_all,
+    values,
+)
+
+
+def test_a_node_that_is_gone_is_told_in_time():
+    # 0.05 s for each of its ranks, one after the other, took longer than there is.
+    size = 2000
+    store = dist.HashStore()
+    for rank in range(size):
+        store.set(f"facts/{rank}", json.dumps([f"n{rank // 100}", 1000 + rank, 1, {}]))
+    store.set("left/120", "cleanup() at train.py:9")
+    hosts = [f"n{rank // 100}" for rank in range(size)]
+    responder = Responder(SideStore(0, hosts, store, lambda seconds: store))
+    began = time.monotonic()
+    call = call_roll(responder)
+    assert time.monotonic() - began < 60
+    assert len(call.silent) == size - 1
+    text, missing = _watch.describe_missing(call, 0)
+    assert missing == list(range(1, size))
+    assert "rank 1 on n0 does not answer" in text
+    assert "1999 ranks in all do not answer: 1-1999" in text
+
+
+def test_what_is_told_to_thousands_is_short():
+    hosts = [f"nid{rank // 4:06d}" for rank in range(10_000)]
+    locations = {
+        rank: Location(rank, hosts[rank], "train.py:7 in step", doing="barrier()", stack=("a",) * 9)
+        for rank in range(10_000)
+        if rank != 77
+    }
+    call = RollCall(locations, {77: "has ended (pid 3)"}, {77: hosts[77]})
+    said = json.dumps(call.as_json())
+    assert len(zlib.compress(said.encode())) < 30_000
+    assert RollCall.from_json(json.loads(said), hosts) == call
+
+
+def test_another_threads_collective_is_not_the_main_threads():
+    def save():
+        _diagnosis.enter_wait("save")
+        seen.extend(_diagnosis._waits)
+        _diagnosis.leave_wait()
+
+    seen: list[str] = []
+    _diagnosis.enter_wait("barrier()")
+    thread = threading.Thread(target=save)
+    thread.start()
+    thread.join()
+    assert seen == _diagnosis._waits == ["barrier()"]
+    _diagnosis.leave_wait()
+    assert _diagnosis._waits == []
+
+
+def test_a_responder_that_finds_no_store_at_first_tries_again():
+    store, tries = dist.HashStore(), []
+
+    def connect(seconds):
+        tries.append(seconds)
+        if len(tries) == 1:
+            raise DistNetworkError("the server stands still")
+        return store
+
+    responder = Responder(SideStore(0, ["a", "b"], store, connect))
+    responder.start()
+    responder.side.post(store, "closed", [0])
+    responder.join(120)
+    assert not responder.is_alive()
+    assert (responder.lost, len(tries)) == (True, 2)
+
+
+# Requests for the keys of many ranks.
+
+MANY = [f"facts/{rank}" for rank in range(10_080)]
+
+
+class Counted(HashStore):
+    """A store that notes how many keys each request names."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked: list[int] = []
+
+    def multi_set(self, keys: list[str], values: list[str]):
+        self.asked.append(len(keys))
+        super().multi_set(keys, values)
+
+    def check(self, keys: list[str]) -> bool:
+        self.asked.append(len(keys))
+        return bool(super().check(keys))
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self.asked.append(len(keys))
+        return list(super().multi_get(keys))
+
+
+def filled(keys):
+    store = Counted()
+    for key in keys:
+        store.set(key, key)
+    return store
+
+
+def test_no_request_grows_with_the_number_of_ranks():
+    # A server's time for a request grows with the square of its length.
+    store = filled(MANY)
+    assert arrived(store, MANY, 1.0) == MANY
+    assert [value.decode() for value in values(store, MANY)] == MANY
+    set_all(store, MANY, "!")
+    assert set(store.multi_get(MANY[:1000])) == {b"!"}
+    assert max(store.asked) <= 1024
+    assert len(store.asked) < 3 * len(MANY) / 1000 + 2
+
+
+def test_a_look_ends_at_the_first_part_that_misses_one():
+    store = filled(MANY[1:])
+    assert arrived(store, MANY, 0.0) == MANY[1:]
+    assert max(store.asked) <= 1024
+
+
+def test_nothing_asked_for_is_there():
+    store = filled([])
+    assert arrived(store, [], 1.0) == []
+    assert values(store, []) == []
+    assert store.asked == []
