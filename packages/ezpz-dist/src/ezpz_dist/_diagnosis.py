@@ -282,12 +282,6 @@ def _line(frame: FrameType) -> str:
     return f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
 
 
-def recorder_variables() -> dict[str, str]:
-    """Return what switches torch's flight recorder on, to export before the first group is made."""
-    names = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")  # now, and before torch 2.9
-    return {} if any(name in os.environ for name in names) else {names[0]: "200"}
-
-
 def last_collectives(number: int) -> list[str]:
     """Return torch's last collectives, the latest last: ``"all_reduce 17 of default_pg, [3, 2]"``.
 
@@ -356,17 +350,6 @@ class SideStore:
         set_all(store, [f"wake/{rank}" for rank in (others if wake is None else wake)], "!")
         return number
 
-    def events_after(self, store: Store, seen: int) -> list[dict[str, Any]]:
-        """Return the events after the first ``seen``, in order."""
-        last = store.add("events", 0)
-        # An event is announced a moment before it can be read: `get` waits for it.
-        return [json.loads(store.get(f"event/{number}")) for number in range(seen + 1, last + 1)]
-
-    def sleep(self, store: Store) -> None:
-        """Wait until this rank is woken; nothing is sent meanwhile."""
-        store.wait([f"wake/{self.rank}"], _FOREVER)
-        store.delete_key(f"wake/{self.rank}")
-
 
 # The thread of each rank that answers for it while its main thread is stuck.
 
@@ -407,14 +390,16 @@ class Responder(threading.Thread):
         """Serve events until `stop`, or until the store is gone."""
         try:
             # Not on the caller's time: set-up need not wait for this connection.
-            store = self._connect()
-            seen = 0
+            store, wake, seen = self._connect(), f"wake/{self.side.rank}", 0
             while not self._leaving.is_set():
-                for event in self.side.events_after(store, seen):
+                if seen < store.add("events", 0):
                     seen += 1
-                    self._serve(store, event)
-                if not self._leaving.is_set():
-                    self.side.sleep(store)
+                    # It is announced a moment before it can be read: `get` waits for it.
+                    self._serve(store, json.loads(store.get(f"event/{seen}")))
+                else:
+                    # Nothing is sent meanwhile.
+                    store.wait([wake], _FOREVER)
+                    store.delete_key(wake)
         except LOST as error:
             self.lost = not self._leaving.is_set()
             logger.debug("rank %d: the side store is gone: %s", self.side.rank, error)
@@ -635,6 +620,16 @@ def call_roll(responder: Responder, *, stack: bool = False) -> RollCall:
             return within(_LONGEST, lambda: _call(responder.side, mine, stack))
         except LOST as error:
             return _without_store(responder.side, mine, error)
+
+
+def describe_gone(most: int) -> str:
+    """Say which ranks can come no more, as far as is known."""
+    responder = find_responder()
+    if responder is None:
+        return "the other ranks cannot be reached"
+    call = call_roll(responder)
+    named = [f"rank {rank} on {call.hosts[rank]} {call.silent[rank]}" for rank in call.gone()]
+    return "; ".join(named[:most]) or "the other ranks cannot be reached"
 
 
 def _call(side: SideStore, mine: Location, stack: bool) -> RollCall:

@@ -170,7 +170,7 @@ def judge(store: Store, info: RankInfo, timeout: float, process: Process) -> dic
         said |= fresh
         if len(said) < info.world_size and store.check(["trouble"]):
             trouble = store.get("trouble").decode()
-        elif 0 in said:
+        elif 0 in said and any(each[3] != said[0][3] for each in fresh.values()):
             trouble = _describe_differences(said[0], fresh)
         waited = time.monotonic() - start
         if trouble or len(said) == info.world_size:
@@ -419,13 +419,7 @@ _everyone: Members | None = None
 
 
 def find_members(operation: str, group: dist.ProcessGroup | None) -> Members | None:
-    """Return the ranks that take part; None where this process is the only one.
-
-    Raises:
-        NotSetUpError: There are several ranks, and `setup_torch` was not called.
-        TypeError: ``group`` is no process group.
-        ValueError: This rank is not a member of ``group``.
-    """
+    """Return the ranks that take part; None where this process is the only one."""
     global _everyone
     world = current_world(operation)
     if world is None:
@@ -496,11 +490,7 @@ def place_for(on_device: bool) -> torch.device:
 
 
 def dump(obj: object) -> bytes:
-    """Return an object's bytes; tensors in it lose their graph, and find their device by `load`.
-
-    Raises:
-        CollectiveError: It cannot be pickled.
-    """
+    """Return an object's bytes; tensors in it lose their graph, and find their device by `load`."""
     buffer = io.BytesIO()
     try:
         _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(obj)
@@ -513,11 +503,7 @@ def dump(obj: object) -> bytes:
 
 
 def load(data: bytes | bytearray, sender: int) -> Any:
-    """Return the object of `dump`'s bytes.
-
-    Raises:
-        CollectiveError: It cannot be made here: a class that this rank cannot import.
-    """
+    """Return the object of `dump`'s bytes."""
     try:
         return pickle.loads(data)  # noqa: S301  # from a rank of this very job
     except Exception as error:  # unpickling runs the object's own code
@@ -618,11 +604,6 @@ def exchange(
 
     Each may give `ROOM` bytes, or say why it cannot take part (``refusal``), so that the others
     need not wait for it.
-
-    Raises:
-        MismatchError: The ranks called different things; the same error on all of them.
-        CollectiveError: Some of the ranks refused; the same error on all of them.
-        Exception: ``refusal`` itself, where every rank refused.
     """
     hashed, what = summary(call)
     tag = _TAKES_PART

@@ -57,10 +57,6 @@ def broadcast_once(value: T, info: RankInfo, timeout: float) -> T:
 
     Where MPI itself blocks, as in MPI_Init when a rank never comes, no Python runs: the process
     then prints where it stands and ends with exit status 1, a second after the time-out.
-
-    Raises:
-        SetupError: mpi4py cannot load an MPI, its world is not the launcher's, or rank 0 has
-            not sent anything in time. In that last case the whole job ends with this process.
     """
     deadline = time.monotonic() + timeout
     # The only watchdog that runs while a C library holds the GIL. What it prints is the names
@@ -225,13 +221,7 @@ def find_channel(
     members: Members | None,
     group: dist.ProcessGroup | None,
 ) -> Channel | None:
-    """Return what carries a collective; None where this process is the only rank.
-
-    Raises:
-        CollectiveError: MPI's world is not this job's, or another rank cannot take part.
-        MismatchError: Not every rank uses MPI, where it is the first time that one does.
-        ValueError: ``implementation`` is unknown, or ``"mpi"`` with a group.
-    """
+    """Return what carries a collective; None where this process is the only rank."""
     if implementation == "torch":
         return members
     refusal: ValueError | None = None
@@ -252,11 +242,7 @@ def find_channel(
 def finish_request(
     request: Any, memory: object, what: str, world: World, timeout: float | None
 ) -> None:
-    """Wait for a request of MPI's, at most so long (None: the world's time-out).
-
-    Raises:
-        HangError: It is not done in time; names the ranks that have not come.
-    """
+    """Wait for a request of MPI's, at most so long (None: the world's time-out)."""
     limit = world.timeout if timeout is None else timeout
     start = time.monotonic()
     with waiting(what, world):

@@ -63,11 +63,7 @@ class Rendezvous:
     """Under which this job's keys are in the server; empty if they are alone in it."""
 
     def connect(self, timeout: timedelta) -> Store:
-        """Return a second connection to the store, for another thread. Not collective.
-
-        Raises:
-            torch.distributed.DistNetworkError: The store does not answer any more.
-        """
+        """Return a second connection to the store, for another thread. Not collective."""
         limit = min(timeout.total_seconds(), _LOST_AFTER)
         try:
             store, _ = connect(self.reached, self.master_port, limit, timeout, job=None)
@@ -93,10 +89,6 @@ def rendezvous(
     binds a free port, keeps it, and broadcasts it over MPI; ranks of a Slurm step derive
     the same address from the step. Where the port is taken, rank 0 takes another one that
     the others look at too; no rank takes another job's store, or what is no store, for its own.
-
-    Raises:
-        SetupError: No address can be agreed upon, or no one is there in time.
-        ezpz_topo.TopoError: The machine's file or the step's nodelist is wrong.
     """
     env = os.environ if env is None else env
     if info.world_size == 1:
@@ -305,11 +297,7 @@ _PATIENCE = 0.5
 
 
 def open_store(place: Place, info: RankInfo, timeout: timedelta) -> tuple[TCPStore, str, int]:
-    """Open the store at the first port that is free; return it, with its address and port here.
-
-    Raises:
-        SetupError: A rank 0 of this job is there already, or no port can be had.
-    """
+    """Open the store at the first port that is free; return it, with its address and port here."""
     assert place.job is not None
     here = [each for each in place.addresses if is_loopback(each)]
     loopback = here[0] if here else "127.0.0.1"
@@ -456,9 +444,6 @@ def find_store(place: Place, info: RankInfo, timeout: timedelta) -> tuple[TCPSto
     A port is passed over when something else than this job's store is behind it; what rank 0
     has only not opened yet is waited for. But whoever holds a port may be gone again, or not be
     seen from here: so now and then all are looked at.
-
-    Raises:
-        SetupError: The store was not there in time; says what was seen at each port.
     """
     start = time.monotonic()
     end = start + timeout.total_seconds()
@@ -549,10 +534,6 @@ def connect(
 
     Each answer is waited for ``limit`` seconds, and what rank 0 writes ``patience`` seconds; the
     time-out is the client's own. Where the job is None any store will do, and nothing is read.
-
-    Raises:
-        RefusedError: There is no listener.
-        NotOurStoreError: It is not this job's store.
     """
     probe(address, port, limit)
     try:
@@ -723,11 +704,7 @@ def on_fast_network(host: str, env: Mapping[str, str]) -> str:
 
 
 def advertised(info: RankInfo, env: Mapping[str, str]) -> str:
-    """Return by what name, or else address, the other ranks can reach this host.
-
-    Raises:
-        SetupError: It has none but loopback's.
-    """
+    """Return by what name, or else address, the other ranks can reach this host."""
     if is_one_node(info):
         # Works on laptops whose own name resolves to nothing, or to a dead VPN address.
         return "127.0.0.1"
@@ -752,9 +729,6 @@ def gloo_interface(
 
     gloo tells the other ranks the address that this host's own name stands for. Where that
     is loopback's (Debian: 127.0.1.1) they cannot connect, and it takes the interface's instead.
-
-    Raises:
-        SetupError: Rank 0's host does not resolve.
     """
     env = os.environ if env is None else env
     if env.get("GLOO_SOCKET_IFNAME") or is_one_node(info) or is_reachable_by_name(get_hostname()):

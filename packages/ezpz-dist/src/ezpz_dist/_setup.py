@@ -27,7 +27,6 @@ from ezpz_topo import (
     get_cpu_count,
     get_hostname,
     get_local_device,
-    get_rank,
     get_rank_info,
 )
 
@@ -303,6 +302,9 @@ def _tell_of_withdrawal(
 _INTERFACE = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME"}
 """What names the network interface that a backend takes."""
 
+_RECORDER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+"""How many collectives torch's flight recorder keeps, for reports: its name now and of old."""
+
 
 def _make_group(
     info: RankInfo,
@@ -313,11 +315,7 @@ def _make_group(
     process: tuple[str, int, int],
     prefix: str,
 ) -> tuple[Rendezvous, Store, tuple[str, ...]]:
-    """Meet, agree, connect; return where, this set-up's store, and all hosts. Collective.
-
-    Raises:
-        SetupError: The ranks cannot meet or connect, one is missing, or they differ.
-    """
+    """Meet, agree, connect; return where, this set-up's store, and all hosts. Collective."""
     timeout = timedelta(seconds=args.timeout)
     hosts: tuple[str, ...] = (process[0],)
     where = f" at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
@@ -335,7 +333,8 @@ def _make_group(
 
             # From here on a rank that fails can tell those who wait for it in torch.
             _diagnosis.start_responder(SideStore(info.rank, hosts, store, connect, holder))
-        _state.export(_diagnosis.recorder_variables())
+        if not any(name in os.environ for name in _RECORDER):
+            _state.export({_RECORDER[0]: "200"})
         if backend == "gloo":
             interface = gloo_interface(info, met.master_addr, met.master_port)
             if interface is not None:
@@ -467,7 +466,7 @@ def seed_everything(seed: int, *, rank: int | None = None) -> int:
     Raises:
         ValueError: The seed is out of range (see `seed_for_rank`).
     """
-    own, tp = get_rank(), sys.modules.get("ezpz_tp")
+    own, tp = get_rank_info().rank, sys.modules.get("ezpz_tp")
     # What set no groups up has not imported it either.
     has_groups = tp is not None and tp.tensor_parallel_is_initialized()
     if rank is None:

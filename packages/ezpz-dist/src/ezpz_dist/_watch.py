@@ -95,11 +95,7 @@ def finish(
     *,
     where: torch.device,
 ) -> None:
-    """Wait for an operation on tensors at ``where``, at most so long; to be used inside `waiting`.
-
-    Raises:
-        HangError: It is not done after ``timeout`` seconds; names the ranks that have not come.
-    """
+    """Wait for an operation on tensors at ``where``, at most so long; used inside `waiting`."""
     if timeout is None:
         work.wait()
     elif where.type == "cpu":

@@ -53,12 +53,7 @@ def find_world() -> World | None:
 
 
 def current_world(operation: str) -> World | None:
-    """Return what set-up decided; None for one process that was never set up.
-
-    Raises:
-        NotSetUpError: There are several ranks, and `setup_torch` was not called: a local
-            answer would be silently wrong.
-    """
+    """Return what set-up decided; None for one process that was never set up."""
     if _world is None:
         info = get_rank_info()
         if info.world_size > 1:

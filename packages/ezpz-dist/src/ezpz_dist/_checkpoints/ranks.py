@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from ezpz_dist._diagnosis import call_roll, find_responder
+from ezpz_dist._diagnosis import describe_gone
 from ezpz_dist._errors import CheckpointError, DistError
 from ezpz_dist._watch import first_line, waiting
 from ezpz_dist._world import World
@@ -94,8 +94,7 @@ class Ranks:
     def everywhere(self, what: str, work: Callable[[], T]) -> list[T]:
         """Do something on every rank; return every rank's result on rank 0. Collective.
 
-        Raises:
-            CheckpointError: It failed on some rank: on all of them, with that rank and host.
+        What fails on a rank is a CheckpointError on all of them, here and below.
         """
         mine, error = self._attempt(work)
         outcomes = self.gather(mine)
@@ -103,48 +102,32 @@ class Ranks:
         return cast("list[T]", outcomes)
 
     def here(self, what: str, work: Callable[[], T]) -> T:
-        """Do something on every rank; return this rank's result. Collective.
-
-        Raises:
-            CheckpointError: It failed on some rank: on all of them, with that rank and host.
-        """
+        """Do something on every rank; return this rank's result. Collective."""
         mine, error = self._attempt(work)
         outcomes = self.gather(mine if isinstance(mine, Failed) else None)
         self._judge(what, self.tell([each for each in outcomes if each is not None]), error)
         return cast("T", mine)
 
     def first(self, what: str, work: Callable[[], T]) -> T:
-        """Do something on rank 0; return its result on every rank. Collective.
-
-        Raises:
-            CheckpointError: It failed: on all ranks.
-        """
+        """Do something on rank 0; return its result on every rank. Collective."""
         mine, error = self._attempt(work) if self.rank == 0 else (None, None)
-        told = self.tell(mine)
-        self._judge(what, [told] if isinstance(told, Failed) else [], error)
-        return cast("T", told)
+        found = self.tell(mine)
+        self._judge(what, [found] if isinstance(found, Failed) else [], error)
+        return cast("T", found)
 
     def first_for_each(self, what: str, work: Callable[[], Sequence[T]]) -> T:
-        """Do something on rank 0 that gives each rank something of its own. Collective.
-
-        Raises:
-            CheckpointError: It failed: on all ranks.
-        """
+        """Do something on rank 0 that gives each rank something of its own. Collective."""
         mine, error = self._attempt(work) if self.rank == 0 else (None, None)
         failed = isinstance(mine, Failed)
-        told = self.deal([mine] * self.size if failed else cast("Sequence[T]", mine))
-        self._judge(what, [told] if isinstance(told, Failed) else [], error)
-        return cast("T", told)
+        found = self.deal([mine] * self.size if failed else cast("Sequence[T]", mine))
+        self._judge(what, [found] if isinstance(found, Failed) else [], error)
+        return cast("T", found)
 
     def same(self, what: str, value: Any) -> None:
-        """Make sure that every rank gave the same. Collective.
-
-        Raises:
-            CheckpointError: One did not: on all ranks, with both values.
-        """
-        told = self.gather(value)
-        odd = next(((rank, each) for rank, each in enumerate(told) if each != told[0]), None)
-        found = self.tell(None if odd is None else (*odd, told[0]))
+        """Make sure that every rank gave the same, or say both values on all. Collective."""
+        every = self.gather(value)
+        odd = next(((rank, each) for rank, each in enumerate(every) if each != every[0]), None)
+        found = self.tell(None if odd is None else (*odd, every[0]))
         if found is not None:
             rank, other, first = found
             raise CheckpointError(
@@ -154,11 +137,7 @@ class Ranks:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Name what the main thread waits in, should a rank not come; for others say it plainly.
-
-        Raises:
-            CheckpointError: In another thread: a rank did not come, or has ended.
-        """
+        """Name what the main thread waits in, should a rank not come; for others say it plainly."""
         if threading.current_thread() is threading.main_thread():
             with waiting(what, self.world):
                 yield
@@ -167,8 +146,8 @@ class Ranks:
             yield
         except RuntimeError as error:
             raise CheckpointError(
-                f"{what} in the background: {_gone()} ({first_line(error)}); expected each rank to "
-                "go on until it is complete: wait for it before cleanup()"
+                f"{what} in the background: {describe_gone(_LISTED)} ({first_line(error)}); "
+                "expected each rank to go on until it is complete: wait for it before cleanup()"
             ) from error
 
     def _attempt(self, work: Callable[[], T]) -> tuple[T | Failed, Exception | None]:
@@ -207,15 +186,6 @@ def collecting_later() -> Iterator[None]:
         gc.enable()
 
 
-def _gone() -> str:
-    """Say which ranks can come no more, as far as the watchers know."""
-    responder = find_responder()
-    call = None if responder is None else call_roll(responder)
-    gone = [] if call is None else call.gone()[:_LISTED]
-    named = [f"rank {rank} on {call.hosts[rank]} {call.silent[rank]}" for rank in gone if call]
-    return "; ".join(named) or "the other ranks cannot be reached"
-
-
 def _words(error: BaseException) -> str:
     """Return an error in words, with its cause: torch wraps what a file raised."""
     origin = error.__cause__ or error.__context__
@@ -251,7 +221,7 @@ def ranks_of(world: World | None) -> Ranks:
         # Dropped before `cleanup` runs at exit: see there for groups that outlive it.
         atexit.unregister(_forget)
         atexit.register(_forget)
-        with waiting("the group for check-points", world):
+        with waiting("the group for checkpoints", world):
             timeout = timedelta(seconds=world.timeout)
             group = dist.new_group(backend="gloo", timeout=timeout)
         info = world.info
