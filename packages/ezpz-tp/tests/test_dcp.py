@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 import ezpz_tp
 from ezpz_tp import ColumnParallelLinear, DegreeError, ParallelError, RowParallelLinear
-from ezpz_tp._shards.dcp import dtensor_state_dict, load_dtensor_state_dict
-from ezpz_tp._shards.state_dict import gather_state_dict
+from ezpz_tp._formats.dcp import dtensor_state_dict, load_dtensor_state_dict
+from ezpz_tp._state_dict import gather_state_dict
 from ezpz_tp.testing import run_ranks
 
 # By which torch sends objects between ranks.

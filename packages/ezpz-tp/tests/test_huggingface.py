@@ -5,13 +5,10 @@ import json
 import pytest
 import torch
 
-from ezpz_tp import DegreeError, ParallelError
-from ezpz_tp._shards import export
-from ezpz_tp._shards.export import save_huggingface
-from ezpz_tp._shards.formats import open_source
-from ezpz_tp._shards.reshard import reshard
-from ezpz_tp._shards.source import Options
-from ezpz_tp._shards.spec import Shard
+from ezpz_tp import DegreeError, ParallelError, _reshard
+from ezpz_tp._formats import Options
+from ezpz_tp._reshard import open_source, reshard, save_huggingface
+from ezpz_tp._shard import Shard
 
 safetensors = pytest.importorskip("safetensors.torch")
 pytest.importorskip("numpy")  # by which that library writes
@@ -122,7 +119,7 @@ def test_a_single_file_or_its_folder(tmp_path):
 
 
 def test_files_of_a_size_and_their_index(tmp_path, monkeypatch):
-    monkeypatch.setattr(export, "_PIECE", 300)  # so that tensors are written in pieces
+    monkeypatch.setattr(_reshard, "_PIECE", 300)  # so that tensors are written in pieces
     whole = {**model(), "model.layers.0.mlp.gate_proj.bias": torch.zeros(0)}
     total = sum(value.nbytes for value in whole.values())
     save_huggingface(save(tmp_path / "in", whole), tmp_path / "out", max_shard_size=3000)

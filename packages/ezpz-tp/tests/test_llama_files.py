@@ -6,11 +6,8 @@ import pytest
 import torch
 
 from ezpz_tp import DegreeError, ParallelError
-from ezpz_tp._shards import joined
-from ezpz_tp._shards.export import save_huggingface, save_llama
-from ezpz_tp._shards.formats import open_source
-from ezpz_tp._shards.reshard import reshard
-from ezpz_tp._shards.source import Options
+from ezpz_tp._formats import Options, torch_file
+from ezpz_tp._reshard import open_source, reshard, save_huggingface, save_llama
 
 LAYERS, WIDTH, HEADS, GROUPS, INNER, VOCABULARY = 2, 32, 8, 4, 48, 64
 PARAMS = {
@@ -110,7 +107,7 @@ def test_full_tensors_are_put_together(tmp_path, degree, generation):
 
 @pytest.mark.parametrize("generation", [2, 3])
 def test_any_stretch_along_any_dim(tmp_path, generation, monkeypatch):
-    monkeypatch.setattr(joined, "CHUNK", 3000)
+    monkeypatch.setattr(torch_file, "CHUNK", 3000)
     whole = llama()
     path = save(tmp_path / "in", whole, 4, generation)
     turned = Options({"tok_embeddings.weight": 1 - dim_of("tok_embeddings.weight", generation)})

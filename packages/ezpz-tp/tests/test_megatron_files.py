@@ -9,10 +9,8 @@ import pytest
 import torch
 
 from ezpz_tp import DegreeError, ParallelError
-from ezpz_tp._shards.export import save_huggingface
-from ezpz_tp._shards.formats import open_source
-from ezpz_tp._shards.reshard import reshard
-from ezpz_tp._shards.source import Options
+from ezpz_tp._formats import Options
+from ezpz_tp._reshard import open_source, reshard, save_huggingface
 
 LAYERS, WIDTH, HEADS, GROUPS, CHANNELS, INNER = 4, 24, 4, 2, 8, 32
 VOCABULARY, PADDED = 61, 64

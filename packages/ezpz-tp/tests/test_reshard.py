@@ -15,18 +15,13 @@ from torch import nn
 
 import ezpz_tp
 from ezpz_tp import ColumnParallelLinear, DegreeError, ParallelError
+from ezpz_tp import _reshard as reshard_module
+from ezpz_tp._formats.safetensors import TensorFile, TensorWriter
+from ezpz_tp._formats.shards import NAME, Index, ShardFiles, load_shards, save_shards
 from ezpz_tp._pipeline.module import joined
-from ezpz_tp._shards import reshard as reshard_module
-from ezpz_tp._shards.formats import open_source
-from ezpz_tp._shards.index import NAME, Index
-from ezpz_tp._shards.load import load_shards
-from ezpz_tp._shards.reader import ShardFiles
-from ezpz_tp._shards.reshard import reshard, write_shards
-from ezpz_tp._shards.safetensors import TensorFile, TensorWriter
-from ezpz_tp._shards.save import save_shards
-from ezpz_tp._shards.source import Entry, Held
-from ezpz_tp._shards.spec import Shard
-from ezpz_tp._shards.state_dict import gather_state_dict
+from ezpz_tp._reshard import open_source, reshard, write_shards
+from ezpz_tp._shard import Entry, Held, Shard
+from ezpz_tp._state_dict import gather_state_dict
 from ezpz_tp.testing import run_ranks
 
 EXTRA = {"step": 2, "rates": [0.1, None]}
@@ -579,7 +574,7 @@ def test_without_an_optimizer_there_is_no_state_of_it(tmp_path):
 PEAK = """
 import sys
 from pathlib import Path
-from ezpz_tp._shards.reshard import reshard
+from ezpz_tp._reshard import reshard
 
 def peak():
     status = Path("/proc/self/status").read_text()

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from ezpz_tp import ParallelError
-from ezpz_tp._shards import chunks
-from ezpz_tp._shards.chunks import Region, read_stretch, write_stretch
-from ezpz_tp._shards.safetensors import DTYPES, TensorFile, TensorWriter
+from ezpz_tp._formats import stretches
+from ezpz_tp._formats.safetensors import DTYPES, TensorFile, TensorWriter
+from ezpz_tp._formats.stretches import Region, read_stretch, write_stretch
 
 
 def random_bytes(shape, dtype, seed=0):
@@ -88,14 +88,19 @@ def test_the_library_reads_what_is_written_and_the_other_way_round(tmp_path):
 
 
 # Bytes at a time; the shortest stretch that is read by itself; how near the next may be.
-SIZES = [(chunks.CHUNK, chunks._SHORT, chunks._NEAR), (64, 0, 0), (8, 0, 0), (240, 240, 240)]
+SIZES = [
+    (stretches.CHUNK, stretches._SHORT, stretches._NEAR),
+    (64, 0, 0),
+    (8, 0, 0),
+    (240, 240, 240),
+]
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("shape", [(6, 5), (2, 5, 3), (3, 2, 3, 2), (7,)], ids=str)
 def test_any_stretch_is_read_and_written_into_any_strides(tmp_path, monkeypatch, sizes, shape):
     for name, size in zip(("CHUNK", "_SHORT", "_NEAR"), sizes, strict=True):
-        monkeypatch.setattr(chunks, name, size)
+        monkeypatch.setattr(stretches, name, size)
     full = random_bytes(shape, torch.float64)
     with (tmp_path / "file").open("w+b", buffering=0) as file:
         region = Region(file, 8, shape)

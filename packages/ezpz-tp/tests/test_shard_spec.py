@@ -18,10 +18,8 @@ from ezpz_tp import (
     set_tensor_model_parallel_attributes,
 )
 from ezpz_tp._layers.initialize import initialize_shard
-from ezpz_tp._shards.metadata import set_shard, shard_of
-from ezpz_tp._shards.source import Entry, optimizer_name, parameter_of
-from ezpz_tp._shards.spec import Shard
-from ezpz_tp._shards.stages import stages_of
+from ezpz_tp._reshard import stages_of
+from ezpz_tp._shard import Entry, Shard, optimizer_name, parameter_of, set_shard, shard_of
 from ezpz_tp.testing import assert_matches_unsharded, run_ranks
 
 SHARDS = [

@@ -16,10 +16,9 @@ from ezpz_tp import (
     RowParallelLinear,
     VocabParallelEmbedding,
 )
-from ezpz_tp._shards.metadata import set_shard
-from ezpz_tp._shards.safetensors import DTYPES
-from ezpz_tp._shards.spec import Shard
-from ezpz_tp._shards.state_dict import gather_state_dict, shard_state_dict
+from ezpz_tp._formats.safetensors import DTYPES
+from ezpz_tp._shard import Shard, set_shard
+from ezpz_tp._state_dict import gather_state_dict, shard_state_dict
 from ezpz_tp.testing import run_ranks
 
 

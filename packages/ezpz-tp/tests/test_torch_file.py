@@ -12,10 +12,8 @@ import pytest
 import torch
 
 from ezpz_tp import ParallelError
-from ezpz_tp._shards import chunks, torch_file, torch_pickle
-from ezpz_tp._shards.torch_file import TorchFile
-from ezpz_tp._shards.torch_pickle import Foreign, StoredTensor
-from ezpz_tp._shards.torch_writer import write_torch_file
+from ezpz_tp._formats import stretches, torch_file
+from ezpz_tp._formats.torch_file import Foreign, StoredTensor, TorchFile, write_torch_file
 
 DTYPES = [
     torch.float64,
@@ -90,7 +88,7 @@ def test_what_torch_save_writes_is_read_bit_for_bit(tmp_path, dtype):
 
 
 def test_views_transposed_and_shared_storages(tmp_path, monkeypatch):
-    monkeypatch.setattr(chunks, "CHUNK", 64)
+    monkeypatch.setattr(stretches, "CHUNK", 64)
     monkeypatch.setattr(torch_file, "CHUNK", 64)
     whole = torch.randn(20, 6)
     saved = {
@@ -152,7 +150,7 @@ def test_a_file_cannot_change_what_reads_it(tmp_path):
     torch.save({"weight": torch.ones(2)}, tmp_path / "b.pt")
     file = TorchFile(tmp_path / "b.pt")
     assert torch.equal(read(file, "weight"), torch.ones(2))
-    assert torch_pickle._tensor.__defaults__ is None
+    assert torch_file._tensor.__defaults__ is None
 
 
 class Kind(torch.Tensor):
@@ -290,7 +288,7 @@ def test_a_storage_that_is_too_small_names_the_tensor(tmp_path):
 
 @pytest.mark.parametrize("chunk", [64, 16 << 20])
 def test_torch_load_reads_what_is_written(tmp_path, monkeypatch, chunk):
-    monkeypatch.setattr("ezpz_tp._shards.torch_writer.CHUNK", chunk)
+    monkeypatch.setattr("ezpz_tp._formats.torch_file.CHUNK", chunk)
     saved = {f"{dtype}".removeprefix("torch."): some(dtype, 13, 3) for dtype in DTYPES}
     saved |= {"number": torch.tensor(3), "empty": torch.zeros(0, 3), "vector": torch.randn(5)}
     sizes = {name: (value.dtype, tuple(value.shape)) for name, value in saved.items()}

@@ -118,10 +118,9 @@ from ._sequence.balance import sequence_positions, shard_sequence, unshard_seque
 from ._sequence.ring import ring_attention
 from ._sequence.ulysses import ulysses_attention
 from ._sequence.unified import split_context, unified_attention
+from ._shard import Shard, set_shard, shard_of
 from ._sharding.einsum import einsum_sharding
 from ._sharding.result import EinsumSharding
-from ._shards.metadata import set_shard, shard_of
-from ._shards.spec import Shard
 from ._training.broadcast import broadcast_data
 from ._training.checkpoint import checkpoint, checkpoint_activations
 from ._training.cross_entropy import vocab_parallel_cross_entropy
@@ -131,23 +130,21 @@ from ._training.random import RngTracker, get_rng_tracker, rng_contexts, seed_mo
 from ._version import __version__
 
 if TYPE_CHECKING:
-    from ._shards.dcp import dtensor_state_dict, load_dtensor_state_dict
-    from ._shards.export import save_huggingface, save_llama
-    from ._shards.load import load_shards
-    from ._shards.reshard import reshard
-    from ._shards.save import save_shards
-    from ._shards.state_dict import gather_state_dict, shard_state_dict
+    from ._formats.dcp import dtensor_state_dict, load_dtensor_state_dict
+    from ._formats.shards import load_shards, save_shards
+    from ._reshard import reshard, save_huggingface, save_llama
+    from ._state_dict import gather_state_dict, shard_state_dict
 
 _LATER = {
-    "dtensor_state_dict": "_shards.dcp",
-    "load_dtensor_state_dict": "_shards.dcp",
-    "save_huggingface": "_shards.export",
-    "save_llama": "_shards.export",
-    "load_shards": "_shards.load",
-    "reshard": "_shards.reshard",
-    "save_shards": "_shards.save",
-    "gather_state_dict": "_shards.state_dict",
-    "shard_state_dict": "_shards.state_dict",
+    "dtensor_state_dict": "_formats.dcp",
+    "load_dtensor_state_dict": "_formats.dcp",
+    "save_huggingface": "_reshard",
+    "save_llama": "_reshard",
+    "load_shards": "_formats.shards",
+    "reshard": "_reshard",
+    "save_shards": "_formats.shards",
+    "gather_state_dict": "_state_dict",
+    "shard_state_dict": "_state_dict",
 }
 """What works on files, and is imported when it is first used."""
 

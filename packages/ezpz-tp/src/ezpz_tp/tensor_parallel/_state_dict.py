@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ezpz_tp._formats.dcp import dtensors
 from ezpz_tp._layers.module import ParallelModule
-from ezpz_tp._shards.dcp import dtensors
-from ezpz_tp._shards.metadata import shard_of
+from ezpz_tp._shard import shard_of
 
 
 class ShardedStateDict:

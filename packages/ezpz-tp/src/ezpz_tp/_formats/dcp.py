@@ -1,4 +1,4 @@
-"""A rank's shards as DTensors, which `torch.distributed.checkpoint` saves and loads."""
+"""`torch.distributed.checkpoint`: a rank's shards as DTensors."""
 
 from __future__ import annotations
 
@@ -13,13 +13,8 @@ from torch.optim import Optimizer
 
 from ezpz_tp._errors import DegreeError, ParallelError
 from ezpz_tp._groups.state import ParallelState
-
-from .exchange import state_or_alone
-from .optimizer import names_of
-from .parts import parts_of
-from .source import parameter_of
-from .spec import Shard
-from .whole import survey
+from ezpz_tp._shard import Shard, parameter_of
+from ezpz_tp._state_dict import names_of, parts_of, state_or_alone, survey
 
 Items = dict[str, Any]
 

@@ -1,10 +1,4 @@
-"""Megatron-LM's files: ``iter_0000010/mp_rank_01_000/model_optim_rng.pt`` for each model rank.
-
-Of ``--ckpt-format torch``: the directory's name has the tensor rank and, with a pipeline, the
-stage; the file has ``model``, or ``model0``, ``model1``, ... for the chunks of an interleaved
-schedule, in which layers are numbered from 0 in every chunk (megatron/training/checkpointing.py).
-The weights are read; optimizer and random state are not.
-"""
+"""Megatron-LM's files: `iter_0000010/mp_rank_01_000/model_optim_rng.pt` for each model rank."""
 
 from __future__ import annotations
 
@@ -16,12 +10,8 @@ from typing import Any
 
 from ezpz_tp._errors import ParallelError
 
-from .joined import FilePart, JoinedTensors, check_equal
-from .names import COLUMN, GATED, MEGATRON, Split
-from .plan import Splits, same_names
-from .source import Format, Options, Source
-from .torch_file import TorchFile
-from .torch_pickle import StoredTensor
+from . import COLUMN, GATED, MEGATRON, Format, Options, Source, Split, Splits, same_names
+from .torch_file import FilePart, JoinedTensors, StoredTensor, TorchFile, check_equal
 
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
 _LATEST = "latest_checkpointed_iteration.txt"

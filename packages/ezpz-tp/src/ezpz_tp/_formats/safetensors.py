@@ -1,9 +1,4 @@
-"""The safetensors file format, read and written a piece of a tensor at a time.
-
-Eight bytes of length, little-endian; as many of JSON, which gives each tensor's dtype, shape and
-place; then the tensors (https://github.com/huggingface/safetensors, README, "Format"). The
-library of that name writes whole files at once, and reads them through a memory map.
-"""
+"""The safetensors file format, read and written a piece of a tensor at a time."""
 
 from __future__ import annotations
 
@@ -21,7 +16,7 @@ from torch import Tensor
 
 from ezpz_tp._errors import ParallelError
 
-from .chunks import Region, naming, read_stretch, write_bytes, write_stretch
+from .stretches import Region, naming, read_stretch, write_bytes, write_stretch
 
 _NAMES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "C64": "complex64",

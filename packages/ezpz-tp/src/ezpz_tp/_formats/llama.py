@@ -1,8 +1,4 @@
-"""Meta's Llama: ``consolidated.00.pth``, ``consolidated.01.pth``, ... beside a ``params.json``.
-
-One file for each tensor-parallel rank, a flat state dict, as fairscale's layers hold it. Llama 1
-and 2 split the embedding along its columns, Llama 3 along its rows (the vocabulary).
-"""
+"""Meta's Llama: `consolidated.00.pth`, ... beside a `params.json`."""
 
 from __future__ import annotations
 
@@ -12,13 +8,9 @@ from pathlib import Path
 
 from ezpz_tp._errors import ParallelError
 
+from . import LLAMA, Format, Options, Source, Split, Splits, same_names
 from .huggingface import load_object
-from .joined import FilePart, JoinedTensors
-from .names import LLAMA, Split
-from .plan import Splits, same_names
-from .source import Format, Options, Source
-from .torch_file import TorchFile
-from .torch_pickle import StoredTensor
+from .torch_file import FilePart, JoinedTensors, StoredTensor, TorchFile
 
 _FILE = re.compile(r"consolidated\.(\d+)\.pth")
 _EMBEDDING = "tok_embeddings.weight"

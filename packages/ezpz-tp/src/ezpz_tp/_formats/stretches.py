@@ -1,16 +1,16 @@
-"""Copies between tensors and stretches of files, a bounded number of bytes at a time.
-
-No memory map: its pages would count as this process's memory. Everything passes through one
-buffer of at most `CHUNK` bytes, whatever the tensor's size and strides.
-"""
+"""Copies between tensors and stretches of files, a bounded number of bytes at a time."""
 
 from __future__ import annotations
 
 import math
+import os
+import secrets
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import FileIO
+from pathlib import Path
 from typing import IO
 
 import torch
@@ -98,13 +98,6 @@ def write_stretch(region: Region, dim: int, start: int, values: Tensor) -> None:
             write_bytes(region.file, region.at + at * width, written)
 
 
-def flat_bytes(tensor: Tensor) -> Tensor:
-    """Return a tensor's bytes, in a view where it is contiguous."""
-    whole = tensor.detach().contiguous()
-    # Not view(-1): a tensor of one element counts as contiguous whatever its strides.
-    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
-
-
 @contextmanager
 def naming(file: IO[bytes]) -> Iterator[None]:
     """Have the error of a file that is written, say of a full disk, name it."""
@@ -170,3 +163,44 @@ def _fill(file: FileIO, at: int, into: memoryview) -> None:
                 "does; it was truncated, or changed while it was read"
             )
         into = into[count:]
+
+
+# A folder that is there whole or not at all.
+
+
+@contextmanager
+def new_folder(path: str | Path) -> Iterator[Path]:
+    """Yield a folder to write into that becomes ``path`` when the ``with`` block ends.
+
+    It is beside ``path`` until then, and goes with all that is in it if the block fails.
+
+    Raises:
+        ParallelError: ``path`` is there already, and not an empty folder.
+    """
+    path = Path(path).resolve()  # also of a link: what it leads to
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ParallelError(
+            f"{path}: exists, and is not an empty folder; expected none: nothing is overwritten. "
+            "Give another, or remove it"
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial-{secrets.token_hex(4)}")
+    partial.mkdir()
+    try:
+        yield partial
+        sync(partial)
+        partial.rename(path)  # also onto an empty folder
+        sync(path.parent)
+    except BaseException:  # also at Ctrl-C: no half a folder stays; raised again
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def sync(folder: Path) -> None:
+    """Wait until the names in a folder are on disk."""
+    if os.name == "posix":  # elsewhere a folder cannot be opened
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

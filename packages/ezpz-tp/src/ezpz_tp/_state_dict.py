@@ -1,0 +1,677 @@
+"""Full tensors from the parts that ranks hold, and back: in memory."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+
+from ._errors import DegreeError, ParallelError
+from ._groups.default import current_state
+from ._groups.ranks import AXES
+from ._groups.state import ParallelState
+from ._groups.world import live_world
+from ._layers.initialize import sending_device
+from ._regions.collectives import all_gather, broadcast_
+from ._shard import Entry, Held, Shard, optimizer_name, parameter_of, shard_at
+
+# What ranks tell each other about their shards: words, and the parts of one tensor.
+
+
+def state_or_alone(state: ParallelState | None) -> ParallelState:
+    """Return the state given, the default one, or that of a rank alone.
+
+    Raises:
+        ParallelError: There is no state, but a world of several ranks.
+    """
+    found = state or current_state()
+    if found is not None:
+        return found
+    world = live_world()
+    if world is not None and world.size() > 1:
+        raise ParallelError(
+            f"there are no parallel groups, but a world of {world.size()} ranks; call "
+            "initialize_tensor_parallel first, or give those of the layers, as in "
+            "state=ParallelState.from_groups(tensor=group)"
+        )
+    return ParallelState.from_groups(rank=0)
+
+
+def tell_all(value: Any, state: ParallelState, axes: Iterable[str] = AXES) -> list[Any]:
+    """Return the values of all ranks along some axes. Collective over one axis after another.
+
+    The first is that of the rank which is first along all of them. No rank returns before all
+    of them have called it, so that it is a barrier as well.
+    """
+    values = [value]
+    for axis in axes:
+        if state.size(axis) > 1:
+            together = _all_gather_object(values, state.group(axis))
+            values = [value for part in together for value in part]
+    return values
+
+
+@contextmanager
+def all_or_none(state: ParallelState) -> Iterator[None]:
+    """Raise on every rank, at the end of a block, what it raised on any.
+
+    Collective over all axes; nothing in the block may be.
+
+    Raises:
+        ParallelError: The block failed on some rank: the first one's error, of its class if that
+            is one of this package's.
+    """
+    error: ParallelError | None = None
+    cause: Exception | None = None
+    try:
+        yield
+    except ParallelError as caught:
+        error = cause = caught
+    except OSError as caught:
+        error, cause = ParallelError(str(caught)), caught
+    except Exception as caught:  # noqa: BLE001 - whatever it is, the other ranks wait for word
+        error, cause = ParallelError(f"{type(caught).__name__}: {caught}"), caught
+    for rank, told in tell_all((state.rank, error), state):
+        if told is not None:
+            raise type(told)(f"rank {rank}: {told}") from cause
+
+
+def gather_full(
+    local: Tensor,
+    shard: Shard,
+    group: ProcessGroup,
+    device: torch.device | None,
+    *,
+    keep: bool = True,
+) -> Tensor | None:
+    """Return a full tensor, joined from the parts of a tensor group; None if it is not kept.
+
+    Collective over the group, unless every rank holds the whole.
+
+    Args:
+        local: This rank's part, of any dtype.
+        shard: What it is a part of.
+        group: The tensor group.
+        device: Where to put it; None for where the parts are gathered.
+        keep: Whether this rank wants it.
+    """
+    local, degree = local.detach(), group.size()
+    if shard.dim is None or degree == 1:
+        if not keep:
+            return None
+        whole = local.to(device) if device is not None else local
+        return whole.clone() if whole.data_ptr() == local.data_ptr() else whole
+    if not local.numel():  # nor has the whole any
+        return torch.empty(shard.full_shape, dtype=local.dtype, device=device) if keep else None
+    # As bytes, because not every backend knows every dtype.
+    at = sending_device(group, local.device)
+    parts = all_gather(flat_bytes(local.to(at)), 0, group)
+    if not keep:
+        return None
+    full = torch.empty(shard.full_shape, dtype=local.dtype, device=device or parts.device)
+    for index, bytes_ in enumerate(parts.chunk(degree)):
+        part = bytes_.view(local.dtype).view(local.shape)
+        for start, into, length in shard.pieces(index, degree):
+            full.narrow(shard.dim, into, length).copy_(part.narrow(shard.dim, start, length))
+    return full
+
+
+def send_full(
+    full: Tensor | None,
+    entry: Entry,
+    source: int,
+    group: ProcessGroup,
+    device: torch.device | None,
+) -> Tensor:
+    """Return, on every rank of a group, the tensor of its rank ``source``. Collective."""
+    at = sending_device(group, device)  # not where it is: the other ranks do not know
+    shape = entry.shard.full_shape
+    sent = torch.empty(shape, dtype=entry.dtype, device=at) if full is None else full.to(at)
+    if sent.numel():
+        sent = broadcast_(flat_bytes(sent), source, group).view(entry.dtype).view(shape)
+    return sent if device is None else sent.to(device)
+
+
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """Return a tensor's bytes, in a view where it is contiguous."""
+    whole = tensor.detach().contiguous()
+    # Not view(-1): a tensor of one element counts as contiguous whatever its strides.
+    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
+
+
+def _all_gather_object(value: Any, group: ProcessGroup) -> list[Any]:
+    at = sending_device(group, None)  # words are on the CPU; few backends need them elsewhere
+    message = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    sizes = all_gather(torch.tensor([len(message)], device=at), 0, group).tolist()
+    padded = torch.zeros(max(sizes), dtype=torch.uint8, device=at)
+    padded[: len(message)] = message.to(at)
+    received = bytearray(len(padded) * len(sizes))
+    torch.frombuffer(received, dtype=torch.uint8).copy_(all_gather(padded, 0, group))
+    return [
+        pickle.loads(received[start : start + size])  # noqa: S301 - from ranks of this program
+        for start, size in zip(range(0, len(received), len(padded)), sizes, strict=True)
+    ]
+
+
+# An optimizer's state by the names of parameters rather than by their numbers.
+
+Group = dict[str, Any]
+
+
+def names_of(optimizer: Optimizer, module: nn.Module) -> dict[nn.Parameter, str]:
+    """Return the name in the module of each of an optimizer's parameters.
+
+    Raises:
+        ParallelError: A parameter is not the module's.
+    """
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    kept = module.state_dict(keep_vars=True)  # where hooks may have renamed them
+    names |= {one: name for name, one in reversed(kept.items()) if isinstance(one, nn.Parameter)}
+    found = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for at, parameter in enumerate(group["params"]):
+            if parameter not in names:
+                raise ParallelError(
+                    f"parameter {at} of group {number} of the optimizer, of shape "
+                    f"{tuple(parameter.shape)}, is none of {type(module).__name__}'s; give the "
+                    "module that the optimizer was made for. (One that keeps copies of its own, "
+                    "in fp32 say, saves itself)"
+                )
+            found[parameter] = names[parameter]
+    return found
+
+
+def state_of(
+    optimizer: Optimizer, module: nn.Module
+) -> Iterator[tuple[str, nn.Parameter, str, Any]]:
+    """Yield name, parameter, key and value of an optimizer's state, in the module's order."""
+    names = names_of(optimizer, module)
+    for parameter in module.parameters():
+        if parameter in names:
+            # Not state[...]: it makes an entry where there is none.
+            for key, value in optimizer.state.get(parameter, {}).items():
+                yield names[parameter], parameter, key, value
+
+
+def groups_of(optimizer: Optimizer, module: nn.Module) -> list[Group]:
+    """Return an optimizer's groups with names in the place of parameters."""
+    names = names_of(optimizer, module)
+    return [
+        {**group, "params": [names[parameter] for parameter in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+
+
+def join_groups(stages: Sequence[Sequence[Group] | None]) -> list[Group] | None:
+    """Return the groups of a whole model from those of its pipeline stages; None without any.
+
+    Raises:
+        ParallelError: Stages have other numbers of groups, or other hyperparameters in one.
+    """
+    if all(groups is None for groups in stages):
+        return None
+    joined = [{**group, "params": list(group["params"])} for group in stages[0] or ()]
+    for stage, groups in enumerate(stages):
+        if groups is None:
+            raise ParallelError(
+                f"an optimizer was given, but not on pipeline stage {stage}; expected one on each"
+            )
+        if len(groups) != len(joined):
+            raise ParallelError(
+                f"the optimizer has {len(groups)} parameter groups on pipeline stage {stage} and "
+                f"{len(joined)} on stage 0; expected as many on each: one may be empty"
+            )
+        for number, (group, all_) in enumerate(zip(groups, joined, strict=True)):
+            for key in sorted((group.keys() | all_.keys()) - {"params"}):
+                if not _equal(group.get(key), all_.get(key)):
+                    raise ParallelError(
+                        f"group {number} of the optimizer has {key}={group.get(key)!r} on pipeline "
+                        f"stage {stage} and {all_.get(key)!r} on stage 0; expected the same on each"
+                    )
+            all_["params"] += [name for name in group["params"] if name not in all_["params"]]
+    return joined
+
+
+def groups_for(saved: Sequence[Group], optimizer: Optimizer, module: nn.Module) -> list[Group]:
+    """Return what was saved for each group of an optimizer, without its parameters.
+
+    A group is known by the names of its parameters, an empty one by its number.
+
+    Raises:
+        ParallelError: A parameter was in no group, or those of one group were in several.
+    """
+    number_of = {name: number for number, group in enumerate(saved) for name in group["params"]}
+    found = []
+    for number, group in enumerate(groups_of(optimizer, module)):
+        lost = [name for name in group["params"] if name not in number_of]
+        numbers = {number_of[name] for name in group["params"] if name in number_of}
+        if lost or len(numbers) > 1 or (not numbers and number >= len(saved)):
+            raise ParallelError(
+                f"group {number} of the optimizer has {len(group['params'])} parameters, of which "
+                f"{len(lost)} were in no group when it was saved ({', '.join(lost[:3]) or '-'}) "
+                f"and the rest in groups {sorted(numbers)}; expected all in one: make the "
+                "optimizer with the groups that it was saved with"
+            )
+        taken = saved[numbers.pop() if numbers else number]
+        found.append({key: value for key, value in taken.items() if key != "params"})
+    return found
+
+
+def set_groups(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Set hyperparameters; a tensor stays a tensor and a tuple a tuple."""
+    for group, wanted in zip(optimizer.param_groups, groups, strict=True):
+        for key, value in wanted.items():
+            before = group.get(key)
+            if isinstance(before, Tensor) and not isinstance(value, Tensor):
+                group[key] = torch.tensor(value, dtype=before.dtype, device=before.device)
+            elif isinstance(before, tuple):
+                group[key] = tuple(value)
+            else:
+                group[key] = value
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return float(one) == float(other)
+    return bool(one == other)
+
+
+# What one rank holds of a model and its optimizer, and what the whole is.
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A tensor that this rank holds a part of, or all: model and optimizer have their own."""
+
+    tensor: Tensor
+    shard: Shard
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """All that one rank holds.
+
+    Attributes:
+        tensors: By the names that files have (`optimizer_name`), in the model's order.
+        values: What is in the states and is no tensor.
+        groups: The optimizer's, by names; None without one.
+    """
+
+    tensors: dict[str, Part] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+    groups: list[Group] | None = None
+
+
+def parts_of(module: nn.Module, optimizer: Optimizer | None, state: ParallelState) -> Parts:
+    """Return what this rank holds. Nothing is copied or sent.
+
+    Raises:
+        DegreeError: A tensor has not the shape that its metadata say.
+        ParallelError: A tensor is a DTensor, on the meta device, or an expert's; an optimizer's
+            tensor is neither a number nor of its parameter's shape.
+    """
+    index, degree = state.index("tensor"), state.size("tensor")
+    found = Parts()
+    owners = owners_of(module)
+    for name, value in module.state_dict().items():
+        if isinstance(value, Tensor):
+            shard = shard_in(name, owners.get(name, value), state)
+            found.tensors[name] = part_of(name, value, shard, index, degree)
+        else:
+            found.values[name] = value
+    if optimizer is None:
+        return found
+    for name, parameter, key, value in state_of(optimizer, module):
+        entry = optimizer_name(name, key)
+        if not isinstance(value, Tensor):
+            found.values[entry] = value
+        elif value.shape == parameter.shape:
+            shard = shard_in(name, parameter, state)
+            found.tensors[entry] = part_of(entry, value, shard, index, degree)
+        elif value.numel() == 1:
+            found.tensors[entry] = part_of(entry, value, Shard(tuple(value.shape)), index, degree)
+        else:
+            raise ParallelError(
+                f"{key!r} of {name!r} in the optimizer has shape {tuple(value.shape)}; expected "
+                f"that of its parameter, {tuple(parameter.shape)}, or one number: how it is split "
+                "cannot be told, so it cannot change its degree"
+            )
+    return Parts(found.tensors, found.values, groups_of(optimizer, module))
+
+
+def owners_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and buffers by name, and by those that they have in the state dict."""
+    buffers = dict(module.named_buffers(remove_duplicate=False))
+    found = {**buffers, **dict(module.named_parameters(remove_duplicate=False))}
+    own = set(map(id, found.values()))
+    renamed = module.state_dict(keep_vars=True).items()
+    return {**found, **{name: value for name, value in renamed if id(value) in own}}
+
+
+def shard_in(name: str, parameter: Tensor, state: ParallelState) -> Shard:
+    """Return what a parameter is a part of.
+
+    Raises:
+        ParallelError: It is an expert's, split over other groups.
+    """
+    expert = not getattr(parameter, "allreduce", True)
+    if expert and state.size("expert") * state.size("expert_tensor") > 1:
+        raise ParallelError(
+            f"{name!r} is an expert's (allreduce is False), split over expert groups; only "
+            "parameters split over the tensor group can change their degree"
+        )
+    return shard_at(parameter, state.size("tensor"))
+
+
+def part_of(name: str, tensor: Tensor, shard: Shard, index: int, degree: int) -> Part:
+    """Return a tensor as a rank's part of another, after a look at it.
+
+    Raises:
+        DegreeError: It has not the shape that it should.
+        ParallelError: It is a DTensor, sparse, or on the meta device.
+    """
+    if hasattr(tensor, "device_mesh"):
+        raise ParallelError(
+            f"{name!r} is a DTensor: its parts are spread over data-parallel ranks too. Save and "
+            "load such a model by torch.distributed.checkpoint"
+        )
+    if tensor.is_meta:
+        raise ParallelError(
+            f"{name!r} is on the meta device, without values or memory; call to_empty(), then load"
+        )
+    if tensor.layout != torch.strided:
+        raise ParallelError(f"{name!r} is of {tensor.layout}; expected a dense tensor: to_dense()")
+    try:
+        expected = shard.local_shape(index, degree)
+    except DegreeError as error:
+        raise DegreeError(f"{name!r}: {error}") from error
+    if tuple(tensor.shape) != expected:
+        raise DegreeError(
+            f"{name!r} has shape {tuple(tensor.shape)}; expected {expected}, rank {index} of "
+            f"{degree}'s part of {shard.full_shape}: the state given is not that of the model's "
+            "layers, or set_shard was told otherwise"
+        )
+    return Part(tensor.detach(), shard)
+
+
+# What all ranks hold together: the whole model, as they agree on it.
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A model and its optimizer over all ranks.
+
+    Attributes:
+        tensors: The full tensors by name, and the pipeline stages that hold each.
+        values: What is no tensor.
+        groups: The optimizer's groups; None without one.
+    """
+
+    tensors: dict[str, Held]
+    values: dict[str, Any]
+    groups: list[Group] | None
+
+
+def survey(
+    module: nn.Module, optimizer: Optimizer | None, state: ParallelState
+) -> tuple[Parts, Whole]:
+    """Return what this rank holds, and what all do.
+
+    Collective: every rank calls this. What is wrong on one rank is raised on all.
+
+    Raises:
+        ParallelError: As of `parts_of`; or the ranks of a tensor group hold other tensors; or two
+            stages have one name for tensors that differ.
+    """
+    with all_or_none(state):
+        parts = parts_of(module, optimizer, state)
+        entries = [Entry(name, one.tensor.dtype, one.shard) for name, one in parts.tensors.items()]
+        said = entries, parts.values, parts.groups
+        if state.size("pipeline") > 1:
+            pickle.dumps(said)  # what cannot be sent is known before anything is
+    alike = tell_all((entries, optimizer is None), state, ("tensor",))
+    stages = tell_all(said, state, ("pipeline",))
+    with all_or_none(state):
+        _check_alike(alike, state)
+        held = _held([entries for entries, _, _ in stages])
+        values = {name: value for _, found, _ in stages for name, value in found.items()}
+        groups = join_groups([found for _, _, found in stages])
+        tied = [name for name, one in held.items() if len(one.stages) > 1]
+        digests = {
+            name: _digest(parts.tensors[name].tensor) for name in tied if name in parts.tensors
+        }
+    told = tell_all(digests, state, ("pipeline",))
+    with all_or_none(state):
+        for name in tied:
+            first, *others = held[name].stages
+            for stage in others:
+                if told[stage][name] != told[first][name]:
+                    raise _clash(held[name], stage, "other values")
+    return parts, Whole(held, values, groups)
+
+
+def _check_alike(told: Sequence[tuple[list[Entry], bool]], state: ParallelState) -> None:
+    """Raise `ParallelError` where the ranks of this tensor group differ in what they hold."""
+    (first, without), *others = told
+    for rank, (other, none) in enumerate(others, 1):
+        if (first, without) != (other, none):
+            odd = sorted(set(map(repr, first)) ^ set(map(repr, other)))
+            same = "in another order" if first != other else "but one has an optimizer"
+            what = ", ".join(odd[:4]) or same
+            raise ParallelError(
+                f"tensor-parallel ranks 0 and {rank} of stage {state.index('pipeline')} hold parts "
+                f"of other tensors: {what}; expected the same model and optimizer on each"
+            )
+
+
+def _held(stages: Sequence[list[Entry]]) -> dict[str, Held]:
+    """Return the full tensors, and the stages that have each."""
+    held: dict[str, Held] = {}
+    for stage, entries in enumerate(stages):
+        for entry in entries:
+            before = held.get(entry.name, Held(entry, ()))
+            if before.entry != entry:
+                raise _clash(before, stage, f"{before.entry} and {entry}")
+            held[entry.name] = Held(entry, (*before.stages, stage))
+    return held
+
+
+def _clash(held: Held, stage: int, what: str) -> ParallelError:
+    return ParallelError(
+        f"pipeline stages {held.stages[0]} and {stage} both have {held.entry.name!r}, with {what}; "
+        "expected a tied parameter, equal on both, or the names of the whole model: number the "
+        "layers of a stage as they are in the model"
+    )
+
+
+def _digest(tensor: Tensor) -> bytes:
+    """Return a hash of a tensor's bytes."""
+    found = hashlib.blake2b(digest_size=16)
+    for piece in flat_bytes(tensor).split(16 << 20):
+        if len(piece):
+            buffer = bytearray(len(piece))
+            torch.frombuffer(buffer, dtype=torch.uint8).copy_(piece)
+            found.update(buffer)
+    return found.digest()
+
+
+# Full tensors from the parts that ranks hold, and back: in memory.
+
+
+@torch.no_grad()
+def gather_state_dict(
+    module: nn.Module,
+    *,
+    optimizer: Optimizer | None = None,
+    state: ParallelState | None = None,
+    device: torch.device | str | None = "cpu",
+    to_rank: int | None = None,
+) -> dict[str, Any]:
+    """Return the state dict of the whole model, to the last bit, from the parts of its ranks.
+
+    Tensors are joined one at a time. Padding of a vocabulary is left out. Of what every rank
+    holds whole, the first tensor-parallel rank's is taken. The stages of a pipeline have to use
+    the names of the whole model (``layers.7`` and not each its own ``layers.0``).
+
+    Collective: every rank calls this, data-parallel replicas too; each replica joins its own.
+
+    Args:
+        module: This rank's model, or stage of it.
+        optimizer: Join its state as well.
+        state: Whose groups; the default's if None.
+        device: Where the full tensors are; None leaves them where they are joined.
+        to_rank: The number of the one rank that gets them; the others return an empty dict.
+
+    Returns:
+        Full tensors by name. With an optimizer ``{"model": that, "optimizer": {"state": {name:
+        {"exp_avg": full tensor, ...}}, "param_groups": [{"params": [names], "lr": ..., ...}]}}``,
+        which is also how ``torch.distributed.checkpoint.state_dict`` names an optimizer's state.
+
+    Raises:
+        DegreeError: A tensor has not the shape that its metadata say.
+        ParallelError: Two stages use one name for different tensors; a tensor is an expert's, a
+            DTensor or on the meta device; an optimizer's tensor has a shape of its own.
+    """
+    state = state_or_alone(state)
+    device = None if device is None else torch.device(device)
+    world = state.layout.world_size if state.layout is not None else None
+    if to_rank is not None and world is not None and not 0 <= to_rank < world:
+        raise ParallelError(f"to_rank={to_rank} of {world} ranks; expected 0 to {world - 1}")
+    parts, whole = survey(module, optimizer, state)
+    here, keep = state.index("pipeline"), to_rank in (None, state.rank)
+    several = state.size("pipeline") > 1
+    # Whether a rank of this pipeline wants what another stage has.
+    passed = several and (to_rank is None or to_rank in state.ranks("pipeline"))
+    full: dict[str, Any] = {}
+    for name, held in whole.tensors.items():
+        found = None
+        if here == held.stages[0]:
+            part, group = parts.tensors[name], state.group("tensor")
+            found = gather_full(part.tensor, part.shard, group, device, keep=keep or passed)
+        if passed:
+            stages = state.group("pipeline")
+            found = send_full(found, held.entry, held.stages[0], stages, device)
+        if keep and found is not None:
+            full[name] = found
+    if not keep:
+        return {}
+    full |= whole.values
+    return full if whole.groups is None else _nested(full, whole.groups)
+
+
+def shard_state_dict(
+    full: Mapping[str, Any],
+    module: nn.Module,
+    *,
+    optimizer: Optimizer | None = None,
+    state: ParallelState | None = None,
+) -> dict[str, Any]:
+    """Return this rank's parts of a full state dict, ready for ``load_state_dict``.
+
+    Nothing is sent. A part is a view where the tensor is split along one stretch without padding.
+
+    Args:
+        full: Full tensors by name, as `gather_state_dict` returns them, with or without an
+            optimizer's; a name that the module has not is left out in a pipeline (it is another
+            stage's), and passed on else, for ``load_state_dict`` to judge.
+        module: This rank's model, or stage of it.
+        optimizer: Cut its state as well; it is returned as ``load_state_dict`` of it expects.
+        state: Whose groups; the default's if None.
+
+    Returns:
+        Parts by name, or ``{"model": ..., "optimizer": ...}`` with an optimizer.
+
+    Raises:
+        DegreeError: A tensor has not the full shape of the module's; names both.
+        ParallelError: ``full`` has no optimizer's state, and one is asked for.
+    """
+    state = state_or_alone(state)
+    if optimizer is not None and set(full) != {"model", "optimizer"}:
+        raise ParallelError(
+            f"shard_state_dict: expected {{'model', 'optimizer'}}, as gather_state_dict(..., "
+            f"optimizer=...) returns them, and found {sorted(full)[:5]}"
+        )
+    tensors = full if optimizer is None else full["model"]
+    owners = owners_of(module)
+    own = module.state_dict()
+    model: dict[str, Any] = {}
+    for name, value in tensors.items():
+        if name in own and isinstance(value, Tensor) and isinstance(own[name], Tensor):
+            model[name] = cut(name, value, owners.get(name, own[name]), state)
+        elif name in own or state.size("pipeline") == 1:
+            model[name] = value
+    if optimizer is None:
+        return model
+    return {
+        "model": model,
+        "optimizer": _cut_optimizer(full["optimizer"], module, optimizer, state),
+    }
+
+
+def cut(name: str, full: Tensor, parameter: Tensor, state: ParallelState) -> Tensor:
+    """Return this rank's part of a full tensor.
+
+    Raises:
+        DegreeError: It has not the full shape that it should.
+    """
+    shard = shard_in(name, parameter, state)
+    if tuple(full.shape) != shard.full_shape:
+        raise DegreeError(
+            f"{name!r} has shape {tuple(full.shape)}; expected {shard.full_shape}, the full shape "
+            f"of the module's, of which this rank holds {tuple(parameter.shape)}"
+        )
+    index, degree = state.index("tensor"), state.size("tensor")
+    if shard.dim is None or degree == 1:
+        return full
+    shape, pieces = shard.local_shape(index, degree), shard.pieces(index, degree)
+    if len(pieces) == 1 and pieces[0][2] == shape[shard.dim]:
+        return full.narrow(shard.dim, *pieces[0][1:])
+    part = full.new_zeros(shape)
+    for into, start, length in pieces:
+        part.narrow(shard.dim, into, length).copy_(full.narrow(shard.dim, start, length))
+    return part
+
+
+def _cut_optimizer(
+    full: Mapping[str, Any], module: nn.Module, optimizer: Optimizer, state: ParallelState
+) -> dict[str, Any]:
+    names = names_of(optimizer, module)
+    numbers: dict[nn.Parameter, int] = {}
+    groups = []
+    for group, said in zip(
+        optimizer.param_groups, groups_for(full["param_groups"], optimizer, module), strict=True
+    ):
+        for parameter in group["params"]:
+            numbers[parameter] = len(numbers)
+        groups.append({**said, "params": [numbers[parameter] for parameter in group["params"]]})
+    states: dict[int, dict[str, Any]] = {}
+    for parameter, number in numbers.items():
+        for key, value in full["state"].get(names[parameter], {}).items():
+            kept, part = states.setdefault(number, {}), value
+            if isinstance(value, Tensor):
+                alike = tuple(value.shape) == shard_in(key, parameter, state).full_shape
+                if alike or value.numel() > 1:
+                    part = cut(f"{names[parameter]} {key}", value, parameter, state)
+                part = part.clone()  # load_state_dict of an optimizer keeps what it is given
+            kept[key] = part
+    return {"state": states, "param_groups": groups}
+
+
+def _nested(full: Mapping[str, Any], groups: list[Group]) -> dict[str, Any]:
+    model: dict[str, Any] = {}
+    states: dict[str, dict[str, Any]] = {}
+    for name, value in full.items():
+        parameter, key = parameter_of(name)
+        if key is None:
+            model[name] = value
+        else:
+            states.setdefault(parameter, {})[key] = value
+    return {"model": model, "optimizer": {"state": states, "param_groups": groups}}
