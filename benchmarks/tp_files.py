@@ -17,6 +17,7 @@ from pathlib import Path
 
 import fire
 import torch
+from torch.distributed import checkpoint
 
 import ezpz_tp
 
@@ -65,7 +66,7 @@ def main(megabytes: int = 512, rounds: int = 3) -> None:
         model.append(ezpz_tp.RowParallelLinear(4 * WIDTH, WIDTH, bias=False, seed=2))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        ezpz_tp.save_shards(model, folder / "tp1")
+        checkpoint.save(ezpz_tp.dtensor_state_dict(model), checkpoint_id=folder / "tp1")
         del model
         for before, after in CHANGES:
             source, target = folder / f"tp{before}", folder / "target"

@@ -4,8 +4,9 @@ import json
 
 import pytest
 import torch
+from files import pieces_in, torch_finds
 
-from ezpz_tp import DegreeError, ParallelError, _reshard
+from ezpz_tp import DegreeError, ParallelError, Piece, _formats
 from ezpz_tp._formats import Options
 from ezpz_tp._reshard import open_source, reshard, save_huggingface
 from ezpz_tp._shard import Shard
@@ -87,22 +88,15 @@ def bits(tensor):
 def test_in_at_any_degree_and_out_again(tmp_path, dtype):
     whole = model(dtype)
     path = save(tmp_path / "in", whole)
-    for degree, stages in [(1, 1), (2, 2), (8, 1), (4, 2)]:
-        ours, out = tmp_path / f"{degree}-{stages}", tmp_path / f"out-{degree}-{stages}"
-        reshard(path, ours, tp=degree, pp=stages)
-        for index in range(degree):
-            held = {}
-            for stage in range(stages):
-                held |= safetensors.load_file(ours / f"pp{stage:02d}-tp{index:02d}.safetensors")
-            assert set(held) == set(whole)
-            for name, value in whole.items():
-                dim = dim_of(name)
-                if dim is None:
-                    expected = value
-                else:
-                    expected = value.split(-(-value.shape[dim] // degree), dim)
-                    expected = expected[index] if index < len(expected) else value[:0]
-                assert torch.equal(bits(held[name][: len(expected)]), bits(expected)), name
+    for degree in (1, 2, 8, 4):
+        ours, out = tmp_path / f"{degree}", tmp_path / f"out-{degree}"
+        reshard(path, ours, tp=degree)
+        for (name, rank), (offsets, sizes) in pieces_in(ours).items():
+            value, dim = whole[name], dim_of(name)
+            expected = value if dim is None else value.split(-(-value.shape[dim] // degree), dim)
+            held = bits(value[Piece(offsets, sizes).slices])
+            assert torch.equal(held, bits(value if dim is None else expected[rank])), name
+        assert_same(torch_finds(ours), whole)
         save_huggingface(ours, out)
         assert_same(load(out), whole)
         path = out
@@ -119,7 +113,7 @@ def test_a_single_file_or_its_folder(tmp_path):
 
 
 def test_files_of_a_size_and_their_index(tmp_path, monkeypatch):
-    monkeypatch.setattr(_reshard, "_PIECE", 300)  # so that tensors are written in pieces
+    monkeypatch.setattr(_formats, "_AT_A_TIME", 300)  # so that tensors are written in pieces
     whole = {**model(), "model.layers.0.mlp.gate_proj.bias": torch.zeros(0)}
     total = sum(value.nbytes for value in whole.values())
     save_huggingface(save(tmp_path / "in", whole), tmp_path / "out", max_shard_size=3000)
@@ -163,10 +157,9 @@ def test_stacked_matrices_by_rule_and_by_plan(tmp_path):
         "layers.0.mlp.router.weight": Shard((8, WIDTH)),
     }
     reshard(path, tmp_path / "out", tp=2, plan=plan)
-    held = safetensors.load_file(tmp_path / "out" / "pp00-tp01.safetensors")
-    rows = whole["layers.0.self_attn.qkv_proj.weight"].split([q, k, v])
-    expected = torch.cat([part.chunk(2)[1] for part in rows])
-    assert torch.equal(held["layers.0.self_attn.qkv_proj.weight"], expected)
+    pieces, name = pieces_in(tmp_path / "out"), "layers.0.self_attn.qkv_proj.weight"
+    for number, size in enumerate((q, k, v)):
+        assert pieces[f"{name}.block{number}", 1] == ((size // 2, 0), (size // 2, WIDTH))
     save_huggingface(tmp_path / "out", tmp_path / "back")
     assert_same(load(tmp_path / "back"), whole)
     for way, message in [

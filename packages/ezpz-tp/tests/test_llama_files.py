@@ -4,9 +4,10 @@ import json
 
 import pytest
 import torch
+from files import pieces_in, torch_finds
 
-from ezpz_tp import DegreeError, ParallelError
-from ezpz_tp._formats import Options, torch_file
+from ezpz_tp import DegreeError, ParallelError, Piece
+from ezpz_tp._formats import Options, stretches
 from ezpz_tp._reshard import open_source, reshard, save_huggingface, save_llama
 
 LAYERS, WIDTH, HEADS, GROUPS, INNER, VOCABULARY = 2, 32, 8, 4, 48, 64
@@ -107,7 +108,7 @@ def test_full_tensors_are_put_together(tmp_path, degree, generation):
 
 @pytest.mark.parametrize("generation", [2, 3])
 def test_any_stretch_along_any_dim(tmp_path, generation, monkeypatch):
-    monkeypatch.setattr(torch_file, "CHUNK", 3000)
+    monkeypatch.setattr(stretches, "CHUNK", 3000)
     whole = llama()
     path = save(tmp_path / "in", whole, 4, generation)
     turned = Options({"tok_embeddings.weight": 1 - dim_of("tok_embeddings.weight", generation)})
@@ -158,20 +159,13 @@ def test_a_degree_that_does_not_divide(tmp_path):
     assert [each.name for each in tmp_path.iterdir()] == ["in"]
 
 
-def test_to_shards_of_this_package(tmp_path):
-    safetensors = pytest.importorskip("safetensors.torch")
+def test_to_pieces_that_torch_loads(tmp_path):
     whole = llama()
-    reshard(save(tmp_path / "in", whole, 2), tmp_path / "out", tp=4, pp=2)
-    found = {}
-    for index, held in enumerate(shards(whole, 4, 3)):
-        for stage in range(2):
-            file = tmp_path / "out" / f"pp{stage:02d}-tp{index:02d}.safetensors"
-            for name, value in safetensors.load_file(file).items():
-                assert torch.equal(value, held[name])
-                found[name] = stage
-    assert set(found) == set(whole)
-    assert found["layers.0.attention.wq.weight"] == 0
-    assert found["layers.1.ffn_norm.weight"] == 1
+    reshard(save(tmp_path / "in", whole, 2), tmp_path / "out", tp=4)
+    assert_same(torch_finds(tmp_path / "out"), whole)
+    for (name, rank), (offsets, sizes) in pieces_in(tmp_path / "out").items():
+        held = shards(whole, 4, 3)[rank][name]
+        assert torch.equal(whole[name][Piece(offsets, sizes).slices], held)
     assert_same(full(open_source(tmp_path / "out")), whole)
 
 

@@ -7,6 +7,7 @@ import random
 
 import pytest
 import torch
+from files import pieces_in, torch_finds
 
 from ezpz_tp import DegreeError, ParallelError
 from ezpz_tp._formats import Options
@@ -236,24 +237,22 @@ def test_the_plan_says_what_the_arguments_do_not(tmp_path):
 def test_a_gated_projection_at_other_degrees(tmp_path):
     whole = hugging_face()
     path = save(tmp_path / "in", whole, arguments())
-    reshard(path, tmp_path / "4", tp=4, pp=1, vocab_size=VOCABULARY)
+    reshard(path, tmp_path / "4", tp=4, vocab_size=VOCABULARY)
     reshard(tmp_path / "4", tmp_path / "1", tp=1)
     expected = own(whole)
     for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
         expected[name] = expected[name][:VOCABULARY]
     assert_same(full(open_source(tmp_path / "1")), expected)
-    safetensors = pytest.importorskip("safetensors.torch")
+    pieces, fc1 = pieces_in(tmp_path / "4"), "decoder.layers.2.mlp.linear_fc1.weight"
+    found = torch_finds(tmp_path / "4")
+    for number, each in enumerate(("gate", "up")):
+        assert torch.equal(
+            found[f"{fc1}.block{number}"], whole[f"model.layers.2.mlp.{each}_proj.weight"]
+        )
     for index in range(4):
-        held = safetensors.load_file(tmp_path / "4" / f"pp00-tp{index:02d}.safetensors")
-        both = [
-            whole[f"model.layers.2.mlp.{each}_proj.weight"].chunk(4)[index]
-            for each in ("gate", "up")
-        ]
-        assert torch.equal(held["decoder.layers.2.mlp.linear_fc1.weight"], torch.cat(both))
-        table = held["embedding.word_embeddings.weight"]
-        assert table.shape == (16, WIDTH)  # ceil(61 / 4), of which the last has 13
-        rows = whole["model.embed_tokens.weight"][:VOCABULARY].split(16)[index]
-        assert torch.equal(table[: len(rows)], rows)
+        assert pieces[f"{fc1}.block1", index] == ((index * INNER // 4, 0), (INNER // 4, WIDTH))
+        rows = 16 if index < 3 else 13  # ceil(61 / 4)
+        assert pieces["embedding.word_embeddings.weight", index] == ((16 * index, 0), (rows, WIDTH))
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -11,6 +11,7 @@ from ezpz_tp import ParallelError
 from ezpz_tp._formats import stretches
 from ezpz_tp._formats.safetensors import DTYPES, TensorFile, TensorWriter
 from ezpz_tp._formats.stretches import Region, read_stretch, write_stretch
+from ezpz_tp._shard import Piece
 
 
 def random_bytes(shape, dtype, seed=0):
@@ -20,6 +21,10 @@ def random_bytes(shape, dtype, seed=0):
     high = 2 if dtype is torch.bool else 256
     values = torch.randint(high, (count,), generator=generator, dtype=torch.uint8)
     return values.view(dtype).view(shape) if count else torch.empty(shape, dtype=dtype)
+
+
+def whole(tensor):
+    return Piece((0,) * tensor.dim(), tuple(tensor.shape))
 
 
 def bytes_of(tensor):
@@ -57,7 +62,7 @@ def test_every_dtype_comes_back_bit_for_bit(tmp_path):
     assert file.tensors.keys() == tensors.keys()
     for name, expected in tensors.items():
         out = torch.empty_like(expected)
-        file.read_into(name, 0, 0, out)
+        file.read(name, whole(out), out)
         assert same(out, expected), name
         stored = file.tensors[name]
         assert stored.start % stored.dtype.itemsize == 0
@@ -81,7 +86,7 @@ def test_the_library_reads_what_is_written_and_the_other_way_round(tmp_path):
     assert ours.tensors.keys() == tensors.keys()
     for name, expected in tensors.items():
         out = torch.empty_like(expected)
-        ours.read_into(name, 0, 0, out)
+        ours.read(name, whole(out), out)
         assert same(out, expected), name
     empty = write(tmp_path / "c", {})
     assert library.load_file(empty) == {} == TensorFile.open(empty).tensors
@@ -134,7 +139,7 @@ def test_what_is_not_written_is_zero(tmp_path):
     with TensorWriter(tmp_path / "a", {"x": (torch.float32, (4, 2))}) as writer:
         writer.write("x", torch.ones(1, 2), start=2)
     out = torch.empty(4, 2)
-    TensorFile.open(tmp_path / "a").read_into("x", 0, 0, out)
+    TensorFile.open(tmp_path / "a").read("x", whole(out), out)
     assert out.tolist() == [[0, 0], [0, 0], [1, 1], [0, 0]]
 
 
@@ -199,7 +204,7 @@ def test_a_file_cut_while_it_is_read_is_said(tmp_path):
     file = TensorFile.open(path)
     os.truncate(path, path.stat().st_size - 4)
     with pytest.raises(ParallelError, match=r"a: ends at byte \d+, 4 bytes before a tensor does"):
-        file.read_into("x", 0, 0, torch.empty(4))
+        file.read("x", Piece((0,), (4,)), torch.empty(4))
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no such device")

@@ -1,4 +1,4 @@
-"""What each rank holds of a full tensor, how parameters say it, and which stage has what."""
+"""What each rank holds of a full tensor, and how parameters say it."""
 
 import copy
 
@@ -10,7 +10,7 @@ from ezpz_tp import (
     ColumnParallelLinear,
     DegreeError,
     ParallelEmbedding,
-    ParallelError,
+    Piece,
     RowParallelLinear,
     VocabParallelEmbedding,
     copy_tensor_model_parallel_attributes,
@@ -18,8 +18,7 @@ from ezpz_tp import (
     set_tensor_model_parallel_attributes,
 )
 from ezpz_tp._layers.initialize import initialize_shard
-from ezpz_tp._reshard import stages_of
-from ezpz_tp._shard import Entry, Shard, optimizer_name, parameter_of, set_shard, shard_of
+from ezpz_tp._shard import Shard, set_shard, shard_of
 from ezpz_tp.testing import assert_matches_unsharded, run_ranks
 
 SHARDS = [
@@ -61,6 +60,12 @@ def test_pieces_are_the_chunks_of_each_block(shard, degree):
             part.narrow(shard.dim, local, length).copy_(piece)
             joined.narrow(shard.dim, start, length).add_(piece)
         assert torch.equal(part, part_of(full, shard, index, degree))
+        for local, box in shard.boxes(index, degree):
+            assert torch.equal(part[local.slices], full[box.slices])
+        low = Piece((0,) * full.dim(), tuple((size + 1) // 2 for size in part.shape))
+        for local, box in shard.boxes(index, degree, low):  # of less than all
+            assert local.overlap(low) == local
+            assert torch.equal(part[local.slices], full[box.slices])
     assert torch.equal(joined, full)  # each element once
 
 
@@ -247,72 +252,3 @@ def test_sizes_of_matrices_that_do_not_fit_are_said():
             ColumnParallelLinear(4, 20, stride=(8, 6, 6))
 
     run_ranks(uneven, 4)
-
-
-# Stages.
-
-
-def entries(*names, shape=(8, 4), shard=None):
-    return {name: Entry(name, torch.float32, shard or Shard(shape)) for name in names}
-
-
-def model(layers, *, row="layers", head=True):
-    vocabulary = Shard((13, 4), 0, padded=True)
-    found = entries("embedding.weight", shard=vocabulary)
-    for number in range(layers):
-        found |= entries(f"{row}.{number}.mlp.weight", f"{row}.{number}.norm.weight")
-    found |= entries("norm.weight")
-    return found | (entries("head.weight", shard=vocabulary) if head else {})
-
-
-@pytest.mark.parametrize("row", ["layers", "transformer.h", "model.layers", "blocks", "bert.layer"])
-def test_layers_are_divided_evenly_and_the_first_stages_have_one_more(row):
-    found = stages_of(model(7, row=row), 3)
-    numbers = [found[f"{row}.{number}.mlp.weight"] for number in range(7)]
-    assert numbers == [(0,), (0,), (0,), (1,), (1,), (2,), (2,)]
-    assert found["embedding.weight"] == (0,)
-    assert found["norm.weight"] == found["head.weight"] == (2,)
-
-
-def test_the_order_does_not_matter_where_names_tell():
-    names = sorted(model(4))  # embedding, head, layers, norm: as Hugging Face's files have them
-    found = stages_of({name: model(4)[name] for name in names}, 2)
-    assert (found["head.weight"], found["embedding.weight"]) == ((1,), (0,))
-
-
-def test_a_tied_embedding_is_on_first_and_last_stage():
-    tied = model(4, head=False)
-    moment = optimizer_name("embedding.weight", "exp_avg")
-    tied |= entries(moment, shard=Shard((13, 4), 0, padded=True))
-    found = stages_of(tied, 4)
-    assert found["embedding.weight"] == found[moment] == (0, 3)
-
-
-def test_other_names_go_by_their_order_and_optimizers_by_their_parameter():
-    named = {**entries("before"), **model(2), **entries("after", "optimizer/layers.0.x/step")}
-    named |= entries("optimizer/before/step", "optimizer/layers.1.mlp.weight/step")
-    found = stages_of(named, 2)
-    assert (found["before"], found["after"]) == ((0,), (1,))
-    assert found["optimizer/before/step"] == (0,)
-    assert found["optimizer/layers.1.mlp.weight/step"] == (1,)
-    assert parameter_of("optimizer/a/b/step") == ("a/b", "step")
-
-
-def test_stages_may_be_given():
-    def stage_of(name):
-        return [0, 1] if "embedding" in name else int("1" in name)
-
-    found = stages_of(model(2), 2, stage_of)
-    assert found["embedding.weight"] == (0, 1)
-    assert found["layers.1.mlp.weight"] == (1,)
-
-
-def test_stages_that_cannot_be_told_are_said():
-    with pytest.raises(DegreeError, match=r"2 layers .* for 3 pipeline stages"):
-        stages_of(model(2), 3)
-    two = model(2, row="encoder.layers") | model(2, row="decoder.layers")
-    with pytest.raises(ParallelError, match=r"decoder.layers., encoder.layers.: .* give stage_of"):
-        stages_of(two, 2)
-    for stage in (2, -1, []):
-        with pytest.raises(DegreeError, match=r"stage_of\('embedding.weight'\) gives .* 0 to 1"):
-            stages_of(model(2), 2, lambda _, stage=stage: stage)

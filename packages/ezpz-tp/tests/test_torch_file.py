@@ -14,6 +14,7 @@ import torch
 from ezpz_tp import ParallelError
 from ezpz_tp._formats import stretches, torch_file
 from ezpz_tp._formats.torch_file import Foreign, StoredTensor, TorchFile, write_torch_file
+from ezpz_tp._shard import Piece
 
 DTYPES = [
     torch.float64,
@@ -70,7 +71,7 @@ def read(file, name, dim=0, start=0, length=None):
     if shape:
         shape[dim] = shape[dim] - start if length is None else length
     out = torch.zeros(shape, dtype=stored.dtype)
-    file.read_into(stored, dim, start, out)
+    file.read(stored, Piece(tuple(start * (d == dim) for d in range(len(shape))), shape), out)
     return out
 
 
@@ -89,7 +90,6 @@ def test_what_torch_save_writes_is_read_bit_for_bit(tmp_path, dtype):
 
 def test_views_transposed_and_shared_storages(tmp_path, monkeypatch):
     monkeypatch.setattr(stretches, "CHUNK", 64)
-    monkeypatch.setattr(torch_file, "CHUNK", 64)
     whole = torch.randn(20, 6)
     saved = {
         "rows": whole[3:9],
@@ -101,6 +101,7 @@ def test_views_transposed_and_shared_storages(tmp_path, monkeypatch):
         "tagged view": tagged(whole[1:3]),
         "empty": torch.zeros(0, 4),
         "not of a row": torch.zeros(4, 0),
+        "cube": torch.randn(6, 5, 4),
     }
     torch.save(saved, tmp_path / "a.pt")
     file = TorchFile(tmp_path / "a.pt")
@@ -110,8 +111,13 @@ def test_views_transposed_and_shared_storages(tmp_path, monkeypatch):
     assert torch.equal(read(file, "transposed", 1, 7, 3), whole.t()[:, 7:10])
     assert torch.equal(read(file, "columns", 0, 4, 9), whole[4:13, 2:4])
     assert torch.equal(read(file, "columns", 1, 1, 1), whole[:, 3:4])
+    boxes = [Piece((1, 2, 0), (4, 2, 4)), Piece((1, 2, 1), (4, 2, 2)), Piece((0, 1, 1), (6, 3, 2))]
+    for box in boxes:  # of several dims at once
+        out = torch.zeros(box.sizes)
+        file.read(file.contents["cube"], box, out)
+        assert torch.equal(out, saved["cube"][box.slices])
     out = torch.zeros(6, 8).t()[2:8, ::2]  # of any strides
-    file.read_into(file.contents["rows"], 1, 1, out[:, :3])
+    file.read(file.contents["rows"], Piece((0, 1), (6, 3)), out[:, :3])
     assert torch.equal(out[:, :3], whole[3:9, 1:4])
 
 

@@ -118,7 +118,7 @@ from ._sequence.balance import sequence_positions, shard_sequence, unshard_seque
 from ._sequence.ring import ring_attention
 from ._sequence.ulysses import ulysses_attention
 from ._sequence.unified import split_context, unified_attention
-from ._shard import Shard, set_shard, shard_of
+from ._shard import Piece, Shard, set_shard, shard_of
 from ._sharding.einsum import einsum_sharding
 from ._sharding.result import EinsumSharding
 from ._training.broadcast import broadcast_data
@@ -131,7 +131,6 @@ from ._version import __version__
 
 if TYPE_CHECKING:
     from ._formats.dcp import dtensor_state_dict, load_dtensor_state_dict
-    from ._formats.shards import load_shards, save_shards
     from ._reshard import reshard, save_huggingface, save_llama
     from ._state_dict import gather_state_dict, shard_state_dict
 
@@ -140,9 +139,7 @@ _LATER = {
     "load_dtensor_state_dict": "_formats.dcp",
     "save_huggingface": "_reshard",
     "save_llama": "_reshard",
-    "load_shards": "_formats.shards",
     "reshard": "_reshard",
-    "save_shards": "_formats.shards",
     "gather_state_dict": "_state_dict",
     "shard_state_dict": "_state_dict",
 }
@@ -150,6 +147,11 @@ _LATER = {
 
 
 def __getattr__(name: str) -> object:
+    if name in ("save_shards", "load_shards"):
+        raise AttributeError(
+            f"ezpz_tp.{name} is gone; use dtensor_state_dict with torch.distributed.checkpoint, or "
+            "ezpz_dist.save_checkpoint; ezpz_tp.reshard reads what save_shards wrote"
+        )
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value: object = getattr(importlib.import_module(f".{_LATER[name]}", __name__), name)
@@ -173,6 +175,7 @@ __all__ = [
     "ParallelError",
     "ParallelState",
     "ParallelTypeError",
+    "Piece",
     "Pipeline",
     "RankLayout",
     "ReplicaError",
@@ -248,7 +251,6 @@ __all__ = [
     "is_pipeline_last_stage",
     "keep_attributes",
     "load_dtensor_state_dict",
-    "load_shards",
     "mark_sequence_parallel",
     "param_is_not_tensor_parallel_duplicate",
     "reduce_from_tensor_parallel_region",
@@ -259,7 +261,6 @@ __all__ = [
     "rng_contexts",
     "save_huggingface",
     "save_llama",
-    "save_shards",
     "scatter_to_sequence_parallel_region",
     "scatter_to_tensor_parallel_region",
     "seed_model_parallel",

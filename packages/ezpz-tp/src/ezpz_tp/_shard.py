@@ -1,10 +1,10 @@
-"""Which part of a full tensor each tensor-parallel rank holds: pure arithmetic, and attributes."""
+"""A piece of a tensor, and which pieces each tensor-parallel rank holds: pure arithmetic."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,10 +13,47 @@ from ._errors import DegreeError
 from ._layers.attributes import set_whole
 from ._regions.split import vocabulary_range, vocabulary_rows
 
-# Which part of a full tensor each tensor-parallel rank holds: pure arithmetic.
-
-Piece = tuple[int, int, int]
+Stretch = tuple[int, int, int]
 """Where it begins in the local tensor, where in the full one, and its length, along the dim."""
+
+
+class Piece(NamedTuple):
+    """A box of a tensor.
+
+    Attributes:
+        offsets: Where it begins in the whole, by dim.
+        sizes: How large it is, by dim.
+
+    >>> Piece((0, 2), (4, 4)).overlap(Piece((2, 0), (4, 4)))
+    Piece(offsets=(2, 2), sizes=(2, 2))
+    >>> Piece((2, 2), (2, 2)).within(Piece((0, 2), (4, 4)))
+    Piece(offsets=(2, 0), sizes=(2, 2))
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Return the indices by which a tensor has this piece."""
+        ends = zip(self.offsets, self.sizes, strict=True)
+        return tuple(slice(start, start + size) for start, size in ends)
+
+    def overlap(self, other: Piece) -> Piece | None:
+        """Return what both have in common; None: nothing."""
+        offsets, sizes = [], []
+        for start, size, begin, count in zip(*self, *other, strict=True):
+            first, last = max(start, begin), min(start + size, begin + count)
+            if first >= last:
+                return None
+            offsets.append(first)
+            sizes.append(last - first)
+        return Piece(tuple(offsets), tuple(sizes))
+
+    def within(self, outer: Piece) -> Piece:
+        """Return the same box, counted from where another begins."""
+        offsets = zip(self.offsets, outer.offsets, strict=True)
+        return Piece(tuple(own - first for own, first in offsets), self.sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +136,7 @@ class Shard:
         held = vocabulary_rows(self.size, degree)
         return (*self.full_shape[: self.dim], held, *self.full_shape[self.dim + 1 :])
 
-    def pieces(self, index: int, degree: int) -> tuple[Piece, ...]:
+    def pieces(self, index: int, degree: int) -> tuple[Stretch, ...]:
         """Return what a rank holds of the full tensor, in the order of the local one.
 
         Args:
@@ -128,15 +165,32 @@ class Shard:
             local, full = local + each, full + block
         return tuple(found)
 
-    def overlap(self, index: int, degree: int, start: int, stop: int) -> Iterator[Piece]:
-        """Yield what a rank holds of ``[start, stop)`` of the full tensor's dim that is split.
+    def boxes(
+        self, index: int, degree: int, held: Piece | None = None
+    ) -> list[tuple[Piece, Piece]]:
+        """Return what a rank holds, as boxes: of its local tensor, and of the full one.
 
-        Where it begins in the local tensor, where in the stretch, and its length.
+        Args:
+            index: The rank's place among those that share the tensor.
+            degree: Number of those ranks.
+            held: What there is of the local tensor, as of a DTensor's; None: all.
         """
-        for local, full, length in self.pieces(index, degree):
-            first, last = max(start, full), min(stop, full + length)
+        local = held or Piece((0,) * len(self.full_shape), self.local_shape(index, degree))
+        if self.dim is None:
+            return [(local, local)]
+        found, dim = [], self.dim
+        start, stop = local.offsets[dim], local.offsets[dim] + local.sizes[dim]
+        for begin, full, length in self.pieces(index, degree):
+            first, last = max(start, begin), min(stop, begin + length)
             if first < last:
-                yield local + first - full, first - start, last - first
+                sizes = (*local.sizes[:dim], last - first, *local.sizes[dim + 1 :])
+                found.append(
+                    tuple(
+                        Piece((*local.offsets[:dim], at, *local.offsets[dim + 1 :]), sizes)
+                        for at in (first, full + first - begin)
+                    )
+                )
+        return found
 
     def _check(self, index: int, degree: int) -> None:
         if degree < 1 or not 0 <= index < degree:
@@ -153,7 +207,7 @@ class Shard:
                 )
 
 
-# What a parameter is a part of, kept in attributes beside Megatron-LM's.
+# What a parameter is a part of, in attributes beside Megatron-LM's.
 
 
 def shard_of(parameter: Tensor, degree: int | None = None) -> Shard | None:
@@ -178,7 +232,6 @@ def shard_of(parameter: Tensor, degree: int | None = None) -> Shard | None:
 
 
 def shard_at(parameter: Tensor, degree: int) -> Shard:
-    """Return what a parameter is a part of, at a degree; see `shard_of`."""
     dim: int = getattr(parameter, "partition_dim", -1)
     full_shape: tuple[int, ...] | None = getattr(parameter, "full_shape", None)
     if full_shape is not None:
@@ -242,12 +295,12 @@ def set_shard(parameter: Tensor, shard: Shard, degree: int | None = None) -> Non
         setattr(parameter, name, value)
 
 
-# Tensors by the names that files have.
+# Tensors by name; an optimizer's are named ``optimizer/<parameter>/<key>``.
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A full tensor that a source can give: its name, dtype and shape, and how it is split."""
+    """A full tensor of a model or a file, and how it is split."""
 
     name: str
     dtype: torch.dtype
@@ -255,11 +308,10 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        """Return how many bytes the full tensor has."""
         return math.prod(self.shard.full_shape) * self.dtype.itemsize
 
     def check(self, degree: int) -> None:
-        """Raise `DegreeError`, with the name, unless the tensor can be split by a degree."""
+        """Raise `DegreeError` unless the tensor can be split by a degree."""
         try:
             self.shard.local_shape(0, degree)
         except DegreeError as error:
@@ -278,12 +330,11 @@ OPTIMIZER = "optimizer/"
 
 
 def optimizer_name(parameter: str, key: str) -> str:
-    """Return the name in files of an optimizer's tensor: ``optimizer/<parameter>/<key>``."""
     return f"{OPTIMIZER}{parameter}/{key}"
 
 
 def parameter_of(name: str) -> tuple[str, str | None]:
-    """Return a tensor's parameter, and which of the optimizer's tensors of it this is, or None.
+    """Return the parameter, and the optimizer's key or None.
 
     >>> parameter_of("optimizer/head.weight/exp_avg")
     ('head.weight', 'exp_avg')

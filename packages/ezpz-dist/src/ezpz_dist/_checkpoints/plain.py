@@ -152,7 +152,7 @@ def _fit(model: torch.nn.Module, state: object, *, strict: bool) -> dict[int, li
             shape = list(place.shape) if isinstance(place, Place) else type(place).__name__
             raise CheckpointError(
                 f"{name} is {shape}; expected {list(target.shape)} (a file of full tensors goes "
-                "into tensor-parallel layers by ezpz_tp.load_shards)"
+                "into tensor-parallel layers by ezpz_tp.shard_state_dict)"
             )
         if target.is_meta:
             raise CheckpointError(f"{name} is on the meta device; call model.to_empty() first")

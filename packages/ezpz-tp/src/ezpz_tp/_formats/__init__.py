@@ -1,9 +1,13 @@
-"""Full tensors in files of any format: one module a format, each read a piece at a time."""
+"""Full tensors in files of any format: one module a format, each read a piece at a time.
+
+A module here with a ``FORMAT`` is a format that can be read; adding one means adding a file.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -13,23 +17,21 @@ import torch
 from torch import Tensor
 
 from ezpz_tp._errors import DegreeError, ParallelError
-from ezpz_tp._shard import Entry, Held, Shard, optimizer_name, parameter_of
+from ezpz_tp._shard import Entry, Piece, Shard
 
 if TYPE_CHECKING:
     from .torch_file import StoredTensor
 
-# Where full tensors come from: files of any format, read a piece at a time.
+# Full tensors, of which any stretch can be read.
+
+_AT_A_TIME = 64 << 20
+"""Bytes of a tensor."""
 
 
 class Source(Protocol):
-    """Full tensors, of which any stretch can be read.
+    """Full tensors by name, in the model's order; an optimizer's as `optimizer_name` has them.
 
-    An optimizer's tensors are entries too, named as `optimizer_name` does.
-
-    Attributes:
-        entries: What there is, by name, in the model's order.
-        metadata: What else the files say. Of it ``param_groups`` (of the optimizer, by names),
-            ``values`` (of states, that are no tensors) and ``extra`` are passed on.
+    ``metadata`` has ``param_groups`` (by names), ``values`` that are no tensors, and ``extra``.
     """
 
     @property
@@ -39,25 +41,136 @@ class Source(Protocol):
     def metadata(self) -> Mapping[str, Any]: ...
 
     def read_into(self, name: str, start: int, out: Tensor) -> None:
-        """Fill ``out`` with a stretch of a full tensor along the dim that is split (or dim 0).
-
-        Args:
-            name: A name in ``entries``.
-            start: Where in the full tensor the stretch begins.
-            out: A CPU tensor of the entry's dtype, of any strides, of the full shape but for its
-                length along that dim.
-        """
+        """Fill a CPU tensor with what begins there along the dim that is split (or dim 0)."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
-    """What a reader has to be told because its files do not say it.
+class StoredPiece:
+    """A piece of a full tensor, where it begins in a file's tensor, and its reader."""
 
-    Args:
-        plan: Patterns of names, and how the tensors they match are split.
-        vocab_size: The vocabulary without padding.
-    """
+    piece: Piece
+    offsets: tuple[int, ...]
+    read: Callable[[Piece, Tensor], None]
+
+
+class StoredPieces:
+    """A `Source` of tensors whose pieces are in files."""
+
+    def __init__(self, metadata: Mapping[str, Any] | None = None) -> None:
+        self.entries: dict[str, Entry] = {}
+        self.metadata: Mapping[str, Any] = metadata or {}
+        self._pieces: dict[str, Sequence[StoredPiece]] = {}
+
+    def add(self, entry: Entry, pieces: Sequence[StoredPiece]) -> None:
+        self.entries[entry.name], self._pieces[entry.name] = entry, pieces
+
+    def add_whole(self, entry: Entry, read: Callable[[Piece, Tensor], None]) -> None:
+        shape = entry.shard.full_shape
+        origin = (0,) * len(shape)
+        self.add(entry, [StoredPiece(Piece(origin, shape), origin, read)])
+
+    def read_into(self, name: str, start: int, out: Tensor) -> None:
+        wanted = stretch(self.entries[name], start, out)
+        for stored in self._pieces[name]:
+            if common := stored.piece.overlap(wanted):
+                moved = common.within(stored.piece)
+                offsets = zip(stored.offsets, moved.offsets, strict=True)
+                box = Piece(tuple(one + other for one, other in offsets), common.sizes)
+                stored.read(box, out[common.within(wanted).slices])
+
+
+def stretch(entry: Entry, start: int, out: Tensor) -> Piece:
+    """Return the piece of a full tensor that `Source.read_into` is to fill ``out`` with."""
+    offsets = [0] * out.dim()
+    if offsets:
+        offsets[entry.shard.dim or 0] = start
+    return Piece(tuple(offsets), tuple(out.shape))
+
+
+def stretches_of(
+    source: Source, entry: Entry, start: int, length: int
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield where a part of a stretch begins, and its values."""
+    shape, dim = entry.shard.full_shape, entry.shard.dim or 0
+    step = max(1, _AT_A_TIME * entry.shard.size // max(1, entry.nbytes) if shape else 1)
+    for first in range(start, start + length, step):
+        count = min(step, start + length - first)
+        held = (*shape[:dim], count, *shape[dim + 1 :]) if shape else ()
+        out = torch.empty(held, dtype=entry.dtype)
+        source.read_into(entry.name, first, out)
+        yield first, out
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Some rows of a tensor: ``count`` of them, from ``start`` on, every ``step``-th."""
+
+    start: int
+    count: int
+    step: int = 1
+
+
+class Rearranged:
+    """A `Source` whose tensors are another's, or rows of them, under other names."""
+
+    def __init__(self, source: Source) -> None:
+        self.entries: dict[str, Entry] = {}
+        self.metadata = source.metadata
+        self._source = source
+        self._from: dict[str, tuple[str, tuple[Rows, ...]]] = {}
+
+    def add(self, name: str, old: str, rows: tuple[Rows, ...] = ()) -> None:
+        """Take a tensor of the source, whole and as it is split; or these rows of it, in order."""
+        entry = self._source.entries[old]
+        if name in self.entries:
+            raise ParallelError(f"{old} and {self._from[name][0]} would both be {name}")
+        shard = entry.shard
+        if rows:
+            if shard.dim:
+                raise ParallelError(
+                    f"{old} is split along dim {shard.dim}, as the plan says, so that its rows "
+                    'cannot be put in another order; leave it out, or keep the names (names="keep")'
+                )
+            count = sum(each.count for each in rows)
+            shard = Shard((count, *shard.full_shape[1:]), 0)
+        self.entries[name] = Entry(name, entry.dtype, shard)
+        self._from[name] = old, rows
+
+    def read_into(self, name: str, start: int, out: Tensor) -> None:
+        old, rows = self._from[name]
+        if not rows:
+            self._source.read_into(old, start, out)
+            return
+        stop, begin = start + len(out), 0
+        for each in rows:
+            first, last = max(start, begin), min(stop, begin + each.count)
+            if first < last:
+                wanted = out[first - start : last - start]
+                at = each.start + (first - begin) * each.step
+                if each.step == 1:
+                    self._source.read_into(old, at, wanted)
+                else:
+                    span = (last - first - 1) * each.step + 1
+                    held = torch.empty((span, *out.shape[1:]), dtype=out.dtype)
+                    self._source.read_into(old, at, held)
+                    wanted.copy_(held[:: each.step])
+            begin += each.count
+
+
+def renamed(source: Source, rename: Callable[[str], str]) -> Source:
+    made = Rearranged(source)
+    for name in source.entries:
+        made.add(rename(name), name)
+    return made
+
+
+# How to recognize and open files.
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What files do not say: how the tensors of a pattern are split; the vocabulary unpadded."""
 
     plan: Mapping[str, Any] | None = None
     vocab_size: int | None = None
@@ -65,25 +178,55 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A format of files: whether a path is of it, and how to open it."""
+    """A format of files: whether a path is of it, how to open it, and how its tensors are split.
+
+    ``as_huggingface`` gives Hugging Face's names and order of rows; None: they are the same.
+    """
 
     name: str
     recognizes: Callable[[Path], bool]
     open: Callable[[Path, Options], Source]
+    splits: Mapping[str, Split] | None = None
+    as_huggingface: Callable[[Any], Source] | None = None
 
 
-# What the tensors of Llama-like models are called, and how each is split: tables only.
+def formats() -> list[Format]:
+    """Return the formats that modules here have."""
+    names = [f"{__name__}.{each.name}" for each in pkgutil.iter_modules(__path__)]
+    modules = map(importlib.import_module, names)
+    return [module.FORMAT for module in modules if hasattr(module, "FORMAT")]
+
+
+def all_splits() -> dict[str, Split]:
+    return {name: split for each in formats() for name, split in (each.splits or {}).items()}
+
+
+def format_of(path: Path) -> Format:
+    """Return the format of a file or folder.
+
+    Raises:
+        ParallelError: It is none that is known.
+    """
+    known = formats()
+    if found := next((each for each in known if each.recognizes(path)), None):
+        return found
+    there = "there is no such file or folder"
+    if path.is_dir():
+        names = sorted(entry.name for entry in path.iterdir())
+        more = " ..." if len(names) > 5 else ""
+        there = f"found {', '.join(names[:5])}{more}" if names else "the folder is empty"
+    raise ParallelError(
+        f"{path}: not a checkpoint of a known format ({', '.join(each.name for each in known)}); "
+        f"{there}. A save that was interrupted has no index, and is not whole"
+    )
+
+
+# How a tensor is split, known by its name.
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How a tensor is split.
-
-    Attributes:
-        dim: Along which dim; None where every rank holds the whole.
-        matrices: How many of one size are stacked along it, or their sizes.
-        padded: A degree that does not divide it is allowed, as for a vocabulary.
-    """
+    """How a tensor is split: ``matrices`` of one size, or of sizes, are stacked along the dim."""
 
     dim: int | None
     matrices: int | Sequence[int] = 1
@@ -96,127 +239,23 @@ ROW = Split(1)
 VOCABULARY = Split(0, padded=True)
 GATED = Split(0, matrices=2)
 
-HUGGINGFACE: dict[str, Split] = {
-    "*embed_tokens.weight": VOCABULARY,
-    "*lm_head.weight": VOCABULARY,
-    "*lm_head.bias": VOCABULARY,
-    "*.[qkv]_proj.weight": COLUMN,
-    "*.[qkv]_proj.bias": COLUMN,
-    "*.gate_proj.weight": COLUMN,
-    "*.gate_proj.bias": COLUMN,
-    "*.up_proj.weight": COLUMN,
-    "*.up_proj.bias": COLUMN,
-    "*.gate_up_proj.weight": GATED,
-    "*.gate_up_proj.bias": GATED,
-    "*.o_proj.weight": ROW,
-    "*.o_proj.bias": WHOLE,
-    "*.down_proj.weight": ROW,
-    "*.down_proj.bias": WHOLE,
-    "*norm.weight": WHOLE,
-    "*norm.bias": WHOLE,
-    "*.rotary_emb.inv_freq": WHOLE,
-}
-LLAMA: dict[str, Split] = {
-    "tok_embeddings.weight": VOCABULARY,
-    "output.weight": VOCABULARY,
-    "layers.*.attention.w[qkv].weight": COLUMN,
-    "layers.*.attention.wo.weight": ROW,
-    "layers.*.feed_forward.w[13].weight": COLUMN,
-    "layers.*.feed_forward.w2.weight": ROW,
-    "layers.*_norm.weight": WHOLE,
-    "norm.weight": WHOLE,
-    "rope.freqs": WHOLE,
-}
-MEGATRON: dict[str, Split] = {
-    "*embedding.word_embeddings.weight": VOCABULARY,
-    "*embedding.position_embeddings.weight": WHOLE,
-    "*output_layer.weight": VOCABULARY,
-    "*output_layer.bias": VOCABULARY,
-    "*.linear_qkv.weight": COLUMN,
-    "*.linear_qkv.bias": COLUMN,
-    "*.linear_proj.weight": ROW,
-    "*.linear_proj.bias": WHOLE,
-    # Not linear_fc1: one matrix, or a gate above an up projection, as the arguments say.
-    "*.linear_fc2.weight": ROW,
-    "*.linear_fc2.bias": WHOLE,
-    "*layernorm.weight": WHOLE,
-    "*layernorm.bias": WHOLE,
-    "*.layer_norm_weight": WHOLE,
-    "*.layer_norm_bias": WHOLE,
-    "*.rotary_pos_emb.inv_freq": WHOLE,
-    "*.router.weight": WHOLE,
-    "*.router.expert_bias": WHOLE,
-}
-ALL = {**HUGGINGFACE, **LLAMA, **MEGATRON}
-"""Patterns, in which ``*`` is anything, ``[..]`` one of some characters; the first that fits."""
-
-FROM_LLAMA = {
-    "tok_embeddings": "model.embed_tokens",
-    "norm": "model.norm",
-    "output": "lm_head",
-    "layers.{}.attention_norm": "model.layers.{}.input_layernorm",
-    "layers.{}.attention.wq": "model.layers.{}.self_attn.q_proj",
-    "layers.{}.attention.wk": "model.layers.{}.self_attn.k_proj",
-    "layers.{}.attention.wv": "model.layers.{}.self_attn.v_proj",
-    "layers.{}.attention.wo": "model.layers.{}.self_attn.o_proj",
-    "layers.{}.ffn_norm": "model.layers.{}.post_attention_layernorm",
-    "layers.{}.feed_forward.w1": "model.layers.{}.mlp.gate_proj",
-    "layers.{}.feed_forward.w2": "model.layers.{}.mlp.down_proj",
-    "layers.{}.feed_forward.w3": "model.layers.{}.mlp.up_proj",
-}
-"""Modules of Meta's Llama, by Hugging Face's names; ``{}`` is the number of a layer."""
-
-FROM_MEGATRON = {
-    "embedding.word_embeddings": "model.embed_tokens",
-    "decoder.final_layernorm": "model.norm",
-    "output_layer": "lm_head",
-    "decoder.layers.{}.input_layernorm": "model.layers.{}.input_layernorm",
-    "decoder.layers.{}.self_attention.linear_qkv.layer_norm": "model.layers.{}.input_layernorm",
-    "decoder.layers.{}.self_attention.linear_proj": "model.layers.{}.self_attn.o_proj",
-    "decoder.layers.{}.self_attention.q_layernorm": "model.layers.{}.self_attn.q_norm",
-    "decoder.layers.{}.self_attention.k_layernorm": "model.layers.{}.self_attn.k_norm",
-    "decoder.layers.{}.pre_mlp_layernorm": "model.layers.{}.post_attention_layernorm",
-    "decoder.layers.{}.mlp.linear_fc1.layer_norm": "model.layers.{}.post_attention_layernorm",
-    "decoder.layers.{}.mlp.linear_fc2": "model.layers.{}.mlp.down_proj",
-}
-"""Modules of Megatron-LM's GPT, but for those that are two or three of Hugging Face's."""
-
-
-# How a tensor is split, known by its name.
-
 Way: TypeAlias = int | tuple[int, int | Sequence[int]] | None
 """The dim that is split, or None; and with it the number, or the sizes, of matrices stacked."""
 
 
 class Splits:
-    """Which way tensors are split: as the caller's plan says, or else a table.
-
-    Args:
-        table: By pattern.
-        options: The caller's plan, which comes first, and the vocabulary without padding.
-    """
+    """Which way tensors are split: as the caller's plan says, or else a table by pattern."""
 
     def __init__(self, table: Mapping[str, Split], options: Options) -> None:
         self._table, self._plan = table, dict(options.plan or {})
         self._vocab_size = options.vocab_size
 
     def known(self, name: str) -> Split | None:
-        """Return what the table says of a name, or None."""
-        for pattern, split in self._table.items():
-            if fnmatchcase(name, pattern):
-                return split
-        return None
+        found = (split for pattern, split in self._table.items() if fnmatchcase(name, pattern))
+        return next(found, None)
 
     def shard(self, name: str, full_shape: tuple[int, ...]) -> Shard | None:
-        """Return how a full tensor is to be split, or None if nothing is known of its name.
-
-        A tensor without dims, which cannot be split, is always known. A vocabulary loses its
-        padding.
-
-        Raises:
-            DegreeError: It cannot be split so.
-            ParallelError: It has fewer rows than the vocabulary.
-        """
+        """Return how a full tensor is to be split, without padding; None: its name is unknown."""
         split = self.known(name)
         vocabulary = split is not None and split.padded
         if vocabulary and self._vocab_size is not None:
@@ -234,13 +273,8 @@ class Splits:
         return None if full_shape else Shard(full_shape)
 
     def stored(self, name: str, local_shape: tuple[int, ...], degree: int) -> Shard | None:
-        """Return what a file's tensor is a part of, one of ``degree`` equal ones, or None.
-
-        Here the table comes first: it says what the files are.
-
-        Raises:
-            DegreeError: It cannot have been split so.
-        """
+        """Return what a file's tensor is one of ``degree`` equal parts of; None: unknown."""
+        # The table comes first: it says what the files are.
         split = self.known(name) or self._planned(name)
         if split is None:
             return None if local_shape else Shard(local_shape)

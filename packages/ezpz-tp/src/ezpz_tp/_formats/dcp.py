@@ -1,9 +1,22 @@
-"""`torch.distributed.checkpoint`: a rank's shards as DTensors."""
+"""`torch.distributed.checkpoint`: a rank's shards as DTensors, and its folders read and written.
+
+A folder has ``.metadata``, a pickle that says where each piece of each tensor is, and files of
+archives of `torch.save`, one a piece. What is split is pieces there; matrices that are stacked in
+one weight are a tensor each, ``<name>.block0``, ``<name>.block1``, ...
+"""
 
 from __future__ import annotations
 
+import importlib
+import io
 import math
-from collections.abc import Iterator, Mapping
+import os
+import pickle
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,8 +26,11 @@ from torch.optim import Optimizer
 
 from ezpz_tp._errors import DegreeError, ParallelError
 from ezpz_tp._groups.state import ParallelState
-from ezpz_tp._shard import Shard, parameter_of
-from ezpz_tp._state_dict import names_of, parts_of, state_or_alone, survey
+from ezpz_tp._shard import Entry, Piece, Shard, optimizer_name, parameter_of
+from ezpz_tp._state_dict import names_of, parts_of, set_groups, state_or_alone, survey
+
+from . import Format, Options, Source, Splits, StoredPiece, StoredPieces, all_splits
+from .torch_file import FilePart, Foreign, StoredTensor, TorchFile
 
 Items = dict[str, Any]
 
@@ -152,10 +168,7 @@ def load_dtensor_state_dict(
 def dtensors(
     name: str, local: Tensor, shard: Shard, group: ProcessGroup | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and DTensor of each matrix of a tensor, or a plain tensor where none is split.
-
-    They are views of ``local``, without its padding.
-    """
+    """Yield name and DTensor of each matrix of a tensor, views of it without padding."""
     if shard.dim is None or group is None or group.size() == 1:
         yield from _pieces(name, local, shard, group)
         return
@@ -230,7 +243,7 @@ def _copy(name: str, key: str | None, found: Any, into: Tensor) -> None:
 def _set_options(
     optimizer: Optimizer, module: nn.Module, options: Mapping[str, Mapping[str, Any]]
 ) -> None:
-    names = names_of(optimizer, module)
+    names, groups = names_of(optimizer, module), []
     for group in optimizer.param_groups:
         own = [names[parameter] for parameter in group["params"]]
         lost = [name for name in own if name not in options]
@@ -246,7 +259,8 @@ def _set_options(
                     f"optimizer, but have the options {dict(options[own[0]])} and "
                     f"{dict(options[name])}; expected the groups that were saved"
                 )
-        group.update(options[own[0]] if own else {})
+        groups.append(options[own[0]] if own else {})
+    set_groups(optimizer, groups)
 
 
 def _make_state(optimizer: Optimizer) -> None:
@@ -270,3 +284,250 @@ def _make_state(optimizer: Optimizer) -> None:
         for group, lr in zip(optimizer.param_groups, rates, strict=True):
             if "lr" in group:
                 group["lr"] = lr
+
+
+# Folders.
+
+_METADATA = ".metadata"
+_BLOCK = re.compile(r"(.+)\.block(\d+)")
+_KNOWN = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
+        "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size", *(name for name, value in vars(torch).items() if type(value) is torch.dtype)},
+}  # fmt: skip
+"""What a metadata file may ask for; of anything else nothing is run."""
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _KNOWN.get(module, ()):
+            return getattr(importlib.import_module(module), name)
+        return type(name, (Foreign,), {"qualname": f"{module}.{name}"})
+
+
+def _open(path: Path, options: Options) -> Source:
+    try:
+        metadata = _Unpickler(io.BytesIO((path / _METADATA).read_bytes())).load()
+        return _pieces_in(path, metadata, options)
+    except ParallelError:
+        raise
+    except Exception as error:  # a pickle that is damaged raises anything
+        raise ParallelError(f"{path / _METADATA}: is damaged: {error!r}") from error
+
+
+FORMAT = Format("torch.distributed.checkpoint", lambda path: (path / _METADATA).is_file(), _open)
+
+Keys = tuple[Any, ...]
+"""Those of nested dicts, under which a state dict has a value."""
+
+
+def _pieces_in(folder: Path, metadata: Any, options: Options) -> Source:
+    # ezpz_dist's checkpoints, of which the model is read, say no keys.
+    of_dist = not metadata.planner_data and "common" in metadata.state_dict_metadata
+    where = {(index.fqn, index.offset): info for index, info in metadata.storage_data.items()}
+    tensors: dict[str, tuple[Entry, list[StoredPiece]]] = {}
+    others: dict[Keys, bytes] = {}
+    for key, about in metadata.state_dict_metadata.items():
+        keys: Keys = (metadata.planner_data or {}).get(key, (key,))
+        if of_dist:
+            if not key.startswith("model."):
+                continue
+            keys = ("model", key.removeprefix("model."))
+        if not hasattr(about, "chunks"):
+            others[keys] = _Archive(folder, where[key, None]).data()
+            continue
+        dtype, pieces = about.properties.dtype, []
+        for chunk in about.chunks:
+            archive = _Archive(folder, where[key, chunk.offsets], tuple(chunk.sizes), dtype)
+            piece = Piece(tuple(chunk.offsets), tuple(chunk.sizes))
+            pieces.append(StoredPiece(piece, (0,) * len(about.size), archive.read))
+        tensors[_name(keys)] = Entry(_name(keys), dtype, Shard(tuple(about.size))), pieces
+    paths = (metadata.planner_data or {}).values()
+    nested = (
+        {"nested": True} if any(keys[0] == "model" and len(keys) == 2 for keys in paths) else {}
+    )
+    source, splits = StoredPieces({"others": others, **nested}), Splits(all_splits(), options)
+    for name, several in _stacked(tensors).items():
+        entry, pieces = _joined(name, [tensors[each] for each in several])
+        if entry.shard.dim is None:
+            shard = splits.shard(name, entry.shard.full_shape)
+            entry = replace(entry, shard=shard or entry.shard)
+        source.add(entry, pieces)
+    return source
+
+
+class _Archive:
+    """A tensor, or another object, as `torch.save` has it, in a part of a file."""
+
+    def __init__(
+        self, folder: Path, info: Any, shape: tuple[int, ...] = (), dtype: Any = None
+    ) -> None:
+        name = info.relative_path
+        if "/" in name or getattr(info, "transform_descriptors", None):
+            raise ParallelError(f"{folder / name}: expected a file of the folder, not compressed")
+        self._place = folder / name, int(info.offset), int(info.length)
+        self._expected = shape, dtype
+
+    def data(self) -> bytes:
+        path, start, length = self._place
+        with FilePart(path, start, length) as file:
+            return file.read()
+
+    def read(self, box: Piece, out: Tensor) -> None:
+        file = TorchFile(*self._place)
+        tensor = file.contents
+        found = (tensor.shape, tensor.dtype) if isinstance(tensor, StoredTensor) else tensor
+        if found != self._expected:
+            raise ParallelError(
+                f"{file.path}: at byte {self._place[1]} is {found}; expected a tensor of shape and "
+                f"dtype {self._expected}, as {_METADATA} says"
+            )
+        file.check(f"at byte {self._place[1]}", tensor)
+        file.read(tensor, box, out)
+
+
+def _name(keys: Keys) -> str:
+    if keys[:2] == ("optimizer", "state") and len(keys) == 4:
+        return optimizer_name(keys[2], keys[3])
+    return str(keys[1]) if keys[0] == "model" and len(keys) == 2 else ".".join(map(str, keys))
+
+
+def _stacked(tensors: Iterable[str]) -> dict[str, list[str]]:
+    """Return the names of each tensor's matrices, where it is stacked of several."""
+    found: dict[str, list[str]] = {}
+    for name in tensors:
+        parameter, key = parameter_of(name)
+        match = _BLOCK.fullmatch(parameter)
+        whole = match[1] if match else parameter
+        found.setdefault(whole if key is None else optimizer_name(whole, key), []).append(name)
+    return {whole if len(names) > 1 else names[0]: names for whole, names in found.items()}
+
+
+def _joined(
+    name: str, several: Sequence[tuple[Entry, list[StoredPiece]]]
+) -> tuple[Entry, list[StoredPiece]]:
+    """Return a tensor that is stacked of some, split along the dim that their pieces say."""
+    shapes = [entry.shard.full_shape for entry, _ in several]
+    dims = range(len(shapes[0]))
+    offsets = [stored.piece.offsets for _, pieces in several for stored in pieces]
+    unlike = [d for d in dims if len({shape[d] for shape in shapes}) > 1]
+    split = [d for d in dims if any(at[d] for at in offsets)]
+    dim = next(iter([*unlike, *split, *([0] if len(several) > 1 else [])]), None)
+    dtype = several[0][0].dtype
+    if dim is None:
+        return Entry(name, dtype, Shard(shapes[0])), several[0][1]
+    blocks = tuple(shape[dim] for shape in shapes)
+    full = (*shapes[0][:dim], sum(blocks), *shapes[0][dim + 1 :])
+    moved, start = [], 0
+    for length, (_, pieces) in zip(blocks, several, strict=True):
+        for stored in pieces:
+            at = list(stored.piece.offsets)
+            at[dim] += start
+            moved.append(replace(stored, piece=stored.piece._replace(offsets=tuple(at))))
+        start += length
+    return Entry(name, dtype, Shard(full, dim, blocks, padded=len(blocks) == 1)), moved
+
+
+def write_dcp(source: Source, folder: Path, tp: int, done: Callable[[Entry], None]) -> None:
+    """Write a folder: a file for each rank, with the pieces that it holds."""
+    from torch.distributed.checkpoint import metadata  # noqa: PLC0415 - heavy to import
+    from torch.distributed.checkpoint.filesystem import _StorageInfo  # noqa: PLC0415
+
+    optimizer = any(parameter_of(name)[1] for name in source.entries)
+    nested = optimizer or bool({"param_groups", "nested"} & source.metadata.keys())
+    about = metadata.Metadata({}, planner_data={}, storage_data={})
+    names = [f"__{rank}_0.distcp" for rank in range(tp)]
+    with ExitStack() as stack:
+        files = [stack.enter_context((folder / name).open("wb")) for name in names]
+
+        def write(rank: int, key: str, offsets: torch.Size | None, data: Tensor | bytes) -> None:
+            file, start = files[rank], files[rank].tell()
+            if isinstance(data, bytes):
+                file.write(data)
+            else:
+                torch.save(data, file)
+            info = _StorageInfo(names[rank], start, file.tell() - start)
+            about.storage_data[metadata.MetadataIndex(key, offsets)] = info
+
+        for entry in source.entries.values():
+            full = torch.empty(entry.shard.full_shape, dtype=entry.dtype)
+            source.read_into(entry.name, 0, full)
+            for suffix, matrix, values in _matrices(entry.shard, full):
+                keys = _keys(entry.name, suffix, nested=nested)
+                key, chunks = ".".join(keys), []
+                for rank, piece in _dealt(matrix, tp, [file.tell() for file in files]):
+                    held = values[piece.slices]
+                    if held.numel() != full.numel():  # torch saves all that it is a view of
+                        held = held.clone(memory_format=torch.contiguous_format)
+                    offsets, sizes = torch.Size(piece.offsets), torch.Size(piece.sizes)
+                    write(rank, key, offsets, held)
+                    chunks.append(metadata.ChunkStorageMetadata(offsets, sizes))
+                    del held
+                about.planner_data[key] = keys
+                about.state_dict_metadata[key] = metadata.TensorStorageMetadata(
+                    metadata.TensorProperties(dtype=entry.dtype),
+                    torch.Size(matrix.full_shape),
+                    chunks,
+                )
+                del values
+            del full  # before the next is made
+            done(entry)
+        for keys, data in _others(source, nested=nested).items():
+            key = ".".join(map(str, keys))
+            write(0, key, None, data)
+            about.planner_data[key] = keys
+            about.state_dict_metadata[key] = metadata.BytesStorageMetadata()
+        last = stack.enter_context((folder / _METADATA).open("wb"))
+        pickle.dump(about, last)
+        for file in (*files, last):
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _keys(name: str, suffix: str, *, nested: bool) -> tuple[str, ...]:
+    parameter, key = parameter_of(name)
+    if key is not None:
+        return "optimizer", "state", parameter + suffix, key
+    return ("model", parameter + suffix) if nested else (parameter + suffix,)
+
+
+def _matrices(shard: Shard, full: Tensor) -> Iterator[tuple[str, Shard, Tensor]]:
+    """Yield what a name ends with, shard and values of each matrix that a tensor is stacked of."""
+    if shard.dim is None or not shard.blocks:
+        yield "", shard, full
+        return
+    for number, values in enumerate(full.split(shard.blocks, shard.dim)):
+        yield f".block{number}", Shard(tuple(values.shape), shard.dim), values
+
+
+def _dealt(shard: Shard, tp: int, written: Sequence[int]) -> list[tuple[int, Piece]]:
+    """Return which rank's file has which piece; what is not split has the shortest one."""
+    pieces = []
+    if shard.dim is not None:
+        pieces = [(rank, full) for rank in range(tp) for _, full in shard.boxes(rank, tp)]
+    whole = Piece((0,) * len(shard.full_shape), shard.full_shape)
+    return pieces or [(written.index(min(written)), whole)]
+
+
+def _others(source: Source, *, nested: bool) -> dict[Keys, bytes]:
+    """Return what is no tensor, as `torch.save` has it."""
+    said = source.metadata
+    found: dict[Keys, Any] = {("extra", key): value for key, value in said.get("extra", {}).items()}
+    for name, value in said.get("values", {}).items():
+        found[_keys(name, "", nested=nested)] = value
+    for group in said.get("param_groups", ()):
+        for name in group["params"]:
+            for key, value in group.items():
+                if key != "params":  # JSON has made lists of tuples, as Adam's betas
+                    option = tuple(value) if isinstance(value, list) else value
+                    found["optimizer", "param_groups", name, key] = option
+    data: dict[Keys, bytes] = dict(said.get("others", {}))
+    for keys, value in found.items():
+        stream = io.BytesIO()
+        torch.save(value, stream)
+        data[keys] = stream.getvalue()
+    return data

@@ -1,43 +1,93 @@
-"""Meta's Llama: `consolidated.00.pth`, ... beside a `params.json`."""
+"""Meta's Llama: ``consolidated.00.pth``, ``consolidated.01.pth``, ... beside a ``params.json``.
+
+One file for each tensor-parallel rank, a flat state dict, as fairscale's layers hold it. Llama 1
+and 2 split the embedding along its columns, Llama 3 along its rows (the vocabulary). Names are
+those of Meta's ``llama/model.py`` and ``llama_models``, read in 2026.
+"""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from ezpz_tp._errors import ParallelError
+import torch
+from torch import Tensor
 
-from . import LLAMA, Format, Options, Source, Split, Splits, same_names
-from .huggingface import load_object
-from .torch_file import FilePart, JoinedTensors, StoredTensor, TorchFile
+from ezpz_tp._errors import ParallelError
+from ezpz_tp._shard import Entry, Shard
+
+from . import (
+    COLUMN,
+    ROW,
+    VOCABULARY,
+    WHOLE,
+    Format,
+    Options,
+    Rearranged,
+    Rows,
+    Source,
+    Split,
+    Splits,
+    same_names,
+    stretches_of,
+)
+from .huggingface import head_rows, load_object, translated
+from .torch_file import JoinedTensors, StoredTensor, TensorInFile, TorchFile, write_torch_file
 
 _FILE = re.compile(r"consolidated\.(\d+)\.pth")
 _EMBEDDING = "tok_embeddings.weight"
+
+LLAMA: dict[str, Split] = {
+    "tok_embeddings.weight": VOCABULARY,
+    "output.weight": VOCABULARY,
+    "layers.*.attention.w[qkv].weight": COLUMN,
+    "layers.*.attention.wo.weight": ROW,
+    "layers.*.feed_forward.w[13].weight": COLUMN,
+    "layers.*.feed_forward.w2.weight": ROW,
+    "layers.*_norm.weight": WHOLE,
+    "norm.weight": WHOLE,
+    "rope.freqs": WHOLE,
+}
+
+FROM_LLAMA = {
+    "tok_embeddings": "model.embed_tokens",
+    "norm": "model.norm",
+    "output": "lm_head",
+    "layers.{}.attention_norm": "model.layers.{}.input_layernorm",
+    "layers.{}.attention.wq": "model.layers.{}.self_attn.q_proj",
+    "layers.{}.attention.wk": "model.layers.{}.self_attn.k_proj",
+    "layers.{}.attention.wv": "model.layers.{}.self_attn.v_proj",
+    "layers.{}.attention.wo": "model.layers.{}.self_attn.o_proj",
+    "layers.{}.ffn_norm": "model.layers.{}.post_attention_layernorm",
+    "layers.{}.feed_forward.w1": "model.layers.{}.mlp.gate_proj",
+    "layers.{}.feed_forward.w2": "model.layers.{}.mlp.down_proj",
+    "layers.{}.feed_forward.w3": "model.layers.{}.mlp.up_proj",
+}
+"""Modules, by Hugging Face's names; ``{}`` is the number of a layer."""
 
 
 def _recognizes(path: Path) -> bool:
     return path.is_dir() and any(_FILE.fullmatch(entry.name) for entry in path.iterdir())
 
 
-def open_llama(path: Path, options: Options) -> Source:
-    """Open a folder of Meta's files; `open_source` says what is raised."""
+def _open(path: Path, options: Options) -> Source:
     files = [TorchFile(file) for file in _files(path)]
     tensors = [_tensors(file) for file in files]
     _check_count(files, tensors[0])
     splits = Splits({**LLAMA, **_embedding_split(files, tensors)}, options)
     params = path / "params.json"
-    source = JoinedTensors("llama", load_object(params) if params.is_file() else {})
+    source = JoinedTensors(load_object(params) if params.is_file() else {})
     for file, found in zip(files, tensors, strict=True):
         same_names(file.path, found, files[0].path, tensors[0])
     for name in tensors[0]:
         pairs = zip(files, tensors, strict=True)
-        source.take(name, [FilePart(file, found[name]) for file, found in pairs], splits)
+        source.take(name, [TensorInFile(file, found[name]) for file, found in pairs], splits)
     source.check_known(path)
     return source
-
-
-FORMAT = Format("Meta's consolidated.NN.pth", _recognizes, open_llama)
 
 
 def _files(path: Path) -> list[Path]:
@@ -100,3 +150,64 @@ def _check_count(files: list[TorchFile], tensors: dict[str, StoredTensor]) -> No
                 f"files: {file_name(len(files))} is missing"
             )
         return
+
+
+def _as_huggingface(source: JoinedTensors) -> Source:
+    params, made = source.said, Rearranged(source)
+    for name, entry in source.entries.items():
+        if name == "rope.freqs":
+            continue  # it is computed
+        rows: list[Rows] = []
+        if name.endswith((".wq.weight", ".wk.weight")):
+            key = (
+                "n_kv_heads"
+                if name.endswith(".wk.weight") and "n_kv_heads" in params
+                else "n_heads"
+            )
+            heads, size = params.get(key) or 0, entry.shard.full_shape[0]
+            if heads < 1 or size % (2 * heads):
+                raise ParallelError(
+                    f"tensor {name} has {size} rows; expected an even number for each of {heads} "
+                    f"heads, as params.json's {key} says"
+                )
+            for head in range(heads):
+                rows += head_rows(head, size // heads, interleaved=True)
+        made.add(translated(name, FROM_LLAMA), name, tuple(rows))
+    return made
+
+
+FORMAT = Format("Meta's consolidated.NN.pth", _recognizes, _open, LLAMA, _as_huggingface)
+
+
+# Writing.
+
+
+def write_llama(source: Source, folder: Path, tp: int) -> None:
+    """Write the files of another number of ranks into a folder."""
+    entries = {}
+    for name, entry in source.entries.items():
+        # Here nothing is padded.
+        entries[name] = replace(entry, shard=Shard(entry.shard.full_shape, entry.shard.dim))
+        entries[name].check(tp)
+    for index in range(tp):
+        tensors = {
+            name: (entry.dtype, entry.shard.local_shape(index, tp))
+            for name, entry in entries.items()
+        }
+        parts = partial(_parts, source, entries, index, tp)
+        write_torch_file(folder / file_name(index), tensors, parts)
+
+
+def _parts(
+    source: Source, entries: Mapping[str, Entry], index: int, tp: int, name: str
+) -> Iterator[Tensor]:
+    """Yield a rank's part of a tensor, in memory order."""
+    entry = entries[name]
+    ((_, start, length),) = entry.shard.pieces(index, tp) or ((0, 0, 0),)
+    if entry.shard.dim:  # not the first dim: a part of what lies in between each row
+        out = torch.empty(entry.shard.local_shape(index, tp), dtype=entry.dtype)
+        source.read_into(name, start, out)
+        yield out
+        return
+    for _, part in stretches_of(source, entry, start, length):
+        yield part

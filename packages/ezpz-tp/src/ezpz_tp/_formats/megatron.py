@@ -1,17 +1,39 @@
-"""Megatron-LM's files: `iter_0000010/mp_rank_01_000/model_optim_rng.pt` for each model rank."""
+"""Megatron-LM's files: ``iter_0000010/mp_rank_01_000/model_optim_rng.pt`` for each model rank.
+
+Of ``--ckpt-format torch``: the directory's name has the tensor rank and, with a pipeline, the
+stage; the file has ``model``, or ``model0``, ``model1``, ... for the chunks of an interleaved
+schedule, in which layers are numbered from 0 in every chunk (megatron/training/checkpointing.py).
+The weights are read; optimizer and random state are not. Names are those of Megatron-LM's
+``megatron/core/models/gpt`` and ``tools/checkpoint/schema_core.py``, read in 2026.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ezpz_tp._errors import ParallelError
 
-from . import COLUMN, GATED, MEGATRON, Format, Options, Source, Split, Splits, same_names
-from .torch_file import FilePart, JoinedTensors, StoredTensor, TorchFile, check_equal
+from . import (
+    COLUMN,
+    GATED,
+    ROW,
+    VOCABULARY,
+    WHOLE,
+    Format,
+    Options,
+    Rearranged,
+    Rows,
+    Source,
+    Split,
+    Splits,
+    same_names,
+)
+from .huggingface import head_rows, layer_of, translated
+from .torch_file import JoinedTensors, StoredTensor, TensorInFile, TorchFile, check_equal
 
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
 _LATEST = "latest_checkpointed_iteration.txt"
@@ -19,6 +41,43 @@ _FILES = ("model_optim_rng.pt", "model_rng.pt")
 _LAYER = re.compile(r"(?<=(?:de|en)coder\.layers\.)\d+(?=\.)")
 _TIED = "output_layer.weight"
 _EMBEDDING = "embedding.word_embeddings.weight"
+
+
+MEGATRON: dict[str, Split] = {
+    "*embedding.word_embeddings.weight": VOCABULARY,
+    "*embedding.position_embeddings.weight": WHOLE,
+    "*output_layer.weight": VOCABULARY,
+    "*output_layer.bias": VOCABULARY,
+    "*.linear_qkv.weight": COLUMN,
+    "*.linear_qkv.bias": COLUMN,
+    "*.linear_proj.weight": ROW,
+    "*.linear_proj.bias": WHOLE,
+    # Not linear_fc1: one matrix, or a gate above an up projection, as the arguments say.
+    "*.linear_fc2.weight": ROW,
+    "*.linear_fc2.bias": WHOLE,
+    "*layernorm.weight": WHOLE,
+    "*layernorm.bias": WHOLE,
+    "*.layer_norm_weight": WHOLE,
+    "*.layer_norm_bias": WHOLE,
+    "*.rotary_pos_emb.inv_freq": WHOLE,
+    "*.router.weight": WHOLE,
+    "*.router.expert_bias": WHOLE,
+}
+
+FROM_MEGATRON = {
+    "embedding.word_embeddings": "model.embed_tokens",
+    "decoder.final_layernorm": "model.norm",
+    "output_layer": "lm_head",
+    "decoder.layers.{}.input_layernorm": "model.layers.{}.input_layernorm",
+    "decoder.layers.{}.self_attention.linear_qkv.layer_norm": "model.layers.{}.input_layernorm",
+    "decoder.layers.{}.self_attention.linear_proj": "model.layers.{}.self_attn.o_proj",
+    "decoder.layers.{}.self_attention.q_layernorm": "model.layers.{}.self_attn.q_norm",
+    "decoder.layers.{}.self_attention.k_layernorm": "model.layers.{}.self_attn.k_norm",
+    "decoder.layers.{}.pre_mlp_layernorm": "model.layers.{}.post_attention_layernorm",
+    "decoder.layers.{}.mlp.linear_fc1.layer_norm": "model.layers.{}.post_attention_layernorm",
+    "decoder.layers.{}.mlp.linear_fc2": "model.layers.{}.mlp.down_proj",
+}
+"""Modules of GPT, but for those that are two or three of Hugging Face's."""
 
 
 @dataclass(frozen=True)
@@ -33,17 +92,17 @@ def _recognizes(path: Path) -> bool:
     return path.is_dir() and ((path / _LATEST).is_file() or bool(_ranks(path)))
 
 
-def open_megatron(path: Path, options: Options) -> Source:
-    """Open a folder of Megatron-LM's files; `open_source` says what is raised."""
+def _open(path: Path, options: Options) -> Source:
     folder = path if _ranks(path) else _latest(path)
     stages = _stages(folder)
     args = _arguments(stages[0][0])
     splits = Splits(_table(args), options)
-    source = JoinedTensors("megatron", args)
+    source = JoinedTensors(args)
     for names, chunk in _numbered(stages):
         for local, name in names.items():
             parts = [
-                FilePart(f, held[local]) for f, held in zip(chunk.files, chunk.tensors, strict=True)
+                TensorInFile(f, held[local])
+                for f, held in zip(chunk.files, chunk.tensors, strict=True)
             ]
             if name in source.entries:
                 raise ParallelError(
@@ -54,9 +113,6 @@ def open_megatron(path: Path, options: Options) -> Source:
             _drop_if_tied(source, name, parts, args)
     source.check_known(folder)
     return source
-
-
-FORMAT = Format("Megatron-LM's mp_rank_NN", _recognizes, open_megatron)
 
 
 def _ranks(folder: Path) -> dict[tuple[int, int], Path]:
@@ -207,7 +263,7 @@ def _renumbered(name: str, first: int) -> str:
 
 
 def _drop_if_tied(
-    source: JoinedTensors, name: str, parts: list[FilePart], args: dict[str, Any]
+    source: JoinedTensors, name: str, parts: list[TensorInFile], args: dict[str, Any]
 ) -> None:
     """Leave out the last stage's copy of the embedding, once it is known to be one."""
     if name != _TIED or args.get("untie_embeddings_and_output_weights", True):
@@ -217,6 +273,71 @@ def _drop_if_tied(
             f"{parts[0].file.path}: tensor {name} is tied to {_EMBEDDING}, as the arguments say, "
             "which no stage has"
         )
-    for first, second in zip(source.parts(_EMBEDDING), parts, strict=True):
+    for first, second in zip(source.parts[_EMBEDDING], parts, strict=True):
         check_equal(name, first, second)
     del source.entries[name]
+
+
+# As Hugging Face has it.
+
+
+def _as_huggingface(source: JoinedTensors) -> Source:
+    args, made = source.said, Rearranged(source)
+    _refuse(args, "apply_layernorm_1p", "norms that add 1 to their weights")
+    if args.get("rotary_interleaved") and args.get("rotary_percent", 1.0) != 1.0:
+        _refuse(args, "rotary_percent", "interleaved rotary embedding of some channels only")
+    for name, entry in source.entries.items():
+        if ".linear_qkv." in name and "layer_norm" not in name:
+            _unfuse(made, source, name, args)
+        elif name.endswith((".linear_fc1.weight", ".linear_fc1.bias")):
+            if len(entry.shard.blocks) != 2:
+                raise ParallelError(
+                    f"{name} is one matrix; Hugging Face's Llama has a gate and an up projection. "
+                    'Keep the names (names="keep"), or give a function of names'
+                )
+            half, layer = entry.shard.blocks[0], layer_of(name)
+            for new, start in (("gate_proj", 0), ("up_proj", half)):
+                kind = name.rpartition(".")[2]
+                made.add(f"model.layers.{layer}.mlp.{new}.{kind}", name, (Rows(start, half),))
+        else:
+            made.add(translated(name, FROM_MEGATRON), name)
+    return made
+
+
+def _refuse(args: Mapping[str, Any], name: str, what: str) -> None:
+    if args.get(name):
+        raise ParallelError(
+            f"the arguments say {name}={args[name]}: {what} are not what Hugging Face's Llama "
+            'has; keep the names (names="keep"), or give a function of names'
+        )
+
+
+def _unfuse(made: Rearranged, source: Source, name: str, args: Mapping[str, Any]) -> None:
+    """Take queries, keys and values apart: each group is its queries, its key and its value."""
+    heads: int = args.get("num_attention_heads") or 0
+    groups: int = (
+        (args.get("num_query_groups") or 0) if args.get("group_query_attention") else heads
+    )
+    size = source.entries[name].shard.full_shape[0]
+    each: int = args.get("kv_channels") or args.get("hidden_size", 0) // max(1, heads)
+    if not heads or not groups or heads % groups or size != (heads + 2 * groups) * each:
+        raise ParallelError(
+            f"tensor {name} has {size} rows; expected those of {heads} heads and 2 x {groups} "
+            f"groups of {each} channels, as the arguments num_attention_heads, num_query_groups "
+            "and kv_channels say"
+        )
+    per, interleaved = heads // groups, bool(args.get("rotary_interleaved"))
+    queries: list[Rows] = []
+    keys: list[Rows] = []
+    values: list[Rows] = []
+    for first in range(0, groups * (per + 2), per + 2):
+        for head in range(first, first + per):
+            queries += head_rows(head, each, interleaved=interleaved)
+        keys += head_rows(first + per, each, interleaved=interleaved)
+        values += head_rows(first + per + 1, each, interleaved=False)
+    layer, kind = layer_of(name), name.rpartition(".")[2]
+    for new, rows in (("q_proj", queries), ("k_proj", keys), ("v_proj", values)):
+        made.add(f"model.layers.{layer}.self_attn.{new}.{kind}", name, tuple(rows))
+
+
+FORMAT = Format("Megatron-LM's mp_rank_NN", _recognizes, _open, MEGATRON, _as_huggingface)

@@ -1,4 +1,9 @@
-"""The safetensors file format, read and written a piece of a tensor at a time."""
+"""The safetensors file format, read and written a piece of a tensor at a time.
+
+Eight bytes of length, little-endian; as many of JSON, which gives each tensor's dtype, shape and
+place; then the tensors (https://github.com/huggingface/safetensors, README, "Format"). The
+library of that name writes whole files at once, and reads them through a memory map.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +20,9 @@ import torch
 from torch import Tensor
 
 from ezpz_tp._errors import ParallelError
+from ezpz_tp._shard import Piece
 
-from .stretches import Region, naming, read_stretch, write_bytes, write_stretch
+from .stretches import Region, naming, read_box, strides_of, write_bytes, write_stretch
 
 _NAMES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "C64": "complex64",
@@ -49,13 +55,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class TensorFile:
-    """What the header of a safetensors file says.
-
-    Attributes:
-        path: The file.
-        tensors: By name, in the order of the header.
-        metadata: Texts by name.
-    """
+    """What the header of a safetensors file says."""
 
     path: Path
     tensors: Mapping[str, Stored]
@@ -63,11 +63,7 @@ class TensorFile:
 
     @classmethod
     def open(cls, path: Path) -> TensorFile:
-        """Read a header, and check that the file holds what it says.
-
-        Raises:
-            ParallelError: There is no such file, it is no safetensors file, or it is truncated.
-        """
+        """Read a header, and check that the file holds what it says."""
         try:
             with path.open("rb", buffering=0) as file:
                 size = os.fstat(file.fileno()).st_size
@@ -110,11 +106,11 @@ class TensorFile:
             )
         return cls(path, tensors, metadata)
 
-    def read_into(self, name: str, dim: int, start: int, out: Tensor) -> None:
-        """Fill ``out`` with the tensor's ``[start, start + out.shape[dim])`` along ``dim``."""
+    def read(self, name: str, box: Piece, out: Tensor) -> None:
         stored = self.tensors[name]
         with self.path.open("rb", buffering=0) as file:
-            read_stretch(Region(file, stored.start, stored.shape), dim, start, out)
+            region = Region(file, stored.start, stored.shape)
+            read_box(region, strides_of(stored.shape), box, out)
 
 
 def _stored(said: Any, begin: int) -> Stored:
@@ -125,11 +121,7 @@ def _stored(said: Any, begin: int) -> Stored:
 
 
 def integers(values: Iterable[Any], *, least: int = 0) -> tuple[int, ...]:
-    """Return what a file should have as whole numbers.
-
-    Raises:
-        ValueError: Some of it is none, or less than it should be.
-    """
+    """Return whole numbers of a file, having made sure that they are."""
     found = tuple(values)
     if not all(type(value) is int and value >= least for value in found):
         raise ValueError(f"found {values!r}, expected whole numbers, at least {least}")
@@ -137,11 +129,7 @@ def integers(values: Iterable[Any], *, least: int = 0) -> tuple[int, ...]:
 
 
 def name_of(dtype: torch.dtype, tensor: str) -> str:
-    """Return the format's name of a tensor's dtype.
-
-    Raises:
-        ParallelError: It has none.
-    """
+    """Return the format's name of a tensor's dtype."""
     if dtype not in _DTYPE_NAMES:
         raise ParallelError(
             f"tensor {tensor!r} has {dtype}, which the safetensors format does not know; expected "
@@ -151,19 +139,7 @@ def name_of(dtype: torch.dtype, tensor: str) -> str:
 
 
 class TensorWriter:
-    """Writes a safetensors file of tensors whose dtypes and shapes are known, in any order.
-
-    The file has a temporary name until the ``with`` block ends, and goes if that fails. What was
-    not written of it is zero.
-
-    Args:
-        path: The file; it is replaced if it is there.
-        tensors: dtype and shape of each.
-        metadata: Texts by name.
-
-    Raises:
-        ParallelError: The format has no name for a dtype.
-    """
+    """Writes tensors of known dtypes and shapes in any order; the file appears when it is whole."""
 
     def __init__(
         self,

@@ -1,4 +1,8 @@
-"""Copies between tensors and stretches of files, a bounded number of bytes at a time."""
+"""Copies between tensors and stretches of files, a bounded number of bytes at a time.
+
+No memory map: its pages would count as this process's memory. Everything passes through one
+buffer of at most `CHUNK` bytes, whatever the tensor's size and strides.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ezpz_tp._errors import ParallelError
+from ezpz_tp._shard import Piece
 
 CHUNK = 16 << 20
 """Bytes that are copied at a time."""
@@ -28,13 +33,7 @@ what lies between costs less than a read for each."""
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A contiguous tensor in a file.
-
-    Attributes:
-        file: Open for reading or writing, without a buffer.
-        at: Where the tensor begins, in bytes.
-        shape: Its shape.
-    """
+    """A contiguous tensor in a file that is open without a buffer, from a byte on."""
 
     file: FileIO
     at: int
@@ -42,17 +41,7 @@ class Region:
 
 
 def read_stretch(region: Region, dim: int, start: int, out: Tensor) -> None:
-    """Fill a tensor with ``[start, start + out.shape[dim])`` of a tensor in a file.
-
-    Args:
-        region: The tensor in the file, of the dtype of ``out``.
-        dim: Any dim; 0 also for a tensor without dims.
-        start: Where in the file's tensor the stretch begins along ``dim``.
-        out: On the CPU, of any strides.
-
-    Raises:
-        ParallelError: The file ends too early.
-    """
+    """Fill a CPU tensor of any strides with what begins at ``start`` along a dim."""
     if out.numel() == 0:
         return
     matrix = _matrix(out, dim)
@@ -76,11 +65,50 @@ def read_stretch(region: Region, dim: int, start: int, out: Tensor) -> None:
         (target if over else target[:, column : column + length]).copy_(values[:, wanted])
 
 
-def write_stretch(region: Region, dim: int, start: int, values: Tensor) -> None:
-    """Write a tensor as ``[start, start + values.shape[dim])`` of a tensor in a file.
+def read_box(region: Region, stride: tuple[int, ...], box: Piece, out: Tensor) -> None:
+    """Fill a CPU tensor of any strides with a box of a tensor of which the file has a view."""
+    if not out.numel():
+        return
+    shape = region.shape
+    parts = [dim for dim, size in enumerate(box.sizes) if size != shape[dim]]
+    if len(parts) <= 1 and _is_contiguous(shape, stride):
+        dim = parts[0] if parts else 0
+        read_stretch(region, dim, box.offsets[dim] if shape else 0, out)
+    else:
+        first = sum(at * step for at, step in zip(box.offsets, stride, strict=True))
+        _read_view(region.file, region.at + first * out.element_size(), stride, out)
 
-    The arguments are those of `read_stretch`; ``values`` may be on any device.
-    """
+
+def _is_contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    wanted = 1
+    for size, step in zip(reversed(shape), reversed(stride), strict=True):
+        if size != 1 and step != wanted:
+            return False
+        wanted *= size
+    return True
+
+
+def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def _read_view(file: FileIO, begin: int, stride: tuple[int, ...], out: Tensor) -> None:
+    """Read all that a view spans, in halves along the outermost dim until that is little."""
+    span = 1 + sum((size - 1) * step for size, step in zip(out.shape, stride, strict=True))
+    dim = max(range(out.dim()), key=lambda dim: stride[dim] * (out.shape[dim] > 1))
+    if span * out.element_size() > CHUNK and out.shape[dim] > 1:
+        half = out.shape[dim] // 2
+        first, second = out.split([half, out.shape[dim] - half], dim)
+        _read_view(file, begin, stride, first)
+        _read_view(file, begin + half * stride[dim] * out.element_size(), stride, second)
+    else:
+        values = torch.empty(span, dtype=out.dtype)
+        read_stretch(Region(file, begin, (span,)), 0, 0, values)
+        out.copy_(values.as_strided(out.shape, stride))
+
+
+def write_stretch(region: Region, dim: int, start: int, values: Tensor) -> None:
+    """Write a tensor of any device as what begins at ``start`` along a dim."""
     values = values.detach()
     if values.numel() == 0:
         return
@@ -108,7 +136,6 @@ def naming(file: IO[bytes]) -> Iterator[None]:
 
 
 def write_bytes(file: FileIO, at: int, values: memoryview) -> None:
-    """Write all of some bytes at a place of a file."""
     file.seek(at)
     with naming(file):
         while values:
@@ -170,13 +197,7 @@ def _fill(file: FileIO, at: int, into: memoryview) -> None:
 
 @contextmanager
 def new_folder(path: str | Path) -> Iterator[Path]:
-    """Yield a folder to write into that becomes ``path`` when the ``with`` block ends.
-
-    It is beside ``path`` until then, and goes with all that is in it if the block fails.
-
-    Raises:
-        ParallelError: ``path`` is there already, and not an empty folder.
-    """
+    """Yield a folder that becomes ``path`` when the ``with`` block ends, and goes if that fails."""
     path = Path(path).resolve()  # also of a link: what it leads to
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ParallelError(

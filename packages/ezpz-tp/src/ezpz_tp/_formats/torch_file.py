@@ -12,21 +12,20 @@ import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from io import FileIO
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, BinaryIO, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch._utils import _rebuild_tensor_v2, _rebuild_tensor_v3
 
 from ezpz_tp._errors import ParallelError
-from ezpz_tp._shard import Entry, Shard
+from ezpz_tp._shard import Entry, Piece
 
-from . import Splits, unknown
+from . import Splits, StoredPiece, StoredPieces, unknown
 from .safetensors import integers
-from .stretches import CHUNK, Region, naming, read_stretch
+from .stretches import CHUNK, Region, naming, read_box, strides_of
 
 # The pickle in a file of `torch.save`: tensors are described, not loaded, and no code is run.
 
@@ -61,30 +60,22 @@ _PLAIN = {
 
 
 class Foreign:
-    """What a global stands for that is not one of a state dict's: it keeps nothing, does nothing.
-
-    Files hold more than weights: the random state of numpy, or enumerations of the program that
-    wrote them.
-    """
+    """What stands for any other global, as numpy's random state: it keeps nothing, does nothing."""
 
     qualname = ""
 
     def __new__(cls, *_: object, **__: object) -> Self:
-        """Take any arguments."""
         return super().__new__(cls)
 
     def __setstate__(self, state: object) -> None: ...
 
     def __setitem__(self, key: object, value: object) -> None: ...
 
-    def append(self, value: object) -> None:
-        """Take what a list takes."""
+    def append(self, value: object) -> None: ...
 
-    def extend(self, values: object) -> None:
-        """Take what a list takes."""
+    def extend(self, values: object) -> None: ...
 
-    def add(self, value: object) -> None:
-        """Take what a set takes."""
+    def add(self, value: object) -> None: ...
 
     def __repr__(self) -> str:
         return f"<{self.qualname}>"
@@ -111,7 +102,6 @@ class StoredTensor:
 
     @property
     def numel(self) -> int:
-        """Return the number of its elements."""
         return math.prod(self.shape)
 
     @property
@@ -122,23 +112,9 @@ class StoredTensor:
         steps = zip(self.shape, self.stride, strict=True)
         return self.offset + 1 + sum((size - 1) * step for size, step in steps)
 
-    @property
-    def is_contiguous(self) -> bool:
-        """Return whether its elements lie one after the other, in order."""
-        wanted = 1
-        for size, step in zip(reversed(self.shape), reversed(self.stride), strict=True):
-            if size != 1 and step != wanted:
-                return False
-            wanted *= size
-        return True
-
 
 def unpickled(pickled: bytes) -> Any:
-    """Return what was pickled, with what stands for tensors and for what is not known.
-
-    Raises:
-        ValueError: It is damaged.
-    """
+    """Return what was pickled, with what stands for tensors and for what is not known."""
     try:
         return _Unpickler(io.BytesIO(pickled)).load()
     except _DAMAGE as error:
@@ -161,7 +137,6 @@ class _Unpickler(pickle.Unpickler):
     """Unpickles with globals of our own: a file cannot have anything else imported or called."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what stands for a global."""
         if (module, name) in _PLAIN:
             return _PLAIN[module, name]
         if (module, name) in _REBUILD:
@@ -175,7 +150,6 @@ class _Unpickler(pickle.Unpickler):
         return type(name, (Foreign,), {"qualname": f"{module}.{name}"})
 
     def persistent_load(self, pid: Any) -> Storage:
-        """Return what stands for a storage."""
         kind, dtype, key, _, numel = pid
         if kind != "storage" or not isinstance(dtype, torch.dtype):
             raise pickle.UnpicklingError(
@@ -240,26 +214,55 @@ _REBUILD: dict[tuple[str, str], Callable[..., Any]] = {
 # Files of `torch.save`, read a stretch at a time.
 
 
+class FilePart(io.RawIOBase):
+    """A part of a file, as a file."""
+
+    def __init__(self, path: Path, start: int, size: int) -> None:
+        super().__init__()
+        self._file = path.open("rb", buffering=0)
+        self._start, self._size, self._at = start, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        self._at = offset + {os.SEEK_CUR: self._at, os.SEEK_END: self._size}.get(whence, 0)
+        if self._at < 0:
+            raise OSError(f"byte {self._at}")
+        return self._at
+
+    def readinto(self, room: Any, /) -> int:
+        self._file.seek(self._start + self._at)
+        count = self._file.readinto(memoryview(room)[: max(0, self._size - self._at)])
+        self._at += count or 0
+        return count or 0
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
 class TorchFile:
-    """A file of `torch.save`.
+    """A file of `torch.save`, or a part of a file; in ``contents`` something stands for tensors."""
 
-    Args:
-        path: The file.
-
-    Attributes:
-        contents: What was saved, with a `StoredTensor` in place of each tensor and a `Foreign`
-            in place of what is neither a tensor nor a plain container, number or string.
-
-    Raises:
-        ParallelError: It is truncated, or not such a file.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.size = _size_of(path)
+    def __init__(self, path: Path, start: int = 0, size: int | None = None) -> None:
+        self.path, self._start = path, start
+        try:
+            self.size = path.stat().st_size - start if size is None else size
+        except FileNotFoundError:
+            raise ParallelError(f"{path}: there is no such file") from None
         self._members: dict[str, tuple[int, int]] = {}
         try:
-            with open(path, "rb") as file, zipfile.ZipFile(file) as archive:
+            with (
+                io.BufferedReader(FilePart(path, start, self.size)) as file,
+                zipfile.ZipFile(file) as archive,
+            ):
                 contents = self._index(archive, file)
         except ParallelError:
             raise
@@ -275,11 +278,7 @@ class TorchFile:
             raise ParallelError(f"{path}: its data.pkl is damaged: {error}") from error
 
     def tensors(self, contents: Mapping[str, Any]) -> dict[str, StoredTensor]:
-        """Return the tensors of a state dict, but for the ``_extra_state`` of layers.
-
-        Raises:
-            ParallelError: A value is of a class that is not known: it may be a weight.
-        """
+        """Return the tensors of a state dict, but for the ``_extra_state`` of layers."""
         found: dict[str, StoredTensor] = {}
         for name, value in contents.items():
             if str(name).endswith("_extra_state"):
@@ -306,27 +305,14 @@ class TorchFile:
                 "damaged: copy it again"
             )
 
-    def read_into(self, tensor: StoredTensor, dim: int, start: int, out: Tensor) -> None:
-        """Fill ``out`` with a tensor's ``[start, start + out.shape[dim])`` along ``dim``.
-
-        Args:
-            tensor: One that `check` has seen.
-            dim: Any dim of it; 0 also where it has none.
-            start: Where the stretch begins.
-            out: A CPU tensor of its dtype, of any strides.
-        """
-        if not out.numel():
-            return
+    def read(self, tensor: StoredTensor, box: Piece, out: Tensor) -> None:
+        """Fill a CPU tensor with a box of one that `check` has seen."""
         begin, _ = self._members[f"data/{tensor.storage}"]
-        begin += tensor.offset * tensor.dtype.itemsize
+        begin += self._start + tensor.offset * tensor.dtype.itemsize
         with open(self.path, "rb", buffering=0) as file:
-            if tensor.is_contiguous:
-                read_stretch(Region(file, begin, tensor.shape), dim, start, out)
-            else:
-                begin += start * tensor.stride[dim] * tensor.dtype.itemsize
-                _read_view(file, begin, tensor.stride, out)
+            read_box(Region(file, begin, tensor.shape), tensor.stride, box, out)
 
-    def _index(self, archive: zipfile.ZipFile, file: BinaryIO) -> bytes:
+    def _index(self, archive: zipfile.ZipFile, file: io.BufferedReader) -> bytes:
         """Note where the members are, and return the pickle."""
         pickles = [name for name in archive.namelist() if name.endswith("/data.pkl")]
         if not pickles:
@@ -368,31 +354,6 @@ class TorchFile:
         return archive.read(pickles[0])
 
 
-def _read_view(file: FileIO, begin: int, stride: tuple[int, ...], out: Tensor) -> None:
-    """Fill ``out`` with a view of a larger tensor, or a transposed one.
-
-    All that it spans is read, in halves along the outermost dim until that is little.
-    """
-    span = 1 + sum((size - 1) * step for size, step in zip(out.shape, stride, strict=True))
-    dim = max(range(out.dim()), key=lambda dim: stride[dim] * (out.shape[dim] > 1))
-    if span * out.element_size() > CHUNK and out.shape[dim] > 1:
-        half = out.shape[dim] // 2
-        first, second = out.split([half, out.shape[dim] - half], dim)
-        _read_view(file, begin, stride, first)
-        _read_view(file, begin + half * stride[dim] * out.element_size(), stride, second)
-    else:
-        values = torch.empty(span, dtype=out.dtype)
-        read_stretch(Region(file, begin, (span,)), 0, 0, values)
-        out.copy_(values.as_strided(out.shape, stride))
-
-
-def _size_of(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        raise ParallelError(f"{path}: there is no such file") from None
-
-
 # Writes what `torch.save` writes of a state dict, without ever holding it.
 
 _ALIGNMENT = 64
@@ -404,14 +365,7 @@ Sizes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 def write_torch_file(path: Path, tensors: Sizes, parts: Callable[[str], Iterable[Tensor]]) -> None:
-    """Write a state dict that `torch.load` reads, also by ``mmap=True``.
-
-    Args:
-        path: The file; there is none yet.
-        tensors: Dtype and shape, by name.
-        parts: Called with a name, in order: returns the tensor's values as CPU tensors that
-            follow each other in memory order, say some rows at a time.
-    """
+    """Write a state dict that `torch.load` can map; ``parts`` gives a tensor's values in order."""
     with path.open("xb") as file, naming(file):
         with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
             _write(archive, tensors, parts)
@@ -464,7 +418,7 @@ def _bytes(part: Tensor) -> Iterable[memoryview]:
 
 def _pickled(tensors: Sizes) -> bytes:
     contents = OrderedDict(
-        (name, StoredTensor(dtype, shape, _strides(shape), 0, str(number)))
+        (name, StoredTensor(dtype, shape, strides_of(shape), 0, str(number)))
         for number, (name, (dtype, shape)) in enumerate(tensors.items())
     )
     buffer = io.BytesIO()
@@ -472,15 +426,10 @@ def _pickled(tensors: Sizes) -> bytes:
     return buffer.getvalue()
 
 
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-
-
 class _Pickler(pickle.Pickler):
     """Writes what `torch.load` makes a tensor of, where there is a `StoredTensor`."""
 
     def persistent_id(self, obj: object) -> Any:
-        """Return how a file names a storage."""
         if not isinstance(obj, Storage):
             return None
         if obj.dtype in _NAMES:
@@ -505,113 +454,73 @@ class _Pickler(pickle.Pickler):
         return _rebuild_tensor_v3, (*made, obj.dtype)
 
 
-# Full tensors of which each of several files of `torch.save` holds a part.
+# Full tensors of which each of several files holds a part.
 
 
 @dataclass(frozen=True, slots=True)
-class FilePart:
-    """A tensor in a file."""
-
+class TensorInFile:
     file: TorchFile
     tensor: StoredTensor
 
+    def read(self, box: Piece, out: Tensor) -> None:
+        self.file.read(self.tensor, box, out)
 
-class JoinedTensors:
-    """A `Source` that puts tensors together from their parts.
 
-    Args:
-        form: Whose files they are: ``llama``, or ``megatron``.
-        said: What those say of the model: ``params.json``, or the arguments.
+class JoinedTensors(StoredPieces):
+    """Tensors put together from the files of tensor-parallel ranks; ``said`` is what these say."""
 
-    Attributes:
-        entries: The full tensors, by name.
-        metadata: Nothing: what the files say besides is not of the formats written here.
-    """
-
-    def __init__(self, form: str, said: Mapping[str, Any]) -> None:
-        self.form, self.said = form, said
-        self.entries: dict[str, Entry] = {}
-        self.metadata: dict[str, Any] = {}
+    def __init__(self, said: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.said = said
         self._lost: dict[str, tuple[int, ...]] = {}
-        self._stored: dict[str, tuple[Shard, tuple[FilePart, ...]]] = {}
+        self.parts: dict[str, Sequence[TensorInFile]] = {}
 
-    def add(self, name: str, parts: Sequence[FilePart], stored: Shard, shard: Shard) -> None:
-        """Take a tensor, after a look at its parts.
-
-        Args:
-            name: Of the full tensor.
-            parts: One for each tensor-parallel rank that wrote a file, as its file has checked it.
-            stored: How the parts make up the full tensor, with whatever padding they have.
-            shard: How it is to be split from now on; its full shape may be without padding.
-
-        Raises:
-            ParallelError: A part has another shape or dtype than the first, or is
-                not equal to it where every rank should hold the same.
-        """
-        first = parts[0]
-        for index, part in enumerate(parts):
-            _check_like(name, part, stored.local_shape(index, len(parts)), first)
-            if stored.dim is None and part is not first:
-                check_equal(name, first, part)
-        self.entries[name] = Entry(name, first.tensor.dtype, shard)
-        self._stored[name] = stored, tuple(parts)
-
-    def take(self, name: str, parts: Sequence[FilePart], splits: Splits) -> None:
-        """Take a tensor as its name says that it is split; see `check_known`."""
-        stored = splits.stored(name, parts[0].tensor.shape, len(parts))
+    def take(self, name: str, parts: Sequence[TensorInFile], splits: Splits) -> None:
+        """Take a tensor, one part a rank, as its name says that it is split; see `check_known`."""
+        first, degree = parts[0], len(parts)
+        stored = splits.stored(name, first.tensor.shape, degree)
         shard = stored and splits.shard(name, stored.full_shape)
         if stored is None or shard is None:
-            self._lost[name] = parts[0].tensor.shape
-        else:
-            self.add(name, parts, stored, shard)
+            self._lost[name] = first.tensor.shape
+            return
+        pieces = []
+        for index, part in enumerate(parts):
+            _check_like(name, part, stored.local_shape(index, degree), first)
+            if stored.dim is None and part is not first:
+                check_equal(name, first, part)
+            elif stored.dim is not None or part is first:
+                for local, full in stored.boxes(index, degree):
+                    pieces.append(StoredPiece(full, local.offsets, part.read))
+        self.add(Entry(name, first.tensor.dtype, shard), pieces)
+        self.parts[name] = parts
 
     def check_known(self, where: object) -> None:
         """Raise `ParallelError` where no rule said how some of the tensors are split."""
         if self._lost:
             raise unknown(where, self._lost)
 
-    def parts(self, name: str) -> tuple[FilePart, ...]:
-        """Return the parts of a tensor, by tensor-parallel rank."""
-        return self._stored[name][1]
 
-    def read_into(self, name: str, start: int, out: Tensor) -> None:
-        """Fill ``out`` with a stretch of a full tensor (`Source.read_into`)."""
-        stored, parts = self._stored[name]
-        dim = self.entries[name].shard.dim or 0
-        if stored.dim is None:
-            parts[0].file.read_into(parts[0].tensor, dim, start, out)
-            return
-        across = stored.dim != dim  # to be split along another dim than the files are
-        low = 0 if across else start
-        high = low + out.shape[stored.dim]
-        for index, part in enumerate(parts):
-            for begin, into, length in stored.overlap(index, len(parts), low, high):
-                wanted = out.narrow(stored.dim, into, length)
-                if across:
-                    _read_across(part, dim, start, stored.dim, begin, wanted)
-                else:
-                    part.file.read_into(part.tensor, dim, begin, wanted)
-
-
-def check_equal(name: str, first: FilePart, second: FilePart) -> None:
+def check_equal(name: str, first: TensorInFile, second: TensorInFile) -> None:
     """Raise `ParallelError` unless two files have the same tensor, bit for bit."""
     shape, dtype = first.tensor.shape, first.tensor.dtype
     _check_like(name, second, shape, first)
     rows = shape[0] if shape else 1
     step = max(1, CHUNK * rows // max(1, first.tensor.numel * dtype.itemsize))
     for start in range(0, rows, step):
-        held = (min(step, rows - start), *shape[1:]) if shape else ()
-        here, there = (torch.empty(held, dtype=dtype) for _ in range(2))
-        first.file.read_into(first.tensor, 0, start, here)
-        second.file.read_into(second.tensor, 0, start, there)
-        if not torch.equal(_bits(here), _bits(there)):
+        sizes = (min(step, rows - start), *shape[1:]) if shape else ()
+        box = Piece((start, *(0 for _ in shape[1:])) if shape else (), sizes)
+        here, there = (torch.empty(sizes, dtype=dtype) for _ in range(2))
+        first.read(box, here)
+        second.read(box, there)
+        # As bytes, in which NaNs are equal too.
+        if not torch.equal(here.reshape(-1).view(torch.uint8), there.reshape(-1).view(torch.uint8)):
             raise ParallelError(
                 f"{second.file.path}: tensor {name} of shape {shape} is not that of "
                 f"{first.file.path}; expected the same values, to the last bit, in both files"
             )
 
 
-def _check_like(name: str, part: FilePart, shape: tuple[int, ...], first: FilePart) -> None:
+def _check_like(name: str, part: TensorInFile, shape: tuple[int, ...], first: TensorInFile) -> None:
     found = part.tensor.shape, part.tensor.dtype
     if found != (shape, first.tensor.dtype):
         raise ParallelError(
@@ -619,22 +528,3 @@ def _check_like(name: str, part: FilePart, shape: tuple[int, ...], first: FilePa
             f"{shape} and {first.tensor.dtype}, as {first.file.path} has it (files of different "
             "models, or of different degrees?)"
         )
-
-
-def _read_across(part: FilePart, dim: int, start: int, other: int, begin: int, out: Tensor) -> None:
-    """Fill ``out`` with what begins at ``start`` along one dim and at ``begin`` along another.
-
-    All of the other dim is read, a bounded stretch of the first at a time.
-    """
-    shape, dtype = part.tensor.shape, part.tensor.dtype
-    step = max(1, CHUNK * shape[dim] // max(1, part.tensor.numel * dtype.itemsize))
-    for first in range(0, out.shape[dim], step):
-        into = out.narrow(dim, first, min(step, out.shape[dim] - first))
-        held = torch.empty((*shape[:dim], into.shape[dim], *shape[dim + 1 :]), dtype=dtype)
-        part.file.read_into(part.tensor, dim, start + first, held)
-        into.copy_(held.narrow(other, begin, into.shape[other]))
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """Return the bytes of a contiguous tensor, in which NaNs are equal too."""
-    return tensor.reshape(-1).view(torch.uint8)

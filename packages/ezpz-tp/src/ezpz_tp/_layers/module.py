@@ -134,7 +134,7 @@ class ParallelModule(nn.Module):
             raise DegreeError(
                 f"{name}: it was saved by rank {self.tp_rank} of {self.tp_size} tensor-parallel "
                 f"ranks, and this is rank {group.rank()} of {group.size()}; expected the file of "
-                "this rank at the same degree. For another degree use save_shards and load_shards"
+                "this rank at the same degree; for another one save dtensor_state_dict of the model"
             )
         self.tp_group = group
 

@@ -71,7 +71,7 @@ def huggingface_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Return the weights as transformers' ``LlamaForCausalLM`` names them, whole, on every rank.
 
     Collective, where parallel: every rank of the model calls this. For models of any size
-    ``ezpz_tp.save_shards`` and ``save_huggingface`` write files without making a tensor whole.
+    ``ezpz_tp.save_huggingface`` writes files of a checkpoint without making all tensors whole.
 
     Args:
         model: A `Llama`, plain or parallel, or a pipeline's part (``pipeline.module``).
