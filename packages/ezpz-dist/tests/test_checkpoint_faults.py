@@ -1,4 +1,4 @@
-"""A rank that fails, or dies, in a save: all ranks know, and the check-point before it loads."""
+"""A rank that fails, or dies, in a save: all ranks know, and the checkpoint before it loads."""
 
 import os
 import re
@@ -112,7 +112,7 @@ assert "__1_0.distcp has crc32" in loaded.skipped[0] and f"on {host}" in loaded.
 try:
     load_checkpoint(where, model=model, step=3)
 except CheckpointError as error:
-    assert "no check-point of step 3 in" in str(error) and "__1_0.distcp" in str(error)
+    assert "no checkpoint of step 3 in" in str(error) and "__1_0.distcp" in str(error)
 else:
     raise AssertionError
 try:

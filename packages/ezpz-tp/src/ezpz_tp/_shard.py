@@ -179,17 +179,16 @@ class Shard:
         if self.dim is None:
             return [(local, local)]
         found, dim = [], self.dim
-        start, stop = local.offsets[dim], local.offsets[dim] + local.sizes[dim]
+        before, after = slice(dim), slice(dim + 1, None)
         for begin, full, length in self.pieces(index, degree):
-            first, last = max(start, begin), min(stop, begin + length)
-            if first < last:
-                sizes = (*local.sizes[:dim], last - first, *local.sizes[dim + 1 :])
-                found.append(
-                    tuple(
-                        Piece((*local.offsets[:dim], at, *local.offsets[dim + 1 :]), sizes)
-                        for at in (first, full + first - begin)
-                    )
-                )
+            held_here = Piece(
+                (*local.offsets[before], begin, *local.offsets[after]),
+                (*local.sizes[before], length, *local.sizes[after]),
+            )
+            if own := local.overlap(held_here):
+                moved = own.offsets[dim] + full - begin
+                whole = Piece((*own.offsets[before], moved, *own.offsets[after]), own.sizes)
+                found.append((own, whole))
         return found
 
     def _check(self, index: int, degree: int) -> None:

@@ -27,11 +27,7 @@ from ._shard import Entry, Held, Shard, optimizer_name, parameter_of, shard_at
 
 
 def state_or_alone(state: ParallelState | None) -> ParallelState:
-    """Return the state given, the default one, or that of a rank alone.
-
-    Raises:
-        ParallelError: There is no state, but a world of several ranks.
-    """
+    """Return the state given, the default one, or that of a rank alone."""
     found = state or current_state()
     if found is not None:
         return found
@@ -46,11 +42,7 @@ def state_or_alone(state: ParallelState | None) -> ParallelState:
 
 
 def tell_all(value: Any, state: ParallelState, axes: Iterable[str] = AXES) -> list[Any]:
-    """Return the values of all ranks along some axes. Collective over one axis after another.
-
-    The first is that of the rank which is first along all of them. No rank returns before all
-    of them have called it, so that it is a barrier as well.
-    """
+    """Return the values of all ranks along some axes. Collective over one axis after another."""
     values = [value]
     for axis in axes:
         if state.size(axis) > 1:
@@ -61,14 +53,7 @@ def tell_all(value: Any, state: ParallelState, axes: Iterable[str] = AXES) -> li
 
 @contextmanager
 def all_or_none(state: ParallelState) -> Iterator[None]:
-    """Raise on every rank, at the end of a block, what it raised on any.
-
-    Collective over all axes; nothing in the block may be.
-
-    Raises:
-        ParallelError: The block failed on some rank: the first one's error, of its class if that
-            is one of this package's.
-    """
+    """Raise on every rank, at the end of a block, what it raised on any."""
     error: ParallelError | None = None
     cause: Exception | None = None
     try:
@@ -92,17 +77,7 @@ def gather_full(
     *,
     keep: bool = True,
 ) -> Tensor | None:
-    """Return a full tensor, joined from the parts of a tensor group; None if it is not kept.
-
-    Collective over the group, unless every rank holds the whole.
-
-    Args:
-        local: This rank's part, of any dtype.
-        shard: What it is a part of.
-        group: The tensor group.
-        device: Where to put it; None for where the parts are gathered.
-        keep: Whether this rank wants it.
-    """
+    """Return a full tensor, joined from the parts of a tensor group; None if it is not kept."""
     local, degree = local.detach(), group.size()
     if shard.dim is None or degree == 1:
         if not keep:
@@ -167,11 +142,7 @@ Group = dict[str, Any]
 
 
 def names_of(optimizer: Optimizer, module: nn.Module) -> dict[nn.Parameter, str]:
-    """Return the name in the module of each of an optimizer's parameters.
-
-    Raises:
-        ParallelError: A parameter is not the module's.
-    """
+    """Return the name in the module of each of an optimizer's parameters."""
     names = {parameter: name for name, parameter in module.named_parameters()}
     kept = module.state_dict(keep_vars=True)  # where hooks may have renamed them
     names |= {one: name for name, one in reversed(kept.items()) if isinstance(one, nn.Parameter)}
@@ -211,11 +182,7 @@ def groups_of(optimizer: Optimizer, module: nn.Module) -> list[Group]:
 
 
 def join_groups(stages: Sequence[Sequence[Group] | None]) -> list[Group] | None:
-    """Return the groups of a whole model from those of its pipeline stages; None without any.
-
-    Raises:
-        ParallelError: Stages have other numbers of groups, or other hyperparameters in one.
-    """
+    """Return the groups of a whole model from those of its pipeline stages; None without any."""
     if all(groups is None for groups in stages):
         return None
     joined = [{**group, "params": list(group["params"])} for group in stages[0] or ()]
@@ -241,13 +208,7 @@ def join_groups(stages: Sequence[Sequence[Group] | None]) -> list[Group] | None:
 
 
 def groups_for(saved: Sequence[Group], optimizer: Optimizer, module: nn.Module) -> list[Group]:
-    """Return what was saved for each group of an optimizer, without its parameters.
-
-    A group is known by the names of its parameters, an empty one by its number.
-
-    Raises:
-        ParallelError: A parameter was in no group, or those of one group were in several.
-    """
+    """Return what was saved for each group of an optimizer, without its parameters."""
     number_of = {name: number for number, group in enumerate(saved) for name in group["params"]}
     found = []
     for number, group in enumerate(groups_of(optimizer, module)):
@@ -297,13 +258,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """All that one rank holds.
-
-    Attributes:
-        tensors: By the names that files have (`optimizer_name`), in the model's order.
-        values: What is in the states and is no tensor.
-        groups: The optimizer's, by names; None without one.
-    """
+    """All that one rank holds."""
 
     tensors: dict[str, Part] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
@@ -311,13 +266,7 @@ class Parts:
 
 
 def parts_of(module: nn.Module, optimizer: Optimizer | None, state: ParallelState) -> Parts:
-    """Return what this rank holds. Nothing is copied or sent.
-
-    Raises:
-        DegreeError: A tensor has not the shape that its metadata say.
-        ParallelError: A tensor is a DTensor, on the meta device, or an expert's; an optimizer's
-            tensor is neither a number nor of its parameter's shape.
-    """
+    """Return what this rank holds. Nothing is copied or sent."""
     index, degree = state.index("tensor"), state.size("tensor")
     found = Parts()
     owners = owners_of(module)
@@ -357,11 +306,7 @@ def owners_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def shard_in(name: str, parameter: Tensor, state: ParallelState) -> Shard:
-    """Return what a parameter is a part of.
-
-    Raises:
-        ParallelError: It is an expert's, split over other groups.
-    """
+    """Return what a parameter is a part of."""
     expert = not getattr(parameter, "allreduce", True)
     if expert and state.size("expert") * state.size("expert_tensor") > 1:
         raise ParallelError(
@@ -372,12 +317,7 @@ def shard_in(name: str, parameter: Tensor, state: ParallelState) -> Shard:
 
 
 def part_of(name: str, tensor: Tensor, shard: Shard, index: int, degree: int) -> Part:
-    """Return a tensor as a rank's part of another, after a look at it.
-
-    Raises:
-        DegreeError: It has not the shape that it should.
-        ParallelError: It is a DTensor, sparse, or on the meta device.
-    """
+    """Return a tensor as a rank's part of another, after a look at it."""
     if hasattr(tensor, "device_mesh"):
         raise ParallelError(
             f"{name!r} is a DTensor: its parts are spread over data-parallel ranks too. Save and "
@@ -407,13 +347,7 @@ def part_of(name: str, tensor: Tensor, shard: Shard, index: int, degree: int) ->
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A model and its optimizer over all ranks.
-
-    Attributes:
-        tensors: The full tensors by name, and the pipeline stages that hold each.
-        values: What is no tensor.
-        groups: The optimizer's groups; None without one.
-    """
+    """A model and its optimizer over all ranks."""
 
     tensors: dict[str, Held]
     values: dict[str, Any]
@@ -423,14 +357,7 @@ class Whole:
 def survey(
     module: nn.Module, optimizer: Optimizer | None, state: ParallelState
 ) -> tuple[Parts, Whole]:
-    """Return what this rank holds, and what all do.
-
-    Collective: every rank calls this. What is wrong on one rank is raised on all.
-
-    Raises:
-        ParallelError: As of `parts_of`; or the ranks of a tensor group hold other tensors; or two
-            stages have one name for tensors that differ.
-    """
+    """Return what this rank holds, and what all do."""
     with all_or_none(state):
         parts = parts_of(module, optimizer, state)
         entries = [Entry(name, one.tensor.dtype, one.shard) for name, one in parts.tensors.items()]
@@ -617,11 +544,7 @@ def shard_state_dict(
 
 
 def cut(name: str, full: Tensor, parameter: Tensor, state: ParallelState) -> Tensor:
-    """Return this rank's part of a full tensor.
-
-    Raises:
-        DegreeError: It has not the full shape that it should.
-    """
+    """Return this rank's part of a full tensor."""
     shard = shard_in(name, parameter, state)
     if tuple(full.shape) != shard.full_shape:
         raise DegreeError(

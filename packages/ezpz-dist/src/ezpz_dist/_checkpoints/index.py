@@ -30,11 +30,12 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 from ezpz_dist._errors import CheckpointError
 from ezpz_dist._version import __version__
+from ezpz_tp import Piece
 
 from .store import (
     MANIFEST,
     Name,
-    Order,
+    SaveArgs,
     Store,
     names_in,
     newest_first,
@@ -45,7 +46,7 @@ from .store import (
     to_remove,
 )
 
-# What makes a check-point one: its files with size and checksum, and what is in it.
+# What makes a checkpoint one: its files with size and checksum, and what is in it.
 
 FORMAT = 1
 _LONGEST = 1 << 30
@@ -57,12 +58,7 @@ _BLOCK = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A file as it was written.
-
-    Attributes:
-        size: In bytes.
-        crc32: `zlib.crc32` of them.
-    """
+    """A file as it was written."""
 
     size: int
     crc32: int
@@ -70,17 +66,7 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What the manifest of a check-point says.
-
-    Attributes:
-        step: The step.
-        world_size: Of the ranks that wrote it.
-        contents: Of ``model``, ``optimizer``, ``scheduler``, ``data``, ``extra``, ``rng``.
-        time: When it was complete, in seconds since 1970, by rank 0's clock.
-        torch: torch's version.
-        files: By name.
-        sequence: One more than that of the one saved before it; 0 where that was not counted yet.
-    """
+    """What the manifest of a checkpoint says."""
 
     step: int
     world_size: int
@@ -109,11 +95,7 @@ def _checksum(about: Mapping[str, Any]) -> int:
 
 
 def decode_manifest(data: bytes) -> Manifest:
-    """Return what a manifest's file says.
-
-    Raises:
-        ValueError: It is damaged, or of a format that this version does not know.
-    """
+    """Return what a manifest's file says."""
     try:
         whole = json.loads(data)
         about, said = whole["checkpoint"], int(whole["crc32"], 16)
@@ -135,11 +117,7 @@ def decode_manifest(data: bytes) -> Manifest:
 
 
 def read_manifest(store: Store, folder: str) -> Manifest:
-    """Return a check-point's manifest.
-
-    Raises:
-        ValueError: There is none, it is damaged or another step's, or it cannot be read.
-    """
+    """Return a checkpoint's manifest."""
     path = f"{folder}/{MANIFEST}"
     try:
         size = store.size(path)
@@ -183,7 +161,7 @@ def damage_of(store: Store, folder: str, name: str, said: Written) -> str | None
     return None
 
 
-# The files of one check-point, checksummed as they are written.
+# The files of one checkpoint, checksummed as they are written.
 
 
 class _Summing(io.RawIOBase):
@@ -224,15 +202,7 @@ class _Summing(io.RawIOBase):
 
 
 class Files:
-    """The files of a check-point that this process writes.
-
-    Args:
-        store: Where.
-        folder: Of the check-point.
-
-    Attributes:
-        written: The files that this process wrote, by name.
-    """
+    """The files of a checkpoint that this process writes."""
 
     def __init__(self, store: Store, folder: str) -> None:
         self._store, self._folder = store, folder
@@ -245,11 +215,7 @@ class Files:
 
     @contextmanager
     def open(self, name: str) -> Iterator[_Summing]:
-        """Open a file to be written; it is synced and known afterwards.
-
-        Raises:
-            OSError: With the file's name, whatever torch made of it.
-        """
+        """Open a file to be written; it is synced and known afterwards."""
         where = f"{self._folder}/{name}"
         summing: _Summing | None = None
         try:
@@ -261,8 +227,8 @@ class Files:
             origin = (summing and summing.failure) or error
             if not isinstance(origin, OSError):
                 raise
-            place = f"{self._store.root}/{where}"
-            raise OSError(origin.errno, origin.strerror or str(origin), place) from error
+            extent = f"{self._store.root}/{where}"
+            raise OSError(origin.errno, origin.strerror or str(origin), extent) from error
         self.written[name] = Written(summing.count, summing.crc32)
 
 
@@ -281,7 +247,7 @@ _FEW = 3
 """Tensors alike that are not worth an archive to copy from."""
 
 
-class Place(NamedTuple):
+class Extent(NamedTuple):
     """Where an archive lies in a file."""
 
     at: int
@@ -328,9 +294,9 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def write(stream: Any, tensors: Sequence[Tensor]) -> list[Place]:
-    """Write tensors, those of one dtype and size behind each other; return each one's place."""
-    places = [Place(0, 0)] * len(tensors)
+def write(stream: Any, tensors: Sequence[Tensor]) -> list[Extent]:
+    """Write tensors, those of one dtype and size behind each other; return each one's extent."""
+    extents = [Extent(0, 0)] * len(tensors)
     alike: dict[tuple[Any, ...], list[int]] = {}
     for number, tensor in enumerate(tensors):
         alike.setdefault((tensor.dtype, tensor.shape, tensor.device), []).append(number)
@@ -341,24 +307,22 @@ def write(stream: Any, tensors: Sequence[Tensor]) -> list[Place]:
                 for number in numbers:
                     at = stream.tell()
                     torch.save(_owned(tensors[number]), stream)
-                    places[number] = Place(at, stream.tell() - at)
+                    extents[number] = Extent(at, stream.tell() - at)
                 continue
             length = len(frame.head) + tensors[numbers[0]].nbytes + len(frame.tail)
             for some in _batches(numbers, length):
                 at = stream.tell()
                 stream.write(frame.around([tensors[number] for number in some]))
                 for number in some:
-                    places[number] = Place(at, length)
+                    extents[number] = Extent(at, length)
                     at += length
-    return places
+    return extents
 
 
 @contextmanager
 def _checksummed_once() -> Iterator[None]:
-    """Keep torch from summing tensors too, as for a ZIP archive: its sums are never read.
-
-    In this thread, as of torch 2.13; in earlier ones perhaps in all.
-    """
+    """Keep torch from summing tensors too, as for a ZIP archive: its sums are never read."""
+    # In this thread, as of torch 2.13; in earlier ones perhaps in all.
     before = get_crc32_options()
     set_crc32_options(False)
     try:
@@ -401,35 +365,26 @@ def _archive(like: Tensor, fill: int) -> Tensor:
 
 
 class Wanted(NamedTuple):
-    """A tensor to fill from an archive.
-
-    Attributes:
-        key: What it is a piece of, for a message.
-        place: Of the archive.
-        dtype: Of the archive's tensor.
-        size: Of that.
-        part: What of that; None: all of it.
-        target: What is filled: of the part's size.
-    """
+    """A tensor to fill from an archive."""
 
     key: str
-    place: Place
+    extent: Extent
     dtype: torch.dtype
     size: tuple[int, ...]
-    part: tuple[slice, ...] | None
+    part: Piece | None
     target: Tensor
 
     def fill(self, tensor: Tensor) -> None:
         """Fill it."""
-        self.target.copy_(tensor if self.part is None else tensor[self.part])
+        self.target.copy_(tensor if self.part is None else tensor[self.part.slices])
 
 
 class _Part(io.RawIOBase):
     """A part of a file, as a file."""
 
-    def __init__(self, file: IO[bytes], place: Place) -> None:
+    def __init__(self, file: IO[bytes], extent: Extent) -> None:
         super().__init__()
-        self._file, (self._start, self._length), self._at = file, place, 0
+        self._file, (self._start, self._length), self._at = file, extent, 0
 
     def readable(self) -> bool:
         return True
@@ -455,14 +410,10 @@ class _Part(io.RawIOBase):
 
 
 def read(stream: IO[bytes], wanted: Sequence[Wanted]) -> None:
-    """Fill tensors from a file's archives. Unpickles nothing but tensors.
-
-    Raises:
-        ValueError: An archive is none, or of another tensor.
-    """
+    """Fill tensors from a file's archives. Unpickles nothing but tensors."""
     alike: dict[tuple[Any, ...], list[Wanted]] = {}
     for one in wanted:
-        alike.setdefault((one.dtype, one.size, one.place.length), []).append(one)
+        alike.setdefault((one.dtype, one.size, one.extent.length), []).append(one)
     with torch.no_grad():
         for first, *others in alike.values():
             tensor = _load(stream, first)
@@ -470,7 +421,7 @@ def read(stream: IO[bytes], wanted: Sequence[Wanted]) -> None:
             frame = _found_frame(stream, first, tensor) if others else None
             if frame is None:
                 rest: Sequence[Wanted] = others
-            elif first.place.length <= _SMALL:
+            elif first.extent.length <= _SMALL:
                 rest = _fill_together(stream, frame, others)
             else:
                 rest = [one for one in others if not _fill_in_place(stream, frame, one)]
@@ -479,7 +430,7 @@ def read(stream: IO[bytes], wanted: Sequence[Wanted]) -> None:
 
 
 def _load(stream: IO[bytes], one: Wanted) -> Tensor:
-    view: Any = _Part(stream, one.place)
+    view: Any = _Part(stream, one.extent)
     found = torch.load(view, map_location="cpu", weights_only=True)
     if not isinstance(found, Tensor) or tuple(found.size()) != one.size:
         what = tuple(found.size()) if isinstance(found, Tensor) else type(found).__name__
@@ -491,9 +442,9 @@ def _found_frame(stream: IO[bytes], one: Wanted, tensor: Tensor) -> _Frame | Non
     """Return the frame of an archive that torch has read; None where its elements are not found."""
     if tensor.dtype != one.dtype or not _is_plain(tensor) or not tensor.nbytes:
         return None
-    at, length = one.place
+    at, length = one.extent
     try:
-        with zipfile.ZipFile(_Part(stream, one.place)) as archive:
+        with zipfile.ZipFile(_Part(stream, one.extent)) as archive:
             (entry,) = (each for each in archive.infolist() if "/data/" in each.filename)
     except (zipfile.BadZipFile, ValueError, NotImplementedError):
         return None
@@ -537,7 +488,7 @@ def _fill_together(stream: IO[bytes], frame: _Frame, wanted: Sequence[Wanted]) -
     for some in _batches(wanted, length):
         room = memoryview(bytearray(len(some) * length))
         for number, one in enumerate(some):
-            _read(stream, one.place.at, length, room[number * length : (number + 1) * length])
+            _read(stream, one.extent.at, length, room[number * length : (number + 1) * length])
         rows = _view(room).view(len(some), length)
         elements = rows[:, len(frame.head) : length - len(frame.tail)]
         elements = elements.clone(memory_format=torch.contiguous_format).view(dtype)
@@ -552,7 +503,7 @@ def _fill_together(stream: IO[bytes], frame: _Frame, wanted: Sequence[Wanted]) -
 
 def _fill_in_place(stream: IO[bytes], frame: _Frame, one: Wanted) -> bool:
     """Fill a large tensor without another of its size; return whether that can be done."""
-    (at, length), start, ends = one.place, len(frame.head), len(frame.tail)
+    (at, length), start, ends = one.extent, len(frame.head), len(frame.tail)
     if one.part or one.target.dtype != one.dtype or not _is_plain(one.target):
         return False
     head, tail = _read(stream, at, start), _read(stream, at + length - ends, ends)
@@ -568,21 +519,20 @@ def _fill_in_place(stream: IO[bytes], frame: _Frame, one: Wanted) -> bool:
     return True
 
 
-# Where each piece of each tensor lies in a check-point's files, as JSON.
+# Where each piece of each tensor lies in a checkpoint's files, as JSON.
 
 
 class Chunk(NamedTuple):
-    """A piece of a tensor in a checkpoint: of the whole, and of a file."""
+    """A piece of a tensor, and where it lies in which file."""
 
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    piece: Piece
     file: str
-    place: Place
+    extent: Extent
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A whole tensor in a check-point."""
+    """A whole tensor in a checkpoint."""
 
     size: torch.Size
     dtype: torch.dtype
@@ -595,8 +545,8 @@ def encode_index(saved: Mapping[str, Saved]) -> bytes:
     tensors: dict[str, Any] = {}
     for key, about in saved.items():
         chunks = [
-            (offsets, sizes, files.setdefault(file, len(files)), *place)
-            for offsets, sizes, file, place in about.chunks
+            (*piece, files.setdefault(file, len(files)), *extent)
+            for piece, file, extent in about.chunks
         ]
         tensors[key] = (str(about.dtype).removeprefix("torch."), about.size, chunks)
     return json.dumps({"files": list(files), "tensors": tensors}, separators=(",", ":")).encode()
@@ -609,27 +559,23 @@ def metadata_of(saved: Mapping[str, Saved]) -> bytes:
     alike: dict[Any, TensorStorageMetadata] = {}
     metadata = Metadata({}, storage_data={})
     for key, about in saved.items():
-        places = [(offsets, shape) for offsets, shape, _, _ in about.chunks]
-        layout = (about.dtype, about.size, *places)
+        pieces = [chunk.piece for chunk in about.chunks]
+        layout = (about.dtype, about.size, *pieces)
         if layout not in alike:
-            sizes |= {each: torch.Size(each) for pair in places for each in pair}
-            chunks = [ChunkStorageMetadata(sizes[one], sizes[other]) for one, other in places]
+            sizes |= {each: torch.Size(each) for piece in pieces for each in piece}
+            chunks = [ChunkStorageMetadata(sizes[one], sizes[other]) for one, other in pieces]
             properties = TensorProperties(dtype=about.dtype)
             alike[layout] = TensorStorageMetadata(properties, about.size, chunks)
         metadata.state_dict_metadata[key] = alike[layout]
-        for offsets, _, file, (at, length) in about.chunks:
+        for piece, file, extent in about.chunks:
             index = MetadataIndex(key)
-            object.__setattr__(index, "offset", sizes[offsets])  # it would make another
-            metadata.storage_data[index] = _StorageInfo(file, at, length)
+            object.__setattr__(index, "offset", sizes[piece.offsets])  # it would make another
+            metadata.storage_data[index] = _StorageInfo(file, *extent)
     return pickle.dumps(metadata)
 
 
 def decode_index(data: bytes) -> dict[str, Saved]:
-    """Return what an index says.
-
-    Raises:
-        ValueError: It is damaged.
-    """
+    """Return what an index says."""
     try:
         whole = json.loads(data)
         files = [_text(name) for name in whole["files"]]
@@ -639,11 +585,13 @@ def decode_index(data: bytes) -> dict[str, Saved]:
             if dtype not in dtypes:
                 dtypes[dtype] = _dtype(dtype)
             placed = [
-                Chunk(_ints(offsets), _ints(sizes), files[file], Place(*_ints([at, length])))
+                Chunk(
+                    Piece(_ints(offsets), _ints(sizes)), files[file], Extent(*_ints([at, length]))
+                )
                 for offsets, sizes, file, at, length in chunks
             ]
             saved[key] = Saved(torch.Size(_ints(size)), dtypes[dtype], placed)
-            if any(not len(size) == len(each.offsets) == len(each.sizes) for each in placed):
+            if any({len(each) for each in chunk.piece} != {len(size)} for chunk in placed):
                 raise ValueError(f"{key} has pieces of other dimensions")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"index.json is damaged ({error!r})") from error
@@ -670,14 +618,14 @@ def _dtype(name: Any) -> torch.dtype:
     return found
 
 
-# Which check-points there are, and whether one is whole.
+# Which checkpoints there are, and whether one is whole.
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A check-point that was completed.
+    """A checkpoint that was completed.
 
     Attributes:
         step: The step.
@@ -699,7 +647,7 @@ class Checkpoint:
 
 
 def described(store: Store, name: str, manifest: Manifest) -> Checkpoint:
-    """Return what callers see of a check-point."""
+    """Return what callers see of a checkpoint."""
     return Checkpoint(
         manifest.step, f"{store.root}/{name}", manifest.world_size, manifest.contents,
         manifest.size, manifest.time, manifest.torch,
@@ -707,7 +655,7 @@ def described(store: Store, name: str, manifest: Manifest) -> Checkpoint:
 
 
 def list_checkpoints(path: str | os.PathLike[str]) -> list[Checkpoint]:
-    """Return the check-points under a path that were completed, the newest last.
+    """Return the checkpoints under a path that were completed, the newest last.
 
     Those that a run abandoned, as it went back to a lower step, come first. By their manifests:
     their other files are not looked at. Not a collective.
@@ -716,7 +664,7 @@ def list_checkpoints(path: str | os.PathLike[str]) -> list[Checkpoint]:
 
 
 def latest_checkpoint(path: str | os.PathLike[str]) -> Checkpoint | None:
-    """Return the completed check-point that was saved last; None: there is none yet.
+    """Return the completed checkpoint that was saved last; None: there is none yet.
 
     By its manifest: its other files are not looked at. Not a collective.
     """
@@ -754,12 +702,12 @@ def candidates(store: Store, step: int | None) -> list[Name]:
 
 
 def verify_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> Checkpoint:
-    """Read a check-point through and compare every file with its size and checksum.
+    """Read a checkpoint through and compare every file with its size and checksum.
 
     Not a collective.
 
     Args:
-        path: Where check-points are, or the folder of one.
+        path: Where checkpoints are, or the folder of one.
         step: Which; None: the last saved.
 
     Raises:
@@ -789,24 +737,15 @@ def verify_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> 
 
 
 def none_there(store: Store, step: int | None) -> str:
-    """Return the words for a check-point that is not there."""
+    """Return the words for a checkpoint that is not there."""
     names: list[Name] = names_in(store.entries())
     steps = ", ".join(str(each) for each in sorted({name.step for name in names})) or "none"
-    which = "no check-point" if step is None else f"no check-point of step {step}"
+    which = "no checkpoint" if step is None else f"no checkpoint of step {step}"
     return f"{which} in {store.root}; there are: {steps}"
 
 
-def begin(store: Store, order: Order, size: int) -> tuple[Name, str, int]:
-    """Make the folder for a checkpoint; return its name, the folder's, and its sequence.
-
-    Args:
-        store: Where.
-        order: What is to be saved.
-        size: About how many bytes that are.
-
-    Raises:
-        CheckpointError: Another job saves there.
-    """
+def begin(store: Store, args: SaveArgs, size: int) -> tuple[Name, str, int]:
+    """Make the folder for a checkpoint; return its name, the folder's, and its sequence."""
     owner = refuse_other(store)
     entries = store.entries()
     # Who saved last knows how often; else the manifests do.
@@ -816,18 +755,18 @@ def begin(store: Store, order: Order, size: int) -> tuple[Name, str, int]:
     if known:
         newest = next(iter(known)).step
         last = max(last, *(manifest.sequence for manifest in known.values()))
-    if newest is not None and newest > order.step:
+    if newest is not None and newest > args.step:
         logger.warning(
             "step %d is saved below step %d, the last saved in %s: from now on it is the newest, "
             "which is loaded, and those above it count as abandoned, which keep= removes first",
-            order.step, newest, store.root,
+            args.step, newest, store.root,
         )  # fmt: skip
-    name = next_name(order.step, entries)
+    name = next_name(args.step, entries)
     working = store.begin(name)
     if left := store.remove_leftovers(working):
         logger.info("removed what unfinished saves left in %s: %s", store.root, ", ".join(left))
-    if order.keep is not None and store.free() < size:
-        _make_room(store, order.step, order.keep, size)
+    if args.keep is not None and store.free() < size:
+        _make_room(store, args.step, args.keep, size)
     return name, working, last + 1
 
 
@@ -855,7 +794,7 @@ def _make_room(store: Store, step: int, keep: int, size: int) -> None:
 
 
 def superseded(store: Store, saved: Name, keep: int | None) -> list[Name]:
-    """Return what is to be removed once a check-point is complete, the oldest first."""
+    """Return what is to be removed once a checkpoint is complete, the oldest first."""
     names = names_in(store.entries())
     if keep is None:
         names = [name for name in names if name.step == saved.step]

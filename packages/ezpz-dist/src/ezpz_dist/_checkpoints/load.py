@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ezpz_dist._errors import CheckpointError
 from ezpz_dist._world import World, current_world
+from ezpz_tp import Piece
 
 from . import index
 from . import pieces as _pieces
@@ -42,20 +43,23 @@ from .pieces import (
 )
 from .ranks import Ranks, collecting_later, ranks_of
 from .save import finish_saving
-from .store import INDEX, Given, Name, Optimizers, Store, follow, give_memory, listed, open_store
+from .store import (
+    INDEX,
+    CheckpointArgs,
+    Name,
+    Optimizers,
+    Store,
+    as_list,
+    follow,
+    give_memory,
+    open_store,
+)
 
-# Fill this rank's tensors from a check-point's files, once these are known to be whole.
+# Fill this rank's tensors from a checkpoint's files, once these are known to be whole.
 
 
 class Reading:
-    """What this rank reads of a check-point.
-
-    Args:
-        store: Where.
-        folder: Of the check-point.
-        saved: What is in which file.
-        held: What to fill, by key; all of it is there, with these sizes.
-    """
+    """What this rank reads of a checkpoint."""
 
     def __init__(
         self, store: Store, folder: str, saved: Mapping[str, Saved], held: Mapping[str, Pieces]
@@ -65,21 +69,15 @@ class Reading:
         for key, pieces in held.items():
             dtype = saved[key].dtype
             for chunk, part, target in _overlaps(pieces, saved[key].chunks):
-                one = Wanted(key, chunk.place, dtype, chunk.sizes, part, target)
+                one = Wanted(key, chunk.extent, dtype, chunk.piece.sizes, part, target)
                 self._wanted.setdefault(chunk.file, []).append(one)
 
     @property
     def files(self) -> set[str]:
-        """Names of the files that are read."""
         return set(self._wanted)
 
     def fill(self) -> None:
-        """Read.
-
-        Raises:
-            ValueError: What a file holds is no tensor, or another.
-            OSError: A file cannot be read.
-        """
+        """Read."""
         for name, wanted in self._wanted.items():
             with self._store.open(f"{self._folder}/{name}", "rb") as file:
                 read(file, wanted)
@@ -87,25 +85,16 @@ class Reading:
 
 def _overlaps(
     pieces: Pieces, chunks: Sequence[Chunk]
-) -> Iterator[tuple[Chunk, tuple[slice, ...] | None, Tensor]]:
+) -> Iterator[tuple[Chunk, Piece | None, Tensor]]:
     """Yield what pieces have in common with what is saved: of which chunk what, and where to."""
-    same = {(chunk.offsets, chunk.sizes): chunk for chunk in chunks}
-    for offsets, tensor in pieces.held:
-        if (chunk := same.get((offsets, tuple(tensor.shape)))) is not None:
+    same = {chunk.piece: chunk for chunk in chunks}
+    for piece, tensor in pieces.held:
+        if (chunk := same.get(piece)) is not None:
             yield chunk, None, tensor
             continue
         for chunk in chunks:
-            part, to = [], []
-            for start, length, begin, count in zip(
-                offsets, tensor.shape, chunk.offsets, chunk.sizes, strict=True
-            ):
-                first, last = max(start, begin), min(start + length, begin + count)
-                if first >= last:
-                    break
-                part.append(slice(first - begin, last - begin))
-                to.append(slice(first - start, last - start))
-            else:
-                yield chunk, tuple(part), tensor[tuple(to)]
+            if common := chunk.piece.overlap(piece):
+                yield chunk, common.within(chunk.piece), tensor[common.within(piece).slices]
 
 
 def shares(files: Sequence[str], manifest: Manifest, readers: int) -> list[list[str]]:
@@ -134,26 +123,22 @@ def bytes_of(held: Mapping[str, Any], key: str) -> bytes:
     return bytes(room)
 
 
-# What a check-point is loaded into: planned, verified, and only then filled.
+# What a checkpoint is loaded into: planned, verified, and only then filled.
 
 _NAMED = 5
 """Names that a message lists."""
 
 
 class Target:
-    """A model and what else was given. Each method is a collective: every rank calls it."""
+    """What a checkpoint is loaded into. Each method is a collective: every rank calls it."""
 
-    def __init__(self, ranks: Ranks, layout: Layout, given: Given, strict: bool) -> None:
+    def __init__(self, ranks: Ranks, layout: Layout, args: CheckpointArgs, strict: bool) -> None:
         self._ranks, self._layout = ranks, layout
-        self._given, self._strict = given, strict
+        self._args, self._strict = args, strict
         self._notes: list[str] = []
 
     def plan(self, store: Store, folder: str, manifest: Manifest, data: bytes) -> list[str]:
-        """Find out what each rank reads, and verify it; return what is wrong on any.
-
-        Raises:
-            CheckpointError: It is not for this model.
-        """
+        """Find out what each rank reads, and verify it; return what is wrong on any."""
         ranks = self._ranks
         self._what = f"{store.root}/{folder} cannot be loaded"
         self._manifest, self._notes = manifest, []
@@ -173,23 +158,21 @@ class Target:
         ]
 
     def _shared_out(self, reads: set[str]) -> tuple[list[str], list[str]]:
-        """Return the files that this rank is to verify, and the tensors that no rank has.
-
-        What ranks of a host read is verified by one of them. Sent as bits: the names
-        would be too many.
-        """
+        """Return the files that this rank is to verify, and the tensors that no rank has."""
+        # What ranks of a host read is verified by one of them. Sent as bits: the names would be
+        # too many.
         ranks, names = self._ranks, list(self._manifest.files)
         keys = [key for key in self._saved if key.startswith(_pieces.MODEL)]
-        told = ranks.gather((_bits(names, reads), _bits(keys, self._unknown)))
+        gathered = ranks.gather((_bits(names, reads), _bits(keys, self._unknown)))
 
         def share() -> list[tuple[int, int]]:
             mates: dict[str, list[int]] = {}
             for rank, host in enumerate(ranks.hosts):
                 mates.setdefault(host, []).append(rank)
-            spare = reduce(and_, (unknown for _, unknown in told))
+            spare = reduce(and_, (unknown for _, unknown in gathered))
             mine = [(0, spare)] * ranks.size
             for group in mates.values():
-                read = reduce(or_, (told[rank][0] for rank in group))
+                read = reduce(or_, (gathered[rank][0] for rank in group))
                 dealt = shares(_named(names, read), self._manifest, len(group))
                 for rank, files in zip(group, dealt, strict=True):
                     mine[rank] = _bits(names, set(files)), spare
@@ -199,12 +182,12 @@ class Target:
         return _named(names, verifies), sorted(_named(keys, spare))
 
     def _reading(self, store: Store, folder: str) -> Reading:
-        refuse_deepspeed(self._given.model)
+        refuse_deepspeed(self._args.model)
         self._choose_contents()
-        give_memory(self._given.model)
-        self._model_state = _pieces.model_state(self._given.model)
+        give_memory(self._args.model)
+        self._model_state = _pieces.model_state(self._args.model)
         self._state = self._room()
-        parts = _pieces.Parts(self._given.model, self._layout)
+        parts = _pieces.Parts(self._args.model, self._layout)
         held, self._values, _ = _pieces.held_by(parts, self._model_state, self._state)
         known = {name: pieces for name, pieces in held.items() if name in self._saved}
         self._compare(held)
@@ -213,7 +196,7 @@ class Target:
         wanted = [_pieces.COMMON, _pieces.rank_key(0), *map(_pieces.stage_key, range(stages))]
         if self._ranks.rank < size:
             wanted.append(_pieces.rank_key(self._ranks.rank))
-        if self._given.optimizers:
+        if self._args.optimizers:
             wanted += [key for key in self._saved if key.startswith(_pieces.VALUES)]
         for key in wanted:
             if key not in self._saved:
@@ -223,8 +206,8 @@ class Target:
         return Reading(store, folder, self._saved, known)
 
     def _choose_contents(self) -> None:
-        """Make sure that what is asked for was saved."""
-        wanted = {"optimizer", "scheduler", "data"} & set(self._given.contents)
+        """Make sure that what is requested was saved."""
+        wanted = {"optimizer", "scheduler", "data"} & set(self._args.contents)
         lacking = sorted(wanted - set(self._manifest.contents))
         if not lacking:
             return
@@ -239,7 +222,7 @@ class Target:
         return name in self._manifest.contents
 
     def _room(self) -> _pieces.State:
-        if not self._given.optimizers or not self._has("optimizer"):
+        if not self._args.optimizers or not self._has("optimizer"):
             return {}
         names = {key.removeprefix(_pieces.MODEL): 0 for key in self._saved}
         saved: dict[str, dict[str, Any]] = {}
@@ -247,7 +230,7 @@ class Target:
             if key.startswith(_pieces.OPTIMIZER):
                 name, entry = _pieces.split_key(key, names)
                 saved.setdefault(name, {})[entry] = about
-        return _pieces.room_for(self._given.model, self._given.optimizers, saved)
+        return _pieces.room_for(self._args.model, self._args.optimizers, saved)
 
     def _compare(self, held: _pieces.Held) -> None:
         """Compare names, sizes and dtypes with those that were saved."""
@@ -291,11 +274,7 @@ class Target:
             self._notes.append(f"{len(spare)} tensors were left out: {_some(spare)}")
 
     def fill(self, world: World | None, rng: bool) -> tuple[dict[str, Any], Any, list[str]]:
-        """Read everything; return ``extra``, the state of ``data``, and notes.
-
-        Raises:
-            CheckpointError: Something cannot be read, or not be taken.
-        """
+        """Read everything; return ``extra``, the state of ``data``, and notes."""
         self._ranks.here(self._what, self._reader.fill)
         return self._ranks.here(self._what, lambda: self._apply(world, rng))
 
@@ -315,13 +294,13 @@ class Target:
         self._judge("are not in it", "were left as they are", missing)
         for name in self._values.keys() & saved.keys():
             self._model_state[name] = saved[name]
-        _pieces.set_model_state(self._given.model, self._model_state, self._strict)
-        if self._given.optimizers and self._has("optimizer"):
+        _pieces.set_model_state(self._args.model, self._model_state, self._strict)
+        if self._args.optimizers and self._has("optimizer"):
             self._set_optimizers(stages)
-        if self._given.scheduler is not None and self._has("scheduler"):
-            _pieces.load_state_dicts(self._given.scheduler, common["scheduler"])
-        if self._given.data is not None and self._has("data"):
-            _pieces.load_state_dicts(self._given.data, own["data"])
+        if self._args.scheduler is not None and self._has("scheduler"):
+            _pieces.load_state_dicts(self._args.scheduler, common["scheduler"])
+        if self._args.data is not None and self._has("data"):
+            _pieces.load_state_dicts(self._args.data, own["data"])
             if not here:
                 self._notes.append("the position in the data is rank 0's, on every rank")
         if rng:
@@ -335,7 +314,7 @@ class Target:
                 if name in self._state or not any(self._state):
                     self._state.setdefault(name, {}).update(self._object(key))
         groups = [group for stage in stages for group in stage["options"] or ()]
-        _pieces.set_state(self._given.model, self._given.optimizers, self._state, groups)
+        _pieces.set_state(self._args.model, self._args.optimizers, self._state, groups)
 
     def _set_rng(self, own: Mapping[str, Any], here: bool, world: World | None) -> None:
         if here:
@@ -390,12 +369,12 @@ class Loaded:
     """What was loaded.
 
     Attributes:
-        step: The step that was saved; training goes on with the next.
+        step: The step that was saved; training resumes with the next.
         folder: Where it is.
         extra: As it was given to `save_checkpoint`; empty if nothing was.
         data: The state of ``data`` that this rank was given; None if there is none.
         world_size: Ranks that wrote it.
-        skipped: Newer check-points that are damaged, and how.
+        skipped: Newer checkpoints that are damaged, and how.
         notes: What is not as it was saved: random streams of new ranks, names left out.
     """
 
@@ -419,13 +398,13 @@ def load_checkpoint(
     rng: bool = True,
     strict: bool = True,
 ) -> Loaded | None:
-    """Load the newest check-point that is whole into the model and what else is given.
+    """Load the newest checkpoint that is whole into the model and what else is given.
 
         loaded = load_checkpoint("run/checkpoints", model=model, optimizer=optimizer)
         start = loaded.step + 1 if loaded else 0
 
     Sizes and checksums of all files that are read are compared first; each file is read for that
-    by one rank of a node. A check-point that is damaged is passed over for the one before it, by
+    by one rank of a node. A checkpoint that is damaged is passed over for the one before it, by
     all ranks, with a warning that names what is wrong. Nothing in a file is run: tensors are read
     with ``weights_only``, the rest is JSON. Any number of ranks, any wrapper, and any
     tensor-parallel degree of ezpz_tp's layers may load what others saved.
@@ -446,10 +425,10 @@ def load_checkpoint(
             too much is left out, and dtypes are cast, which ``Loaded.notes`` say.
 
     Returns:
-        None where there is no check-point yet.
+        None where there is no checkpoint yet.
 
     Raises:
-        CheckpointError: On all ranks: every check-point is damaged, and how; or the one of ``step``
+        CheckpointError: On all ranks: every checkpoint is damaged, and how; or the one of ``step``
             is, or is not there; or it does not fit the model. Never a silent fresh start.
         HangError: A rank does not come.
         LostRankError: A rank has ended.
@@ -466,12 +445,12 @@ def load_checkpoint(
         if not names and step is None:
             return None
         layout = current_layout(ranks.rank, ranks.size)
-        given = Given(model, listed(optimizer), scheduler, data)
-        target = Target(ranks, layout, given, strict)
+        args = CheckpointArgs(model, as_list(optimizer), scheduler, data)
+        target = Target(ranks, layout, args, strict)
         found = _first_whole(store, names, target, ranks, step)
         if isinstance(found, str):
             raise CheckpointError(
-                f"no check-point{'' if step is None else f' of step {step}'} in {store.root} can "
+                f"no checkpoint{'' if step is None else f' of step {step}'} in {store.root} can "
                 f"be loaded: {found}. Expected one that is whole; remove them to start again"
             )
         name, manifest, skipped = found
@@ -507,7 +486,7 @@ def _first_whole(
             return name, found[0], skipped  # type: ignore[return-value]  # found is no text here
         skipped.append(f"{store.root}/{name}: {'; '.join(damage)}")
         if step is None and ranks.rank == 0:
-            logger.warning("passing over a damaged check-point, %s", skipped[-1])
+            logger.warning("passing over a damaged checkpoint, %s", skipped[-1])
     return ". ".join(skipped)
 
 

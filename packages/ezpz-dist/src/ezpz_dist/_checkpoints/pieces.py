@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime as dt
 import hashlib
 import io
-import math
 import pickle
 import random
 import sys
@@ -30,21 +29,16 @@ from torch.optim import Optimizer
 
 from ezpz_dist._errors import CheckpointError
 from ezpz_dist._world import World
-from ezpz_tp import Shard
+from ezpz_tp import Piece, Shard
 
-# Where this rank stands in ezpz_tp's groups; alone along every axis where there are none.
+# This rank's place in ezpz_tp's groups; alone along every axis where there are none.
 
 AXES = ("tensor", "context", "pipeline", "data")
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Degrees, and this rank's place.
-
-    Attributes:
-        degrees: By axis.
-        index: By axis.
-    """
+    """Degrees, and this rank's place."""
 
     degrees: dict[str, int] = field(default_factory=lambda: dict.fromkeys(AXES, 1))
     index: dict[str, int] = field(default_factory=lambda: dict.fromkeys(AXES, 0))
@@ -119,11 +113,7 @@ def quietly() -> Iterator[None]:
 
 
 def refuse_deepspeed(model: nn.Module) -> None:
-    """Refuse what holds its state elsewhere.
-
-    Raises:
-        ValueError: It is DeepSpeed's: parameters that ZeRO-3 has taken apart look empty.
-    """
+    """Refuse what holds its state elsewhere."""
     engine = any(kind.__name__ == "DeepSpeedEngine" for kind in type(model).__mro__)
     if engine or any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         raise ValueError(
@@ -138,10 +128,7 @@ def is_fsdp1(model: nn.Module) -> bool:
 
 
 def parameters_by_name(model: nn.Module) -> dict[str, Tensor]:
-    """Return parameters by the names that the model's state dict has them under.
-
-    One that the model has twice goes by its first name. Hooks may rename.
-    """
+    """Return parameters by the names that the model's state dict has them under."""
     renamed = {id(value): key for key, value in reversed(model.state_dict(keep_vars=True).items())}
     return {
         plain_name(model, renamed.get(id(parameter), name)): parameter
@@ -151,8 +138,8 @@ def parameters_by_name(model: nn.Module) -> dict[str, Tensor]:
 
 # A tensor as this rank holds it: which pieces of the whole, at which offsets.
 
-Piece = tuple[tuple[int, ...], Tensor]
-"""Where it begins in the whole, and the elements: a view of the tensor that is in use."""
+LocalPiece = tuple[Piece, Tensor]
+"""A piece of the whole, and its elements: a view of the tensor that is in use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,28 +148,17 @@ class Pieces:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    held: tuple[Piece, ...]
+    held: tuple[LocalPiece, ...]
 
     def at(self, offsets: tuple[int, ...]) -> Tensor:
         """Return the piece that begins there."""
-        return next(piece for start, piece in self.held if start == offsets)
+        return next(tensor for piece, tensor in self.held if piece.offsets == offsets)
 
 
 def pieces_of(
     tensor: Tensor, shard: Shard | None = None, index: int = 0, degree: int = 1
 ) -> Pieces:
-    """Return what this rank holds, as views.
-
-    Args:
-        tensor: A plain tensor, FSDP2's DTensor or FSDP1's ShardedTensor.
-        shard: What the tensor, as a whole on its data-parallel ranks, is a part of, where layers
-            of `ezpz_tp` split it; None: of nothing.
-        index: This rank's place among those that share the whole.
-        degree: The number of those.
-
-    Raises:
-        ValueError: Its shape is not that of its part of ``shard``, or it is on the meta device.
-    """
+    """Return what this rank holds, as views."""
     if isinstance(tensor, ShardedTensor):
         about = tensor.metadata()  # size() and dtype warn that FSDP1 is deprecated
         return Pieces(tuple(about.size), about.tensor_properties.dtype, tuple(_local(tensor)))
@@ -198,48 +174,38 @@ def pieces_of(
             f"it has shape {shape}; expected {expected}, part {index} of {degree} of "
             f"{shard.full_shape}: make the groups (setup_torch) before the layers"
         )
-    stretches = shard.pieces(index, degree)
-    split = [cut for piece in local for cut in _cut(*piece, shard.dim, stretches)]
-    return Pieces(shard.full_shape, tensor.dtype, tuple(split))
+    cut = [
+        (full, tensor[part.within(piece).slices])
+        for piece, tensor in local
+        for part, full in shard.boxes(index, degree, piece)
+    ]
+    return Pieces(shard.full_shape, tensor.dtype, tuple(cut))
 
 
-def _local(tensor: Tensor) -> Iterator[Piece]:
+def _local(tensor: Tensor) -> Iterator[LocalPiece]:
     if isinstance(tensor, DTensor):
-        local = tensor.to_local()
-        chunks: Sequence[ChunkStorageMetadata] = tensor.__create_chunk_list__()
         # Ranks outside of its mesh hold nothing, and so do the last of an uneven split.
         if tensor.device_mesh.get_coordinate() is not None:
-            yield from (
-                (tuple(chunk.offsets), local.detach()) for chunk in chunks if _any(chunk.sizes)
-            )
+            local = tensor.to_local().detach()
+            chunks: Sequence[ChunkStorageMetadata] = tensor.__create_chunk_list__()
+            yield from ((_piece(one.offsets, one.sizes), local) for one in chunks if all(one.sizes))
     elif isinstance(tensor, ShardedTensor):
         for shard in tensor.local_shards():
-            if _any(shard.metadata.shard_sizes):
-                yield tuple(shard.metadata.shard_offsets), shard.tensor.detach()
+            about = shard.metadata
+            if all(about.shard_sizes):
+                yield _piece(about.shard_offsets, about.shard_sizes), shard.tensor.detach()
     else:
-        yield (0,) * tensor.dim(), tensor.detach()
+        yield _piece((0,) * tensor.dim(), tensor.shape), tensor.detach()
 
 
-def _any(sizes: Sequence[int]) -> bool:
-    return math.prod(sizes) > 0
-
-
-def _cut(
-    offsets: tuple[int, ...], piece: Tensor, dim: int, stretches: Sequence[tuple[int, int, int]]
-) -> Iterator[Piece]:
-    """Yield what a piece of this rank's part has of each stretch, and its place in the whole."""
-    start, stop = offsets[dim], offsets[dim] + piece.size(dim)
-    for local, full, length in stretches:
-        first, last = max(start, local), min(stop, local + length)
-        if first < last:
-            where = (*offsets[:dim], full + first - local, *offsets[dim + 1 :])
-            yield where, piece.narrow(dim, first - start, last - first)
+def _piece(offsets: Sequence[int], sizes: Sequence[int]) -> Piece:
+    return Piece(tuple(offsets), tuple(sizes))
 
 
 def blob_of(value: Any) -> Pieces:
     """Return bytes as a tensor that one rank holds."""
     data = torch.frombuffer(bytearray(value), dtype=torch.uint8)
-    return Pieces((data.numel(),), torch.uint8, (((0,), data),))
+    return Pieces((len(data),), torch.uint8, ((Piece((0,), (len(data),)), data),))
 
 
 # An optimizer's state by the names of parameters, so that another wrapper's can take it.
@@ -249,13 +215,7 @@ Options = list[dict[str, Any]]
 
 
 def state_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[State, Options]:
-    """Return the states that this rank holds, and the options of parameters by name.
-
-    Nothing is copied. A parameter without a state yet has none here: no step is made up.
-
-    Raises:
-        ValueError: A parameter of an optimizer is none of the model's.
-    """
+    """Return the states that this rank holds, and the options of parameters by name."""
     if is_fsdp1(model):
         return _of_fsdp1(model, [one for one in optimizers if one.state])
     names = {parameter: name for name, parameter in parameters_by_name(model).items()}
@@ -295,16 +255,7 @@ def _holder(optimizer: Optimizer) -> Optimizer:
 def room_for(
     model: nn.Module, optimizers: Sequence[Optimizer], saved: Mapping[str, Mapping[str, Any]]
 ) -> State:
-    """Return tensors to fill, like those that were saved, of the parameters that are here.
-
-    Args:
-        model: The model.
-        optimizers: Its optimizers.
-        saved: By parameter and key, what was saved: an object with ``size`` and ``dtype``.
-
-    Raises:
-        ValueError: How a state is sharded cannot be told.
-    """
+    """Return tensors to fill, like those that were saved, of the parameters that are here."""
     if is_fsdp1(model):
         return _of_fsdp1(model, optimizers)[0] if saved else {}
     state: State = {}
@@ -337,7 +288,8 @@ def _like(what: str, parameter: Tensor, before: Any, said: Any, counts: bool) ->
         return torch.empty(size, dtype=dtype)
     whole = getattr(parameter, "full_shape", parameter.shape)
     if tuple(size) in (tuple(parameter.shape), tuple(whole)):
-        return torch.empty_like(parameter.detach(), dtype=dtype)
+        # Zeros: what pads a vocabulary is in no checkpoint.
+        return torch.zeros_like(parameter.detach(), dtype=dtype)
     if isinstance(parameter, DTensor):
         raise ValueError(
             f"{what} in the optimizer was saved with shape {tuple(size)}, the parameter has "
@@ -350,11 +302,7 @@ def _like(what: str, parameter: Tensor, before: Any, said: Any, counts: bool) ->
 def set_state(
     model: nn.Module, optimizers: Sequence[Optimizer], state: State, options: Options
 ) -> None:
-    """Give optimizers their state, and the options of their parameters.
-
-    Raises:
-        ValueError: The parameters of one group were in several, or in none.
-    """
+    """Give optimizers their state, and the options of their parameters."""
     if not options:
         return  # FSDP1's, saved before the first step
     if is_fsdp1(model):
@@ -377,11 +325,7 @@ def set_state(
 
 
 def options_of(named: Sequence[str], saved: Options) -> dict[str, Any]:
-    """Return what was saved for a group with these parameters.
-
-    Raises:
-        ValueError: They were in several groups, or some were in none.
-    """
+    """Return what was saved for a group with these parameters."""
     held = set(named)
     groups = [group for group in saved if held & set(group["names"])]
     lost = held - {name for group in groups for name in group["names"]}
@@ -456,15 +400,13 @@ def set_rng_state(state: dict[str, Any], world: World | None) -> list[str]:
     if numpy and "numpy" in state:
         numpy.random.set_state(state["numpy"])
     elif numpy:
-        notes.append("numpy's random numbers go on as they are: it was not imported at the save")
+        notes.append("numpy's random numbers stay as they are: it was not imported at the save")
     if world is not None and world.device.type != "cpu":
         kind, held = state.get("device", ("cpu", None))
         if kind == world.device.type:
             torch.get_device_module(world.device).set_rng_state(held)
         else:
-            notes.append(
-                f"random numbers on {world.device.type} go on as they are: saved on {kind}"
-            )
+            notes.append(f"random numbers on {world.device.type} stay as they are: saved on {kind}")
     if "ezpz_tp" in state:
         from ezpz_tp import get_rng_tracker  # noqa: PLC0415 - only where it was used
 
@@ -473,14 +415,8 @@ def set_rng_state(state: dict[str, Any], world: World | None) -> list[str]:
 
 
 def derive_rng_state(saved: bytes, stream: tuple[int, ...]) -> None:
-    """Seed the streams of a rank that was not there, from the state of rank 0.
-
-    The same on every run. Not seeds of `seed_for_rank`: those have been drawn from already.
-
-    Args:
-        saved: Rank 0's state, in bytes.
-        stream: What tells this rank from others; the same on tensor-parallel ranks.
-    """
+    """Seed the streams of a rank that was not there, from the state of rank 0; always the same."""
+    # Not seeds of `seed_for_rank`: those have been drawn from already.
     digest = hashlib.sha256(saved + repr(stream).encode()).digest()
     value = int.from_bytes(digest[:8], "little") >> 4
     random.seed(value)
@@ -496,15 +432,7 @@ def derive_rng_state(saved: bytes, stream: tuple[int, ...]) -> None:
 
 
 def encode(what: str, value: Any) -> bytes:
-    """Return an object's bytes, having made sure that they can be read again.
-
-    Args:
-        what: Its name, for the message.
-        value: Numbers, strings, tensors, None, and tuples, lists, sets and dicts of them.
-
-    Raises:
-        TypeError: It is something else, and would be readable only by running code.
-    """
+    """Return an object's bytes, having made sure that they can be read again."""
     stream = io.BytesIO()
     try:
         torch.save(value, stream)
@@ -542,11 +470,7 @@ def plain(value: Any) -> Any:
 
 
 def decode(what: str, data: bytes) -> Any:
-    """Return an object from its bytes. Never runs code that is in them.
-
-    Raises:
-        ValueError: They are damaged, or hold more than `encode` writes.
-    """
+    """Return an object from its bytes. Never runs code that is in them."""
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, LookupError, TypeError) as error:
@@ -579,7 +503,7 @@ def _culprit(path: str, value: Any) -> str | None:
     return next((found for each in items if (found := search(*each))), None)
 
 
-# All that a check-point holds, by key: tensors in pieces, and the rest as bytes.
+# All that a checkpoint holds, by key: tensors in pieces, and the rest as bytes.
 
 MODEL = "model."
 OPTIMIZER = "optimizer.state."
@@ -608,11 +532,7 @@ def model_state(model: nn.Module) -> dict[str, Any]:
 
 
 def set_model_state(model: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
-    """Give a model its state, all of which it has, by plain names.
-
-    Raises:
-        ValueError: `load_state_dict` refuses what `state_dict` gave: a hook of the model's.
-    """
+    """Give a model its state, all of which it has, by plain names."""
     with quietly(), _sharded(model):
         named = {name: state[plain_name(model, name)] for name in model.state_dict()}
         try:
@@ -637,10 +557,7 @@ def optimizer_key(name: str, key: str, prefix: str = OPTIMIZER) -> str:
 
 
 def split_key(key: str, names: Mapping[str, Any], prefix: str = OPTIMIZER) -> tuple[str, str]:
-    """Return parameter and key of a tensor of an optimizer's state; both may have dots.
-
-    The longest of the names that fits; of none, what precedes the last dot.
-    """
+    """Return parameter and key of a tensor of an optimizer's state; both may have dots."""
     rest = key.removeprefix(prefix)
     at = len(rest)
     while (at := rest.rfind(".", 0, at)) > 0:
@@ -651,15 +568,7 @@ def split_key(key: str, names: Mapping[str, Any], prefix: str = OPTIMIZER) -> tu
 
 
 class Parts:
-    """How this rank's tensors are parts of whole ones.
-
-    Args:
-        model: The model, wrapped or not.
-        layout: This rank's place in ezpz_tp's groups.
-
-    Raises:
-        CheckpointError: Tensor-parallel ranks hold different parts, and nothing says of what.
-    """
+    """How this rank's tensors are parts of whole ones."""
 
     def __init__(self, model: nn.Module, layout: Layout) -> None:
         self._model, self._layout = model, layout
@@ -780,7 +689,7 @@ def state_dicts(things: Any) -> Any:
 
 
 def load_state_dicts(things: Any, state: Any) -> None:
-    """Give an object, or several, their state back; a dict is filled anew."""
+    """Give an object, or several, their state back; a dict is filled."""
     if isinstance(things, dict):
         things.clear()
         things.update(state)

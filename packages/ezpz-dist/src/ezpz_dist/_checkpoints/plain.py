@@ -204,11 +204,7 @@ class Place:
 
 
 class PlainFile:
-    """A file that one rank has read: its tree on every rank, its tensors on the reader.
-
-    Attributes:
-        places: One for each tensor; one that stands in the tree twice has one place.
-    """
+    """A file that one rank has read: its tree on every rank, its tensors on the reader."""
 
     def __init__(self, path: str | os.PathLike[str], root: int, group: Any, operation: str) -> None:
         """Read on ``root``; raise on every rank what that raises. Collective."""
@@ -241,11 +237,7 @@ class PlainFile:
         return unpickler.load()
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Return the tensors, one after the other. Collective: every rank takes all of them.
-
-        On every rank it is a tensor of its own on the host: on the reader, too, it does not
-        lie in the file any more, which may change.
-        """
+        """Return the tensors, one after the other. Collective: every rank takes all of them."""
         for place in self.places:
             if self._reads:
                 tensor = torch.empty(place.shape, dtype=place.dtype)

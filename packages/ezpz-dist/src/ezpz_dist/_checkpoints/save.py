@@ -18,17 +18,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ezpz_dist._errors import CheckpointError
 from ezpz_dist._world import current_world, finish_before_leaving
+from ezpz_tp import Piece
 
-from . import index
-from .index import Files, Manifest, Place, Written, begin, encode_manifest, superseded
-from .pieces import Layout, Pieces, current_layout, rank_key, rng_state
+from . import index, pieces
+from .index import Extent, Files, Manifest, Written, begin, encode_manifest, superseded
+from .pieces import Held, Layout, Pieces, current_layout, rank_key, rng_state
 from .ranks import Ranks, collecting_later, ranks_of
 from .store import (
     INDEX,
@@ -36,60 +37,56 @@ from .store import (
     MANIFEST,
     MAX_STEP,
     OWNER,
-    Given,
+    CheckpointArgs,
     Name,
     Optimizers,
-    Order,
+    SaveArgs,
     Store,
+    as_list,
     claim,
-    listed,
     open_store,
     refuse_other,
     release_at_end,
 )
 
-if TYPE_CHECKING:
-    from .pieces import Held
-
-
 # Who writes what: the ranks compare what they hold, and each piece gets one that writes it.
 
 
 class Item(NamedTuple):
-    """A piece that is to be written: its place in the whole, and what the whole is."""
+    """A piece that is to be written, and what the whole is."""
 
     key: str
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    piece: Piece
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     @property
-    def piece(self) -> tuple[str, tuple[int, ...]]:
-        """What it goes by."""
-        return self.key, self.offsets
+    def id(self) -> PieceId:
+        return self.key, self.piece.offsets
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.piece.sizes) * self.dtype.itemsize
+
+
+PieceId = tuple[str, tuple[int, ...]]
+"""The key, and where it begins in the whole."""
 
 
 def items_of(held: Mapping[str, Pieces]) -> list[Item]:
-    """Return the pieces that a rank holds."""
     return [
-        Item(key, offsets, tuple(tensor.shape), pieces.dtype, pieces.shape)
+        Item(key, piece, pieces.dtype, pieces.shape)
         for key, pieces in held.items()
-        for offsets, tensor in pieces.held
+        for piece, _ in pieces.held
     ]
 
 
 def agree(
     ranks: Ranks, what: str, held: Mapping[str, Pieces], stage: int
 ) -> tuple[list[Tensor], list[list[Item]]]:
-    """Plan together; return what this rank writes and, on rank 0, what each does.
-
-    Of those that hold the same pieces, one rank sends their list: what rank 0 has to do grows
-    with the pieces of the model, not with its replicas. Collective: every rank calls this.
-
-    Raises:
-        CheckpointError: Ranks differ in what they hold under one name: on all ranks.
-    """
+    """Plan together; return what this rank writes and, on rank 0, what each does. Collective."""
+    # Of those that hold the same pieces, one rank sends their list: what rank 0 has to do grows
+    # with the pieces of the model, not with its replicas.
     packed = b""
     items: list[Item] = []
 
@@ -100,16 +97,16 @@ def agree(
         packed = pickle.dumps((items, stage))
         return hashlib.sha256(packed).digest(), items_of({own: held[own]})
 
-    told = ranks.everywhere(what, listed)
+    gathered = ranks.everywhere(what, listed)
     like: dict[bytes, list[int]] = {}
-    for rank, (digest, _) in enumerate(told):
+    for rank, (digest, _) in enumerate(gathered):
         like.setdefault(digest, []).append(rank)
     first = {members[0] for members in like.values()}
     is_first = ranks.first_for_each(what, lambda: [rank in first for rank in range(ranks.size)])
     sent = ranks.gather(packed if is_first else None)
     dealt: list[list[Item]] = []
 
-    def plan() -> list[tuple[list[tuple[str, tuple[int, ...]]], list[tuple[str, tuple[int, ...]]]]]:
+    def plan() -> list[tuple[list[PieceId], list[PieceId]]]:
         nonlocal dealt
         lists: list[tuple[list[Item], int, list[int]]] = []
         for members in like.values():
@@ -117,9 +114,9 @@ def agree(
             theirs = pickle.loads(sent[members[0]]) if members[0] else (items, stage)  # noqa: S301
             lists.append((*theirs, members))
         tied = _check(lists)
-        dealt = _deal(lists, [own for _, own in told])
+        dealt = _deal(lists, [own for _, own in gathered])
         _check_whole(dealt)
-        return [([item.piece for item in each], tied) for each in dealt]
+        return [([item.id for item in each], tied) for each in dealt]
 
     mine, tied = ranks.first_for_each(what, plan)
     if tied:
@@ -136,32 +133,29 @@ def _deal(lists: Lists, own: Sequence[Sequence[Item]]) -> list[list[Item]]:
     holders: dict[Any, list[int]] = {}
     for number, (items, _, _) in enumerate(lists):
         for item in items:
-            holders.setdefault(item.piece, []).append(number)
+            holders.setdefault(item.id, []).append(number)
     dealt = [list(each) for each in own]
     loads = [0] * len(own)
     queues: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     for items, _, _ in lists:
         for item in items:
-            if numbers := tuple(holders.pop(item.piece, ())):
+            if numbers := tuple(holders.pop(item.id, ())):
                 if numbers not in queues:
                     queues[numbers] = sorted((0, rank) for n in numbers for rank in lists[n][2])
                 queue = queues[numbers]
                 while queue[0][0] != loads[queue[0][1]]:  # of another queue it got more since
                     heapq.heapreplace(queue, (loads[queue[0][1]], queue[0][1]))
                 rank = queue[0][1]
-                loads[rank] += math.prod(item.sizes) * item.dtype.itemsize or 1
+                loads[rank] += item.nbytes or 1
                 dealt[rank].append(item)
     return dealt
 
 
-def _check(lists: Lists) -> list[tuple[str, tuple[int, ...]]]:
-    """Compare what ranks hold under one name; return what several pipeline stages have.
-
-    One rank's would be taken for all, in silence.
-    """
+def _check(lists: Lists) -> list[PieceId]:
+    """Compare what ranks hold under one name; return what several pipeline stages have."""
     known: dict[str, tuple[Item, int]] = {}
     stage_of: dict[Any, int] = {}
-    tied: dict[tuple[str, tuple[int, ...]], None] = {}
+    tied: dict[PieceId, None] = {}
     for items, stage, (rank, *_) in lists:
         for item in items:
             said, first = known.setdefault(item.key, (item, rank))
@@ -171,8 +165,8 @@ def _check(lists: Lists) -> list[tuple[str, tuple[int, ...]]]:
                     f"{first}; expected one tensor under one name, or equal copies of it; pipeline "
                     "stages use the names of the whole model"
                 )
-            if stage_of.setdefault(item.piece, stage) != stage:
-                tied[item.piece] = None
+            if stage_of.setdefault(item.id, stage) != stage:
+                tied[item.id] = None
     return list(tied)
 
 
@@ -187,9 +181,9 @@ def _check_whole(dealt: Sequence[Sequence[Item]]) -> None:
         for item in items:
             by_key.setdefault(item.key, []).append(item)
     for key, items in by_key.items():
-        alone = len(items) == 1 and items[0].sizes == items[0].shape
+        alone = len(items) == 1 and items[0].piece.sizes == items[0].shape
         if not alone and not _is_whole(items):
-            pieces = ", ".join(f"{item.sizes} at {item.offsets}" for item in items[:4])
+            pieces = ", ".join(f"{item.piece.sizes} at {item.piece.offsets}" for item in items[:4])
             raise CheckpointError(
                 f"the ranks hold {len(items)} pieces of {key} ({pieces}), which are not "
                 f"{_shape(items[0])} without gap and overlap; expected shards of one tensor"
@@ -198,7 +192,7 @@ def _check_whole(dealt: Sequence[Sequence[Item]]) -> None:
 
 def _is_whole(items: Sequence[Item]) -> bool:
     shape = items[0].shape
-    boxes = [tuple(zip(item.offsets, item.sizes, strict=True)) for item in items]
+    boxes = [tuple(zip(*item.piece, strict=True)) for item in items]
     boxes = [box for box in boxes if all(length for _, length in box)]
     if sum(math.prod(length for _, length in box) for box in boxes) != math.prod(shape):
         return False
@@ -217,18 +211,18 @@ def _is_whole(items: Sequence[Item]) -> bool:
 
 
 def _check_ties(
-    ranks: Ranks, what: str, held: Mapping[str, Pieces], tied: Sequence[tuple[str, tuple[int, ...]]]
+    ranks: Ranks, what: str, held: Mapping[str, Pieces], tied: Sequence[PieceId]
 ) -> None:
     """Make sure that what several pipeline stages hold under one name is equal."""
 
     def sums() -> list[int | None]:
         return [_sum(held.get(key), offsets) for key, offsets in tied]
 
-    told = ranks.everywhere(what, sums)
+    gathered = ranks.everywhere(what, sums)
 
     def compare() -> None:
         for number, (key, _) in enumerate(tied):
-            found = {one[number] for one in told} - {None}
+            found = {one[number] for one in gathered} - {None}
             if len(found) > 1:
                 raise CheckpointError(
                     f"pipeline stages hold different values under {key}; expected a tied "
@@ -240,7 +234,7 @@ def _check_ties(
 
 
 def _sum(pieces: Pieces | None, offsets: tuple[int, ...]) -> int | None:
-    if pieces is None or all(start != offsets for start, _ in pieces.held):
+    if pieces is None or all(piece.offsets != offsets for piece, _ in pieces.held):
         return None
     tensor = pieces.at(offsets).cpu().contiguous()
     if not tensor.numel():
@@ -250,7 +244,7 @@ def _sum(pieces: Pieces | None, offsets: tuple[int, ...]) -> int | None:
     return zlib.crc32(room)
 
 
-# A check-point on its way: planned together, copied, written by each rank, completed by rank 0.
+# A checkpoint on its way: planned together, copied, written by each rank, completed by rank 0.
 
 logger = logging.getLogger(__name__)
 
@@ -264,11 +258,11 @@ def _name(rank: int) -> str:
 
 @dataclass(slots=True)
 class Draft:
-    """A check-point that all ranks know what to write of."""
+    """A checkpoint that all ranks know what to write of."""
 
     ranks: Ranks
     store: Store
-    order: Order
+    args: SaveArgs
     name: Name
     working: str
     sequence: int
@@ -277,52 +271,29 @@ class Draft:
     started: float = field(default_factory=time.monotonic)
 
     def copy(self) -> None:
-        """Take what is to be written out of the training's hands."""
+        """Copy what is to be written, which the training changes."""
         self.tensors = [tensor.to("cpu", copy=True) for tensor in self.tensors]
-
-
-def draft(
-    ranks: Ranks, store: Store, order: Order, held: Mapping[str, Pieces], stage: int
-) -> Draft:
-    """Plan who writes what, and make the folder. Collective: every rank calls this.
-
-    Raises:
-        CheckpointError: Ranks differ in what they hold under one name, or the folder cannot be
-            made: on all ranks.
-    """
-    what = f"step {order.step} cannot be saved to {store.root}"
-    mine, dealt = agree(ranks, what, held, stage)
-    begun: tuple[Name, str, int] = ranks.first(what, lambda: begin(store, order, _size(dealt)))
-    if ranks.rank == 0:
-        release_at_end(store)
-    return Draft(ranks, store, order, *begun, mine, dealt)
 
 
 def _size(dealt: Sequence[Sequence[Item]]) -> int:
     """Return about how many bytes will be written, rather too many."""
-    return sum(
-        math.prod(item.sizes) * item.dtype.itemsize + 4096 for items in dealt for item in items
-    )
+    return sum(item.nbytes + 4096 for items in dealt for item in items)
 
 
 def write(draft: Draft) -> Manifest:
-    """Write the check-point and make it exist. Collective: every rank calls this.
-
-    Raises:
-        CheckpointError: Some rank could not write: on all ranks, and nothing is left of it.
-    """
+    """Write the checkpoint and make it exist. Collective: every rank calls this."""
     ranks, store = draft.ranks, draft.store
-    what = f"step {draft.order.step} cannot be saved to {store.root}"
+    what = f"step {draft.args.step} cannot be saved to {store.root}"
     files = Files(store, draft.working)
 
-    def write_mine() -> tuple[list[Place], dict[str, Written]]:
+    def write_mine() -> tuple[list[Extent], dict[str, Written]]:
         with files.open(_name(ranks.rank)) as stream:
-            places = index.write(stream, draft.tensors)
-        return places, files.written
+            extents = index.write(stream, draft.tensors)
+        return extents, files.written
 
     try:
-        told = ranks.everywhere(what, write_mine)
-        return ranks.first(what, lambda: _complete(draft, files, told))
+        gathered = ranks.everywhere(what, write_mine)
+        return ranks.first(what, lambda: _complete(draft, files, gathered))
     except CheckpointError:
         if ranks.rank == 0:
             store.discard(draft.working)
@@ -330,35 +301,34 @@ def write(draft: Draft) -> Manifest:
 
 
 def _complete(
-    draft: Draft, files: Files, told: Sequence[tuple[list[Place], dict[str, Written]]]
+    draft: Draft, files: Files, gathered: Sequence[tuple[list[Extent], dict[str, Written]]]
 ) -> Manifest:
-    store, order = draft.store, draft.order
+    store, args = draft.store, draft.args
     saved: dict[str, index.Saved] = {}
-    for rank, (items, (places, _)) in enumerate(zip(draft.dealt, told, strict=True)):
-        for item, place in zip(items, places, strict=True):
+    for rank, (items, (extents, _)) in enumerate(zip(draft.dealt, gathered, strict=True)):
+        for item, extent in zip(items, extents, strict=True):
             if item.key not in saved:
                 saved[item.key] = index.Saved(torch.Size(item.shape), item.dtype)
-            chunk = index.Chunk(item.offsets, item.sizes, _name(rank), place)
-            saved[item.key].chunks.append(chunk)
+            saved[item.key].chunks.append(index.Chunk(item.piece, _name(rank), extent))
     files.write(".metadata", index.metadata_of(saved))
     files.write(INDEX, index.encode_index(saved))
-    written = {name: one for _, each in told for name, one in each.items()} | files.written
-    _see(store, draft.working, written, draft.ranks, [each for _, each in told])
+    written = {name: one for _, each in gathered for name, one in each.items()} | files.written
+    _see(store, draft.working, written, draft.ranks, [each for _, each in gathered])
     manifest = Manifest(
-        order.step, draft.ranks.size, order.contents, time.time(), torch.__version__, written,
+        args.step, draft.ranks.size, args.contents, time.time(), torch.__version__, written,
         draft.sequence,
     )  # fmt: skip
     refuse_other(store)  # one that began as this did
     files.write(MANIFEST, encode_manifest(manifest))
     store.publish(draft.working, draft.name)
     # It is saved; what comes after must not tell the script that it is not.
-    with _warning(order.step, f"{LATEST} is not written"):
+    with _warning(args.step, f"{LATEST} is not written"):
         store.put(LATEST, f"{draft.name}\n".encode())
-    with _warning(order.step, f"{OWNER} is not written"):
-        claim(store, order.step, draft.sequence)
-    with _warning(order.step, "older ones are not removed"):
-        for name in superseded(store, draft.name, order.keep):
-            with _warning(order.step, f"{name} is not removed"):
+    with _warning(args.step, f"{OWNER} is not written"):
+        claim(store, args.step, draft.sequence)
+    with _warning(args.step, "older ones are not removed"):
+        for name in superseded(store, draft.name, args.keep):
+            with _warning(args.step, f"{name} is not removed"):
                 store.remove(name)
     return manifest
 
@@ -395,7 +365,7 @@ T = TypeVar("T")
 
 
 class Saving:
-    """A check-point that is being written, or is written.
+    """A checkpoint that is being written, or is written.
 
     Attributes:
         step: The step.
@@ -407,10 +377,11 @@ class Saving:
         self.folder: str = folder
         self._done = threading.Event()
         self._error: BaseException | None = None
-        self._told = False
+        self._raised = False
 
     def __repr__(self) -> str:
-        return f"<Saving step {self.step} to {self.folder}, {'done' if self.done else 'going on'}>"
+        state = "done" if self.done else "being written"
+        return f"<Saving step {self.step} to {self.folder}, {state}>"
 
     @property
     def done(self) -> bool:
@@ -418,7 +389,7 @@ class Saving:
         return self._done.is_set()
 
     def wait(self, timeout: float | None = None) -> str:
-        """Wait until the check-point is complete; return its folder.
+        """Wait until the checkpoint is complete; return its folder.
 
         Not a collective: each rank's own part has ended when all of them have written.
 
@@ -433,7 +404,7 @@ class Saving:
                 f"step {self.step} is not saved after {timeout:g} s; expected {self.folder}; wait "
                 "longer, or look at the file system"
             )
-        self._told = True
+        self._raised = True
         if self._error is not None:
             raise self._error
         return self.folder
@@ -449,10 +420,10 @@ class Saving:
 
     def start(self, work: Callable[[], object]) -> None:
         """Do the work in a thread of its own; `finish_saving` waits for it, also at exit."""
-        global _going, _function
+        global _current, _function
         # A daemon: the interpreter would wait for another without bound, and before our atexit.
         thread = threading.Thread(target=self.run, args=(work,), name="ezpz-save", daemon=True)
-        _going = self
+        _current = self
         finish_before_leaving(_finish_in_time)
         atexit.unregister(_at_exit)
         atexit.register(_at_exit)  # the last comes first: before a `cleanup` of setup_torch's
@@ -464,12 +435,12 @@ class Saving:
         thread.start()
 
     @property
-    def is_unheard(self) -> bool:
+    def is_unraised(self) -> bool:
         """Whether its error has not come up yet."""
-        return self._error is not None and not self._told
+        return self._error is not None and not self._raised
 
 
-_going: Saving | None = None
+_current: Saving | None = None
 _function = 0
 """The process of multiprocessing whose end is seen to."""
 
@@ -478,8 +449,8 @@ AT_EXIT = 600.0
 
 
 def _forget() -> None:
-    global _going
-    _going = None
+    global _current
+    _current = None
 
 
 # A child has no thread that saves: at its end it would wait for ever.
@@ -493,17 +464,17 @@ def finish_saving(timeout: float | None = None) -> None:
         timeout: Seconds; None: see `Saving.wait`.
 
     Raises:
-        CheckpointError: It could not be written, and nobody was told yet.
+        CheckpointError: It could not be written, and no call has raised it yet.
     """
-    global _going
-    saving = _going
+    global _current
+    saving = _current
     if saving is None:
         return
-    if saving.done and not saving.is_unheard:
-        _going = None
+    if saving.done and not saving.is_unraised:
+        _current = None
         return
     saving.wait(timeout)
-    _going = None
+    _current = None
 
 
 def _finish_in_time() -> None:
@@ -554,7 +525,7 @@ def save_checkpoint(
     """Save a training state under a path: the model, and what else is given.
 
     Written aside with checksums, synced, and then renamed to ``step-00000042``: a crash at any
-    moment leaves the check-point before it. Tensors go by the model's own names, so that any
+    moment leaves the checkpoint before it. Tensors go by the model's own names, so that any
     number of ranks, and DDP, FSDP1, FSDP2, ZeRO-1, ezpz_tp's layers or the bare model can load
     it. The random streams of every rank are saved too. What fails on one rank fails on all.
     Collective: every rank calls this.
@@ -565,7 +536,7 @@ def save_checkpoint(
 
     Args:
         path: A folder that all hosts share, or a URL of fsspec's. Object stores rename nothing in
-            one go: there the manifest, written last, is what makes a check-point exist.
+            one go: there the manifest, written last, is what makes a checkpoint exist.
         model: Wrapped or not.
         optimizer: The model's, or several.
         scheduler: Has ``state_dict()``; or several.
@@ -599,8 +570,8 @@ def save_checkpoint(
     ranks = ranks_of(current_world("save_checkpoint()"))
     finish_saving()
     with ranks.waiting(f"save_checkpoint(step={step})"), collecting_later():
-        given = Given(model, listed(optimizer), scheduler, data, extra)
-        draft = _draft(path, ranks, given, Order(step, (*given.contents, "rng"), keep))
+        state = CheckpointArgs(model, as_list(optimizer), scheduler, data, extra)
+        draft = _draft(path, ranks, state, SaveArgs(step, (*state.contents, "rng"), keep))
         saving = Saving(step, f"{draft.store.root}/{draft.name}")
         if asynchronous:
             ranks.here(f"step {step} cannot be copied to the host", draft.copy)
@@ -611,19 +582,26 @@ def save_checkpoint(
     return saving
 
 
-def _draft(path: str | os.PathLike[str], ranks: Ranks, given: Given, order: Order) -> Draft:
-
-    what = f"step {order.step!r} cannot be saved to {os.fspath(path)}"
+def _draft(
+    path: str | os.PathLike[str], ranks: Ranks, state: CheckpointArgs, args: SaveArgs
+) -> Draft:
+    """Plan who writes what, and make the folder. Collective."""
+    what = f"step {args.step!r} cannot be saved to {os.fspath(path)}"
     layout = current_layout(ranks.rank, ranks.size)
-    store = ranks.here(what, lambda: _opened(path, order))
-    ranks.same("save_checkpoint", f"{store.root}, {order}")
+    store = ranks.here(what, lambda: _opened(path, args))
+    ranks.same("save_checkpoint", f"{store.root}, {args}")
     # After all have agreed to come this far: FSDP1's state takes collectives.
-    held = ranks.here(what, lambda: _collect(ranks, layout, given))
-    return draft(ranks, store, order, held, layout.index["pipeline"])
+    held = ranks.here(what, lambda: _collect(ranks, layout, state))
+    what = f"step {args.step} cannot be saved to {store.root}"
+    mine, dealt = agree(ranks, what, held, layout.index["pipeline"])
+    begun: tuple[Name, str, int] = ranks.first(what, lambda: begin(store, args, _size(dealt)))
+    if ranks.rank == 0:
+        release_at_end(store)
+    return Draft(ranks, store, args, *begun, mine, dealt)
 
 
-def _opened(path: str | os.PathLike[str], order: Order) -> Store:
-    step, keep = order.step, order.keep
+def _opened(path: str | os.PathLike[str], args: SaveArgs) -> Store:
+    step, keep = args.step, args.keep
     if type(step) is not int or not 0 <= step <= MAX_STEP:
         raise CheckpointError(f"step={step!r}; expected an int from 0 to {MAX_STEP}")
     if keep is not None and keep < 1:
@@ -631,22 +609,20 @@ def _opened(path: str | os.PathLike[str], order: Order) -> Store:
     return open_store(path)
 
 
-def _collect(ranks: Ranks, layout: Layout, given: Given) -> Held:
-    from . import pieces  # noqa: PLC0415 - heavy to import
-
-    pieces.refuse_deepspeed(given.model)
+def _collect(ranks: Ranks, layout: Layout, state: CheckpointArgs) -> Held:
+    pieces.refuse_deepspeed(state.model)
     states, options = (
-        pieces.state_of(given.model, given.optimizers) if given.optimizers else ({}, [])
+        pieces.state_of(state.model, state.optimizers) if state.optimizers else ({}, [])
     )
-    parts = pieces.Parts(given.model, layout)
-    whole = pieces.model_state(given.model)
+    parts = pieces.Parts(state.model, layout)
+    whole = pieces.model_state(state.model)
     for name in [] if layout.is_first_replica else parts.buffers & whole.keys():
         del whole[name]  # each replica has its own, as of batch norm: one rank's, all together
     held, values, others = pieces.held_by(parts, whole, states)
-    own = {"rng": rng_state(ranks.world), "data": pieces.state_dicts(given.data)}
+    own = {"rng": rng_state(ranks.world), "data": pieces.state_dicts(state.data)}
     common = {
-        "scheduler": pieces.state_dicts(given.scheduler),
-        "extra": pieces.plain(dict(given.extra or {})),
+        "scheduler": pieces.state_dicts(state.scheduler),
+        "extra": pieces.plain(dict(state.extra or {})),
         "degrees": layout.degrees,
     }
     held |= pieces.values_of(others) | {pieces.rank_key(ranks.rank): pieces.encoded("rank", own)}
@@ -659,8 +635,7 @@ def _collect(ranks: Ranks, layout: Layout, given: Given) -> Held:
 
 
 def _write(draft: Draft, how: str) -> None:
-
-    with draft.ranks.waiting(f"save_checkpoint(step={draft.order.step})"):
+    with draft.ranks.waiting(f"save_checkpoint(step={draft.args.step})"):
         manifest = write(draft)
     if draft.ranks.rank:
         return

@@ -32,30 +32,20 @@ from ezpz_dist._watch import end_job, explain, waiting
 from ezpz_dist._world import World, current_world, find_world
 from ezpz_topo import get_hostname, get_rank
 
-# The ranks' words, in the store, for where all of them stop to save.
+# The ranks' votes, in the store, for where all of them stop to save.
 
 T = TypeVar("T")
 
 NEVER = 1 << 62
 """The step of a rank that takes no more steps: all go on, and nothing is saved."""
 
-_ASKING = 20.0
+_REQUEST_TIMEOUT = 20.0
 """Seconds for a request to the store. Its server stands still while torch asks the name service
-about somebody's new connection, often for 5 s where that does not answer (torch 2.13)."""
+about a new connection, often for 5 s where that does not answer (torch 2.13)."""
 
 
-class Pledges:
-    """Every rank gives the step that it is in; the largest is where all of them stop.
-
-    A handful of requests a rank, however many ranks there are: maximum and count are kept by
-    the store. All methods raise what `LOST` lists where rank 0, which holds the store,
-    is gone or does not answer.
-
-    Args:
-        name: Unique to one agreement, the same on every rank; the prefix of its keys.
-        world: The ranks; None: this one alone.
-        hear: Called with each notice that `tell` gets on any rank, in the responder's thread.
-    """
+class Votes:
+    """Every rank gives the step that it is in; the largest is where all of them stop."""
 
     def __init__(
         self, name: str, world: World | None, hear: Callable[[dict[str, Any]], None]
@@ -67,8 +57,8 @@ class Pledges:
         )
         self._side = None if responder is None else responder.side
         # Opened now, not in a hurry: torch asks the name service about each connection, on
-        # both sides, and that can take seconds (torch 2.13). Nobody else uses it, so that
-        # nobody's long wait is in the way.
+        # both sides, and that can take seconds (torch 2.13). Its own, so that no other wait is
+        # in the way.
         self._store: Store = (
             HashStore()
             if world is None or self._side is None
@@ -84,21 +74,16 @@ class Pledges:
         post, everybody = self._side.post, range(self._side.size)
         self._ask(lambda store: post(store, "notice", everybody, name=self._name, payload=notice))
 
-    def ask(self) -> bool:
+    def request(self) -> bool:
         """Ask every rank for its step; return whether this rank is the first to ask."""
-        return self._ask(lambda store: store.add(f"{self._name}/asked", 1) == 1)
+        return self._ask(lambda store: store.add(f"{self._name}/requested", 1) == 1)
 
-    def are_asked_for(self) -> bool:
-        """Return whether a rank has asked."""
-        return self._ask(lambda store: store.add(f"{self._name}/asked", 0) > 0)
+    def are_requested(self) -> bool:
+        """Return whether a rank has requested one."""
+        return self._ask(lambda store: store.add(f"{self._name}/requested", 0) > 0)
 
     def give(self, step: int) -> int | None:
-        """Give this rank's step, once.
-
-        Returns:
-            Where to stop, if this was the last rank's and anybody has asked: else they are all
-            done with their steps, and need not be told.
-        """
+        """Give this rank's step, once."""
         return self._ask(lambda store: self._give(store, step))
 
     def agree_on_name(self, step: int) -> str:
@@ -116,7 +101,7 @@ class Pledges:
         if self._ask(lambda store: store.add(count, 1)) == self._size:
             self._ask(lambda store: store.set(every, ""))
         if self._rank == 0:
-            arrived(self._store, [every], _ASKING)
+            arrived(self._store, [every], _REQUEST_TIMEOUT)
 
     def _give(self, store: Store, step: int) -> int | None:
         key = f"{self._name}/largest"
@@ -124,13 +109,13 @@ class Pledges:
         while int(largest) < step:
             largest = store.compare_set(key, largest.decode(), str(step))
         last = store.add(f"{self._name}/given", 1) == self._size
-        if not last or store.add(f"{self._name}/asked", 0) == 0:
+        if not last or store.add(f"{self._name}/requested", 0) == 0:
             return None
         return int(store.get(key))
 
     def _ask(self, request: Callable[[Store], T]) -> T:
         """Return the store's answer; soon, even where its process is stopped."""
-        return within(_ASKING, lambda: request(self._store))
+        return within(_REQUEST_TIMEOUT, lambda: request(self._store))
 
 
 # Told to end, all ranks agree on a step, save there, and exit with 75.
@@ -138,7 +123,7 @@ class Pledges:
 logger = logging.getLogger(__name__)
 
 EXIT_SAVED = 75
-"""The exit status that says: check-pointed, start me again (EX_TEMPFAIL of sysexits.h)."""
+"""The exit status that says: checkpointed, start me again (EX_TEMPFAIL of sysexits.h)."""
 
 EXIT_GAVE_UP = 124
 
@@ -179,7 +164,7 @@ class SnapshotOnSignal:
         signals: Names of signals.
         within: Seconds from the signal (or from another rank's word of it) after which the job
             gives up with exit status 124 and says where this rank stands. Default: it goes on
-            until the scheduler ends it; what atomic check-points survive.
+            until the scheduler ends it; what atomic checkpoints survive.
 
     Raises:
         NotSetUpError: There are several ranks and `setup_torch` was not called.
@@ -211,20 +196,20 @@ class SnapshotOnSignal:
         # Guards the step that this rank is in against the thread that gives it away.
         self._lock = threading.Lock()
         self._here = 1
-        self._pledged: int | None = None
+        self._voted: int | None = None
         self._stop_at = NEVER
         self._agreed, self._over = threading.Event(), threading.Event()
         self._outcome = ""
         self._done = threading.Event()
         # Put into by a signal's handler: of all queues only this one may be interrupted by
         # itself (queue.SimpleQueue.put is reentrant).
-        self._heard: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._pledges = Pledges(name, self._world, self._on_notice)
+        self._signals: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._votes = Votes(name, self._world, self._on_notice)
         self._listener = threading.Thread(target=self._listen, name="ezpz-snapshot", daemon=True)
         self._listener.start()
-        # Another rank's word may have come before there was anybody here to hear it.
-        if self._pledges.are_asked_for():
-            self._heard.put("")
+        # Another rank's word may have come before this.
+        if self._votes.are_requested():
+            self._signals.put("")
         self._previous = {number: signal.signal(number, self._on_signal) for number in numbers}
         atexit.register(self.close)
 
@@ -243,7 +228,7 @@ class SnapshotOnSignal:
             HangError: A rank did not give its step, or did not save, in time.
         """
         with self._lock:
-            if self._pledged is None:
+            if self._voted is None:
                 self._here += 1
                 return
         if not self._agreed.is_set():
@@ -264,10 +249,10 @@ class SnapshotOnSignal:
             for number, handler in self._previous.items():
                 # None: C code's, which Python cannot put back.
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        self._heard.put(None)
-        self._pledges.forget()
+        self._signals.put(None)
+        self._votes.forget()
         # Whoever waits for this rank's step learns that there will be none.
-        self._pledge(NEVER)
+        self._vote(NEVER)
 
     def __enter__(self) -> Self:
         return self
@@ -282,7 +267,7 @@ class SnapshotOnSignal:
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         if os.getpid() == self._pid:
-            self._heard.put(signal.Signals(number).name)
+            self._signals.put(signal.Signals(number).name)
         elif number == signal.SIGTERM:
             # A forked child's: its parent, or the scheduler, wants it to end.
             signal.signal(number, signal.SIG_DFL)
@@ -290,18 +275,18 @@ class SnapshotOnSignal:
 
     def _listen(self) -> None:
         """Wait for a signal, or another rank's word of one; then answer for the main thread."""
-        name = self._heard.get()
+        name = self._signals.get()
         if name is None:
             return
         start = time.monotonic()
         if name:
             logger.info("rank %d got %s", self._rank, name)
         try:
-            if name and self._pledges.ask():
-                self._pledges.tell(signal=name)
+            if name and self._votes.request():
+                self._votes.tell(signal=name)
         except LOST as error:
             self._without_store(error)
-        self._pledge()
+        self._vote()
         if self._within is None or self._over.wait(self._within - (time.monotonic() - start)):
             return
         self._give_up(name or "another rank's signal")
@@ -309,7 +294,7 @@ class SnapshotOnSignal:
     def _on_notice(self, notice: dict[str, Any]) -> None:
         """Take a word of another rank's, in the responder's thread."""
         if "signal" in notice:
-            self._heard.put("")
+            self._signals.put("")
         elif "stop_at" in notice:
             self._stop_at = notice["stop_at"]
             if self._stop_at == NEVER:
@@ -319,18 +304,18 @@ class SnapshotOnSignal:
             self._outcome = notice["outcome"]
             self._done.set()
 
-    def _pledge(self, at_least: int = 0) -> None:
+    def _vote(self, at_least: int = 0) -> None:
         """Give the step that this rank is in, or a larger one, once."""
         with self._lock:
-            if self._pledged is not None:
+            if self._voted is not None:
                 return
-            self._pledged = max(self._here, at_least)
+            self._voted = max(self._here, at_least)
         if self._world is not None and find_world() is not self._world:
-            return  # after clean-up nobody waits
+            return  # after clean-up no one waits
         try:
-            stop_at = self._pledges.give(self._pledged)
+            stop_at = self._votes.give(self._voted)
             if stop_at is not None:
-                self._pledges.tell(stop_at=stop_at)
+                self._votes.tell(stop_at=stop_at)
         except LOST as error:
             self._without_store(error)
 
@@ -342,7 +327,7 @@ class SnapshotOnSignal:
     def _snapshot(self, step: int) -> None:
         logger.info("rank %d saves at step %d, as every rank", self._rank, step)
         try:
-            other = self._pledges.agree_on_name(step)
+            other = self._votes.agree_on_name(step)
             if other != str(step):
                 raise MismatchError(
                     f"rank {self._rank} calls step({step}) where another rank calls step({other}); "
@@ -352,18 +337,18 @@ class SnapshotOnSignal:
         except BaseException as error:  # whatever ends this save: the others are told
             with suppress(*LOST):
                 said = f"{self._who}: {type(error).__name__}: {error}"
-                self._pledges.tell(outcome=said)
+                self._votes.tell(outcome=said)
             raise
-        if self._pledges.saved():
-            self._pledges.tell(outcome="")
+        if self._votes.saved():
+            self._votes.tell(outcome="")
         self._wait(self._done, "SnapshotOnSignal.step(), for every rank to save", step)
         if self._outcome:
             raise CheckpointError(
                 f"the snapshot at step {step} failed on {self._outcome}; expected every rank to "
                 "save; what was saved before is what there is"
             )
-        with suppress(*LOST):  # then nobody is left to wait for
-            self._pledges.leave()
+        with suppress(*LOST):  # then no rank is left to wait for
+            self._votes.leave()
         raise SystemExit(EXIT_SAVED)
 
     def _wait(self, event: threading.Event, what: str, step: int) -> None:

@@ -27,59 +27,38 @@ from ezpz_dist._errors import CheckpointError
 from ezpz_dist._world import finish_before_leaving
 from ezpz_topo import get_hostname
 
-# What a caller gives to be saved or filled, and asks for.
+# What a caller gives to be saved or filled.
 
 Optimizers = Optimizer | Sequence[Optimizer]
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
-    """A model, and what else there is.
-
-    Attributes:
-        model: Wrapped or not.
-        optimizers: Its optimizers; none, if none was given.
-        scheduler: None, one or several.
-        data: None, one or several.
-        extra: None, or a dict.
-    """
+class CheckpointArgs:
+    """A model, and what else is saved or filled with it."""
 
     model: nn.Module
-    optimizers: list[Optimizer]
+    optimizers: Sequence[Optimizer]
     scheduler: Any
     data: Any
     extra: Mapping[str, Any] | None = None
 
     @property
     def contents(self) -> tuple[str, ...]:
-        """Return the names of what there is."""
-        there = {
-            "model": True,
-            "optimizer": bool(self.optimizers),
-            "scheduler": self.scheduler is not None,
-            "data": self.data is not None,
-            "extra": self.extra is not None,
-        }
-        return tuple(name for name, given in there.items() if given)
+        others = {"scheduler": self.scheduler, "data": self.data, "extra": self.extra}
+        there = ["optimizer"] * bool(self.optimizers)
+        return "model", *there, *(name for name, one in others.items() if one is not None)
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """What is to be written.
-
-    Attributes:
-        step: The step.
-        contents: What there is.
-        keep: How many to keep.
-    """
+class SaveArgs:
+    """The step, what is saved of it, and how many steps are kept."""
 
     step: int
     contents: tuple[str, ...]
     keep: int | None
 
 
-def listed(optimizer: Optimizers | None) -> list[Optimizer]:
-    """Return one optimizer, several or none as a list."""
+def as_list(optimizer: Optimizers | None) -> list[Optimizer]:
     if optimizer is None:
         return []
     return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
@@ -98,7 +77,7 @@ def give_memory(model: nn.Module) -> None:
                 setattr(module, name, buffer.clone(memory_format=torch.contiguous_format))
 
 
-# The names of check-points in a folder, and which of them are there.
+# The names of checkpoints in a folder, and which of them are there.
 
 MANIFEST = "manifest.json"
 INDEX = "index.json"
@@ -116,11 +95,10 @@ MAX_STEP = 10**18 - 1
 
 @dataclass(frozen=True, slots=True, order=True)
 class Name:
-    """A check-point's folder: ``step-00000042``, or ``step-00000042.1`` for a second of that step.
+    """A checkpoint's folder: ``step-00000042``; ``step-00000042.1`` is a second of that step."""
 
-    A step that is saved again never touches the folder that is there: the second appears
-    beside it, whole, and only then the first goes.
-    """
+    # A step that is saved again never touches the folder that is there: the second appears
+    # beside it, whole, and only then the first goes.
 
     step: int
     generation: int = 0
@@ -129,22 +107,20 @@ class Name:
         return f"step-{self.step:08d}" + (f".{self.generation}" if self.generation else "")
 
     def working(self, owner: str) -> str:
-        """Return the name of the folder while it is written."""
         return f".{self}.tmp-{owner}"
 
     def gone(self, owner: str) -> str:
-        """Return the name of the folder while it is removed."""
         return f".{self}.gone-{owner}"
 
 
 def parse(name: str) -> Name | None:
-    """Return what a folder's name says; None: it is no check-point's."""
+    """Return what a folder's name says; None: it is no checkpoint's."""
     found = _NAME.fullmatch(name)
     return Name(int(found[1]), int(found[2] or 0)) if found else None
 
 
 def names_in(entries: list[str]) -> list[Name]:
-    """Return the check-points among a folder's entries, the highest step first."""
+    """Return the checkpoints among a folder's entries, the highest step first."""
     return sorted((name for each in entries if (name := parse(each))), reverse=True)
 
 
@@ -166,11 +142,9 @@ def next_name(step: int, entries: list[str]) -> Name:
 
 
 def newest_first(sequences: Mapping[Name, int]) -> list[Name]:
-    """Return check-points in the order of loading: the last saved first.
-
-    A run that goes back abandons what it had saved from that step on: that comes after all that
-    the newest stands on.
-    """
+    """Return checkpoints in the order of loading: the last saved first."""
+    # A run that goes back abandons what it had saved from that step on: that comes after all
+    # that the newest stands on.
     trunk: list[Name] = []
     abandoned: list[Name] = []
     for name in sorted(sequences, key=lambda each: (sequences[each], each), reverse=True):
@@ -179,15 +153,7 @@ def newest_first(sequences: Mapping[Name, int]) -> list[Name]:
 
 
 def to_remove(names: Sequence[Name], saved: Name, keep: int | None) -> list[Name]:
-    """Return the check-points to remove once ``saved`` is complete, the oldest first.
-
-    Earlier ones of its step, and all but those of the ``keep`` newest steps; never itself.
-
-    Args:
-        names: The newest first.
-        saved: The one just written.
-        keep: None: all.
-    """
+    """Return the checkpoints to remove once ``saved`` is complete, the oldest first."""
     kept = set(list(dict.fromkeys(name.step for name in names))[:keep])
     return [
         name
@@ -196,7 +162,7 @@ def to_remove(names: Sequence[Name], saved: Name, keep: int | None) -> list[Name
     ]
 
 
-# Who writes a check-point now, in a name that tells later whether the writer still lives.
+# Who writes a checkpoint now, in a name that tells later whether the writer still lives.
 
 logger = logging.getLogger(__name__)
 
@@ -210,11 +176,8 @@ def owner_token() -> str:
 
 
 def is_dead(token: str) -> bool | None:
-    """Return whether the process that made a token has ended; None where that cannot be told.
-
-    It can be on its own host, within one pid namespace: the process of that number is gone, or
-    was started at another time.
-    """
+    """Return whether the process that made a token has ended; None where that cannot be told."""
+    # It can on its own host, within one pid namespace.
     found = _TOKEN.fullmatch(token)
     if found is None or found["host"] != get_hostname():
         return None
@@ -249,14 +212,7 @@ _RUN = ("SLURM_JOB_ID", "PBS_JOBID", "EZPZ_LAUNCH_ID", "TORCHELASTIC_RUN_ID")
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Who saves in a folder: the process of rank 0 of the run that completed the last save there.
-
-    Attributes:
-        token: Of the process.
-        run: Ids of its job and launch, for people.
-        step: What it saved last.
-        sequence: Of that.
-    """
+    """Who saves in a folder: the process of rank 0 of the run that saved there last."""
 
     token: str
     run: str
@@ -265,17 +221,16 @@ class Owner:
 
     @property
     def process(self) -> str:
-        """Return what tells the process from others."""
+        """What tells the process from others."""
         return self.token.rpartition("~")[0]
 
     @property
     def is_me(self) -> bool:
-        """Return whether it is this process."""
         return self.process == owner_token().rpartition("~")[0]
 
 
 _followed: set[str] = set()
-"""Processes whose checkpoints this one went to load: it may go on in their place."""
+"""Processes whose checkpoints this one went to load: it may take their place."""
 
 _owned: dict[str, Store] = {}
 
@@ -295,18 +250,13 @@ def read_owner(store: Store) -> Owner | None:
 
 
 def follow(store: Store) -> None:
-    """Note that this process loads from there, and may go on to save there."""
+    """Note that this process loads from there, and may save there next."""
     if (owner := read_owner(store)) is not None:
         _followed.add(owner.process)
 
 
 def refuse_other(store: Store) -> Owner | None:
-    """Return who saved there last; None: no process, as far as is known.
-
-    Raises:
-        CheckpointError: It is another process, which may still run, and this one has not loaded
-            what that saved.
-    """
+    """Return who saved there last; None: no process, as far as is known."""
     owner = read_owner(store)
     if owner is None or owner.is_me or owner.process in _followed:
         return owner
@@ -318,7 +268,7 @@ def refuse_other(store: Store) -> Owner | None:
     raise CheckpointError(
         f"another job saves in {store.root}: {run}process {pid} on {host}, which "
         f"{'runs' if dead is False else 'may run'} and saved step {owner.step}; expected one job "
-        "at a time: give each its own folder; to go on in its place, load_checkpoint() from there "
+        "at a time: give each its own folder; to take its place, load_checkpoint() from there "
         f"first; if it has ended, remove {store.root}/{OWNER}"
     )
 
@@ -350,7 +300,7 @@ def _release() -> None:
             logger.debug("%s/%s is not removed: %s", root, OWNER, error)
 
 
-# Where check-points lie: a folder of a file system, or a URL that fsspec knows.
+# Where checkpoints lie: a folder of a file system, or a URL that fsspec knows.
 
 _ABANDONED = 3600.0
 """Seconds without a write after which an attempt of another host is taken for dead."""
@@ -376,16 +326,16 @@ class Store(Protocol):
         """Open a file, ``"rb"`` or ``"wb"``."""
 
     def begin(self, name: Name) -> str:
-        """Make the folder that a check-point is written into, and return its path."""
+        """Make the folder that a checkpoint is written into, and return its path."""
 
     def publish(self, working: str, name: Name) -> None:
-        """Make the check-point, whose manifest is written, exist under its name."""
+        """Make the checkpoint, whose manifest is written, exist under its name."""
 
     def discard(self, working: str) -> None:
         """Remove what was written into a folder that will not be published."""
 
     def remove(self, name: Name) -> None:
-        """Remove a check-point: at once it is one no longer, whatever happens."""
+        """Remove a checkpoint: at once it is one no longer, whatever happens."""
 
     def put(self, path: str, data: bytes) -> None:
         """Write a small file whole: a reader sees the old or the new one."""
@@ -398,18 +348,13 @@ class Store(Protocol):
 
 
 def open_store(path: str | os.PathLike[str]) -> Store:
-    """Return the store of a path, or of a URL such as ``s3://bucket/run``.
-
-    Raises:
-        ImportError: fsspec knows the protocol, but its package is not installed.
-        ValueError: fsspec does not know the protocol.
-    """
+    """Return the store of a path, or of a URL such as ``s3://bucket/run``."""
     text = os.fspath(path)
     return UrlStore(text) if "://" in text else FolderStore(text)
 
 
 class FolderStore:
-    """A folder: a check-point is written under a temporary name, and renamed when whole."""
+    """A folder: a checkpoint is written under a temporary name, and renamed when whole."""
 
     def __init__(self, path: str) -> None:
         self.root = str(Path(path).absolute())

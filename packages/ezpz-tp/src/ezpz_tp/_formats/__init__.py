@@ -29,10 +29,7 @@ _AT_A_TIME = 64 << 20
 
 
 class Source(Protocol):
-    """Full tensors by name, in the model's order; an optimizer's as `optimizer_name` has them.
-
-    ``metadata`` has ``param_groups`` (by names), ``values`` that are no tensors, and ``extra``.
-    """
+    """Full tensors by name, in the model's order; an optimizer's as `optimizer_name` has them."""
 
     @property
     def entries(self) -> Mapping[str, Entry]: ...
@@ -178,10 +175,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A format of files: whether a path is of it, how to open it, and how its tensors are split.
-
-    ``as_huggingface`` gives Hugging Face's names and order of rows; None: they are the same.
-    """
+    """A format of files: whether a path is of it, how to open it, and how its tensors are split."""
 
     name: str
     recognizes: Callable[[Path], bool]
@@ -202,11 +196,7 @@ def all_splits() -> dict[str, Split]:
 
 
 def format_of(path: Path) -> Format:
-    """Return the format of a file or folder.
-
-    Raises:
-        ParallelError: It is none that is known.
-    """
+    """Return the format of a file or folder."""
     known = formats()
     if found := next((each for each in known if each.recognizes(path)), None):
         return found

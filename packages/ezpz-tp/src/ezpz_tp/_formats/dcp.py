@@ -46,7 +46,7 @@ def dtensor_state_dict(
     """Return what this rank holds, as views that `torch.distributed.checkpoint` saves or fills.
 
     What is split is a DTensor over the tensor group, ``Shard(dim)``; what is whole is a plain
-    tensor. So a check-point has the full tensors, of their true sizes, and loads at any degree,
+    tensor. So a checkpoint has the full tensors, of their true sizes, and loads at any degree,
     in any program. Matrices that are stacked in one weight are a tensor each, ``<name>.block0``,
     ``<name>.block1``, ...: DTensor has no public placement for several stretches of one dim.
 

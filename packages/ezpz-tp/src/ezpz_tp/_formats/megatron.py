@@ -239,10 +239,7 @@ def _tensors(file: TorchFile, key: str) -> dict[str, StoredTensor]:
 
 
 def _numbered(stages: list[list[TorchFile]]) -> Iterator[tuple[dict[str, str], _Chunk]]:
-    """Yield the whole model's name of each chunk's tensors, and the chunk, in the model's order.
-
-    The first chunks of all stages come before the second ones.
-    """
+    """Yield the whole model's name of each chunk's tensors, and the chunk, in the model's order."""
     chunks = [_chunks(files) for files in stages]
     for stage, found in enumerate(chunks):
         if len(found) != len(chunks[0]):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Self
+from typing import IO, Any, Self
 
 import torch
 from torch import Tensor
@@ -312,7 +312,7 @@ class TorchFile:
         with open(self.path, "rb", buffering=0) as file:
             read_box(Region(file, begin, tensor.shape), tensor.stride, box, out)
 
-    def _index(self, archive: zipfile.ZipFile, file: io.BufferedReader) -> bytes:
+    def _index(self, archive: zipfile.ZipFile, file: IO[bytes]) -> bytes:
         """Note where the members are, and return the pickle."""
         pickles = [name for name in archive.namelist() if name.endswith("/data.pkl")]
         if not pickles:

@@ -1,4 +1,4 @@
-"""What Megatron-LM's layers put into check-points besides their parameters."""
+"""What Megatron-LM's layers put into checkpoints besides their parameters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ezpz_tp._shard import shard_of
 
 
 class ShardedStateDict:
-    """A layer with Megatron-LM's name for what distributed check-points are made of."""
+    """A layer with Megatron-LM's name for what distributed checkpoints are made of."""
 
     def sharded_state_dict(
         self,
@@ -56,7 +56,7 @@ class ShardedStateDict:
 
 
 class ExtraState(ShardedStateDict):
-    """A layer whose check-points have an empty ``_extra_state``, as Transformer Engine's do."""
+    """A layer whose checkpoints have an empty ``_extra_state``, as Transformer Engine's do."""
 
     def get_extra_state(self) -> None:
         """Return None."""
@@ -69,7 +69,7 @@ class ExtraState(ShardedStateDict):
 
 
 def allow_without_extra_state(module: nn.Module) -> None:
-    """Let a check-point without ``_extra_state`` be loaded strictly, as of a plain layer."""
+    """Let a checkpoint without ``_extra_state`` be loaded strictly, as of a plain layer."""
     module.register_load_state_dict_pre_hook(_add_extra_state)
 
 
