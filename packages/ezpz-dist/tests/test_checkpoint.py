@@ -679,6 +679,22 @@ def test_another_model_is_refused(tmp_path, model, optimizer):
     )  # fmt: skip
 
 
+def test_converters_read_a_step(tmp_path, model, optimizer):
+    """And without code of the file's: torch's own reader of them unpickles anything."""
+    import ezpz_tp
+
+    safetensors = pytest.importorskip("safetensors.torch")
+    folder = save_checkpoint(tmp_path / "a", model=model, optimizer=optimizer, step=1).wait()
+    ezpz_tp.save_huggingface(folder, tmp_path / "b")
+    found = safetensors.load_file(tmp_path / "b" / "model.safetensors")
+    assert found.keys() == model.state_dict().keys()
+    assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
+    ezpz_tp.reshard(folder, tmp_path / "c", tp=1, progress=False)
+    ezpz_tp.save_huggingface(tmp_path / "c", tmp_path / "d")
+    again = safetensors.load_file(tmp_path / "d" / "model.safetensors")
+    assert all(torch.equal(again[name], value) for name, value in found.items())
+
+
 def test_replicas_share_the_writing(tmp_path):
     """Rank 0 is told once what many hold; the rest is dealt out by size."""
     tensors = {f"layer{number}": torch.zeros(64, 4) for number in range(12)}

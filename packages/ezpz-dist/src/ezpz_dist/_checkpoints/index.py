@@ -78,7 +78,6 @@ class Manifest:
 
     @property
     def size(self) -> int:
-        """Return the bytes of all files."""
         return sum(file.size for file in self.files.values())
 
 
@@ -95,7 +94,6 @@ def _checksum(about: Mapping[str, Any]) -> int:
 
 
 def decode_manifest(data: bytes) -> Manifest:
-    """Return what a manifest's file says."""
     try:
         whole = json.loads(data)
         about, said = whole["checkpoint"], int(whole["crc32"], 16)
@@ -117,7 +115,6 @@ def decode_manifest(data: bytes) -> Manifest:
 
 
 def read_manifest(store: Store, folder: str) -> Manifest:
-    """Return a checkpoint's manifest."""
     path = f"{folder}/{MANIFEST}"
     try:
         size = store.size(path)
@@ -375,7 +372,6 @@ class Wanted(NamedTuple):
     target: Tensor
 
     def fill(self, tensor: Tensor) -> None:
-        """Fill it."""
         self.target.copy_(tensor if self.part is None else tensor[self.part.slices])
 
 
@@ -540,7 +536,6 @@ class Saved:
 
 
 def encode_index(saved: Mapping[str, Saved]) -> bytes:
-    """Return the index of what was written."""
     files: dict[str, int] = {}
     tensors: dict[str, Any] = {}
     for key, about in saved.items():
@@ -575,7 +570,6 @@ def metadata_of(saved: Mapping[str, Saved]) -> bytes:
 
 
 def decode_index(data: bytes) -> dict[str, Saved]:
-    """Return what an index says."""
     try:
         whole = json.loads(data)
         files = [_text(name) for name in whole["files"]]
@@ -647,7 +641,6 @@ class Checkpoint:
 
 
 def described(store: Store, name: str, manifest: Manifest) -> Checkpoint:
-    """Return what callers see of a checkpoint."""
     return Checkpoint(
         manifest.step, f"{store.root}/{name}", manifest.world_size, manifest.contents,
         manifest.size, manifest.time, manifest.torch,

@@ -58,29 +58,15 @@ from .store import (
 # Fill this rank's tensors from a checkpoint's files, once these are known to be whole.
 
 
-class Reading:
-    """What this rank reads of a checkpoint."""
-
-    def __init__(
-        self, store: Store, folder: str, saved: Mapping[str, Saved], held: Mapping[str, Pieces]
-    ) -> None:
-        self._store, self._folder = store, folder
-        self._wanted: dict[str, list[Wanted]] = {}
-        for key, pieces in held.items():
-            dtype = saved[key].dtype
-            for chunk, part, target in _overlaps(pieces, saved[key].chunks):
-                one = Wanted(key, chunk.extent, dtype, chunk.piece.sizes, part, target)
-                self._wanted.setdefault(chunk.file, []).append(one)
-
-    @property
-    def files(self) -> set[str]:
-        return set(self._wanted)
-
-    def fill(self) -> None:
-        """Read."""
-        for name, wanted in self._wanted.items():
-            with self._store.open(f"{self._folder}/{name}", "rb") as file:
-                read(file, wanted)
+def wanted_of(saved: Mapping[str, Saved], held: Mapping[str, Pieces]) -> dict[str, list[Wanted]]:
+    """Return what this rank reads, by file; all that it holds was saved, with these sizes."""
+    wanted: dict[str, list[Wanted]] = {}
+    for key, pieces in held.items():
+        dtype = saved[key].dtype
+        for chunk, part, target in _overlaps(pieces, saved[key].chunks):
+            one = Wanted(key, chunk.extent, dtype, chunk.piece.sizes, part, target)
+            wanted.setdefault(chunk.file, []).append(one)
+    return wanted
 
 
 def _overlaps(
@@ -106,12 +92,6 @@ def shares(files: Sequence[str], manifest: Manifest, readers: int) -> list[list[
         dealt[least].append(name)
         loads[least] += manifest.files[name].size
     return dealt
-
-
-def damages(store: Store, folder: str, manifest: Manifest, names: Sequence[str]) -> list[str]:
-    """Read files through; return what is wrong with them."""
-    found = [damage_of(store, folder, name, manifest.files[name]) for name in names]
-    return [each for each in found if each]
 
 
 def bytes_of(held: Mapping[str, Any], key: str) -> bytes:
@@ -146,11 +126,12 @@ class Target:
         if problem:
             return [problem]
         self._saved = saved
-        reading = ranks.here(self._what, lambda: self._reading(store, folder))
-        self._reader = reading
-        mine, spare = self._shared_out(reading.files)
+        self._wanted = ranks.here(self._what, self._plan)
+        self._place = store, folder
+        mine, spare = self._shared_out(set(self._wanted))
         self._judge_unknown(spare)
-        found = ranks.tell(ranks.gather(damages(store, folder, manifest, mine)))
+        damages = (damage_of(store, folder, name, manifest.files[name]) for name in mine)
+        found = ranks.tell(ranks.gather([each for each in damages if each]))
         return [
             f"rank {rank} on {ranks.hosts[rank]}: {each}" if ranks.size > 1 else each
             for rank, problems in enumerate(found)
@@ -181,7 +162,7 @@ class Target:
         verifies, spare = ranks.first_for_each(self._what, share)
         return _named(names, verifies), sorted(_named(keys, spare))
 
-    def _reading(self, store: Store, folder: str) -> Reading:
+    def _plan(self) -> dict[str, list[Wanted]]:
         refuse_deepspeed(self._args.model)
         self._choose_contents()
         give_memory(self._args.model)
@@ -203,10 +184,9 @@ class Target:
                 raise CheckpointError(f"there is no {key} in it; save_checkpoint writes one")
             known[key] = blob_of(bytes(self._saved[key].size.numel()))
         self._held = known
-        return Reading(store, folder, self._saved, known)
+        return wanted_of(self._saved, known)
 
     def _choose_contents(self) -> None:
-        """Make sure that what is requested was saved."""
         wanted = {"optimizer", "scheduler", "data"} & set(self._args.contents)
         lacking = sorted(wanted - set(self._manifest.contents))
         if not lacking:
@@ -275,8 +255,14 @@ class Target:
 
     def fill(self, world: World | None, rng: bool) -> tuple[dict[str, Any], Any, list[str]]:
         """Read everything; return ``extra``, the state of ``data``, and notes."""
-        self._ranks.here(self._what, self._reader.fill)
+        self._ranks.here(self._what, self._read)
         return self._ranks.here(self._what, lambda: self._apply(world, rng))
+
+    def _read(self) -> None:
+        store, folder = self._place
+        for name, wanted in self._wanted.items():
+            with store.open(f"{folder}/{name}", "rb") as file:
+                read(file, wanted)
 
     def _object(self, key: str) -> Any:
         return _pieces.decode(key, bytes_of(self._held, key))

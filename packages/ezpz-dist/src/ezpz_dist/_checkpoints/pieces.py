@@ -123,7 +123,6 @@ def refuse_deepspeed(model: nn.Module) -> None:
 
 
 def is_fsdp1(model: nn.Module) -> bool:
-    """Return whether FSDP1 holds parameters: optimizer and model then see other tensors."""
     return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
 
 
@@ -151,7 +150,6 @@ class Pieces:
     held: tuple[LocalPiece, ...]
 
     def at(self, offsets: tuple[int, ...]) -> Tensor:
-        """Return the piece that begins there."""
         return next(tensor for piece, tensor in self.held if piece.offsets == offsets)
 
 
@@ -215,7 +213,7 @@ Options = list[dict[str, Any]]
 
 
 def state_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[State, Options]:
-    """Return the states that this rank holds, and the options of parameters by name."""
+    """Return the states that this rank holds, not copied, and the options of parameters by name."""
     if is_fsdp1(model):
         return _of_fsdp1(model, [one for one in optimizers if one.state])
     names = {parameter: name for name, parameter in parameters_by_name(model).items()}
@@ -514,12 +512,10 @@ Held = dict[str, Pieces]
 
 
 def stage_key(stage: int) -> str:
-    """Return the key of what is no tensor in a pipeline stage's model and optimizer."""
     return f"stage.{stage:04d}"
 
 
 def rank_key(rank: int) -> str:
-    """Return the key of what a rank has for itself."""
     return f"rank.{rank:07d}"
 
 
@@ -551,14 +547,14 @@ def _sharded(model: nn.Module) -> AbstractContextManager[object]:
     return FullyShardedDataParallel.state_dict_type(model, kind)
 
 
-def optimizer_key(name: str, key: str, prefix: str = OPTIMIZER) -> str:
-    """Return the key of a tensor of a parameter's state."""
-    return f"{prefix}{name}.{key}"
+def optimizer_key(name: str, key: str) -> str:
+    return f"{OPTIMIZER}{name}.{key}"
 
 
-def split_key(key: str, names: Mapping[str, Any], prefix: str = OPTIMIZER) -> tuple[str, str]:
+def split_key(key: str, names: Mapping[str, Any]) -> tuple[str, str]:
     """Return parameter and key of a tensor of an optimizer's state; both may have dots."""
-    rest = key.removeprefix(prefix)
+    # The longest of the names that fits; of none, what precedes the last dot.
+    rest = key.removeprefix(OPTIMIZER)
     at = len(rest)
     while (at := rest.rfind(".", 0, at)) > 0:
         if rest[:at] in names:
@@ -590,7 +586,6 @@ class Parts:
 
     @property
     def buffers(self) -> set[str]:
-        """Return the names of the model's buffers."""
         named = self._model.named_buffers(remove_duplicate=False)
         return {plain_name(self._model, name) for name, _ in named}
 
@@ -608,7 +603,6 @@ class Parts:
         )
 
     def of_model(self, name: str, tensor: Tensor) -> Pieces:
-        """Return the pieces of a tensor of the model's state."""
         return self._pieces(name, tensor, name)
 
     def of_state(self, name: str, key: str, tensor: Tensor) -> Pieces:

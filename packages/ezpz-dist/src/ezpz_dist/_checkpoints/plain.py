@@ -19,6 +19,7 @@ from ezpz_dist._errors import CheckpointError
 from ezpz_dist._members import as_bytes, find_members, is_plain
 from ezpz_topo import get_hostname, get_rank
 
+from .pieces import is_fsdp1, model_state, pieces_of, set_model_state
 from .store import give_memory
 
 # Reading a file of torch.save or safetensors, on one rank.
@@ -105,14 +106,14 @@ def load_into(
         ValueError: ``root`` is no rank.
     """
     file = PlainFile(path, root, None, "load_into()")
-    state = file.tree(list(file.places))
+    state = file.tree(list(file.infos))
     trouble, targets = "", {}
     try:
         if key is not None:
             if not isinstance(state, Mapping) or key not in state:
                 raise CheckpointError(f"it has no {key!r}; expected one of {_some(state)}")
             state = state[key]
-        targets = _fit(_bare(model), state, strict=strict)
+        targets = _fit(model, state, strict=strict)
     except CheckpointError as error:
         trouble = str(error)
     # No rank begins what another cannot: it would wait.
@@ -120,22 +121,23 @@ def load_into(
         if said:
             raise CheckpointError(f"{os.fspath(path)} does not fit on rank {rank}: {said}")
     with torch.no_grad():
-        for place, tensor in zip(file.places, file.tensors(), strict=True):
-            for target in targets.get(place.index, ()):
-                _fill(target, tensor)
-    rest = {name: value for name, value in state.items() if not isinstance(value, Place)}
+        for info, tensor in zip(file.infos, file.tensors(), strict=True):
+            for target in targets.get(info.index, ()):
+                for piece, local in pieces_of(target).held:
+                    local.copy_(tensor[piece.slices])
+    rest = {name: value for name, value in state.items() if not isinstance(value, TensorInfo)}
     if rest:
-        _bare(model).load_state_dict(rest, strict=False)
+        set_model_state(model, {**model_state(model), **rest}, strict=False)
 
 
 def _fit(model: torch.nn.Module, state: object, *, strict: bool) -> dict[int, list[torch.Tensor]]:
-    """Return the model's tensors by their place in the file."""
+    """Return the model's tensors by their index in the file."""
     if not isinstance(state, Mapping):
         raise CheckpointError(f"it holds a {type(state).__name__}; expected a state dict")
-    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+    if is_fsdp1(model):
         raise CheckpointError("the model is wrapped by FSDP1; load the file before wrapping it")
     give_memory(model)
-    mine = model.state_dict()
+    mine = model_state(model)
     missing = [name for name in mine if name not in state]
     extra = [name for name in state if name not in mine] if strict else []
     if missing or extra:
@@ -145,44 +147,19 @@ def _fit(model: torch.nn.Module, state: object, *, strict: bool) -> dict[int, li
         )
     targets: dict[int, list[torch.Tensor]] = {}
     for name, target in mine.items():
-        place = state[name]
+        info = state[name]
         if not isinstance(target, torch.Tensor):
             continue
-        if not isinstance(place, Place) or tuple(target.shape) != place.shape:
-            shape = list(place.shape) if isinstance(place, Place) else type(place).__name__
+        if not isinstance(info, TensorInfo) or tuple(target.shape) != info.shape:
+            shape = list(info.shape) if isinstance(info, TensorInfo) else type(info).__name__
             raise CheckpointError(
                 f"{name} is {shape}; expected {list(target.shape)} (a file of full tensors goes "
                 "into tensor-parallel layers by ezpz_tp.shard_state_dict)"
             )
         if target.is_meta:
             raise CheckpointError(f"{name} is on the meta device; call model.to_empty() first")
-        targets.setdefault(place.index, []).append(target)
+        targets.setdefault(info.index, []).append(target)
     return targets
-
-
-def _fill(target: torch.Tensor, full: torch.Tensor) -> None:
-    mesh = getattr(target, "device_mesh", None)  # a DTensor's
-    if mesh is None:
-        target.copy_(full)
-        return
-    dtensor = importlib.import_module("torch.distributed.tensor")
-    sharded: Any = target
-    # From a copy on every rank each takes its own part: nothing is sent.
-    whole = dtensor.DTensor.from_local(
-        full.to(sharded.device), mesh, [dtensor.Replicate()] * mesh.ndim, run_check=False
-    )
-    sharded.to_local().copy_(whole.redistribute(placements=sharded.placements).to_local())
-
-
-def _bare(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the model inside DDP and torch.compile."""
-    while True:
-        if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-            model = model.module
-        elif isinstance(inner := getattr(model, "_orig_mod", None), torch.nn.Module):
-            model = inner
-        else:
-            return model
 
 
 def _some(state: object) -> str:
@@ -194,8 +171,8 @@ def _some(state: object) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a tensor stands in a file's tree, while it is not there yet."""
+class TensorInfo:
+    """What stands for a tensor in a file's tree."""
 
     index: int
     dtype: torch.dtype
@@ -216,7 +193,7 @@ class PlainFile:
                 f"root {root}; expected one of the group's ranks, {list(self._members.ranks)}"
             )
         self._reads = self._members is None or get_rank() == root
-        taken: tuple[bytes, list[Place]] | CheckpointError | None = None
+        taken: tuple[bytes, list[TensorInfo]] | CheckpointError | None = None
         cause: Exception | None = None
         if self._reads:
             try:
@@ -228,7 +205,7 @@ class PlainFile:
         if isinstance(taken, CheckpointError):
             raise taken from cause
         assert taken is not None
-        self._tree, self.places = taken
+        self._tree, self.infos = taken
 
     def tree(self, leaves: list[Any]) -> Any:
         """Return the tree, with these in the tensors' places."""
@@ -238,23 +215,23 @@ class PlainFile:
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Return the tensors, one after the other. Collective: every rank takes all of them."""
-        for place in self.places:
+        for info in self.infos:
             if self._reads:
-                tensor = torch.empty(place.shape, dtype=place.dtype)
-                tensor.copy_(self._tensors[place.index])
+                tensor = torch.empty(info.shape, dtype=info.dtype)
+                tensor.copy_(self._tensors[info.index])
             else:
-                tensor = torch.empty(place.shape, dtype=place.dtype)
+                tensor = torch.empty(info.shape, dtype=info.dtype)
             if self._members is not None and tensor.numel():
                 self._members.send(as_bytes(tensor), self._root, self._what)
             yield tensor
 
-    def _take(self, tree: object) -> tuple[bytes, list[Place]]:
+    def _take(self, tree: object) -> tuple[bytes, list[TensorInfo]]:
         """Return the tree without its tensors, and where they were."""
         buffer = io.BytesIO()
         pickler = _Pickler(buffer)
         pickler.dump(tree)
         self._tensors = pickler.tensors
-        return buffer.getvalue(), pickler.places
+        return buffer.getvalue(), pickler.infos
 
 
 class _Pickler(pickle.Pickler):
@@ -263,7 +240,7 @@ class _Pickler(pickle.Pickler):
     def __init__(self, buffer: io.BytesIO) -> None:
         super().__init__(buffer, pickle.HIGHEST_PROTOCOL)
         self.tensors: list[torch.Tensor] = []
-        self.places: list[Place] = []
+        self.infos: list[TensorInfo] = []
         self._seen: dict[tuple[object, ...], int] = {}
 
     def persistent_id(self, obj: Any) -> int | None:
@@ -271,12 +248,12 @@ class _Pickler(pickle.Pickler):
             return None
         tensor: torch.Tensor = obj.detach()
         # Empty ones have no address to be told apart by.
-        where = tensor.data_ptr() if tensor.numel() else -1 - len(self.places)
+        where = tensor.data_ptr() if tensor.numel() else -1 - len(self.infos)
         key = (where, tensor.dtype, tensor.shape, tensor.stride(), type(obj))
-        index = self._seen.setdefault(key, len(self.places))
-        if index == len(self.places):
+        index = self._seen.setdefault(key, len(self.infos))
+        if index == len(self.infos):
             shape, is_parameter = tuple(tensor.shape), isinstance(obj, torch.nn.Parameter)
-            self.places.append(Place(index, tensor.dtype, shape, is_parameter))
+            self.infos.append(TensorInfo(index, tensor.dtype, shape, is_parameter))
             self.tensors.append(tensor)
         return index
 
@@ -321,7 +298,7 @@ def load_on_one_rank(
     """
     file = PlainFile(path, root, group, "load_on_one_rank()")
     leaves: list[Any] = []
-    for place, tensor in zip(file.places, file.tensors(), strict=True):
+    for info, tensor in zip(file.infos, file.tensors(), strict=True):
         there = tensor.to(map_location)
-        leaves.append(torch.nn.Parameter(there, False) if place.is_parameter else there)
+        leaves.append(torch.nn.Parameter(there, False) if info.is_parameter else there)
     return file.tree(leaves)

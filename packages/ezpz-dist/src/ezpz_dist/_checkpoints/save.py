@@ -436,7 +436,6 @@ class Saving:
 
     @property
     def is_unraised(self) -> bool:
-        """Whether its error has not come up yet."""
         return self._error is not None and not self._raised
 
 

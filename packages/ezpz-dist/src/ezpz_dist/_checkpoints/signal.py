@@ -79,7 +79,6 @@ class Votes:
         return self._ask(lambda store: store.add(f"{self._name}/requested", 1) == 1)
 
     def are_requested(self) -> bool:
-        """Return whether a rank has requested one."""
         return self._ask(lambda store: store.add(f"{self._name}/requested", 0) > 0)
 
     def give(self, step: int) -> int | None:

@@ -131,12 +131,10 @@ def owner_of(entry: str) -> str | None:
 
 
 def is_gone(entry: str) -> bool:
-    """Return whether a folder was being removed."""
     return _GONE.fullmatch(entry) is not None
 
 
 def next_name(step: int, entries: list[str]) -> Name:
-    """Return a name for a step that no entry has."""
     taken = [name.generation for name in names_in(entries) if name.step == step]
     return Name(step, max(taken) + 1 if taken else 0)
 
@@ -221,7 +219,6 @@ class Owner:
 
     @property
     def process(self) -> str:
-        """What tells the process from others."""
         return self.token.rpartition("~")[0]
 
     @property
@@ -274,7 +271,6 @@ def refuse_other(store: Store) -> Owner | None:
 
 
 def claim(store: Store, step: int, sequence: int) -> None:
-    """Say that this process saves there."""
     run = " ".join(f"{name}={os.environ[name]}" for name in _RUN if os.environ.get(name))
     about = {"owner": owner_token(), "run": run, "step": step, "sequence": sequence}
     store.put(OWNER, json.dumps(about).encode())

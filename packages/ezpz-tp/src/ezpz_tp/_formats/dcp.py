@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import io
-import math
 import os
 import pickle
 import re
@@ -30,6 +29,7 @@ from ezpz_tp._shard import Entry, Piece, Shard, optimizer_name, parameter_of
 from ezpz_tp._state_dict import names_of, parts_of, set_groups, state_or_alone, survey
 
 from . import Format, Options, Source, Splits, StoredPiece, StoredPieces, all_splits
+from .stretches import strides_of
 from .torch_file import FilePart, Foreign, StoredTensor, TorchFile
 
 Items = dict[str, Any]
@@ -141,7 +141,9 @@ def load_dtensor_state_dict(
     rest: Items = {}
     for name, part in parts.tensors.items():
         parameter, key = parameter_of(name)
-        for piece, tensor in _pieces(parameter, part.tensor, part.shard, state.group("tensor")):
+        for piece, tensor, _ in _local_parts(
+            parameter, part.tensor, part.shard, state.group("tensor")
+        ):
             _copy(piece, key, given.pop((piece, key), None), tensor)
     for name in parts.values:
         rest[name] = given.pop(parameter_of(name), None)
@@ -170,46 +172,46 @@ def dtensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield name and DTensor of each matrix of a tensor, views of it without padding."""
     if shard.dim is None or group is None or group.size() == 1:
-        yield from _pieces(name, local, shard, group)
+        yield from ((piece, view) for piece, view, _ in _local_parts(name, local, shard, group))
         return
     from torch.distributed.device_mesh import DeviceMesh  # noqa: PLC0415 - where it is used
     from torch.distributed.tensor import DTensor  # noqa: PLC0415 - heavy to import
     from torch.distributed.tensor import Shard as Split  # noqa: PLC0415
 
     mesh = DeviceMesh.from_group(group, local.device.type)
-    lengths = shard.blocks or (shard.size,)
-    for length, (piece, view) in zip(lengths, _pieces(name, local, shard, group), strict=True):
-        full = (*shard.full_shape[: shard.dim], length, *shard.full_shape[shard.dim + 1 :])
-        stride = tuple(math.prod(full[dim + 1 :]) for dim in range(len(full)))
+    for piece, view, matrix in _local_parts(name, local, shard, group):
+        shape, stride = torch.Size(matrix.full_shape), strides_of(matrix.full_shape)
+        placed = [Split(shard.dim)]
         yield (
             piece,
-            DTensor.from_local(
-                view,
-                mesh,
-                [Split(shard.dim)],
-                run_check=False,
-                shape=torch.Size(full),
-                stride=stride,
-            ),
+            DTensor.from_local(view, mesh, placed, run_check=False, shape=shape, stride=stride),
         )
 
 
-def _pieces(
+def _matrices(name: str, shard: Shard) -> list[tuple[str, Shard]]:
+    """Return name and shard of each matrix that a tensor is stacked of."""
+    if shard.dim is None or not shard.blocks:
+        return [(name, shard)]
+    before, after = shard.full_shape[: shard.dim], shard.full_shape[shard.dim + 1 :]
+    return [
+        (f"{name}.block{number}", Shard((*before, size, *after), shard.dim))
+        for number, size in enumerate(shard.blocks)
+    ]
+
+
+def _local_parts(
     name: str, local: Tensor, shard: Shard, group: ProcessGroup | None
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and view of each matrix that a rank holds a part of."""
+) -> Iterator[tuple[str, Tensor, Shard]]:
+    """Yield name, view and shard of each matrix that a rank holds a part of."""
     if shard.dim is None:
-        yield name, local
+        yield name, local, shard
         return
     index, degree = (0, 1) if group is None else (group.rank(), group.size())
-    if not shard.blocks:
-        length = sum(length for *_, length in shard.pieces(index, degree))
-        yield name, local.narrow(shard.dim, 0, length)
-        return
     start = 0
-    for number, block in enumerate(shard.blocks):
-        yield f"{name}.block{number}", local.narrow(shard.dim, start, block // degree)
-        start += block // degree
+    for matrix, part in _matrices(name, shard):
+        length = sum(length for *_, length in part.pieces(index, degree))
+        yield matrix, local.narrow(shard.dim, start, length), part
+        start += length
 
 
 def _flat(held: Mapping[str, Any], with_optimizer: bool) -> dict[tuple[str, str | None], Any]:
@@ -456,8 +458,11 @@ def write_dcp(source: Source, folder: Path, tp: int, done: Callable[[Entry], Non
         for entry in source.entries.values():
             full = torch.empty(entry.shard.full_shape, dtype=entry.dtype)
             source.read_into(entry.name, 0, full)
-            for suffix, matrix, values in _matrices(entry.shard, full):
-                keys = _keys(entry.name, suffix, nested=nested)
+            parameter, option = parameter_of(entry.name)
+            matrices = _matrices(parameter, entry.shard)
+            parts = full.split(entry.shard.blocks, entry.shard.dim) if len(matrices) > 1 else [full]
+            for (name, matrix), values in zip(matrices, parts, strict=True):
+                keys = _keys(name, option, nested=nested)
                 key, chunks = ".".join(keys), []
                 for rank, piece in _dealt(matrix, tp, [file.tell() for file in files]):
                     held = values[piece.slices]
@@ -473,8 +478,7 @@ def write_dcp(source: Source, folder: Path, tp: int, done: Callable[[Entry], Non
                     torch.Size(matrix.full_shape),
                     chunks,
                 )
-                del values
-            del full  # before the next is made
+            del values, parts, full  # before the next is made
             done(entry)
         for keys, data in _others(source, nested=nested).items():
             key = ".".join(map(str, keys))
@@ -488,20 +492,10 @@ def write_dcp(source: Source, folder: Path, tp: int, done: Callable[[Entry], Non
             os.fsync(file.fileno())
 
 
-def _keys(name: str, suffix: str, *, nested: bool) -> tuple[str, ...]:
-    parameter, key = parameter_of(name)
+def _keys(parameter: str, key: str | None, *, nested: bool) -> tuple[str, ...]:
     if key is not None:
-        return "optimizer", "state", parameter + suffix, key
-    return ("model", parameter + suffix) if nested else (parameter + suffix,)
-
-
-def _matrices(shard: Shard, full: Tensor) -> Iterator[tuple[str, Shard, Tensor]]:
-    """Yield what a name ends with, shard and values of each matrix that a tensor is stacked of."""
-    if shard.dim is None or not shard.blocks:
-        yield "", shard, full
-        return
-    for number, values in enumerate(full.split(shard.blocks, shard.dim)):
-        yield f".block{number}", Shard(tuple(values.shape), shard.dim), values
+        return "optimizer", "state", parameter, key
+    return ("model", parameter) if nested else (parameter,)
 
 
 def _dealt(shard: Shard, tp: int, written: Sequence[int]) -> list[tuple[int, Piece]]:
@@ -518,7 +512,7 @@ def _others(source: Source, *, nested: bool) -> dict[Keys, bytes]:
     said = source.metadata
     found: dict[Keys, Any] = {("extra", key): value for key, value in said.get("extra", {}).items()}
     for name, value in said.get("values", {}).items():
-        found[_keys(name, "", nested=nested)] = value
+        found[_keys(*parameter_of(name), nested=nested)] = value
     for group in said.get("param_groups", ()):
         for name in group["params"]:
             for key, value in group.items():

@@ -252,7 +252,7 @@ class TorchFile:
     """A file of `torch.save`, or a part of a file; in ``contents`` something stands for tensors."""
 
     def __init__(self, path: Path, start: int = 0, size: int | None = None) -> None:
-        self.path, self._start = path, start
+        self.path, self._start, self._is_part = path, start, size is not None
         try:
             self.size = path.stat().st_size - start if size is None else size
         except FileNotFoundError:
@@ -323,8 +323,6 @@ class TorchFile:
         places = sorted(info.header_offset for info in archive.infolist())
         following = dict(itertools.pairwise([*places, archive.start_dir]))
         for info in archive.infolist():
-            if not info.filename.startswith(f"{top}data/"):
-                continue
             # The extra field of the local header differs from the directory's: it pads.
             file.seek(info.header_offset)
             name, extra = struct.unpack("<26xHH", file.read(30))
@@ -345,13 +343,21 @@ class TorchFile:
             if not named or not ends:
                 raise zipfile.BadZipFile(f"{info.filename} is not where its header says")
             self._members[info.filename.removeprefix(top)] = begin, info.file_size
-        order = f"{top}byteorder"
-        if order in archive.namelist() and archive.read(order) != b"little":
+
+        def contents(name: str) -> bytes:
+            if not self._is_part:
+                return archive.read(f"{top}{name}")
+            # Of a part ezpz_dist sums the whole file, and not the members.
+            begin, size = self._members[name]
+            file.seek(begin)
+            return file.read(size)
+
+        if "byteorder" in self._members and (order := contents("byteorder")) != b"little":
             raise ParallelError(
-                f"{self.path}: its byte order is {archive.read(order).decode()!r}; expected "
+                f"{self.path}: its byte order is {order.decode()!r}; expected "
                 "'little': load and save it again on such a machine"
             )
-        return archive.read(pickles[0])
+        return contents("data.pkl")
 
 
 # Writes what `torch.save` writes of a state dict, without ever holding it.
