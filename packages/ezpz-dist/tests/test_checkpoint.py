@@ -18,17 +18,19 @@ import torch
 from torch import nn
 
 import ezpz_dist._checkpoints.store
-from ezpz_dist import CheckpointError
-from ezpz_dist._checkpoints import index as manifests
-from ezpz_dist._checkpoints.index import (
-    _Summing,
+from ezpz_dist import (
+    CheckpointError,
+    finish_saving,
     latest_checkpoint,
     list_checkpoints,
+    load_checkpoint,
+    save_checkpoint,
     verify_checkpoint,
 )
-from ezpz_dist._checkpoints.load import load_checkpoint
+from ezpz_dist._checkpoints import index as manifests
+from ezpz_dist._checkpoints.index import _Summing
 from ezpz_dist._checkpoints.pieces import pieces_of
-from ezpz_dist._checkpoints.save import _deal, finish_saving, items_of, save_checkpoint
+from ezpz_dist._checkpoints.save import _deal, items_of
 from ezpz_dist._checkpoints.store import (
     FolderStore,
     Name,
@@ -905,7 +907,7 @@ def test_shards_that_nothing_can_be_told_of(tmp_path, monkeypatch):
 
 
 def test_waiting_for_an_asynchronous_save_is_bounded(tmp_path):
-    from ezpz_dist._checkpoints.save import Saving
+    from ezpz_dist import Saving
 
     saving = Saving(3, "there")
     with pytest.raises(CheckpointError, match=r"step 3 is not saved after 0.01 s; expected there"):

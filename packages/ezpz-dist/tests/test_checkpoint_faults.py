@@ -21,10 +21,6 @@ import torch, torch.distributed as dist
 from ezpz_dist import *
 import resource, signal, shutil, time, logging
 from torch import nn
-from ezpz_dist._checkpoints.save import finish_saving
-from ezpz_dist._checkpoints.index import list_checkpoints, verify_checkpoint
-from ezpz_dist._checkpoints.load import load_checkpoint
-from ezpz_dist._checkpoints.save import save_checkpoint
 
 where = {where!r}
 rank = setup_torch(timeout=120)
@@ -312,7 +308,7 @@ def test_a_failed_save_in_the_background_is_the_exit_status(clean_env, tmp_path,
 
 FORKS = """
 import os, sys, threading
-from ezpz_dist._checkpoints.save import Saving
+from ezpz_dist import Saving
 
 going = threading.Event()
 Saving(1, "there").start(going.wait)

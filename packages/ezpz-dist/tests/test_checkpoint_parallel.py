@@ -6,8 +6,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 import ezpz_tp
 from ezpz_tp import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from ezpz_dist._checkpoints.load import load_checkpoint
-from ezpz_dist._checkpoints.save import save_checkpoint
 
 where = {where!r}
 rank = setup_torch(timeout=60)

@@ -11,9 +11,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, StateDictOptions
-from ezpz_dist._checkpoints.load import load_checkpoint
-from ezpz_dist._checkpoints.save import save_checkpoint
-from ezpz_dist._checkpoints.save import finish_saving
 
 rank, where = setup_torch(seed=3, timeout=30), {where!r}
 size = dist.get_world_size()

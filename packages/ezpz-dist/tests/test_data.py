@@ -182,7 +182,7 @@ def test_before_set_up_no_local_answer_in_a_world_of_several(ranks):
     ranks(
         2,
         """
-        from ezpz_dist._checkpoints.plain import load_on_one_rank
+        from ezpz_dist import load_on_one_rank
         for call in (data_share, lambda: share_of([1, 2]), lambda: DataParallelSampler(3),
                      lambda: DataLoader([1, 2]), node_group,
                      lambda: scatter_from_one_reader(list), lambda: share_on_node(list),

@@ -6,8 +6,7 @@ import pickle
 import pytest
 import torch
 
-from ezpz_dist import CheckpointError
-from ezpz_dist._checkpoints.plain import load_into, load_on_one_rank
+from ezpz_dist import CheckpointError, load_into, load_on_one_rank
 
 
 def make_state():
@@ -35,7 +34,7 @@ def test_one_rank_reads_and_all_have_it(ranks, tmp_path, n):
         n,
         """
         import os, pathlib, warnings
-        from ezpz_dist._checkpoints.plain import load_on_one_rank
+        from ezpz_dist import load_on_one_rank
         rank, n = setup_torch(timeout=30), int(os.environ.get("WORLD_SIZE", 1))
         folder = pathlib.Path(os.environ["FOLDER"])
         for name in ("new.pt", "old.pt"):
@@ -103,8 +102,8 @@ def test_what_cannot_be_read_is_an_error_on_every_rank_and_runs_nothing(
         n,
         """
         import os
-        from ezpz_dist._checkpoints.plain import load_on_one_rank
-        from ezpz_dist._checkpoints.plain import load_into
+        from ezpz_dist import load_on_one_rank
+        from ezpz_dist import load_into
         os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
         rank, folder = setup_torch(timeout=30), os.environ["FOLDER"]
         model = torch.nn.Linear(1, 1)
@@ -149,7 +148,7 @@ def test_a_model_is_filled_whatever_wraps_it(ranks, tmp_path, n):
         from torch.distributed.fsdp import fully_shard
         from torch.distributed.tensor import DTensor
         from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-        from ezpz_dist._checkpoints.plain import load_into
+        from ezpz_dist import load_into
         rank, n = setup_torch(timeout=30), int(os.environ.get("WORLD_SIZE", 1))
         path = os.environ["FOLDER"] + "/model.pt"
         truth = torch.load(path, weights_only=True)["model"]

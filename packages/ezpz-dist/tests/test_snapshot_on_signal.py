@@ -5,11 +5,11 @@ import threading
 
 import pytest
 
-from ezpz_dist._checkpoints.signal import SnapshotOnSignal
+from ezpz_dist import SnapshotOnSignal
 
 BEGIN = """
     import logging, signal, threading, time
-    from ezpz_dist._checkpoints.signal import SnapshotOnSignal
+    from ezpz_dist import SnapshotOnSignal
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     rank, n = setup_torch(timeout=120), int(os.environ.get("WORLD_SIZE", 1))
     saved = lambda step: print("saved", step, flush=True)
@@ -264,7 +264,7 @@ def test_before_set_up_no_local_answer_in_a_world_of_several(ranks):
     ranks(
         2,
         """
-        from ezpz_dist._checkpoints.signal import SnapshotOnSignal
+        from ezpz_dist import SnapshotOnSignal
         try:
             SnapshotOnSignal(print)
         except NotSetUpError as error:

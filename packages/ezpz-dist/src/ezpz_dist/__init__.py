@@ -30,7 +30,7 @@ from ._watch import watch
 
 # What a script may never use is imported when it is.
 _LATER = {
-    "Checkpoint": "_checkpoints.index",
+    "Checkpoint": "_checkpoints.load",
     "DataLoader": "_data",
     "DataParallelSampler": "_data",
     "Loaded": "_checkpoints.load",
@@ -48,8 +48,8 @@ _LATER = {
     "describe": "_describe",
     "finish_saving": "_checkpoints.save",
     "get_dist_info": "_info",
-    "latest_checkpoint": "_checkpoints.index",
-    "list_checkpoints": "_checkpoints.index",
+    "latest_checkpoint": "_checkpoints.load",
+    "list_checkpoints": "_checkpoints.load",
     "load_checkpoint": "_checkpoints.load",
     "load_into": "_checkpoints.plain",
     "load_on_one_rank": "_checkpoints.plain",
@@ -63,7 +63,7 @@ _LATER = {
     "share_on_node": "_slices",
     "timed": "_timers",
     "timeitlogit": "_timers",
-    "verify_checkpoint": "_checkpoints.index",
+    "verify_checkpoint": "_checkpoints.load",
     "wrap_model": "_wrap",
     "wrap_model_for_ddp": "_wrap",
     "wrap_model_for_deepspeed": "_frameworks",
@@ -73,13 +73,14 @@ _LATER = {
     "wrap_optimizer_for_zero1": "_wrap",
 }
 if TYPE_CHECKING:
-    from ._checkpoints.index import (
+    from ._checkpoints.load import (
         Checkpoint,
+        Loaded,
         latest_checkpoint,
         list_checkpoints,
+        load_checkpoint,
         verify_checkpoint,
     )
-    from ._checkpoints.load import Loaded, load_checkpoint
     from ._checkpoints.plain import load_into, load_on_one_rank
     from ._checkpoints.save import Saving, finish_saving, save_checkpoint
     from ._checkpoints.signal import SnapshotOnSignal

@@ -28,7 +28,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from ezpz_dist._errors import CheckpointError
 from ezpz_dist._version import __version__
 from ezpz_tp import Piece
 
@@ -40,7 +39,6 @@ from .store import (
     names_in,
     newest_first,
     next_name,
-    open_store,
     parse,
     refuse_other,
     to_remove,
@@ -617,61 +615,6 @@ def _dtype(name: Any) -> torch.dtype:
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """A checkpoint that was completed.
-
-    Attributes:
-        step: The step.
-        folder: Its path, or URL.
-        world_size: Ranks that wrote it.
-        contents: Of ``model``, ``optimizer``, ``scheduler``, ``data``, ``extra``, ``rng``.
-        size: Bytes.
-        time: When it was complete, in seconds since 1970.
-        torch: torch's version.
-    """
-
-    step: int
-    folder: str
-    world_size: int
-    contents: tuple[str, ...]
-    size: int
-    time: float
-    torch: str
-
-
-def described(store: Store, name: str, manifest: Manifest) -> Checkpoint:
-    return Checkpoint(
-        manifest.step, f"{store.root}/{name}", manifest.world_size, manifest.contents,
-        manifest.size, manifest.time, manifest.torch,
-    )  # fmt: skip
-
-
-def list_checkpoints(path: str | os.PathLike[str]) -> list[Checkpoint]:
-    """Return the checkpoints under a path that were completed, the newest last.
-
-    Those that a run abandoned, as it went back to a lower step, come first. By their manifests:
-    their other files are not looked at. Not a collective.
-    """
-    return list(reversed(_completed(open_store(path))))
-
-
-def latest_checkpoint(path: str | os.PathLike[str]) -> Checkpoint | None:
-    """Return the completed checkpoint that was saved last; None: there is none yet.
-
-    By its manifest: its other files are not looked at. Not a collective.
-    """
-    return next(iter(_completed(open_store(path))), None)
-
-
-def _completed(store: Store) -> list[Checkpoint]:
-    found, _ = read_manifests(store, names_in(store.entries()))  # loading says what is wrong
-    newest: dict[int, Checkpoint] = {}
-    for name, manifest in found.items():
-        newest.setdefault(name.step, described(store, str(name), manifest))
-    return list(newest.values())
-
-
 def read_manifests(
     store: Store, names: Sequence[Name]
 ) -> tuple[dict[Name, Manifest], dict[Name, str]]:
@@ -685,56 +628,6 @@ def read_manifests(
             wrong[name] = str(error)
     order = newest_first({name: manifest.sequence for name, manifest in found.items()})
     return {name: found[name] for name in order}, wrong
-
-
-def candidates(store: Store, step: int | None) -> list[Name]:
-    """Return what to load, the newest first: that may be one whose manifest cannot be read."""
-    names = [name for name in names_in(store.entries()) if step in (None, name.step)]
-    found, wrong = read_manifests(store, names)
-    return [*wrong, *found]
-
-
-def verify_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> Checkpoint:
-    """Read a checkpoint through and compare every file with its size and checksum.
-
-    Not a collective.
-
-    Args:
-        path: Where checkpoints are, or the folder of one.
-        step: Which; None: the last saved.
-
-    Raises:
-        CheckpointError: There is none, or it is damaged: every file that is, and how.
-    """
-    store = open_store(path)
-    above, _, last = store.root.rpartition("/")
-    if step is None and parse(last):
-        store, name = open_store(above), last
-    else:
-        names = candidates(store, step)
-        if not names:
-            raise CheckpointError(none_there(store, step))
-        name = str(names[0])
-    try:
-        manifest = read_manifest(store, name)
-    except ValueError as error:
-        raise CheckpointError(f"{store.root}/{name}: {error}") from error
-    problems = [
-        problem
-        for file, said in manifest.files.items()
-        if (problem := damage_of(store, name, file, said))
-    ]
-    if problems:
-        raise CheckpointError(f"{store.root}/{name}: {'; '.join(problems)}")
-    return described(store, name, manifest)
-
-
-def none_there(store: Store, step: int | None) -> str:
-    """Return the words for a checkpoint that is not there."""
-    names: list[Name] = names_in(store.entries())
-    steps = ", ".join(str(each) for each in sorted({name.step for name in names})) or "none"
-    which = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-    return f"{which} in {store.root}; there are: {steps}"
 
 
 def begin(store: Store, args: SaveArgs, size: int) -> tuple[Name, str, int]:
