@@ -508,14 +508,14 @@ def test_horovod_sees_another_world(ranks, stand_in):
         2,
         f"""
         sys.path.insert(0, {stand_in!r})
-        setup_torch(timeout=60)
-        os.environ["STAND_IN_RANK"] = "1"
+        rank = setup_torch(timeout=60)
+        os.environ["STAND_IN_RANK"] = str(1 - rank)
         model = torch.nn.Linear(2, 2)
         try:
             wrap_model_for_horovod(model, torch.optim.SGD(model.parameters(), 0.1))
         except SetupError as error:
             print(error)
-        dist.barrier()
+        cleanup()
         """,
     )
     assert "Horovod sees rank 1 of 2, the launcher (torchrun) says 0 of 2" in done[0]

@@ -16,56 +16,47 @@ from typing import NamedTuple
 import torch
 
 from ezpz_device import get_torch_backend, get_torch_device_type
-from ezpz_topo import FAMILIES, CheckResult
+from ezpz_topo import CheckResult
 
 from ._collectives import all_reduce
+from ._info import launch_variables
 from ._setup import cleanup, setup_torch
 
 _RANKS = 2
-_END = "end"
-_OF_IT = 0.7
-"""Of the time that there is: a rank then says itself whom it waits for."""
+_DONE = "done"
 
 _ELEMENTS = 1 << 20
 """4 MiB of fp32: more than goes in one message."""
 
-_OF_THE_STAMP = ("EZPZ_LAUNCHER", "EZPZ_LOCAL_DEVICE", "EZPZ_CONTROL", "MASTER_ADDR", "MASTER_PORT")
 
-
-class Said(NamedTuple):
-    """What a rank says: the backend, milliseconds of one all-reduce, and what was wrong."""
+class Outcome(NamedTuple):
+    """How a backend did on a rank; at the end, that the rank has done them all."""
 
     backend: str
-    milliseconds: float
-    wrong: str
-
-
-class _Rank(NamedTuple):
-    process: BaseProcess
-    pipe: Connection
+    milliseconds: float  # of one all-reduce
+    error: str
 
 
 def check(seconds: float) -> CheckResult:
     """Start two ranks on this host, and add a tensor of each, by every backend that they have."""
-    said = _of_ranks(0.85 * seconds)
-    facts: dict[str, object] = {}
-    for rank, words in enumerate(said):
-        for each in words:
-            if each.wrong:
-                return _failed(f"rank {rank} of {_RANKS} by {each.backend}: {each.wrong}")
-    for rank, words in enumerate(said):
-        if not words:
+    outcomes = _run_ranks(0.85 * seconds)
+    for rank, own in enumerate(outcomes):
+        for each in own:
+            if each.error:
+                return _failed(f"rank {rank} of {_RANKS} by {each.backend}: {each.error}")
+    for rank, own in enumerate(outcomes):
+        if not own:
             return _failed(f"rank {rank} of {_RANKS} did not end in time: silent since its start")
-        if words[-1].backend != _END:
+        if own[-1].backend != _DONE:
             # The first use of a device can take longer than this.
             return CheckResult.warning(
-                f"two ranks add by {words[-1].backend}; by their devices' backend rank {rank} did "
+                f"two ranks add by {own[-1].backend}; by their devices' backend rank {rank} did "
                 f"not in {seconds:.1f} s",
                 "give it more time: ezpz doctor --timeout=60 --only=all-reduce",
             )
-    for each in said[0][:-1]:
-        facts[each.backend] = {"milliseconds": round(each.milliseconds, 2)}
-    shown = " and ".join(f"{each.backend} ({each.milliseconds:.1f} ms)" for each in said[0][:-1])
+    done = outcomes[0][:-1]
+    shown = " and ".join(f"{each.backend} ({each.milliseconds:.1f} ms)" for each in done)
+    facts = {each.backend: {"milliseconds": round(each.milliseconds, 2)} for each in done}
     return CheckResult.ok(
         f"two ranks add {4 * _ELEMENTS >> 20} MiB by {shown}", bytes=4 * _ELEMENTS, **facts
     )
@@ -79,83 +70,87 @@ def _failed(message: str) -> CheckResult:
     )
 
 
-def _of_ranks(seconds: float) -> list[list[Said]]:
-    """Run both ranks for at most so long and return what each said; none is left afterwards."""
+def _run_ranks(seconds: float) -> list[list[Outcome]]:
+    """Run both ranks for at most so long and return what each sent; none is left afterwards."""
     until = time.monotonic() + seconds
     # A copy of this process has torch already, whose import takes a second; and no device is in
     # use here yet. macOS forbids what torch does to a copy.
-    linux = os.uname().sysname == "Linux"
     get = multiprocessing.get_context
-    context = get("fork") if linux else get("spawn")
-    port = _free_port()
-    ranks: list[_Rank] = []
+    context = get("fork") if os.uname().sysname == "Linux" else get("spawn")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    processes: list[BaseProcess] = []
+    outcomes: dict[Connection, list[Outcome]] = {}
     try:
         for rank in range(_RANKS):
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=run_rank, args=(rank, port, _OF_IT * seconds, theirs))
+            outcomes[ours] = []
+            # With less time than there is: a rank then says itself whom it waits for.
+            process = context.Process(target=run_rank, args=(rank, port, 0.7 * seconds, theirs))
             with warnings.catch_warnings():
                 # Python 3.12 and newer: torch has threads, none of which holds a lock by now.
                 warnings.simplefilter("ignore", DeprecationWarning)
                 process.start()
             theirs.close()
-            ranks.append(_Rank(process, ours))
-        return _listen(ranks, until)
+            processes.append(process)
+        _receive(outcomes, until)
     finally:
-        for each in ranks:
-            each.process.kill()
-            each.process.join()
-            each.pipe.close()
+        for process in processes:
+            process.kill()
+            process.join()
+        for pipe in outcomes:
+            pipe.close()
+    return list(outcomes.values())
 
 
-def _listen(ranks: list[_Rank], until: float) -> list[list[Said]]:
-    said: list[list[Said]] = [[] for _ in ranks]
-    talking = {each.pipe: words for each, words in zip(ranks, said, strict=True)}
-    while talking:
-        heard = wait(list(talking), max(0.0, until - time.monotonic()))
-        if not heard:
-            return said
-        for pipe in heard:
+def _receive(outcomes: dict[Connection, list[Outcome]], until: float) -> None:
+    left = list(outcomes)
+    while left:
+        ready = wait(left, max(0.0, until - time.monotonic()))
+        if not ready:
+            return
+        for pipe in ready:
             assert isinstance(pipe, Connection)
-            words = talking[pipe]
+            own = outcomes[pipe]
             try:
-                words.append(pipe.recv())
+                own.append(pipe.recv())
             except EOFError:
-                del talking[pipe]
-                if not words or words[-1].backend != _END:
-                    words.append(Said("gloo or its device's backend", 0.0, "its process ended"))
-            if words[-1].wrong:
-                return said  # the other one waits for it
-    return said
+                left.remove(pipe)
+                if not own or own[-1].backend != _DONE:
+                    own.append(Outcome("gloo or its device's backend", 0.0, "its process ended"))
+            if own[-1].error:
+                return  # the other one waits for it
 
 
 def run_rank(rank: int, port: int, seconds: float, pipe: Connection) -> None:
     """Be one of the ranks, say how each backend did, and at the end that it is."""
-    asked = dict(os.environ)
+    before = dict(os.environ)
     become(rank, port, os.environ)
     # A copy of a process that has computed has none of OpenMP's threads, and would wait for them.
     torch.set_num_threads(1)
-    # What it prints is said in other words, or of no interest to who asked for a table.
+    # What it prints is said in the outcome, or of no interest beside a table.
     with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stderr(nowhere):
-        for device, backend in _ways(asked):
+        for device, backend in _ways(before):
             os.environ["TORCH_DEVICE"] = device
             os.environ.pop("TORCH_BACKEND", None)
             try:
-                said = Said(backend, _add(rank, device, backend, seconds), "")
+                outcome = Outcome(backend, _add(rank, device, backend, seconds), "")
             except Exception as error:  # noqa: BLE001  # whatever it is, it is what was wrong
                 first = str(error).partition("\n")[0][:300]
-                said = Said(backend, 0.0, f"{type(error).__name__}: {first}")
-            pipe.send(said)
-            if said.wrong:
+                outcome = Outcome(backend, 0.0, f"{type(error).__name__}: {first}")
+            pipe.send(outcome)
+            if outcome.error:
                 return
-        pipe.send(Said(_END, 0.0, ""))
+        pipe.send(Outcome(_DONE, 0.0, ""))
 
 
-def _ways(asked: Mapping[str, str]) -> list[tuple[str, str]]:
+def _ways(env: Mapping[str, str]) -> list[tuple[str, str]]:
     """Return (device type, backend) of each way to talk: gloo, and that of two devices."""
     ways = [("cpu", "gloo")]
-    device_type = get_torch_device_type(asked)
+    device_type = get_torch_device_type(env)
     if device_type in ("cuda", "xpu") and getattr(torch, device_type).device_count() >= _RANKS:
-        ways.append((device_type, get_torch_backend(asked)))
+        ways.append((device_type, get_torch_backend(env)))
     return ways
 
 
@@ -179,21 +174,8 @@ def _add(rank: int, device: str, backend: str, seconds: float) -> float:
 
 def become(rank: int, port: int, env: MutableMapping[str, str]) -> None:
     """Make this environment that of a rank of a world of two, and of no other."""
-    for family in FAMILIES:
-        for names in (
-            family.rank, family.world_size, family.local_rank, family.local_world_size,
-            family.node_rank, family.num_nodes, family.proof,
-        ):  # fmt: skip
-            for name in names:
-                env.pop(name, None)
-    for name in _OF_THE_STAMP:
+    for name in {*launch_variables(), "EZPZ_LAUNCHER", "EZPZ_LOCAL_DEVICE", "EZPZ_CONTROL"}:
         env.pop(name, None)
     world = {"RANK": rank, "WORLD_SIZE": _RANKS, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": _RANKS}
     env.update({name: str(value) for name, value in world.items()})
     env.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
-
-
-def _free_port() -> int:
-    with socket.socket() as asked:
-        asked.bind(("127.0.0.1", 0))
-        return int(asked.getsockname()[1])

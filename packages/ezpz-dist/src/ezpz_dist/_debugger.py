@@ -20,7 +20,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from types import FrameType
 from typing import IO, Any, NamedTuple, cast
 
@@ -32,7 +32,7 @@ from ._errors import DistError, HangError, LostRankError
 from ._watch import waiting
 from ._world import World, current_world
 
-# The terminal that a person at this rank can be asked at, if there is one.
+# A terminal at which a person can be asked, if there is one.
 
 STDIN = "stdin"
 """Where the process's own standard input and output will do."""
@@ -40,6 +40,8 @@ STDIN = "stdin"
 _QUIET = frozenset({"none", "ezpz", "torchrun"})
 """Launchers that leave their terminal's input alone; mpiexec and srun read it themselves, and
 would get some of the lines that are meant for the debugger."""
+
+_READ = "the terminal's input is read by the launcher ({})"
 
 _PTS_MAJORS = range(136, 144)  # Linux: Documentation/admin-guide/devices.txt
 
@@ -50,54 +52,49 @@ class _Process(NamedTuple):
     pid: int
     parent: int
     group: int
-    terminal: int
-    """Device number of the controlling terminal; 0 for none."""
-    foreground: int
-    """The process group that the terminal listens to."""
+    terminal: int  # device number of the controlling terminal; 0: none
+    foreground: int  # the process group that the terminal listens to
 
 
+# Our own, if this process is in its foreground (a background process would be stopped by SIGTTIN).
+# Else that of the launcher above us: ezpz-launch and torchrun give each rank a session of its own,
+# without a terminal, and do not read theirs. A process may use a terminal that is not its
+# session's; job control does not concern it there.
 def find_terminal(launcher: str, *, proc: str = "/proc") -> tuple[str, str]:
-    """Return the path of a terminal that can be read here, or ``""`` and why there is none."""
+    """Return a terminal that can be read here: `STDIN` or its path; else "", and the reason."""
     try:
         own = os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY)
     except OSError:
-        return _anothers(launcher, proc)
+        return _find_above(launcher, proc)
     try:
-        behind = os.tcgetpgrp(own) != os.getpgrp()
+        if os.tcgetpgrp(own) != os.getpgrp():
+            return "", "this process runs in the background of its terminal"
     finally:
         os.close(own)
-    if behind:
-        return "", "this process runs in the background of its terminal"
     if os.isatty(0) and os.isatty(1):
         return STDIN, ""
-    return ("/dev/tty", "") if launcher in _QUIET else ("", _read_by(launcher))
+    return ("/dev/tty", "") if launcher in _QUIET else ("", _READ.format(launcher))
 
 
-def _anothers(launcher: str, proc: str) -> tuple[str, str]:
-    """Return the terminal of a process above this one, for a process that has none."""
+def _find_above(launcher: str, proc: str) -> tuple[str, str]:
     owner = _owner(os.getppid(), proc)
     if owner is None:
         plain = os.isatty(0) and os.isatty(1)
         return (STDIN, "") if plain else ("", "no process above this one has a terminal")
     if launcher not in _QUIET:
-        return "", _read_by(launcher)
+        return "", _READ.format(launcher)
     if owner.group != owner.foreground:
         return "", f"process {owner.pid} above it runs in the background of its terminal"
     path = _path(owner, proc)
     return path, "" if path else f"the terminal of process {owner.pid} cannot be opened here"
 
 
-def _read_by(launcher: str) -> str:
-    return f"the terminal's input is read by the launcher ({launcher})"
-
-
 def has_input() -> bool:
-    """Whether standard input holds commands: a file or pipe, not closed or the null device."""
+    """Return whether standard input holds commands: a file or pipe, not closed nor a device."""
     try:
-        mine = os.fstat(0)
+        return not stat.S_ISCHR(os.fstat(0).st_mode)
     except OSError:
         return False
-    return not stat.S_ISCHR(mine.st_mode)
 
 
 def _owner(pid: int, proc: str) -> _Process | None:
@@ -145,11 +142,11 @@ an unfinished line for 0.2."""
 
 
 class Console(NamedTuple):
-    """A way to the person."""
+    """A way to the person; None: standard input (with line editing), standard output."""
 
     stdin: IO[str] | None
     stdout: IO[str] | None
-    where: str
+    where: str  # in words, for those who wait
     close: Callable[[], None]
 
 
@@ -159,10 +156,16 @@ def open_console(info: RankInfo, host: str, line: str) -> Console:
     sys.stderr.flush()
     path, why_not = find_terminal(info.launcher)
     if path == STDIN or (not path and info.launcher == "none" and has_input()):
-        return Console(None, None, "its standard input", _nothing)
+        return Console(None, None, "its standard input", lambda: None)
     if path:
         time.sleep(_DRAINED)
-        return _at_terminal(path)
+        # Left in its cooked mode: a rank that is killed must not leave it in another.
+        commands = open(path, encoding="utf-8", errors="replace")  # noqa: SIM115 - until `close`
+        answers = open(path, "w", encoding="utf-8", errors="replace")  # noqa: SIM115
+        files = ExitStack()
+        files.callback(commands.close)
+        files.callback(answers.close)
+        return Console(commands, answers, f"the terminal {path}", files.close)
     remote = RemoteTerminal()
     command = f"on {shlex.quote(host)}: {remote.command}"
     who = f"rank {info.rank} of {info.world_size}" if info.world_size > 1 else "this process"
@@ -174,22 +177,6 @@ def open_console(info: RankInfo, host: str, line: str) -> Console:
     return Console(file, file, f"a socket; type in a shell {command}", remote.close)
 
 
-def _at_terminal(path: str) -> Console:
-    # Left in its cooked mode: a rank that is killed must not leave it in another.
-    commands = open(path, encoding="utf-8", errors="replace")  # noqa: SIM115  # until `close`
-    answers = open(path, "w", encoding="utf-8", errors="replace")  # noqa: SIM115
-
-    def close() -> None:
-        commands.close()
-        answers.close()
-
-    return Console(commands, answers, f"the terminal {path}", close)
-
-
-def _nothing() -> None:
-    """Leave standard input and output open."""
-
-
 # A terminal by another way: a socket of this host, at which a person connects with `attach`.
 
 _KEPT = 1 << 16
@@ -198,6 +185,10 @@ _KEPT = 1 << 16
 
 class RemoteTerminal:
     """Lines from and to whoever is connected; a file to read from and to write to."""
+
+    # Nothing is lost while no one is: output is kept, and reading waits. The socket lies in a
+    # folder that only this user can enter, so it needs no secret (one on a command line could be
+    # seen by all users of the host).
 
     def __init__(self) -> None:
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -214,7 +205,7 @@ class RemoteTerminal:
         threading.Thread(target=self._serve, name="ezpz-attach", daemon=True).start()
 
     def readline(self, _limit: int = -1) -> str:
-        """Return the next line that somebody types, waiting for somebody to come."""
+        """Return the next line that a person types, waiting for one to connect."""
         with self._lock:
             self._awaits = True
             self._send(_attach.TURN)
@@ -241,7 +232,7 @@ class RemoteTerminal:
             link, self._link = self._link, None
         for each in (self._listener, link):
             if each is not None:
-                with suppress(OSError):  # nobody is connected, or not any more
+                with suppress(OSError):  # no one is connected, or not any more
                     each.shutdown(socket.SHUT_RDWR)
                 each.close()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -315,11 +306,14 @@ def _listen() -> tuple[str, socket.socket]:
     )
 
 
-# The debugger itself: pdb, at the caller's line, with the other ranks on a lead.
+# The debugger itself: pdb at the caller's line; the other ranks wait until it lets them go on.
 
 
 class RankPdb(pdb.Pdb):
-    """pdb for one rank of several."""
+    """pdb for one rank of several, with the commands ``release`` and ``pm`` beside its own."""
+
+    # It stops at the call itself, inside the `except` block that it stands in, as `breakpoint` does
+    # from Python 3.13 on; earlier ones stop a line later, where an exception's name may be gone.
 
     def __init__(
         self,
@@ -337,7 +331,7 @@ class RankPdb(pdb.Pdb):
         self._exception = exception
 
     def begin(self, frame: FrameType) -> None:
-        """Take commands at a frame until one of them lets the program go on."""
+        """Take commands at a frame; then, if `traces`, the caller sets `trace_dispatch` last."""
         self.reset()
         outer: FrameType | None = frame
         while outer is not None:
@@ -516,12 +510,12 @@ def _wait(world: World, rank: int, key: str, line: str) -> None:
                 f"breakpoint(rank={rank}) at {line} on rank {world.info.rank} "
                 f"({world.hosts[world.info.rank]}): rank {rank} on {world.hosts[rank]} did not "
                 f"come within {world.timeout:g} s; expected every rank to call it at that line; "
-                f"{_standing(rank)[0]}",
+                f"{_locate(rank)[0]}",
                 [rank],
             )
         if speaks and now - said >= EVERY:
             said = now
-            where, answers = _standing(rank)
+            where, answers = _locate(rank)
             unanswered = 0 if answers else unanswered + 1
             if unanswered >= UNANSWERED or (not answers and _ENDED.search(where)):
                 store.set(f"{key}/over", f"{where}; the ranks at breakpoint(rank={rank}) waited")
@@ -535,7 +529,7 @@ def _wait(world: World, rank: int, key: str, line: str) -> None:
         raise LostRankError(f"breakpoint(rank={rank}) at {line}: {lost}", [rank])
 
 
-def _standing(rank: int) -> tuple[str, bool]:
+def _locate(rank: int) -> tuple[str, bool]:
     """Return where a rank stands, or what became of it, and whether it answered itself."""
     responder = find_responder()
     if responder is None:

@@ -106,7 +106,9 @@ class ModelDescription:
                     f"{like.parameters:,}",
                     f"{like.held:,}",
                     _bytes(like.bytes),
-                    _types(like),
+                    (like.dtype or "-")
+                    + (f", computes in {like.compute_dtype}" if like.compute_dtype else "")
+                    + (f", reduces in {like.reduce_dtype}" if like.reduce_dtype else ""),
                     {None: "-", True: "freed", False: "kept"}[like.reshards],
                 )
             )
@@ -125,15 +127,6 @@ class ModelDescription:
             f"{_bytes(self.bytes)}, and {_bytes(self.buffer_bytes)} of buffers"
         )
         return "\n".join([total, *lines])
-
-
-def _types(unit: WrappedUnit) -> str:
-    text = unit.dtype or "-"
-    if unit.compute_dtype:
-        text += f", computes in {unit.compute_dtype}"
-    if unit.reduce_dtype:
-        text += f", reduces in {unit.reduce_dtype}"
-    return text
 
 
 def _alike(units: tuple[WrappedUnit, ...]) -> list[tuple[WrappedUnit, list[str]]]:
@@ -177,13 +170,9 @@ def describe(model: nn.Module) -> ModelDescription:
             parent = units[_innermost(name.rpartition(".")[0], units)]
             units[name] = _Held(module, find_wrapper(parent.module) != "FSDP2" or not name)
         unit = units[_innermost(name, units)]
-        for into, tensors in (
-            (unit.parameters, module.parameters(recurse=False)),
-            (unit.buffers, module.buffers(recurse=False)),
-        ):
-            fresh = [tensor for tensor in tensors if tensor not in seen]
-            seen.update(fresh)
-            into.extend(fresh)
+        unit.parameters += [one for one in module.parameters(recurse=False) if one not in seen]
+        unit.buffers += [one for one in module.buffers(recurse=False) if one not in seen]
+        seen.update(unit.parameters, unit.buffers)
     found = [_unit(name, held, around) for name, held in units.items()]
     kept = tuple(unit for unit in found if unit.parameters or unit.buffer_bytes or len(found) == 1)
     return ModelDescription(_class_of(_inside(model)), kept)
@@ -208,20 +197,19 @@ def _innermost(name: str, units: dict[str, _Held]) -> str:
 def _unit(name: str, held: _Held, around: str | None) -> WrappedUnit:
     module, parameters, buffers = held.module, held.parameters, held.buffers
     wrapper = find_wrapper(module)
-    sizes = [_sizes(one) for one in parameters]
-    whole = sum(all_ for all_, _ in sizes)
-    trainable = sum(
-        all_ for (all_, _), one in zip(sizes, parameters, strict=True) if one.requires_grad
-    )
-    if wrapper == "FSDP1" and (flat := _flat_parameter(module)) is not None:
+    sizes = [(*_sizes(one), one) for one in parameters]
+    whole = sum(count for count, _, _ in sizes)
+    trainable = sum(count for count, _, one in sizes if one.requires_grad)
+    flat = getattr(getattr(module, "_handle", None), "flat_param", None)
+    if wrapper == "FSDP1" and flat is not None:
         # What is registered are views of the shard, and what a rank has nothing of is empty.
         counts = flat._numels  # noqa: SLF001 - no public way to ask
         of_each = flat._params or [flat] * len(counts)  # noqa: SLF001
-        all_of_it = [(count, one.requires_grad) for count, one in zip(counts, of_each, strict=True)]
+        counted = [(count, one.requires_grad) for count, one in zip(counts, of_each, strict=True)]
         beside = [one for one in parameters if not hasattr(one, "_fsdp_flattened")]
-        all_of_it += [(one.numel(), one.requires_grad) for one in beside]
-        whole = sum(count for count, _ in all_of_it)
-        trainable = sum(count for count, trains in all_of_it if trains)
+        counted += [(one.numel(), one.requires_grad) for one in beside]
+        whole = sum(count for count, _ in counted)
+        trainable = sum(count for count, trains in counted if trains)
     dtypes = Counter(str(one.dtype).removeprefix("torch.") for one in parameters)
     dtype = dtypes.most_common(1)[0][0] if dtypes else ""
     mixed, reshards = _policy(module, wrapper, held.is_outermost)
@@ -232,10 +220,8 @@ def _unit(name: str, held: _Held, around: str | None) -> WrappedUnit:
         wrapper=wrapper if wrapper in ("FSDP1", "FSDP2") else around,
         parameters=whole,
         trainable=trainable,
-        held=sum(here for _, here in sizes),
-        bytes=sum(
-            here * one.element_size() for (_, here), one in zip(sizes, parameters, strict=True)
-        ),
+        held=sum(here for _, here, _ in sizes),
+        bytes=sum(here * one.element_size() for _, here, one in sizes),
         buffer_bytes=sum(one.numel() * one.element_size() for one in buffers),
         dtype=dtype,
         compute_dtype=_other(getattr(mixed, "param_dtype", None), dtype),
@@ -261,11 +247,6 @@ def _around(module: nn.Module) -> str | None:
     if wrapper == "DeepSpeed":
         return f"DeepSpeed ZeRO-{module.zero_optimization_stage()}"  # type: ignore[operator]
     return wrapper if wrapper in ("DDP", "DataParallel") else None
-
-
-def _flat_parameter(module: Any) -> Any:
-    handle = getattr(module, "_handle", None)
-    return None if handle is None else handle.flat_param
 
 
 def _policy(module: Any, wrapper: str | None, is_outermost: bool) -> tuple[Any, bool | None]:

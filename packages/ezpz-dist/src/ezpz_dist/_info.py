@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,14 +17,12 @@ from ._errors import fold
 from ._version import __version__
 from ._world import find_world
 
-# The world as a picture in text: pure, and readable at ten thousand ranks.
+# The world as a table in text: pure, and readable at ten thousand ranks.
 
-_WHOLE = 8
-"""Nodes that are all shown; of more the first and the last."""
+_NODES_SHOWN, _FIRST_NODES = 8, 3
+"""More nodes than the former are shortened: to so many first ones, and the last."""
 
-_FIRST = 3
-
-_WIDE = 60
+_WIDTH = 60
 """Characters for ranks in columns, and for a folded list of hosts or ranks."""
 
 
@@ -40,29 +38,26 @@ def picture(info: Mapping[str, Any], hosts: Sequence[str]) -> str:
     return "\n".join(lines + _table(nodes))
 
 
-def _facts(info: Mapping[str, Any]) -> list[str]:
+def _facts(info: Mapping[str, Any]) -> Iterator[str]:
     job = f", {info['scheduler']} job {info['job_id']}" if info["job_id"] else ""
-    timeout = "" if info["timeout"] is None else f", time-out {info['timeout']:g} s"
     started = "one process" if info["launcher"] == "none" else f"started by {info['launcher']}"
-    facts = [
-        f"{started} on {info['machine']}{job}",
-        f"device {info['device']}, backend {info['backend']}{timeout}",
-        ", ".join(f"{name} {version}" for name, version in info["versions"].items()),
-    ]
+    yield f"{started} on {info['machine']}{job}"
+    timeout = "" if info["timeout"] is None else f", time-out {info['timeout']:g} s"
+    yield f"device {info['device']}, backend {info['backend']}{timeout}"
     if any(degree > 1 for axis, degree in info["degrees"].items() if axis != "data"):
         degrees = (f"{axis} {degree:,}" for axis, degree in info["degrees"].items())
-        facts.insert(2, "parallel: " + " x ".join(degrees))
+        yield "parallel: " + " x ".join(degrees)
+    yield ", ".join(f"{name} {version}" for name, version in info["versions"].items())
     if not info["is_set_up"]:
-        facts.append("not set up yet: this is what the environment says")
-    return facts
+        yield "not set up yet: this is what the environment says"
 
 
 def _table(nodes: Mapping[str, Sequence[int]]) -> list[str]:
     """Return a line a node, those in the middle of many as one."""
     rows = [(str(index), host, ranks) for index, (host, ranks) in enumerate(nodes.items())]
-    shown = rows if len(rows) <= _WHOLE else [*rows[:_FIRST], rows[-1]]
+    shown = rows if len(rows) <= _NODES_SHOWN else [*rows[:_FIRST_NODES], rows[-1]]
     digits = max(len(str(rank)) for _, _, ranks in shown for rank in ranks)
-    in_columns = max(len(ranks) for _, _, ranks in shown) * (digits + 2) <= _WIDE
+    in_columns = max(len(ranks) for _, _, ranks in shown) * (digits + 2) <= _WIDTH
     node_width = max(len("node"), *(len(index) for index, _, _ in shown))
     host_width = max(len("host"), *(len(host) for _, host, _ in shown))
     lines = [f"{'node':>{node_width}}  {'host':<{host_width}}  ranks"]
@@ -71,7 +66,7 @@ def _table(nodes: Mapping[str, Sequence[int]]) -> list[str]:
         text = columns if in_columns else _cut(fold(ranks))
         lines.append(f"{index:>{node_width}}  {host:<{host_width}}  {text}")
     if shown is not rows:
-        hidden = rows[_FIRST:-1]
+        hidden = rows[_FIRST_NODES:-1]
         ranks = [rank for _, _, own in hidden for rank in own]
         where = _cut(_fold_hosts([host for _, host, _ in hidden]))
         more = f"{len(hidden):,} more: {where}, ranks {_cut(fold(ranks))}"
@@ -87,7 +82,7 @@ def _fold_hosts(hosts: Sequence[str]) -> str:
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= _WIDE else f"{text[: _WIDE - 4]} ..."
+    return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 4]} ..."
 
 
 def _s(many: Sequence[object] | Mapping[str, object]) -> str:
@@ -105,7 +100,7 @@ def get_dist_info() -> dict[str, Any]:
 
     Returns:
         ``is_set_up``, ``rank``, ``world_size``, ``local_rank``, ``local_world_size``,
-        ``node_rank``, ``num_nodes`` (the last three None where nobody tells), ``hostname``,
+        ``node_rank``, ``num_nodes`` (the last three None where it is not known), ``hostname``,
         ``hosts`` (each once, by their first rank), ``device``, ``device_type``, ``backend``,
         ``timeout`` (seconds; None before set-up), ``launcher``, ``scheduler``, ``job_id``,
         ``machine``, ``master_addr``, ``master_port``, ``degrees`` (of the axes tensor,
@@ -115,14 +110,19 @@ def get_dist_info() -> dict[str, Any]:
         ezpz_topo.TopoError: The environment is half set or contradicts itself.
         ezpz_device.DeviceError: Before set-up: there is no device for this rank.
     """
-    import ezpz_tp  # noqa: PLC0415  # only who asks pays for it
+    import ezpz_tp  # noqa: PLC0415 - only where it is asked
 
     world = find_world()
     info = ezpz_topo.get_rank_info() if world is None else world.info
     job = _allocation()
     device = torch.device(ezpz_device.get_torch_device() if world is None else world.device)
-    hosts = _hosts(job) if world is None else list(dict.fromkeys(world.hosts))
+    hosts = list(job.hosts) or [ezpz_topo.get_hostname()]
+    if world is not None:
+        hosts = list(dict.fromkeys(world.hosts))
     port = os.environ.get("MASTER_PORT", "")
+    degrees = {"tensor": 1, "context": 1, "pipeline": 1, "data": info.world_size}
+    if ezpz_tp.tensor_parallel_is_initialized():
+        degrees = {axis: ezpz_tp.get_state().size(axis) for axis in degrees}
     return {
         "is_set_up": world is not None,
         "rank": info.rank,
@@ -143,7 +143,7 @@ def get_dist_info() -> dict[str, Any]:
         "machine": ezpz_topo.get_machine(),
         "master_addr": os.environ.get("MASTER_ADDR") or None,
         "master_port": int(port) if port.isascii() and port.isdigit() else None,
-        "degrees": _degrees(info.world_size),
+        "degrees": degrees,
         "versions": {
             "torch": str(torch.__version__),  # a plain string, for YAML too
             "python": platform.python_version(),
@@ -185,7 +185,7 @@ def query_environment(env: Mapping[str, str] | None = None) -> dict[str, Any]:
 
     Returns:
         ``rank``, ``world_size``, ``local_rank``, ``local_world_size``, ``node_rank``,
-        ``num_nodes`` (the last three None where nobody tells), ``launcher``, ``sources``
+        ``num_nodes`` (the last three None where it is not known), ``launcher``, ``sources``
         (for each of the numbers the variable or rule that it comes from), ``variables``
         (all of the known launchers' that are set, with their values), ``notes`` (what was
         seen and set aside).
@@ -195,15 +195,7 @@ def query_environment(env: Mapping[str, str] | None = None) -> dict[str, Any]:
     """
     env = os.environ if env is None else env
     info = ezpz_topo.get_rank_info(env)
-    names = {
-        name
-        for family in ezpz_topo.FAMILIES
-        for field in (
-            family.rank, family.world_size, family.local_rank, family.local_world_size,
-            family.node_rank, family.num_nodes, family.proof, (family.tasks_per_node,),
-        )
-        for name in field
-    } | {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"}  # fmt: skip
+    names = sorted(launch_variables())
     return {
         "rank": info.rank,
         "world_size": info.world_size,
@@ -213,9 +205,22 @@ def query_environment(env: Mapping[str, str] | None = None) -> dict[str, Any]:
         "num_nodes": info.num_nodes,
         "launcher": info.launcher,
         "sources": dict(info.sources),
-        "variables": {name: env[name] for name in sorted(names) if env.get(name)},
+        "variables": {name: env[name] for name in names if env.get(name)},
         "notes": list(info.notes),
     }
+
+
+def launch_variables() -> set[str]:
+    """Return the names of the variables by which launchers tell a process its place."""
+    return {
+        name
+        for family in ezpz_topo.FAMILIES
+        for field in (
+            family.rank, family.world_size, family.local_rank, family.local_world_size,
+            family.node_rank, family.num_nodes, family.proof, (family.tasks_per_node,),
+        )
+        for name in field
+    } | {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"}  # fmt: skip
 
 
 def _allocation() -> ezpz_topo.Allocation:
@@ -223,25 +228,8 @@ def _allocation() -> ezpz_topo.Allocation:
         # No rank may start the scheduler's commands: ten thousand at once take it down.
         return ezpz_topo.get_allocation(ask=False)
     except ezpz_topo.SchedulerError:
-        # Only a command could tell the hosts; the job's name is told all the same.
+        # Only a command could tell the hosts; the job's name is known all the same.
         for scheduler, name in (("slurm", "SLURM_JOB_ID"), ("pbs", "PBS_JOBID")):
             if os.environ.get(name):
                 return ezpz_topo.Allocation(scheduler, os.environ[name], ())
         return ezpz_topo.Allocation("unknown", None, ())
-
-
-def _hosts(job: ezpz_topo.Allocation) -> list[str]:
-    return list(job.hosts) or [ezpz_topo.get_hostname()]
-
-
-def _degrees(world_size: int) -> dict[str, int]:
-    import ezpz_tp  # noqa: PLC0415  # only who asks pays for it
-
-    if not ezpz_tp.tensor_parallel_is_initialized():
-        return {"tensor": 1, "context": 1, "pipeline": 1, "data": world_size}
-    return {
-        "tensor": ezpz_tp.get_tensor_parallel_world_size(),
-        "context": ezpz_tp.get_context_parallel_world_size(),
-        "pipeline": ezpz_tp.get_pipeline_parallel_world_size(),
-        "data": ezpz_tp.get_data_parallel_world_size(),
-    }

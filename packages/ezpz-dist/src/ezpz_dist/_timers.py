@@ -8,9 +8,9 @@ import logging
 import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from types import TracebackType
+from functools import partial
 from typing import Any, ParamSpec, Self, TypeVar, cast
 
 import torch
@@ -29,6 +29,11 @@ def clock_here(device: torch.device | None = None, *, synchronize: bool = False)
     world = find_world()
     where = device or (world and world.device)
     return find_clock(where, synchronize=synchronize) or cast("Clock", find_clock("cpu"))
+
+
+def _rank_here() -> int:
+    world = find_world()
+    return get_rank() if world is None else world.info.rank
 
 
 def in_words(seconds: float) -> str:
@@ -68,8 +73,8 @@ def timed(
         level: A level of `logging`.
         log: Where to.
     """
-    mine = _my_rank()
-    timer = Timer(name, enabled=mine == (rank or 0))
+    here = _rank_here()
+    timer = Timer(name, enabled=here == (rank or 0))
     failed = ""
     try:
         with timer:
@@ -79,9 +84,8 @@ def timed(
         raise
     finally:
         if timer.enabled and timer.timing.count:
-            log.log(
-                level, "%s took %s on rank %d%s", name, in_words(timer.timing.last), mine, failed
-            )
+            took = in_words(timer.timing.last)
+            log.log(level, "%s took %s on rank %d%s", name, took, here, failed)
 
 
 def timeitlogit(
@@ -115,30 +119,23 @@ def timeitlogit(
                 f"timeitlogit of the generator {name}; expected a function: a generator's call "
                 "returns before its work begins; time what consumes it, in `with timed(...)`"
             )
-        if inspect.iscoroutinefunction(function):
 
-            @functools.wraps(function)
-            async def awaited(*args: P.args, **kwargs: P.kwargs) -> Any:
-                with timed(name, rank, level=level, log=log):
-                    return await cast("Callable[P, Awaitable[Any]]", function)(*args, **kwargs)
-
-            return cast("Callable[P, R]", awaited)
+        @functools.wraps(function)
+        async def awaited(*args: P.args, **kwargs: P.kwargs) -> Any:
+            with timed(name, rank, level=level, log=log):
+                return await cast("Callable[P, Awaitable[Any]]", function)(*args, **kwargs)
 
         @functools.wraps(function)
         def called(*args: P.args, **kwargs: P.kwargs) -> R:
-            if _my_rank() != (rank or 0):
+            if _rank_here() != (rank or 0):
                 return function(*args, **kwargs)
             with timed(name, rank, level=level, log=log):
                 return function(*args, **kwargs)
 
-        return called
+        is_async = inspect.iscoroutinefunction(function)
+        return cast("Callable[P, R]", awaited) if is_async else called
 
     return decorate
-
-
-def _my_rank() -> int:
-    world = find_world()
-    return get_rank() if world is None else world.info.rank
 
 
 # Timers that add up what they measure.
@@ -198,11 +195,6 @@ class Timer:
         device: What the work runs on; default: this rank's device.
     """
 
-    __slots__ = (
-        "_count", "_device", "_last", "_max", "_min", "_open", "_pending", "_synchronize",
-        "_total", "enabled", "name",
-    )  # fmt: skip
-
     def __init__(
         self,
         name: str = "",
@@ -242,22 +234,14 @@ class Timer:
         self._open.append((clock, clock.mark()))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         begun = self._open.pop()
         if begun is None:
             return
         clock, start = begun
-        if kind is None:
+        # A device that has failed cannot be asked, and the first error is the better one.
+        with suppress(RuntimeError) if kind else nullcontext():
             self._pending.append((clock, start, clock.mark()))
-        else:
-            # A device that has failed cannot be asked, and the first error is the better one.
-            with suppress(RuntimeError):
-                self._pending.append((clock, start, clock.mark()))
         self._settle(wait=False)
 
     def _settle(self, *, wait: bool) -> None:
@@ -290,23 +274,19 @@ class Timers:
         enabled: bool = True,
         device: torch.device | str | None = None,
     ) -> None:
-        self._made: dict[str, Timer] = {}
-        self._synchronize = synchronize
+        self._timers: dict[str, Timer] = {}
+        self._make = partial(Timer, synchronize=synchronize, device=device)
         self._enabled = enabled
-        self._device = device
 
     def __call__(self, name: str) -> Timer:
         """Return the timer of that name."""
-        timer = self._made.get(name)
-        if timer is None:
-            timer = self._made[name] = Timer(
-                name, synchronize=self._synchronize, enabled=self._enabled, device=self._device
-            )
-        return timer
+        if name not in self._timers:
+            self._timers[name] = self._make(name, enabled=self._enabled)
+        return self._timers[name]
 
     def __iter__(self) -> Iterator[Timer]:
         """Return the timers in the order in which they were made."""
-        return iter(self._made.values())
+        return iter(self._timers.values())
 
     @property
     def enabled(self) -> bool:
