@@ -183,11 +183,13 @@ def agreed(
     lines: dict[str, str] = {}
     try:
         yield lines
-        tensors = wrapped
+        tensors: dict[str, torch.Tensor] = {}
         if isinstance(wrapped, nn.Module):
             parameters = wrapped.named_parameters(remove_duplicate=False)
-            tensors = {f"parameter {name}": one for name, one in parameters}
+            tensors |= {f"parameter {name}": one for name, one in parameters}
             tensors |= {f"buffer {name}": one for name, one in wrapped.named_buffers()}
+        else:
+            tensors |= wrapped
         lines |= {name: _of_tensor(tensor) for name, tensor in tensors.items()}
     except Exception as error:  # whatever it is, the others wait to hear of it; raised again
         if replicas.size > 1:

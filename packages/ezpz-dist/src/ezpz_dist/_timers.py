@@ -27,7 +27,7 @@ Span = tuple[Clock, Any, Any]
 def clock_here(device: torch.device | None = None, *, synchronize: bool = False) -> Clock:
     """Return a device's clock; default: this rank's, before set-up what torch already uses."""
     world = find_world()
-    where = device or (world and world.device)
+    where = world.device if device is None and world is not None else device
     return find_clock(where, synchronize=synchronize) or cast("Clock", find_clock("cpu"))
 
 
