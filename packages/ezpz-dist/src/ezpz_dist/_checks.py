@@ -87,7 +87,8 @@ def _run_ranks(seconds: float) -> list[list[Outcome]]:
             ours, theirs = context.Pipe(duplex=False)
             outcomes[ours] = []
             # With less time than there is: a rank then says itself whom it waits for.
-            process = context.Process(target=run_rank, args=(rank, port, 0.7 * seconds, theirs))
+            words = (rank, port, 0.7 * seconds, theirs)
+            process: BaseProcess = context.Process(target=run_rank, args=words)
             with warnings.catch_warnings():
                 # Python 3.12 and newer: torch has threads, none of which holds a lock by now.
                 warnings.simplefilter("ignore", DeprecationWarning)
