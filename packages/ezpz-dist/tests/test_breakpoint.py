@@ -186,6 +186,7 @@ def test_under_ezpz_launch_pdb_is_on_the_launchers_terminal(clean_env, tmp_path)
     program.write_text(
         textwrap.dedent("""
         import ezpz_dist
+        from ezpz_dist import breakpoint
         rank = ezpz_dist.setup_torch(timeout=120)
         loss = 10.5 + rank
         breakpoint(rank=1)

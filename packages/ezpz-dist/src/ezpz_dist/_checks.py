@@ -97,9 +97,9 @@ def _run_ranks(seconds: float) -> list[list[Outcome]]:
             processes.append(process)
         _receive(outcomes, until)
     finally:
-        for process in processes:
-            process.kill()
-            process.join()
+        for each in processes:
+            each.kill()
+            each.join()
         for pipe in outcomes:
             pipe.close()
     return list(outcomes.values())

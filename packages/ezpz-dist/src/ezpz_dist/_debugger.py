@@ -359,13 +359,22 @@ class RankPdb(pdb.Pdb):
         super().set_quit()
         self._console.close()
 
+    # The docstrings of commands are their help.
+
     def do_release(self, _arg: str) -> None:
-        """Let the other ranks go on while this one stays in the debugger."""
+        """Let the other ranks go on while this one stays in the debugger.
+
+        Needed before a step over a collective. From then on their collectives wait for this
+        rank, and time out.
+        """
         self._let_go()
         self.message("the other ranks go on; their collectives wait for this one, and time out")
 
     def do_pm(self, _arg: str) -> None:
-        """Look at the frames of the exception that is being handled, to where it was raised."""
+        """Look at the frames of the exception that is being handled, to where it was raised.
+
+        ``q`` leads back.
+        """
         error = self._exception
         if error is None or error.__traceback__ is None:
             self.error("no exception was being handled where breakpoint() was called")

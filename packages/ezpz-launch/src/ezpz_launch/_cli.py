@@ -36,7 +36,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def console() -> None:
     """Run ``ezpz-launch`` and end this process with its exit status."""
-    sys.exit(main())
+    status = main()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # no one reads it
+            if stream is not None:  # it was closed when we started
+                stream.flush()
+    os._exit(status)  # to take a process's modules apart takes 6 to 20 ms
 
 
 def _main(argv: Sequence[str], env: Mapping[str, str]) -> int:

@@ -7,8 +7,10 @@
 (1, 2, 'PMI_RANK')
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from ._allocation import Allocation
-from ._checks import CheckResult
 from ._devices import Accelerators, get_accelerators, get_cpu_count, get_cpus_per_node
 from ._env import FAMILIES, Family, family
 from ._errors import (
@@ -51,7 +53,6 @@ from ._rank import (
     get_rank_info,
     launching_ancestors,
 )
-from ._secrets import redact
 from ._topology import (
     Topology,
     detect,
@@ -64,6 +65,10 @@ from ._topology import (
     imagine,
 )
 from ._version import __version__
+
+if TYPE_CHECKING:
+    from ._checks import CheckResult
+    from ._secrets import redact
 
 __all__ = [
     "FAMILIES",
@@ -127,3 +132,12 @@ __all__ = [
 ]
 
 # Imported when used: most ranks never do, and they take 10 ms together.
+
+# Few need these, and they take 10 ms of a start.
+_LAZY = {"CheckResult": "_checks", "redact": "_secrets"}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_LAZY[name]}", __name__), name)

@@ -9,14 +9,17 @@ import stat
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from ._allocation import UNREADABLE, Allocation, scheduler_of
 from ._errors import HostfileError, SchedulerError, TopoError
 from ._hostfile import HostSlots, format_hostfile, read_hostfile, write_file
 from ._nodelist import get_hostname
 from ._rank import get_rank_info
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 # The allocation: of the scheduler whose job this is, or this host.
 
@@ -183,6 +186,8 @@ def get_hostfile_with_fallback(
         HostfileError: As `get_hosts`, or the file cannot be written.
         TopoError: As `get_hosts`.
     """
+    from pathlib import Path  # noqa: PLC0415  # 5 ms of each launch's start
+
     env = os.environ if env is None else env
     hosts = get_hosts(hostfile, env)
     if hosts.path is not None:
@@ -218,6 +223,8 @@ def write_hostfile_from_list_of_hosts(
         HostfileError: There is no host, one is no name or address, or the file cannot be
             written.
     """
+    from pathlib import Path  # noqa: PLC0415
+
     content = format_hostfile(hosts)
     if hostfile is None:
         return Path(_write_private(content, "list", os.environ if env is None else env))
