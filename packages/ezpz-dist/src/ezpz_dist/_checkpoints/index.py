@@ -583,7 +583,7 @@ def decode_index(data: bytes) -> dict[str, Saved]:
                 for offsets, sizes, file, at, length in chunks
             ]
             saved[key] = Saved(torch.Size(_ints(size)), dtypes[dtype], placed)
-            if any({len(each) for each in chunk.piece} != {len(size)} for chunk in placed):
+            if any(not len(size) == len(at) == len(part) for (at, part), *_ in placed):
                 raise ValueError(f"{key} has pieces of other dimensions")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"index.json is damaged ({error!r})") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import functools
 import hashlib
 import io
 import pickle
@@ -186,17 +187,26 @@ def _local(tensor: Tensor) -> Iterator[LocalPiece]:
         if tensor.device_mesh.get_coordinate() is not None:
             local = tensor.to_local().detach()
             chunks: Sequence[ChunkStorageMetadata] = tensor.__create_chunk_list__()
-            yield from ((_piece(one.offsets, one.sizes), local) for one in chunks if all(one.sizes))
+            yield from (
+                (_piece(tuple(one.offsets), tuple(one.sizes)), local)
+                for one in chunks
+                if all(one.sizes)
+            )
     elif isinstance(tensor, ShardedTensor):
         for shard in tensor.local_shards():
             about = shard.metadata
             if all(about.shard_sizes):
-                yield _piece(about.shard_offsets, about.shard_sizes), shard.tensor.detach()
+                yield (
+                    _piece(tuple(about.shard_offsets), tuple(about.shard_sizes)),
+                    shard.tensor.detach(),
+                )
     else:
         yield _piece((0,) * tensor.dim(), tensor.shape), tensor.detach()
 
 
-def _piece(offsets: Sequence[int], sizes: Sequence[int]) -> Piece:
+@functools.lru_cache(maxsize=4096)
+def _piece(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Piece:
+    # What is equal is one object, which is pickled once, however many tensors there are.
     return Piece(tuple(offsets), tuple(sizes))
 
 
