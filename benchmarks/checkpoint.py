@@ -1,4 +1,4 @@
-"""What a check-point costs: ``hatch run bench:checkpoint [--rounds=5] [--json=FILE]``.
+"""What a checkpoint costs: ``hatch run bench:checkpoint [--rounds=5] [--json=FILE]``.
 
 One process saves and loads 10,000 parameters of 8 bytes with AdamW's state, and 100 MB in ten
 tensors, by us and by torch.save with one fsync, and torch.load.

@@ -88,7 +88,7 @@ WRAPPERS = (
 
 
 def training(rank: int, size: int, folder: Path) -> None:
-    """Each wrapper follows one rank's curve; check-points are loaded into another's model."""
+    """Each wrapper follows one rank's curve; checkpoints are loaded into another's model."""
     torch.manual_seed(0)
     bare = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1)).double()
     x = torch.randn(ROWS, 5, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Check-points of one process: what is on disk, what is damaged, what is hostile."""
+"""Checkpoints of one process: what is on disk, what is damaged, what is hostile."""
 
 import datetime as dt
 import enum

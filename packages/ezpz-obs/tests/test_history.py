@@ -202,7 +202,7 @@ def test_a_restarted_run_goes_on_and_marks_what_it_replays(tmp_path):
     with History(tmp_path) as history:
         for step in range(5):
             history.update({"loss": float(step)})
-    with History(tmp_path) as history:  # from its check-point of step 3
+    with History(tmp_path) as history:  # from its checkpoint of step 3
         for step in range(3, 7):
             history.update({"loss": step + 0.5}, step=step)
         assert history.update({"loss": 7.0}) == "step=7 loss=7"

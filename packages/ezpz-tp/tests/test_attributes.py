@@ -120,7 +120,7 @@ def test_attributes_of_a_whole_layer_and_pickling():
 
 
 def assigned():
-    """Meta construction, then the check-point's own tensors as parameters."""
+    """Meta construction, then the checkpoint's own tensors as parameters."""
     whole = nn.Sequential(ColumnParallelLinear(4, 8, seed=1), nn.LayerNorm(8))
     mark_sequence_parallel(whole[1].weight)
     states = {name: value.clone() for name, value in whole.state_dict().items()}

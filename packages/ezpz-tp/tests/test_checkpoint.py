@@ -85,7 +85,7 @@ class Block(nn.Module):
 
 
 def train(distribute):
-    """Two blocks; ``distribute`` None: without check-pointing."""
+    """Two blocks; ``distribute`` None: without checkpointing."""
     seed_model_parallel(5)
     first, second = Block(), Block()
     generator = torch.Generator().manual_seed(2)

@@ -296,7 +296,7 @@ def test_a_row_layer_whose_arguments_contradict():
         row(config=settings(sequence_parallel=True), input_is_parallel=False)
 
 
-# Check-points.
+# Checkpoints.
 
 
 def test_check_points_of_plain_layers_and_of_megatrons():

@@ -60,7 +60,7 @@ def test_killed_and_preempted_it_ends_with_the_same_curve(start, ranks, tmp_path
         """,
     )
 
-    # Rank 1 is killed without a word: ezpz-launch starts all again, from the last check-point.
+    # Rank 1 is killed without a word: ezpz-launch starts all again, from the last checkpoint.
     job = ("-n", "2", "--retries", "1", *WORDS, f"--outdir={disturbed}")
     second = start(*job)
     wait_for(disturbed, second, lambda lines: lines[-1]["step"] >= 35)
@@ -70,7 +70,7 @@ def test_killed_and_preempted_it_ends_with_the_same_curve(start, ranks, tmp_path
     second.send_signal(signal.SIGUSR1)
     _, said = second.communicate(timeout=PATIENCE)
     assert second.returncode == 75, said
-    assert "from_step=30" in said, "the check-point before the kill"
+    assert "from_step=30" in said, "the checkpoint before the kill"
     stopped_at = records(disturbed)[-1]["step"]
     assert 70 <= stopped_at < 184
 

@@ -28,7 +28,7 @@ class ModelParallelConfig:
         expert_tensor_parallel_size: Degree of tensor parallelism within experts; None for
             ``tensor_model_parallel_size``.
         sequence_parallel: Activations between layers are sharded along the sequence.
-        perform_initialization: False leaves weights as they were allocated, for a check-point.
+        perform_initialization: False leaves weights as they were allocated, for a checkpoint.
         use_cpu_initialization: Make weights on the CPU, whatever accelerator there is.
         params_dtype: dtype of weights and biases.
         fp16: Train in fp16; no layer reads it.

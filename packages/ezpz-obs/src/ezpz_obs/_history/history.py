@@ -164,7 +164,7 @@ class History:
             self._recorder.take(metrics, step)
 
     def event(self, kind: str, message: str = "", **fields: Any) -> None:
-        """Write something that happened, with the time and the last step: a check-point, say.
+        """Write something that happened, with the time and the last step: a checkpoint, say.
 
         Args:
             kind: "checkpoint", "warning", ...

@@ -81,7 +81,7 @@ class Run:
     def records(self, *, superseded: bool = False) -> Iterator[dict[str, Any]]:
         """Read the records one by one: ``{"step", "time", **metrics}``.
 
-        A restarted run replays the steps since its last check-point. The later attempt wins:
+        A restarted run replays the steps since its last checkpoint. The later attempt wins:
         of an earlier one, the steps from which a later one began again are left out.
 
         Args:

@@ -145,7 +145,7 @@ def transformer_flops(parameters: int, layers: int, hidden: int, sequence: int) 
 
     ``6 N + 12 L D T``: two operations a parameter forward and four backward, and the attention's
     scores and sums over T positions (no discount for a causal mask). Operations that activation
-    check-pointing repeats do not count: the model does not need them. As in appendix B of the
+    checkpointing repeats do not count: the model does not need them. As in appendix B of the
     PaLM paper (Chowdhery et al. 2022, arXiv:2204.02311).
 
     >>> transformer_flops(parameters=7_000_000_000, layers=32, hidden=4096, sequence=4096)

@@ -93,7 +93,7 @@ class StepTimer:
         """Begin a step now, and forget what has been timed since the last one ended.
 
         The first begins with the first phase, and each other where the one before ends. Call it
-        after what belongs to no step: an evaluation, a check-point.
+        after what belongs to no step: an evaluation, a checkpoint.
         """
         for phase in self._phases.values():
             phase.take()

@@ -1,4 +1,4 @@
-"""Train with check-points: killed, preempted or out of time, the same command goes on.
+"""Train with checkpoints: killed, preempted or out of time, the same command goes on.
 
 usage: ezpz-launch --retries 3 --signal-before 5m python -m ezpz.examples.ddp_resume
 
@@ -25,15 +25,15 @@ from ezpz.models import MLP
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(_settings.Settings):
-    """Train with check-points, and go on from them.
+    """Train with checkpoints, and go on from them.
 
     Attributes:
         epochs: Passes over the training set.
         batch_size: Images a step, over all ranks together; rounded to as many on each.
         lr: Learning rate of AdamW at the start; it falls to 0 at the end.
-        save_every: Steps from one check-point to the next.
+        save_every: Steps from one checkpoint to the next.
         seed: Seed of the run.
-        outdir: Where metrics and check-points go; one that has check-points is gone on with.
+        outdir: Where metrics and checkpoints go; one that has checkpoints is gone on with.
     """
 
     epochs: int = 4
@@ -44,7 +44,7 @@ class Settings(_settings.Settings):
 
 
 def train(settings: Settings) -> None:
-    """Train from the newest check-point to the end. Collective: every rank calls this."""
+    """Train from the newest checkpoint to the end. Collective: every rank calls this."""
     ezpz.setup_torch(seed=settings.seed)
     logger = ezpz.get_logger("ddp_resume")
     device = ezpz.get_torch_device()

@@ -37,7 +37,7 @@ def check(
 
     For tests, or the first step of a run: 10 to 50 us an operation. Nothing is left behind, and
     outside of it a region function pays 16 ns. What is compared is types, and no value: pair it
-    with `verify_replicated`. Backward itself is not looked into, but for what check-pointing runs
+    with `verify_replicated`. Backward itself is not looked into, but for what checkpointing runs
     again. What torch.compile compiled before the block runs as it is written, and is checked.
     All ranks of the tensor axis fail alike; those of other pipeline stages may wait for them.
 

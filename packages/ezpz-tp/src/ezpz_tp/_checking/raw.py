@@ -144,7 +144,7 @@ def _result(checker: Checker, function: type, args: tuple[Any, ...], kwargs: Any
 
 
 class Rerun:
-    """A function that torch's reentrant check-pointing runs, and in backward runs again.
+    """A function that torch's reentrant checkpointing runs, and in backward runs again.
 
     The first run has no gradients, by which much of what is wrong is known: the second is
     checked too, with the types that the arguments had.

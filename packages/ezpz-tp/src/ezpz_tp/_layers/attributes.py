@@ -1,4 +1,4 @@
-"""The attributes by which optimizers, gradient clipping and check-points know a parameter.
+"""The attributes by which optimizers, gradient clipping and checkpoints know a parameter.
 
 The names are Megatron-LM's (megatron/core/tensor_parallel/layers.py), read by DeepSpeed,
 Transformer Engine and others:
@@ -10,7 +10,7 @@ Transformer Engine and others:
 ``allreduce``              False for an expert's parameter, reduced over another group
 ``shared``                 a copy of a tied parameter that is counted elsewhere
 
-Megatron-LM's do not say how large the whole is, nor of which parts; these do, for check-points
+Megatron-LM's do not say how large the whole is, nor of which parts; these do, for checkpoints
 that change their degree (`ezpz_tp.Shard`):
 
 ``full_shape``             shape over all ranks, without padding

@@ -1,6 +1,6 @@
 """Sizes and ranks that Megatron-style code sets by hand, over what the groups say.
 
-Check-point converters do this: they build the model of rank (t, p) in one process. Only the
+Checkpoint converters do this: they build the model of rank (t, p) in one process. Only the
 getters of `ezpz_tp.parallel_state` and `ezpz_tp.mpu` read these; layers and mappings
 communicate in the groups that there are. They end with the state that was in use when they
 were set; those set without one, when groups are made or destroyed.

@@ -1,4 +1,4 @@
-"""Activation check-pointing that knows the random streams of tensor-parallel regions."""
+"""Activation checkpointing that knows the random streams of tensor-parallel regions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def checkpoint_activations(
 ) -> Result:
     """Run a function without keeping its activations; backward runs it again.
 
-    torch's non-reentrant check-pointing, with the streams of `RngTracker` restored for the
+    torch's non-reentrant checkpointing, with the streams of `RngTracker` restored for the
     second run, so that dropout repeats itself in and outside tensor-parallel regions.
 
     Args:

@@ -133,7 +133,7 @@ class RngTracker:
         return MappingProxyType(self.get_states())
 
     def get_states(self) -> dict[str, Tensor]:
-        """Return the state of every stream, to save with a check-point.
+        """Return the state of every stream, to save with a checkpoint.
 
         Returns:
             CPU tensors of bytes, which ``torch.load(weights_only=True)`` reads: the accelerator's
@@ -179,7 +179,7 @@ class RngTracker:
             streams.setdefault(name, {})[kind] = state.detach().cpu().clone()
         self._streams = streams
         self._is_initialized = True
-        # A check-pointing function of the user's own restores the streams before it recomputes.
+        # A checkpointing function of the user's own restores the streams before it recomputes.
         self._restored_in = backward_id()
 
     def _stream(self, name: str, kinds: Mapping[str, object]) -> States:
@@ -210,7 +210,7 @@ class RngTracker:
         task = backward_id()
         if task not in (None, self._restored_in):
             raise ParallelError(
-                f"fork({name!r}) inside a backward pass: a region that was check-pointed is run "
+                f"fork({name!r}) inside a backward pass: a region that was checkpointed is run "
                 "again with random streams that have moved on, and would draw other numbers, as "
                 "for dropout. Use ezpz_tp.checkpoint_activations, or torch.utils.checkpoint"
                 ".checkpoint(..., use_reentrant=False, context_fn=ezpz_tp.rng_contexts)"
@@ -247,7 +247,7 @@ class _Recomputation:
 def rng_contexts(
     tracker: RngTracker | None = None,
 ) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
-    """Give back a check-pointed region its random numbers when it is recomputed.
+    """Give back a checkpointed region its random numbers when it is recomputed.
 
     For torch's ``checkpoint(..., use_reentrant=False, context_fn=ezpz_tp.rng_contexts)``, which
     sees to the default generators itself (``preserve_rng_state``). Not for code under

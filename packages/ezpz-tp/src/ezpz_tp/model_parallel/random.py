@@ -1,4 +1,4 @@
-"""fairscale's random streams and check-pointing: its names over `ezpz_tp`'s.
+"""fairscale's random streams and checkpointing: its names over `ezpz_tp`'s.
 
 Source: facebookresearch/fairscale fairscale/nn/model_parallel/random.py, 2025-04-26.
 """

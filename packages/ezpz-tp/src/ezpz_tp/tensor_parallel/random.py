@@ -1,4 +1,4 @@
-"""Megatron-LM's random streams and check-pointing: its names over `ezpz_tp`'s.
+"""Megatron-LM's random streams and checkpointing: its names over `ezpz_tp`'s.
 
 "cuda" stays in the names; the CPU and other accelerators are tracked as well. Streams that can
 be captured in a CUDA graph, Transformer Engine's and those that do nothing at inference are
