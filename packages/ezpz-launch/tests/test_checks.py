@@ -144,7 +144,7 @@ def test_a_workstation_without_any_mpi_needs_none(elsewhere, tmp_path):
     [("CRAY MPICH version 8.1.28", "ok"), ("Open MPI v5.0.11", "error")],
 )
 def test_pals_outside_of_a_job_is_judged_by_name(library, status, tmp_path, clean_env, monkeypatch):
-    monkeypatch.setattr("ezpz_launch.launchers.pals.Pals.folder", str(tmp_path / "pals"))
+    monkeypatch.setattr("ezpz_launch._launchers.pals.Pals.folder", str(tmp_path / "pals"))
     program(tmp_path / "pals" / "mpiexec", "exit 9")
     (tmp_path / "mpi4py").mkdir()
     (tmp_path / "mpi4py" / "__init__.py").write_text("class rc: pass\n")

@@ -9,7 +9,7 @@ import pytest
 
 from ezpz_launch import LaunchError, Request, UsageError, _environment, plan
 from ezpz_launch._environment import choose_options, free_port, users_own
-from ezpz_launch.launchers import Launcher
+from ezpz_launch._launchers import Launcher
 from ezpz_topo import imagine
 
 # The options of the real machines' files.

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from ezpz_launch import Request, main, plan
+from ezpz_launch._launchers import Launcher, argv
 from ezpz_launch._plan import SHIM
-from ezpz_launch.launchers import Launcher, argv
 from ezpz_topo import imagine, known_machines
 
 LAPTOP = replace(imagine("workstation", 1, {}), cpu_count=8, cpus_per_node=8)

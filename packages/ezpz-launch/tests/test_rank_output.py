@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ezpz_launch._agent import is_running
-from ezpz_launch.launchers.spawn import SPAWN
+from ezpz_launch._launchers.spawn import SPAWN
 
 # It is a program, never imported here.
 PUMP = [sys.executable, "-I", "-S", SPAWN, "3", "nid01"]

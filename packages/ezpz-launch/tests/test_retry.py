@@ -210,7 +210,7 @@ from ezpz_launch import _run as module
 from ezpz_launch._launch import Control, Launch
 from ezpz_launch._run import run
 from ezpz_launch._plan import SHIM
-from ezpz_launch.launchers.spawn import SPAWN
+from ezpz_launch._launchers.spawn import SPAWN
 NAMES = ("EZPZ_SPAWN_RANK", "EZPZ_SPAWN_SIZE", "EZPZ_SPAWN_RANK")
 COMMON = dict(nproc=1, hosts=("localhost",), ppn=1, on_this_host=True,
               environment=dict(os.environ), control=Control("ID.0", 5))

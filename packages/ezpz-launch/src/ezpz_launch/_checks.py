@@ -16,8 +16,8 @@ from ezpz_topo import CheckResult, TopoError, fold_nodelist, get_allocation, get
 
 from ._errors import CommandNotFoundError, LaunchError
 from ._identify import find_mpiexec, outside_of_launch
+from ._launchers import LAUNCHERS, Launcher, find_command
 from ._record import records_folder
-from .launchers import LAUNCHERS, Launcher, find_command
 
 # Run a command for a check: no input, a time limit, and nothing left of it afterwards.
 

@@ -12,12 +12,12 @@ from ezpz_topo import TopoError, Topology, detect, fold_nodelist, get_allocation
 from ._environment import free_port
 from ._errors import LaunchError, UsageError, discard, say
 from ._identify import choose_launcher, imagine_launcher, outside_of_launch, require_command
+from ._launchers import Launcher, hostfile_of, needs_hostfile
+from ._launchers import argv as argv_of
 from ._options import OPTIONS, Request, request_of, split
 from ._placement import Arrangement
 from ._plan import LaunchPlan, explain, explain_json, plan
 from ._version import __version__
-from .launchers import Launcher, hostfile_of, needs_hostfile
-from .launchers import argv as argv_of
 
 HOSTFILE = "HOSTFILE"
 """Stands in a dry run for the file that a launch would write."""

@@ -11,9 +11,9 @@ from typing import NamedTuple
 from ezpz_topo import Machine, Topology
 
 from ._errors import LaunchError, UsageError
+from ._launchers import LAUNCHERS, Flags, Launcher
 from ._options import Request, read_ranges
 from ._placement import Arrangement
-from .launchers import LAUNCHERS, Flags, Launcher
 
 # What the machine's options bring that the user selected by name (``[options.NAME]`` of its file).
 

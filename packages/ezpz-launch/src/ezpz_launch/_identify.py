@@ -11,9 +11,9 @@ from contextlib import suppress
 from ezpz_topo import FAMILIES, Topology, family
 
 from ._errors import CommandNotExecutableError, CommandNotFoundError, LaunchError
+from ._launchers import LAUNCHERS, Launcher, find_command, is_executable
 from ._options import Request
 from ._placement import Arrangement, match_hosts
-from .launchers import LAUNCHERS, Launcher, find_command, is_executable
 
 # Which launcher to use: the user's word, else the machine's, else what is here.
 

@@ -128,7 +128,7 @@ def _is_pair(pair: str) -> bool:
     return bool(equals) and name.isidentifier()
 
 
-_FILES = os.listdir(os.path.join(os.path.dirname(os.path.abspath(__file__)), "launchers"))
+_FILES = os.listdir(os.path.join(os.path.dirname(os.path.abspath(__file__)), "_launchers"))
 KINDS = tuple(sorted(f[:-3] for f in _FILES if f.endswith(".py") and not f.startswith("_")))
 """The kinds of launchers: each has a file of its own."""
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from ezpz_topo import Machine, Topology, fold_nodelist
 
 from ._environment import Chosen, bind, choose_options, ranks_environment, set_aside
+from ._launchers import LAUNCHERS, SHIM, Launcher
 from ._options import Request, settings
 from ._placement import Arrangement, Placement, arrange
-from .launchers import LAUNCHERS, SHIM, Launcher
 
 # Topology + Request -> LaunchPlan: pure, so that every command line can be shown and tested.
 

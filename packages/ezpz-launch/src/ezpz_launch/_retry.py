@@ -15,11 +15,11 @@ from ezpz_topo import Allocation, TopoError, Topology, get_allocation, same_host
 from ._environment import free_port
 from ._errors import LaunchError, UsageError, say
 from ._launch import NEVER, NODE_TIMEOUT, Control, Heard, Launch, Outcome, pause, signals
+from ._launchers import argv as argv_of
+from ._launchers import hostfile_of, needs_hostfile
 from ._plan import LaunchPlan
 from ._record import Keeper, read_progress
 from ._run import SETTLE, run
-from .launchers import argv as argv_of
-from .launchers import hostfile_of, needs_hostfile
 
 _PORTS = 5
 """So many ports are tried where another program holds the first ones on rank 0's host."""

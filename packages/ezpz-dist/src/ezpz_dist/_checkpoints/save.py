@@ -436,6 +436,7 @@ class Saving:
 
     @property
     def is_unraised(self) -> bool:
+        """Whether the save has failed, and no call has raised that yet."""
         return self._error is not None and not self._raised
 
 
