@@ -9,7 +9,6 @@ import sys
 import pytest
 
 from ezpz_obs import History
-from ezpz_obs._history import history as history_module
 from ezpz_obs._sinks import replay
 
 HOSTILE = "<script>\"'é$"
@@ -22,7 +21,7 @@ def a_home_of_its_own(tmp_path_factory, monkeypatch):
             monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
     # What is sent is tested: importing a library may take longer than an end does.
-    monkeypatch.setattr(history_module, "_END_SECONDS", 90.0)
+    monkeypatch.setenv("EZPZ_SINK_SECONDS", "90")
 
 
 def train(folder, sink, first=0, last=200, factor=1.0):
