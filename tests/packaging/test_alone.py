@@ -33,10 +33,10 @@ IMPORTS = {
 # What of its tests is run where it is alone: that all of it is there and starts, with no more than
 # it asks for. What it does then is the same beside its siblings, where `unit` runs all of them.
 TESTS = {
-    "ezpz-topo": ["test_public.py", "test_checks.py", "test_cli.py", "test_machines_data.py"],
+    "ezpz-topo": ["test_public.py", "test_checks.py", "test_cli.py", "test_machine.py"],
     "ezpz-device": ["."],
     "ezpz-tp": ["test_public.py", "test_dialect_names.py", "test_linear.py", "test_dcp.py"],
-    "ezpz-launch": ["test_public.py", "test_help.py", "test_launch.py", "test_rank_shim.py"],
+    "ezpz-launch": ["test_cli.py", "test_launch.py", "test_rank_shim.py"],
     "ezpz-dist": ["test_public.py", "test_setup.py", "test_plain.py"],
     "ezpz-obs": ["test_public.py", "test_extras.py", "test_history.py", "test_sinks_names.py"],
     "ezpz-suite": ["test_names.py", "test_cli.py", "examples/test_settings.py"],
