@@ -21,8 +21,8 @@ def text(timeout, body):
 
 
 def test_an_uncaught_exception_ends_all_ranks(programs):
-    # The others compute, and wait for nobody: only the watcher can end them. Its words are not
-    # those of a collective, though they sound so.
+    # The others compute, and wait for no other rank: only the responder can end them. Its words
+    # are not those of a collective, though they sound so.
     body = """
 if rank == 1:
     raise RuntimeError("Connection to the database timed out")

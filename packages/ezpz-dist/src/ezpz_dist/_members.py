@@ -14,7 +14,6 @@ import struct
 import sys
 import time
 import zlib
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -627,19 +626,6 @@ def exchange(
 def payload_of(place: int, every: bytearray) -> bytearray:
     """Return what the rank at a place gave to `exchange`, with zeros up to `ROOM`."""
     return every[place * SLOT + _HEADER.size : (place + 1) * SLOT]
-
-
-def find_odd(call: Call, members: Members, facts: bytes) -> tuple[int, list[int]]:
-    """Compare some bytes of each rank; return a place of the majority and those that differ.
-
-    At most `ROOM` bytes, such as a checksum; of a tie, the first rank is in the majority.
-    Collective: every member calls this, and raises what `exchange` raises.
-    """
-    every = exchange(call, members, facts)
-    found = [bytes(payload_of(place, every)) for place in range(len(members.ranks))]
-    counts = Counter(found)
-    most = max(counts, key=lambda each: (counts[each], each == found[0]))
-    return found.index(most), [place for place, each in enumerate(found) if each != most]
 
 
 # Ranks that called different things: who, what, and where in their code.

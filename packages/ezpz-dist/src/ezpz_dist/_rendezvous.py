@@ -548,7 +548,7 @@ def connect(
         store.set_timeout(timeout)
         if job is None:
             return store, None
-        # Not torch's own wait: where it is in vain it prints a page, and may take seconds for it.
+        # Not torch's own wait, which prints a page when it fails, and may take seconds for it.
         until = time.monotonic() + patience
         while not (written := store.check([JOB_KEY])) and time.monotonic() < until:
             time.sleep(0.001)

@@ -332,6 +332,7 @@ class Nodes:
             line, newline, rest = agent.received.partition(b"\n")
             if len(line) > PROTOCOL_LINE:
                 self._drop(agent)
+                return
             if not newline:
                 return
             what, *words = line.split() or [b""]
