@@ -9,6 +9,7 @@ import socket
 import struct
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -195,7 +196,7 @@ def test_the_end_of_a_launch(reached, rank, farewell):
     assert bool(reached.nodes.left) is (reached.nodes.where == ())
 
 
-def test_what_ranks_left_is_named_once_and_killed_the_second_time(reached, rank, until):
+def test_what_ranks_left_is_named_once_and_killed_in_the_end(reached, rank, until):
     script = "trap 'echo heard' TERM; echo ready; while :; do sleep 0.05; done"
     left = rank("sh", "-c", script, EZPZ_LAUNCH_ID=reached.id)
     reached.nodes.end_left()
@@ -203,7 +204,6 @@ def test_what_ranks_left_is_named_once_and_killed_the_second_time(reached, rank,
     # what the shell is just running is named, too
     assert f"pid {left.pid} (sh)" in reached.nodes.left[0]
     assert left.stdout.readline() == b"heard\n"
-    reached.nodes.end_left()
     assert left.wait(120) == -signal.SIGKILL
 
 
@@ -220,6 +220,7 @@ def test_ranks_that_are_lost_are_told_once(reached, process, until, who):
     nodes.start(1, shim)
     nodes.ask_stacks([0])  # wait until it has taken that
     until(lambda: reached.serve() and nodes.stacks)
+    until(lambda: Path(f"/proc/{shim}/task/{shim}/children").read_text())  # its command runs
     assert nodes.lost == []
     os.kill(shim if who == "shim" else launcher.pid, signal.SIGKILL)
     until(lambda: reached.serve() and nodes.lost)
@@ -479,7 +480,7 @@ nodes.start(0, rank.pid)
 print(launcher.pid, marked.pid, rank.pid, nodes._here[0], flush=True)
 word = sys.stdin.readline()
 if word == "close\\n":
-    nodes._to_all = lambda order: None  # what is left is another test's
+    nodes.end_left = lambda: None  # what is left is another test's
     nodes.close(farewell=True)
 elif word == "kill the agent\\n":
     os.kill(nodes._here[0], 9)

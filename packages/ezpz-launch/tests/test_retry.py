@@ -19,9 +19,9 @@ from ezpz_launch import LaunchError, Request, UsageError, main
 from ezpz_launch._cli import _planned
 from ezpz_launch._launch import Outcome
 from ezpz_launch._retry import (
+    Attempts,
     Retries,
     UnansweredError,
-    _Attempts,
     _hostfile,
     ends_with_import_error,
     job_end,
@@ -287,7 +287,7 @@ def attempts(clean_env):
     """The attempts of a launch of this host, not begun."""
     request = Request(("true",), 1, launcher="spawn")
     topology = detect(clean_env)
-    return _Attempts(_planned(topology, request, clean_env, is_here=True), topology, clean_env)
+    return Attempts(_planned(topology, request, clean_env, is_here=True), topology, clean_env)
 
 
 @pytest.mark.parametrize(

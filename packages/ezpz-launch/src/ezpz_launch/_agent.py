@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 # Processes, as /proc shows them; where there is none, as ps does.
 
@@ -210,8 +210,6 @@ class Ranks:
         self._late: list[int] = []
         self._lost: set[int] = set()
         self._suspects: set[int] = set()
-        # What ranks left behind, and the signal that it gets next.
-        self._left: dict[int, int] = {}
 
     def start(self, rank: int, pid: int) -> None:
         """Take note of a rank's shim."""
@@ -300,35 +298,23 @@ class Ranks:
         for pid in _of_launch(self._launch_id):
             send(pid, signal.SIGKILL)
 
-    def name_left(self) -> str:
-        """Return the names of what ranks that have all ended left running, of each once."""
-        new = [pid for pid in _of_launch(self._launch_id) if pid not in self._left]
-        self._left |= dict.fromkeys(new, signal.SIGTERM)
-        more = f" and {len(new) - _NAMED} more" if len(new) > _NAMED else ""
-        names = ", ".join(map(_name, new[:_NAMED]))
-        return f"{names}{more} on {os.uname().nodename}" if new else ""
-
-    def end_left(self) -> None:
-        """End what has been named: it has SIGTERM, and the next time SIGKILL."""
-        for pid in self._left.keys() & set(_of_launch(self._launch_id)):
-            send(pid, self._left[pid])
-            self._left[pid] = signal.SIGKILL
-
-    def end_all_left(self) -> str:
-        """Give all that is left a moment, end it, see that it ends, and return its names."""
-        names = ""
-        for _ in ("by itself", "by SIGTERM", "by SIGKILL"):
+    def end_left(self, tell: Callable[[str], None]) -> None:
+        """Name what ranks that have all ended left running, of each once, and end it."""
+        named: set[int] = set()
+        for number in (0, signal.SIGTERM, signal.SIGKILL):  # first it may end by itself
+            left = _of_launch(self._launch_id)
+            if number and (new := [pid for pid in left if pid not in named]):
+                more = f" and {len(new) - _NAMED} more" if len(new) > _NAMED else ""
+                tell(f"{', '.join(map(_name, new[:_NAMED]))}{more} on {os.uname().nodename}")
+                named.update(new)
+            for pid in left if number else ():
+                send(pid, number)
             until = time.monotonic() + _MOMENT
-            while _of_launch(self._launch_id):
-                if time.monotonic() > until:
-                    break
+            while left and time.monotonic() < until:
                 time.sleep(_MOMENT / 20)
-            else:
-                break
-            new = self.name_left()
-            names = names or new
-            self.end_left()
-        return names
+                left = _of_launch(self._launch_id)
+            if not left:
+                return
 
     def stacks(self, which: list[int]) -> str:
         """Return the Python stacks of these ranks; those that cannot be read print their own."""
@@ -479,23 +465,20 @@ class Agent:
     def _obey(self, order: str, numbers: list[int]) -> None:
         ranks = self._ranks
         match order:
-            case "start" | "end" | "signal" | "release" | "kill" | "end-left":
-                getattr(ranks, order.replace("-", "_"))(*numbers)
+            case "start" | "end" | "signal" | "release" | "kill":
+                getattr(ranks, order)(*numbers)
             case "stacks":
                 # py-spy may take its time; signals are heard meanwhile.
                 thread = threading.Thread(
                     target=lambda: self._answer("stacks", ranks.stacks(numbers)), daemon=True
                 )
                 thread.start()
-            case "left":
-                self._answer("left", ranks.name_left())
-            case "end-all-left":
-                self._answer("left", ranks.end_all_left())
+            case "end-left":
+                ranks.end_left(lambda names: self._answer("left", names))
 
     def _answer(self, what: str, text: str) -> None:
         data = text.encode(errors="replace")
-        if data or what == "stacks":  # which is waited for
-            self._say(b"%s %d\n%s" % (what.encode(), len(data), data))
+        self._say(b"%s %d\n%s" % (what.encode(), len(data), data))
 
     def _say(self, data: bytes) -> None:
         # Where no one listens any more, reading tells.
@@ -593,7 +576,7 @@ def main() -> int:
         while launcher and is_running(launcher):
             time.sleep(1)
         if launcher:
-            ranks.end_all_left()
+            ranks.end_left(lambda _: None)
         return 0
     agent = Agent(connection, ranks)
     try:

@@ -88,9 +88,9 @@ def _main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     _hint_at_a_job(topology, request, env)
     if request.dry_run:
         return _print(_explained(planned))
-    from ._retry import see_through  # noqa: PLC0415  # a dry run does without
+    from ._retry import Attempts  # noqa: PLC0415  # a dry run does without
 
-    return see_through(planned, topology, env)
+    return Attempts(planned, topology, env).run()
 
 
 def _planned(
@@ -138,7 +138,14 @@ def _explained(planned: LaunchPlan) -> str:
 def _hint_at_a_job(topology: Topology, request: Request, env: Mapping[str, str]) -> None:
     """Name the job that this host is a node of, where this shell has none of its variables."""
     job, named = topology.allocation, request.hostfile or env.get("HOSTFILE")
-    if job.scheduler != "none" or topology.rank.launcher != "none" or named or not _is_a_node():
+    if job.scheduler != "none" or topology.rank.launcher != "none" or named:
+        return
+    # Where no daemon of a scheduler runs no one pays for a question to its server.
+    for process in os.listdir("/proc") if os.path.isdir("/proc") else ():
+        with suppress(OSError), open(f"/proc/{process}/comm", "rb") as file:
+            if file.read().strip() in (b"pbs_mom", b"slurmd"):
+                break
+    else:
         return
     try:
         found = get_allocation({"EZPZ_SCHEDULER_TIMEOUT": "3", **env}, ask=True)
@@ -152,17 +159,6 @@ def _hint_at_a_job(topology: Topology, request: Request, env: Mapping[str, str])
             f"this host is a node of your job {found.job_id} ({fold_nodelist(found.hosts)}), whose "
             f"variables this shell does not have: this host alone is used; for the job's: {how}"
         )
-
-
-def _is_a_node() -> bool:
-    """Whether a scheduler's daemon runs here: no other host pays for a question to its server."""
-    with suppress(OSError):
-        for name in os.listdir("/proc"):
-            if name.isdecimal():
-                with suppress(OSError), open(f"/proc/{name}/comm", "rb") as file:
-                    if file.read().strip() in (b"pbs_mom", b"slurmd"):
-                        return True
-    return False
 
 
 def _print(text: str) -> int:

@@ -215,7 +215,16 @@ def ranks_environment(
 ) -> tuple[dict[str, str], dict[str, str], list[str]]:
     """Return what is added to the ranks' environment, for each variable why, and notes."""
     machine, own, notes = topology.machine, users_own(user_env), list[str]()
-    added = _rendezvous(topology, arrangement, port)
+    address, why = "127.0.0.1", "every rank is on this host"
+    why_port = "a free port of this host, a new one for each launch"
+    if not arrangement.on_this_host:
+        first, suffix = arrangement.placement.hosts[0], machine.hsn_suffix
+        address, why = first, "the first host"
+        if suffix and not first.replace(".", "").isdigit() and ":" not in first:
+            address = first.partition(".")[0] + suffix
+            why += f", on the fast network ({machine.name}.toml)"
+        why_port = "a port below the ephemeral ones, a new one for each launch"
+    added = {"MASTER_ADDR": (address, why), "MASTER_PORT": (str(port), why_port)}
     cores, ranks = arrangement.cores, arrangement.placement.ppn
     if "OMP_NUM_THREADS" not in own and (bound or cores):
         why = f"{cores} cores / {ranks} ranks, at least 1"
@@ -249,21 +258,6 @@ def ranks_environment(
         added[name] = value, "--env"
     environment = {name: value for name, (value, _) in added.items()}
     return environment, {name: why for name, (_, why) in added.items()}, notes
-
-
-def _rendezvous(
-    topology: Topology, arrangement: Arrangement, port: int
-) -> dict[str, tuple[str, str]]:
-    address, why = "127.0.0.1", "every rank is on this host"
-    why_port = "a free port of this host, a new one for each launch"
-    if not arrangement.on_this_host:
-        first, suffix = arrangement.placement.hosts[0], topology.machine.hsn_suffix
-        address, why = first, "the first host"
-        if suffix and not first.replace(".", "").isdigit() and ":" not in first:
-            address = first.partition(".")[0] + suffix
-            why += f", on the fast network ({topology.machine.name}.toml)"
-        why_port = "a port below the ephemeral ones, a new one for each launch"
-    return {"MASTER_ADDR": (address, why), "MASTER_PORT": (str(port), why_port)}
 
 
 def set_aside(environment: Mapping[str, str], request: Request, user_env: Mapping[str, str]) -> str:

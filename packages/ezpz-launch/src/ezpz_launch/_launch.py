@@ -195,7 +195,7 @@ class _Connection:
         its.settimeout(10)
         self.socket, self.fd, self.node = its, its.fileno(), node
         self.challenge, self.since = os.urandom(16).hex(), time.monotonic()
-        self.received = b""
+        self.received, self.ends_left = b"", False
 
 
 class Nodes:
@@ -211,7 +211,6 @@ class Nodes:
         # For agents that come late.
         self._pids: dict[int, dict[int, int]] = {}
         self._signals: list[int] = []
-        self._delivered: dict[int, int] = {}
         self.where: tuple[str, ...] = ()  # host:port that agents of other hosts connect to
         self.secret = ""  # what they know
         self.why_not = ""  # why there can be none
@@ -251,8 +250,8 @@ class Nodes:
     def signal(self, number: int) -> None:
         """Signal every rank that runs, and those that are still to be reached when they are."""
         self._signals.append(number)
-        for node in list(self._agents):
-            self._deliver(node)
+        for agent in list(self._agents.values()):
+            self._write(agent, f"signal {number:d}")
 
     def release(self, rank: int, pid: int) -> None:
         """Let the shim of a rank that failed go."""
@@ -260,12 +259,15 @@ class Nodes:
 
     def kill(self) -> None:
         """SIGKILL all that is left of the launch."""
-        self._to_all("kill")
+        for agent in list(self._agents.values()):
+            self._write(agent, "kill")
 
     def end_left(self) -> None:
-        """End what ranks that have all ended left running."""
-        self._to_all("left")  # it is named before the launcher can end
-        self._to_all("end-left")
+        """Have each agent, once, name and end what ranks that have all ended left running."""
+        for agent in list(self._agents.values()):
+            if not agent.ends_left:
+                agent.ends_left = True
+                self._write(agent, "end-left")
 
     def ask_stacks(self, ranks: Sequence[int]) -> None:
         """Ask these ranks where they are; each node has one answer for all of its own."""
@@ -281,7 +283,7 @@ class Nodes:
 
     def close(self, *, farewell: bool) -> None:
         """End the agents and what ranks left running; without farewell, kill the ranks, too."""
-        self._to_all("end-all-left" if farewell else "kill")
+        (self.end_left if farewell else self.kill)()
         here = self._here[1] if self._here else None
         for agent in list(self._connections.values()):
             if agent is here or (farewell and agent.node is not None):
@@ -372,19 +374,9 @@ class Nodes:
         """Tell an agent that has just connected what it has missed."""
         agent.node = node
         self._agents[node] = agent
-        missed = [f"start {rank} {pid}" for rank, pid in self._pids.get(node, {}).items()]
-        for line in (*first, *missed):
+        started = [f"start {rank} {pid}" for rank, pid in self._pids.get(node, {}).items()]
+        for line in (*first, *started, *(f"signal {number:d}" for number in self._signals)):
             self._send(node, line)
-        self._deliver(node)
-
-    def _deliver(self, node: int) -> None:
-        for number in self._signals[self._delivered.get(node, 0) :]:
-            self._send(node, f"signal {number:d}")
-        self._delivered[node] = len(self._signals)
-
-    def _to_all(self, order: str) -> None:
-        for node in list(self._agents):
-            self._send(node, order)
 
     def _send(self, node: int, order: str) -> None:
         if node in self._agents:

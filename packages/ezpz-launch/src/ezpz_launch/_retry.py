@@ -25,13 +25,8 @@ _PORTS = 5
 """So many ports are tried where another program holds the first ones on rank 0's host."""
 
 
-def see_through(planned: LaunchPlan, topology: Topology, env: Mapping[str, str]) -> int:
-    """Run a plan to its end, again if it fails and the user allows it; return its exit status."""
-    return _Attempts(planned, topology, env).run()
-
-
-class _Attempts:
-    """The attempts of one launch."""
+class Attempts:
+    """A plan, run to its end, and again if it fails and the user allows it."""
 
     def __init__(self, planned: LaunchPlan, topology: Topology, env: Mapping[str, str]) -> None:
         self._planned, self._topology, self._env = planned, topology, env

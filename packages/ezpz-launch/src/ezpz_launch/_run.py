@@ -44,7 +44,21 @@ def run(
             stack.callback(os.close, end)
         one = _Run(launch, heard, wake)
         stack.callback(setattr, one, "wake_write", -1)
-        return one.to_its_end(on_start)
+        one.start()
+        if on_start:
+            on_start()
+        while one.process.poll() is None:
+            one.sleep()
+            one.take_reports()
+            one.take_answers()
+            one.hear()
+            one.decide_to_end()
+            one.let_the_launcher_end()
+            one.act()
+        one.finish()
+        outcome = one.outcome()
+        one.output.close(one.is_told)
+        return outcome
 
 
 class _Run:
@@ -71,23 +85,6 @@ class _Run:
         self.at: dict[str, float] = {"name the absent": self.now + _ABSENT}  # when what is due
         self.output = Output(launch.control.launch_id, self.wake)
         self.nodes = Nodes(launch, self.poll)
-
-    def to_its_end(self, on_start: Callable[[], None] | None) -> Outcome:
-        self.start()
-        if on_start:
-            on_start()
-        while self.process.poll() is None:
-            self.sleep()
-            self.take_reports()
-            self.take_answers()
-            self.hear()
-            self.decide_to_end()
-            self.let_the_launcher_end()
-            self.act()
-        self.finish()
-        outcome = self.outcome()
-        self.output.close(self.is_told)
-        return outcome
 
     def start(self) -> None:
         where, secret = self.nodes.where, self.nodes.secret
@@ -230,7 +227,7 @@ class _Run:
         """See whether it is what is left, and give it some time."""
         now, status, at = self.now, self.status, self.at
         if status.all_ended and not self.ending and "end the launcher" not in at:
-            at["end what is left"] = now + SETTLE
+            self.nodes.end_left()
             at["end the launcher"] = now + _LINGER
         if self.ending and not self.output.killed:
             if status.has_running:
@@ -292,8 +289,6 @@ class _Run:
                 self.at.get("end the launcher", NEVER), self.now + _KILLED
             )
             self.nodes.kill()
-        if self.is_due("end what is left", again=_LAUNCHER_ENDS):
-            self.nodes.end_left()
         if self.is_due("name the absent") and self.status.unstarted and not self.ending:
             absent = self.status.unstarted
             self.output.say(

@@ -49,8 +49,12 @@ def get_allocation(env: Mapping[str, str] | None = None, *, ask: bool | None = N
     env = os.environ if env is None else env
     scheduler = scheduler_of(env)
     if scheduler == "none":
-        found = _job_of_this_host(env) if ask else None
-        return found or _this_host(asked=bool(ask))
+        if ask and (found := _job_of_this_host(env)):
+            return found
+        more = ", and no scheduler here has a running job of yours on this host" if ask else ""
+        why, host = f"no job variables are set{more}", get_hostname()
+        sources = {"scheduler": why, "hosts": f"uname: {why}"}
+        return Allocation("none", None, (host,), node_name=host, sources=sources)
     if scheduler in UNREADABLE.values():
         raise SchedulerError(
             f"a job of {scheduler}, whose hosts cannot be read here; expected Slurm or PBS; write "
@@ -88,15 +92,6 @@ def _job_of_this_host(env: Mapping[str, str]) -> Allocation | None:
         if job is not None:
             return job
     return None
-
-
-def _this_host(*, asked: bool) -> Allocation:
-    why = "no job variables are set"
-    if asked:
-        why += ", and no scheduler here has a running job of yours on this host"
-    host = get_hostname()
-    sources = {"scheduler": why, "hosts": f"uname: {why}"}
-    return Allocation("none", None, (host,), node_name=host, sources=sources)
 
 
 # The hosts to use: of the argument, the variables that name a file, or the allocation.

@@ -262,6 +262,10 @@ def _machine_of(name: str, reader: _Reader) -> Machine:
             if key != "*" and not _has_key(reader.document, key):
                 reader.fail(mark, key, "keys of this file, such as environment.TMPDIR")
     facts = reader.facts(Machine)
+    # TOML has dates too, but none without a day.
+    facts["date"] = date = str(reader.document.get("date", ""))
+    if not re.fullmatch(r"20[0-9]{2}-(0[1-9]|1[0-2])(-(0[1-9]|[12][0-9]|3[01]))?", date):
+        reader.fail("date", date, 'when the source was read, such as "2026-08"')
     choices = tuple(binds)
     facts["default_cpu_bind"] = reader.text("default_cpu_bind", choices, required=bool(binds))
     facts["options"] = {}
@@ -271,17 +275,24 @@ def _machine_of(name: str, reader: _Reader) -> Machine:
         option = table.facts(Option)
         option["cpu_bind"] = table.text("cpu_bind", (*binds, "none"))
         facts["options"][key] = Option(**option)
-    return Machine(name=name, date=reader.date(), cpu_bind=binds, path=reader.path, **facts)
+    return Machine(name=name, cpu_bind=binds, path=reader.path, **facts)
 
 
 def _machine_files(env: Mapping[str, str]) -> dict[str, str]:
     """Return name → path of every machine file; the user's hide the packaged ones."""
     files: dict[str, str] = {}
-    for folder, required in [*_user_folders(env), (PACKAGED, True)]:
+    given = [folder for folder in env.get("EZPZ_MACHINES", "").split(os.pathsep) if folder]
+    config, home = env.get("XDG_CONFIG_HOME"), env.get("HOME")
+    if not config and home:
+        mac = sys.platform == "darwin"
+        config = os.path.join(home, "Library/Application Support" if mac else ".config")
+    # Without a home there is no folder: asking the user database may hang on its server.
+    own = [os.path.join(config, "ezpz", "machines")] if config and not given else []
+    for folder in (*given, *own, PACKAGED):
         try:
             entries = os.listdir(folder)
         except (OSError, ValueError) as error:  # a folder's name with a NUL
-            if not required and isinstance(error, FileNotFoundError | NotADirectoryError):
+            if folder in own and isinstance(error, FileNotFoundError | NotADirectoryError):
                 continue
             raise MachineError(
                 f"{folder!r} cannot be listed ({error}); expected a folder of machine "
@@ -298,18 +309,6 @@ def _machine_files(env: Mapping[str, str]) -> dict[str, str]:
                 )
             files.setdefault(name, os.path.join(folder, entry))
     return files
-
-
-def _user_folders(env: Mapping[str, str]) -> list[tuple[str, bool]]:
-    """Return (folder, whether it must be there)."""
-    if env.get("EZPZ_MACHINES"):
-        return [(folder, True) for folder in env["EZPZ_MACHINES"].split(os.pathsep) if folder]
-    config, home = env.get("XDG_CONFIG_HOME"), env.get("HOME")
-    if not config and home:
-        mac = sys.platform == "darwin"
-        config = os.path.join(home, "Library/Application Support" if mac else ".config")
-    # Without a home there is no folder: asking the user database may hang on its server.
-    return [(os.path.join(config, "ezpz", "machines"), False)] if config else []
 
 
 def _read_document(path: str) -> dict[str, Any]:
@@ -415,13 +414,6 @@ class _Reader:
     def _require(self, key: str, required: bool, expected: str) -> None:
         if required and not self.document.get(key):
             raise MachineError(f"{self.path}: no {self.prefix}{key}; expected {expected}; add it")
-
-    def date(self) -> str:
-        # TOML has dates too, but none without a day.
-        value = str(self.document.get("date", ""))
-        if not re.fullmatch(r"20[0-9]{2}-(0[1-9]|1[0-2])(-(0[1-9]|[12][0-9]|3[01]))?", value):
-            self.fail("date", value, 'when the source was read, such as "2026-08"')
-        return value
 
     def count(self, key: str) -> int | None:
         value = self.document.get(key)

@@ -104,23 +104,22 @@ def redact(value: Value) -> Value:
     >>> redact({"lr": 0.1, "hub": {"api_key": "abc"}})
     {'lr': 0.1, 'hub': {'api_key': '***'}}
     """
-    found: Value = _redacted(value)
-    return found
-
-
-def _redacted(value: Any) -> Any:
+    found: Any = value
     if isinstance(value, str):
-        return _redact_text(value) if _is_suspect(value) else value
-    if isinstance(value, Mapping):
-        return {name: _redact_named(name, held) for name, held in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_redact_words(value))
-    return value
+        # Most lines of a training are done after this look, in 2 us instead of 30.
+        lower = value.lower().replace("tokens_per_", "")
+        if any(map(lower.__contains__, _ROOTS)) or _FORM(lower):
+            found = _redact_text(value)
+    elif isinstance(value, Mapping):
+        found = {name: _redact_named(name, held) for name, held in value.items()}
+    elif type(value) in (list, tuple):
+        found = type(found)(_redact_words(found))
+    return found  # type: ignore[no-any-return]
 
 
 def _redact_named(name: object, value: object) -> object:
     if not isinstance(name, str) or not _is_secret(name):
-        return _redacted(value)
+        return redact(value)
     return value if value is None or isinstance(value, bool) or value == "" else REDACTED
 
 
@@ -131,17 +130,11 @@ def _redact_words(words: Iterable[object]) -> Iterator[object]:
             yield REDACTED
             value_next = False
             continue
-        yield _redacted(word)
+        yield redact(word)
         text = word if isinstance(word, str) else ""
         flag = _FLAG.fullmatch(text)
         is_named = bool(flag and _is_secret(flag["name"], option=True))
         value_next = is_named or text.lower() == "bearer"
-
-
-def _is_suspect(text: str) -> bool:
-    # Most lines of a training are done after this look, in 2 us instead of 30.
-    lower = text.lower().replace("tokens_per_", "")
-    return any(map(lower.__contains__, _ROOTS)) or _FORM(lower) is not None
 
 
 def _redact_text(text: str) -> str:
@@ -186,7 +179,8 @@ def _is_secret(name: str, *, option: bool = False) -> bool:
         return True
     if words == ["pwd"] or (_OF_TEXT & set(words) and {"token", "tokens"} & set(words)):
         return False
-    if not _SECRET_WORDS.isdisjoint(words) or any(map(_ends_as_secrets_do, words)):
+    ends = any(word.endswith(_AT_THE_END) and not word.endswith(_HARMLESS) for word in words)
+    if ends or not _SECRET_WORDS.isdisjoint(words):
         return True
     if "tokens" in words and not _OF_TOKENS.isdisjoint(words):
         return True
@@ -194,7 +188,3 @@ def _is_secret(name: str, *, option: bool = False) -> bool:
         return False
     # COMET_KEY is a secret; --image-key of a data loader and sorted(key=...) are not.
     return name.isupper() or not _OF_KEYS.isdisjoint(words) or (option and len(words) == 1)
-
-
-def _ends_as_secrets_do(word: str) -> bool:
-    return word.endswith(_AT_THE_END) and not word.endswith(_HARMLESS)
