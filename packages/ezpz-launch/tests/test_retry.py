@@ -375,10 +375,10 @@ def test_a_log_folder_that_cannot_be_written(spawned, tmp_path):
 
 
 FULL = """
-mount -t tmpfs -o size=64k none "$1" && mkdir "$1/logs" && cd "$1" && shift
+mount -t tmpfs -o size=2m none "$1" && mkdir "$1/logs" && cd "$1" && shift
 exec "$@"
 """
-FILL = "head -c 1000000 /dev/zero >x 2>/dev/null; echo why; exit 3"
+FILL = "head -c 4000000 /dev/zero >x 2>/dev/null; echo why; exit 3"
 
 
 @pytest.mark.parametrize("begins", ["full", "with room", "without a file"])
@@ -387,7 +387,7 @@ def test_a_log_folder_on_a_full_disk_is_told(clean_env, tmp_path, begins):
     if subprocess.run([*words, 'mount -t tmpfs none "$0"', tmp_path], check=False).returncode:
         pytest.skip("this user may mount nothing")
     (tmp_path / "disk").mkdir()
-    full = {"full": FULL.replace("exec", "head -c 1000000 /dev/zero >x 2>/dev/null; exec")}
+    full = {"full": FULL.replace("exec", "head -c 4000000 /dev/zero >x 2>/dev/null; exec")}
     full["without a file"] = FULL.replace("exec", "ln -s /absent/x logs/rank-0.out; exec")
     words += [full.get(begins, FULL), "sh", str(tmp_path / "disk"), sys.executable, "-m"]
     words += ["ezpz_launch", "--launcher", "spawn", "-n", "1", "--log-dir", "logs"]

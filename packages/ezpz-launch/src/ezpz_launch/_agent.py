@@ -87,7 +87,6 @@ def _children_of(pid: int) -> list[int]:
 
 
 def _descendants(pid: int) -> list[int]:
-    """Return a process and all that descends from it."""
     found = [pid]
     for each in found:
         found += _children_of(each)
@@ -180,7 +179,6 @@ def _catches(pid: int, number: int) -> bool:
 
 
 def send(target: int, number: int) -> None:
-    """Signal a process, or the group of a negative number, if it is there."""
     # Gone, or no longer ours: a rank may have changed its user.
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(target, number)
@@ -513,7 +511,6 @@ def proof(secret: str, node: int, *words: str) -> str:
 
 
 def is_proof(shown: bytes, secret: str, node: int, *words: str) -> bool:
-    """Return whether that was said by one who knows the node's secret."""
     import hmac  # noqa: PLC0415 - as above
 
     return hmac.compare_digest(shown, proof(secret, node, *words).encode())

@@ -18,6 +18,7 @@ from ._errors import CommandNotFoundError, LaunchError
 from ._identify import find_mpiexec, outside_of_launch
 from ._launchers import LAUNCHERS, Launcher, find_command
 from ._record import records_folder
+from ._retry import why_not_written
 
 # Run a command for a check: no input, a time limit, and nothing left of it afterwards.
 
@@ -216,9 +217,6 @@ def _without_mpiexec(
 
 # The checks ``disk`` and ``shared-memory``: files can be written, and there is room for more.
 
-_TRIED = 1 << 20
-"""Bytes that are written to see that they can be: no figure tells of a quota."""
-
 _LITTLE = 1 << 30
 """Less room than this is warned about: one checkpoint of 70 million parameters with AdamW."""
 
@@ -248,7 +246,7 @@ def disk(_seconds: float, env: Mapping[str, str] | None = None) -> CheckResult:
             f"the working directory is gone ({error.strerror})", "change to a folder that is there"
         )
     for what, folder in places.items():
-        if why := _why_not_written(folder):
+        if why := why_not_written(folder):
             remedy = f"remove what is old there; or {_ELSEWHERE[what]}"
             message = f"{folder} ({what}) cannot be written: {why}"
             return CheckResult.error(message, remedy, folder=folder)
@@ -279,7 +277,7 @@ def shared_memory(_seconds: float, *, folder: str = "/dev/shm") -> CheckResult:
         f"remove what ended runs left in {folder} (ls -l {folder}); in a container: "
         "docker run --shm-size=8g, or --ipc=host"
     )
-    if why := _why_not_written(folder):
+    if why := why_not_written(folder):
         return CheckResult.error(f"{folder} cannot be written: {why}", remedy, folder=folder)
     free = shutil.disk_usage(folder).free
     facts = {"folder": folder, "free_bytes": free}
@@ -296,19 +294,6 @@ def _existing(folder: str) -> str:
     while not os.path.isdir(folder):
         folder = os.path.dirname(folder)
     return folder
-
-
-def _why_not_written(folder: str) -> str:
-    """Write a nameless file; return what is wrong, empty where nothing is."""
-    try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(bytes(_TRIED))
-            file.flush()
-            # What a file system over the network or a quota thinks of it, it may tell only now.
-            os.fsync(file.fileno())
-    except OSError as error:
-        return error.strerror or str(error)
-    return ""
 
 
 def _size(count: int) -> str:

@@ -189,7 +189,6 @@ EXAMPLES = (
 
 
 def help_page() -> str:
-    """Return the page."""
     lines = [f"usage: {USAGE}", "", "Start COMMAND on every rank; its words are not touched.", ""]
     lines.append("options:")
     for option in OPTIONS:

@@ -34,7 +34,6 @@ class Chosen(NamedTuple):
 
 
 def choose_options(machine: Machine, names: Sequence[str], launcher: Launcher) -> Chosen:
-    """Return what these options of the machine bring, together."""
     flags: list[str] = []
     environment: dict[str, tuple[str, str]] = {}
     bind, binder = "", ""

@@ -189,7 +189,6 @@ def outside_of_launch(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def require_command(program: str, env: Mapping[str, str]) -> None:
-    """Check that the command exists here and can be executed."""
     has_directory = os.sep in program
     directories = [""] if has_directory else env.get("PATH", "").split(os.pathsep)
     candidates = [os.path.join(directory, program) for directory in directories]

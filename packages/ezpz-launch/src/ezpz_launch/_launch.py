@@ -89,8 +89,6 @@ class Control(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """One launch, ready to be run."""
-
     argv: tuple[str, ...]  # the launcher's command line
     nproc: int  # how many ranks it starts
     hosts: tuple[str, ...]  # that get ranks, in the order of their nodes
@@ -104,14 +102,11 @@ class Launch(NamedTuple):
     scratch: str = ""  # a file or folder of the launch, to be removed also if we are killed
 
     def host_of(self, rank: int) -> str:
-        """Return the host of a rank."""
         host = self.hosts[rank // self.ppn]
         return os.uname().nodename if host in ("localhost", "127.0.0.1") else host
 
 
 class Outcome(NamedTuple):
-    """How a launch ended."""
-
     exit_status: int  # that of ezpz-launch
     failure: tuple[int, str, int] | None = None  # rank, host and status of the first that failed
     told: signal.Signals | None = None  # the signal that ended it, if one did
@@ -238,12 +233,10 @@ class Nodes:
             self._greet(self._here[1], 0)
 
     def start(self, rank: int, pid: int) -> None:
-        """Take note of a rank that has started."""
         self._pids.setdefault(rank // self._launch.ppn, {})[rank] = pid
         self._send(rank // self._launch.ppn, f"start {rank} {pid}")
 
     def end(self, rank: int) -> None:
-        """Take note of a rank that has ended."""
         self._pids.get(rank // self._launch.ppn, {}).pop(rank, None)
         self._send(rank // self._launch.ppn, f"end {rank}")
 
@@ -305,7 +298,6 @@ class Nodes:
         os.waitpid(self._here[0], os.WNOHANG)
 
     def handle(self, fd: int) -> None:
-        """Serve a socket that is ready."""
         if self._server is not None and fd == self._server.fileno():
             # Of 10,000 nodes many come at once.
             while (connection := self._accept()) is not None:

@@ -80,8 +80,6 @@ def _words(flag: str, text: str) -> tuple[str, ...]:
 
 
 class Option(NamedTuple):
-    """One row."""
-
     name: str  # its long name
     help: str
     value: str = ""  # what it takes; empty for a switch

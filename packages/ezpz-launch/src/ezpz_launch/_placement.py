@@ -81,24 +81,20 @@ class Placement(NamedTuple):
 
     @property
     def nproc(self) -> int:
-        """Number of ranks in all."""
         return sum(self.ranks)
 
     @property
     def ppn(self) -> int:
-        """Number of ranks of a full host."""
         return self.ranks[0]
 
     @property
     def is_even(self) -> bool:
-        """Whether every host has as many ranks."""
         return self.ranks[-1] == self.ranks[0]
 
 
 def place(
     hosts: Sequence[str], *, nproc: int | None, ppn: int | None, default_ppn: int, why_default: str
 ) -> Placement:
-    """Decide how many ranks each host gets."""
     per_host, why = (default_ppn, why_default) if ppn is None else (ppn, "--ppn")
     if nproc is None:
         total = per_host * len(hosts)

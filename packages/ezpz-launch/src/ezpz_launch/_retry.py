@@ -155,7 +155,7 @@ class Attempts:
         if lines := text.decode(errors="replace").splitlines()[-_LINES:]:
             path = os.path.join(folder, f"rank-{rank}.err")
             say("\n".join([f"the end of {path}:", *(f"  {line}" for line in lines)]))
-        if why := _why_not_written(folder):
+        if why := why_not_written(folder):
             say(f"--log-dir {folder}: {why}; the ranks' last words may be missing there")
 
 
@@ -229,6 +229,7 @@ def _hostfile(planned: LaunchPlan, directory: str) -> Iterator[LaunchPlan]:
 
 # The ranks' files, in --log-dir.
 
+_TRIED = 1 << 20  # bytes that are written to see that they can be
 _TAIL, _LINES = 1 << 13, 20
 """Bytes, and lines, of a rank's file that are looked at when it has failed."""
 
@@ -237,24 +238,26 @@ def _make_log_dir(folder: str) -> None:
     if folder:
         try:
             os.makedirs(folder, exist_ok=True)
-            why = _why_not_written(folder)
+            why = why_not_written(folder)
         except OSError as error:
             why = str(error.strerror)
         if why:
             raise LaunchError(f"--log-dir {folder}: {why}; expected a folder that can be written")
 
 
-def _why_not_written(folder: str) -> str:
-    """Return why nothing can be written into a folder; a full disk takes a file, but no bytes."""
-    path = os.path.join(folder, f".ezpz-{os.urandom(8).hex()}")
+def why_not_written(folder: str) -> str:
+    """Write a nameless file; return what is wrong, empty where nothing is."""
+    import tempfile  # noqa: PLC0415 - only --log-dir and the doctor need it
+
     try:
-        with open(path, "xb", buffering=0) as file:
-            file.write(bytes(4096))
+        with tempfile.TemporaryFile(dir=folder) as file:
+            # A full disk takes a file, but no bytes; no figure tells of a quota.
+            file.write(bytes(_TRIED))
+            file.flush()
+            # What a file system over the network or a quota thinks of it, it may tell only now.
+            os.fsync(file.fileno())
     except OSError as error:
-        return str(error.strerror)
-    finally:
-        with suppress(OSError):  # it may not even have been made
-            os.unlink(path)
+        return error.strerror or str(error)
     return ""
 
 

@@ -331,7 +331,6 @@ class _Stream:
             self.flush()
 
     def flush(self) -> None:
-        """Show what is held."""
         if self._held and self._terminal:
             self._terminal.write(self._headed(self._held))
         self._held = b""

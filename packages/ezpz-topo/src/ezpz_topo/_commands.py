@@ -81,7 +81,6 @@ def find(command: str, env: Mapping[str, str], place: str = "") -> str | None:
 
 
 def get_time_limit(env: Mapping[str, str]) -> float:
-    """Return the seconds to wait for a scheduler's command."""
     text = env.get(TIME_LIMIT, "")
     if not text:
         return _DEFAULT_TIME_LIMIT

@@ -194,7 +194,6 @@ def _bad(part: str, expected: str) -> HostfileError:
 
 
 def format_hostfile(hosts: Iterable[str]) -> bytes:
-    """Return what a hostfile with these hosts says."""
     if isinstance(hosts, str):
         raise HostfileError(f"hosts={hosts[:40]!r}; expected a list of names; put it in brackets")
     names: dict[str, str] = {}

@@ -75,7 +75,6 @@ class Kind:
 
     @property
     def is_mpiexec(self) -> bool:
-        """Whether it is the mpiexec of an MPI."""
         return bool(self.versions or self.folder)
 
     def argv(self, plan: LaunchPlan) -> list[str]:
@@ -141,17 +140,14 @@ def find_command(name: str, kind: str, env: Env, *, beside: str = "") -> Launche
 
 
 def is_executable(path: str) -> bool:
-    """Whether it is a program."""
     return os.access(path, os.X_OK) and not os.path.isdir(path)
 
 
 def argv(plan: LaunchPlan) -> list[str]:
-    """Return the command line that starts a plan's ranks."""
     return LAUNCHERS[plan.launcher.kind].argv(plan)
 
 
 def hostfile_of(plan: LaunchPlan) -> list[str]:
-    """Return the lines of the hostfile that the plan's launcher reads."""
     return LAUNCHERS[plan.launcher.kind].hostfile(plan.placement)
 
 
