@@ -7,7 +7,7 @@ import ezpz_topo
 def test_all_is_what_is_there():
     for name in ezpz_topo.__all__:
         assert getattr(ezpz_topo, name) is not None
-    lazy = {"CheckResult", "redact", "__version__"}
+    lazy = {*ezpz_topo._LAZY, "__version__"}
     public = {name for name in vars(ezpz_topo) if not name.startswith("_")}
     assert set(ezpz_topo.__all__) == public - {"TYPE_CHECKING", "import_module"} | lazy
 

@@ -30,7 +30,7 @@ def is_running(pid: int) -> bool:
         return fields[0] not in "ZX"
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
         return True

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ezpz_topo import TopoError, fold_nodelist, get_allocation, get_hostname, same_host
@@ -306,6 +303,8 @@ def _history(env: Mapping[str, str], limit: int, *, as_json: bool) -> str:
         stored["state"] = _state(stored)
     _look_for_jobs([stored for stored in found if stored["state"] == "unknown"], env)
     if as_json:
+        import json  # noqa: PLC0415 - as in to_json
+
         return json.dumps(found, indent=1)
     lines = _table(found) if found else [f"no launches so far; they are recorded in {folder}"]
     if damaged:
@@ -353,6 +352,8 @@ def _read(folder: str, limit: int) -> tuple[list[Stored], int]:
 
 
 def _stored(path: str) -> Stored | None:
+    import json  # noqa: PLC0415 - as in to_json
+
     if not os.path.isfile(path):  # a FIFO would wait for its writer
         return None
     try:
@@ -373,6 +374,8 @@ def _stored(path: str) -> Stored | None:
 
 def _moment(text: str) -> float:
     """Return seconds since 1970."""
+    from datetime import datetime  # noqa: PLC0415 - only history needs it
+
     return datetime.fromisoformat(text).timestamp()
 
 
@@ -392,17 +395,8 @@ def _state(stored: Stored) -> str:
         return "unknown"
     pid, born = stored["pid"], stored["pid_start"]
     # Another process may have its number by now, but did not start at the same tick.
-    is_there = _is_ours(pid) if born is None else process_start(pid) == born
+    is_there = is_running(pid) if born is None else process_start(pid) == born
     return "running" if is_there else "never ended"
-
-
-def _is_ours(pid: int) -> bool:
-    """Whether this user has such a process, where there is no /proc to ask (macOS)."""
-    try:
-        os.kill(pid, 0)
-    except (OSError, OverflowError):
-        return False
-    return pid > 0
 
 
 def _look_for_jobs(unknown: Sequence[Stored], env: Mapping[str, str]) -> None:
@@ -441,6 +435,8 @@ def _table(found: Sequence[Stored]) -> list[str]:
 
 
 def _row(stored: Stored) -> tuple[str, ...]:
+    from shlex import quote  # noqa: PLC0415 - only history needs it
+
     start, end = _moment(stored["start"]), stored["end"]
     status = str(stored["exit_status"]) if stored["state"] == "ended" else stored["state"]
     if stored["attempt"]:
@@ -453,7 +449,7 @@ def _row(stored: Stored) -> tuple[str, ...]:
         str(stored["nproc"]),
         _shortened(stored["hosts"], 24),
         _shortened(job, 30),
-        _shortened(shlex.join(stored["command"]), 60),
+        _shortened(" ".join(map(quote, stored["command"])), 60),
     )
 
 

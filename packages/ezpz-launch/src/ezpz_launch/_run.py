@@ -112,7 +112,7 @@ class _Run:
     def sleep(self) -> None:
         """Sleep until something happens or is due."""
         begun = time.monotonic()
-        due = min(begun + _AWAKE, *self.at.values())
+        due = min([begun + _AWAKE, *self.at.values()])
         if not self.ending and self.launch.idle_timeout:
             due = min(due, self.output.last + self.launch.idle_timeout)
         if self.all_started():

@@ -42,7 +42,6 @@ from ._nodelist import (
     same_host,
     short_name,
 )
-from ._pbs import get_pbs_folder
 from ._rank import (
     Ancestor,
     RankInfo,
@@ -68,6 +67,7 @@ from ._version import __version__
 
 if TYPE_CHECKING:
     from ._checks import CheckResult
+    from ._pbs import get_pbs_folder
     from ._secrets import redact
 
 __all__ = [
@@ -131,10 +131,8 @@ __all__ = [
     "write_localhost_to_hostfile",
 ]
 
-# Imported when used: most ranks never do, and they take 10 ms together.
-
 # Few need these, and they take 10 ms of a start.
-_LAZY = {"CheckResult": "_checks", "redact": "_secrets"}
+_LAZY = {"CheckResult": "_checks", "get_pbs_folder": "_pbs", "redact": "_secrets"}
 
 
 def __getattr__(name: str) -> object:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
@@ -422,6 +421,8 @@ def _physical_cards(text: str, root: str, flat: bool) -> Told:
     # Intel XPU Manager, CLI user guide and cmd_discovery.cpp: device_list is null where there is
     # none. It lists cards in every ZE_FLAT_DEVICE_HIERARCHY (Level Zero specification, "Device
     # Hierarchy": SYSMAN is not affected).
+    import json  # noqa: PLC0415 - only Intel's tool says it so
+
     try:
         listed = json.loads(text)["device_list"] or []
         addresses = {

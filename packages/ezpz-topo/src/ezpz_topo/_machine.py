@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import sys
@@ -366,6 +365,8 @@ class _Reader:
     def fail(
         self, key: str, value: object, expected: str, word: str = "", known: Iterable[str] = ()
     ) -> NoReturn:
+        import difflib  # noqa: PLC0415 - only a wrong file needs it
+
         shown = repr(value)
         shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
         close = difflib.get_close_matches(word, list(known), 1)

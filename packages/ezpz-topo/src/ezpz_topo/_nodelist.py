@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import itertools
 import operator
 import os
@@ -78,6 +77,8 @@ def _is_numeric(host: str) -> bool:
 
 def _ipv6(text: str) -> str | None:
     """Return the one spelling of an IPv6 address; None if it is none, or has a zone."""
+    import ipaddress  # noqa: PLC0415 - 1 ms, and few hosts are named so
+
     # A zone (fe80::1%eth0) holds on one host only, and may have any character in it.
     try:
         return None if "%" in text else str(ipaddress.IPv6Address(text))
