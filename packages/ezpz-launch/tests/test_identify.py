@@ -132,7 +132,7 @@ def chosen(tmp_path, topology, programs, *, launcher="auto", more=(), **options)
     job = topology.allocation
     arrangement = arrange(topology, request, hosts=job.hosts, hosts_source="the job")
     env = {"PATH": str(tmp_path), **dict(more)}
-    return choose_launcher(topology, request, env, beside="", arrangement=arrangement)
+    return choose_launcher(arrangement, topology=topology, request=request, env=env, beside="")
 
 
 @pytest.mark.parametrize(

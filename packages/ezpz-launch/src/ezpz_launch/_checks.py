@@ -234,10 +234,13 @@ def disk(_seconds: float, env: Mapping[str, str] | None = None) -> CheckResult:
     """
     env = os.environ if env is None else env
     try:
+        records = records_folder(env)
+        while not os.path.isdir(records):
+            records = os.path.dirname(records)
         places = {
             "the working directory": os.getcwd(),
             "TMPDIR": env.get("TMPDIR") or "/tmp",  # where ezpz-launch writes
-            "the folder of records": _existing(records_folder(env)),
+            "the folder of records": records,
         }
     except LaunchError as error:
         return CheckResult.of(error)
@@ -288,12 +291,6 @@ def shared_memory(_seconds: float, *, folder: str = "/dev/shm") -> CheckResult:
             remedy, **facts,
         )  # fmt: skip
     return CheckResult.ok(f"{_size(free)} free in {folder}", **facts)
-
-
-def _existing(folder: str) -> str:
-    while not os.path.isdir(folder):
-        folder = os.path.dirname(folder)
-    return folder
 
 
 def _size(count: int) -> str:
@@ -347,7 +344,9 @@ def check_versions(seconds: float, env: Mapping[str, str] | None = None) -> Chec
 
 def judge(hosts: tuple[str, ...], ended: Ended, seconds: float) -> CheckResult:
     """Compare what the processes of these hosts said."""
-    found = said(ended.stdout)
+    lines = [line for line in ended.stdout.splitlines() if line.startswith(_MARK)]
+    # host -> package -> version
+    found = dict(json.loads(line.removeprefix(_MARK)) for line in lines)
     facts = {"hosts": list(hosts), "versions": found}
     answered = f"{len(found)} of {len(hosts)} hosts"
     if differing := _differing(found):
@@ -373,12 +372,6 @@ def judge(hosts: tuple[str, ...], ended: Ended, seconds: float) -> CheckResult:
         f"{len(found)} hosts",
         **facts,
     )
-
-
-def said(output: str) -> dict[str, dict[str, str]]:
-    """Return host -> package -> version."""
-    lines = [line for line in output.splitlines() if line.startswith(_MARK)]
-    return dict(json.loads(line.removeprefix(_MARK)) for line in lines)
 
 
 def _differing(found: Mapping[str, Mapping[str, str]]) -> str:

@@ -6,16 +6,16 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 
 from ezpz_topo import TopoError, Topology, detect, fold_nodelist, get_allocation
 
 from ._environment import free_port
 from ._errors import LaunchError, UsageError, discard, say
 from ._identify import choose_launcher, imagine_launcher, outside_of_launch, require_command
-from ._launchers import Launcher, hostfile_of, needs_hostfile
 from ._launchers import argv as argv_of
+from ._launchers import hostfile_of, needs_hostfile
 from ._options import OPTIONS, Request, request_of, split
-from ._placement import Arrangement
 from ._plan import LaunchPlan, explain, explain_json, plan
 from ._version import __version__
 
@@ -111,15 +111,11 @@ def _planned(
         hosts, slots = [job.node_name or topology.hostname], [0]
         source = "--nested: this host"
 
-    def launcher(arrangement: Arrangement) -> Launcher:
-        if not is_here:
-            return imagine_launcher(topology, request)
-        return choose_launcher(topology, request, env, beside=beside, arrangement=arrangement)
-
+    chosen = partial(choose_launcher, topology=topology, request=request, env=env, beside=beside)
     return plan(
         topology,
         request,
-        launcher,
+        chosen if is_here else imagine_launcher(topology, request),
         hosts=hosts,
         hosts_source=source,
         slots=slots,

@@ -24,12 +24,12 @@ _NO_MPI = (
 
 
 def choose_launcher(
+    arrangement: Arrangement,
+    *,
     topology: Topology,
     request: Request,
     env: Mapping[str, str],
-    *,
     beside: str,
-    arrangement: Arrangement,
 ) -> Launcher:
     """Find the launcher, on ``env``'s PATH or ``beside`` this Python, and identify it."""
     here, asked = arrangement.on_this_host, request.launcher

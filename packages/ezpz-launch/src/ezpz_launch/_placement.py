@@ -87,10 +87,6 @@ class Placement(NamedTuple):
     def ppn(self) -> int:
         return self.ranks[0]
 
-    @property
-    def is_even(self) -> bool:
-        return self.ranks[-1] == self.ranks[0]
-
 
 def place(
     hosts: Sequence[str], *, nproc: int | None, ppn: int | None, default_ppn: int, why_default: str

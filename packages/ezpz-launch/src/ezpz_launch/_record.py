@@ -69,14 +69,14 @@ def record_of(
         scheduler=job.scheduler,
         job_id=job.job_id,
         hosts=fold_nodelist(planned.placement.hosts),
-        nproc=planned.nproc,
+        nproc=planned.placement.nproc,
         ppn=planned.placement.ppn,
         launcher=planned.launcher.kind,
         argv=tuple(argv),
         environment=dict(planned.environment),
         host=get_hostname(),
         pid=os.getpid(),
-        pid_start=process_start(os.getpid()),
+        pid_start=int(birth_of(os.getpid()) or 0) or None,
         start=iso_time(now),
         retries=planned.request.retries,
     )
@@ -153,10 +153,10 @@ def records_folder(env: Mapping[str, str]) -> str:
 
 def _make_folder(folder: str) -> None:
     """Make it and what is above it, all for this user only; makedirs does so with the last only."""
-    if not os.path.isdir(folder):
-        _make_folder(os.path.dirname(folder))
-        with suppress(FileExistsError):  # another launch was quicker
-            os.mkdir(folder, 0o700)
+    if not os.path.isdir(above := os.path.dirname(folder)):
+        _make_folder(above)
+    with suppress(FileExistsError):  # another launch was quicker
+        os.mkdir(folder, 0o700)
 
 
 def _prune(folder: str) -> None:
@@ -186,7 +186,8 @@ class Keeper:
         self._folder = ""
         try:
             self._folder = records_folder(env)
-            _make_folder(self._folder)
+            if not os.path.isdir(self._folder):
+                _make_folder(self._folder)
             self.progress_file = os.path.join(self._folder, f"{self.launch_id}.progress")
         except LaunchError as error:
             self._give_up(str(error))

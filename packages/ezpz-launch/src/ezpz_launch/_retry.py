@@ -36,8 +36,11 @@ class Attempts:
         self._heard: Heard = ([], -1)
         self._sizes: Mapping[str, int] = {}
         self._node_timeout = _node_timeout(env)
-        _make_log_dir(self._request.log_dir)
-        self._signal_at = _signal_at(planned, topology, env)
+        if self._request.log_dir:
+            _make_log_dir(self._request.log_dir)
+        self._signal_at: Callable[[], float] = lambda: NEVER
+        if self._request.signal_before:
+            self._signal_at = _signal_at(self._request.signal_before, topology.allocation, env)
         self._keeper = Keeper(env)
         for warning in planned.warnings:
             say(warning)
@@ -46,11 +49,14 @@ class Attempts:
         """Attempt until it succeeds or must not be tried again; return the exit status."""
         with signals() as self._heard:
             while True:
-                self._sizes = _sizes(self._request.log_dir)
+                folder = self._request.log_dir
+                self._sizes = _sizes(folder) if folder else {}
                 outcome = self._attempt()
-                if outcome.failure and self._request.log_dir:
+                if outcome.failure and folder:
                     self._say_what_is_in_the_files(outcome.failure[0])
-                status, seconds = outcome.exit_status, self._pause_after(outcome)
+                status, seconds = outcome.exit_status, None
+                if status and self._request.retries:
+                    seconds = self._pause_after(outcome)
                 if seconds is not None:
                     told = pause(seconds, self._heard)
                     if not told:
@@ -83,7 +89,7 @@ class Attempts:
             kept = {name: value for name, value in self._env.items() if name not in ready.removed}
             launch = Launch(
                 argv=argv,
-                nproc=ready.nproc,
+                nproc=ready.placement.nproc,
                 hosts=ready.placement.hosts,
                 ppn=ready.placement.ppn,
                 on_this_host=ready.on_this_host,
@@ -98,7 +104,7 @@ class Attempts:
 
     def _on_start(self, ready: LaunchPlan, argv: tuple[str, ...]) -> None:
         self._keeper.start(ready, argv, self._topology.allocation)
-        if not ready.on_this_host and ready.nproc > 1 and not self._number:
+        if not ready.on_this_host and ready.placement.nproc > 1 and not self._number:
             # A name server that does not answer must not hold us up.
             threading.Thread(target=_look_up, args=(ready,), daemon=True).start()
 
@@ -114,7 +120,7 @@ class Attempts:
             only_ranks=request.only_ranks,
             prefix=request.prefix,
             # Into a file or a pipe, where no reader waits for half a line.
-            whole_lines=planned.nproc > 1 and not (os.isatty(1) and os.isatty(2)),
+            whole_lines=planned.placement.nproc > 1 and not (os.isatty(1) and os.isatty(2)),
             tee=request.tee,
             # Ours has been looked at; another host's is looked at there.
             port=0 if here else int(planned.environment["MASTER_PORT"]),
@@ -128,8 +134,6 @@ class Attempts:
 
     def _pause_after(self, outcome: Outcome) -> float | None:
         """Return the seconds to wait before the next attempt, and say why; None for no other."""
-        if not (self._request.retries and outcome.exit_status):
-            return None
         seconds, why = self._retries.decide(
             outcome.exit_status,
             told=outcome.told is not None,
@@ -235,14 +239,13 @@ _TAIL, _LINES = 1 << 13, 20
 
 
 def _make_log_dir(folder: str) -> None:
-    if folder:
-        try:
-            os.makedirs(folder, exist_ok=True)
-            why = why_not_written(folder)
-        except OSError as error:
-            why = str(error.strerror)
-        if why:
-            raise LaunchError(f"--log-dir {folder}: {why}; expected a folder that can be written")
+    try:
+        os.makedirs(folder, exist_ok=True)
+        why = why_not_written(folder)
+    except OSError as error:
+        why = str(error.strerror)
+    if why:
+        raise LaunchError(f"--log-dir {folder}: {why}; expected a folder that can be written")
 
 
 def why_not_written(folder: str) -> str:
@@ -263,8 +266,6 @@ def why_not_written(folder: str) -> str:
 
 def _sizes(folder: str) -> dict[str, int]:
     """Return how long the files of a folder are: what is there is of another launch, or attempt."""
-    if not folder:
-        return {}
     with os.scandir(folder) as entries:
         return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
 
@@ -364,15 +365,9 @@ class UnansweredError(LaunchError):
     """The scheduler, whose job this is, did not tell its end: it may do so later."""
 
 
-def _signal_at(
-    planned: LaunchPlan, topology: Topology, env: Mapping[str, str]
-) -> Callable[[], float]:
+def _signal_at(before: float, job: Allocation, env: Mapping[str, str]) -> Callable[[], float]:
     """Return what tells when --signal-before is due, in seconds since 1970."""
-    before = planned.request.signal_before
-    if not before:
-        return lambda: NEVER
-    job, limit = topology.allocation, time_limit(env)
-    due, errors = [NEVER], list[LaunchError]()
+    limit, due, errors = time_limit(env), [NEVER], list[LaunchError]()
     asked, late = threading.Event(), threading.Event()
 
     def ask() -> None:

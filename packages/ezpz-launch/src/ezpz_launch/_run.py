@@ -160,8 +160,8 @@ class _Run:
             if self.status.take(("end", rank, 128 + signal.SIGKILL)) and not self.output.killed:
                 where = self.launch.host_of(rank)
                 say(f"rank {rank} on {where} is lost: what started it is gone")
-        lost = [rank for rank in self.status.running if rank // self.launch.ppn in nodes.silent]
-        nodes.silent.clear()
+        silent, nodes.silent = nodes.silent, []
+        lost = silent and [r for r in self.status.running if r // self.launch.ppn in silent]
         if lost:
             self.on_lost_nodes.update(lost)
             hosts = list(dict.fromkeys(map(self.launch.host_of, lost)))
@@ -215,7 +215,7 @@ class _Run:
                 self.end_within(0.0)
             elif self.status.first_failure:
                 self.settle()
-            elif self.is_silent():
+            elif self.launch.idle_timeout and self.is_silent():
                 self.ending = self.hangs = True
                 self.ask_where_they_hang()
         if "stacks" in self.at and (self.unanswered <= 0 or self.is_due("stacks")):
@@ -254,7 +254,7 @@ class _Run:
     def is_silent(self) -> bool:
         """Return whether no rank has written anything for too long."""
         idle, files = self.launch.idle_timeout, self.launch.control.files
-        if not idle or self.status.all_ended:
+        if self.status.all_ended:
             return False
         if self.now - self.output.last >= idle and files and self.status.has_running:
             # Of what goes to files we see nothing but their times.

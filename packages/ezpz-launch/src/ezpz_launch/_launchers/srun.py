@@ -93,7 +93,8 @@ class Srun(Kind):
             placement = placement._replace(hosts=tuple(found))
             arrangement = arrangement._replace(placement=placement)
         used = set(placement.hosts)
-        if not placement.is_even or placement.hosts != tuple(h for h in job.hosts if h in used):
+        is_even = placement.ranks[-1] == placement.ppn
+        if not is_even or placement.hosts != tuple(h for h in job.hosts if h in used):
             return arrangement, "", True
         nodelist = "" if len(used) == len(job.hosts) else fold_nodelist(placement.hosts)
         return arrangement, nodelist, len(nodelist) > _LONGEST_WORD
