@@ -75,7 +75,7 @@ class Attempts:
                 return outcome
             port = self._planned.environment["MASTER_PORT"]
             taken = f"port {port} is taken on {self._planned.placement.hosts[0]}"
-            if _is_users_port(self._planned):
+            if self._planned.sources["MASTER_PORT"] == "--env":
                 say(f"{taken}; expected a free one; leave --env MASTER_PORT out, or name another")
                 return outcome
             say(f"{taken}; trying another")
@@ -174,13 +174,9 @@ def _node_timeout(env: Mapping[str, str]) -> int:
     return int(text)
 
 
-def _is_users_port(planned: LaunchPlan) -> bool:
-    return planned.sources["MASTER_PORT"] == "--env"
-
-
 def _with_new_port(planned: LaunchPlan) -> LaunchPlan:
     """Return the plan with another port, unless the user chose it."""
-    if _is_users_port(planned):
+    if planned.sources["MASTER_PORT"] == "--env":
         return planned
     return replace(planned, environment={**planned.environment, "MASTER_PORT": str(free_port())})
 
