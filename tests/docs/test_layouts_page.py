@@ -7,7 +7,7 @@ import warnings
 from pathlib import Path
 
 from ezpz_tp import RankLayout, layouts
-from ezpz_tp._pictures.describe import describe
+from ezpz_tp._describe import describe
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "layouts.md").read_text(encoding="utf-8")

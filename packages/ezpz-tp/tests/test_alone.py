@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ezpz_tp import ParallelError, ParallelState
-from ezpz_tp._groups.alone import Alone
+from ezpz_tp._groups import Alone
 from ezpz_tp.testing import run_ranks
 
 OUT, LIST = object(), object()

@@ -5,9 +5,12 @@ import pytest
 import torch
 from torch import nn
 
+from ezpz_tp._current import get_state
+from ezpz_tp._embedding import ParallelEmbedding, VocabParallelEmbedding
 from ezpz_tp._errors import ParallelError
-from ezpz_tp._groups.default import get_state
-from ezpz_tp._layers.attributes import (
+from ezpz_tp._linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
     copy_attributes,
     copy_tensor_model_parallel_attributes,
     keep_attributes,
@@ -16,8 +19,6 @@ from ezpz_tp._layers.attributes import (
     set_defaults_if_not_set_tensor_model_parallel_attributes,
     set_tensor_model_parallel_attributes,
 )
-from ezpz_tp._layers.embedding import ParallelEmbedding, VocabParallelEmbedding
-from ezpz_tp._layers.linear import ColumnParallelLinear, RowParallelLinear
 from ezpz_tp.testing import run_ranks
 
 

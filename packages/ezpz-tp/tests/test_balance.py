@@ -3,14 +3,9 @@
 import pytest
 import torch
 
+from ezpz_tp._current import get_state
+from ezpz_tp._data import rank_order, sequence_positions, shard_sequence, unshard_sequence
 from ezpz_tp._errors import DegreeError
-from ezpz_tp._groups.default import get_state
-from ezpz_tp._sequence.balance import (
-    rank_order,
-    sequence_positions,
-    shard_sequence,
-    unshard_sequence,
-)
 from ezpz_tp.testing import counting, run_ranks
 
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from ezpz_tp._sequence import block_attention as module
-from ezpz_tp._sequence.block_attention import Block, block_attention, block_attention_backward
+from ezpz_tp import _ring as module
+from ezpz_tp._ring import Block, block_attention, block_attention_backward
 
 
 def draw(*shape, dtype=torch.float64, seed=0):

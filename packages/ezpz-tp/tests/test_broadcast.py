@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from ezpz_tp._current import get_state
+from ezpz_tp._data import _DTYPES, broadcast_data
 from ezpz_tp._errors import ParallelError
-from ezpz_tp._groups.default import get_state
-from ezpz_tp._training.broadcast import _DTYPES, broadcast_data
 from ezpz_tp.testing import counting, run_ranks
 
 SHAPES = {"text": (2, 5), "mask": (1, 1, 2, 5), "scalar": (), "none": (0, 3), "big": (2,) * 9}

@@ -8,10 +8,10 @@ import torch
 
 import ezpz_tp
 from ezpz_tp import ColumnParallelLinear, ParallelError
+from ezpz_tp._current import get_state
 from ezpz_tp._formats.dcp import dtensor_state_dict, load_dtensor_state_dict
-from ezpz_tp._groups.default import get_state
-from ezpz_tp._megatron.memory import GlobalMemoryBuffer
-from ezpz_tp._training.random import RngTracker
+from ezpz_tp._megatron import GlobalMemoryBuffer
+from ezpz_tp._random import RngTracker
 from ezpz_tp.testing import run_ranks
 
 pytestmark = pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a device")

@@ -9,7 +9,7 @@ import torch
 
 import ezpz_tp
 from ezpz_tp import ParallelTypeError
-from ezpz_tp._checking.place import is_foreign
+from ezpz_tp._check.rules import is_foreign
 from ezpz_tp.testing import run_ranks
 
 SUM = "sum the partial one first, by reduce_from_tensor_parallel_region"

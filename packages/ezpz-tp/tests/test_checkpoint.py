@@ -6,20 +6,18 @@ import pytest
 import torch
 from torch import nn
 
+from ezpz_tp._current import get_tensor_parallel_rank
 from ezpz_tp._errors import DegreeError, ParallelError
-from ezpz_tp._groups.getters import get_tensor_parallel_rank
-from ezpz_tp._layers.linear import ColumnParallelLinear, RowParallelLinear
-from ezpz_tp._training.checkpoint import (
+from ezpz_tp._linear import ColumnParallelLinear, RowParallelLinear
+from ezpz_tp._random import (
+    MODEL_PARALLEL_RNG,
     CheckpointWithoutOutput,
     CheckpointWithoutOutputManager,
+    RngTracker,
     checkpoint,
     checkpoint_activations,
-    is_checkpointing,
-)
-from ezpz_tp._training.random import (
-    MODEL_PARALLEL_RNG,
-    RngTracker,
     get_rng_tracker,
+    is_checkpointing,
     seed_model_parallel,
 )
 from ezpz_tp.testing import counting, run_ranks

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import ezpz_tp
 from ezpz_tp.testing import assert_matches_unsharded, run_ranks
-from ezpz_tp.testing._shard import part_of
+from ezpz_tp.testing._lattice import part_of
 
 SEQUENCE = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "sequence"])
 on_four = partial(run_ranks, tensor=2, data=2, in_processes=True)

@@ -6,13 +6,10 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from ezpz_tp._cross_entropy import VocabParallelCrossEntropy, vocab_parallel_cross_entropy
+from ezpz_tp._current import get_state
 from ezpz_tp._errors import DegreeError, ParallelError
-from ezpz_tp._groups.default import get_state
-from ezpz_tp._regions.mappings import copy_to_tensor_parallel_region
-from ezpz_tp._training.cross_entropy import (
-    VocabParallelCrossEntropy,
-    vocab_parallel_cross_entropy,
-)
+from ezpz_tp._mappings import copy_to_tensor_parallel_region
 from ezpz_tp.testing import counting, run_ranks
 
 IGNORED = -100

@@ -3,7 +3,7 @@ import torch.distributed as dist
 
 import ezpz_tp
 from ezpz_tp import DegreeError, NotInitializedError, ParallelError
-from ezpz_tp._groups.default import tensor_group
+from ezpz_tp._current import tensor_group
 from ezpz_tp.testing import run_ranks
 
 AXES = ("tensor", "data", "pipeline", "context", "expert")

@@ -13,8 +13,8 @@ from ezpz_tp import (
     RankLayout,
     get_state,
 )
-from ezpz_tp._pictures.describe import describe
-from ezpz_tp._pictures.terminal import Terminal
+from ezpz_tp._describe import describe
+from ezpz_tp._pictures import Terminal
 from ezpz_tp.testing import counting, run_ranks
 
 NOWHERE = {}  # an environment without LOCAL_WORLD_SIZE

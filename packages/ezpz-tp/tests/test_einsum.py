@@ -1,7 +1,7 @@
 import pytest
 
 from ezpz_tp._errors import DegreeError, ParallelError
-from ezpz_tp._sharding.einsum import einsum_sharding
+from ezpz_tp._sharding import einsum_sharding
 
 
 def steps(answer):

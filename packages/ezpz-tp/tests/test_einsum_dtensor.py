@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ezpz_tp._errors import ParallelError
-from ezpz_tp._sharding.einsum import einsum_sharding
+from ezpz_tp._sharding import einsum_sharding
 
 
 @pytest.fixture(scope="module")

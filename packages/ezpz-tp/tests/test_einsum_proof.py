@@ -12,7 +12,7 @@ import torch
 
 import ezpz_tp
 from ezpz_tp._errors import ParallelError
-from ezpz_tp._sharding.einsum import einsum_sharding
+from ezpz_tp._sharding import einsum_sharding
 from ezpz_tp.testing import run_ranks
 
 MATRIX, LINEAR, SCORES = "ab,bc->ac", "bsh,hf->bsf", "bhqd,bhkd->bhqk"

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from ezpz_tp._current import get_state
+from ezpz_tp._embedding import ParallelEmbedding, VocabParallelEmbedding
 from ezpz_tp._errors import DegreeError, NotInitializedError, ParallelError
-from ezpz_tp._groups.default import get_state
-from ezpz_tp._layers.embedding import ParallelEmbedding, VocabParallelEmbedding
 from ezpz_tp.testing import counting, run_ranks
 
 WIDTH = 12

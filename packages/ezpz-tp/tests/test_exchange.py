@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from ezpz_tp._current import get_state
 from ezpz_tp._errors import DegreeError
-from ezpz_tp._groups.default import get_state
-from ezpz_tp._regions.exchange import (
+from ezpz_tp._mappings import (
     all_to_all,
     all_to_all_hp2sp,
     all_to_all_sp2hp,

@@ -7,10 +7,10 @@ import torch
 from llama import Config, Llama, loss_of, optimizer_of, text_batch, unsharded
 
 import ezpz_tp
-from ezpz_tp._pipeline.pipeline import Pipeline
-from ezpz_tp._sequence.balance import shard_sequence
+from ezpz_tp._data import shard_sequence
+from ezpz_tp._grads import finalize_grads
+from ezpz_tp._pipeline import Pipeline
 from ezpz_tp._state_dict import gather_state_dict
-from ezpz_tp._training.grads import finalize_grads
 from ezpz_tp.testing import run_ranks
 
 STEPS, BATCH = 12, 8

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from ezpz_tp._groups.default import get_state
-from ezpz_tp._layers.fused import column_linear, row_linear
+from ezpz_tp._current import get_state
+from ezpz_tp._fused import column_linear, row_linear
 from ezpz_tp.testing import counting, run_ranks
 
 SEQUENCE, BATCH, IN, OUT = 4, 3, 8, 12

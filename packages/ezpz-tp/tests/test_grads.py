@@ -3,17 +3,20 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from ezpz_tp._current import get_state, use_state
 from ezpz_tp._errors import NotInitializedError, ParallelError
-from ezpz_tp._groups.default import get_state, use_state
-from ezpz_tp._groups.state import ParallelState
-from ezpz_tp._layers.attributes import keep_attributes, mark_sequence_parallel
-from ezpz_tp._layers.linear import ColumnParallelLinear, RowParallelLinear
-from ezpz_tp._regions.mappings import (
+from ezpz_tp._grads import clip_grad_norm_, finalize_grads, get_grad_norm
+from ezpz_tp._linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    keep_attributes,
+    mark_sequence_parallel,
+)
+from ezpz_tp._mappings import (
     gather_from_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
 )
-from ezpz_tp._training.grads import finalize_grads
-from ezpz_tp._training.norm import clip_grad_norm_, get_grad_norm
+from ezpz_tp._state import ParallelState
 from ezpz_tp.testing import counting, run_ranks
 
 
@@ -300,7 +303,7 @@ def in_buckets(size):
 
 @pytest.mark.parametrize("size", [48, 10, 10**6])
 def test_what_is_sent_at_once_is_bounded(size, monkeypatch):
-    monkeypatch.setattr("ezpz_tp._training.grads._BUCKET", size)
+    monkeypatch.setattr("ezpz_tp._grads._BUCKET", size)
     run_ranks(in_buckets, 2, size, data=2)
 
 

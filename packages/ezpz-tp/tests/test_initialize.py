@@ -7,13 +7,13 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import init
 
+from ezpz_tp import _init as _boxes
+from ezpz_tp import _init as _initialize
+from ezpz_tp._current import get_state, tensor_group
+from ezpz_tp._embedding import ParallelEmbedding, VocabParallelEmbedding
 from ezpz_tp._errors import DegreeError
-from ezpz_tp._groups.default import get_state, tensor_group
-from ezpz_tp._layers import boxes as _boxes
-from ezpz_tp._layers import initialize as _initialize
-from ezpz_tp._layers.embedding import ParallelEmbedding, VocabParallelEmbedding
-from ezpz_tp._layers.initialize import agree_on_seed, initialize_shard
-from ezpz_tp._layers.linear import ColumnParallelLinear, RowParallelLinear
+from ezpz_tp._init import agree_on_seed, initialize_shard
+from ezpz_tp._linear import ColumnParallelLinear, RowParallelLinear
 from ezpz_tp.testing import run_ranks
 
 

@@ -11,15 +11,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.nn import functional as F
 
-from ezpz_tp._errors import DegreeError, NotInitializedError, ParallelError
-from ezpz_tp._groups.default import (
+from ezpz_tp._current import (
     destroy_tensor_parallel,
     get_state,
     initialize_tensor_parallel,
     use_state,
 )
-from ezpz_tp._layers.embedding import ParallelEmbedding, VocabParallelEmbedding
-from ezpz_tp._layers.linear import ColumnParallelLinear, RowParallelLinear
+from ezpz_tp._embedding import ParallelEmbedding, VocabParallelEmbedding
+from ezpz_tp._errors import DegreeError, NotInitializedError, ParallelError
+from ezpz_tp._linear import ColumnParallelLinear, RowParallelLinear
 from ezpz_tp.testing import counting, run_ranks
 
 

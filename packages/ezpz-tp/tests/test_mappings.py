@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from ezpz_tp import _mappings as regions
+from ezpz_tp._current import get_state
 from ezpz_tp._errors import DegreeError
-from ezpz_tp._groups.default import get_state
-from ezpz_tp._regions import mappings as regions
 from ezpz_tp.testing import counting, run_ranks
 
 RANKS = 4

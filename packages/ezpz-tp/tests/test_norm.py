@@ -6,12 +6,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from ezpz_tp._current import get_state
 from ezpz_tp._errors import NotInitializedError, ParallelError
-from ezpz_tp._groups.default import get_state
-from ezpz_tp._groups.state import ParallelState
-from ezpz_tp._layers.attributes import keep_attributes, set_tensor_model_parallel_attributes
-from ezpz_tp._layers.linear import ColumnParallelLinear, RowParallelLinear
-from ezpz_tp._training.norm import clip_grad_norm_, get_grad_norm
+from ezpz_tp._grads import clip_grad_norm_, get_grad_norm
+from ezpz_tp._linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    keep_attributes,
+    set_tensor_model_parallel_attributes,
+)
+from ezpz_tp._state import ParallelState
 from ezpz_tp.testing import counting, run_ranks
 
 ORDERS = (2.0, 1.0, 3.5, math.inf)

@@ -8,9 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ezpz_tp
 from ezpz_tp._errors import DegreeError, NotInitializedError, ParallelError
-from ezpz_tp._pipeline.chunk import Chunk, facts
-from ezpz_tp._pipeline.layers import split_layers
-from ezpz_tp._pipeline.pipeline import Pipeline
+from ezpz_tp._pipeline import Chunk, Pipeline, facts, split_layers
 from ezpz_tp.testing import counting, run_ranks
 
 LAYERS, WIDTH, BATCH = 6, 5, 12

@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ezpz_tp._errors import NotInitializedError, ParallelError
-from ezpz_tp._training.random import (
+from ezpz_tp._random import (
     DATA_PARALLEL_RNG,
     EXPERT_PARALLEL_RNG,
     MODEL_PARALLEL_RNG,

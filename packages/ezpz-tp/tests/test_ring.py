@@ -12,12 +12,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ezpz_tp._current import get_state
+from ezpz_tp._data import sequence_positions, shard_sequence, unshard_sequence
 from ezpz_tp._errors import DegreeError, ParallelError
-from ezpz_tp._groups.default import get_state
-from ezpz_tp._sequence.balance import sequence_positions, shard_sequence, unshard_sequence
-from ezpz_tp._sequence.ring import ring_attention
-from ezpz_tp._sequence.ulysses import ulysses_attention
-from ezpz_tp._sequence.unified import unified_attention
+from ezpz_tp._ring import ring_attention
+from ezpz_tp._ulysses import ulysses_attention, unified_attention
 from ezpz_tp.testing import counting, run_ranks
 
 

@@ -17,7 +17,7 @@ from ezpz_tp import (
     keep_attributes,
     set_tensor_model_parallel_attributes,
 )
-from ezpz_tp._layers.initialize import initialize_shard
+from ezpz_tp._init import initialize_shard
 from ezpz_tp._shard import Shard, set_shard, shard_of
 from ezpz_tp.testing import assert_matches_unsharded, run_ranks
 

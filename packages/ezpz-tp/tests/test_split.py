@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ezpz_tp._errors import DegreeError
-from ezpz_tp._regions.split import (
+from ezpz_tp._mappings import (
     VocabUtility,
     divide_and_check_no_remainder,
     ensure_divisibility,

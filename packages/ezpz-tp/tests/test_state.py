@@ -11,7 +11,7 @@ from ezpz_tp import (
     get_state,
     use_state,
 )
-from ezpz_tp._groups.default import tensor_group
+from ezpz_tp._current import tensor_group
 from ezpz_tp.testing import run_ranks
 
 

@@ -4,7 +4,7 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from ezpz_tp import RankLayout
-from ezpz_tp._pictures.describe import describe
+from ezpz_tp._describe import describe
 
 NOWHERE = {}
 S = "{http://www.w3.org/2000/svg}"

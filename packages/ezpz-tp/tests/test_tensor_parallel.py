@@ -14,7 +14,7 @@ import ezpz_tp
 import ezpz_tp.tensor_parallel.gtp_api
 from ezpz_tp import parallel_state, tensor_parallel
 from ezpz_tp._errors import DegreeError, ParallelError
-from ezpz_tp._regions.collectives import all_gather
+from ezpz_tp._mappings import all_gather
 from ezpz_tp._state_dict import gather_state_dict
 from ezpz_tp.model_parallel_config import ModelParallelConfig
 from ezpz_tp.tensor_parallel import (

@@ -5,10 +5,10 @@ import torch
 from sequences import Case, differences, whole_of
 from torch.nn.functional import scaled_dot_product_attention
 
+from ezpz_tp._current import get_state
+from ezpz_tp._data import shard_sequence
 from ezpz_tp._errors import DegreeError, ParallelError
-from ezpz_tp._groups.default import get_state
-from ezpz_tp._sequence.balance import shard_sequence
-from ezpz_tp._sequence.ulysses import ulysses_attention
+from ezpz_tp._ulysses import ulysses_attention
 from ezpz_tp.testing import counting, run_ranks
 
 

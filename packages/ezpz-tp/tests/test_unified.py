@@ -9,10 +9,10 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from ezpz_tp import ParallelState
+from ezpz_tp._current import destroy_tensor_parallel, get_state
+from ezpz_tp._data import sequence_positions, shard_sequence, unshard_sequence
 from ezpz_tp._errors import DegreeError, NotInitializedError, ParallelError
-from ezpz_tp._groups.default import destroy_tensor_parallel, get_state
-from ezpz_tp._sequence.balance import sequence_positions, shard_sequence, unshard_sequence
-from ezpz_tp._sequence.unified import split_context, unified_attention
+from ezpz_tp._ulysses import split_context, unified_attention
 from ezpz_tp.testing import counting, run_ranks
 
 

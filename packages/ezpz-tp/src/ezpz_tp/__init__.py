@@ -19,26 +19,13 @@ user's own layers. One implementation lies beneath them all.
 import importlib
 from typing import TYPE_CHECKING
 
-from ._checking.check import check, declare_type, type_of
-from ._checking.replicated import verify_replicated
-from ._errors import (
-    DegreeError,
-    NotInitializedError,
-    ParallelError,
-    ParallelTypeError,
-    ReplicaError,
-)
-from ._groups.default import (
+from ._check import check, declare_type, type_of
+from ._check.replicated import verify_replicated
+from ._cross_entropy import vocab_parallel_cross_entropy
+from ._current import (
     current_state,
     destroy_model_parallel,
     destroy_tensor_parallel,
-    get_state,
-    initialize_model_parallel,
-    initialize_tensor_parallel,
-    tensor_parallel_is_initialized,
-    use_state,
-)
-from ._groups.getters import (
     get_context_parallel_group,
     get_context_parallel_rank,
     get_context_parallel_ranks,
@@ -63,17 +50,34 @@ from ._groups.getters import (
     get_pipeline_parallel_ranks,
     get_pipeline_parallel_src_rank,
     get_pipeline_parallel_world_size,
+    get_state,
     get_tensor_parallel_group,
     get_tensor_parallel_rank,
     get_tensor_parallel_ranks,
     get_tensor_parallel_src_rank,
     get_tensor_parallel_world_size,
+    initialize_model_parallel,
+    initialize_tensor_parallel,
     is_pipeline_first_stage,
     is_pipeline_last_stage,
+    tensor_parallel_is_initialized,
+    use_state,
 )
-from ._groups.ranks import AXES, EXPERT_AXES, RankLayout
-from ._groups.state import ParallelState
-from ._layers.attributes import (
+from ._data import broadcast_data, sequence_positions, shard_sequence, unshard_sequence
+from ._describe import Description, describe
+from ._embedding import ParallelEmbedding, VocabParallelEmbedding
+from ._errors import (
+    DegreeError,
+    NotInitializedError,
+    ParallelError,
+    ParallelTypeError,
+    ReplicaError,
+)
+from ._grads import clip_grad_norm_, finalize_grads, get_grad_norm
+from ._init import initialize_shard
+from ._linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
     copy_attributes,
     copy_tensor_model_parallel_attributes,
     keep_attributes,
@@ -82,57 +86,50 @@ from ._layers.attributes import (
     set_defaults_if_not_set_tensor_model_parallel_attributes,
     set_tensor_model_parallel_attributes,
 )
-from ._layers.embedding import ParallelEmbedding, VocabParallelEmbedding
-from ._layers.initialize import initialize_shard
-from ._layers.linear import ColumnParallelLinear, RowParallelLinear
-from ._pictures.describe import Description, describe
-from ._pipeline.layers import split_layers
-from ._pipeline.pipeline import Pipeline
-from ._regions.exchange import (
+from ._mappings import (
+    VocabUtility,
+    all_gather_last_dim_from_tensor_parallel_region,
     all_to_all,
     all_to_all_hp2sp,
     all_to_all_sp2hp,
-    head_to_sequence,
-    sequence_to_head,
-)
-from ._regions.mappings import (
-    all_gather_last_dim_from_tensor_parallel_region,
     copy_to_tensor_parallel_region,
+    divide_and_check_no_remainder,
+    ensure_divisibility,
     gather_from_sequence_parallel_region,
     gather_from_tensor_parallel_region,
+    gather_split_1d_tensor,
+    head_to_sequence,
     reduce_from_tensor_parallel_region,
     reduce_scatter_last_dim_to_tensor_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
     scatter_to_tensor_parallel_region,
-)
-from ._regions.split import (
-    VocabUtility,
-    divide_and_check_no_remainder,
-    ensure_divisibility,
-    gather_split_1d_tensor,
+    sequence_to_head,
     split_tensor_along_last_dim,
     split_tensor_into_1d_equal_chunks,
 )
-from ._sequence.balance import sequence_positions, shard_sequence, unshard_sequence
-from ._sequence.ring import ring_attention
-from ._sequence.ulysses import ulysses_attention
-from ._sequence.unified import split_context, unified_attention
+from ._pipeline import Pipeline, split_layers
+from ._random import (
+    RngTracker,
+    checkpoint,
+    checkpoint_activations,
+    get_rng_tracker,
+    rng_contexts,
+    seed_model_parallel,
+)
+from ._ranks import AXES, EXPERT_AXES, RankLayout
+from ._ring import ring_attention
 from ._shard import Piece, Shard, set_shard, shard_of
-from ._sharding.einsum import einsum_sharding
-from ._sharding.result import EinsumSharding
-from ._training.broadcast import broadcast_data
-from ._training.checkpoint import checkpoint, checkpoint_activations
-from ._training.cross_entropy import vocab_parallel_cross_entropy
-from ._training.grads import finalize_grads
-from ._training.norm import clip_grad_norm_, get_grad_norm
-from ._training.random import RngTracker, get_rng_tracker, rng_contexts, seed_model_parallel
-from ._version import __version__
+from ._sharding import EinsumSharding, einsum_sharding
+from ._state import ParallelState
+from ._ulysses import split_context, ulysses_attention, unified_attention
 
 if TYPE_CHECKING:
     from ._formats.dcp import dtensor_state_dict, load_dtensor_state_dict
     from ._reshard import reshard, save_huggingface, save_llama
     from ._state_dict import gather_state_dict, shard_state_dict
+
+__version__ = "0.1.0"
 
 _LATER = {
     "dtensor_state_dict": "_formats.dcp",

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ._errors import DegreeError
-from ._layers.attributes import set_whole
-from ._regions.split import vocabulary_range, vocabulary_rows
+from ._linear import set_whole
+from ._mappings import vocabulary_range, vocabulary_rows
 
 Stretch = tuple[int, int, int]
 """Where it begins in the local tensor, where in the full one, and its length, along the dim."""

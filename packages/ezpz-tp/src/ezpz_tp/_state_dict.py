@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
+from ._current import current_state
 from ._errors import DegreeError, ParallelError
-from ._groups.default import current_state
-from ._groups.ranks import AXES
-from ._groups.state import ParallelState
-from ._groups.world import live_world
-from ._layers.initialize import sending_device
-from ._regions.collectives import all_gather, broadcast_
+from ._groups import live_world
+from ._init import sending_device
+from ._mappings import all_gather, broadcast_
+from ._ranks import AXES
 from ._shard import Entry, Held, Shard, optimizer_name, parameter_of, shard_at
+from ._state import ParallelState
 
 # What ranks tell each other about their shards: words, and the parts of one tensor.
 

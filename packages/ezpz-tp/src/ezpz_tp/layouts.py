@@ -24,16 +24,157 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from ._current import get_state, initialize_tensor_parallel
+from ._describe import Description, describe_grids
 from ._errors import DegreeError
-from ._groups.default import get_state, initialize_tensor_parallel
-from ._groups.ranks import RankLayout
-from ._groups.state import ParallelState
-from ._groups.world import initialized_world
-from ._pictures.describe import Description, describe_grids
-from ._pictures.grid import grid_of_mesh
-from ._pictures.zoo import ALONE, AXES, PARTS, SEQUENCE, ZOO, MeshAxis
+from ._groups import initialized_world
+from ._pictures import grid_of_mesh
+from ._ranks import RankLayout
+from ._state import ParallelState
 
-__all__ = ["Layout", "MeshAxis", "named", "names"]
+__all__ = [
+    "Layout",
+    "MeshAxis",
+    "named",
+    "names",
+]
+
+
+# What each axis of a mesh shards and sends, and which layouts are made of them: facts only.
+
+
+@dataclass(frozen=True, slots=True)
+class MeshAxis:
+    """What ranks along one axis of a mesh have in parts, and what they send each other.
+
+    Args:
+        name: Its name in a mesh, and of its degree in `named`.
+        shards: What each rank has a part of: weights, gradients, optimizer, activations,
+            batch, sequence, layers or experts. The rest each rank has whole.
+        sends: When, and which collective of what.
+        source: Where it was described first.
+    """
+
+    name: str
+    shards: tuple[str, ...]
+    sends: tuple[str, ...]
+    source: str
+
+
+AXES = {
+    "pp": MeshAxis(
+        "pp",
+        ("layers", "weights", "gradients", "optimizer"),
+        (
+            "forward: send of each micro-batch's activations to the next stage",
+            "backward: send of their gradients to the previous stage",
+            "after backward: all-reduce of tied embeddings' gradients, first and last stage",
+        ),
+        "GPipe, arXiv:1811.06965; 1F1B (PipeDream-Flush), arXiv:2006.09503",
+    ),
+    "replicate": MeshAxis(
+        "replicate",
+        ("batch",),
+        ("backward: all-reduce of the gradients' shards, after their reduce-scatter",),
+        "MiCS, arXiv:2205.00119; PyTorch FSDP (hybrid sharding), arXiv:2304.11277",
+    ),
+    "dp": MeshAxis(
+        "dp",
+        ("batch",),
+        ("backward: all-reduce of the gradients, in buckets as they are ready",),
+        "PyTorch Distributed, arXiv:2006.15704",
+    ),
+    "shard": MeshAxis(
+        "shard",
+        ("weights", "gradients", "optimizer", "batch"),
+        (
+            "forward: all-gather of each module's weights",
+            "backward: all-gather of them again, and reduce-scatter of their gradients",
+        ),
+        "ZeRO, arXiv:1910.02054; PyTorch FSDP, arXiv:2304.11277",
+    ),
+    "ep": MeshAxis(
+        "ep",
+        ("experts", "batch"),
+        (
+            "forward: all-to-all of tokens to their experts, and of the results back",
+            "backward: the same two all-to-alls of gradients",
+            "backward: all-reduce of the gradients of all weights but the experts'",
+        ),
+        "GShard, arXiv:2006.16668",
+    ),
+    "cp": MeshAxis(
+        "cp",
+        ("sequence", "activations"),
+        (
+            "forward: send of keys and values around a ring, or all-to-all of heads, in attention",
+            "backward: the same, of them and of their gradients",
+            "backward: all-reduce of the gradients of the weights",
+        ),
+        "Ring attention, arXiv:2310.01889; DeepSpeed-Ulysses, arXiv:2309.14509",
+    ),
+    "tp": MeshAxis(
+        "tp",
+        ("weights", "gradients", "optimizer", "activations within blocks"),
+        (
+            "forward: all-reduce of activations, after attention and after the MLP",
+            "backward: all-reduce of the gradients of what goes into the two",
+        ),
+        "Megatron-LM, arXiv:1909.08053",
+    ),
+}
+"""The axes, from the slowest varying to the fastest: what communicates most is nearest."""
+
+SEQUENCE = MeshAxis(
+    "tp",
+    ("weights", "gradients", "optimizer", "activations"),
+    (
+        "forward: all-gather before attention and the MLP, reduce-scatter after them",
+        "backward: reduce-scatter and all-gather in turn, and all-gather of the input again",
+        "after backward: all-reduce of the gradients of norms and of row-parallel biases",
+    ),
+    "Reducing Activation Recomputation, arXiv:2205.05198",
+)
+"""The axis ``tp`` with sequence parallelism."""
+
+PARTS: dict[str, tuple[str, ...]] = {
+    "dp": ("dp",),
+    "fsdp": ("shard",),
+    "hsdp": ("replicate", "shard"),
+    "tp": ("tp",),
+    "sp": (),
+    "cp": ("cp",),
+    "ep": ("ep",),
+    "pp": ("pp",),
+}
+"""What a name is made of, in the usual order, and the axes of each."""
+ALONE = ("dp", "fsdp", "hsdp")
+"""Only one of these: they split the same batch."""
+
+ZOO = {
+    "dp": "The model with its gradients and optimizer fits one device. Also called DDP.",
+    "fsdp": "The model does not fit one device, and the batch is large enough that the weights of "
+    "a module arrive while another one computes.",
+    "hsdp": "fsdp on more nodes than one all-gather should span: shard within a node or a few, "
+    "replicate over the others.",
+    "tp": "One layer, or its activations, is too large for one device, or the batch too small to "
+    "be split further. Within a node.",
+    "tp+sp": "Wherever tp is, if the sequence divides: about as many bytes are sent, and the "
+    "activations between blocks are split too.",
+    "cp": "Sequences are so long that the activations of one do not fit.",
+    "pp": "The layers of one model, over links too slow for anything else. Needs several "
+    "micro-batches for each stage.",
+    "ep": "A mixture of experts that do not fit together on one device.",
+    "dp+ep": "A mixture of experts on more ranks than should exchange tokens.",
+    "fsdp+tp": "Hundreds of ranks: tp within a node lets fsdp span fewer ranks, and the global "
+    "batch be smaller.",
+    "hsdp+tp": "Thousands of ranks, where even with tp fsdp alone would span too many.",
+    "dp+tp+pp": "Megatron-LM's three dimensions: tp within a node, dp over the nodes near it, pp "
+    "over the slowest links.",
+    "fsdp+tp+cp+pp": "The largest models at long context: tp nearest, then cp, fsdp, and pp. "
+    "(Llama 3, arXiv:2407.21783, puts pp before fsdp.)",
+}
+"""The layouts that are described, and when to use them."""
 
 
 @dataclass(frozen=True, slots=True)

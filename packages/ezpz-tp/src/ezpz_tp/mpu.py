@@ -17,58 +17,56 @@ mpu, and is not given this one.
 
 from __future__ import annotations
 
-from torch.distributed import ProcessGroup
+from typing import Any
 
-from . import parallel_state
-from ._groups.default import (
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn.init import xavier_normal_
+
+from . import _embedding, _linear, parallel_state
+from ._cross_entropy import vocab_parallel_cross_entropy
+from ._current import (
     get_state,
     index_or_alone,
     ranks_or_alone,
     size_or_alone,
     tensor_parallel_is_initialized,
 )
-from ._layers.attributes import (
+from ._data import broadcast_data
+from ._init import InitMethod
+from ._linear import (
     copy_tensor_model_parallel_attributes,
     param_is_not_tensor_parallel_duplicate,
     set_defaults_if_not_set_tensor_model_parallel_attributes,
     set_tensor_model_parallel_attributes,
 )
-from ._megatron import layers as _layers
-from ._megatron.layers import *  # noqa: F403
-from ._regions.mappings import copy_to_tensor_parallel_region as copy_to_model_parallel_region
-from ._regions.mappings import (
-    copy_to_tensor_parallel_region as copy_to_tensor_model_parallel_region,
-)
-from ._regions.mappings import (
-    gather_from_tensor_parallel_region as gather_from_model_parallel_region,
-)
-from ._regions.mappings import (
+from ._mappings import copy_to_tensor_parallel_region as copy_to_model_parallel_region
+from ._mappings import copy_to_tensor_parallel_region as copy_to_tensor_model_parallel_region
+from ._mappings import divide_and_check_no_remainder as divide
+from ._mappings import gather_from_tensor_parallel_region as gather_from_model_parallel_region
+from ._mappings import (
     gather_from_tensor_parallel_region as gather_from_tensor_model_parallel_region,
 )
-from ._regions.mappings import (
-    reduce_from_tensor_parallel_region as reduce_from_model_parallel_region,
-)
-from ._regions.mappings import (
-    reduce_from_tensor_parallel_region as reduce_from_tensor_model_parallel_region,
-)
-from ._regions.mappings import scatter_to_tensor_parallel_region as scatter_to_model_parallel_region
-from ._regions.mappings import (
-    scatter_to_tensor_parallel_region as scatter_to_tensor_model_parallel_region,
-)
-from ._regions.split import divide_and_check_no_remainder as divide
-from ._regions.split import (
+from ._mappings import (
     gather_split_1d_tensor,
     split_tensor_along_last_dim,
     split_tensor_into_1d_equal_chunks,
 )
-from ._training.broadcast import broadcast_data
-from ._training.checkpoint import checkpoint_activations as checkpoint
-from ._training.cross_entropy import vocab_parallel_cross_entropy
-from ._training.random import get_rng_tracker as get_cuda_rng_tracker
-from ._training.random import seed_as_megatron as model_parallel_cuda_manual_seed
+from ._mappings import reduce_from_tensor_parallel_region as reduce_from_model_parallel_region
+from ._mappings import (
+    reduce_from_tensor_parallel_region as reduce_from_tensor_model_parallel_region,
+)
+from ._mappings import scatter_to_tensor_parallel_region as scatter_to_model_parallel_region
+from ._mappings import scatter_to_tensor_parallel_region as scatter_to_tensor_model_parallel_region
+from ._random import checkpoint_activations as checkpoint
+from ._random import get_rng_tracker as get_cuda_rng_tracker
+from ._random import seed_as_megatron as model_parallel_cuda_manual_seed
 from .parallel_state import *  # noqa: F403 - all of it, by intention
 
 __all__ = [
+    "ColumnParallelLinear",
+    "RowParallelLinear",
+    "VocabParallelEmbedding",
     "broadcast_data",
     "checkpoint",
     "copy_tensor_model_parallel_attributes",
@@ -109,8 +107,154 @@ __all__ = [
     "split_tensor_into_1d_equal_chunks",
     "vocab_parallel_cross_entropy",
 ]
+
+
+# The layers of ``megatron.mpu``: Megatron-LM's before ``megatron.core``, and gpt-neox's.
+#
+# They take no configuration and return ``(output, bias)``. A layer of any of this package's
+# dialects is an instance of them, for code that looks for such layers (DeepSpeed's compression).
+#
+# Sources: bigscience-workshop/Megatron-DeepSpeed megatron/mpu/layers.py, 2023-12-07;
+# EleutherAI/gpt-neox megatron/mpu/layers.py, 2026-05-19.
+
+
+class _OfAnyDialect(type):
+    """A class of which every instance of ``core`` is one."""
+
+    core: type
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return (
+            isinstance(instance, cls.core)
+            if "core" in vars(cls)
+            else type.__instancecheck__(cls, instance)
+        )
+
+
+class ColumnParallelLinear(_linear.ColumnParallelLinear, metaclass=_OfAnyDialect):
+    """`ezpz_tp.ColumnParallelLinear` that returns the output and, if it is skipped, the bias.
+
+    Args:
+        input_size: Size of the last dim of the input.
+        output_size: Size of the last dim of the whole output.
+        bias: As there, and so on.
+        gather_output: As there.
+        init_method: As there.
+        stride: As there.
+        keep_master_weight_for_test: As there.
+        skip_bias_add: Return the bias instead of adding it.
+        neox_args: Its ``params_dtype`` and ``sequence_parallel`` are taken.
+        options: gpt-neox's others: refused unless they change nothing.
+    """
+
+    core: type = _linear.ColumnParallelLinear
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        bias: bool = True,
+        gather_output: bool = True,
+        init_method: InitMethod = xavier_normal_,
+        stride: int = 1,
+        keep_master_weight_for_test: bool = False,
+        skip_bias_add: bool = False,
+        *,
+        neox_args: Any = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            input_size,
+            output_size,
+            bias,
+            gather_output,
+            init_method,
+            stride,
+            keep_master_weight_for_test,
+            skip_bias_add=skip_bias_add,
+            **_read("ColumnParallelLinear", neox_args, options),
+        )
+        self.input_size: int = input_size
+        self.output_size: int = output_size
+        self.output_size_per_partition: int = output_size // self.tp_size
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, nn.Parameter | None]:
+        """Return the output, and the bias if it was not added, else None."""
+        output = super().forward(input_)
+        return output if isinstance(output, tuple) else (output, None)
+
+
+class RowParallelLinear(_linear.RowParallelLinear, metaclass=_OfAnyDialect):
+    """`ezpz_tp.RowParallelLinear`; see `ColumnParallelLinear` for the arguments."""
+
+    core: type = _linear.RowParallelLinear
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        bias: bool = True,
+        input_is_parallel: bool = False,
+        init_method: InitMethod = xavier_normal_,
+        stride: int = 1,
+        keep_master_weight_for_test: bool = False,
+        skip_bias_add: bool = False,
+        *,
+        neox_args: Any = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            input_size,
+            output_size,
+            bias,
+            input_is_parallel,
+            init_method,
+            stride,
+            keep_master_weight_for_test,
+            skip_bias_add=skip_bias_add,
+            **_read("RowParallelLinear", neox_args, options),
+        )
+        self.input_size: int = input_size
+        self.output_size: int = output_size
+        self.input_size_per_partition: int = input_size // self.tp_size
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, nn.Parameter | None]:
+        """Return the output, and the bias if it was not added, else None."""
+        output = super().forward(input_)
+        return output if isinstance(output, tuple) else (output, None)
+
+
+class VocabParallelEmbedding(_embedding.VocabParallelEmbedding, metaclass=_OfAnyDialect):
+    """`ezpz_tp.VocabParallelEmbedding` of which ``init_method`` is the third argument."""
+
+    core: type = _embedding.VocabParallelEmbedding
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        init_method: InitMethod = xavier_normal_,
+        *,
+        neox_args: Any = None,
+    ) -> None:
+        dtype = getattr(neox_args, "params_dtype", None)
+        super().__init__(num_embeddings, embedding_dim, init_method=init_method, dtype=dtype)
+
+
+def _read(layer: str, neox_args: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Return what gpt-neox's arguments are here."""
+    if not getattr(neox_args, "use_mup", False):
+        options.pop("mup_rescale_parameters", None)
+    for name, value in options.items():
+        if value:
+            raise NotImplementedError(f"{layer}: {name}={value!r} is not supported; leave it out")
+    return {
+        "dtype": getattr(neox_args, "params_dtype", None),
+        "sequence_parallel": bool(getattr(neox_args, "sequence_parallel", False)),
+    }
+
+
 __all__ += parallel_state.__all__
-__all__ += _layers.__all__
 
 
 def is_unitialized() -> bool:

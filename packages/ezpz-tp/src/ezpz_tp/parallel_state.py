@@ -18,22 +18,13 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from . import _current as _default
+from . import _megatron
 from ._errors import DegreeError, NotInitializedError, ParallelError
-from ._groups import default as _default
-from ._groups.maker import EMBEDDING, EmbeddingRanks
-from ._groups.state import ParallelState
-from ._groups.world import live_world
-from ._megatron import creation as _creation
-from ._megatron import experts as _expert_parallel
-from ._megatron import groups as _model_parallel
-from ._megatron import overrides as _overrides
-from ._megatron import stages as _stages
-from ._megatron.creation import *  # noqa: F403 - names of this module
-from ._megatron.experts import *  # noqa: F403
-from ._megatron.groups import *  # noqa: F403
-from ._megatron.memory import GlobalMemoryBuffer
-from ._megatron.overrides import *  # noqa: F403
-from ._megatron.stages import *  # noqa: F403
+from ._groups import EMBEDDING, EmbeddingRanks, live_world
+from ._megatron import *  # noqa: F403 - names of this module
+from ._megatron import GlobalMemoryBuffer
+from ._state import ParallelState
 
 __all__ = [
     "GlobalMemoryBuffer",
@@ -44,11 +35,7 @@ __all__ = [
     "get_global_memory_buffer",
     "initialize_model_parallel",
 ]
-__all__ += _model_parallel.__all__
-__all__ += _stages.__all__
-__all__ += _expert_parallel.__all__
-__all__ += _overrides.__all__
-__all__ += _creation.__all__
+__all__ += _megatron.__all__
 
 # Those that Megatron's getters may ask for, on any ranks: all are made at once, where every
 # rank takes part. Most share a group.

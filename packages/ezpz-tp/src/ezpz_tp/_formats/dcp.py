@@ -24,8 +24,8 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from ezpz_tp._errors import DegreeError, ParallelError
-from ezpz_tp._groups.state import ParallelState
 from ezpz_tp._shard import Entry, Piece, Shard, optimizer_name, parameter_of
+from ezpz_tp._state import ParallelState
 from ezpz_tp._state_dict import names_of, parts_of, set_groups, state_or_alone, survey
 
 from . import Format, Options, Source, Splits, StoredPiece, StoredPieces, all_splits

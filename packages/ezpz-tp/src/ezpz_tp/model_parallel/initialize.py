@@ -14,12 +14,8 @@ from datetime import timedelta
 
 from torch.distributed import ProcessGroup
 
-from ezpz_tp._groups.default import (
+from ezpz_tp._current import (
     destroy_tensor_parallel,
-    initialize_tensor_parallel,
-    tensor_parallel_is_initialized,
-)
-from ezpz_tp._groups.getters import (
     get_context_parallel_group,
     get_context_parallel_rank,
     get_context_parallel_ranks,
@@ -34,8 +30,10 @@ from ezpz_tp._groups.getters import (
     get_tensor_parallel_rank,
     get_tensor_parallel_src_rank,
     get_tensor_parallel_world_size,
+    initialize_tensor_parallel,
+    tensor_parallel_is_initialized,
 )
-from ezpz_tp._groups.ranks import ORDER
+from ezpz_tp._ranks import ORDER
 
 __all__ = [
     "destroy_model_parallel",

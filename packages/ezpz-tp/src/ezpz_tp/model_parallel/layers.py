@@ -3,8 +3,8 @@
 Source: facebookresearch/fairscale fairscale/nn/model_parallel/layers.py, 2025-04-26.
 """
 
-from ezpz_tp._layers.embedding import ParallelEmbedding, VocabParallelEmbedding
-from ezpz_tp._layers.linear import ColumnParallelLinear, RowParallelLinear
+from ezpz_tp._embedding import ParallelEmbedding, VocabParallelEmbedding
+from ezpz_tp._linear import ColumnParallelLinear, RowParallelLinear
 
 __all__ = [
     "ColumnParallelLinear",

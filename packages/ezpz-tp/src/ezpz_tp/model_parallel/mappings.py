@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ezpz_tp._regions import mappings as _mappings
+from ezpz_tp import _mappings
 
 
 def copy_to_model_parallel_region(input_: Tensor) -> Tensor:

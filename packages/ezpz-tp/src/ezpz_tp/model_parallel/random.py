@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ezpz_tp._training.checkpoint import checkpoint_activations
-from ezpz_tp._training.random import RngTracker, get_rng_tracker, seed_as_megatron
+from ezpz_tp._random import RngTracker, checkpoint_activations, get_rng_tracker, seed_as_megatron
 
 __all__ = [
     "CudaRNGStatesTracker",

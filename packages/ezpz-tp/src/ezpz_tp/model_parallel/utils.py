@@ -3,7 +3,7 @@
 Source: facebookresearch/fairscale fairscale/nn/model_parallel/utils.py, 2025-04-26.
 """
 
-from ezpz_tp._regions.split import (
+from ezpz_tp._mappings import (
     VocabUtility,
     divide_and_check_no_remainder,
     ensure_divisibility,

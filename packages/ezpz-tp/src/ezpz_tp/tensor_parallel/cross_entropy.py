@@ -6,9 +6,6 @@ over each rank's part, so that its loss differs between ranks.
 Source: NVIDIA/Megatron-LM megatron/core/tensor_parallel/cross_entropy.py, 2026-08-22.
 """
 
-from ezpz_tp._training.cross_entropy import (
-    VocabParallelCrossEntropy,
-    vocab_parallel_cross_entropy,
-)
+from ezpz_tp._cross_entropy import VocabParallelCrossEntropy, vocab_parallel_cross_entropy
 
 __all__ = ["VocabParallelCrossEntropy", "vocab_parallel_cross_entropy"]

@@ -3,6 +3,6 @@
 Source: NVIDIA/Megatron-LM megatron/core/tensor_parallel/data.py, 2026-08-22.
 """
 
-from ezpz_tp._training.broadcast import broadcast_data
+from ezpz_tp._data import broadcast_data
 
 __all__ = ["broadcast_data"]

@@ -9,16 +9,24 @@ Source: NVIDIA/Megatron-LM megatron/core/tensor_parallel/layers.py, 2026-08-22.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from ezpz_tp import _embedding
+from ezpz_tp import _linear as _layers
+from ezpz_tp._current import current_state, index_or_alone, size_or_alone, tensor_group
+from ezpz_tp._data import _backend_device
 from ezpz_tp._errors import DegreeError, ParallelError
-from ezpz_tp._groups.default import index_or_alone, size_or_alone
-from ezpz_tp._layers import linear as _layers
-from ezpz_tp._layers.attributes import (
+from ezpz_tp._formats.dcp import dtensors
+from ezpz_tp._fused import column_linear
+from ezpz_tp._init import InitMethod, agree_on_seed, initialize_from_whole
+from ezpz_tp._linear import (
+    ParallelModule,
     copy_gtp_attributes,
     copy_tensor_model_parallel_attributes,
     param_is_not_gtp_duplicate,
@@ -26,14 +34,11 @@ from ezpz_tp._layers.attributes import (
     set_defaults_if_not_set_tensor_model_parallel_attributes,
     set_tensor_model_parallel_attributes,
 )
-from ezpz_tp._layers.initialize import InitMethod, initialize_from_whole
-from ezpz_tp._regions.mappings import scatter_to_tensor_parallel_region
-from ezpz_tp._training.random import EXPERT_PARALLEL_RNG, MODEL_PARALLEL_RNG, get_rng_tracker
-
-from ._embedding import VocabParallelEmbedding
-from ._linear import linear_with_frozen_weight, linear_with_grad_accumulation_and_async_allreduce
-from ._settings import read_settings, refuse
-from ._state_dict import ExtraState, allow_without_extra_state
+from ezpz_tp._mappings import scatter_to_tensor_parallel_region
+from ezpz_tp._random import EXPERT_PARALLEL_RNG, MODEL_PARALLEL_RNG, get_rng_tracker
+from ezpz_tp._shard import shard_of
+from ezpz_tp._state import ParallelState
+from ezpz_tp.model_parallel_config import setting
 
 __all__ = [
     "ColumnParallelLinear",
@@ -48,6 +53,377 @@ __all__ = [
     "set_defaults_if_not_set_tensor_model_parallel_attributes",
     "set_tensor_model_parallel_attributes",
 ]
+
+
+# What a layer takes from Megatron-LM's configuration, and what it refuses.
+
+
+_UNSUPPORTED = ("defer_embedding_wgrad_compute", "gradient_accumulation_fusion", "cpu_offloading")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSettings:
+    """A layer's part of a configuration, resolved.
+
+    Args:
+        tp_group: The group to give to the layer; None is the default.
+        degree: Number of ranks that share the layer.
+        device: Where its parameters are made.
+        dtype: Of its parameters.
+        initialize: Whether its parameters are filled.
+        seed: Of its weight; None draws one.
+        sequence_parallel: As configured; at degree 1 too.
+        leaves_communication: The layer of an expert: its caller moves the tokens.
+        is_reduced_with_model: Its gradients are reduced as the rest of the model's, and not over
+            the expert-data group.
+    """
+
+    tp_group: ProcessGroup | None
+    degree: int
+    device: torch.device
+    dtype: torch.dtype
+    initialize: bool
+    seed: int | None
+    sequence_parallel: bool
+    leaves_communication: bool
+    is_reduced_with_model: bool
+
+
+def read_settings(
+    layer: str,
+    config: object,
+    tp_group: ProcessGroup | None,
+    pg_collection: object = None,
+    is_expert: bool = False,
+) -> LayerSettings:
+    """Resolve a configuration for one layer. Collective for a layer of experts.
+
+    Raises:
+        DegreeError: The configuration names another degree than the group has.
+        NotImplementedError: It asks for what would change what a layer computes.
+    """
+    _refuse_settings(layer, config, pg_collection, is_expert)
+    state = current_state()
+    if tp_group is None and is_expert and state is not None:
+        tp_group = _expert_group(state)
+    group = tensor_group(tp_group)
+    degree = 1 if group is None else group.size()
+    inner = setting(config, "expert_tensor_parallel_size")
+    outer = setting(config, "tensor_model_parallel_size")
+    _check_degree(layer, degree, inner or outer if is_expert else outer, is_expert)
+    expert_degree = setting(config, "expert_model_parallel_size") if is_expert else 1
+    experts = expert_degree > 1
+    device = _device(config, group)
+    initialize = bool(setting(config, "perform_initialization"))
+    seed = None
+    if experts:
+        index = _expert_index(layer, state, expert_degree)
+        if initialize:
+            # Experts must not start as copies of each other, and the default generator is the
+            # same on all expert ranks.
+            seed = _expert_seed(agree_on_seed(None, group, device), index)
+    return LayerSettings(
+        tp_group=tp_group,
+        degree=degree,
+        device=device,
+        dtype=setting(config, "params_dtype"),
+        initialize=initialize,
+        seed=seed,
+        sequence_parallel=bool(setting(config, "sequence_parallel")),
+        leaves_communication=is_expert and (degree > 1 or experts),
+        is_reduced_with_model=not (is_expert and (experts or (inner or outer) != outer)),
+    )
+
+
+def _expert_group(state: ParallelState) -> ProcessGroup:
+    """Return the group that shares an expert: the tensor group where its ranks are the same."""
+    # A state of groups that were made elsewhere may not have it twice.
+    same = state.layout is not None and state.ranks("expert_tensor") == state.ranks("tensor")
+    return state.group("tensor" if same else "expert_tensor")
+
+
+def refuse(layer: str, what: str, value: object, *supported: object) -> None:
+    """Raise NotImplementedError unless the value is one that this package supports."""
+    if value not in supported:
+        raise NotImplementedError(
+            f"{layer}: {what}={value!r} is not supported; expected "
+            f"{' or '.join(repr(one) for one in supported)}"
+        )
+
+
+def _refuse_settings(layer: str, config: object, pg_collection: object, is_expert: bool) -> None:
+    for name in _UNSUPPORTED:
+        refuse(layer, f"config.{name}", bool(setting(config, name)), False)
+    name = "expert_gtp_weight_remat_size" if is_expert else "gtp_weight_remat_size"
+    refuse(layer, f"config.{name}", setting(config, name), 1)
+    # Looked up in the instance, as in Megatron-LM: its collections answer to every name.
+    groups = getattr(pg_collection, "__dict__", {})
+    group = groups.get("expt_gtp_remat" if is_expert else "gtp_remat")
+    refuse(layer, "size of pg_collection's gtp_remat group", group.size() if group else 1, 1)
+
+
+def _check_degree(layer: str, degree: int, wanted: int, is_expert: bool) -> None:
+    # 1 is also what a configuration says whose author left the degree to the groups.
+    if wanted not in {1, degree}:
+        name = "expert_tensor_parallel_size" if is_expert else "tensor_model_parallel_size"
+        raise DegreeError(
+            f"{layer}: config.{name}={wanted}, but its tensor-parallel group has size {degree}; "
+            f"call initialize_model_parallel with {wanted} before building layers, or give the "
+            "layer its tp_group"
+        )
+
+
+def _expert_index(layer: str, state: ParallelState | None, wanted: int) -> int:
+    degree = 1 if state is None else state.size("expert")
+    if state is None or degree != wanted:
+        raise DegreeError(
+            f"{layer}: config.expert_model_parallel_size={wanted}, but the expert-parallel group "
+            f"has size {degree}; call initialize_model_parallel with {wanted} before building "
+            "layers"
+        )
+    return state.index("expert")
+
+
+def _expert_seed(seed: int, index: int) -> int:
+    return (seed + index * 0x9E3779B97F4A7C15) % 2**63
+
+
+def _device(config: object, group: ProcessGroup | None) -> torch.device:
+    """Return where a layer's parameters are made.
+
+    The default device where that was set (also to ``meta``), else the current accelerator, as
+    in Megatron-LM; the CPU if the configuration says so, there is no accelerator, or the backend
+    of the ranks is of the CPU (gloo).
+    """
+    default = torch.get_default_device()
+    if default.type != "cpu" or setting(config, "use_cpu_initialization"):
+        return default
+    return _backend_device(group)
+
+
+# What Megatron-LM's layers put into checkpoints besides their parameters.
+
+
+class ShardedStateDict:
+    """A layer with Megatron-LM's name for what distributed checkpoints are made of."""
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Tensor]:
+        """Return this rank's parts as DTensors, for `torch.distributed.checkpoint`.
+
+        They are what `ezpz_tp.dtensor_state_dict` returns of this layer, not the objects of
+        Megatron-LM's own ``dist_checkpointing``. They are views: loading fills the parameters.
+
+        Args:
+            prefix: Of the names.
+            sharded_offsets: Only empty: layers of other stages have names of their own.
+            metadata: Without effect.
+
+        Raises:
+            NotImplementedError: There are offsets, or the layer is an expert's.
+        """
+        del metadata
+        layer = self
+        assert isinstance(layer, ParallelModule)
+        where = f"{type(self).__name__} {prefix!r}: sharded_state_dict"
+        if sharded_offsets:
+            raise NotImplementedError(
+                f"{where}(sharded_offsets={sharded_offsets}) is not supported; expected (): give "
+                "every layer of the model a prefix of its own"
+            )
+        found: dict[str, Tensor] = {}
+        for name, parameter in layer.named_parameters():
+            if not getattr(parameter, "allreduce", True):
+                raise NotImplementedError(
+                    f"{where}() of an expert's layer is not supported; save state_dict() on each "
+                    "rank, which holds this rank's parts"
+                )
+            shard = shard_of(parameter, layer.tp_size)
+            assert shard is not None  # a degree was given
+            found |= dtensors(f"{prefix}{name}", parameter.detach(), shard, layer.tp_group)
+        return found
+
+
+class ExtraState(ShardedStateDict):
+    """A layer whose checkpoints have an empty ``_extra_state``, as Transformer Engine's do."""
+
+    def get_extra_state(self) -> None:
+        """Return None."""
+
+    def set_extra_state(self, state: Any) -> None:
+        """Ignore what another implementation saved."""
+
+    def backward_dw(self) -> None:
+        """Do nothing: gradients of weights are never delayed."""
+
+
+def allow_without_extra_state(module: nn.Module) -> None:
+    """Let a checkpoint without ``_extra_state`` be loaded strictly, as of a plain layer."""
+    module.register_load_state_dict_pre_hook(_add_extra_state)
+
+
+def _add_extra_state(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: object
+) -> None:
+    del module, rest
+    state_dict.setdefault(f"{prefix}_extra_state", None)
+
+
+# Megatron-LM's embedding over `ezpz_tp`'s.
+
+
+class VocabParallelEmbedding(ShardedStateDict, _embedding.VocabParallelEmbedding):
+    """`ezpz_tp.VocabParallelEmbedding` with Megatron-LM's constructor.
+
+    Args:
+        num_embeddings: Size of the vocabulary; the degree need not divide it.
+        embedding_dim: Size of an embedding.
+        init_method: Fills a tensor of the full weight's shape, in place.
+        reduce_scatter_embeddings: Return this rank's part of the sequence, which comes first:
+            ids ``[b, s]`` give ``[s / tp, b, h]``.
+        config: A `ModelParallelConfig`, or any object with some of its attributes.
+        tp_group: Default: the tensor-parallel group.
+        pg_collection: Without effect; a ``gtp_remat`` group of several ranks is refused.
+
+    Raises:
+        DegreeError: The degree is not the configuration's.
+        NotImplementedError: A setting is not supported.
+
+    Collective: every rank of the group builds the layer and calls it.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        init_method: Callable[[Tensor], object],
+        reduce_scatter_embeddings: bool = False,
+        config: Any,
+        tp_group: ProcessGroup | None = None,
+        pg_collection: Any = None,
+    ) -> None:
+        settings = read_settings("VocabParallelEmbedding", config, tp_group, pg_collection)
+        # Known before the parameters are reset, at the end of the parent's constructor.
+        self.config: Any = config
+        self.initialize: bool = settings.initialize
+        super().__init__(
+            num_embeddings,
+            embedding_dim,
+            init_method=init_method,
+            sequence_parallel=reduce_scatter_embeddings,
+            tp_group=settings.tp_group,
+            device=settings.device,
+            dtype=settings.dtype,
+        )
+        self.reduce_scatter_embeddings = reduce_scatter_embeddings
+
+    def reset_parameters(self) -> None:
+        """Fill the weight, if the configuration wants that."""
+        if self.initialize:
+            super().reset_parameters()
+
+    def forward(self, input_: Tensor) -> Tensor:
+        """Return the embeddings of ids ``[b, s]``.
+
+        Returns:
+            ``[b, s, h]`` on every rank, or ``[s / tp, b, h]`` with ``reduce_scatter_embeddings``.
+        """
+        # The ids are turned around, which are fewer numbers than their embeddings.
+        return super().forward(input_.transpose(0, 1) if self.reduce_scatter_embeddings else input_)
+
+
+# Megatron-LM's functions of a column-parallel product, over `ezpz_tp`'s fused one.
+
+
+def linear_with_grad_accumulation_and_async_allreduce(
+    input: Tensor,  # noqa: A002 (Megatron-LM's name)
+    weight: Tensor,
+    bias: Tensor | None,
+    gradient_accumulation_fusion: bool,
+    allreduce_dgrad: bool,
+    sequence_parallel: bool,
+    grad_output_buffer: list[Tensor] | None = None,
+    wgrad_deferral_limit: int | None = 0,
+    tp_group: ProcessGroup | None = None,
+    gtp_remat_size: int = 1,
+    output_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return ``input @ weight.T + bias`` for this rank's rows of the weight.
+
+    The collective of the input's gradient runs beside the product of the weight's. Collective,
+    if ``allreduce_dgrad`` or ``sequence_parallel``.
+
+    Args:
+        input: ``[..., in]``, or ``[s/tp, ..., in]`` under sequence parallelism.
+        weight: ``[out/tp, in]``. It may be frozen, and then has no gradient.
+        bias: ``[out/tp]``.
+        gradient_accumulation_fusion: Only False.
+        allreduce_dgrad: Sum the ranks' gradients of the input.
+        sequence_parallel: Gather the input along dim 0, and reduce-scatter its gradient.
+        grad_output_buffer: Only None.
+        wgrad_deferral_limit: Of the buffer: without effect.
+        tp_group: Default: the tensor-parallel group.
+        gtp_remat_size: Only 1.
+        output_dtype: Only that of the input.
+
+    Raises:
+        ParallelError: Both ``allreduce_dgrad`` and ``sequence_parallel`` are set.
+        NotImplementedError: An argument has a value that this package does not support.
+    """
+    del wgrad_deferral_limit
+    name = "linear_with_grad_accumulation_and_async_allreduce"
+    refuse(name, "gradient_accumulation_fusion", gradient_accumulation_fusion, False)
+    refuse(name, "grad_output_buffer", grad_output_buffer, None)
+    refuse(name, "gtp_remat_size", gtp_remat_size, 1)
+    refuse(name, "output_dtype", output_dtype, None, input.dtype)
+    if allreduce_dgrad and sequence_parallel:
+        raise ParallelError(
+            f"{name}: allreduce_dgrad and sequence_parallel are both set; under sequence "
+            "parallelism the input's gradient is reduce-scattered, so leave allreduce_dgrad False"
+        )
+    group = tensor_group(tp_group)
+    if group is None:
+        return nn.functional.linear(input, weight, bias)
+    return column_linear(input, weight, bias, group, sequence_parallel, allreduce_dgrad)
+
+
+def linear_with_frozen_weight(
+    input: Tensor,  # noqa: A002 (Megatron-LM's name)
+    weight: Tensor,
+    bias: Tensor | None,
+    gradient_accumulation_fusion: bool,
+    allreduce_dgrad: bool,
+    sequence_parallel: bool,
+    tp_group: ProcessGroup | None,
+    grad_output_buffer: list[Tensor] | None = None,
+    wgrad_deferral_limit: None = None,
+    gtp_remat_size: int = 1,
+    output_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return what `linear_with_grad_accumulation_and_async_allreduce` does; the weight is frozen.
+
+    The arguments are the same, in another order; ``gradient_accumulation_fusion`` has no effect,
+    because there is nothing to accumulate.
+    """
+    del gradient_accumulation_fusion
+    return linear_with_grad_accumulation_and_async_allreduce(
+        input,
+        weight.detach(),
+        bias,
+        gradient_accumulation_fusion=False,
+        allreduce_dgrad=allreduce_dgrad,
+        sequence_parallel=sequence_parallel,
+        grad_output_buffer=grad_output_buffer,
+        wgrad_deferral_limit=wgrad_deferral_limit,
+        tp_group=tp_group,
+        gtp_remat_size=gtp_remat_size,
+        output_dtype=output_dtype,
+    )
 
 
 class ColumnParallelLinear(ExtraState, _layers.ColumnParallelLinear):

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ezpz_tp import _mappings
+from ezpz_tp._current import tensor_group
 from ezpz_tp._errors import DegreeError, ParallelError
-from ezpz_tp._groups.default import tensor_group
-from ezpz_tp._regions import exchange as _exchange
-from ezpz_tp._regions import mappings as _mappings
 
 
 def copy_to_tensor_model_parallel_region(
@@ -160,17 +159,17 @@ def all_to_all(
     del use_nccl_stream
     if group is None:
         raise ParallelError("all_to_all: group is None; expected the group to exchange within")
-    return _exchange.all_to_all(input_, output_split_sizes_, input_split_sizes, group=group)
+    return _mappings.all_to_all(input_, output_split_sizes_, input_split_sizes, group=group)
 
 
 def all_to_all_sp2hp(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """See `ezpz_tp.all_to_all_sp2hp`."""
-    return _exchange.all_to_all_sp2hp(input_, group)
+    return _mappings.all_to_all_sp2hp(input_, group)
 
 
 def all_to_all_hp2sp(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """See `ezpz_tp.all_to_all_hp2sp`."""
-    return _exchange.all_to_all_hp2sp(input_, group)
+    return _mappings.all_to_all_hp2sp(input_, group)
 
 
 def _own_size(region: str, sizes: list[int], group: ProcessGroup) -> int:

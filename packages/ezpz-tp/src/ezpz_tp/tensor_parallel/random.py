@@ -12,21 +12,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ezpz_tp._training.checkpoint import (
-    CheckpointWithoutOutput,
-    CheckpointWithoutOutputManager,
-    checkpoint,
-    is_checkpointing,
-)
-from ezpz_tp._training.random import (
+from ezpz_tp._random import (
     DATA_PARALLEL_RNG,
     EXPERT_PARALLEL_RNG,
+    CheckpointWithoutOutput,
+    CheckpointWithoutOutputManager,
     RngTracker,
+    checkpoint,
     get_rng_tracker,
+    is_checkpointing,
     seed_as_megatron,
 )
 
-from ._settings import refuse
+from .layers import refuse
 
 __all__ = [
     "CheckpointWithoutOutput",

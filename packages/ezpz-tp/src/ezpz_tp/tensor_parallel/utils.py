@@ -4,14 +4,14 @@ Source: NVIDIA/Megatron-LM megatron/core/tensor_parallel/utils.py and megatron/c
 (``divide``, ``ensure_divisibility``), 2026-08-22.
 """
 
-from ezpz_tp._regions.split import (
+from ezpz_tp._mappings import (
     VocabUtility,
     ensure_divisibility,
     gather_split_1d_tensor,
     split_tensor_along_last_dim,
     split_tensor_into_1d_equal_chunks,
 )
-from ezpz_tp._regions.split import divide_and_check_no_remainder as divide
+from ezpz_tp._mappings import divide_and_check_no_remainder as divide
 
 __all__ = [
     "VocabUtility",

@@ -5,9 +5,7 @@
 * `assert_matches_unsharded` compares a parallel module with an ordinary one, bit for bit.
 """
 
-from ._counter import counting
-from ._failure import RankError
 from ._lattice import assert_matches_unsharded
-from ._ranks import run_ranks
+from ._ranks import RankError, counting, run_ranks
 
 __all__ = ["RankError", "assert_matches_unsharded", "counting", "run_ranks"]

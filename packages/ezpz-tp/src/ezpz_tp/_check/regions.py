@@ -1,0 +1,526 @@
+"""What region functions, products, random draws and the ends of backward do to types."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from ezpz_tp import _mappings as mappings
+from ezpz_tp._cross_entropy import vocab_parallel_cross_entropy
+from ezpz_tp._data import shard_sequence, unshard_sequence
+from ezpz_tp._embedding import vocabulary_lookup
+from ezpz_tp._fused import column_linear, row_linear
+from ezpz_tp._grads import gradient
+from ezpz_tp._random import EXPERT_PARALLEL_RNG, MODEL_PARALLEL_RNG, get_rng_tracker
+from ezpz_tp._ring import ring_attention
+from ezpz_tp._ulysses import ulysses_attention, unified_attention
+
+from .rules import (
+    EQUAL,
+    INVARIANT,
+    PARTIAL,
+    REPLICATED,
+    VARYING,
+    Operand,
+    Record,
+    Records,
+    along,
+    fail,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """One region function, or one way to use it.
+
+    Attributes:
+        takes: The types that its first tensor may have. What no gradient flows to and is equal
+            on all ranks goes as either of the equal types.
+        returns: The type of its result.
+        group: Place and name of the argument that holds the group.
+        mend: What to do, by the type that was given instead.
+        weight: The type that its second tensor, a parameter, must have.
+        bias: The type that its third tensor, a parameter, must have.
+        axis: Where it goes without a group.
+        inputs: How many of its tensors are to be of the types that it takes.
+    """
+
+    takes: frozenset[str]
+    returns: str
+    group: tuple[int, str]
+    mend: Mapping[str, str] = field(default_factory=dict)
+    weight: str | None = None
+    bias: str | None = None
+    axis: str = "tensor"
+    inputs: int = 1
+
+
+def _region(
+    takes: tuple[str, ...],
+    returns: str,
+    place: int,
+    *,
+    name: str = "tp_group",
+    equal: str | None = None,
+    **mend: str,
+) -> Region:
+    """``equal`` is the mend for both types that are equal on all ranks."""
+    both = {} if equal is None else {INVARIANT: equal, REPLICATED: equal}
+    partial = "a reduction is missing: sum it first, by reduce_from_tensor_parallel_region"
+    return Region(frozenset(takes), returns, (place, name), {PARTIAL: partial, **both, **mend})
+
+
+_TWICE = (
+    "it went through copy_to_tensor_parallel_region (or a gather that sums gradients) before; "
+    "leave one of the two out, or its gradient is summed twice"
+)
+_PART = "it is this rank's part already: leave the scatter out"
+_WHOLE = "it is whole on all ranks: leave the gather out, or scatter it before"
+_SUMMED = "it is the same on all ranks, so summed already: leave this reduction out"
+_LOGITS = (
+    "the logits are whole: use torch.nn.functional.cross_entropy, or leave out what gathers them "
+    "(gather_output=False)"
+)
+_SUMS = (PARTIAL, VARYING)
+_UNSAID = (
+    "say so by set_tensor_model_parallel_attributes({}, True, dim, 1); where something replaces "
+    "parameters (fully_shard), do it within keep_attributes(model), and give check the model"
+)
+
+_copy = _region(
+    (INVARIANT,),
+    REPLICATED,
+    1,
+    replicated=_TWICE,
+    varying="every rank has its own, whose gradient is its own too: leave the copy out",
+)
+_scatter = _region((INVARIANT,), VARYING, 1, replicated=_TWICE, varying=_PART)
+_gather = _region((VARYING,), INVARIANT, 1, equal=_WHOLE)
+_reduce = _region(_SUMS, INVARIANT, 1, equal=_SUMMED)
+_reduce_scatter = _region(_SUMS, VARYING, 1, equal="it is summed already: scatter it instead")
+_exchange = _region((VARYING,), VARYING, 3, name="group", equal="scatter it instead")
+
+_REGIONS: dict[Callable[..., Any], Region] = {
+    mappings.copy_to_tensor_parallel_region: _copy,
+    mappings.reduce_from_tensor_parallel_region: _reduce,
+    mappings.scatter_to_tensor_parallel_region: _scatter,
+    mappings.gather_from_tensor_parallel_region: _gather,
+    mappings.all_gather_last_dim_from_tensor_parallel_region: replace(_gather, returns=REPLICATED),
+    mappings.reduce_scatter_last_dim_to_tensor_parallel_region: _reduce_scatter,
+    mappings.scatter_to_sequence_parallel_region: replace(_scatter, group=(2, "tp_group")),
+    mappings.reduce_scatter_to_sequence_parallel_region: replace(
+        _reduce_scatter, group=(2, "tp_group")
+    ),
+    mappings.all_to_all: _exchange,
+    vocab_parallel_cross_entropy: _region((VARYING,), INVARIANT, 3, equal=_LOGITS),
+}
+
+_shard = Region(
+    frozenset({REPLICATED, VARYING}),
+    VARYING,
+    (2, "group"),
+    {
+        INVARIANT: "its gradient is partial: pass it through "
+        "copy_to_tensor_parallel_region(x, context group) first",
+        PARTIAL: "sum it first, by reduce_from_tensor_parallel_region(x, context group)",
+    },
+    axis="context",
+)
+_attention = Region(
+    frozenset({VARYING}),
+    VARYING,
+    (3, "group"),
+    dict.fromkeys((INVARIANT, REPLICATED), "give this rank's part, by shard_sequence")
+    | {PARTIAL: "a reduction is missing: sum it first"},
+    axis="context",
+    inputs=3,
+)
+_REGIONS |= {
+    shard_sequence: _shard,
+    ring_attention: _attention,
+    ulysses_attention: _attention,
+    unified_attention: replace(_attention, group=(3, "ring_group")),
+}
+
+_row = replace(
+    _region(
+        (VARYING,),
+        INVARIANT,
+        3,
+        name="group",
+        equal="build the layer with input_is_parallel=False, or leave out the gather before it",
+    ),
+    weight=VARYING,
+    bias=INVARIANT,
+)
+_row_sequence = replace(_row, returns=VARYING, bias=REPLICATED)
+_lookup = _region((VARYING,), INVARIANT, 3, name="group", equal=_UNSAID.format("weight"))
+_column = replace(
+    _region(
+        (INVARIANT,),
+        VARYING,
+        3,
+        name="group",
+        replicated=_TWICE + "; or clear the layer's reduce_input_gradient",
+        varying="gather or reduce it first: the layer takes what is the same on all ranks",
+    ),
+    weight=VARYING,
+    bias=VARYING,
+)
+_column_unsummed = replace(
+    _column,
+    takes=frozenset({REPLICATED, VARYING}),
+    mend={
+        INVARIANT: "the layer's reduce_input_gradient is cleared, so nothing sums the gradient of "
+        "its input: pass it through copy_to_tensor_parallel_region once",
+        PARTIAL: _column.mend[PARTIAL],
+    },
+)
+_column_sequence = replace(
+    _column,
+    takes=frozenset({VARYING}),
+    mend={
+        INVARIANT: "the layer gathers the sequence: scatter_to_sequence_parallel_region first, or "
+        "build it with sequence_parallel=False",
+        REPLICATED: "the layer gathers the sequence: leave out the gather before it",
+        PARTIAL: "sum it by reduce_scatter_to_sequence_parallel_region first",
+    },
+)
+
+_SHARING = {
+    # layers, whether the sequence is shared outside of them or not
+    column_linear: (_column, _column_sequence),
+    row_linear: (_row, _row_sequence),
+    vocabulary_lookup: (_lookup, replace(_lookup, returns=VARYING)),
+}
+_GATHERING = {
+    # gathers, and the argument that says whether their gradients are summed
+    mappings.gather_from_sequence_parallel_region: (
+        replace(_gather, group=(3, "tp_group")),
+        (1, "tensor_parallel_output_grad"),
+    ),
+    unshard_sequence: (replace(_gather, group=(2, "group"), axis="context"), (6, "sum_grads")),
+}
+
+
+def region_of(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Region | None:
+    """Return what a function is in this call, if it is a region."""
+    if function in _GATHERING:
+        sums = argument(args, kwargs, *_GATHERING[function][1])
+        return replace(_GATHERING[function][0], returns=REPLICATED if sums else INVARIANT)
+    sequence = argument(args, kwargs, 4, "sequence_parallel")
+    if function is column_linear and not sequence:
+        return _column if argument(args, kwargs, 5, "reduce_input_gradient") else _column_unsummed
+    if function in _SHARING:
+        return _SHARING[function][bool(sequence)]
+    return _REGIONS.get(function)
+
+
+def argument(args: Sequence[Any], kwargs: Mapping[str, Any], place: int, name: str) -> Any:
+    """Return an argument, given by place or by name."""
+    return args[place] if len(args) > place else kwargs.get(name)
+
+
+def through(
+    records: Records,
+    name: str,
+    region: Region,
+    operands: Sequence[Operand | None],
+    axes: Sequence[int],
+) -> Record:
+    """Return what is known of a region's result.
+
+    Args:
+        records: What is known so far.
+        name: The function's.
+        region: What it is.
+        operands: Its tensor arguments by place, None where there is none; the first is the one
+            that changes its type.
+        axes: Places of the axes of its group; along the others it is an operation like any.
+
+    Raises:
+        ParallelTypeError: An operand has another type than the region takes.
+    """
+    given = [one for one in operands if one is not None]
+    types = []
+    for place, axis in enumerate(records.axes):
+        if place in axes:
+            for one in given[: region.inputs]:
+                _check(records, name, region, one, axis, place)
+            _check_parameters(records, name, region, operands[region.inputs :], axis, place)
+            types.append(region.returns)
+        else:
+            types.append(along(records, name, place, given))
+    return Record(tuple(types))
+
+
+def _check(
+    records: Records, name: str, region: Region, one: Operand, axis: str, place: int
+) -> None:
+    kind = one.settled(place)
+    fits = region.takes & EQUAL if kind is None else kind in region.takes
+    # Of data the user knows more; and a layer's weight says "tensor" whatever its group is.
+    if fits or one.record.is_data or (axis != "tensor" and isinstance(one.tensor, nn.Parameter)):
+        return
+    kind = kind or INVARIANT
+    wanted = " or ".join(sorted(region.takes))
+    mend = region.mend.get(kind, f"make it {wanted}")
+    raise fail(records, name, axis, [(one, kind)], f"It takes what is {wanted}.", mend)
+
+
+def _check_parameters(
+    records: Records,
+    name: str,
+    region: Region,
+    parameters: Sequence[Operand | None],
+    axis: str,
+    place: int,
+) -> None:
+    for one, wanted in zip(parameters, (region.weight, region.bias), strict=False):
+        if one is None or wanted is None or axis != "tensor" or one.record.is_data:
+            continue
+        found = one.settled(place)
+        if found is not None and found != wanted:
+            raise _untagged(records, name, axis, one, found, wanted)
+
+
+def _untagged(
+    records: Records, name: str, axis: str, one: Operand, found: str, wanted: str
+) -> Exception:
+    """The error where a parameter does not say of itself what it is used as."""
+    called = records.tag_of(one.tensor)
+    if wanted == VARYING:
+        reason = "It is used as this rank's part, but its attributes do not say so."
+        mend = _UNSAID.format(called)
+    elif wanted == REPLICATED:
+        reason = "It is added to this rank's part of the sequence, so its gradient is partial."
+        mend = f"mark_sequence_parallel({called}), and finalize_grads sums it"
+    else:
+        reason = "It is used on whole data: finalize_grads would count its gradient once a rank."
+        mend = f"take the tag off {called} (sequence_parallel = False)"
+    return fail(records, name, axis, [(one, found)], reason, mend)
+
+
+# Products that sum over a dim which is split over the tensor-parallel ranks.
+
+
+_ADDED_FIRST = frozenset({"addmm", "baddbmm", "addbmm", "addmv"})
+_MATRICES = frozenset({"matmul", "__matmul__", "mm", "bmm", "mv", *_ADDED_FIRST})
+_ROWS = frozenset({"linear", "conv1d", "conv2d", "conv3d"})
+
+
+def contracts(
+    name: str, operands: Sequence[Operand], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> bool:
+    """Return whether a function sums over a dim along which one of its tensors is sharded."""
+    if all(one.record.sharded_dim is None for one in operands):
+        return False
+    factors = list(operands[1:] if name in _ADDED_FIRST else operands)
+    return any(
+        factor.record.sharded_dim in dims for factor, dims in _summed(name, factors, args, kwargs)
+    )
+
+
+def _summed(
+    name: str, factors: Sequence[Operand], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[Operand, Sequence[int]]]:
+    """The factors of a product, and the dims of each that it sums over."""
+    if name == "einsum" and isinstance(args[0], str):
+        yield from _of_einsum(args[0], factors)
+    elif len(factors) < 2:
+        return
+    elif name in _ROWS:
+        yield factors[1], (min(1, factors[1].tensor.dim() - 1),)
+    elif name in _MATRICES:
+        yield factors[0], (factors[0].tensor.dim() - 1,)
+        yield factors[1], (max(0, factors[1].tensor.dim() - 2),)
+    elif name == "tensordot":
+        dims = argument(args, kwargs, 2, "dims")
+        if isinstance(dims, int):
+            dims = range(-dims, 0), range(dims)
+        for factor, summed in zip(factors, dims, strict=True):
+            yield factor, [dim % factor.tensor.dim() for dim in summed]
+
+
+def _of_einsum(
+    equation: str, factors: Sequence[Operand]
+) -> Iterator[tuple[Operand, Sequence[int]]]:
+    inputs, arrow, output = equation.replace(" ", "").partition("->")
+    if not arrow:
+        output = "".join(letter for letter in inputs if inputs.count(letter) == 1)
+    for factor, letters in zip(factors, inputs.split(","), strict=False):
+        if "." not in letters:
+            yield factor, [dim for dim, letter in enumerate(letters) if letter not in output]
+
+
+# Random numbers: the same on all tensor-parallel ranks, or other ones on each.
+
+
+DRAWING = frozenset(
+    {
+        *("dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout"),
+        *("feature_alpha_dropout", "feature_dropout", "rrelu", "rrelu_", "bernoulli", "bernoulli_"),
+        *("rand_like", "randn_like", "randint_like", "normal_", "uniform_", "random_"),
+        *("exponential_", "multinomial", "gumbel_softmax", "scaled_dot_product_attention"),
+    }
+)
+"""What draws random numbers for a tensor."""
+
+GENERATING = frozenset({"rand", "randn", "randint", "randperm", "normal"})
+"""What makes a tensor of random numbers."""
+
+_DROPPING = frozenset(name for name in DRAWING if "dropout" in name)
+"""What draws only in training, with a probability above zero."""
+
+_TRAINING = {"alpha_dropout": False, "feature_alpha_dropout": False}
+"""Whether they do where nothing is said."""
+
+
+def draws(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether this call draws at all."""
+    if name == "scaled_dot_product_attention":
+        return bool(args[4] if len(args) > 4 else kwargs.get("dropout_p"))
+    if name.startswith("rrelu"):
+        return bool(args[3] if len(args) > 3 else kwargs.get("training", False))
+    if name not in _DROPPING:
+        return kwargs.get("generator") is None  # with one of the user's own, he knows
+    probability = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
+    training = kwargs.get("training", kwargs.get("train", _TRAINING.get(name, True)))
+    return bool(probability and (args[2] if len(args) > 2 else training))
+
+
+def generated(records: Records) -> Record:
+    """Return what is known of a tensor of random numbers."""
+    return _varying(records, records.data) if _is_forked() else records.data
+
+
+def drawn(records: Records, name: str, operands: Sequence[Operand], record: Record) -> Record:
+    """Return what random numbers make of an operation's result.
+
+    Raises:
+        ParallelTypeError: Ranks draw the same for what differs, or the other way round.
+    """
+    if "tensor" not in records.axes:
+        return record
+    place = records.axes.index("tensor")
+    seen = [(one, one.record.types[place]) for one in operands]
+    kind = record.types[place]
+    if _is_forked() and kind == PARTIAL:
+        raise fail(
+            records,
+            name,
+            "tensor",
+            seen,
+            "Inside fork() every rank drops other elements of its part of a sum. A reduction is "
+            "missing.",
+            "sum it by reduce_from_tensor_parallel_region, then drop, outside fork()",
+        )
+    if _is_forked():
+        # Data that is drawn from, rather than dropped of, is probabilities.
+        if kind in EQUAL and (name in _DROPPING or not record.is_data):
+            raise fail(
+                records,
+                name,
+                "tensor",
+                seen,
+                "Inside fork() every tensor-parallel rank draws other numbers, and this tensor "
+                "should stay the same on all.",
+                "call it outside `with get_rng_tracker().fork():`",
+            )
+        return _varying(records, record)
+    if kind == VARYING and get_rng_tracker().current is None:
+        raise fail(
+            records,
+            name,
+            "tensor",
+            seen,
+            "Outside fork() all tensor-parallel ranks draw the same numbers, for different parts "
+            "of the data: equal seeds where they must differ.",
+            "call it within `with get_rng_tracker().fork():`",
+        )
+    return record
+
+
+def _is_forked() -> bool:
+    return get_rng_tracker().current in {MODEL_PARALLEL_RNG, EXPERT_PARALLEL_RNG}
+
+
+def _varying(records: Records, record: Record) -> Record:
+    pairs = zip(records.axes, record.types, strict=True)
+    return Record(tuple(VARYING if axis == "tensor" else kind for axis, kind in pairs))
+
+
+# The two ends of backward: the loss that it starts from, and the gradients that it leaves.
+
+
+_WRONG = {
+    VARYING: (
+        "Every rank would start from another loss, of its part of the model alone.",
+        (
+            "reduce what the loss is made of, by vocab_parallel_cross_entropy for sharded logits, "
+            "or by reduce_from_tensor_parallel_region for sums over a part"
+        ),
+    ),
+    PARTIAL: (
+        "Every rank would start from its part of a sum. A reduction is missing.",
+        "sum it by reduce_from_tensor_parallel_region",
+    ),
+    REPLICATED: (
+        "Every rank starts the same gradient, and they are summed: once a rank too often.",
+        (
+            "start from the loss of before copy_to_tensor_parallel_region (or gather with "
+            "tensor_parallel_output_grad=False)"
+        ),
+    ),
+}
+
+
+def check_loss(records: Records, name: str, loss: Operand) -> None:
+    """Refuse to start backward from what is not one loss for all ranks.
+
+    Raises:
+        ParallelTypeError: Along the tensor axis it is not invariant; or along another, where
+            each rank may have its own, it is a copy that all share.
+    """
+    for place, axis in enumerate(records.axes):
+        kind = loss.settled(place)
+        if kind is None or kind == INVARIANT or (axis != "tensor" and kind != REPLICATED):
+            continue
+        reason, mend = _WRONG[kind]
+        if axis != "tensor":
+            mend = (
+                "call backward on this rank's own loss and reduce a detached copy for the log, or "
+                f"sum by reduce_from_tensor_parallel_region(loss, {axis} group)"
+            )
+        raise fail(records, name, axis, [(loss, kind)], reason, mend)
+
+
+def gradients_to_finalize(records: Records, parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return the gradients of parameters, none of which was finalized as it is.
+
+    Raises:
+        ParallelTypeError: One was, and no backward pass has added to it since.
+    """
+    found = []
+    for parameter in parameters:
+        grad = gradient(parameter)
+        if grad is None:
+            continue
+        if records.is_finalized(grad):
+            operand = records.operand(parameter)
+            raise fail(
+                records,
+                "finalize_grads",
+                records.axes[0],
+                [(operand, operand.record.types[0])],
+                "Its gradient was finalized before, and no backward pass has added to it: what is "
+                "summed would be summed twice.",
+                "call finalize_grads once a step, after the last backward pass",
+            )
+        found.append(grad)
+    return found

@@ -1,0 +1,542 @@
+"""The types of tensors, and what an operation makes of those of its operands."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ezpz_tp._errors import ParallelTypeError
+
+# The type of a tensor along one axis: what its value is on the ranks, and what its gradient is.
+#
+# =============  ===================================  ==============================================
+# type           value on the ranks of the axis       gradient on the ranks of the axis
+# =============  ===================================  ==============================================
+# ``invariant``  equal                                equal
+# ``replicated`` equal                                partial: the true one is the sum
+# ``varying``    each its own                         each its own
+# ``partial``    the true one is the sum              equal
+# =============  ===================================  ==============================================
+#
+# A tensor that no gradient flows to is neither invariant nor replicated: it goes with both.
+#
+# The four are those of local SPMD, as in Edward Yang's "Global vs Local SPMD" and JAX's typed
+# ``shard_map``: replicated and varying of one operation give varying, and autograd sums what is
+# partial at the region that made replicated out of invariant.
+
+
+INVARIANT, REPLICATED, VARYING, PARTIAL = "invariant", "replicated", "varying", "partial"
+TYPES = (INVARIANT, REPLICATED, VARYING, PARTIAL)
+EQUAL = frozenset({INVARIANT, REPLICATED})
+"""The types of which every rank has the same value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What is known of one tensor.
+
+    Attributes:
+        types: Its type along each axis, in the checker's order of axes.
+        sharded_dim: The dim that is split over the tensor-parallel ranks, where it is known.
+        is_data: Made of nothing but what came from outside: no parameter and no region. The
+            user may have cut it, and knows better what it is.
+        is_fresh: Zeros, or memory that nobody has written to: it goes with every type.
+    """
+
+    types: tuple[str, ...]
+    sharded_dim: int | None = None
+    is_data: bool = False
+    is_fresh: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A tensor that an operation is given.
+
+    Attributes:
+        tensor: The tensor.
+        record: What is known of it.
+        differentiable: Whether a gradient flows to it.
+    """
+
+    tensor: Tensor
+    record: Record
+    differentiable: bool
+
+    def settled(self, axis: int) -> str | None:
+        """Return its type along an axis, or None where it goes with invariant and replicated."""
+        kind = self.record.types[axis]
+        return None if kind in EQUAL and not self.differentiable else kind
+
+
+# What torch's functions do to partial sums, by name.
+#
+# A partial tensor may go through what is linear in it: f(a + b) = f(a) + f(b).
+
+
+PASSING = frozenset(
+    {
+        *("view", "reshape", "view_as", "reshape_as", "flatten", "unflatten", "ravel", "squeeze"),
+        *("unsqueeze", "transpose", "permute", "movedim", "moveaxis", "swapaxes", "swapdims", "t"),
+        *("contiguous", "clone", "detach", "detach_", "expand", "expand_as", "repeat", "tile"),
+        *("narrow", "select", "index_select", "gather", "take", "__getitem__", "split", "chunk"),
+        *("unbind", "tensor_split", "unfold", "flip", "roll", "diagonal", "tril", "triu"),
+        *("sum", "mean", "nansum", "cumsum", "trace", "neg", "negative", "positive", "__neg__"),
+        *("to", "type", "float", "double", "half", "bfloat16", "cpu", "cuda", "type_as", "real"),
+        *("requires_grad_", "retain_grad", "broadcast_to", "broadcast_tensors"),
+        *("repeat_interleave", "cat", "concat", "concatenate", "stack", "hstack", "vstack"),
+        *("dstack", "masked_select", "as_strided", "alias", "split_with_sizes", "pin_memory"),
+        *("H", "T", "mT", "adjoint", "take_along_dim", "copy_", "diff", "data"),
+        *("__setitem__", "masked_fill", "masked_fill_", "where", "pad", "index_add", "index_add_"),
+        *("index_copy", "index_copy_", "index_put", "index_put_", "scatter", "scatter_"),
+        *("scatter_add", "scatter_add_", "masked_scatter", "masked_scatter_"),
+        *("dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "feature_dropout"),
+    }
+)
+"""Linear in all of their tensors together, but for indices and masks: partial, if all are."""
+
+NUMBERS = {
+    **dict.fromkeys(("add", "add_", "__add__", "__radd__", "__iadd__", "sub", "sub_"), (0, 1)),
+    **dict.fromkeys(("subtract", "__sub__", "__rsub__", "__isub__", "rsub"), (0, 1)),
+    **dict.fromkeys(("__setitem__", "masked_fill", "masked_fill_"), (2,)),
+    **dict.fromkeys(("scatter", "scatter_", "pad"), (3,)),
+    "where": (1, 2),
+}
+"""Where operations that are linear with the number zero are given it; else as other or value."""
+
+LOOKING = frozenset({"isfinite", "isnan", "isinf"})
+"""What may be asked of a partial sum too."""
+
+FRESH = frozenset(
+    {
+        *("zeros_like", "empty_like", "new_zeros", "new_empty", "new_empty_strided", "zero_"),
+        *("zeros", "empty", "empty_strided"),
+    }
+)
+"""Room to be written into: its value is zero or nobody's."""
+
+SHAPED = frozenset({"ones_like", "full_like", "new_ones", "new_full", "new_tensor", "fill_"})
+"""What takes of its tensor no value."""
+
+TAKING_AFTER = frozenset({"to", "type_as", "view_as", "expand_as", "reshape_as", "broadcast_to"})
+"""What takes of its second tensor no value."""
+
+CUTTING = frozenset(
+    {
+        *("narrow", "select", "__getitem__", "split", "chunk", "tensor_split", "index_select"),
+        *("unbind", "split_with_sizes", "gather", "masked_select", "masked_fill"),
+    }
+)
+"""What may take another part on each rank: of a replicated tensor, something that varies."""
+
+ADDING = frozenset(
+    {
+        *("add", "add_", "__add__", "__radd__", "__iadd__"),
+        *("sub", "sub_", "subtract", "__sub__", "__rsub__", "__isub__", "rsub"),
+    }
+)
+"""Sums: partial with partial only; a whole term would be counted once a rank."""
+
+MULTIPLYING = frozenset(
+    {
+        *("mul", "mul_", "multiply", "__mul__", "__rmul__", "__imul__"),
+        *("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "dot", "einsum", "linear"),
+        *("outer", "inner", "tensordot", "conv1d", "conv2d", "conv3d"),
+    }
+)
+"""Products: one partial factor, if the others are equal on all ranks."""
+
+BIASED = frozenset({"linear", "addmm", "baddbmm", "addbmm", "addmv", "conv1d", "conv2d", "conv3d"})
+"""Products of two tensors to which a third is added."""
+
+DIVIDING = frozenset({"div", "div_", "divide", "true_divide", "__truediv__", "__itruediv__"})
+"""As products, for the first operand."""
+
+SILENT = frozenset(
+    {
+        *("size", "dim", "numel", "nelement", "stride", "storage_offset", "is_contiguous"),
+        *("is_floating_point", "is_complex", "element_size", "data_ptr", "item", "tolist"),
+        *("__len__", "__repr__", "__format__", "__bool__", "__int__", "__float__", "__index__"),
+        *("__hash__", "is_pinned", "is_shared", "get_device", "untyped_storage", "storage"),
+        *("register_hook", "register_post_accumulate_grad_hook", "_backward_hooks", "has_names"),
+        *("ndimension", "__contains__", "equal", "allclose", "is_same_size", "is_nonzero"),
+        *("__reduce_ex__", "__deepcopy__", "__array__", "numpy", "is_inference", "is_set_to"),
+        *("result_type", "can_cast", "__dlpack__", "record_stream", "__iter__", "is_tensor"),
+    }
+)
+"""What returns no tensor to follow, or is asked of one."""
+
+JUDGING = frozenset(
+    {
+        *("eq", "ne", "lt", "le", "gt", "ge", "__eq__", "__ne__", "__lt__", "__le__", "__gt__"),
+        *("__ge__", "isclose", "isfinite", "isnan", "isinf", "argmax", "argmin", "argsort", "sign"),
+        *("bincount", "histc", "searchsorted", "bucketize", "logical_and", "logical_or", "floor"),
+        *("logical_not", "logical_xor", "any", "all", "isin", "count_nonzero", "nonzero", "round"),
+    }
+)
+"""What no gradient comes back from."""
+
+TRANSPOSING = frozenset({"t", "T", "mT", "transpose", "adjoint", "H", "mH", "swapaxes", "swapdims"})
+"""Of a matrix: they exchange its two dims."""
+
+KEEPING_DIMS = frozenset(
+    {"detach", "clone", "contiguous", "to", "float", "double", "half", "bfloat16", "type", "data"}
+)
+"""What leaves a weight's dims where they are."""
+
+
+# Where in the user's code something happens.
+
+
+_OURS = str(Path(__file__).resolve().parents[1]) + os.sep
+_TORCH = str(Path(torch.__file__).resolve().parent) + os.sep
+# Not the standard library's: a call through it (contextlib, functools) is nobody's line.
+_STANDARD = str(Path(linecache.__file__).resolve().parent) + os.sep
+
+
+def is_foreign(path: str) -> bool:
+    """Whether a file is torch's, this package's or the standard library's."""
+    if path.startswith((_OURS, _TORCH, "<frozen")):
+        return True
+    return path.startswith(_STANDARD) and "site-packages" not in path
+
+
+def user_line() -> str:
+    """Return ``file:line, in function`` and the source of the innermost line of the user's."""
+    frame = sys._getframe(1)  # noqa: SLF001 - as traceback.walk_stack does, without its list
+    while frame.f_back is not None and is_foreign(frame.f_code.co_filename):
+        frame = frame.f_back
+    code = frame.f_code
+    source = linecache.getline(code.co_filename, frame.f_lineno).strip()
+    place = f"{code.co_filename}:{frame.f_lineno}, in {code.co_qualname}"
+    return f"{place}\n    {source}" if source else place
+
+
+# What is known of each tensor while a program is checked.
+
+
+class Records:
+    """The types of tensors, by the tensor itself; nothing is written onto a tensor.
+
+    Of a tensor that no operation was seen to make: a parameter is what its attributes say
+    (sharded: varying; tagged ``sequence_parallel``: replicated; else invariant), and anything
+    else is data: the same on all tensor-parallel ranks, and different along the other axes.
+
+    Args:
+        axes: The axes of degree above 1.
+        model: Whose parameters are known by their names.
+    """
+
+    def __init__(self, axes: tuple[str, ...], model: nn.Module | None) -> None:
+        self.axes = axes
+        self._known = WeakIdKeyDictionary()
+        self._done = WeakIdKeyDictionary()
+        self._final = WeakIdKeyDictionary()
+        self._names = WeakIdKeyDictionary()
+        self._model = None if model is None else weakref.ref(model)
+        self._said: dict[str, dict[str, Any]] = {}
+        for name, parameter in _named(model):
+            self._names[parameter] = name
+            self._said[name] = vars(parameter)
+        data = tuple(INVARIANT if axis == "tensor" else VARYING for axis in axes)
+        self.data = Record(data, is_data=True)
+        self.fresh = Record(data, is_data=True, is_fresh=True)
+        # Gradients of parameters are summed over the data axes once a step.
+        self._invariant = self._parameter(INVARIANT)
+        self._replicated = self._parameter(REPLICATED)
+
+    def _parameter(self, kind: str, dim: int | None = None) -> Record:
+        return Record(tuple(kind if axis == "tensor" else REPLICATED for axis in self.axes), dim)
+
+    def of(self, tensor: Tensor) -> Record:
+        """Return what is known of a tensor."""
+        found: Record | None = self._known.get(tensor)
+        if found is not None:
+            return found
+        if not _is_parameter(tensor):
+            return self.data
+        said = self._attributes(tensor)
+        if said.get("tensor_model_parallel"):
+            dim = said.get("partition_dim", -1)
+            return self._parameter(VARYING, dim if dim >= 0 else None)
+        return self._replicated if said.get("sequence_parallel") else self._invariant
+
+    def _attributes(self, parameter: nn.Parameter) -> Mapping[str, Any]:
+        """What is said of a parameter; FSDP2 computes with ones of its own, of the same names."""
+        if parameter not in self._names:
+            self._names[parameter] = None
+            for name, one in _named(None if self._model is None else self._model()):
+                if self._names.get(one) is None:
+                    self._names[one] = name
+        own = vars(parameter)
+        if "tensor_model_parallel" in own or "sequence_parallel" in own:
+            return own
+        said: dict[str, Any] | None = self._said.get(self._names[parameter])
+        return own if said is None else said
+
+    def operand(self, tensor: Tensor) -> Operand:
+        """Return a tensor with what is known of it."""
+        differentiable = tensor.requires_grad and torch.is_grad_enabled()
+        return Operand(tensor, self.of(tensor), differentiable)
+
+    def set(self, tensor: Tensor, record: Record) -> None:
+        """Remember what is known of a tensor; of a parameter its attributes say it."""
+        if not _is_parameter(tensor):
+            self._known[tensor] = record
+
+    def declare(self, tensor: Tensor, types: Mapping[str, str]) -> None:
+        """Believe what is said of a tensor, by axis, also of a parameter."""
+        known = zip(self.axes, self.of(tensor).types, strict=True)
+        self._known[tensor] = Record(tuple(types.get(axis, kind) for axis, kind in known))
+
+    def finish(self, tensor: Tensor) -> None:
+        """Remember that backward went through a tensor: its gradient is no longer at stake."""
+        self._done[tensor] = True
+
+    def is_finished(self, tensor: Tensor) -> bool:
+        """Return whether `finish` was called."""
+        return tensor in self._done
+
+    def finalize(self, grad: Tensor) -> None:
+        """Remember a gradient as it is now; accumulation makes another version of it."""
+        self._final[grad] = grad._version  # noqa: SLF001 - autograd's own, in its documentation
+
+    def is_finalized(self, grad: Tensor) -> bool:
+        """Return whether a gradient is as `finalize` saw it."""
+        return bool(self._final.get(grad) == grad._version)  # noqa: SLF001
+
+    def name(self, tensor: Tensor) -> str:
+        """Return what to call a tensor in an error."""
+        known: str | None = self._names.get(tensor)
+        shape = tuple(tensor.shape)
+        if known is not None:
+            return f"parameter {known} {shape}"
+        return f"{'parameter' if isinstance(tensor, nn.Parameter) else 'tensor'} {shape}"
+
+    def tag_of(self, tensor: Tensor) -> str:
+        """Return how the user may write the parameter that a tensor is."""
+        return str(self._names.get(tensor) or "parameter")
+
+
+def _is_parameter(tensor: Tensor) -> TypeGuard[nn.Parameter]:
+    # isinstance alone takes a microsecond: Parameter has a say in it.
+    return type(tensor) is not Tensor and isinstance(tensor, nn.Parameter)
+
+
+def _named(model: nn.Module | None) -> Iterable[tuple[str, nn.Parameter]]:
+    return () if model is None else model.named_parameters()
+
+
+_COPY = (
+    "copy_to_tensor_parallel_region (Megatron-LM's copy_to_tensor_model_parallel_region)",
+    "copy_to_tensor_parallel_region(x, {group})",
+)
+_REDUCE = (
+    (
+        "reduce_from_tensor_parallel_region (where the sequence is sharded, "
+        "reduce_scatter_to_sequence_parallel_region)"
+    ),
+    "reduce_from_tensor_parallel_region(x, {group})",
+)
+
+
+def call(names: tuple[str, str], axis: str) -> str:
+    """Return the region function to name for an axis."""
+    return names[0] if axis == "tensor" else names[1].format(group=f"{axis} group")
+
+
+def fail(
+    records: Records,
+    operation: str,
+    axis: str,
+    operands: Sequence[tuple[Operand, str]],
+    reason: str,
+    mend: str,
+) -> ParallelTypeError:
+    """Return the error: the user's line, the operation, its operands' types, and what to do."""
+    seen = ", ".join(f"{records.name(one.tensor)} is {kind}" for one, kind in operands)
+    return ParallelTypeError(
+        f"{operation}, on the {axis} axis: {seen or 'no tensor'}.\n"
+        f"  {user_line()}\n  {reason}\n  Mend: {mend}"
+    )
+
+
+def combine(
+    records: Records,
+    operation: str,
+    operands: Sequence[Operand],
+    *,
+    shifts: bool = False,
+    contracts: bool = False,
+) -> Record:
+    """Return what is known of the result of an operation of torch.
+
+    Args:
+        records: What is known so far.
+        operation: The function's name.
+        operands: Its tensors, at least one.
+        shifts: Whether a number other than zero is added to the tensor, or put in its place.
+        contracts: Whether a dim that is split over the tensor-parallel ranks is summed over.
+
+    Raises:
+        ParallelTypeError: The types do not fit each other, or the operation.
+    """
+    is_data = all(one.record.is_data for one in operands)
+    written = [one for one in operands if not one.record.is_fresh]
+    if operands[0].record.is_fresh and not any(map(_is_number, written)):
+        return replace(operands[0].record, is_fresh=operation in PASSING and not shifts)
+    operands = written
+    kinds = tuple(
+        along(records, operation, place, operands, contracts and axis == "tensor", shifts)
+        for place, axis in enumerate(records.axes)
+    )
+    return Record(kinds, is_data=is_data)
+
+
+def along(
+    records: Records,
+    operation: str,
+    place: int,
+    operands: Sequence[Operand],
+    contracts: bool = False,
+    shifts: bool = False,
+) -> str:
+    """Return the type of an operation's result along one axis.
+
+    Args:
+        records: What is known so far.
+        operation: The function's name.
+        place: That of the axis.
+        operands: Its tensors.
+        contracts: Whether a dim that is split over the axis is summed over.
+        shifts: Whether a number other than zero is added.
+    """
+    axis = records.axes[place]
+    settled = [(one, kind) for one in operands if (kind := one.settled(place)) is not None]
+    kinds = {kind for _, kind in settled}
+    if contracts and operation in BIASED and len(operands) > 2:
+        raise fail(
+            records,
+            operation,
+            axis,
+            settled,
+            "The product over a sharded dim is a partial sum, to which each rank adds the bias: "
+            "once a rank after the sum.",
+            f"leave the bias out, sum by {call(_REDUCE, axis)}, then add the bias, as "
+            "RowParallelLinear does",
+        )
+    if INVARIANT in kinds and len(kinds) > 1:
+        raise _mixed(records, operation, axis, settled)
+    if PARTIAL in kinds:
+        if operation in LOOKING:
+            return VARYING
+        return _partial(records, operation, axis, operands, settled, shifts)
+    if VARYING not in kinds:
+        return next(iter(kinds), INVARIANT)
+    return PARTIAL if contracts else VARYING
+
+
+def _partial(
+    records: Records,
+    operation: str,
+    axis: str,
+    operands: Sequence[Operand],
+    settled: Sequence[tuple[Operand, str]],
+    shifts: bool,
+) -> str:
+    """The result where at least one operand is a partial sum."""
+    partial = sum(kind == PARTIAL for _, kind in settled)
+    varying = any(kind == VARYING for _, kind in settled)
+    place = records.axes.index(axis)
+    all_partial = all(
+        one.record.types[place] == PARTIAL or _selects(one, place) for one in operands
+    )
+    mend = f"sum it first, by {call(_REDUCE, axis)}"
+    if operation in ADDING:
+        if all_partial and not shifts:
+            return PARTIAL
+        reason = "What is not partial is added on every rank: once a rank after the sum."
+    elif operation in PASSING and all_partial and not shifts:
+        return PARTIAL
+    elif operation in MULTIPLYING or (
+        operation in DIVIDING and settled[0][1] == PARTIAL and operands[0] is settled[0][0]
+    ):
+        if partial == 1 and not varying:
+            return PARTIAL
+        reason = "A product of sums is not the sum of the ranks' products."
+    elif operation in PASSING:
+        reason = "Partial and whole values in one tensor cannot be summed over the ranks."
+    else:
+        reason = f"{operation} is not linear: of partial sums it is not the part of a sum."
+    raise fail(records, operation, axis, settled, f"{reason} A reduction is missing.", mend)
+
+
+def _mixed(
+    records: Records,
+    operation: str,
+    axis: str,
+    settled: Sequence[tuple[Operand, str]],
+) -> ParallelTypeError:
+    """The error where an invariant operand meets another type."""
+    own = next(one for one, kind in settled if kind == INVARIANT)
+    others = {kind for _, kind in settled} - {INVARIANT}
+    tagged = next((one for one, kind in settled if kind == REPLICATED), None)
+    if PARTIAL in others:
+        reason = (
+            "The other operand is a partial sum: what is added to it is added on every rank, "
+            "once a rank after the sum. A reduction is missing."
+        )
+        mend = f"sum the partial one first, by {call(_REDUCE, axis)}"
+    elif isinstance(own.tensor, nn.Parameter):
+        name = records.tag_of(own.tensor)
+        reason = "The parameter is replicated, but used on other data by each rank: its gradient "
+        reason += "is partial."
+        mend = (
+            "if this is the rank's part of the sequence or of the heads, tag it, "
+            f"mark_sequence_parallel({name}), and finalize_grads sums it; if the data should be "
+            "whole here, or summed, gather or reduce it first"
+        )
+    elif REPLICATED in others and isinstance(getattr(tagged, "tensor", None), nn.Parameter):
+        name = records.tag_of(tagged.tensor)  # type: ignore[union-attr]
+        reason = (
+            "The parameter is tagged sequence_parallel, but used on whole data: finalize_grads "
+        )
+        reason += "would count its gradient once a rank."
+        mend = f"take the tag off {name} (sequence_parallel = False), or shard the data"
+    elif REPLICATED in others and VARYING not in others:
+        reason = (
+            "One went through a region that sums its gradient, the other did not: the gradient of "
+            "their result can be either equal or partial, and is wrong for one of them."
+        )
+        mend = (
+            f"use the tensor of before the region for both, or put both through {call(_COPY, axis)}"
+        )
+    else:
+        reason = (
+            "The gradient that comes back to the invariant tensor is another one on each rank, and "
+            "nothing sums it."
+        )
+        mend = (
+            f"wrap the invariant tensor in {call(_COPY, axis)}; or, if the other should be whole "
+            "here (in a residual, say), gather or reduce that one"
+        )
+    return fail(records, operation, axis, settled, reason, mend)
+
+
+def _selects(one: Operand, place: int) -> bool:
+    """Whether it is an index or a mask, and the same on all ranks."""
+    return not _is_number(one) and one.record.types[place] in EQUAL
+
+
+def _is_number(one: Operand) -> bool:
+    return one.tensor.is_floating_point() or one.tensor.is_complex()

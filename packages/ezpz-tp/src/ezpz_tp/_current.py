@@ -1,0 +1,458 @@
+"""The state in use, where none is given, and the getters over it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+
+from ._errors import DegreeError, NotInitializedError
+from ._groups import EmbeddingRanks, live_world, member
+from ._ranks import ORDER
+from ._state import ParallelState
+
+_default: ParallelState | None = None
+_nobodys: dict[str, Any] = {}
+_arguments: dict[str, object] = {}
+
+
+class _Here(threading.local):
+    """The state that `use_state` set in this thread.
+
+    A thread's attribute, not a context variable: torch.compile traces the one and not the other.
+    """
+
+    state: ParallelState | None = None
+
+
+_here = _Here()
+
+
+def initialize_tensor_parallel(
+    tensor_parallel_size: int = 1,
+    pipeline_parallel_size: int = 1,
+    context_parallel_size: int = 1,
+    tensor_parallel_backend: str | None = None,
+    pipeline_parallel_backend: str | None = None,
+    context_parallel_backend: str | None = None,
+    data_parallel_backend: str | None = None,
+    timeout: timedelta | None = None,
+    *,
+    expert_parallel_size: int = 1,
+    expert_tensor_parallel_size: int | None = None,
+    order: str = ORDER,
+    also: Iterable[tuple[str, ...]] = (),
+    embedding: bool | Mapping[str, EmbeddingRanks] = False,
+) -> None:
+    """Make this rank's groups and let every layer, mapping and getter use them.
+
+    Collective: every rank calls this, with the same arguments. Once more with equal
+    arguments does nothing. See `ParallelState.create` for what is made and what is raised.
+
+    Args:
+        tensor_parallel_size: Degree of tensor parallelism.
+        pipeline_parallel_size: Degree of pipeline parallelism.
+        context_parallel_size: Degree of context parallelism. The rest is data parallel.
+        tensor_parallel_backend: Backend of the tensor groups; None is the world's.
+        pipeline_parallel_backend: Backend of the pipeline groups.
+        context_parallel_backend: Backend of the context groups.
+        data_parallel_backend: Backend of the data groups.
+        timeout: Of every group; None is the backend's own.
+        expert_parallel_size: Degree of expert parallelism.
+        expert_tensor_parallel_size: Tensor degree inside an expert; None is the model's.
+        order: The axes from the fastest varying to the slowest (`RankLayout`).
+        also: Groups that span several axes, for example ``[("tensor", "pipeline")]``.
+        embedding: Make the embedding groups too (`ParallelState.create`).
+
+    Raises:
+        DegreeError: The groups exist already with other arguments, or the degrees do not fit.
+    """
+    backends = {
+        "tensor": tensor_parallel_backend,
+        "pipeline": pipeline_parallel_backend,
+        "context": context_parallel_backend,
+        "data": data_parallel_backend,
+    }
+    initialize_default(
+        tensor=tensor_parallel_size,
+        context=context_parallel_size,
+        pipeline=pipeline_parallel_size,
+        expert=expert_parallel_size,
+        expert_tensor=expert_tensor_parallel_size,
+        order=order,
+        also=tuple(tuple(axes) for axes in also),
+        embedding=embedding,
+        backend={axis: backend for axis, backend in backends.items() if backend is not None},
+        timeout=timeout,
+    )
+
+
+initialize_model_parallel = initialize_tensor_parallel
+
+
+def initialize_default(
+    *,
+    tensor: int,
+    context: int,
+    pipeline: int,
+    expert: int,
+    expert_tensor: int | None,
+    order: str,
+    also: tuple[tuple[str, ...], ...],
+    embedding: bool | Mapping[str, EmbeddingRanks],
+    backend: Mapping[str, str],
+    timeout: timedelta | None,
+) -> ParallelState:
+    """Make the default state, or find that the one there is the same; return it."""
+    global _default, _arguments
+    arguments = dict(locals())
+    if _default is not None and _default.is_live:
+        if arguments == _arguments:
+            return _default
+        raise DegreeError(
+            "parallel groups exist already, with other arguments: "
+            + "; ".join(
+                f"{name} was {_arguments.get(name)!r}, now {value!r}"
+                for name, value in arguments.items()
+                if _arguments.get(name) != value
+            )
+            + ". Call destroy_tensor_parallel first"
+        )
+    destroy_tensor_parallel()
+    _default = ParallelState.create(
+        tensor,
+        context,
+        pipeline,
+        expert=expert,
+        expert_tensor=expert_tensor,
+        order=order,
+        also=also,
+        embedding=embedding,
+        backend=backend,
+        timeout=timeout,
+    )
+    _arguments = arguments
+    return _default
+
+
+def destroy_tensor_parallel() -> None:
+    """Free every group that was made, and forget the default state.
+
+    Collective: every rank calls this. Without groups it does nothing.
+    """
+    global _default, _arguments
+    state, _default, _arguments = _default, None, {}
+    _nobodys.clear()
+    if state is not None:
+        state.destroy()
+
+
+destroy_model_parallel = destroy_tensor_parallel
+
+
+def tensor_parallel_is_initialized() -> bool:
+    """Return whether there are groups to use."""
+    state = current_state()
+    return state is not None and state.is_live
+
+
+def current_state() -> ParallelState | None:
+    """Return the state in use here: `use_state`'s in this thread, else the default's, or None."""
+    here = _here.state
+    return _default if here is None else here
+
+
+def get_state() -> ParallelState:
+    """Return the state in use here.
+
+    Raises:
+        NotInitializedError: There is none, or the world that it was made in was destroyed.
+    """
+    state = _checked()
+    if state is None:
+        raise NotInitializedError(
+            "no parallel groups; call initialize_tensor_parallel on every rank first, or give "
+            "the group (tp_group=...)"
+        )
+    return state
+
+
+def notes() -> dict[str, Any]:
+    """Return what others keep for the state in use; it ends with the state.
+
+    Without a state it is kept until groups are made or destroyed.
+    """
+    state = current_state()
+    return _nobodys if state is None else state.notes
+
+
+def _checked() -> ParallelState | None:
+    """Return `current_state`, after a look at its world."""
+    state = current_state()
+    if state is not None:
+        state.check_world()
+    return state
+
+
+@contextmanager
+def use_state(state: ParallelState) -> Iterator[ParallelState]:
+    """Let ``state`` be the one in use in this thread for the time of a ``with`` block.
+
+    Autograd may run backward in another thread: what is needed there is kept in forward.
+    """
+    before, _here.state = _here.state, state
+    try:
+        yield state
+    finally:
+        _here.state = before
+
+
+def tensor_group(tp_group: ProcessGroup | None = None) -> ProcessGroup | None:
+    """Return the group that layers and mappings communicate in, or None for no one else.
+
+    Args:
+        tp_group: The group given; None is the tensor group of the state in use.
+
+    Raises:
+        ParallelError: ``tp_group`` is not a group that this rank is in.
+        NotInitializedError: The world that the state in use was made in was destroyed.
+    """
+    return _shared(tp_group, "tensor")
+
+
+def context_group(group: ProcessGroup | None = None) -> ProcessGroup | None:
+    """Return the group whose ranks share a sequence, or None for no one else.
+
+    Args:
+        group: The group given; None is the context group of the state in use.
+
+    Raises:
+        ParallelError: ``group`` is not a group that this rank is in.
+        NotInitializedError: The world that the state in use was made in was destroyed.
+    """
+    return _shared(group, "context")
+
+
+def _shared(given: ProcessGroup | None, axis: str) -> ProcessGroup | None:
+    """Return the group that is given, or an axis's of the state in use; None of one rank."""
+    # Of a group, torch.compile guards the type alone: what it learnt of one group's rank and size
+    # it takes for another's. A comparison with a string is guarded, so each group, and each state,
+    # is traced anew.
+    if given is not None:
+        group = member(given, axis)
+        if group is None or (torch.compiler.is_compiling() and group.group_name == ""):
+            return None
+        return group if group.size() > 1 else None
+    state = current_state()
+    if state is None or state.key == "":
+        return None
+    group = state.several[axis]
+    if group is not None:
+        state.check_world()
+    return group
+
+
+def index_or_alone(*axes: str) -> int:
+    """Return this rank's position along axes; 0 before there are groups, if it is alone."""
+    state = _checked()
+    if state is None:
+        _nobody_else(axes)
+        return 0
+    return state.index(*axes)
+
+
+def size_or_alone(*axes: str) -> int:
+    """Return the degree of axes; 1 before there are groups, if this rank is alone."""
+    state = _checked()
+    if state is None:
+        _nobody_else(axes)
+        return 1
+    return state.size(*axes)
+
+
+def ranks_or_alone(*axes: str) -> tuple[int, ...]:
+    """Return the global ranks along axes; rank 0 before there are groups, if it is alone."""
+    state = _checked()
+    if state is None:
+        _nobody_else(axes)
+        return (0,)
+    return state.ranks(*axes)
+
+
+def _nobody_else(axes: tuple[str, ...]) -> None:
+    """Before there are groups, a rank is alone only if the world says so."""
+    world = live_world()
+    if world is not None and world.size() > 1:
+        raise NotInitializedError(
+            f"{' x '.join(axes)} parallel size, rank or ranks asked for in a world of "
+            f"{world.size()} ranks without parallel groups; call initialize_tensor_parallel on "
+            "every rank first"
+        )
+
+
+# The module-level getters: one line each over the state in use.
+
+
+def get_tensor_parallel_group() -> ProcessGroup:
+    """Return this rank's tensor-parallel group."""
+    return get_state().group("tensor")
+
+
+def get_tensor_parallel_rank() -> int:
+    """Return this rank's position in its tensor-parallel group, from 0."""
+    return index_or_alone("tensor")
+
+
+def get_tensor_parallel_world_size() -> int:
+    """Return the number of ranks in this rank's tensor-parallel group."""
+    return size_or_alone("tensor")
+
+
+def get_tensor_parallel_ranks() -> list[int]:
+    """Return the global ranks of this rank's tensor-parallel group, in order."""
+    return list(ranks_or_alone("tensor"))
+
+
+def get_tensor_parallel_src_rank() -> int:
+    """Return the global rank of the first rank in this rank's tensor-parallel group."""
+    return ranks_or_alone("tensor")[0]
+
+
+def get_data_parallel_group() -> ProcessGroup:
+    """Return this rank's data-parallel group."""
+    return get_state().group("data")
+
+
+def get_data_parallel_rank() -> int:
+    """Return this rank's position in its data-parallel group, from 0."""
+    return index_or_alone("data")
+
+
+def get_data_parallel_world_size() -> int:
+    """Return the number of ranks in this rank's data-parallel group."""
+    return size_or_alone("data")
+
+
+def get_data_parallel_ranks() -> list[int]:
+    """Return the global ranks of this rank's data-parallel group, in order."""
+    return list(ranks_or_alone("data"))
+
+
+def get_data_parallel_src_rank() -> int:
+    """Return the global rank of the first rank in this rank's data-parallel group."""
+    return ranks_or_alone("data")[0]
+
+
+def get_pipeline_parallel_group() -> ProcessGroup:
+    """Return this rank's pipeline-parallel group."""
+    return get_state().group("pipeline")
+
+
+def get_pipeline_parallel_rank() -> int:
+    """Return this rank's position in its pipeline-parallel group, from 0."""
+    return index_or_alone("pipeline")
+
+
+def get_pipeline_parallel_world_size() -> int:
+    """Return the number of ranks in this rank's pipeline-parallel group."""
+    return size_or_alone("pipeline")
+
+
+def get_pipeline_parallel_ranks() -> list[int]:
+    """Return the global ranks of this rank's pipeline-parallel group, in order."""
+    return list(ranks_or_alone("pipeline"))
+
+
+def get_pipeline_parallel_src_rank() -> int:
+    """Return the global rank of the first rank in this rank's pipeline-parallel group."""
+    return ranks_or_alone("pipeline")[0]
+
+
+def get_context_parallel_group() -> ProcessGroup:
+    """Return this rank's context-parallel group."""
+    return get_state().group("context")
+
+
+def get_context_parallel_rank() -> int:
+    """Return this rank's position in its context-parallel group, from 0."""
+    return index_or_alone("context")
+
+
+def get_context_parallel_world_size() -> int:
+    """Return the number of ranks in this rank's context-parallel group."""
+    return size_or_alone("context")
+
+
+def get_context_parallel_ranks() -> list[int]:
+    """Return the global ranks of this rank's context-parallel group, in order."""
+    return list(ranks_or_alone("context"))
+
+
+def get_context_parallel_src_rank() -> int:
+    """Return the global rank of the first rank in this rank's context-parallel group."""
+    return ranks_or_alone("context")[0]
+
+
+def get_expert_parallel_group() -> ProcessGroup:
+    """Return this rank's expert-parallel group."""
+    return get_state().group("expert")
+
+
+def get_expert_parallel_rank() -> int:
+    """Return this rank's position in its expert-parallel group, from 0."""
+    return index_or_alone("expert")
+
+
+def get_expert_parallel_world_size() -> int:
+    """Return the number of ranks in this rank's expert-parallel group."""
+    return size_or_alone("expert")
+
+
+def get_expert_parallel_ranks() -> list[int]:
+    """Return the global ranks of this rank's expert-parallel group, in order."""
+    return list(ranks_or_alone("expert"))
+
+
+def get_expert_parallel_src_rank() -> int:
+    """Return the global rank of the first rank in this rank's expert-parallel group."""
+    return ranks_or_alone("expert")[0]
+
+
+def is_pipeline_first_stage() -> bool:
+    """Return whether this rank is on the first pipeline stage."""
+    return index_or_alone("pipeline") == 0
+
+
+def is_pipeline_last_stage() -> bool:
+    """Return whether this rank is on the last pipeline stage."""
+    return index_or_alone("pipeline") == size_or_alone("pipeline") - 1
+
+
+def get_pipeline_parallel_first_rank() -> int:
+    """Return the global rank of the first stage of this rank's pipeline."""
+    return ranks_or_alone("pipeline")[0]
+
+
+def get_pipeline_parallel_last_rank() -> int:
+    """Return the global rank of the last stage of this rank's pipeline."""
+    return ranks_or_alone("pipeline")[-1]
+
+
+def get_pipeline_parallel_next_rank() -> int:
+    """Return the global rank of the next stage of this rank's pipeline; the last's is the first."""
+    return _neighbor(1)
+
+
+def get_pipeline_parallel_prev_rank() -> int:
+    """Return the global rank of the stage before; the first's is the last."""
+    return _neighbor(-1)
+
+
+def _neighbor(step: int) -> int:
+    ranks = ranks_or_alone("pipeline")
+    return ranks[(index_or_alone("pipeline") + step) % len(ranks)]

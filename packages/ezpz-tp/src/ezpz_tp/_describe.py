@@ -1,0 +1,335 @@
+"""`describe`: which rank is where, and which groups cross the borders of nodes."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from ._current import get_state
+from ._errors import ParallelError
+from ._pictures import (
+    ASCII,
+    CLOSE,
+    Axis,
+    Grid,
+    Nodes,
+    Terminal,
+    draw,
+    elided,
+    find_nodes,
+    grids_of_layout,
+)
+from ._ranks import RankLayout
+from ._state import ParallelState
+
+# What is said below a picture: degrees, groups, and the nodes that they cross.
+
+
+NAMED_NODES = 16
+
+Spans = Mapping[str, Sequence[int]]
+
+
+def axes_of(grids: Sequence[Grid]) -> Iterator[tuple[Grid, Axis]]:
+    """Yield the axes that have several ranks, each once: model and experts share pipelines."""
+    seen = set()
+    for grid in grids:
+        for axis in grid.several:
+            if axis.name not in seen:
+                seen.add(axis.name)
+                yield grid, axis
+
+
+def headline(grid: Grid, nodes: Nodes | None) -> str:
+    """Return the first line: how many ranks, along which axes, on which nodes."""
+    ranks = f"{grid.world_size:,} rank{'s' * (grid.world_size > 1)}"
+    return ranks + (f": {grid}" if grid.several else "") + (f", on {nodes}" if nodes else "")
+
+
+def table(grids: Sequence[Grid], rank: int, spans: Spans) -> list[str]:
+    """Return one line for each axis that has several ranks, below a heading."""
+    rows: list[tuple[str, ...]] = []
+    for grid, axis in axes_of(grids):
+        number = grid.world_size // axis.degree
+        group = shortened(axis.group_of(rank))
+        row: tuple[str, ...] = (axis.name, f"{axis.degree:,}", f"{number:,}", group)
+        if spans:
+            crossing = sum(count > 1 for count in spans[axis.name])
+            words = {0: "none", number: "all"}.get(crossing, f"{crossing:,}")
+            row = (*row, words, f"{max(spans[axis.name]):,}")
+        rows.append(row)
+    if not rows:
+        return []
+    heading = ("axis", "degree", "groups", f"of rank {rank}", "cross nodes", "most nodes")
+    rows.insert(0, heading[: len(rows[0])])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    to_left = ("axis", heading[3])
+    return [
+        "  ".join(
+            cell.ljust(width) if name in to_left else cell.rjust(width)
+            for name, cell, width in zip(heading[: len(row)], row, widths, strict=True)
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def shortened(ranks: Sequence[int]) -> str:
+    """Return ranks as text: all of them, or the first, the second and the last."""
+    text = " ".join(map(str, ranks))
+    return text if len(text) <= 22 else f"{ranks[0]} {ranks[1]} ... {ranks[-1]}"
+
+
+def notes(grids: Sequence[Grid], nodes: Nodes | None, unknown: str, spans: Spans) -> list[str]:
+    """Return what is to be said besides: names of nodes, warnings, and what is not known."""
+    world_size = grids[0].world_size
+    if nodes is None:
+        if world_size == 1:
+            return []
+        return [f"Which ranks share a node is not known ({unknown}); give ranks_per_node=."]
+    found = []
+    if nodes.names:
+        named = [f"{number} {name}" for number, name in enumerate(nodes.names[:NAMED_NODES])]
+        more = len(nodes.names) - NAMED_NODES
+        found.append("Nodes: " + ", ".join(named) + (f", ... {more:,} more" * (more > 0)))
+    return found + [f"Warning: {warning}." for warning in warnings_of(grids, nodes, spans)]
+
+
+def warnings_of(grids: Sequence[Grid], nodes: Nodes | None, spans: Spans) -> list[str]:
+    """Return what is wrong with the groups that should stay within a node."""
+    found = []
+    for grid, axis in axes_of(grids):
+        if nodes is None or axis.name not in CLOSE:
+            continue
+        crossing = sum(count > 1 for count in spans[axis.name])
+        if crossing:
+            found.append(
+                f"{crossing:,} of {grid.world_size // axis.degree:,} {axis.name} groups cross "
+                f"nodes, with ranks on up to {max(spans[axis.name])}: the collectives of every "
+                f"layer leave the node; {_remedy(axis, nodes)}"
+            )
+    return found
+
+
+def _remedy(axis: Axis, nodes: Nodes) -> str:
+    size, words = nodes.common_size, []
+    if not nodes.in_blocks:
+        words.append("number the ranks node by node (srun --distribution=block)")
+    if axis.stride > 1:
+        words.append(f"let {axis.name} vary fastest (order='tp-cp-ep-dp-pp')")
+    if size % axis.degree:
+        divisors = [str(degree) for degree in range(1, size + 1) if size % degree == 0]
+        words.append(
+            f"choose a {axis.name} degree that divides the number of ranks of every node: "
+            + " or ".join(filter(None, (", ".join(divisors[:-1]), divisors[-1])))
+        )
+    return "; ".join(words)
+
+
+@dataclass(frozen=True, repr=False)
+class Description:
+    """Which rank is where. Its text is the picture; a notebook shows the SVG.
+
+    Made by `describe`. Its picture is a matrix of matrices: the fastest axis runs to the right,
+    the next one down, the third repeats that matrix to the right, the fourth downwards. Lines
+    are the borders of nodes.
+
+    Args:
+        grids: The model's, and its experts' where they have their own.
+        nodes: The node of every rank, or None if that is not known.
+        rank: The rank whose groups are listed.
+        unknown: Why the nodes are not known.
+    """
+
+    grids: tuple[Grid, ...]
+    nodes: Nodes | None = None
+    rank: int = 0
+    unknown: str = ""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in all."""
+        return self.grids[0].world_size
+
+    def groups(self, axis: str) -> list[tuple[int, ...]]:
+        """Return every group of an axis, ordered by its first rank.
+
+        Raises:
+            ValueError: There is no such axis.
+        """
+        grid, found = self._find(axis)
+        return [tuple(group) for group in grid.groups(found)]
+
+    def crossing(self, axis: str) -> list[tuple[int, ...]]:
+        """Return the groups of an axis whose ranks are on several nodes.
+
+        Raises:
+            ValueError: There is no such axis.
+            ParallelError: It is not known which ranks share a node.
+        """
+        grid, found = self._find(axis)
+        if self.nodes is None:
+            raise ParallelError(
+                f"which {axis} groups cross nodes is not known: {self.unknown}; give "
+                "describe(..., ranks_per_node=)"
+            )
+        spans = grid.nodes_spanned(found, self.nodes)
+        return [
+            tuple(group)
+            for group, count in zip(grid.groups(found), spans, strict=True)
+            if count > 1
+        ]
+
+    def text(self, *, ascii_only: bool = False, width: int = 80) -> str:
+        """Return the picture in characters; ``str`` of it is the same.
+
+        Args:
+            ascii_only: Without characters that draw boxes, for what cannot encode them.
+            width: Columns of the terminal.
+        """
+
+        def wrapped(text: str) -> list[str]:
+            return textwrap.wrap(text, width, subsequent_indent="  ", break_on_hyphens=False)
+
+        lines = wrapped(headline(self.grids[0], self.nodes))
+        for grid in self.grids:
+            drawn = Terminal(grid, self.nodes, width)
+            lines += ["", *([f"{grid.title}: {grid}"] if grid.title else []), *drawn.lines()]
+            for note in elided(grid, drawn.picture, self.nodes):
+                lines += wrapped(note)
+        lines += ["", *self._table()]
+        for note in self._notes():
+            lines += wrapped(note)
+        text = "\n".join(lines).rstrip()
+        return text.translate(ASCII) if ascii_only else text
+
+    def svg(self) -> str:
+        """Return the picture as SVG: one ``svg`` element that needs nothing else."""
+        return draw(
+            headline(self.grids[0], self.nodes),
+            self._table(),
+            self._notes(),
+            self.grids,
+            self.nodes,
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the SVG into a file.
+
+        Raises:
+            ValueError: The name does not end in ``.svg``.
+        """
+        path = Path(path)
+        if path.suffix != ".svg":
+            raise ValueError(f"{path} does not end in .svg; of a Description only SVG is saved")
+        path.write_text(self.svg(), encoding="utf-8")
+
+    def _repr_svg_(self) -> str:
+        return self.svg()
+
+    def __repr__(self) -> str:
+        return self.text()
+
+    def _find(self, axis: str) -> tuple[Grid, Axis]:
+        for grid in self.grids:
+            for found in grid.axes:
+                if found.name == axis:
+                    return grid, found
+        known = dict.fromkeys(one.name for grid in self.grids for one in grid.axes)
+        raise ValueError(f"axis {axis!r}; expected one of {', '.join(known)}")
+
+    @cached_property
+    def _spans(self) -> dict[str, list[int]]:
+        """The number of nodes of each group, by axis; empty if nodes are not known."""
+        if self.nodes is None:
+            return {}
+        return {
+            axis.name: grid.nodes_spanned(axis, self.nodes) for grid, axis in axes_of(self.grids)
+        }
+
+    def _table(self) -> list[str]:
+        return table(self.grids, self.rank, self._spans)
+
+    def _notes(self) -> list[str]:
+        return notes(self.grids, self.nodes, self.unknown, self._spans)
+
+
+def describe(
+    state: ParallelState | RankLayout | None = None,
+    *,
+    ranks_per_node: int | Sequence[int] | None = None,
+    hosts: Sequence[str] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Description:
+    """Picture which rank is where, and which groups cross nodes. Nothing is sent.
+
+    A `UserWarning` tells of tensor groups that cross nodes.
+
+    Args:
+        state: Whose groups; the state in use if None. A `RankLayout` is enough to plan with.
+        ranks_per_node: Number of ranks on each node, or on every single one, where ranks are
+            numbered node by node. ``LOCAL_WORLD_SIZE`` if None, where it divides the world and
+            agrees with torchrun's other variables.
+        hosts: The name of the host of each rank, in whatever order ranks were placed; or,
+            where the ranks per node are known, the name of each node.
+        environ: The environment to look into; that of this process if None.
+
+    Raises:
+        NotInitializedError: There is no state to describe.
+        ParallelError: The state has no layout, being made of groups without one.
+        DegreeError: The ranks of the nodes do not add up to the world.
+
+    >>> print(describe(RankLayout(16, tensor=2, context=2), ranks_per_node=8))
+    16 ranks: tensor 2 x context 2 x data 4, on 2 nodes of 8
+    <BLANKLINE>
+         data      0            1            2            3
+       tensor   0    1       0    1       0    1       0    1
+              ┌ node 0 ─┐  ┌ node 0 ─┐  ┌ node 1 ─┐  ┌ node 1 ─┐
+    context 0 │  0    1 │  │  4    5 │  │  8    9 │  │ 12   13 │
+            1 │  2    3 │  │  6    7 │  │ 10   11 │  │ 14   15 │
+              └─────────┘  └─────────┘  └─────────┘  └─────────┘
+    <BLANKLINE>
+    axis     degree  groups  of rank 0  cross nodes  most nodes
+    tensor        2       8  0 1               none           1
+    context       2       8  0 2               none           1
+    data          4       4  0 4 8 12           all           2
+    """
+    if state is None:
+        state = get_state()
+    if isinstance(state, RankLayout):
+        layout, rank = state, 0
+    elif isinstance(state, ParallelState):
+        if state.layout is None:
+            raise ParallelError(
+                f"{state!r} was made of groups without a layout, so where other ranks are is not "
+                "known; make it by ParallelState.create, or give "
+                "ParallelState.from_groups(layout=RankLayout(...))"
+            )
+        layout, rank = state.layout, state.rank
+    else:
+        raise TypeError(
+            f"describe({type(state).__name__}); expected a ParallelState or a RankLayout (of a "
+            "DeviceMesh: ParallelState.from_mesh(mesh))"
+        )
+    return describe_grids(grids_of_layout(layout), rank, ranks_per_node, hosts, environ)
+
+
+def describe_grids(
+    grids: tuple[Grid, ...],
+    rank: int,
+    ranks_per_node: int | Sequence[int] | None,
+    hosts: Sequence[str] | None,
+    environ: Mapping[str, str] | None,
+) -> Description:
+    """Describe grids, and warn as `describe` does, in the name of the caller's caller."""
+    nodes, unknown = find_nodes(
+        grids[0].world_size, ranks_per_node, hosts, os.environ if environ is None else environ
+    )
+    description = Description(grids, nodes, rank, unknown)
+    for warning in warnings_of(grids, nodes, description._spans):  # noqa: SLF001 - ours
+        warnings.warn(warning, UserWarning, stacklevel=3)
+    return description

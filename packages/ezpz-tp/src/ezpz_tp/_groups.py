@@ -1,0 +1,603 @@
+"""Process groups of one rank: the world's, those that are made, given or of one rank alone."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch._C import _distributed_c10d
+from torch.distributed import ProcessGroup, distributed_c10d
+from torch.futures import Future
+
+from ._errors import DegreeError, NotInitializedError, ParallelError
+from ._ranks import AXES, RankLayout, ordered
+
+# The group of all ranks, and whether it is still the one that groups were made in.
+
+
+c10d: Any = distributed_c10d
+
+World = weakref.ReferenceType[ProcessGroup]
+
+
+def live_world() -> ProcessGroup | None:
+    """Return the group of all ranks, or None before torch.distributed has one."""
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    return dist.group.WORLD
+
+
+def initialized_world(wanted: str) -> ProcessGroup:
+    """Return the group of all ranks.
+
+    Raises:
+        NotInitializedError: There is none; says what was wanted of it.
+    """
+    world = live_world()
+    if world is None:
+        raise NotInitializedError(
+            f"groups for {wanted} were asked for, but torch.distributed has no process group; "
+            "call torch.distributed.init_process_group first"
+        )
+    return world
+
+
+def world_of(groups: Iterable[ProcessGroup | None]) -> World | None:
+    """Return the world that ends these groups with it: None if it knows none of them."""
+    world = live_world()
+    if world is None or not any(group in c10d._world.pg_map for group in groups):  # noqa: SLF001
+        return None
+    return weakref.ref(world)
+
+
+def has_world(world: World | None) -> bool:
+    """Return whether a world is still there. Cheap: getters ask it at every call."""
+    if world is None:
+        return True
+    kept = world()
+    return kept is not None and kept is c10d._world.default_pg  # noqa: SLF001
+
+
+# Whether all ranks ask for the same groups: ranks that differ would never meet.
+
+
+def agree(arguments: str, number: int, world: ProcessGroup, timeout: timedelta | None) -> None:
+    """Compare the arguments of all ranks, before any of them makes a group.
+
+    Collective over the store: two writes and one wait for each rank. The last rank to come
+    lets all go on; one that differs from the first to come tells all at once.
+
+    Args:
+        arguments: What this rank was asked for.
+        number: How many times groups were asked for in this world.
+        world: The group of all ranks.
+        timeout: How long to wait for the others; None is the world's.
+
+    Raises:
+        DegreeError: Two ranks differ; says which, and both arguments. On every rank.
+        ParallelError: Some ranks did not come in time.
+    """
+    store = c10d._get_default_store()  # noqa: SLF001 - there is no public way to it
+    rank, size, key = world.rank(), world.size(), f"ezpz_tp.{number}"
+    first = store.compare_set(key, "", f"{rank} {arguments}").decode()
+    one, expected = first.split(" ", 1)
+    if expected != arguments:
+        store.compare_set(
+            f"{key}.go",
+            "",
+            f"rank {rank} was asked for {arguments}, and rank {one} for {expected}; give every "
+            "rank the same arguments",
+        )
+    if store.add(f"{key}.came", 1) == size:
+        store.compare_set(f"{key}.go", "", _GO)
+    try:
+        if timeout is not None:  # else the store's own, with which it gets what is not there yet
+            store.wait([f"{key}.go"], timeout)
+        answer = store.get(f"{key}.go").decode()
+    except RuntimeError as error:
+        raise ParallelError(
+            f"rank {rank} waited for all {size} ranks to make {arguments}; "
+            f"{_came(store, key)} came: {error}. Every rank must initialize, and destroy, as "
+            f"often as the others (this was the {number}. time in this world)"
+        ) from error
+    if answer != _GO:
+        _let_all_read(store, key, size)
+        raise DegreeError(answer)
+
+
+def _came(store: Any, key: str) -> str:
+    try:
+        return f"{store.add(f'{key}.came', 0)}"
+    except RuntimeError:  # the rank that keeps the store is gone
+        return "an unknown number"
+
+
+def _let_all_read(store: Any, key: str, size: int) -> None:
+    """Wait a moment: a rank that ends now may take the store with it, and the answer."""
+    with contextlib.suppress(RuntimeError):
+        if store.add(f"{key}.read", 1) == size:
+            store.set(f"{key}.all read", "")
+        store.wait([f"{key}.all read"], _TIME_TO_READ)
+
+
+_GO = "go"
+_TIME_TO_READ = timedelta(seconds=2)
+
+
+# The group of one rank: what an axis of degree 1 has, where every collective is a copy.
+#
+# It exists so that a getter never returns None, which torch.distributed takes for the whole
+# world, and so that nothing is made: no store is asked and no communicator opened.
+
+
+# Its names are private and untyped.
+_core: Any = _distributed_c10d
+_numbers = itertools.count()
+
+
+_Group: Any = dist.ProcessGroup  # whose overloads say more than a group of one needs
+
+
+class Alone(_Group):  # type: ignore[misc]
+    """A process group of this rank and no other, on any device.
+
+    Its methods are those that torch.distributed's functions, functional collectives and
+    DistributedDataParallel call on a group, so any of these may be given it. They take the
+    options that a group takes, and need none.
+
+    Args:
+        rank: This rank's number in the world.
+    """
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(0, 1)
+        self._name = f"ezpz_tp.alone.{next(_numbers)}"
+        self._listed = _list(self, rank)
+
+    def forget(self) -> None:
+        """Leave the tables of torch.distributed."""
+        if self._listed:
+            _unlist(self)
+        self._listed = False
+
+    @property
+    def group_name(self) -> str:
+        """Return the name that functional collectives look it up by."""
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        """Return what it is for."""
+        return "one rank alone"
+
+    def getGroupName(self) -> str:  # noqa: N802 - torch's
+        """Return the same to C++."""
+        return self._name
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's
+        """Return the name that error messages show."""
+        return "alone"
+
+    _get_backend_name = getBackendName
+
+    def shutdown(self) -> None:
+        """Do nothing: nothing is open."""
+
+    abort = shutdown
+
+    def allreduce(self, tensors: Tensor | Sequence[Tensor], *_: object, **__: object) -> dist.Work:
+        """Leave the tensors as they are: a sum of one."""
+        return _done([tensors] if isinstance(tensors, Tensor) else list(tensors))
+
+    allreduce_coalesced = allreduce
+    broadcast = allreduce
+    reduce = allreduce
+
+    def barrier(self, *_: object, **__: object) -> dist.Work:
+        """Wait for no one."""
+        return _done([])
+
+    monitored_barrier = barrier
+
+    def allgather(
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], *_: object
+    ) -> dist.Work:
+        """Copy each input into the one output there is for it."""
+        return _copy([each[0] for each in outputs], inputs)
+
+    gather = allgather
+
+    def allgather_coalesced(
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], *_: object
+    ) -> dist.Work:
+        """Copy the inputs into this rank's list of outputs."""
+        return _copy(outputs[0], inputs)
+
+    def reduce_scatter(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], *_: object
+    ) -> dist.Work:
+        """Copy each input into its output."""
+        return _copy(outputs, [each[0] for each in inputs])
+
+    scatter = reduce_scatter
+
+    def alltoall(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *_: object
+    ) -> dist.Work:
+        """Copy each input into its output."""
+        return _copy(outputs, inputs)
+
+    # The newer names are those of torch 2.13; 2.6 knows the older ones only.
+    allgather_into_tensor_coalesced = all_gather_single_coalesced = alltoall
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced = alltoall
+
+    def all_to_all_single(self, output: Tensor, input_: Tensor, *_: object) -> dist.Work:
+        """Copy the input into the output."""
+        return _copy([output], [input_])
+
+    alltoall_base = all_to_all_single
+    _allgather_base = all_gather_single = all_to_all_single
+    _reduce_scatter_base = reduce_scatter_single = all_to_all_single
+
+    def send(self, *_: object) -> dist.Work:
+        """Refuse: there is no one to send to.
+
+        Raises:
+            ParallelError: Always.
+        """
+        raise ParallelError("send or receive in a group of this rank alone; there is no peer")
+
+    recv = recv_anysource = send
+
+
+def _copy(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> dist.Work:
+    done = list(outputs)
+    for output, input_ in zip(done, inputs, strict=True):
+        output.copy_(input_.reshape(output.shape))
+    return _done(done)
+
+
+def _done(tensors: list[Tensor]) -> dist.Work:
+    """Return work that has ended, with the tensors that DistributedDataParallel asks it for."""
+    devices = {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}
+    future: Future[list[Tensor]] = Future(devices=list(devices))
+    future.set_result(tensors)
+    work: dist.Work = _core._create_work_from_future(future)  # noqa: SLF001
+    return work
+
+
+def _list(group: Alone, rank: int) -> bool:
+    """Enter a group into the tables where torch.distributed's functions look groups up.
+
+    ``dist.get_rank(group)``, ``dist.get_backend(group)``, ``dist.broadcast(src=...)`` and
+    functional collectives (by name) do. Not into the table of names: the number of its
+    entries is part of the names of groups that others make.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return False
+    c10d._world.pg_group_ranks[group] = {rank: 0}  # noqa: SLF001
+    c10d._world.pg_map[group] = ("alone", None)  # noqa: SLF001
+    c10d._world.pg_backend_config[group] = dist.get_backend_config()  # noqa: SLF001
+    _core._register_process_group(group.group_name, group)  # noqa: SLF001
+    return True
+
+
+def _unlist(group: Alone) -> None:
+    if c10d._world.pg_group_ranks.pop(group, None) is not None:  # noqa: SLF001 - else cleared
+        c10d._world.pg_map.pop(group, None)  # noqa: SLF001
+        c10d._world.pg_backend_config.pop(group, None)  # noqa: SLF001
+        _core._unregister_process_group(group.group_name)  # noqa: SLF001
+
+
+# Process groups that were given: is this rank in them, and do they fit.
+
+
+def member(group: ProcessGroup | None, what: str) -> ProcessGroup | None:
+    """Return a group that was given, after checking that this rank is in it.
+
+    Raises:
+        ParallelError: It is what torch.distributed.new_group returns to ranks that are not
+            in the group, or not a process group at all.
+    """
+    if group is not None and not hasattr(group, "size"):
+        raise ParallelError(
+            f"the {what} group is {group!r}; expected a process group that this rank is in. "
+            "torch.distributed.new_group returns this to the ranks that are not in the group: "
+            "give each rank the group of its own"
+        )
+    return group
+
+
+def member_ranks(group: ProcessGroup, what: str) -> tuple[int, ...]:
+    """Return the global ranks of a group that torch.distributed knows."""
+    try:
+        return tuple(dist.get_process_group_ranks(group))
+    except KeyError:
+        raise ParallelError(
+            f"torch.distributed does not know the {what} group, so its ranks are unknown; give "
+            "ParallelState.from_groups(layout=...)"
+        ) from None
+
+
+def check_sizes(groups: Mapping[tuple[str, ...], ProcessGroup | None], layout: RankLayout) -> None:
+    """Compare the sizes of groups with a layout's degrees; None is a group of one.
+
+    Raises:
+        DegreeError: Some differ.
+    """
+    for axes, group in groups.items():
+        if group is None and axes[0] not in AXES:  # not given, rather than of one
+            continue
+        size, degree = (1 if group is None else group.size()), layout.degree(axes)
+        if size != degree:
+            raise DegreeError(
+                f"the {' x '.join(axes)} group has {size} ranks; the layout's degree is {degree}"
+            )
+
+
+def position(groups: Mapping[tuple[str, ...], ProcessGroup | None]) -> int:
+    """Return the rank that Megatron's order gives the member of these groups."""
+    index, span = 0, 1
+    for axis in AXES:
+        group = groups[axis,]
+        if group is not None:
+            index += group.rank() * span
+            span *= group.size()
+    return index
+
+
+# What follows needs some of its private names, each isolated and said why.
+
+EmbeddingRanks = Callable[[list[int]], Sequence[int]]
+"""From the ranks of a pipeline, first stage first, to those that take part."""
+
+EMBEDDING: dict[str, EmbeddingRanks] = {
+    "embedding": lambda ranks: sorted({ranks[0], ranks[-1]}),
+    "position_embedding": lambda ranks: ranks[:1],
+}
+"""The stages that hold word embeddings (tied ones: first and last) and position embeddings."""
+
+_log = logging.getLogger(__name__)
+_PATIENCE = timedelta(seconds=5)
+
+# How many times groups were made in a world: the same on every rank, because making them is
+# collective. It makes the names of groups unique.
+_rounds: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
+
+
+class Maker:
+    """Makes the groups of one state, each rank set once, and frees them."""
+
+    def __init__(
+        self,
+        layout: RankLayout,
+        rank: int,
+        backend: str | Mapping[str, str] | None,
+        timeout: timedelta | None,
+        wanted: tuple[tuple[str, ...], ...],
+        stages: tuple[str, ...] = (),
+        *,
+        apart: bool = False,
+    ) -> None:
+        world = initialized_world(str(layout))
+        self.world: weakref.ref[ProcessGroup] = weakref.ref(world)
+        self._layout = layout
+        self._rank = rank
+        self._backend = backend
+        self._timeout = timeout
+        self._apart = apart  # not the world's group, where it has the same ranks
+        self._default = dist.get_backend(world)
+        self._known: dict[tuple[str | None, tuple[int, ...]], ProcessGroup] = {}
+        self.made: list[ProcessGroup] = []
+        self._round = _rounds[world] = _rounds.get(world, 0) + 1
+        if self._default not in ("fake", "mpi", "undefined") and layout.world_size > 1:
+            agree(f"{layout} {wanted=} {stages=} {backend=}", self._round, world, timeout)
+
+    def make(
+        self, wanted: Iterable[tuple[str, ...]], stages: Mapping[str, EmbeddingRanks]
+    ) -> tuple[dict[tuple[str, ...], ProcessGroup | None], dict[str, tuple[int, ...]]]:
+        """Return the groups of axes, and the rank sets of groups of some stages.
+
+        None stands for the group of this rank alone.
+
+        Collective: every rank makes the same calls in the same order. Groups of some stages
+        come last, and the ranks that are not in one make the group of those that are not: a
+        communicator that is split from the world's wants every rank to take part.
+        """
+        groups: dict[tuple[str, ...], ProcessGroup | None] = {}
+        for axes in wanted:
+            several = ordered(axis for axis in axes if self._layout.degree(axis) > 1)
+            groups[axes] = groups[several] = self._of(several)
+        ranks: dict[str, tuple[int, ...]] = {}
+        pipeline = self._layout.group_of("pipeline", self._rank)
+        for name, chosen in stages.items():
+            inside = tuple(sorted(chosen(list(pipeline))))
+            if not set(inside) <= set(pipeline) or len(set(inside)) < len(inside):
+                raise ParallelError(
+                    f"the {name} ranks are {inside}; expected some of the pipeline's, {pipeline}"
+                )
+            group = self._part(name, inside, pipeline)
+            if self._rank in inside:
+                ranks[name] = inside
+                groups[(name,)] = group
+        return groups, ranks
+
+    def known(self, axes: tuple[str, ...]) -> ProcessGroup | None:
+        """Return a group with the rank set of these axes, if there is one."""
+        if self._layout.degree(axes) == self._layout.world_size:
+            return self.world()
+        ranks = self._layout.group_of(axes, self._rank)
+        return next((group for (_, r), group in self._known.items() if r == ranks), None)
+
+    def is_live(self) -> bool:
+        """Return whether the world that the groups were made in is still there."""
+        return has_world(self.world)
+
+    def destroy(self, *, together: bool = True) -> None:
+        """Free what was made, and nothing else.
+
+        Args:
+            together: First wait, a few seconds at most, until every rank of a group is here.
+        """
+        self._known.clear()
+        tables = c10d._world.pg_map  # noqa: SLF001 - a group not in it was freed by its user
+        made, self.made = self.made, []
+        if not self.is_live():
+            return
+        if together:
+            self._leave([group for group in made if group in tables])
+        while made:
+            group = made.pop(0)
+            if group in tables:
+                dist.destroy_process_group(group)
+
+    def _leave(self, groups: list[ProcessGroup]) -> None:
+        """Wait for the other ranks of gloo groups.
+
+        One that closes its end early, just after groups were made, say, is an error to a rank
+        that is still connecting.
+        """
+        store = c10d._get_default_store()  # noqa: SLF001
+        keys = []
+        try:
+            for group in groups:
+                if "gloo" in dist.get_backend_config(group):
+                    keys.append(f"{group.group_name}.left")
+                    if store.add(f"{keys[-1]}.count", 1) == group.size():
+                        store.set(keys[-1], "all")
+            if keys:
+                store.wait(keys, _PATIENCE)
+        except RuntimeError as error:  # some rank is gone: there is nothing to wait for
+            _log.debug("rank %d leaves its groups alone: %s", self._rank, error)
+
+    def _of(self, axes: tuple[str, ...]) -> ProcessGroup | None:
+        """Return the group of axes of degree > 1: made, or one there is with the same ranks."""
+        backend = self._backend_of(axes)
+        degree = self._layout.degree(axes)
+        if degree == 1:
+            return None
+        if degree == self._layout.world_size and backend is None and not self._apart:
+            world = self.world()
+            assert world is not None
+            return world
+        ranks = self._layout.group_of(axes, self._rank)
+        if (backend, ranks) not in self._known:
+            self._known[backend, ranks] = self._new(
+                ".".join(axes), ranks, backend, lambda: self._layout.groups(axes)
+            )
+        return self._known[backend, ranks]
+
+    def _part(
+        self, name: str, inside: tuple[int, ...], pipeline: tuple[int, ...]
+    ) -> ProcessGroup | None:
+        """Return the group of some stages, or of the others to the ranks of the others."""
+        if inside == pipeline:
+            return self._of(("pipeline",) if len(pipeline) > 1 else ())
+        if len(inside) < 2:
+            return None
+        others = tuple(rank for rank in pipeline if rank not in inside)
+        mine = inside if self._rank in inside else others
+        return self._new(
+            name if self._rank in inside else f"not-{name}",
+            mine,
+            self._backend_of(("pipeline",)),
+            lambda: _halves(self._layout.groups("pipeline"), pipeline, inside),
+        )
+
+    def _backend_of(self, axes: tuple[str, ...]) -> str | None:
+        """Return the backend asked for; None is the world's, also when asked for by name."""
+        backend = self._backend
+        if isinstance(backend, Mapping):
+            asked = {backend[axis] for axis in axes if axis in backend}
+            backend = asked.pop() if len(axes) == 1 and asked else None
+        return None if backend is None or backend.lower() == self._default else backend
+
+    def _new(
+        self,
+        name: str,
+        ranks: tuple[int, ...],
+        backend: str | None,
+        all_groups: Callable[[], list[tuple[int, ...]]],
+    ) -> ProcessGroup:
+        """Make one group: only this rank's own, except where the backend cannot."""
+        if "mpi" in (backend or self._default):
+            mine = None
+            for each in all_groups():
+                group: ProcessGroup = c10d.new_group(
+                    list(each), timeout=self._timeout, backend=backend
+                )
+                if self._rank in each:
+                    mine = group
+            assert mine is not None
+            self.made.append(mine)
+            return mine
+        try:
+            group = _named_group(
+                f"ezpz_tp.{self._round}.{name}.{ranks[0]}", ranks, backend, self._timeout
+            )
+        except RuntimeError as error:
+            raise ParallelError(
+                f"rank {self._rank} could not make its {name} group of {len(ranks)} ranks "
+                f"{_short(ranks)}: {error}. Every rank must initialize, and destroy, as often as "
+                f"the others (this was the {self._round}. time in this world) and with the same "
+                "arguments"
+            ) from error
+        self.made.append(group)
+        return group
+
+
+def _named_group(
+    name: str, ranks: tuple[int, ...], backend: str | None, timeout: timedelta | None
+) -> ProcessGroup:
+    """Make a group that only its members know of, under a name of our own.
+
+    torch.distributed.new_group(use_local_synchronization=True) does the same but for the name,
+    which is a hash of the ranks and of the number of groups that this process has. That is
+    wrong twice: ranks with a different number of groups of their own never meet, and a group
+    made after one was destroyed gets the old name, and with it the addresses that the store
+    still holds. So this goes one step below it (torch 2.6 to 2.13 take these arguments).
+    """
+    world = live_world()
+    assert world is not None
+    if callable(getattr(world, "new_group", None)):  # a backend that makes its own subgroups
+        made: ProcessGroup = c10d.new_group(
+            list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True
+        )
+        return made
+    world_backend, store = c10d._world.pg_map[world]  # noqa: SLF001
+    backend = dist.Backend(backend or world_backend)
+    made, _ = c10d._new_process_group_helper(  # noqa: SLF001
+        len(ranks),
+        ranks.index(world.rank()),
+        list(ranks),
+        backend,
+        store,
+        name,
+        timeout=timeout or c10d._get_default_timeout(backend),  # noqa: SLF001
+        device_id=world.bound_device_id,
+        group_desc=name,
+    )
+    c10d._world.pg_group_ranks[made] = {rank: index for index, rank in enumerate(ranks)}  # noqa: SLF001
+    return made
+
+
+def _halves(
+    pipelines: list[tuple[int, ...]], pipeline: tuple[int, ...], inside: tuple[int, ...]
+) -> list[tuple[int, ...]]:
+    places = [pipeline.index(rank) for rank in inside]
+    parts = []
+    for ranks in pipelines:
+        chosen = tuple(ranks[place] for place in places)
+        parts += [chosen, tuple(rank for rank in ranks if rank not in chosen)]
+    return parts
+
+
+def _short(ranks: tuple[int, ...]) -> str:
+    return str(list(ranks)) if len(ranks) <= 8 else f"[{ranks[0]}, {ranks[1]}, ..., {ranks[-1]}]"

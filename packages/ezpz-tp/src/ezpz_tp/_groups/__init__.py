@@ -1,1 +1,0 @@
-"""Which ranks belong together, and the process groups they make."""

@@ -1,0 +1,627 @@
+"""A rank's part of a weight, made without the rest of it.
+
+The full weight is cut into tiles whose size depends on its shape alone. Each tile is drawn
+from its own stream, seeded by the layer's seed and the tile's number, by whichever ranks hold
+some of it: so the full weight is the same at every degree, and no rank ever holds it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import math
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import init
+from torch.overrides import TorchFunctionMode
+
+from ._errors import DegreeError
+from ._mappings import broadcast_
+
+# Boxes of a weight: what a rank holds, and the tiles that a weight is drawn in.
+
+
+TILE = 1 << 18
+"""Elements in a tile. Large enough that drawing one outweighs starting to (about 2 ms on a CPU),
+small enough that what a shard draws of its neighbors' does not matter."""
+
+_NARROWEST = 64
+"""Columns in a tile of a weight split along a later dim: its copies then fill cache lines."""
+
+Shape = tuple[int, ...]
+Box = tuple[tuple[int, int], ...]
+"""The half-open range of each dim."""
+
+
+def stretches(
+    shard_shape: Shape,
+    full_shape: Shape,
+    dim: int | None,
+    *,
+    index: int,
+    degree: int,
+    stride: int | Sequence[int],
+) -> list[tuple[Box, Box]]:
+    """Return, for each stretch, where it lies in the shard and where in the full weight.
+
+    There are as many as ``stride``, of equal length, or as it has sizes of what is divided.
+    """
+    whole: Box = tuple((0, size) for size in full_shape)
+    if dim is None:
+        if shard_shape != full_shape:
+            raise DegreeError(
+                f"a weight of shape {shard_shape} that is not split should have its full shape, "
+                f"{full_shape}; pass partition_dim, or a tensor of that shape"
+            )
+        return [(whole, whole)]
+    held, full = shard_shape[dim], full_shape[dim]
+    blocks = (full // stride,) * stride if isinstance(stride, int) else tuple(stride)
+    others_fit = (*full_shape[:dim], held, *full_shape[dim + 1 :]) == shard_shape
+    even = held * degree == full == sum(blocks) and not any(block % degree for block in blocks)
+    if not others_fit or held * degree < full or (len(blocks) > 1 and not even):
+        raise DegreeError(
+            f"a shard of shape {shard_shape}, split along dim {dim} over {degree} ranks in "
+            f"{stride} stretches, does not fit a full weight of shape {full_shape}; expected "
+            f"dim {dim} to hold {full} / {degree} rows, rounded up only where stride is 1"
+        )
+    if not 0 <= index < degree:
+        raise DegreeError(f"rank {index} of {degree} in a group; expected 0 to {degree - 1}")
+    found, first, begin = [], 0, 0
+    for block in blocks:
+        each = held if len(blocks) == 1 else block // degree
+        start = min(begin + index * each, full)
+        stop = min(start + each, full)
+        at = _with(whole, dim, first, first + stop - start)
+        found.append((at, _with(whole, dim, start, stop)))
+        first, begin = first + each, begin + block
+    return found
+
+
+def within(stretch: tuple[Box, Box], begins: Shape, shape: Shape) -> tuple[Box, Box]:
+    """Cut a stretch to the part of the shard that begins there and has that shape."""
+    at: list[tuple[int, int]] = []
+    full: list[tuple[int, int]] = []
+    for (a, b), (start, _), begin, size in zip(*stretch, begins, shape, strict=True):
+        low = min(max(a, begin), b)
+        high = max(low, min(b, begin + size))
+        at.append((low - begin, high - begin))
+        full.append((start + low - a, start + high - a))
+    return tuple(at), tuple(full)
+
+
+def tiles(full_shape: Shape, dim: int, box: Box) -> Iterator[tuple[int, Box]]:
+    """Yield the number and the place of each tile that shares an element with a box."""
+    steps = list(full_shape)
+    others = max(1, math.prod(full_shape) // max(1, full_shape[dim]))
+    width = max(1, TILE // others)
+    if dim > 0:  # also cut the rows, rather than make it a few columns of very many
+        width = max(width, _NARROWEST)
+        steps[0] = max(1, TILE * full_shape[0] // (others * width))
+    steps[dim] = width
+    counts = [-(-size // step) for size, step in zip(full_shape, steps, strict=True)]
+    touched = (range(a // s, -(-b // s)) for (a, b), s in zip(box, steps, strict=True))
+    for place in itertools.product(*touched):
+        number = 0
+        for here, count in zip(place, counts, strict=True):
+            number = number * count + here
+        yield (
+            number,
+            tuple(
+                (here * step, min((here + 1) * step, size))
+                for here, step, size in zip(place, steps, full_shape, strict=True)
+            ),
+        )
+
+
+def elements(box: Box) -> int:
+    """Return how many elements a box holds."""
+    return math.prod([stop - start for start, stop in box])
+
+
+def slices(box: Box) -> tuple[slice, ...]:
+    """Return what to index a tensor with to have a box of it."""
+    return tuple(slice(start, stop) for start, stop in box)
+
+
+def common(box: Box, other: Box) -> Box:
+    """Return what two boxes share; they do share something."""
+    return tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, other, strict=True))
+
+
+def shifted(box: Box, origin: Box) -> Box:
+    """Return a box as counted from where another begins."""
+    return tuple((a - o, b - o) for (a, b), (o, _) in zip(box, origin, strict=True))
+
+
+def _with(box: Box, dim: int, start: int, stop: int) -> Box:
+    return (*box[:dim], (start, stop), *box[dim + 1 :])
+
+
+# A tile of a weight that answers for the whole: the shape of all, the values of some.
+
+
+_RANDOM = frozenset(
+    {
+        *("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_"),
+        *("random_", "uniform_"),
+    }
+)
+# On anything but a tile they draw from torch's own generators: other numbers on every rank.
+_DRAWS = _RANDOM | {
+    *("bernoulli", "multinomial", "normal", "poisson", "rand", "rand_like", "randint"),
+    *("randint_like", "randn", "randn_like", "randperm"),
+}
+_LIKE = {"rand_like": "uniform_", "randn_like": "normal_"}
+
+# Elementwise without torch's tag for it.
+_UNTAGGED = frozenset(
+    {
+        *("bfloat16", "clone", "constant_", "copy_", "detach", "double", "empty_like", "fill_"),
+        *("float", "full_like", "half", "masked_fill", "masked_fill_", "ones_like"),
+        *("requires_grad_", "to", "type", "zero_", "zeros_like"),
+        *("__and__", "__invert__", "__or__", "__rdiv__", "__rpow__", "__rsub__", "__xor__"),
+    }
+)
+# They only steer: trunc_normal_ draws again while any value is out of bounds, which each tile
+# may do as often as it needs.
+_SCALAR = frozenset({"any", "new_tensor"})
+
+# True of a tile as of the whole.
+_ALIKE = frozenset({"dim", "element_size", "is_complex", "is_floating_point", "ndimension"})
+_ALIKE_ATTRIBUTES = frozenset(
+    {"device", "dtype", "is_cpu", "is_cuda", "is_meta", "is_xpu", "layout", "ndim", "requires_grad"}
+)
+
+
+class NotElementwiseError(RuntimeError):
+    """An operation that a tile cannot stand in for."""
+
+
+class Tile(Tensor):
+    """Stands in for a weight while it is initialized, and lets elementwise operations through.
+
+    It says that it has the full weight's shape, so fans and such come out right; operations act
+    on the tile, and draw from its generator. (A ``__torch_dispatch__`` would be told the exact
+    operation, but the first one in a process imports another 500 modules, for 0.5 s.)
+    """
+
+    part: Tensor
+    full_shape: torch.Size
+    generator: torch.Generator
+
+    @classmethod
+    def of(cls, part: Tensor, full_shape: tuple[int, ...], generator: torch.Generator) -> Tile:
+        """Return a stand-in for a weight of that shape; what is done to it is done to ``part``."""
+        tile: Tile = part.as_subclass(cls)
+        tile.part, tile.full_shape, tile.generator = part, torch.Size(full_shape), generator
+        return tile
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Answer for the whole weight, do an elementwise operation, or refuse."""
+        kwargs = kwargs or {}
+        name: str = getattr(func, "__name__", "?")
+        tiles = [value for value in (*args, *kwargs.values()) if isinstance(value, Tile)]
+        if not tiles:
+            raise NotElementwiseError(f"it calls {name} with a list")
+        tile = tiles[0]
+        if name == "__get__":
+            return _attribute(tile, func)
+        if name == "size":
+            dim = args[1] if len(args) > 1 else kwargs.get("dim")
+            return tile.full_shape if dim is None else tile.full_shape[dim]
+        if name in {"numel", "nelement"}:
+            return math.prod(tile.full_shape)
+        if name == "kaiming_uniform_":  # the one of torch.nn.init that hands over its fans as well
+            return _kaiming_uniform(**kwargs)
+        return _elementwise(tile, func, name, args, kwargs)
+
+
+class NoOtherNumbers(TorchFunctionMode):
+    """Refuses to draw any random numbers but a tile's, while it is on."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Refuse a draw, and a generator, that has no tile beside it; a tile refuses the rest."""
+        kwargs = kwargs or {}
+        values = (*args, *kwargs.values())
+        if not any(isinstance(value, Tile) for value in values):
+            name: str = getattr(func, "__name__", "?")
+            if name in _DRAWS or any(isinstance(value, torch.Generator) for value in values):
+                raise NotElementwiseError(f"it calls {name}")
+        return func(*args, **kwargs)
+
+
+def _attribute(tile: Tile, getter: Callable[..., Any]) -> Any:
+    name: str = getter.__self__.__name__  # type: ignore[attr-defined]
+    if name == "shape":
+        return tile.full_shape
+    if name == "data":
+        return tile
+    if name not in _ALIKE_ATTRIBUTES:
+        raise NotElementwiseError(f"it reads .{name}")
+    return getattr(tile.part, name)
+
+
+def _elementwise(
+    tile: Tile, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    values = (*args, *kwargs.values())
+    if any(isinstance(value, torch.Generator) for value in values):
+        raise NotElementwiseError(f"it calls {name} with a generator of its own")
+    if any(isinstance(v, Tensor) and not isinstance(v, Tile) and v.dim() for v in values):
+        raise NotElementwiseError(f"it calls {name} with other data")
+    alike = name in _ALIKE or name in _SCALAR
+    random = name in _RANDOM or name in _LIKE
+    if "out" in kwargs or not (
+        alike or random or name in _UNTAGGED or _is_pointwise(name.removesuffix("_"))
+    ):
+        raise NotElementwiseError(f"it calls {name}")
+    parts = [value.part if isinstance(value, Tile) else value for value in args]
+    named: dict[str, Any] = {key: v.part if isinstance(v, Tile) else v for key, v in kwargs.items()}
+    if name in _LIKE:
+        draw = getattr(torch.empty_like(*parts, **named), _LIKE[name])
+        return Tile.of(draw(generator=tile.generator), tile.full_shape, tile.generator)
+    if random:
+        named["generator"] = tile.generator
+    result = func(*parts, **named)
+    if result is tile.part:
+        return tile
+    if not isinstance(result, Tensor) or (name in _SCALAR and result.dim() == 0):
+        return result
+    if result.shape != tile.part.shape:
+        raise NotElementwiseError(f"{name} returns another shape")
+    return Tile.of(result, tile.full_shape, tile.generator)
+
+
+def _kaiming_uniform(
+    tensor: Tile,
+    a: float = 0,
+    mode: str = "fan_in",
+    nonlinearity: Any = "leaky_relu",
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    if generator is not None:
+        raise NotElementwiseError("it calls kaiming_uniform_ with a generator of its own")
+    fans = init._calculate_fan_in_and_fan_out(tensor)  # noqa: SLF001 - all that gives fans
+    fan = fans[0 if mode.lower() == "fan_in" else 1]
+    bound = math.sqrt(3.0) * init.calculate_gain(nonlinearity, a) / math.sqrt(fan)
+    return tensor.uniform_(-bound, bound)
+
+
+@functools.cache
+def _is_pointwise(name: str) -> bool:
+    """Whether torch tags an operation so, in place or not, and it draws nothing (rrelu does)."""
+    packet = getattr(torch.ops.aten, name, None)
+    if not isinstance(packet, torch._ops.OpOverloadPacket):  # noqa: SLF001 - its only name
+        return False
+    tags = {tag for overload in packet.overloads() for tag in getattr(packet, overload).tags}
+    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+
+
+InitMethod = Callable[[Tensor], object]
+"""Fills a tensor in place, as the functions of ``torch.nn.init`` do."""
+
+Init = Literal["blocks", "whole"]
+"""How a weight is drawn: in blocks, of which no rank makes more than it holds; or whole, from
+torch's default generator, as fairscale and torch's own layers do."""
+
+_LARGE = 1 << 28
+"""Bytes of a full weight from which making it is worth a warning."""
+
+_default_generators = threading.Lock()
+
+
+def initialize_shard(
+    shard: Tensor,
+    full_shape: Sequence[int],
+    partition_dim: int | None,
+    index: int,
+    degree: int,
+    init_method: InitMethod,
+    *,
+    seed: int,
+    stride: int | Sequence[int] = 1,
+) -> None:
+    """Fill this rank's part of a weight so that the full weight is the same at every degree.
+
+    ``init_method`` is called once a tile of the weight that this rank holds some of, with a
+    stand-in that has the full weight's shape (fans are those of the full weight) and this tile's
+    values. Whatever acts on each element alone can be done so: all of ``torch.nn.init`` but
+    ``orthogonal_``, ``eye_``, ``dirac_`` and ``sparse_``. For those, for an ``init_method`` that
+    copies data, reads values or brings its own generator, the full weight is made on every rank,
+    by one call, and cut: right, but slow and large, and a large one is warned of.
+
+    Half-precision weights are drawn in fp32 and rounded. CPU and accelerators have other random
+    streams: the same seed gives the same weight at every degree on one kind of device only.
+
+    Args:
+        shard: This rank's part, of any floating dtype, on any device; nothing is done on meta.
+            It may be a DTensor, sharded further over data-parallel ranks.
+        full_shape: Shape of the weight over all ranks.
+        partition_dim: The dim that is split; None when every rank holds the whole.
+        index: This rank's place among those that share the weight.
+        degree: Number of those ranks.
+        init_method: Fills a tensor in place, as the functions of ``torch.nn.init`` do.
+        seed: Seed of this weight. The ranks must agree (`agree_on_seed`).
+        stride: Stretches of ``partition_dim`` on each rank: the full weight is cut in ``stride
+            * degree``, and a rank has stretches ``index``, ``index + degree``, ... Megatron-LM's
+            ``partition_stride``, for several matrices stored as one. Or the sizes of these
+            matrices, where they are not equal: the degree has to divide each.
+
+    A shard may be larger than its part, where the degree does not divide the dim: each rank then
+    holds as many rows as the first, and what lies past the end of the full weight is zero.
+
+    Raises:
+        DegreeError: The shard and the full shape do not fit.
+    """
+    if shard.is_meta:
+        return
+    full_shape = tuple(full_shape)
+    with torch.no_grad():
+        local, held = _held(shard, full_shape, partition_dim, index, degree, stride)
+        dim = partition_dim or 0
+        try:
+            with NoOtherNumbers():
+                for at, full in held:
+                    _fill(local[slices(at)], full, full_shape, dim, init_method, seed=seed)
+                if not held:
+                    _draw_first(local, full_shape, dim, init_method, seed)
+        except NotElementwiseError as error:
+            weight = _whole(local, full_shape, init_method, seed, error)
+            for at, full in held:
+                local[slices(at)].copy_(weight[slices(full)])
+
+
+def initialize_from_whole(
+    shard: Tensor,
+    full_shape: Sequence[int],
+    partition_dim: int | None,
+    index: int,
+    degree: int,
+    init_method: InitMethod,
+    *,
+    stride: int | Sequence[int] = 1,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Fill this rank's part of a weight that is made whole, from torch's default generator.
+
+    As fairscale and, with ``dtype`` float32, Megatron-LM on the CPU do. The ranks must agree on
+    where their generators are (`one_generator`). The weight is made on the shard's device, and of
+    its dtype, unless said otherwise.
+
+    Returns:
+        The full weight.
+    """
+    weight = torch.empty(
+        tuple(full_shape), dtype=dtype or shard.dtype, device=device or shard.device
+    )
+    with torch.no_grad():
+        local, held = _held(shard, tuple(full_shape), partition_dim, index, degree, stride)
+        init_method(weight)
+        for at, full in held:
+            local[slices(at)].copy_(weight[slices(full)])
+    return weight
+
+
+def _held(
+    shard: Tensor,
+    full_shape: tuple[int, ...],
+    partition_dim: int | None,
+    index: int,
+    degree: int,
+    stride: int | Sequence[int],
+) -> tuple[Tensor, list[tuple[Box, Box]]]:
+    """Return what this process holds, zero past the end of the full weight, and where it lies."""
+    parts = stretches(
+        tuple(shard.shape), full_shape, partition_dim, index=index, degree=degree, stride=stride
+    )
+    local, offsets = local_part(shard)
+    held = [within(s, offsets, tuple(local.shape)) for s in parts]
+    if sum(elements(full) for _, full in held) < local.numel():
+        local.zero_()
+    return local, [(at, full) for at, full in held if elements(full)]
+
+
+def check_init(layer: str, init: str) -> Init:
+    """Return ``init``, if it is one.
+
+    Raises:
+        ValueError: It is not.
+    """
+    if init not in get_args(Init):
+        raise ValueError(
+            f"{layer}: init={init!r}; expected {' or '.join(map(repr, get_args(Init)))}"
+        )
+    return init  # type: ignore[return-value]
+
+
+@contextlib.contextmanager
+def one_generator(
+    seed: int | None, group: ProcessGroup | None, device: torch.device
+) -> Iterator[None]:
+    """Let torch's default generator of a device be the same on every rank of a group.
+
+    It begins at ``seed`` and comes back after the block; without one it begins where the first
+    rank's is, and stays where it was left. Collective in that case.
+    """
+    if seed is not None:
+        with _seeded(seed, device):
+            yield
+        return
+    kind: Any = torch if device.type == "cpu" else torch.get_device_module(device)
+    state: Tensor = kind.get_rng_state()
+    if group is not None:
+        state = broadcast_(state.to(sending_device(group, device)), 0, group).cpu()
+    with _default_generators:
+        kind.set_rng_state(state)
+        yield
+
+
+@contextlib.contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed torch's default generators for a block. Ranks that are threads take turns."""
+    on_cpu = device.type == "cpu"
+    saved = [] if on_cpu else [device.index or 0]
+    with (
+        _default_generators,
+        torch.random.fork_rng(saved, device_type="cuda" if on_cpu else device.type),
+        contextlib.nullcontext() if on_cpu else torch.get_device_module(device).device(device),
+    ):
+        torch.default_generator.manual_seed(seed)
+        if not on_cpu:
+            torch.get_device_module(device).manual_seed(seed)
+        yield
+
+
+def agree_on_seed(
+    seed: int | None, group: ProcessGroup | None, device: torch.device | str | None = None
+) -> int:
+    """Return one seed on every rank of a group.
+
+    Collective when ``seed`` is None: every rank of the group calls this.
+
+    Args:
+        seed: The seed, the same on every rank; or None for one drawn from torch's default
+            generator of the device on the group's first rank. Every rank draws, so that their
+            generators stay as far as each other's.
+        group: The ranks that share the weight; None for a rank alone.
+        device: Where the weight will be; the CPU for None and meta.
+    """
+    if seed is not None:
+        return int(seed)
+    # Where the weight is, as Megatron-LM's seed is its accelerator's alone; meta has no values.
+    place = torch.device("cpu" if device is None or torch.device(device).type == "meta" else device)
+    drawn = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=place)
+    if group is not None:
+        drawn = broadcast_(drawn.to(sending_device(group, device)), 0, group)
+    return int(drawn.item())
+
+
+def sending_device(group: ProcessGroup, device: torch.device | str | None) -> torch.device:
+    """Return ``device`` if the group can communicate from there, else where it can."""
+    wanted = torch.device("cpu" if device is None else device)
+    able = [each.type for each in group._device_types]  # noqa: SLF001 - no public way to ask
+    if wanted.type in able:
+        return wanted
+    return torch.device("cpu" if "cpu" in able or not able else able[0])
+
+
+def local_part(shard: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """Return what this process holds of a shard, and where in the shard that begins."""
+    begins = [0] * shard.dim()
+    mesh = getattr(shard, "device_mesh", None)
+    if mesh is None:
+        return shard.detach(), tuple(begins)
+    sizes = list(shard.shape)  # of what is left at each axis of the mesh
+    for axis, placement in enumerate(shard.placements):  # type: ignore[attr-defined]
+        if placement.is_shard():
+            dim, parts = placement.dim, mesh.size(axis)
+            each = -(-sizes[dim] // parts)
+            skipped = min(mesh.get_local_rank(axis) * each, sizes[dim])
+            begins[dim] += skipped
+            sizes[dim] = min(each, sizes[dim] - skipped)
+    local: Tensor = shard.detach().to_local()  # type: ignore[attr-defined]
+    if tuple(local.shape) != tuple(sizes):
+        raise DegreeError(
+            f"a DTensor of shape {tuple(shard.shape)} with placements "
+            f"{shard.placements} holds {tuple(local.shape)} here; "  # type: ignore[attr-defined]
+            f"expected {tuple(sizes)}: initialize it before it is sharded"
+        )
+    return local, tuple(begins)
+
+
+def _fill(
+    target: Tensor,
+    box: Box,
+    full_shape: tuple[int, ...],
+    dim: int,
+    init_method: InitMethod,
+    *,
+    seed: int,
+) -> None:
+    """Fill a tensor with a box of the full weight, tile by tile."""
+    dtype = torch.float64 if target.dtype == torch.float64 else torch.float32
+    generator = torch.Generator(device=target.device)
+    for number, tile in tiles(full_shape, dim, box):
+        shape = tuple(stop - start for start, stop in tile)
+        both = common(tile, box)
+        into = target[slices(shifted(both, box))]
+        whole = both == tile and into.is_contiguous() and into.dtype == dtype
+        values = into if whole else torch.empty(shape, dtype=dtype, device=target.device)
+        init_method(Tile.of(values, full_shape, generator.manual_seed(_mixed(seed, number))))
+        if not whole:
+            into.copy_(values[slices(shifted(both, tile))])
+
+
+def _draw_first(
+    like: Tensor,
+    full_shape: tuple[int, ...],
+    dim: int,
+    init_method: InitMethod,
+    seed: int,
+) -> None:
+    """Draw one element, where this rank's are all padding.
+
+    So that what ``init_method`` keeps to itself, such as a generator, is the same on all ranks.
+    """
+    first: Box = tuple((0, min(1, size)) for size in full_shape)
+    if elements(first):
+        into = torch.empty([1] * len(full_shape), dtype=like.dtype, device=like.device)
+        _fill(into, first, full_shape, dim, init_method, seed=seed)
+
+
+def _whole(
+    like: Tensor,
+    full_shape: tuple[int, ...],
+    init_method: InitMethod,
+    seed: int,
+    reason: NotElementwiseError,
+) -> Tensor:
+    """Return the full weight, made by one call of ``init_method``."""
+    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    size = math.prod(full_shape) * dtype.itemsize
+    if size >= _LARGE:
+        warnings.warn(
+            f"initializing a weight of shape {full_shape} needs all of it, {size >> 20} MiB, on "
+            f"every rank, as {reason}; an init_method that treats elements alone does not",
+            stacklevel=3,
+        )
+    weight = torch.empty(full_shape, dtype=dtype, device=like.device)
+    # The functions of torch.nn.init that come here mostly take no generator.
+    with _seeded(_mixed(seed, 0), like.device):
+        init_method(weight)
+    return weight
+
+
+def _mixed(seed: int, number: int) -> int:
+    """Return a 64-bit seed that has nothing in common with its neighbors' (splitmix64).
+
+    With a plain sum, tile 1 of one layer would be tile 0 of the layer seeded next.
+    """
+    state = seed % 2**64
+    for word in (0, number):
+        state = (state + 0x9E3779B97F4A7C15 * (word + 1)) % 2**64
+        state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        state = (state ^ (state >> 27)) * 0x94D049BB133111EB % 2**64
+        state ^= state >> 31
+    return state

@@ -1,1 +1,0 @@
-"""Layers of which each rank holds a part, and how that part is made."""

@@ -1,0 +1,806 @@
+"""Pictures of which rank is where: in a terminal and as SVG."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise, repeat
+
+from ._errors import DegreeError
+from ._ranks import AXES, EXPERT_AXES, RankLayout
+
+# Which ranks share a node.
+
+
+VARIABLE = "LOCAL_WORLD_SIZE"
+"""The number of ranks on this node: set by torchrun and by ezpz-launch."""
+
+LAUNCHED = ("RANK", "GROUP_RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE")
+"""A rank and its node, and how many there are of both; torchrun's names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """The node of every rank.
+
+    Args:
+        of: By rank, the number of its node.
+        sizes: By node, the number of its ranks.
+        names: By node, its host's name; empty where names are not known.
+        source: Where this comes from, if not from the caller.
+        in_blocks: Whether the ranks of every node are numbered one after another.
+    """
+
+    of: tuple[int, ...]
+    sizes: tuple[int, ...]
+    names: tuple[str, ...] = ()
+    source: str = ""
+    in_blocks: bool = True
+
+    @property
+    def per_node(self) -> int | None:
+        """The number of ranks on a node, where nodes are alike and ranks in blocks."""
+        return self.sizes[0] if len(set(self.sizes)) == 1 and self.in_blocks else None
+
+    @property
+    def common_size(self) -> int:
+        """The largest number of ranks that divides every node."""
+        return math.gcd(*self.sizes)
+
+    def __str__(self) -> str:
+        """Say it in words: ``2 nodes of 8``."""
+        count = len(self.sizes)
+        if len(set(self.sizes)) == 1:
+            words = f"{count:,} node{'s' * (count > 1)} of {self.sizes[0]:,}"
+        elif count <= 4:
+            sizes = [str(size) for size in self.sizes]
+            words = f"{count} nodes of {', '.join(sizes[:-1])} and {sizes[-1]}"
+        else:
+            words = f"{count:,} nodes of {min(self.sizes)} to {max(self.sizes)}"
+        placed = "" if self.in_blocks else ", not numbered node by node"
+        return words + (f" ({self.source})" if self.source else "") + placed
+
+
+def find_nodes(
+    world_size: int,
+    ranks_per_node: int | Sequence[int] | None,
+    hosts: Sequence[str] | None,
+    environ: Mapping[str, str],
+) -> tuple[Nodes | None, str]:
+    """Return the nodes of all ranks; or None, and why they are not known.
+
+    `describe` says what the arguments mean.
+
+    Raises:
+        DegreeError: The numbers do not add up to the world size.
+    """
+    if isinstance(hosts, str):
+        raise DegreeError(f"hosts={hosts!r}; expected several names, as in [{hosts!r}]")
+    if ranks_per_node is None and hosts is not None and len(hosts) == world_size:
+        return _of_hosts(hosts), ""
+    source = why = ""
+    if ranks_per_node is None:
+        ranks_per_node, why = _from_environ(world_size, environ)
+        source = VARIABLE
+    if ranks_per_node is None:
+        if hosts is not None:
+            raise DegreeError(
+                f"{len(hosts)} hosts for {world_size} ranks; give the host of every rank, or "
+                "ranks_per_node= too"
+            )
+        return None, why
+    sizes = _sizes(world_size, ranks_per_node)
+    if hosts is not None and (len(hosts) != len(sizes) or len(set(hosts)) < len(hosts)):
+        raise DegreeError(
+            f"{len(hosts)} hosts ({len(set(hosts))} different ones) for {len(sizes)} nodes of "
+            f"ranks_per_node={ranks_per_node}; expected one for each node, or, without "
+            "ranks_per_node, one for each rank"
+        )
+    of = tuple(chain.from_iterable(map(repeat, range(len(sizes)), sizes)))
+    return Nodes(of, sizes, tuple(hosts or ()), source), ""
+
+
+def _of_hosts(hosts: Sequence[str]) -> Nodes:
+    """Return the nodes of ranks whose hosts' names are known, in the order of their first rank."""
+    counts = Counter(hosts)
+    numbers = {host: number for number, host in enumerate(counts)}
+    of = tuple(numbers[host] for host in hosts)
+    in_blocks = all(one <= other for one, other in pairwise(of))
+    return Nodes(of, tuple(counts.values()), tuple(counts), in_blocks=in_blocks)
+
+
+def _sizes(world_size: int, ranks_per_node: int | Sequence[int]) -> tuple[int, ...]:
+    if isinstance(ranks_per_node, int):
+        if ranks_per_node < 1:
+            raise DegreeError(f"ranks_per_node={ranks_per_node}; expected at least 1")
+        full, rest = divmod(world_size, ranks_per_node)
+        if rest:
+            remedy = [*[ranks_per_node] * full, rest] if full < 4 else "[...]"
+            raise DegreeError(
+                f"ranks_per_node={ranks_per_node} does not divide {world_size} ranks; if nodes "
+                f"differ give the number of each, as in ranks_per_node={remedy}"
+            )
+        return (ranks_per_node,) * full
+    if isinstance(ranks_per_node, (str, bytes)) or not isinstance(ranks_per_node, Sequence):
+        raise TypeError(
+            f"ranks_per_node={ranks_per_node!r}; expected a number, or one for each node"
+        )
+    sizes = tuple(ranks_per_node)
+    if sum(sizes) != world_size or min(sizes, default=0) < 1:
+        raise DegreeError(
+            f"ranks_per_node={list(sizes)} is {sum(sizes)} ranks; expected numbers of at least 1 "
+            f"that add up to the {world_size} ranks of the world"
+        )
+    return sizes
+
+
+def _from_environ(world_size: int, environ: Mapping[str, str]) -> tuple[int | None, str]:
+    found = environ.get(VARIABLE)
+    if found is None:
+        return None, f"{VARIABLE} is not set"
+    if not found.isdecimal() or int(found) < 1:
+        return None, f"{VARIABLE}={found!r} is no number of ranks"
+    if world_size % int(found):
+        return None, f"{VARIABLE}={found} does not divide {world_size:,} ranks"
+    why = _other_nodes(int(found), environ)
+    return None if why else int(found), why
+
+
+def _other_nodes(size: int, environ: Mapping[str, str]) -> str:
+    """Return what tells that the job's nodes do not have ``size`` ranks each, in turn."""
+    facts = {name: environ.get(name, "") for name in LAUNCHED}
+    told = {name: int(value) for name, value in facts.items() if value.isdecimal()}
+    rank, node, world, nodes = map(told.get, LAUNCHED)
+    if rank is not None and node is not None and rank // size != node:
+        return (
+            f"RANK={rank} is on GROUP_RANK={node}, not on node {rank // size} of nodes of "
+            f"{VARIABLE}={size}"
+        )
+    if world is not None and nodes is not None and world != nodes * size:
+        return (
+            f"nodes differ: {VARIABLE}={size} here, and WORLD_SIZE={world} on "
+            f"GROUP_WORLD_SIZE={nodes} nodes"
+        )
+    return ""
+
+
+# Ranks on a grid of axes: pure arithmetic, quick also for a hundred thousand ranks.
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One axis: ranks along it are ``stride`` apart, and there are ``degree`` of them."""
+
+    name: str
+    degree: int
+    stride: int
+
+    def index(self, rank: int) -> int:
+        """Return the position of a rank along this axis, from 0."""
+        return rank // self.stride % self.degree
+
+    def group_of(self, rank: int) -> range:
+        """Return the ranks that differ from ``rank`` along this axis only."""
+        first = rank - self.index(rank) * self.stride
+        return range(first, first + self.degree * self.stride, self.stride)
+
+    def number_of(self, rank: int) -> int:
+        """Return the number of the group of a rank: groups are ordered by their first rank."""
+        return rank // (self.stride * self.degree) * self.stride + rank % self.stride
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Every rank of a world, by its position along axes.
+
+    Args:
+        title: What lies on it, for a heading.
+        world_size: Number of ranks: the product of the degrees.
+        axes: The fastest varying first.
+    """
+
+    title: str
+    world_size: int
+    axes: tuple[Axis, ...]
+
+    @property
+    def several(self) -> tuple[Axis, ...]:
+        """The axes along which there is more than one rank."""
+        return tuple(axis for axis in self.axes if axis.degree > 1)
+
+    def groups(self, axis: Axis) -> list[range]:
+        """Return every group of an axis, ordered by its first rank."""
+        return self._groups_within(axis, self.world_size)
+
+    def nodes_spanned(self, axis: Axis, nodes: Nodes) -> list[int]:
+        """Return for every group of an axis, in order, on how many nodes its ranks are."""
+        # Where all nodes are alike, groups lie on them in the same way again and again.
+        size = self.world_size
+        if nodes.per_node is not None:
+            size = math.lcm(axis.stride * axis.degree, nodes.per_node)
+        spans = [
+            len(set(nodes.of[group.start : group.stop : group.step]))
+            for group in self._groups_within(axis, size)
+        ]
+        return spans * (self.world_size // size)
+
+    def _groups_within(self, axis: Axis, ranks: int) -> list[range]:
+        span = axis.stride * axis.degree
+        return [
+            range(first, first + span, axis.stride)
+            for start in range(0, ranks, span)
+            for first in range(start, start + axis.stride)
+        ]
+
+    def __str__(self) -> str:
+        """Say it in words: ``tensor 2 x data 4``."""
+        return " x ".join(f"{axis.name} {axis.degree:,}" for axis in self.several)
+
+
+def grid_of_mesh(title: str, axes: Iterable[tuple[str, int]]) -> Grid:
+    """Return the grid of a mesh.
+
+    Args:
+        title: What lies on it.
+        axes: Names and degrees, the slowest varying first, as `init_device_mesh` takes them.
+    """
+    found, stride = [], 1
+    for name, degree in reversed(list(axes)):
+        found.append(Axis(name, degree, stride))
+        stride *= degree
+    return Grid(title, stride, tuple(found))
+
+
+def grids_of_layout(layout: RankLayout) -> tuple[Grid, ...]:
+    """Return the grid of a layout's model, and its experts' where they have their own."""
+    found = [_grid("", layout, AXES)]
+    if layout.expert > 1 or layout.expert_tensor is not None:
+        found.append(_grid("experts", layout, (*EXPERT_AXES, "pipeline")))
+    return tuple(found)
+
+
+def _grid(title: str, layout: RankLayout, names: Iterable[str]) -> Grid:
+    axes = [Axis(name, layout.degree(name), layout.stride(name)) for name in names]
+    # An axis of degree 1 has the stride of its neighbor; which of them is first does not matter.
+    return Grid(title, layout.world_size, tuple(sorted(axes, key=lambda axis: axis.stride)))
+
+
+# Where each rank stands in a picture: a matrix of matrices.
+#
+# The fastest axis runs to the right, the next one down; the matrix that the two make is repeated
+# to the right along the third axis, and the row of matrices downwards along the fourth. (The
+# idea is Edward Yang's: blog.ezyang.com, "Draw high dimensional tensors as a matrix of
+# matrices", 2025.) An axis too long for its direction is folded into both.
+
+
+TALLEST = 16  # rows of one matrix, beyond which a second one is put beside it
+ELIDED = 48  # ranks that stand for all, where there are too many to draw
+
+Row = tuple[int | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Labels:
+    """The positions along one direction of the picture, and the axis that they are on."""
+
+    axis: str
+    positions: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """Matrices of ranks in rows and columns, and their labels.
+
+    Args:
+        blocks: Rows of matrices; a matrix is rows of ranks, None where there is none.
+        columns: The labels within a matrix, from left to right.
+        rows: The labels within a matrix, from top to bottom.
+        block_columns: The labels of the columns of matrices, the outermost axis first.
+        block_rows: The label of each row of matrices.
+        hidden: Axes that are not drawn to their end, and how many positions are.
+    """
+
+    blocks: tuple[tuple[tuple[Row, ...], ...], ...]
+    columns: Labels
+    rows: Labels
+    block_columns: tuple[Labels, ...]
+    block_rows: tuple[str, ...]
+    hidden: tuple[tuple[Axis, int], ...]
+
+    @property
+    def ranks(self) -> set[int]:
+        """The ranks that are drawn."""
+        cells = itertools.chain.from_iterable(itertools.chain.from_iterable(self.blocks))
+        return {rank for row in cells for rank in row if rank is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """One axis, or a part of a folded one: ``count`` steps of ``step`` positions."""
+
+    axis: Axis
+    step: int
+    count: int
+    is_inner: bool = False
+
+    def label(self, index: int) -> str:
+        """Return what to call a position: relative to the outer part of a folded axis."""
+        return f"+{index}" if self.is_inner else str(index * self.step)
+
+
+def visible_counts(grid: Grid, most: int) -> dict[str, int]:
+    """Return how many positions of each axis to draw, so that at most ``most`` ranks are."""
+    counts, drawn, most_here = {}, 1, most
+    for axis in grid.several:
+        if axis.degree * drawn > most_here:
+            most_here = min(most, ELIDED)  # and whatever is slower is elided too
+        counts[axis.name] = max(1, min(axis.degree, most_here // drawn))
+        drawn *= counts[axis.name]
+    return counts
+
+
+def arrange(
+    grid: Grid,
+    counts: dict[str, int],
+    width_of: Callable[[int, int], float],
+    width: float,
+    per_node: int | None,
+) -> Picture:
+    """Place ranks.
+
+    Args:
+        grid: The ranks and their axes.
+        counts: Of each axis, how many positions are drawn.
+        width_of: Gives the width of so many columns of matrices of so many columns each.
+        width: The width that there is.
+        per_node: The number of ranks on a node, at which a fold is best; None if that varies.
+    """
+    right: list[Factor] = []
+    down: list[Factor] = []
+
+    def room(count: int) -> bool:
+        """Whether ``count`` times as much fits to the right."""
+        first = right[0].count if right else count
+        more = math.prod(factor.count for factor in right[1:]) * (count if right else 1)
+        return width_of(more, first) <= width
+
+    for axis in grid.several:
+        count = counts[axis.name]
+        if len(right) > len(down) and (count <= TALLEST or not room(2)):
+            down.append(Factor(axis, 1, count))
+        elif len(right) > len(down):  # tall: a part of it goes to the right
+            most = max(filter(room, range(2, count)))
+            least = math.ceil(count / most)
+            inner = _fold(count, range(least, 2 * least + 1))
+            down.append(Factor(axis, 1, inner, is_inner=True))
+            right.append(Factor(axis, inner, math.ceil(count / inner)))
+        elif room(count):
+            right.append(Factor(axis, 1, count))
+        elif not room(2):
+            down.append(Factor(axis, 1, count))
+        else:  # wide: a part of it goes down
+            most = max(filter(room, range(2, count)))
+            node = max(per_node // axis.stride, 1) if per_node else 1
+            inner = _fold(count, range(most, max((most - 1) // 2, 1), -1), node)
+            right.append(Factor(axis, 1, inner, is_inner=True))
+            down.append(Factor(axis, inner, math.ceil(count / inner)))
+    hidden = tuple((axis, counts[axis.name]) for axis in grid.several
+                   if counts[axis.name] < axis.degree)  # fmt: skip
+    return _picture(counts, right, down, hidden)
+
+
+def _fold(count: int, lengths: Iterable[int], node: int = 1) -> int:
+    """Return where to fold an axis: at the end of a node, in equal parts, else the first length."""
+    return max(lengths, key=lambda length: (length % node == 0, count % length == 0))
+
+
+def _picture(
+    counts: dict[str, int],
+    right: Sequence[Factor],
+    down: Sequence[Factor],
+    hidden: tuple[tuple[Axis, int], ...],
+) -> Picture:
+    def rank_at(*choice: tuple[Factor, int]) -> int | None:
+        positions: dict[Axis, int] = {}
+        for factor, index in choice:
+            positions[factor.axis] = positions.get(factor.axis, 0) + factor.step * index
+        if any(position >= counts[axis.name] for axis, position in positions.items()):
+            return None  # past the end of a fold
+        return sum(axis.stride * position for axis, position in positions.items())
+
+    def choices(factors: Sequence[Factor]) -> list[tuple[tuple[Factor, int], ...]]:
+        """Return every choice of a position on each factor, the last factor varying slowest."""
+        slowest_first = [[(factor, i) for i in range(factor.count)] for factor in factors[::-1]]
+        return list(itertools.product(*slowest_first))
+
+    columns, rows = choices(right[:1]), choices(down[:1])
+    outer_columns, outer_rows = choices(right[1:]), choices(down[1:])
+    blocks = tuple(
+        tuple(
+            tuple(
+                tuple(rank_at(*below, *beside, *row, *column) for column in columns) for row in rows
+            )
+            for beside in outer_columns
+        )
+        for below in outer_rows
+    )
+    block_columns = tuple(
+        Labels(
+            factor.axis.name,
+            tuple(factor.label(dict(choice)[factor]) for choice in outer_columns),
+        )
+        for factor in right[:0:-1]
+    )
+    block_rows = tuple(
+        ", ".join(f"{factor.axis.name} {factor.label(index)}" for factor, index in choice)
+        for choice in outer_rows
+    )
+    return Picture(blocks, _labels(right[:1]), _labels(down[:1]), block_columns, block_rows, hidden)
+
+
+def _labels(factors: Sequence[Factor]) -> Labels:
+    if not factors:
+        return Labels("", ("",))
+    (factor,) = factors
+    return Labels(factor.axis.name, tuple(map(factor.label, range(factor.count))))
+
+
+CLOSE = ("tensor", "expert_tensor", "tp")
+"""The axes whose groups should stay within a node: they communicate in every layer."""
+
+
+def elided(grid: Grid, picture: Picture, nodes: Nodes | None) -> list[str]:
+    """Say how the ranks that are not drawn follow from those that are."""
+    if not picture.hidden:
+        return []
+    drawn = picture.ranks
+    rest = []
+    for axis, count in picture.hidden:
+        more = f"{count:,}" + (f" to {axis.degree - 1:,}" if count < axis.degree - 1 else "")
+        rest.append(f"{axis.name} {more}: {axis.stride:,} more at each step")
+    lines = [f"Drawn: {len(drawn):,} of {grid.world_size:,} ranks. {'; '.join(rest)}."]
+    if nodes is not None and nodes.per_node is not None:
+        complete = len({nodes.of[rank] for rank in drawn})
+        if complete * nodes.per_node == len(drawn):
+            lines.append(f"... {len(nodes.sizes) - complete:,} more nodes like these")
+    return lines
+
+
+# Where, in a matrix of ranks, one node ends and another begins.
+
+
+OUTSIDE = -1
+
+
+def node_map(block: Sequence[Row], nodes: Nodes | None) -> list[list[int]]:
+    """Return the node of each rank of a matrix, with `OUTSIDE` all around it.
+
+    Where nodes are not known all is outside, and there are no borders.
+    """
+    inner = [
+        [OUTSIDE if rank is None or nodes is None else nodes.of[rank] for rank in row]
+        for row in block
+    ]
+    around = [OUTSIDE] * (len(block[0]) + 2)
+    return [around, *([OUTSIDE, *row, OUTSIDE] for row in inner), around]
+
+
+def beginnings(above: Sequence[int], below: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Yield which nodes begin in a row, and so want their name written above it.
+
+    Args:
+        above: The nodes of the row before, from `node_map`.
+        below: The nodes of the row.
+
+    Yields:
+        The column of the node's first rank, how many columns follow until a border comes down
+        from the row above, and the node.
+    """
+    start = 1
+    while start < len(below) - 1:
+        end = start
+        while end < len(below) - 1 and below[end] == below[start]:
+            end += 1
+        if below[start] != OUTSIDE and below[start] not in above[start:end]:
+            clear = start + 1
+            while clear < end and above[clear] == above[clear - 1]:
+                clear += 1
+            yield start - 1, clear - start, below[start]
+        start = end
+
+
+# Ranks and the borders of nodes, drawn in characters.
+
+
+_IN_TERMINAL = 128  # ranks; of more, some stand for all
+_SPACE = "  "
+# By the lines that meet: 1 from above, 2 from below, 4 from the left, 8 from the right.
+CORNERS = {0: " ", 3: "│", 12: "─", 10: "┌", 6: "┐", 9: "└", 5: "┘", 11: "├", 7: "┤", 14: "┬",
+           13: "┴", 15: "┼"}  # fmt: skip
+ASCII = str.maketrans("│─┌┐└┘├┤┬┴┼", "|-" + "+" * 9)
+
+
+class Terminal:
+    """One grid of ranks, drawn in a terminal.
+
+    Args:
+        grid: The ranks and their axes.
+        nodes: The node of every rank, or None if that is not known.
+        width: Columns of the terminal.
+
+    Attributes:
+        picture: What is drawn where.
+    """
+
+    def __init__(self, grid: Grid, nodes: Nodes | None, width: int) -> None:
+        counts, per_node = (
+            visible_counts(grid, _IN_TERMINAL),
+            None if nodes is None else nodes.per_node,
+        )
+        last = sum((counts[axis.name] - 1) * axis.stride for axis in grid.several)
+        labels = (f"{axis.name} {axis.degree - 1}" for axis in grid.several)
+        self._nodes = nodes
+        self._margin = max(map(len, labels), default=0)
+
+        def arranged(pitch: int) -> Picture:
+            def width_of(blocks: int, columns: int) -> int:
+                return self._margin + 1 + blocks * (columns * pitch + 1 + len(_SPACE)) - len(_SPACE)
+
+            return arrange(grid, counts, width_of, width, per_node)
+
+        self._pitch = max(len(str(last)) + 2, 4)  # from rank to rank; a border stands in between
+        self.picture = arranged(self._pitch)
+        if arranged(self._pitch + 1) == self.picture:
+            self._pitch += 1
+
+    def lines(self) -> list[str]:
+        """Return the picture."""
+        columns, lines = self.picture.columns, []
+        for labels in self.picture.block_columns:
+            width = self._pitch * len(columns.positions) + 1
+            lines.append(self._line(labels.axis, (word.center(width) for word in labels.positions)))
+        if columns.axis:
+            words = (word.center(self._pitch - 1) for word in columns.positions)
+            above = " ".join(("", *words, ""))
+            lines.append(self._line(columns.axis, [above] * len(self.picture.blocks[0])))
+        for label, blocks in zip(self.picture.block_rows, self.picture.blocks, strict=True):
+            lines += [label] if label else []
+            lines += self._blocks(blocks)
+        return [line.rstrip() for line in lines]
+
+    def _line(self, label: str, parts: Iterable[str]) -> str:
+        return f"{label:>{self._margin}} {_SPACE.join(parts)}"
+
+    def _blocks(self, blocks: Sequence[Sequence[Row]]) -> list[str]:
+        """Return the lines of matrices that stand side by side."""
+        maps, lines = [node_map(block, self._nodes) for block in blocks], []
+        rows = self.picture.rows
+        for i, position in enumerate(rows.positions):
+            name = f"{rows.axis} {position}" if i == 0 else position
+            lines += self._border(maps, i)
+            parts = (self._ranks(*two, i) for two in zip(blocks, maps, strict=True))
+            lines.append(self._line(name, parts))
+        return lines + self._border(maps, len(rows.positions))
+
+    def _border(self, maps: Sequence[list[list[int]]], i: int) -> list[str]:
+        """Return the line above row ``i``, if a node ends or begins there."""
+        if all(numbers[i] == numbers[i + 1] for numbers in maps):
+            return []
+        return [self._line("", (self._border_of(numbers[i], numbers[i + 1]) for numbers in maps))]
+
+    def _border_of(self, above: list[int], below: list[int]) -> str:
+        line = ""
+        for one, other in zip(pairwise(above), pairwise(below), strict=True):
+            right = one[1] != other[1]
+            meet = (one[0] != one[1]) + 2 * (other[0] != other[1]) + 4 * (one[0] != other[0])
+            line += CORNERS[meet + 8 * right] + ("─" if right else " ") * (self._pitch - 1)
+        line = line[: 1 - self._pitch]  # to the right of the last corner there is nothing
+        for column, columns, node in beginnings(above, below):
+            start, room = column * self._pitch + 1, columns * self._pitch - 1
+            name = f" node {node} "
+            name = name if len(name) < room else f"n{node}"[:room]
+            line = line[:start] + name + line[start + len(name) :]
+        return line
+
+    def _ranks(self, block: Sequence[Row], numbers: list[list[int]], i: int) -> str:
+        line = ""
+        for (one, other), rank in zip(pairwise(numbers[i + 1]), (*block[i], None), strict=True):
+            number = "" if rank is None else rank
+            line += f"{CORNERS[3] if one != other else ' '}{number:>{self._pitch - 2}} "
+        return line[: 1 - self._pitch]
+
+
+# Ranks and the borders of nodes, drawn as SVG.
+#
+# It stands alone: no script, no font, no image. It is light or dark as the reader prefers. Ranks of
+# one tensor group have one color, and the group's number is written too.
+
+
+_IN_SVG = 256  # ranks; of more, some stand for all
+WIDTH = 960
+WIDE, HIGH, GAP, LINE, CHARACTER = 40, 34, 16, 18, 7.3
+# Pastels that dark text can be read on; neighbors differ to the color-blind too.
+COLORS = ("#9ecae9", "#ffbf79", "#b5cf6b", "#e7a6c8", "#d9d3a5", "#88d2c4", "#ff9d98", "#c5b0e0")
+ESCAPES = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;"})
+# Of these elements only: in a notebook the rules of one picture reach all others.
+STYLE = (
+    ".ranks{background:#fff}"
+    ".ranks text{font:12px ui-monospace,monospace;fill:#1f2328}"
+    ".ranks path{stroke:#1f2328;stroke-width:2;stroke-linecap:square;fill:none}"
+    "@media(prefers-color-scheme:dark){"
+    ".ranks{background:#0d1117}.ranks text{fill:#e6edf3}.ranks path{stroke:#e6edf3}}"
+    ".ranks .m,.ranks .r,.ranks .s{text-anchor:middle}.ranks .b{font-weight:bold}"
+    ".ranks .r,.ranks .s{fill:#111}.ranks .s{font-size:9px}"
+)
+
+
+def draw(
+    headline: str,
+    table: Sequence[str],
+    notes: Sequence[str],
+    grids: Sequence[Grid],
+    nodes: Nodes | None,
+) -> str:
+    """Return one ``svg`` element.
+
+    Args:
+        headline: Its title.
+        table: Its description, for those who cannot see it.
+        notes: Paragraphs to write below.
+        grids: What to draw, one below the other.
+        nodes: The node of every rank, or None if that is not known.
+    """
+    page = Page()
+    page.paragraph(headline)
+    for grid in grids:
+        if grid.title:
+            page.paragraph(f"{grid.title}: {grid}")
+        picture = Drawing(page, grid, nodes).draw()
+        for note in elided(grid, picture, nodes):
+            page.paragraph(note)
+    for note in notes:
+        page.paragraph(note)
+    return page.svg(headline, table)
+
+
+class Page:
+    """What is written so far, and how far to the right and down it goes."""
+
+    def __init__(self) -> None:
+        self.parts: list[str] = []
+        self.width, self.height = 0.0, 8.0
+
+    def paragraph(self, text: str) -> None:
+        """Write a paragraph below what is there."""
+        for line in textwrap.wrap(text, int(WIDTH / CHARACTER), break_on_hyphens=False):
+            self.text(8, line)
+            self.height += LINE
+
+    def text(self, x: float, text: str, kind: str = "", y: float = 13) -> None:
+        """Write text from ``x``, or around it, with its foot ``y`` below what is there."""
+        kind = f' class="{kind}"' if kind else ""
+        self.parts.append(
+            f'<text x="{x:g}" y="{self.height + y:g}"{kind}>{text.translate(ESCAPES)}</text>'
+        )
+        self.width = max(self.width, x + len(text) * CHARACTER)
+
+    def svg(self, title: str, table: Iterable[str]) -> str:
+        """Return it all."""
+        width, height = round(self.width + 8), round(self.height + 8)
+        title, description = title.translate(ESCAPES), "\n".join(table).translate(ESCAPES)
+        head = (
+            f'<svg xmlns="http://www.w3.org/2000/svg" class="ranks" role="img" '
+            f'aria-label="{title}" width="{width}" height="{height}" '
+            f'viewBox="0 0 {width} {height}">\n<title>{title}</title>\n'
+            f"<desc>{description}</desc>\n<style>{STYLE}</style>\n"
+        )
+        return head + "\n".join(self.parts) + "\n</svg>\n"
+
+
+class Drawing:
+    """One grid of ranks on a page."""
+
+    def __init__(self, page: Page, grid: Grid, nodes: Nodes | None) -> None:
+        self._page, self._nodes = page, nodes
+        labels = [f"{axis.name} {axis.degree - 1}" for axis in grid.several]
+        self._left = 16 + max(map(len, labels), default=0) * CHARACTER
+
+        def width_of(blocks: int, columns: int) -> float:
+            return self._left + blocks * (columns * WIDE + GAP)
+
+        counts, per_node = visible_counts(grid, _IN_SVG), nodes.per_node if nodes else None
+        self._picture = arrange(grid, counts, width_of, WIDTH, per_node)
+        self._step = len(self._picture.columns.positions) * WIDE + GAP
+        self._close = next((axis for axis in grid.several if axis.name in CLOSE), None)
+
+    def draw(self) -> Picture:
+        """Draw it below what is on the page, and return what was drawn."""
+        page, picture = self._page, self._picture
+        page.height += GAP / 2
+        for labels in picture.block_columns:
+            self._heading(labels, [self._left + i * self._step + self._step / 2 - GAP / 2
+                                   for i in range(len(labels.positions))])  # fmt: skip
+        starts = [self._left + i * self._step for i in range(len(picture.blocks[0]))]
+        inner = range(len(picture.columns.positions))
+        self._heading(
+            Labels(picture.columns.axis, picture.columns.positions * len(starts)),
+            [start + j * WIDE + WIDE / 2 for start in starts for j in inner],
+        )
+        for label, blocks in zip(picture.block_rows, picture.blocks, strict=True):
+            if label:
+                page.text(8, label, "b")
+                page.height += LINE
+            self._blocks(blocks, starts)
+            page.height += GAP / 2
+        if self._close is not None:
+            page.paragraph(
+                f"Colors and the small numbers tell the {self._close.name} groups apart."
+            )
+        return picture
+
+    def _heading(self, labels: Labels, places: Iterable[float]) -> None:
+        if labels.axis:
+            self._page.text(8, labels.axis, "b")
+            for x, position in zip(places, labels.positions, strict=True):
+                self._page.text(x, position, "m")
+            self._page.height += LINE
+
+    def _blocks(self, blocks: Sequence[Sequence[Row]], starts: Sequence[float]) -> None:
+        """Draw matrices side by side."""
+        page, picture = self._page, self._picture
+        maps = [node_map(block, self._nodes) for block in blocks]
+        path = ""
+        for i, label in enumerate((*picture.rows.positions, None)):
+            names = [
+                (start + column * WIDE + 3, columns * WIDE, node)
+                for start, numbers in zip(starts, maps, strict=True)
+                for column, columns, node in beginnings(numbers[i], numbers[i + 1])
+            ]
+            for x, room, node in names:
+                name = f"node {node}"
+                page.text(x, name if len(name) * CHARACTER < room else f"n{node}")
+            top = page.height
+            page.height += LINE if names else 0
+            for start, numbers in zip(starts, maps, strict=True):
+                path += _borders(numbers, i, start, top, page.height + HIGH)
+            if label is None:
+                break
+            page.text(8, f"{picture.rows.axis} {label}", "b", HIGH / 2 + 4)
+            for start, block in zip(starts, blocks, strict=True):
+                for j, rank in enumerate(block[i]):
+                    if rank is not None:
+                        self._rank(start + j * WIDE, rank)
+            page.height += HIGH
+        if path:
+            page.parts.append(f'<path d="{path}"/>')
+
+    def _rank(self, x: float, rank: int) -> None:
+        page, group = self._page, None if self._close is None else self._close.number_of(rank)
+        color = COLORS[(group or 0) % len(COLORS)]
+        page.parts.append(
+            f'<rect x="{x + 2:g}" y="{page.height + 2:g}" width="{WIDE - 4}" height="{HIGH - 4}" '
+            f'rx="4" fill="{color}"/>'
+        )
+        page.text(x + WIDE / 2, str(rank), "r", HIGH / 2 + (4 if group is None else 1))
+        if group is not None:
+            page.text(x + WIDE / 2, str(group), "s", HIGH - 6)
+
+
+def _borders(numbers: Sequence[Sequence[int]], i: int, x: float, top: float, foot: float) -> str:
+    """Return the lines above row ``i`` and, unless it is the last, those beside its ranks."""
+    above, below = numbers[i], numbers[i + 1]
+    path, start = "", None
+    for j, (one, other) in enumerate(zip(above, below, strict=True)):
+        if one != other and start is None:
+            start = j
+        elif one == other and start is not None:
+            path += f"M{x + (start - 1) * WIDE:g} {top:g}H{x + (j - 1) * WIDE:g}"
+            start = None
+    for j, (one, other) in enumerate(pairwise(below)):
+        if one != other:
+            path += f"M{x + j * WIDE:g} {top:g}V{foot:g}"
+    return path

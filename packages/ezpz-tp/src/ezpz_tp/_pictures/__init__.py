@@ -1,1 +1,0 @@
-"""Pictures of which rank is where: in a terminal and as SVG."""

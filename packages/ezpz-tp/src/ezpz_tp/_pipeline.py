@@ -1,0 +1,771 @@
+"""A model split by its layers over the ranks of a pipeline, and its steps."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup, Work
+from torch.nn.modules.module import _IncompatibleKeys
+from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import handle_torch_function, has_torch_function_unary
+
+from ._current import current_state, index_or_alone, size_or_alone
+from ._errors import DegreeError, ParallelError
+from ._random import default_states, rng_contexts, set_default_states
+from ._state import ParallelState
+
+# One chunk of a pipeline's model, as the schedule runs it.
+
+
+Tensors = tuple[Tensor, ...]
+Given = Tensor | Tensors
+"""What a chunk takes and returns: a tensor, or a tuple of them."""
+
+
+class Chunk(nn.Module):
+    """A part of the model, from what it receives to what it sends, or to the loss.
+
+    The last chunk returns its share of the mean loss rather than its output: the schedule keeps
+    what a chunk returns until the step is over, and of logits that is the most memory there is.
+
+    Args:
+        module: The layers.
+        number: Its place in the model, from 0.
+        total: Number of chunks in the whole pipeline.
+        loss: From the last chunk's output and the targets to a 0-dim loss.
+        microbatches: What the loss is averaged over.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        number: int,
+        total: int,
+        loss: Callable[..., object],
+        microbatches: int,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.is_first, self.is_last = number == 0, number == total - 1
+        self._name = f"chunk {number} of {total}"
+        self._loss = loss
+        self._microbatches = microbatches
+        self._targets: Iterator[Tensors] = iter(())
+        self.losses: list[Tensor] = []
+        self.agreed: list[str] | None = None
+        """What the next chunk's rank waits for; None where every message tells its shape."""
+
+    def expect(self, targets: Iterable[Tensors]) -> None:
+        """Forget the losses, and take the targets of the microbatches that come next, in order."""
+        self._targets, self.losses = iter(targets), []
+
+    def forward(self, *inputs: Tensor) -> Tensors:
+        """Return what goes to the next chunk; of the last one its part of the loss, ``[1]``."""
+        received = inputs
+        if not self.is_first:
+            received = tuple(entering(one, self.module) for one in inputs)
+        output = self.module(*received)
+        if not self.is_last:
+            outputs = tuple(one.contiguous() for one in self._sendable(output))
+            if self.agreed is not None and facts(outputs) != self.agreed:
+                raise ParallelError(
+                    f"{self._name} returned {' and '.join(facts(outputs))}; expected, as in the "
+                    f"first step, {' and '.join(self.agreed)}, for which the next chunk's rank "
+                    "waits: call forget_shapes() on every rank before such a change"
+                )
+            return outputs
+        loss = self._loss(output, *next(self._targets))
+        if not (isinstance(loss, Tensor) and loss.dim() == 0):
+            raise ParallelError(
+                f"the pipeline's loss returned {_told(loss)}; expected a 0-dim tensor, the mean "
+                "over the microbatch that it is given"
+            )
+        self.losses.append(loss.detach())
+        # Not a view of the loss, because torch's stages detach it in place.
+        return (torch.stack([loss / self._microbatches]),)
+
+    def _sendable(self, output: object) -> Tensors:
+        outputs = tuple(output) if isinstance(output, tuple | list) else (output,)
+        for one in outputs:
+            if not isinstance(one, Tensor):
+                raise ParallelError(
+                    f"{self._name} returned {type(one).__name__}; expected a tensor, or a tuple "
+                    "of tensors, for the next chunk's forward"
+                )
+        return outputs
+
+
+def entering(received: Tensor, module: nn.Module) -> Tensor:
+    """Return what a chunk's module received from the one before: where activations enter a rank."""
+    if has_torch_function_unary(received):  # `check` is told
+        seen: Tensor = handle_torch_function(entering, (received,), received, module)
+        return seen
+    return received
+
+
+def facts(tensors: Tensors) -> list[str]:
+    """Return what ranks have to agree on of tensors that they exchange."""
+    return [
+        f"{tuple(one.shape)} of {one.dtype}{' with a gradient' if one.requires_grad else ''}"
+        for one in tensors
+    ]
+
+
+def _told(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return type(value).__name__
+
+
+# Tensors handed from rank to rank along a pipeline, each with its shape.
+#
+# torch's stages want to know every shape before the first step, or send them as pickled objects,
+# which needs numpy. Here a few integers go before the tensors. The methods of the process group
+# are called directly, so that any group will do.
+
+
+_DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+)
+_HEADER = 64
+
+
+def run_chunks(
+    chunks: Mapping[int, Chunk],
+    total: int,
+    batches: Sequence[Tensors],
+    group: ProcessGroup,
+    device: torch.device,
+) -> Iterator[tuple[int, Tensors, Tensors]]:
+    """Run this rank's chunks forward, microbatch by microbatch; yield what each took and gave.
+
+    Collective: every rank of the group, with as many microbatches.
+
+    Args:
+        chunks: By their number in the model, in order: chunk c is on rank ``c % ranks``.
+        total: Number of chunks of the model.
+        batches: The microbatches, for the first chunk; only their number counts elsewhere.
+        group: The pipeline's.
+        device: Where this rank's chunks are.
+    """
+    before, after = (group.rank() - 1) % group.size(), (group.rank() + 1) % group.size()
+    sent: list[tuple[Work, Tensor]] = []
+    for batch in batches:
+        for number, chunk in chunks.items():
+            taken = batch if number == 0 else receive(group, before, device)
+            given = chunk(*taken)
+            if number < total - 1:
+                sent += send(given, group, after, device)
+            yield number, taken, given
+    for work, _ in sent:
+        work.wait()
+
+
+def send(
+    tensors: Tensors, group: ProcessGroup, peer: int, device: torch.device
+) -> list[tuple[Work, Tensor]]:
+    """Start to send tensors to a rank of the group; they are to be kept until all is done.
+
+    Raises:
+        ParallelError: Their shapes do not fit into the header, or a dtype is none that is sent.
+    """
+    numbers = [len(tensors)]
+    for tensor in tensors:
+        if tensor.dtype not in _DTYPES:
+            raise ParallelError(
+                f"a pipeline's chunk returned a tensor of {tensor.dtype}; expected one of "
+                f"{', '.join(map(str, _DTYPES))}: convert it before the chunk returns it"
+            )
+        kind = _DTYPES.index(tensor.dtype)
+        numbers += [kind, tensor.requires_grad, tensor.dim(), *tensor.shape]
+    if len(numbers) > _HEADER:
+        raise ParallelError(
+            f"a pipeline's chunk returned {len(tensors)} tensors, whose shapes are {len(numbers)} "
+            f"numbers; expected at most {_HEADER}: join some of them"
+        )
+    header = torch.tensor(numbers + [0] * (_HEADER - len(numbers)), device=device)
+    contents = [tensor.detach().contiguous() for tensor in tensors]
+    return [(group.send([one], peer, 0), one) for one in (header, *contents)]
+
+
+def receive(group: ProcessGroup, peer: int, device: torch.device) -> Tensors:
+    """Return the tensors that a rank of the group sends, requiring gradients as there."""
+    header = torch.zeros(_HEADER, dtype=torch.int64, device=device)
+    group.recv([header], peer, 0).wait()
+    numbers = iter(header.tolist())
+    tensors = []
+    for _ in range(next(numbers)):
+        kind, requires_grad, dims = itertools.islice(numbers, 3)
+        shape = list(itertools.islice(numbers, dims))
+        tensor = torch.empty(shape, dtype=_DTYPES[kind], device=device)
+        group.recv([tensor], peer, 0).wait()
+        tensors.append(tensor.requires_grad_(bool(requires_grad)))
+    return tuple(tensors)
+
+
+# One microbatch through the pipeline, to learn what every rank will receive and send.
+
+
+class Trial:
+    """What this rank's chunks took and gave: tensors without contents, on the meta device.
+
+    Collective: every rank of the group makes one at the same time. The model is as it was after
+    it: no gradients, the same buffers, the same random streams.
+
+    Attributes:
+        device: That of this rank's chunks.
+        shapes: What each chunk, by its number, takes and gives.
+    """
+
+    def __init__(
+        self,
+        chunks: Mapping[int, Chunk],
+        total: int,
+        inputs: Tensors,
+        targets: Tensors,
+        group: ProcessGroup,
+    ) -> None:
+        self.device = device_of(chunks)
+        self.shapes: dict[int, tuple[Tensors, Tensors]] = {}
+        self._inputs = facts(inputs)
+        if total - 1 in chunks:
+            chunks[total - 1].expect([targets])
+        # With gradients, as the steps will be: what is compiled is compiled for them, and which
+        # activations need one is a part of what is asked.
+        with _without_trace(chunks.values()), torch.enable_grad():
+            for number, taken, given in run_chunks(chunks, total, [inputs], group, self.device):
+                self.shapes[number] = _metas(taken), _metas(given)
+
+    def check(self, inputs: Tensors) -> None:
+        """Compare a later step's microbatch with that of the first.
+
+        Raises:
+            DegreeError: It is another shape or dtype, and buffers wait for the first.
+        """
+        found = facts(inputs)
+        if found and self._inputs and found != self._inputs:
+            raise DegreeError(
+                f"Pipeline: a microbatch's inputs are {' and '.join(found)}; expected those of the "
+                f"first step, {' and '.join(self._inputs)}: pad them, or call forget_shapes() on "
+                "every rank before"
+            )
+
+    @contextmanager
+    def agreed(self, chunks: Mapping[int, Chunk]) -> Iterator[None]:
+        """Hold chunks to what they gave in the trial for the time of a block."""
+        for number, chunk in chunks.items():
+            chunk.agreed = facts(self.shapes[number][1])
+        try:
+            yield
+        finally:
+            for chunk in chunks.values():
+                chunk.agreed = None
+
+
+def device_of(chunks: Mapping[int, Chunk]) -> torch.device:
+    """Return the device that this rank's chunks are on; torch's default one if they say none."""
+    for chunk in chunks.values():
+        for tensor in itertools.chain(chunk.parameters(), chunk.buffers()):
+            return tensor.device
+    return torch.get_default_device()
+
+
+@contextmanager
+def _without_trace(chunks: Iterable[Chunk]) -> Iterator[None]:
+    """Put back random streams and buffers after the block."""
+    states = default_states(None)
+    kept = [
+        (module, name, buffer, buffer.detach().clone())
+        for chunk in chunks
+        for module in chunk.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
+    _, tracked = rng_contexts()
+    try:
+        with tracked:
+            yield
+    finally:
+        set_default_states(states, None)
+        with torch.no_grad():
+            for module, name, buffer, before in kept:
+                setattr(module, name, buffer)  # forward may have put another in its place
+                if not torch.equal(buffer, before):  # an expanded one cannot be written to
+                    buffer.copy_(before)
+
+
+def _metas(tensors: Tensors) -> Tensors:
+    return tuple(_meta(one) for one in tensors)
+
+
+def _meta(tensor: Tensor) -> Tensor:
+    like = torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=torch.device("meta")
+    )
+    return like.requires_grad_(tensor.requires_grad)
+
+
+# torch's pipeline schedules, by the names of `ezpz_tp.Pipeline`.
+
+
+SCHEDULES = {
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved": "ScheduleInterleaved1F1B",
+}
+
+
+def check_schedule(schedule: str, virtual: int, microbatches: int, ranks: int) -> None:
+    """Compare a schedule with what it is to run.
+
+    Raises:
+        DegreeError: It is unknown, or does not go with so many chunks a rank or microbatches.
+    """
+    if schedule not in SCHEDULES:
+        raise DegreeError(f"schedule {schedule!r}; expected one of {', '.join(SCHEDULES)}")
+    if (virtual < 2) if schedule == "interleaved" else (virtual != 1):
+        expected = "2 or more" if schedule == "interleaved" else "1"
+        raise DegreeError(
+            f"schedule {schedule!r} with virtual={virtual} chunks a rank; expected {expected} "
+            "(several chunks a rank are what interleaved is for)"
+        )
+    if microbatches < 1:
+        raise DegreeError(f"microbatches={microbatches}; expected at least 1")
+    if schedule == "1f1b" and microbatches < ranks:
+        raise DegreeError(
+            f"schedule '1f1b' with {microbatches} microbatches in a pipeline of {ranks} ranks; "
+            f"expected at least {ranks}, or schedule='gpipe'"
+        )
+    rounds = max(1, microbatches // ranks)
+    if schedule == "interleaved" and microbatches % rounds:
+        raise DegreeError(
+            f"schedule 'interleaved' with {microbatches} microbatches in a pipeline of {ranks} "
+            f"ranks; expected a multiple of the {rounds} rounds it runs them in: best, of {ranks}"
+        )
+
+
+def torch_schedule(
+    kind: str,
+    trial: Trial,
+    chunks: Mapping[int, Chunk],
+    total: int,
+    microbatches: int,
+    group: ProcessGroup,
+) -> Any:
+    """Return torch's schedule over this rank's chunks, which knows their shapes from a trial."""
+    # Imported here because it takes a second.
+    from torch.distributed import pipelining  # noqa: PLC0415
+
+    stages = []
+    for number, chunk in chunks.items():
+        taken, given = trial.shapes[number]
+        stages.append(
+            pipelining.PipelineStage(
+                chunk,
+                number,
+                total,
+                trial.device,
+                input_args=taken,
+                output_args=given,
+                group=group,
+            )
+        )
+    made: Any = getattr(pipelining, SCHEDULES[kind])
+    # From torch 2.7 on gradients would be divided by the number of microbatches after the step,
+    # those of steps before included. The last chunk divides the loss.
+    takes_scale = "scale_grads" in inspect.signature(made).parameters
+    options = {"scale_grads": False} if takes_scale else {}
+    what = stages if kind == "interleaved" else stages[0]
+    return made(what, microbatches, loss_fn=_loss_of, **options)
+
+
+def _loss_of(output: Tensors, _: Tensor) -> Tensor:
+    """Return what the last chunk returned: it is the loss."""
+    (loss,) = output
+    return loss
+
+
+# Which layers each part of a pipeline has: pure arithmetic.
+
+
+def split_layers(count: int, stages: int) -> tuple[range, ...]:
+    """Split the numbers of layers into contiguous ranges, as equal as can be.
+
+    The first ``count % stages`` ranges have one layer more. For an interleaved schedule give
+    ranks times chunks a rank as ``stages``: range c is on rank ``c % ranks``.
+
+    Args:
+        count: Number of layers.
+        stages: Number of ranges, each of at least one layer.
+
+    Raises:
+        DegreeError: There are fewer layers than stages, or no stage.
+
+    >>> split_layers(10, 4)
+    (range(0, 3), range(3, 6), range(6, 8), range(8, 10))
+    """
+    if stages < 1:
+        raise DegreeError(f"split_layers: {stages} stages; expected at least 1")
+    if count < stages:
+        raise DegreeError(
+            f"split_layers: {count} layers for {stages} stages; expected a layer for each: lower "
+            "the pipeline's degree, or the number of chunks a rank (virtual=)"
+        )
+    each, more = divmod(count, stages)
+    starts = [stage * each + min(stage, more) for stage in range(stages + 1)]
+    return tuple(map(range, starts, starts[1:]))
+
+
+def ranges_of(layers: int | Sequence[range], chunks: int) -> tuple[range, ...]:
+    """Return the layers of each chunk: an even split of a number, or ranges that were given.
+
+    Raises:
+        DegreeError: There is not one range for each chunk, or they are not the layers in order.
+    """
+    if isinstance(layers, int):
+        return split_layers(layers, chunks)
+    ranges = tuple(layers)
+    if len(ranges) != chunks:
+        raise DegreeError(
+            f"layers has {len(ranges)} ranges; expected {chunks}, one for each chunk of the "
+            "pipeline (ranks times virtual)"
+        )
+    start = 0
+    for each in ranges:
+        if each != range(start, each.stop):
+            raise DegreeError(
+                f"layers holds {each} where layer {start} is next; expected contiguous ranges "
+                "from 0, in the order of the model"
+            )
+        start = each.stop
+    return ranges
+
+
+# A rank's chunks as one module, with the names of the whole model.
+
+
+def joined(modules: Sequence[nn.Module]) -> nn.Module:
+    """Return one module of a rank's chunks, in which everything has the name it has in its chunk.
+
+    Raises:
+        ParallelError: Two chunks have different parameters or buffers of one name.
+    """
+    return modules[0] if len(modules) == 1 else Chunks(modules)
+
+
+class Chunks(nn.ModuleList):
+    """Several parts of one model. Its names, and so its state dict, are a part of the model's."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        super().__init__(modules)
+        named: dict[str, object] = {}
+        for number, module in enumerate(modules):
+            kept = module.state_dict(keep_vars=True)
+            for name, value in kept.items():
+                if named.setdefault(name, value) is not value:
+                    raise ParallelError(
+                        f"chunk {number} of this rank has another {name} than a chunk before it; "
+                        "expected the names of the whole model: number the layers through, as in "
+                        "nn.ModuleDict({str(number): ... for number in layers}), and register "
+                        "tables with persistent=False"
+                    )
+
+    def named_modules(
+        self,
+        memo: set[nn.Module] | None = None,
+        prefix: str = "",
+        remove_duplicate: bool = True,
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the chunks' modules by the names that they have there."""
+        memo = set() if memo is None else memo
+        if not remove_duplicate or self not in memo:
+            memo.add(self)
+            yield prefix, self
+            for module in self:
+                yield from module.named_modules(memo, prefix, remove_duplicate)
+
+    def state_dict(self, *, prefix: str = "", keep_vars: bool = False, **given: Any) -> Any:
+        """Return the chunks' state dicts as one."""
+        destination = given.get("destination")
+        if destination is None:
+            destination = OrderedDict()
+            destination._metadata = OrderedDict()  # type: ignore[attr-defined]  # noqa: SLF001
+        for module in self:
+            module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        return destination
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> _IncompatibleKeys:
+        """Load each chunk's part, as a module does.
+
+        Raises:
+            RuntimeError: A shape differs; or ``strict``, and the names are not the same.
+        """
+        found = [module.load_state_dict(state_dict, False, assign) for module in self]
+        missing = list(itertools.chain.from_iterable(one.missing_keys for one in found))
+        nowhere = set(state_dict).intersection(*(one.unexpected_keys for one in found))
+        unexpected = [name for name in state_dict if name in nowhere]
+        if strict and (missing or unexpected):
+            raise RuntimeError(
+                f"the state dict does not fit this rank's {len(self)} chunks: missing are "
+                f"{', '.join(missing) or 'none'}; unexpected are {', '.join(unexpected) or 'none'}"
+            )
+        return _IncompatibleKeys(missing, unexpected)
+
+
+class Pipeline:
+    """This rank's part of a model that is split by its layers, and the steps of its training.
+
+    No rank builds the whole model. Each builds its chunks, contiguous ranges of layers: one, or
+    ``virtual`` of them for the interleaved schedule, chunk c on rank ``c % ranks``. torch's
+    schedules (``torch.distributed.pipelining``) run them over the pipeline group of a state:
+
+    * ``gpipe``: all microbatches forward, then all backward (Huang et al., arXiv:1811.06965);
+    * ``1f1b``: one forward, one backward, which keeps at most as many microbatches' activations
+      as there are ranks (Narayanan et al., arXiv:1806.03377);
+    * ``interleaved``: 1F1B over ``virtual`` chunks a rank, with less idle time and more
+      communication (Narayanan et al., arXiv:2104.04473).
+
+    A pipeline of one rank has one chunk, and accumulates the microbatches' gradients: the same
+    code runs without a pipeline, bit for bit what a loop over microbatches gives. Call
+    `finalize_grads` after a step for what is summed over other axes: DistributedDataParallel
+    does not go with several microbatches in flight.
+
+    Attributes:
+        module: This rank's part of the model, with the names that ``build`` gave. For the
+            optimizer, `finalize_grads`, `clip_grad_norm_`, state dicts, ``train`` and ``eval``.
+        layers: The layers of each of this rank's chunks.
+        is_first: Whether this rank has the first chunk, which takes the inputs.
+        is_last: Whether this rank has the last chunk, which the loss is computed of.
+    """
+
+    def __init__(
+        self,
+        build: Callable[..., nn.Module],
+        *,
+        layers: int | Sequence[range],
+        microbatches: int,
+        loss: Callable[..., Tensor],
+        schedule: str = "1f1b",
+        virtual: int = 1,
+        state: ParallelState | None = None,
+    ) -> None:
+        """Build this rank's chunks. Nothing is sent before the first step.
+
+        Args:
+            build: Called as ``build(layers=range, first=bool, last=bool)`` for each chunk of
+                this rank, returns its module: with the embedding if ``first``, with the head if
+                ``last``. Its forward takes what the chunk before returned: a tensor, or a tuple
+                of tensors as so many arguments. Name layers by their number in the whole model.
+            layers: Number of layers of the model; or the ranges of all chunks, in order, where
+                an even split does not do.
+            microbatches: How many equal parts of its first dim a batch is run in.
+            loss: ``loss(output, targets)`` of the last chunk's output: 0-dim, the mean over a
+                microbatch. What is differentiated is the mean over the microbatches.
+            schedule: ``gpipe``, ``1f1b`` or ``interleaved``.
+            virtual: Chunks a rank; at least 2 for ``interleaved``, 1 for the others.
+            state: Whose pipeline group; the default's if None.
+
+        Raises:
+            DegreeError: There are fewer layers than chunks, or the schedule does not go with so
+                many microbatches or chunks.
+            ParallelError: ``build`` returns what is no module; or two chunks use one name.
+            NotInitializedError: There are several ranks, and no parallel groups.
+        """
+        state = state or current_state()
+        degree = size_or_alone("pipeline") if state is None else state.size("pipeline")
+        place = index_or_alone("pipeline") if state is None else state.index("pipeline")
+        check_schedule(schedule, virtual, microbatches, degree)
+        self._total = 1 if degree == 1 else degree * virtual
+        ranges = ranges_of(layers, self._total)
+        self._group = None if state is None or degree == 1 else _known(state.group("pipeline"))
+        self._kind, self._microbatches = schedule, microbatches
+        numbers = range(place, self._total, degree)
+        modules = []
+        self._chunks: dict[int, Chunk] = {}
+        for number in numbers:
+            module = _built(build, ranges[number], number, self._total)
+            modules.append(module)
+            self._chunks[number] = Chunk(module, number, self._total, loss, microbatches)
+        self.module: nn.Module = joined(modules)
+        self.layers: tuple[range, ...] = tuple(ranges[number] for number in numbers)
+        self.is_first: bool = 0 in numbers
+        self.is_last: bool = self._total - 1 in numbers
+        self._trial: Trial | None = None
+        self._schedule: Any = None
+
+    def step(self, inputs: Given | None = None, targets: Given | None = None) -> Tensor | None:
+        """Run a batch forward and backward, adding to the parameters' gradients.
+
+        The first step begins with a trial: one microbatch goes forward through the pipeline, so
+        that every rank learns the shapes of what it will receive. Random streams and buffers are
+        put back after it. Later steps must have the first one's shapes, until `forget_shapes`.
+
+        Collective: every rank of the pipeline calls this (and with it the ranks of the groups
+        that the model's layers communicate in).
+
+        Args:
+            inputs: ``[batch, ...]``, or several such tensors, which are the first chunk's
+                arguments. Ignored, and may be None, on ranks without the first chunk.
+            targets: ``[batch, ...]``, or several such tensors, which ``loss`` takes after the
+                output. Ignored, and may be None, on ranks without the last chunk.
+
+        Returns:
+            The losses ``[microbatches]``, without gradients, on ranks with the last chunk; None
+            on others.
+
+        Raises:
+            DegreeError: The number of microbatches does not divide the batch, or an input's shape
+                is not the first step's.
+            ParallelError: A rank lacks what it needs; or a chunk or the loss returns what cannot
+                be used, or what the first step did not have.
+        """
+        batches = self._split(inputs, "inputs", self.is_first)
+        expected = self._split(targets, "targets", self.is_last)
+        if self._group is None:
+            self._expect(expected)
+            for batch in batches:
+                for part in self._chunks[0](*batch):
+                    part.backward()
+            return self._losses()
+        if self._trial is None:
+            self._trial = Trial(self._chunks, self._total, batches[0], expected[0], self._group)
+            self._schedule = torch_schedule(
+                self._kind,
+                self._trial,
+                self._chunks,
+                self._total,
+                self._microbatches,
+                self._group,
+            )
+        self._trial.check(batches[0])
+        self._expect(expected)
+        given = _tuple(inputs) if self.is_first else ()
+        # What torch splits and gives to the loss: the last chunk has its targets already.
+        numbers = torch.arange(self._microbatches) if self.is_last else None
+        try:
+            with self._trial.agreed(self._chunks):
+                self._schedule.step(*given, target=numbers)
+        except RuntimeError as error:
+            # torch's stage raises one of its own about whatever a forward raises.
+            if isinstance(error.__cause__, ParallelError):
+                raise error.__cause__ from None
+            raise
+        return self._losses()
+
+    def forget_shapes(self) -> None:
+        """Let the next step begin with a trial again: for other shapes, dtypes or frozen layers.
+
+        Collective: every rank of the pipeline calls this, or none.
+        """
+        self._trial = self._schedule = None
+
+    @torch.no_grad()
+    def evaluate(self, inputs: Given | None = None, targets: Given | None = None) -> Tensor | None:
+        """Return a batch's losses, as `step`, without gradients: forward only, in any schedule.
+
+        Shapes may differ from those of the steps. The chunks run in the mode that ``module.eval()``
+        or ``module.train()`` set, one microbatch after another.
+
+        Collective: as `step`, whose arguments, result and errors it has.
+        """
+        batches = self._split(inputs, "inputs", self.is_first)
+        self._expect(self._split(targets, "targets", self.is_last))
+        if self._group is None:
+            for batch in batches:
+                self._chunks[0](*batch)
+        else:
+            device = device_of(self._chunks)
+            for _ in run_chunks(self._chunks, self._total, batches, self._group, device):
+                pass
+        return self._losses()
+
+    def _expect(self, targets: list[Tensors]) -> None:
+        last = self._chunks.get(self._total - 1)
+        if last is not None:
+            last.expect(targets)
+
+    def _losses(self) -> Tensor | None:
+        last = self._chunks.get(self._total - 1)
+        if last is None:
+            return None
+        losses = torch.stack(last.losses)
+        last.expect(())
+        return losses
+
+    def _split(self, given: Given | None, what: str, is_needed: bool) -> list[Tensors]:
+        """Return the microbatches' parts of a batch; what is not needed is checked all the same.
+
+        So that all ranks raise, where all are given the same.
+        """
+        if given is None:
+            if is_needed:
+                raise ParallelError(
+                    f"Pipeline: no {what} on a rank that has the "
+                    f"{'first' if what == 'inputs' else 'last'} chunk; give them there (other "
+                    "ranks may leave them out)"
+                )
+            return [()] * self._microbatches
+        for one in _tuple(given):
+            if not isinstance(one, Tensor):
+                raise ParallelError(
+                    f"Pipeline: {what} are a {type(given).__name__} that holds a "
+                    f"{type(one).__name__}; expected a tensor, or a tuple of tensors"
+                )
+            rows = one.shape[0] if one.dim() else 0
+            if not rows or rows % self._microbatches:
+                raise DegreeError(
+                    f"Pipeline: {what} of shape {tuple(one.shape)} for {self._microbatches} "
+                    "microbatches; expected a multiple of that in the first dim (drop_last=True "
+                    "leaves out a data loader's last, smaller batch)"
+                )
+        parts = [one.chunk(self._microbatches) for one in _tuple(given)]
+        return list(zip(*parts, strict=True))
+
+
+def _tuple(given: Given | None) -> Tensors:
+    if given is None:
+        return ()
+    return (given,) if isinstance(given, Tensor) else tuple(given)
+
+
+def _built(build: Callable[..., nn.Module], layers: range, number: int, total: int) -> nn.Module:
+    first, last = number == 0, number == total - 1
+    module: object = build(layers=layers, first=first, last=last)
+    if not isinstance(module, nn.Module) or isinstance(module, DistributedDataParallel):
+        raise ParallelError(
+            f"build(layers={layers}, {first=}, {last=}) returned {type(module).__name__}; expected "
+            "a plain nn.Module (in place of DistributedDataParallel call "
+            "finalize_grads(pipeline.module, average_over=('data',)) after each step)"
+        )
+    return module
+
+
+def _known(group: ProcessGroup) -> ProcessGroup:
+    """Return a group after checking that torch's schedules can use it."""
+    try:
+        dist.get_process_group_ranks(group)
+    except KeyError:
+        raise ParallelError(
+            f"torch.distributed does not know the pipeline group of {group.size()} ranks, and its "
+            "schedules need it to; make the group with torch.distributed (in tests: "
+            "run_ranks(..., in_processes=True))"
+        ) from None
+    return group

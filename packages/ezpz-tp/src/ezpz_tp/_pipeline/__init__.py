@@ -1,1 +1,0 @@
-"""A model split by its layers over the ranks of a pipeline."""

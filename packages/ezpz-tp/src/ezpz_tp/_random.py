@@ -1,0 +1,754 @@
+"""Named streams of random numbers: the same on all tensor-parallel ranks, or one for each.
+
+Outside tensor-parallel regions the ranks of a tensor-parallel group draw the same numbers from
+the default generator; inside, within `RngTracker.fork`, each draws its own. Names and seeds are
+Megatron-LM's (megatron/core/tensor_parallel/random.py), so that its users find what they know.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from types import MappingProxyType, TracebackType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from ._current import index_or_alone, tensor_group
+from ._errors import ParallelError
+from ._mappings import gather_split_1d_tensor, split_tensor_into_1d_equal_chunks
+from ._state import ParallelState
+
+# The default generators of the CPU and of the accelerator, whichever that is.
+
+
+States = dict[str, Tensor]
+"""The state of a generator for each type of device."""
+
+
+def default_states(device: torch.device | None) -> States:
+    """Return the states of the default generators in use: the CPU's and an accelerator's.
+
+    Args:
+        device: The accelerator; None for this machine's, if something has initialized it.
+    """
+    states = {"cpu": torch.get_rng_state()}
+    device = device or _accelerator_in_use()
+    if device is not None and device.type != "cpu":
+        states[device.type] = _module(device).get_rng_state(*_index(device))
+    return states
+
+
+def _module(device: torch.device) -> Any:
+    return torch.get_device_module(device)
+
+
+def _accelerator_in_use() -> torch.device | None:
+    device = torch.accelerator.current_accelerator()
+    if device is None:
+        return None
+    module = _module(device)
+    # torch.mps has no such question: it is ready where it is available.
+    is_ready = getattr(module, "is_initialized", module.is_available)
+    return device if is_ready() else None
+
+
+def _index(device: torch.device) -> tuple[torch.device, ...]:
+    # Without one, the current device; torch.mps takes no argument that it would need.
+    index: int | None = device.index
+    return () if index is None else (device,)
+
+
+def set_default_states(states: Mapping[str, Tensor], device: torch.device | None) -> None:
+    """Set the default generators, each to the state of its type of device."""
+    for kind, state in states.items():
+        if kind == "cpu":
+            torch.set_rng_state(state)
+        else:
+            target = device or torch.device(kind)
+            _module(target).set_rng_state(state, *_index(target))
+
+
+def seeded_state(kind: str, seed: int) -> Tensor:
+    """Return the state of a generator, for a type of device, that has just been seeded."""
+    return torch.Generator(kind).manual_seed(seed).get_state()
+
+
+def seed_of(name: str, states: States) -> int:
+    """Read the seed out of a stream's state: a generator keeps it however much was drawn."""
+    kind, state = next(iter(states.items()))
+    if kind != "cpu" and not torch.accelerator.is_available():
+        raise ParallelError(f"the random stream {name!r} was saved on {kind}, which is not here")
+    generator = torch.Generator(kind)
+    generator.set_state(state)
+    return generator.initial_seed()
+
+
+def backward_id() -> int | None:
+    """Return the number of the backward pass that runs in this thread, if any."""
+    # torch.utils.checkpoint and torch.autograd.graph ask in the same way.
+    task: int = torch._C._current_graph_task_id()  # noqa: SLF001
+    return None if task == -1 else task
+
+
+MODEL_PARALLEL_RNG = "model-parallel-rng"
+DATA_PARALLEL_RNG = "data-parallel-rng"
+EXPERT_PARALLEL_RNG = "expert-parallel-rng"
+
+_TENSOR_OFFSET = 2718
+_EXPERT_OFFSET = 1024
+_SEEDS = 2**62
+_CLEAR_OF_TENSOR_OFFSETS = 1 << 20
+
+
+_Snapshot = tuple[dict[str, States], str | None]
+
+
+class RngTracker:
+    """Named streams of random numbers, of which one at a time stands in for the default one.
+
+    Both the CPU's default generator and the accelerator's are exchanged, each once it is in
+    use: a stream that was added before the accelerator was initialized starts there from the
+    same seed. Ranks that are threads of one process share torch's generators, and so cannot
+    use this; torch.compile breaks its graph where a stream is exchanged.
+
+    Args:
+        device: The accelerator whose default generator is exchanged besides the CPU's; "cpu"
+            for none. None stands for this machine's, as soon as something has initialized it.
+    """
+
+    def __init__(self, device: torch.device | str | None = None) -> None:
+        self._device = None if device is None else torch.device(device)
+        self._streams: dict[str, States] = {}
+        self._current: str | None = None
+        self._restored_in: int | None = None
+        self._is_initialized = False
+
+    @property
+    def current(self) -> str | None:
+        """The stream that stands in for the default one, within `fork`; else None."""
+        return self._current
+
+    def is_initialized(self) -> bool:
+        """Return whether any stream was added or set since the last reset."""
+        return self._is_initialized
+
+    def reset(self) -> None:
+        """Forget every stream."""
+        self._refuse_inside_fork("reset()")
+        self._streams = {}
+        self._is_initialized = False
+
+    def add(self, name: str, seed: int) -> None:
+        """Add a stream, which starts as the default one does after ``torch.manual_seed(seed)``.
+
+        Raises:
+            ParallelError: The name or the seed is taken: two streams of one seed are equal.
+        """
+        if name in self._streams:
+            raise ParallelError(
+                f"the random stream {name!r} exists already; choose another name, or reset() first"
+            )
+        for other, states in self._streams.items():
+            if seed_of(other, states) == seed:
+                raise ParallelError(
+                    f"the random stream {other!r} has seed {seed} already; "
+                    f"give {name!r} another one, or the two draw the same numbers"
+                )
+        self._streams[name] = {"cpu": seeded_state("cpu", seed)}
+        self._is_initialized = True
+
+    @contextlib.contextmanager
+    def fork(self, name: str = MODEL_PARALLEL_RNG) -> Iterator[None]:
+        """Draw from a named stream within the block; the default one goes on after it.
+
+        Blocks may be nested, also with the name of the one outside, whose stream then goes on.
+
+        Raises:
+            ParallelError: There is no such stream. Or autograd recomputes a region in its
+                backward pass without having restored the streams: it would draw other numbers
+                than in the forward pass.
+        """
+        self._refuse_stray_recomputation(name)
+        outer, before = self._current, default_states(self._device)
+        if outer is not None:
+            self._streams[outer] = self._streams[outer] | before
+        set_default_states(self._stream(name, before), self._device)
+        self._current = name
+        late: list[str] = []
+        try:
+            yield
+        finally:
+            after = default_states(self._device)
+            late += after.keys() - before.keys()
+            self._streams[name] = self._streams[name] | {kind: after[kind] for kind in before}
+            self._current = outer
+            resumed = before if outer is None else self._stream(outer, before)
+            set_default_states(resumed, self._device)
+        if late:
+            raise ParallelError(
+                f"{late[0]} was first used inside fork({name!r}), after its generator was to be "
+                f"exchanged; initialize it before, or give RngTracker device={late[0]!r}"
+            )
+
+    @property
+    def states_(self) -> Mapping[str, Tensor]:
+        """What `get_states` returns, to read: Megatron-LM's name. `set_states` changes them."""
+        return MappingProxyType(self.get_states())
+
+    def get_states(self) -> dict[str, Tensor]:
+        """Return the state of every stream, to save with a checkpoint.
+
+        Returns:
+            CPU tensors of bytes, which ``torch.load(weights_only=True)`` reads: the accelerator's
+            state by the stream's name where there is one, with the CPU's beside it as
+            ``name@cpu``; else the CPU's by name.
+        """
+        found = {}
+        for name, kept in self._streams.items():
+            # The stream in use is where the default generators are, not where it was taken up.
+            states = kept
+            if name == self._current:
+                states = kept | default_states(self._device)
+            accelerators = [state for kind, state in states.items() if kind != "cpu"]
+            if accelerators:
+                found[name] = accelerators[0]
+            if "cpu" in states:
+                found[f"{name}@cpu" if accelerators else name] = states["cpu"]
+        return found
+
+    def set_states(self, states: Mapping[str, Tensor]) -> None:
+        """Replace all streams by what `get_states` returned, of this package or Megatron-LM's.
+
+        Raises:
+            ParallelError: Called inside `fork`, or a state is an accelerator's and there is none.
+        """
+        self._refuse_inside_fork("set_states()")
+        streams: dict[str, States] = {}
+        cpu_bytes = torch.get_rng_state().numel()
+        for key, state in states.items():
+            name, kind = key.removesuffix("@cpu"), "cpu"
+            # No accelerator's state is as long as the CPU's Mersenne twister.
+            if state.numel() != cpu_bytes:
+                device = self._device
+                # What torch names is what it was built for, also where there is none.
+                if device is None and torch.accelerator.is_available():
+                    device = torch.accelerator.current_accelerator()
+                if device is None or device.type == "cpu":
+                    raise ParallelError(
+                        f"the state of random stream {key!r} has {state.numel()} bytes, the CPU's "
+                        f"has {cpu_bytes}: it was saved on an accelerator and fits only there"
+                    )
+                kind = device.type
+            streams.setdefault(name, {})[kind] = state.detach().cpu().clone()
+        self._streams = streams
+        self._is_initialized = True
+        # A checkpointing function of the user's own restores the streams before it recomputes.
+        self._restored_in = backward_id()
+
+    def _stream(self, name: str, kinds: Mapping[str, object]) -> States:
+        """Return a stream's states for these types of device; it begins where it was not used."""
+        states = self._streams.get(name)
+        if states is None:
+            raise ParallelError(
+                f"there is no random stream {name!r}; known: {', '.join(self._streams) or 'none'}. "
+                "Call seed_model_parallel(seed) or add(name, seed) first"
+            )
+        return {
+            kind: states[kind] if kind in states else seeded_state(kind, seed_of(name, states))
+            for kind in kinds
+        }
+
+    def _snapshot(self) -> _Snapshot:
+        return dict(self._streams), self._current
+
+    def _restore(self, snapshot: _Snapshot) -> None:
+        streams, self._current = snapshot
+        self._streams = dict(streams)
+
+    def _refuse_inside_fork(self, what: str) -> None:
+        if self._current is not None:
+            raise ParallelError(f"{what} inside fork({self._current!r}); leave the fork first")
+
+    def _refuse_stray_recomputation(self, name: str) -> None:
+        task = backward_id()
+        if task not in (None, self._restored_in):
+            raise ParallelError(
+                f"fork({name!r}) inside a backward pass: a region that was checkpointed is run "
+                "again with random streams that have moved on, and would draw other numbers, as "
+                "for dropout. Use ezpz_tp.checkpoint_activations, or torch.utils.checkpoint"
+                ".checkpoint(..., use_reentrant=False, context_fn=ezpz_tp.rng_contexts)"
+            )
+
+
+class _Recomputation:
+    """Runs a region again with the streams of its first run; those of now come back after.
+
+    Not a generator's context: backward may recompute a region several times.
+    """
+
+    def __init__(self, tracker: RngTracker) -> None:
+        self._tracker = tracker
+        self._first_run = tracker._snapshot()  # noqa: SLF001
+        self._now: list[tuple[_Snapshot, int | None]] = []
+
+    def __enter__(self) -> None:
+        tracker = self._tracker
+        self._now.append((tracker._snapshot(), tracker._restored_in))  # noqa: SLF001
+        tracker._restore(self._first_run)  # noqa: SLF001
+        tracker._restored_in = backward_id()  # noqa: SLF001
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        snapshot, self._tracker._restored_in = self._now.pop()  # noqa: SLF001
+        self._tracker._restore(snapshot)  # noqa: SLF001
+
+
+def rng_contexts(
+    tracker: RngTracker | None = None,
+) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
+    """Give back a checkpointed region its random numbers when it is recomputed.
+
+    For torch's ``checkpoint(..., use_reentrant=False, context_fn=ezpz_tp.rng_contexts)``, which
+    sees to the default generators itself (``preserve_rng_state``). Not for code under
+    torch.compile, which takes dispatch modes only.
+
+    Args:
+        tracker: Whose streams; those of `get_rng_tracker` if None.
+
+    Returns:
+        The contexts of the first run and of the recomputation.
+    """
+    return contextlib.nullcontext(), _Recomputation(tracker or _TRACKER)
+
+
+def get_rng_tracker() -> RngTracker:
+    """Return the tracker that everything uses that was not given another."""
+    return _TRACKER
+
+
+def seed_model_parallel(
+    seed: int,
+    *,
+    state: ParallelState | None = None,
+    tracker: RngTracker | None = None,
+    tensor_rank: int | None = None,
+    expert_rank: int | None = None,
+    expert_tensor_rank: int | None = None,
+) -> None:
+    """Seed the default generators and the tracker's streams, as Megatron-LM does.
+
+    Outside tensor-parallel regions every rank draws from ``seed``, which may differ between
+    pipeline stages (Megatron-LM's training adds 100 for each). The stream "model-parallel-rng"
+    gets ``seed + 2718 + tensor rank``, "data-parallel-rng" ``seed`` and "expert-parallel-rng"
+    ``seed + 1024 + 100 * expert rank + expert tensor rank``; where the last would reach the
+    seeds of "model-parallel-rng" (expert rank 17 on), 2**20 more.
+
+    Args:
+        seed: At least 0, the same on the ranks of a tensor-parallel group.
+        state: Whose ranks; the default's if None.
+        tracker: Whose streams are replaced; those of `get_rng_tracker` if None.
+        tensor_rank: Instead of the state's; the same for the other two.
+        expert_rank: See above.
+        expert_tensor_rank: See above.
+
+    Raises:
+        NotInitializedError: There are several ranks, no state, and no ranks were given.
+        ValueError: The seed is negative, or leaves no room for the ranks' own.
+    """
+    if not 0 <= seed < _SEEDS:
+        raise ValueError(f"seed_model_parallel: seed {seed}; expected 0 to 2**62 - 1")
+    place = index_or_alone if state is None else state.index
+    if tensor_rank is None:
+        tensor_rank = place("tensor")
+    if expert_rank is None:
+        expert_rank = place("expert")
+    if expert_tensor_rank is None:
+        expert_tensor_rank = place("expert_tensor")
+    expert_offset = _EXPERT_OFFSET + 100 * expert_rank + expert_tensor_rank
+    if expert_offset >= _TENSOR_OFFSET:
+        expert_offset += _CLEAR_OF_TENSOR_OFFSETS
+    tracker = tracker or _TRACKER
+    tracker.reset()
+    torch.manual_seed(seed)
+    tracker.add(DATA_PARALLEL_RNG, seed)
+    tracker.add(MODEL_PARALLEL_RNG, seed + _TENSOR_OFFSET + tensor_rank)
+    tracker.add(EXPERT_PARALLEL_RNG, seed + expert_offset)
+
+
+def seed_as_megatron(
+    seed: int,
+    *,
+    tensor_rank: int | None = None,
+    expert_rank: int | None = None,
+    expert_tensor_rank: int | None = None,
+) -> None:
+    """Do what `seed_model_parallel` does, and leave the CPU's default stream where it is.
+
+    As Megatron-LM's ``model_parallel_cuda_manual_seed``: that stream is ``torch.manual_seed``'s.
+    Without an accelerator the CPU's stands for the accelerator's, and is seeded.
+    """
+    state = torch.get_rng_state()
+    seed_model_parallel(
+        seed,
+        tensor_rank=tensor_rank,
+        expert_rank=expert_rank,
+        expert_tensor_rank=expert_tensor_rank,
+    )
+    if torch.accelerator.is_available():
+        torch.set_rng_state(state)
+
+
+_TRACKER = RngTracker()
+
+
+# A number by which tensors of different ranks are compared without being sent.
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_AT_A_TIME = 1 << 24
+"""Elements whose products are in memory at once."""
+
+
+@torch.no_grad()
+def checksum(tensor: Tensor) -> Tensor:
+    """Return a number of all bits and their places; 0-dim int64, on the tensor's device."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    if tensor.dtype is torch.bool:
+        tensor = tensor.view(torch.uint8)
+    columns = tensor.shape[-1] if tensor.dim() else 1
+    bits = tensor.reshape(-1, columns) if tensor.numel() else tensor.reshape(0, max(columns, 1))
+    bits = bits.view(_INTEGERS[bits.element_size()])
+    weights = _weights(bits.shape[1], torch.int32, bits.device)
+    # Overflow does no harm: it is the same everywhere.
+    rows = bits.split(max(1, _AT_A_TIME // max(1, bits.shape[1])))
+    sums = torch.cat([(some * weights).sum(1, dtype=torch.int64) for some in rows])
+    return (sums * _weights(len(sums), torch.int64, bits.device)).sum()
+
+
+def _weights(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a number for each place, without a pattern by which moved values could cancel."""
+    places = torch.arange(1, count + 1, dtype=dtype, device=device) * 1_640_531_527
+    return (places ^ (places >> 15)) * 2 + 1
+
+
+# Activation checkpointing that knows the random streams of tensor-parallel regions.
+
+
+Result = TypeVar("Result")
+
+_checkpointing = ContextVar("_checkpointing", default=False)  # of each thread: ranks may be
+
+
+def checkpoint_activations(
+    function: Callable[..., Result],
+    *args: Any,
+    distribute_saved_activations: bool = False,
+    tp_group: ProcessGroup | None = None,
+    tracker: RngTracker | None = None,
+) -> Result:
+    """Run a function without keeping its activations; backward runs it again.
+
+    torch's non-reentrant checkpointing, with the streams of `RngTracker` restored for the
+    second run, so that dropout repeats itself in and outside tensor-parallel regions.
+
+    Args:
+        function: Takes ``args``; what it returns is returned.
+        *args: Anything. Tensors among them are kept until backward.
+        distribute_saved_activations: Keep of the first argument, a tensor that is equal on the
+            tensor-parallel ranks, only this rank's part, and gather it in backward (collective).
+            The whole is freed once nobody else holds it. Ignored under torch.compile. Not under
+            sequence parallelism, where the activations between layers differ between ranks.
+        tp_group: The tensor-parallel group; the default state's if None.
+        tracker: Whose streams are restored; those of `get_rng_tracker` if None.
+
+    Raises:
+        TypeError: The first argument should be distributed and is not a tensor.
+        DegreeError: Its number of elements is not a multiple of the degree.
+        ParallelError: In backward: it was not the same, bit for bit, on all ranks. On CUDA an
+            assertion of the device, so that nothing waits.
+    """
+    if torch.compiler.is_compiling():
+        # The compiler keeps random numbers itself, and refuses contexts it cannot trace.
+        return _run(function, *args, use_reentrant=False)
+    contexts = functools.partial(rng_contexts, tracker)
+    group = tensor_group(tp_group) if distribute_saved_activations else None
+    if group is None or not torch.is_grad_enabled():
+        return _run(function, *args, use_reentrant=False, context_fn=contexts)
+    if not args or not isinstance(args[0], Tensor):
+        found = type(args[0]).__name__ if args else "nothing"
+        raise TypeError(
+            f"distribute_saved_activations: the first argument is {found}; expected the tensor "
+            "to share out over the tensor-parallel ranks"
+        )
+    part = split_tensor_into_1d_equal_chunks(args[0].detach(), new_buffer=True, tp_group=group)
+    region = _Region(function, args[0], group)
+    result: Result = _run(region, part, *args[1:], use_reentrant=False, context_fn=contexts)
+    return result
+
+
+def checkpoint(
+    function: Callable[..., Result], distribute_saved_activations: bool, *args: Any
+) -> Result:
+    """Run `checkpoint_activations` with Megatron-LM's signature."""
+
+    def noted(*args: Any) -> Result:
+        before = _checkpointing.set(True)
+        try:
+            return function(*args)
+        finally:
+            _checkpointing.reset(before)
+
+    return checkpoint_activations(
+        function if torch.compiler.is_compiling() else noted,
+        *args,
+        distribute_saved_activations=distribute_saved_activations,
+    )
+
+
+def is_checkpointing() -> bool:
+    """Return whether a region of `checkpoint` runs, for the first time or again."""
+    return _checkpointing.get()
+
+
+class CheckpointWithoutOutput:
+    """A region whose output is freed, too, and made again before backward needs it: Megatron-LM's.
+
+    For an output that what follows keeps for its backward, such as a norm's before a linear layer.
+
+    Args:
+        fp8: Only False or None.
+        ckpt_manager: Frees the outputs of several regions together.
+        retain_input_tensors: Without effect: what shares memory with an input is never freed.
+
+    >>> region = CheckpointWithoutOutput()
+    >>> x = torch.ones(3, requires_grad=True)
+    >>> middle = region.checkpoint(torch.exp, x)
+    >>> y = middle.square()
+    >>> region.discard_output_and_register_recompute(y)
+    >>> middle.untyped_storage().size()
+    0
+    >>> y.sum().backward()
+    >>> torch.allclose(x.grad, 2 * (2 * x).exp())
+    True
+    """
+
+    def __init__(
+        self,
+        fp8: object = False,
+        ckpt_manager: CheckpointWithoutOutputManager | None = None,
+        retain_input_tensors: bool = False,
+    ) -> None:
+        del retain_input_tensors
+        if fp8 not in (None, False):
+            raise NotImplementedError(
+                f"CheckpointWithoutOutput: fp8={fp8!r} is not supported; expected False"
+            )
+        self.ckpt_manager = ckpt_manager
+        self.outputs: tuple[Tensor | None, ...] | None = None
+        self._ctx: Any = None
+        self._again: tuple[list[Any], tuple[Any, ...]] | None = None
+
+    def checkpoint(self, run_function: Callable[..., Result], *args: Any) -> Result:
+        """Run a function of ``args`` without keeping its activations.
+
+        Raises:
+            TypeError: It returns something else than a tensor or a tuple of tensors and None.
+        """
+        if torch.compiler.is_compiling():
+            return run_function(*args)
+        if torch.is_grad_enabled():
+            self._function, self._states = run_function, default_states(None)
+            self._recomputation = rng_contexts()[1]
+            kinds = {arg.device.type for arg in args if isinstance(arg, Tensor)} - {"meta"}
+            self._autocast = [
+                (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+                for kind in sorted(kinds)
+            ]
+            # So that the output requires a gradient also where only parameters do.
+            mark = torch.empty(0, requires_grad=True)
+            result = _WithoutOutput.apply(self, mark, *args)  # type: ignore[no-untyped-call]
+        else:
+            result = run_function(*args)
+        self.outputs = _as_tuple(result)
+        inputs = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, Tensor)}
+        self._own = [
+            output is not None and output.untyped_storage().data_ptr() not in inputs
+            for output in self.outputs
+        ]
+        if self.ckpt_manager is not None:
+            self.ckpt_manager.add_checkpoint(self)
+        return result  # type: ignore[no-any-return]
+
+    def discard_output_and_register_recompute(self, hook_tensor: Tensor) -> None:
+        """Free the output, and make it again once ``hook_tensor`` has its gradient.
+
+        Does nothing with a manager, which does so for all its regions.
+
+        Args:
+            hook_tensor: Made of the output, by what keeps the output for its backward.
+
+        Raises:
+            ParallelError: It has no gradient, and the output needs one.
+        """
+        if self.ckpt_manager is None:
+            self._discard(hook_tensor)
+            if hook_tensor.requires_grad:
+                hook_tensor.register_hook(lambda _: self._recompute(self._ctx))
+
+    def _discard(self, hook_tensor: Tensor) -> None:
+        if self.outputs is None:
+            return
+        for output, own in zip(self.outputs, self._own, strict=True):
+            if output is not None and output.requires_grad and not hook_tensor.requires_grad:
+                raise ParallelError(
+                    "CheckpointWithoutOutput: hook_tensor has no gradient, so the output would not "
+                    "be made again; expected what was computed from it"
+                )
+            if output is not None and own:
+                output.untyped_storage().resize_(0)
+
+    def _recompute(self, ctx: Any) -> None:
+        """Run the function again, and fill the outputs that were freed."""
+        if ctx is None or self._again is not None:
+            return
+        if not torch.autograd._is_checkpoint_valid():  # noqa: SLF001 - nothing public asks
+            raise ParallelError(
+                "CheckpointWithoutOutput does not work with torch.autograd.grad(), nor with "
+                "backward(inputs=...); use backward()"
+            )
+        inputs = list(ctx.others)
+        for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
+            inputs[place] = tensor.detach().requires_grad_(tensor.requires_grad)
+        now = default_states(None)
+        set_default_states(self._states, None)
+        try:
+            with contextlib.ExitStack() as stack:
+                for kind, dtype, enabled in self._autocast:
+                    stack.enter_context(torch.autocast(kind, dtype, enabled))
+                stack.enter_context(self._recomputation)
+                stack.enter_context(torch.enable_grad())
+                outputs = _as_tuple(self._function(*inputs))
+        finally:
+            set_default_states(now, None)
+        for output, again in zip(self.outputs or (), outputs, strict=False):
+            if output is not None and output.untyped_storage().size() == 0:
+                # Of the storage, so that views see it, and autograd no change in place.
+                output.untyped_storage().resize_(again.untyped_storage().size())
+                output.untyped_storage().copy_(again.detach().untyped_storage())
+        self._again = inputs, outputs
+        self.outputs = self._ctx = None  # which would keep each other alive
+
+
+class CheckpointWithoutOutputManager:
+    """Regions whose outputs are freed, and made again, together: each may be the next's input."""
+
+    def __init__(self) -> None:
+        self.checkpoints: list[CheckpointWithoutOutput] = []
+        self.is_last_layer_in_recompute_block = False  # Megatron-LM's blocks set and read it
+
+    def add_checkpoint(self, ckpt: CheckpointWithoutOutput) -> None:
+        """Take a region that has run; one that was made with this manager comes by itself."""
+        if not isinstance(ckpt, CheckpointWithoutOutput):
+            raise TypeError(f"expected a CheckpointWithoutOutput, found {type(ckpt).__name__}")
+        if ckpt.outputs is None:
+            raise ValueError("the region has not run yet; call its checkpoint() first")
+        self.checkpoints.append(ckpt)
+
+    def discard_all_outputs_and_register_unified_recompute(self, hook_tensor: Tensor) -> None:
+        """Free all outputs, and make them again in order once ``hook_tensor`` has its gradient."""
+        for ckpt in self.checkpoints:
+            ckpt._discard(hook_tensor)  # noqa: SLF001
+        if hook_tensor.requires_grad:
+            hook_tensor.register_hook(lambda _: self._recompute())
+
+    def _recompute(self) -> None:
+        for ckpt in self.checkpoints:
+            ckpt._recompute(ckpt._ctx)  # noqa: SLF001
+
+
+class _WithoutOutput(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, region: CheckpointWithoutOutput, mark: Tensor, *args: Any) -> Any:
+        del mark
+        with torch.no_grad():
+            result = region._function(*args)  # noqa: SLF001
+        if not all(one is None or isinstance(one, Tensor) for one in _as_tuple(result)):
+            raise TypeError(
+                f"CheckpointWithoutOutput: the function returned {type(result).__name__}; expected "
+                "a tensor, or a tuple of tensors and None"
+            )
+        ctx.region, ctx.others = region, [None if isinstance(a, Tensor) else a for a in args]
+        ctx.places = [place for place, arg in enumerate(args) if isinstance(arg, Tensor)]
+        ctx.save_for_backward(*(args[place] for place in ctx.places))
+        region._ctx = ctx  # noqa: SLF001
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        region = ctx.region
+        region._recompute(ctx)  # noqa: SLF001 - where no hook did
+        (inputs, outputs), region._again = region._again, None  # noqa: SLF001
+        pairs = [
+            (output, grad)
+            for output, grad in zip(outputs, grads, strict=True)
+            if output is not None and output.requires_grad and grad is not None
+        ]
+        if pairs:
+            torch.autograd.backward([each for each, _ in pairs], [grad for _, grad in pairs])
+        return None, None, *(one.grad if isinstance(one, Tensor) else None for one in inputs)
+
+
+def _as_tuple(result: Any) -> tuple[Any, ...]:
+    return tuple(result) if isinstance(result, (tuple, list)) else (result,)
+
+
+class _Region:
+    """Runs a function on the whole tensor the first time, and on the gathered parts after.
+
+    The first run's graph leads to the whole tensor's own history; a recomputation is only there
+    for the values, so that what it starts from needs no history.
+    """
+
+    def __init__(self, function: Callable[..., Result], whole: Tensor, group: ProcessGroup) -> None:
+        self._function = function
+        self._group = group
+        self._shape, self._requires_grad = whole.shape, whole.requires_grad
+        self._checksum = checksum(whole)
+        self._whole: Tensor | None = whole
+
+    def __call__(self, part: Tensor, *args: Any) -> Any:
+        whole, self._whole = self._whole, None
+        if whole is None:
+            whole = gather_split_1d_tensor(part, self._group).view(self._shape)
+            self._check(whole)
+            whole.requires_grad_(self._requires_grad)
+        return self._function(whole, *args)
+
+    def _check(self, gathered: Tensor) -> None:
+        """Refuse parts of different tensors, whose gradients would be silently wrong."""
+        same = checksum(gathered) == self._checksum
+        message = (
+            f"distribute_saved_activations: the first argument {list(self._shape)} differs "
+            "between tensor-parallel ranks, as under sequence parallelism; expected the same on "
+            "all: leave distribute_saved_activations off"
+        )
+        if same.is_cuda:
+            torch._assert_async(same, message)  # noqa: SLF001 - nothing public asks without waiting
+        elif not same:
+            raise ParallelError(message)
+
+
+def _run(function: Callable[..., Result], *args: Any, **options: Any) -> Result:
+    result: Result = torch_checkpoint(function, *args, **options)
+    return result

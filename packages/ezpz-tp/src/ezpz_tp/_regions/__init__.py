@@ -1,1 +1,0 @@
-"""Collectives, and the autograd functions where sharded and replicated code meet."""

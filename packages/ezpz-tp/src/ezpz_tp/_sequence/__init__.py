@@ -1,1 +1,0 @@
-"""Attention over sequences that ranks share."""

@@ -1,0 +1,1005 @@
+"""The sharding calculator: what one works out in one's head when designing a sharded model.
+
+The letters of an einsum are the dims of its tensors. Along one axis of the mesh a tensor is
+replicated, sharded on one of its letters, or partial: the ranks hold terms of a sum. Axes do not
+depend on each other. Along each, an einsum of any number of operands is linear in every one of
+them, which leaves four cases in which every rank can work on what it has:
+
+========================================  ===========  ===========================================
+along an axis the operands are            output       their gradients, from the local product
+========================================  ===========  ===========================================
+all replicated                            replicated   replicated
+sharded on a letter of the output         sharded      sharded; partial where the letter is not
+sharded on a letter that is summed        partial      sharded; partial where the letter is not
+partial, one of them; others replicated   partial      replicated; of the others partial
+========================================  ===========  ===========================================
+
+"Sharded" means here: every operand that has the letter is sharded on it, and all others are
+replicated. What has the letter gets a sharded gradient, what lacks it has seen only a part of the
+sum over the letter: its gradient is partial. The gradient of an output that is replicated or
+partial is the same on every rank, that of a sharded one is sharded.
+
+What does not agree is moved, before the product for operands and after it for the output, and the
+gradients go back by the inverse; "-" sends nothing:
+
+==========================  ==============  ======================================================
+a tensor goes               forward         backward
+==========================  ==============  ======================================================
+replicated to sharded code  -               all-reduce (its gradient is partial)
+replicated to sharded       slice           all-gather
+sharded to replicated       all-gather      reduce-scatter (partial gradient), or slice
+sharded to another letter   all-to-all      all-to-all
+partial to replicated       all-reduce      - (or all-reduce, if its gradient is partial)
+partial to sharded          reduce-scatter  all-gather
+==========================  ==============  ======================================================
+
+Along an axis where the operands do not agree, the letter that ``output`` names is the one that is
+computed on. If it names none: that letter among the operands' which sends the least in forward
+and backward, with the sum of an output that is left partial counted. (Computing the same on
+every rank is not considered once something is sharded.) Where operands agree nothing moves before
+the product, except that replicated ones are sliced if ``output`` wants the result in parts.
+
+Rules and names are those of Megatron-LM (Shoeybi et al., arXiv:1909.08053; Korthikanti et al.,
+arXiv:2205.05198); Austin et al., "How to Scale Your Model" (jax-ml.github.io/scaling-book),
+work through many such products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations, permutations, product
+from math import prod
+from string import ascii_letters
+from typing import TYPE_CHECKING, TypeAlias
+
+from ._errors import DegreeError, ParallelError
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.placement_types import Placement
+
+
+# Where a tensor is along each axis: as text, as a mapping, or as torch's placements.
+#
+# In this folder a layout maps every axis, in the order of the mesh, to the letter that the
+# tensor is sharded on along that axis, or to one of the words below.
+
+
+REPLICATED = "replicated"
+"""Every rank along the axis holds the same."""
+
+PARTIAL = "partial"
+"""The ranks along the axis hold terms of a sum."""
+
+Layout: TypeAlias = dict[str, str]
+Given: TypeAlias = "str | Mapping[str, str | None] | Sequence[Placement] | None"
+"""How a caller writes a layout: ``"b@data f@tensor"``, ``{"data": "b"}`` or torch's objects."""
+
+
+def read(
+    given: Given, letters: str, name: str, mesh_axes: Sequence[str] | None
+) -> tuple[Layout, bool]:
+    """Return what ``given`` says of the axes that it names, and whether of all others too.
+
+    Args:
+        given: A layout of a tensor.
+        letters: One for each dim of the tensor.
+        name: Of the tensor, for errors.
+        mesh_axes: The axes, if known; torch's placements are in their order.
+
+    Raises:
+        ValueError: It is not a layout of that tensor.
+    """
+    pairs: Iterable[tuple[str, str | None]]
+    whole = given is None
+    if given is None:
+        pairs = ()
+    elif isinstance(given, str):
+        words = given.replace(",", " ").split()
+        whole = words == [REPLICATED]
+        pairs = () if whole else [_pair(word, given, name) for word in words]
+    elif isinstance(given, Mapping):
+        pairs = given.items()
+    else:
+        pairs = _from_torch(given, letters, name, mesh_axes)
+    layout: Layout = {}
+    for axis, where in pairs:
+        if axis in layout:
+            raise ValueError(
+                f"{name} {given!r} names axis {axis} twice; a tensor is sharded on one dim, or "
+                "partial, along an axis"
+            )
+        if mesh_axes is not None and axis not in mesh_axes:
+            raise ValueError(
+                f"{name} {given!r}: axis {axis!r} is none of mesh_axes {tuple(mesh_axes)}"
+            )
+        layout[axis] = _where(where, letters, f"{name} {given!r}")
+    return layout, whole
+
+
+def complete(told: Mapping[str, str], axes: Sequence[str]) -> Layout:
+    """Return a layout over all axes: replicated where nothing is told."""
+    return {axis: told.get(axis, REPLICATED) for axis in axes}
+
+
+def text(layout: Layout) -> str:
+    """Return a layout as text, which `read` understands."""
+    words = [f"{where}@{axis}" for axis, where in layout.items() if where != REPLICATED]
+    return " ".join(words) or REPLICATED
+
+
+def to_torch(layout: Layout, letters: str) -> tuple[Placement, ...]:
+    """Return torch's placements, in the order of the axes."""
+    from torch.distributed.tensor.placement_types import Partial, Replicate, Shard  # noqa: PLC0415
+
+    words: dict[str, Placement] = {REPLICATED: Replicate(), PARTIAL: Partial()}
+    return tuple(words.get(where) or Shard(letters.index(where)) for where in layout.values())
+
+
+def dual(where: str) -> str:
+    """Return where the gradient of a tensor is: a sum's is the same for each of its terms."""
+    return REPLICATED if where == PARTIAL else where
+
+
+def conversion(source: str, target: str) -> str | None:
+    """Return what brings a tensor from one place along an axis to another; None if nothing."""
+    if source == target:
+        return None
+    if source == PARTIAL:
+        return "all-reduce" if target == REPLICATED else "reduce-scatter"
+    if source == REPLICATED:
+        return "slice"
+    return "all-gather" if target == REPLICATED else "all-to-all"
+
+
+def _pair(word: str, given: str, name: str) -> tuple[str, str]:
+    where, at, axis = word.partition("@")
+    if not (where and at and axis) or "@" in axis:
+        raise ValueError(
+            f"{name} {given!r}: {word!r} is not a placement; expected letter@axis, "
+            f"{PARTIAL}@axis or {REPLICATED}@axis, as in 'b@data f@tensor'"
+        )
+    return axis, where
+
+
+def _where(where: str | None, letters: str, told: str) -> str:
+    if where is None:
+        return REPLICATED
+    if where not in (REPLICATED, PARTIAL, *letters):
+        raise ValueError(
+            f"{told}: {where!r} is no dim of {letters!r}; expected for an axis one of its letters, "
+            f"{PARTIAL!r} or {REPLICATED!r}, as in {{'data': {letters[:1]!r}}}"
+        )
+    return where
+
+
+def _from_torch(
+    given: Sequence[Placement], letters: str, name: str, mesh_axes: Sequence[str] | None
+) -> Iterable[tuple[str, str]]:
+    from torch.distributed.tensor.placement_types import Partial, Replicate, Shard  # noqa: PLC0415
+
+    if mesh_axes is None:
+        raise ValueError(
+            f"{name} {given!r} does not name its axes; write 'b@data f@tensor', or give torch's "
+            "placements, with mesh_axes=('data', 'tensor')"
+        )
+    if not hasattr(given, "__len__") or len(given) != len(mesh_axes):
+        raise ValueError(
+            f"{name} {given!r}: expected a tuple of one placement for each of mesh_axes "
+            f"{tuple(mesh_axes)}"
+        )
+    for axis, item in zip(mesh_axes, given, strict=True):
+        # Their subclasses mean something else: interleaved shards, masked sums.
+        if type(item) is Replicate:
+            yield axis, REPLICATED
+        elif type(item) is Partial and item.reduce_op == "sum":
+            yield axis, PARTIAL
+        elif type(item) is Shard and -len(letters) <= item.dim < len(letters):
+            yield axis, letters[item.dim]
+        else:
+            raise ValueError(
+                f"{name}: {item!r} on axis {axis}; expected Replicate(), Partial('sum') or "
+                f"Shard(dim) with a dim of {letters!r}"
+            )
+
+
+# Which of this package's region functions brings a tensor from one place to another.
+
+
+def calls(
+    name: str, letters: str, source: str, target: str, gradient: str, back: str
+) -> tuple[str, ...]:
+    """Return the calls to write: none, one, or two for a sum that sharded code then shares.
+
+    Args:
+        name: Of the tensor.
+        letters: One for each of its dims.
+        source: Where the tensor is along the tensor axis.
+        target: Where it shall be.
+        gradient: Where the gradient of the result is.
+        back: Where the gradient of the tensor shall be.
+    """
+    forward, backward = conversion(source, target), conversion(gradient, back)
+    copy = (f"copy_to_tensor_parallel_region({name})",) if backward == "all-reduce" else ()
+    if forward is None:
+        return copy
+    if forward == "all-reduce":
+        return f"reduce_from_tensor_parallel_region({name})", *copy
+    if forward == "all-to-all":
+        gathered, split = letters.index(source), letters.index(target)
+        return (f"sequence_to_head({name}, sequence_dim={gathered}, head_dim={split})",)
+    dim = letters.index(source if forward == "all-gather" else target)
+    last = dim == len(letters) - 1
+    function = _FUNCTIONS[forward, backward or "", last]
+    arguments = [name]
+    if "sequence" in function:
+        if (forward, backward) == ("all-gather", "slice"):
+            arguments.append("tensor_parallel_output_grad=False")
+        if dim:
+            arguments.append(f"dim={dim}")
+    return (f"{function}({', '.join(arguments)})",)
+
+
+_FUNCTIONS = {
+    # forward, backward, whether along the last dim
+    ("slice", "all-gather", True): "scatter_to_tensor_parallel_region",
+    ("slice", "all-gather", False): "scatter_to_sequence_parallel_region",
+    ("all-gather", "slice", True): "gather_from_tensor_parallel_region",
+    ("all-gather", "slice", False): "gather_from_sequence_parallel_region",
+    ("all-gather", "reduce-scatter", True): "all_gather_last_dim_from_tensor_parallel_region",
+    ("all-gather", "reduce-scatter", False): "gather_from_sequence_parallel_region",
+    ("reduce-scatter", "all-gather", True): "reduce_scatter_last_dim_to_tensor_parallel_region",
+    ("reduce-scatter", "all-gather", False): "reduce_scatter_to_sequence_parallel_region",
+}
+
+
+# The letters of an einsum: one for each dim of each operand.
+
+
+@dataclass(frozen=True, slots=True)
+class Equation:
+    """An einsum's operands and output, as their letters, and what they are called."""
+
+    operands: tuple[str, ...]
+    output: str
+    names: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, text: str, names: Sequence[str] | None) -> Equation:
+        """Return the equation that ``text`` writes in einsum's notation; spaces do not matter.
+
+        Raises:
+            ValueError: It is not one, or the names do not fit it.
+        """
+        written = "".join(text.split())
+        if "." in written:
+            raise ValueError(
+                f"einsum {text!r} has an ellipsis; give every dim a letter, for that is how a "
+                "placement names it"
+            )
+        if written.count("->") != 1:
+            raise ValueError(
+                f"einsum {text!r} does not say what comes out; expected one '->', as in "
+                "'bsh,hf->bsf' ('ab->' for the sum)"
+            )
+        inputs, output = written.split("->")
+        operands = tuple(inputs.split(","))
+        for letters in (*operands, output):
+            _check_letters(text, letters)
+        for letter in output:
+            if letter not in inputs:
+                raise ValueError(f"einsum {text!r}: no operand has {letter!r} of the output")
+        return cls(operands, output, _names(names, len(operands)))
+
+
+def _check_letters(text: str, letters: str) -> None:
+    for letter in letters:
+        if letter not in ascii_letters:
+            raise ValueError(f"einsum {text!r}: {letter!r} is not a letter a-z or A-Z")
+        if letters.count(letter) > 1:
+            raise ValueError(
+                f"einsum {text!r}: {letter!r} is twice in {letters!r}; diagonals cannot be "
+                "taken of shards. Take it before, by torch.diagonal"
+            )
+
+
+def _names(names: Sequence[str] | None, count: int) -> tuple[str, ...]:
+    """Return what the operands are called; the output is y, and gradients have a d before."""
+    if names is None:
+        names = ("x", "w")[:count] if count <= 2 else [f"x{n}" for n in range(1, count + 1)]
+    if isinstance(names, str) or len(names) != count:
+        raise ValueError(f"names={names!r}; expected one for each of {count} operands")
+    for name in names:
+        if not name.isidentifier():
+            raise ValueError(f"names={names!r}: {name!r} is not a name")
+    taken = [*names, "y", *(f"d{name}" for name in names), "dy", "output"]
+    for name in taken:
+        if taken.count(name) > 1:
+            raise ValueError(
+                f"names={names!r}: {name!r} would be two things; the output is y, and the "
+                "gradient of x is dx"
+            )
+    return tuple(names)
+
+
+# How one tensor is brought from one layout to another, and its gradient back; at what cost.
+
+
+_TENSOR_AXES = ("tensor", "tp")
+_WORDS = {REPLICATED, PARTIAL}
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of forward or backward.
+
+    Args:
+        kind: all-reduce, reduce-scatter, all-gather or all-to-all; or slice, which keeps this
+            rank's part and sends nothing.
+        axis: That of the ranks that take part.
+        tensor: What it works on: ``x``, ``w``, ``y`` in forward, ``dy``, ``dx``, ``dw`` in
+            backward.
+        gathered: The letter that is whole afterwards (all-gather, all-to-all).
+        split: The letter that is sharded afterwards (reduce-scatter, slice, all-to-all).
+        region: The call of this package that does it, on the tensor axis; else None. One call
+            may do one step in forward and another in backward.
+        bytes: Bytes that each rank sends by a ring's algorithm; None without sizes.
+    """
+
+    kind: str
+    axis: str
+    tensor: str
+    gathered: str | None
+    split: str | None
+    region: str | None
+    bytes: int | None
+
+    def __str__(self) -> str:
+        words = [self.kind, self.tensor]
+        if self.gathered and self.split:
+            words += ["from", self.gathered, "to", self.split]
+        elif self.gathered or self.split:
+            words += ["on", self.gathered or self.split or ""]
+        return " ".join([*words, "over", self.axis])
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A tensor's way along one axis, and its gradient's way back."""
+
+    axis: str
+    source: str
+    target: str
+    gradient: str
+    back: str
+
+    @property
+    def is_nothing(self) -> bool:
+        """Whether neither does anything."""
+        return self.source == self.target and self.gradient == self.back
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """The sizes that bytes are counted for."""
+
+    sizes: Mapping[str, int]
+    degrees: Mapping[str, int]
+    itemsize: int
+
+    def shape(self, letters: str, layout: Layout) -> tuple[int, ...]:
+        """Return the shape of a rank's part.
+
+        Raises:
+            DegreeError: The degrees do not divide a size.
+        """
+        shape = []
+        for letter in letters:
+            axes = [axis for axis, where in layout.items() if where == letter]
+            degree = prod(self.degrees[axis] for axis in axes)
+            if self.sizes[letter] % degree:
+                words = " x ".join(f"{axis} {self.degrees[axis]}" for axis in axes)
+                raise DegreeError(
+                    f"size {self.sizes[letter]} of {letter!r} in {letters!r} does not divide by "
+                    f"{words}; pad it to a multiple of {degree}"
+                )
+            shape.append(self.sizes[letter] // degree)
+        return tuple(shape)
+
+    def sent(self, kind: str | None, axis: str, letters: str, before: Layout) -> int:
+        """Return the bytes that each rank sends in a ring, of a tensor that lies so before."""
+        if kind is None or kind == "slice":
+            return 0
+        have, degree = prod(self.shape(letters, before)) * self.itemsize, self.degrees[axis]
+        if kind == "all-gather":
+            return have * (degree - 1)
+        rounds = 2 if kind == "all-reduce" else 1
+        return -(-rounds * have * (degree - 1) // degree)
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A tensor's steps, in order, the gradient's, in order, and the calls that do both."""
+
+    forward: tuple[Step, ...]
+    backward: tuple[Step, ...]
+    regions: tuple[str, ...]
+
+    @property
+    def sent(self) -> int:
+        """Bytes that each rank sends, in forward and backward."""
+        return sum(step.bytes or 0 for step in (*self.forward, *self.backward))
+
+    def then(self, later: Way) -> Way:
+        """Return both, one after the other."""
+        forward, backward = self.forward + later.forward, later.backward + self.backward
+        return Way(forward, backward, self.regions + later.regions)
+
+
+def cheapest_way(name: str, letters: str, start: Layout, moves: Sequence[Move], cost: Cost) -> Way:
+    """Return the moves in the order that sends the least.
+
+    Raises:
+        ParallelError: In no order are the parts of a letter contiguous all along.
+        DegreeError: The degrees do not divide a size.
+    """
+    wanted = [move for move in moves if not move.is_nothing]
+    cost.shape(letters, start)
+    indivisible: DegreeError | None = None
+    # What a move sends depends on which ones were made before it, not on their order: of each
+    # set of moves the best order is enough.
+    reached: dict[frozenset[int], tuple[int, tuple[int, ...], Way]] = {
+        frozenset(): (0, (), Way((), (), ()))
+    }
+    for _ in wanted:
+        further: dict[frozenset[int], tuple[int, tuple[int, ...], Way]] = {}
+        for done, (sent, order, way) in reached.items():
+            layout = start | {wanted[number].axis: wanted[number].target for number in done}
+            for number, move in enumerate(wanted):
+                if number in done or not _is_contiguous(move, layout):
+                    continue
+                try:
+                    last = _way(name, letters, layout, move, cost)
+                except DegreeError as error:
+                    indivisible = error
+                    continue
+                found = sent + last.sent, (*order, number), way.then(last)
+                made = done | {number}
+                further[made] = min(found, further.get(made, found), key=_rank)
+        reached = further
+    if not reached:
+        raise indivisible or ParallelError(_apart(name, letters, start, wanted))
+    (best,) = reached.values()
+    return best[-1]
+
+
+def _rank(found: tuple[int, tuple[int, ...], Way]) -> tuple[int, tuple[int, ...]]:
+    return found[:2]
+
+
+def _is_contiguous(move: Move, layout: Layout) -> bool:
+    """Whether a move finds, and leaves, contiguous parts of every letter.
+
+    The first of a letter's axes cuts it, the next one cuts those parts: only the last of them
+    can be taken away, and one that is added has to come last.
+    """
+    axes = list(layout)
+    later = axes[axes.index(move.axis) + 1 :]
+    changed = {move.source, move.target} - _WORDS
+    return move.source == move.target or not any(layout[axis] in changed for axis in later)
+
+
+def _way(name: str, letters: str, layout: Layout, move: Move, cost: Cost) -> Way:
+    """Return the steps of one move of a tensor that lies so before."""
+    after = layout | {move.axis: move.target}
+    cost.shape(letters, after)
+    regions = _calls(name, letters, move)
+
+    def steps(
+        tensor: str, source: str, target: str, lies: Layout, calls: tuple[str, ...]
+    ) -> tuple[Step, ...]:
+        if source == target:
+            return ()
+        kind = conversion(source, target)
+        gathered, split = (None if where in _WORDS else where for where in (source, target))
+        sent = cost.sent(kind, move.axis, letters, lies)
+        region = calls[0] if calls else None
+        return (Step(kind or "", move.axis, tensor, gathered, split, region, sent),)
+
+    forward = steps(name, move.source, move.target, layout, regions)
+    # A gradient that is partial has the shape of what is replicated.
+    backward = steps(f"d{name}", move.gradient, move.back, after, regions[::-1])
+    return Way(forward, backward, regions)
+
+
+def _calls(name: str, letters: str, move: Move) -> tuple[str, ...]:
+    if move.axis not in _TENSOR_AXES:
+        return ()
+    return calls(name, letters, move.source, move.target, move.gradient, move.back)
+
+
+def _apart(name: str, letters: str, start: Layout, moves: Sequence[Move]) -> str:
+    ways = ", ".join(
+        f"from {move.source} to {move.target} over {move.axis}"
+        for move in moves
+        if move.source != move.target
+    )
+    return (
+        f"{name} {letters!r} cannot go {ways} in contiguous parts: of the axes that cut a dim, in "
+        f"the order {', '.join(start)}, only the last can be added or taken away. Name mesh_axes= "
+        "in another order, cut the dim alike in all operands, or gather it before"
+    )
+
+
+# Which letter, or which terms of a sum, the local products along each axis share out.
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """How the local products share the work along an axis."""
+
+    letter: str | None = None  # each rank takes a part of it
+    partial: int | None = None  # or a term of this operand
+
+    def entering(self, number: int, letters: str) -> str:
+        """Where an operand has to be."""
+        if self.letter is None:
+            return PARTIAL if self.partial == number else REPLICATED
+        return self.letter if self.letter in letters else REPLICATED
+
+    def gradient(self, number: int, letters: str) -> str:
+        """Where the gradient of an operand comes out."""
+        if self.letter is None:
+            return REPLICATED if self.partial in {None, number} else PARTIAL
+        return self.letter if self.letter in letters else PARTIAL
+
+    def result(self, letters: str) -> str:
+        """Where the product comes out."""
+        if self.letter is None:
+            return REPLICATED if self.partial is None else PARTIAL
+        return self.letter if self.letter in letters else PARTIAL
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What moves, and where gradients and output end up."""
+
+    gradients: tuple[Layout, ...]
+    output: Layout
+    ways: tuple[Way, ...]
+    end: Way
+    price: int
+
+
+def cheapest_plan(
+    equation: Equation, axes: Sequence[str], given: Sequence[Layout], wanted: Layout, cost: Cost
+) -> Plan:
+    """Return the plan that sends the least, of those that share the work in different ways.
+
+    Raises:
+        ParallelError: No plan is possible.
+        DegreeError: Of none do the degrees divide the sizes.
+    """
+    best: Plan | None = None
+    failures: list[ParallelError] = []
+    choices = [list(_works(equation, axis, given, wanted)) for axis in axes]
+    for works in product(*choices):
+        try:
+            plan = _plan(equation, dict(zip(axes, works, strict=True)), given, wanted, cost)
+        except ParallelError as error:
+            failures.append(error)
+            continue
+        if best is None or plan.price < best.price:
+            best = plan
+    if best is None:
+        raise failures[0]
+    return best
+
+
+def _works(
+    equation: Equation, axis: str, given: Sequence[Layout], wanted: Layout
+) -> Iterator[_Work]:
+    """Yield the ways to share the work along one axis that are worth a look."""
+    places = [layout[axis] for layout in given]
+    letters = list(dict.fromkeys(w for w in places if w not in {PARTIAL, REPLICATED}))
+    partial = [number for number, where in enumerate(places) if where == PARTIAL]
+    goal = wanted.get(axis, REPLICATED)
+    if len(letters) == 1 and all(
+        where == (letters[0] if letters[0] in own else REPLICATED)
+        for where, own in zip(places, equation.operands, strict=True)
+    ):
+        yield _Work(letters[0])
+    elif len(partial) == 1 and not letters:
+        yield _Work(partial=partial[0])
+    elif goal not in {PARTIAL, REPLICATED}:
+        yield _Work(goal)
+    elif letters:
+        yield from map(_Work, letters)
+    else:
+        yield _Work()
+        yield from (_Work(partial=number) for number in partial)
+
+
+def _plan(
+    equation: Equation,
+    works: Mapping[str, _Work],
+    given: Sequence[Layout],
+    wanted: Layout,
+    cost: Cost,
+) -> Plan:
+    """Return what sharing the work so leads to."""
+    ways, gradients = [], []
+    for number, letters in enumerate(equation.operands):
+        gradient = {axis: work.gradient(number, letters) for axis, work in works.items()}
+        moves = [
+            Move(axis, where, work.entering(number, letters), gradient[axis], dual(where))
+            for (axis, where), work in zip(given[number].items(), works.values(), strict=True)
+        ]
+        gradients.append(gradient)
+        ways.append(cheapest_way(equation.names[number], letters, given[number], moves, cost))
+    result = {axis: work.result(equation.output) for axis, work in works.items()}
+    output = {axis: wanted.get(axis, where) for axis, where in result.items()}
+    moves = [
+        Move(axis, where, output[axis], dual(output[axis]), dual(where))
+        for axis, where in result.items()
+    ]
+    for move in moves:
+        if move.target == PARTIAL != move.source:
+            raise ParallelError(
+                f"y is {move.source} over {move.axis}, which does not become partial; leave "
+                f"{move.axis} out of output="
+            )
+    end = cheapest_way("y", equation.output, result, moves, cost)
+    price = sum(way.sent for way in (*ways, end))
+    for axis, where in output.items():
+        if where == PARTIAL:  # somebody has to sum it
+            price += cost.sent("all-reduce", axis, equation.output, output)
+    return Plan(tuple(gradients), output, tuple(ways), end, price)
+
+
+# The calculator's answer as text.
+
+
+def table(answer: EinsumSharding) -> str:
+    """Return a row for each tensor and a column for each axis, then the steps."""
+    lines = [(answer.equation, "", *answer.axes, *(["local"] if answer.shapes else []))]
+    for name, letters, layout in answer.rows():
+        told = complete(read(layout, letters, name, answer.axes)[0], answer.axes)
+        places = ("-" if where == REPLICATED else where for where in told.values())
+        shape = [_shape(answer.shapes.get(name))] if answer.shapes else []
+        lines.append((name, letters, *places, *shape))
+    # The equation stands above the first two columns.
+    head, *rows = lines
+    width = max(len(row[0]) for row in rows)
+    aligned = _aligned([(head[0], *head[2:])] + [(f"{n:{width}}  {t}", *c) for n, t, *c in rows])
+    steps = [*_steps("forward", answer.forward), *_steps("backward", answer.backward)]
+    return "\n".join([*aligned, *_aligned(steps)])
+
+
+def _steps(title: str, steps: Sequence[Step]) -> Iterable[tuple[str, ...]]:
+    if not steps:
+        yield title, "-"
+    for position, step in enumerate(steps):
+        yield (
+            "" if position else title,
+            str(step),
+            *([] if step.bytes is None else [_bytes(step.bytes)]),
+            step.region or "",
+        )
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    count = max(len(row) for row in rows)
+    full = [[*row, *[""] * (count - len(row))] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*full, strict=True)]
+    return [
+        "  ".join(f"{word:{width}}" for word, width in zip(row, widths, strict=True)).rstrip()
+        for row in full
+    ]
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "" if shape is None else " x ".join(map(str, shape)) or "scalar"
+
+
+def _bytes(count: int) -> str:
+    """Return a number of bytes in the units of a network, 1 kB = 1000 B."""
+    value, units = float(count), ["B", "kB", "MB", "GB", "TB"]
+    while value >= 999.5 and len(units) > 1:
+        value /= 1000
+        units.pop(0)
+    return f"{value:.3g} {units[0]}"
+
+
+# What the calculator answers.
+
+
+@dataclass(frozen=True, slots=True)
+class EinsumSharding:
+    """Where everything in a sharded einsum is, and what is sent; see `einsum_sharding`.
+
+    ``str()`` of it is a table. Placements are texts as `einsum_sharding` reads them, in the
+    order of the axes: ``"b@data f@tensor"``, or ``"replicated"``.
+
+    Args:
+        equation: As it was given.
+        names: What the operands are called: x and w. The output is y, gradients dx, dw, dy.
+        axes: The axes of the mesh, from the outermost.
+        operands: The placements of the operands, as given.
+        output: The placements of the output.
+        gradients: For each operand, where the gradient is that comes out of the local product:
+            partial is what `backward` then has to sum. Afterwards it lies as its operand, or is
+            replicated if that is partial.
+        forward: The steps of forward, in order.
+        backward: The steps of backward, in order.
+        regions: The calls of this package's region functions, in order, that do those of
+            the steps that are over the tensor axis.
+        shapes: The local shape of each operand as given, and of y; None without sizes.
+    """
+
+    equation: str
+    names: tuple[str, ...]
+    axes: tuple[str, ...]
+    operands: tuple[str, ...]
+    output: str
+    gradients: tuple[str, ...]
+    forward: tuple[Step, ...]
+    backward: tuple[Step, ...]
+    regions: tuple[str, ...]
+    shapes: Mapping[str, tuple[int, ...]] | None = field(hash=False)
+
+    @property
+    def bytes(self) -> int | None:
+        """Bytes that each rank sends in forward and backward; None without sizes."""
+        if self.shapes is None:
+            return None
+        return sum(step.bytes or 0 for step in (*self.forward, *self.backward))
+
+    def placements(self, of: str | int = "output") -> tuple[Placement, ...]:
+        """Return torch's placements of a tensor, one for each of ``axes``.
+
+        Args:
+            of: An operand by its number or name; ``"output"`` or ``"y"``; or a gradient as it
+                leaves the local product, ``"dx"``.
+
+        Raises:
+            ValueError: There is no such tensor.
+        """
+        for name, letters, layout in self.rows():
+            if name == of:
+                return self._to_torch(layout, letters)
+        if of == "output":
+            return self.placements("y")
+        if isinstance(of, int) and -len(self.names) <= of < len(self.names):
+            return self.placements(self.names[of])
+        raise ValueError(
+            f"no tensor {of!r} in {self.equation!r}; expected 'output', an operand's number below "
+            f"{len(self.names)}, or one of {', '.join(name for name, _, _ in self.rows())}"
+        )
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """Return name, letters and placements of the operands, the output, and the gradients."""
+        equation = Equation.parse(self.equation, self.names)
+        operands, gradients = (
+            list(zip(self.names, equation.operands, layouts, strict=True))
+            for layouts in (self.operands, self.gradients)
+        )
+        return [
+            *operands,
+            ("y", equation.output, self.output),
+            *((f"d{name}", letters, layout) for name, letters, layout in gradients),
+        ]
+
+    def _to_torch(self, layout: str, letters: str) -> tuple[Placement, ...]:
+        told, _ = read(layout, letters, "", self.axes)
+        return to_torch(complete(told, self.axes), letters)
+
+    def __str__(self) -> str:
+        return table(self)
+
+
+def einsum_sharding(
+    equation: str,
+    *operands: Given,
+    output: Given = None,
+    mesh_axes: Sequence[str] | None = None,
+    sizes: Mapping[str, int] | None = None,
+    degrees: Mapping[str, int] | None = None,
+    itemsize: int = 2,
+    names: Sequence[str] | None = None,
+) -> EinsumSharding:
+    """Work out a sharded einsum: where output and gradients are, and what is sent.
+
+    Pure arithmetic: nothing is communicated, no tensor is needed. The rules are in this
+    module's docstring.
+
+    Args:
+        equation: In einsum's notation, with ``->``; no ellipsis, and no letter twice in a tensor.
+        *operands: Where each operand is. ``"b@data f@tensor"``: dim b is sharded over the axis
+            data and f over tensor; ``"partial@tensor"``: the ranks of tensor hold terms of a
+            sum; ``"replicated"``, also ``""`` and None: the same everywhere. Or a mapping,
+            ``{"data": "b", "tensor": "f"}``. Or torch's placements, one for each of
+            ``mesh_axes``: ``(Shard(0), Partial())``. Axes that are not named are replicated.
+        output: Where the output shall be, in the same way. Axes that it does not name stay as
+            the product leaves them, perhaps partial; ``"replicated@tensor"`` names one.
+        mesh_axes: All axes, from the outermost: a dim sharded over two is cut by the first, and
+            the parts by the second. Default: those of the operands, in the order they are named;
+            or another, if dims that several cut stay in contiguous parts, or less is sent, only so.
+        sizes: The size of the whole dim, for each letter. With it, local shapes and bytes are
+            given. Without, all letters are taken to be of one size to find what sends the least.
+        degrees: Number of ranks along each axis; together with ``sizes``.
+        itemsize: Bytes of an element, 2 for bf16.
+        names: What the operands are called; default x and w, or x1, x2 and so on.
+
+    Bytes are what a rank sends in a ring: (n - 1)/n of the whole for an all-gather or a
+    reduce-scatter, twice that for an all-reduce, (n - 1)/n of its part for an all-to-all.
+    Backward is taken to keep what forward gathered; FSDP and Megatron's sequence parallelism free
+    it and gather once more.
+
+    Raises:
+        ValueError: The equation, a placement or another argument is not well-formed.
+        DegreeError: A degree does not divide the size of a dim that is sharded by it.
+        ParallelError: The output cannot be had as wanted, or some letter that several axes shard
+            would not stay in contiguous parts.
+
+    Megatron's MLP. The column layer needs no collective in forward; under it lies data
+    parallelism, whose all-reduce of the weight's gradient shows as well:
+
+    >>> up = einsum_sharding("bsh,hf->bsf", "b@data", "f@tensor")
+    >>> print(up)
+    bsh,hf->bsf  data     tensor
+    x   bsh      b        -
+    w   hf       -        f
+    y   bsf      b        f
+    dx  bsh      b        partial
+    dw  hf       partial  f
+    forward   -
+    backward  all-reduce dx over tensor  copy_to_tensor_parallel_region(x)
+              all-reduce dw over data
+
+    Its row layer takes what that left. The output would be partial, unless it is wanted otherwise:
+
+    >>> einsum_sharding("bsf,fh->bsh", up.output, "f@tensor").output
+    'b@data partial@tensor'
+    >>> down = einsum_sharding("bsf,fh->bsh", up.output, "f@tensor", output="s@tensor")
+    >>> [str(step) for step in (*down.forward, *down.backward)[:2]]
+    ['reduce-scatter y on s over tensor', 'all-gather dy on s over tensor']
+    >>> down.placements()
+    (Shard(dim=0), Shard(dim=1))
+
+    FSDP: two letters compete for an axis, and the smaller tensor moves:
+
+    >>> sizes = {"b": 8, "s": 4096, "h": 4096, "f": 16384}
+    >>> print(einsum_sharding("bsh,hf->bsf", "b@data", "h@data", sizes=sizes, degrees={"data": 8}))
+    bsh,hf->bsf  data     local
+    x   bsh      b        1 x 4096 x 4096
+    w   hf       h        512 x 16384
+    y   bsf      b        1 x 4096 x 16384
+    dx  bsh      b
+    dw  hf       partial
+    forward   all-gather w on h over data       117 MB
+    backward  reduce-scatter dw on h over data  117 MB
+    """
+    parsed = Equation.parse(equation, names)
+    if len(operands) != len(parsed.operands):
+        raise ValueError(
+            f"einsum {equation!r} has {len(parsed.operands)} operands, but placements "
+            f"of {len(operands)} are given; '' are those of a replicated one"
+        )
+    axes, given, wanted = _layouts(parsed, operands, output, mesh_axes)
+    cost = _cost(parsed, axes, sizes, degrees, itemsize)
+    for letters, layout in zip(parsed.operands, given, strict=True):
+        cost.shape(letters, layout)
+    axes, given, plan = _cheapest(parsed, axes, given, wanted, cost, fixed=mesh_axes is not None)
+    ways = [*plan.ways, plan.end]
+    forward = [step for way in ways for step in way.forward]
+    backward = [step for way in (plan.end, *plan.ways) for step in way.backward]
+    shapes = None
+    if sizes is None:
+        forward, backward = ([replace(s, bytes=None) for s in x] for x in (forward, backward))
+    else:
+        tensors = zip((*parsed.operands, parsed.output), (*given, plan.output), strict=True)
+        local = [cost.shape(letters, layout) for letters, layout in tensors]
+        shapes = dict(zip((*parsed.names, "y"), local, strict=True))
+    return EinsumSharding(
+        equation=equation,
+        names=parsed.names,
+        axes=axes,
+        operands=tuple(map(text, given)),
+        output=text(plan.output),
+        gradients=tuple(map(text, plan.gradients)),
+        forward=tuple(forward),
+        backward=tuple(backward),
+        regions=tuple(region for way in ways for region in way.regions),
+        shapes=shapes,
+    )
+
+
+def _layouts(
+    equation: Equation, operands: Sequence[Given], output: Given, mesh_axes: Sequence[str] | None
+) -> tuple[tuple[str, ...], list[Layout], Layout]:
+    """Return the axes, the operands' layouts, and what is wanted of the output, by axis."""
+    if mesh_axes is not None and (isinstance(mesh_axes, str) or not _differ(mesh_axes)):
+        raise ValueError(f"mesh_axes={mesh_axes!r}; expected different names, outermost first")
+    told = [
+        read(given, letters, name, mesh_axes)[0]
+        for given, letters, name in zip(operands, equation.operands, equation.names, strict=True)
+    ]
+    if isinstance(output, str) and not output.strip():
+        raise ValueError(
+            f"output={output!r} names no axis; write 'replicated', or leave it out to have "
+            "what the product leaves"
+        )
+    wanted, whole = ({}, False) if output is None else read(output, equation.output, "y", mesh_axes)
+    found = dict.fromkeys(axis for layout in (*told, wanted) for axis in layout)
+    axes = tuple(found if mesh_axes is None else mesh_axes)
+    return axes, [complete(t, axes) for t in told], complete(wanted, axes) if whole else wanted
+
+
+def _cheapest(
+    equation: Equation,
+    axes: tuple[str, ...],
+    given: Sequence[Layout],
+    wanted: Layout,
+    cost: Cost,
+    *,
+    fixed: bool,
+) -> tuple[tuple[str, ...], list[Layout], Plan]:
+    """Return the cheapest plan, and axes and operands in the order that it is made for."""
+    best: tuple[tuple[str, ...], list[Layout], Plan] | None = None
+    failures: list[ParallelError] = []
+    for order in [axes] if fixed else _orders(axes, (*given, wanted)):
+        ordered = [complete(layout, order) for layout in given]
+        try:
+            plan = cheapest_plan(equation, order, ordered, wanted, cost)
+        except ParallelError as error:
+            failures.append(error)
+            continue
+        if best is None or plan.price < best[-1].price:
+            best = order, ordered, plan
+    if best is None:
+        raise failures[0]
+    return best
+
+
+def _orders(axes: tuple[str, ...], layouts: Sequence[Layout]) -> Iterator[tuple[str, ...]]:
+    """Yield the orders of the axes that differ in which one cuts a letter before another."""
+    letters = {
+        axis: {layout.get(axis, REPLICATED) for layout in layouts} - {REPLICATED, PARTIAL}
+        for axis in axes
+    }
+    pairs = [two for two in combinations(axes, 2) if letters[two[0]] & letters[two[1]]]
+    seen = set()
+    for order in permutations(axes):
+        key = tuple(order.index(one) < order.index(other) for one, other in pairs)
+        if key not in seen:
+            seen.add(key)
+            yield order
+
+
+def _differ(words: Sequence[str]) -> bool:
+    return len(set(words)) == len(words)
+
+
+def _cost(
+    equation: Equation,
+    axes: Sequence[str],
+    sizes: Mapping[str, int] | None,
+    degrees: Mapping[str, int] | None,
+    itemsize: int,
+) -> Cost:
+    letters = dict.fromkeys("".join(equation.operands))
+    if sizes is None and degrees is None:
+        return Cost(dict.fromkeys(letters, 2 ** (len(axes) + 10)), dict.fromkeys(axes, 2), 1)
+    if sizes is None or degrees is None:
+        lacking = "sizes" if sizes is None else "degrees"
+        raise ValueError(f"{lacking}= is not given; bytes need both sizes= and degrees=")
+    for what, keys, given, least in (("sizes", letters, sizes, 0), ("degrees", axes, degrees, 1)):
+        for key in keys:
+            if key not in given:
+                raise ValueError(f"{what}={dict(given)} lacks {key!r}")
+            if given[key] < least:
+                raise DegreeError(f"{what}: {key!r} is {given[key]}; expected {least} or more")
+    if itemsize < 1:
+        raise ValueError(f"itemsize={itemsize}; expected the bytes of an element, 1 or more")
+    return Cost(sizes, degrees, itemsize)

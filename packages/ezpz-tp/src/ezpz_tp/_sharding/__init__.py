@@ -1,1 +1,0 @@
-"""The arithmetic of sharded products: placements in, placements and collectives out."""
