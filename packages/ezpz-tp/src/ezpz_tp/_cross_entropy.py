@@ -214,11 +214,9 @@ def _local_index(target: Tensor, ignored: Tensor, terms: _Terms) -> tuple[Tensor
 
 
 def _own_part(logits: Tensor, index: Tensor, mine: Tensor, terms: _Terms) -> Tensor:
-    """What the other ranks need: ``[3 or 4, tokens]``.
-
-    The maximum of this rank's columns, the sum of exponentials under it, the target's logit
-    or 0, and for smoothing the sum of all under the maximum.
-    """
+    """What the other ranks need: ``[3 or 4, tokens]``."""
+    # The maximum of this rank's columns, the sum of exponentials under it, the target's logit
+    # or 0, and for smoothing the sum of all under the maximum.
     pieces = logits.reshape(-1, terms.shard)
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     # A maximum of -inf, of a shard that is all masked, would make NaN out of -inf - -inf.
@@ -240,10 +238,8 @@ def _own_part(logits: Tensor, index: Tensor, mine: Tensor, terms: _Terms) -> Ten
 
 
 def _over_ranks(own: Tensor, terms: _Terms) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The whole vocabulary's maximum, sum of exponentials, target's logit, and mean.
-
-    Sum and mean are of the logits less the maximum. Without smoothing the last is not used.
-    """
+    """The whole vocabulary's maximum, sum of exponentials, target's logit, and mean."""
+    # Sum and mean are of the logits less the maximum. Without smoothing the last is not used.
     if terms.group is None:
         maximum, total, predicted = own[0], own[1], own[2]
         return maximum, total, predicted, own[-1] / terms.vocab_size
@@ -293,10 +289,8 @@ def _check(logits: Tensor, target: Tensor, smoothing: float, chunk_size: int | N
 
 
 def _check_targets(target: Tensor, vocab_size: int, ignore_index: int) -> bool:
-    """Raise IndexError for a target outside the vocabulary; return whether there was a look.
-
-    On a device that would wait for it, and tensors that only stand for others have no values.
-    """
+    """Raise IndexError for a target outside the vocabulary; return whether there was a look."""
+    # On a device that would wait for it, and tensors that only stand for others have no values.
     if torch.compiler.is_compiling() or type(target) is not Tensor or target.device.type != "cpu":
         return False
     if not target.numel():

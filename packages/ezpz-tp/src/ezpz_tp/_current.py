@@ -22,10 +22,9 @@ _arguments: dict[str, object] = {}
 
 
 class _Here(threading.local):
-    """The state that `use_state` set in this thread.
+    """The state that `use_state` set in this thread."""
 
-    A thread's attribute, not a context variable: torch.compile traces the one and not the other.
-    """
+    # A thread's attribute, not a context variable: torch.compile traces the one and not the other.
 
     state: ParallelState | None = None
 
@@ -183,10 +182,8 @@ def get_state() -> ParallelState:
 
 
 def notes() -> dict[str, Any]:
-    """Return what others keep for the state in use; it ends with the state.
-
-    Without a state it is kept until groups are made or destroyed.
-    """
+    """Return what others keep for the state in use; it ends with the state."""
+    # Without a state it is kept until groups are made or destroyed.
     state = current_state()
     return _nobodys if state is None else state.notes
 
@@ -226,15 +223,7 @@ def tensor_group(tp_group: ProcessGroup | None = None) -> ProcessGroup | None:
 
 
 def context_group(group: ProcessGroup | None = None) -> ProcessGroup | None:
-    """Return the group whose ranks share a sequence, or None for no one else.
-
-    Args:
-        group: The group given; None is the context group of the state in use.
-
-    Raises:
-        ParallelError: ``group`` is not a group that this rank is in.
-        NotInitializedError: The world that the state in use was made in was destroyed.
-    """
+    """Return the group whose ranks share a sequence, or None for no one else."""
     return _shared(group, "context")
 
 

@@ -139,10 +139,8 @@ def _unpack(numbers: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def _backend_device(group: ProcessGroup | None) -> torch.device:
-    """The current accelerator, if there is one that the group's backend sends from; else the CPU.
-
-    gloo takes CUDA tensors too, but copies them to the host first, so it counts as the CPU's.
-    """
+    """The current accelerator, where the group's backend sends from one; else the CPU."""
+    # gloo takes CUDA tensors too, but copies them to the host first, so it counts as the CPU's.
     cpu = torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or not torch.accelerator.is_available():

@@ -58,21 +58,7 @@ def vocabulary_lookup(
     sparse: bool = False,
     sequence_parallel: bool = False,
 ) -> Tensor:
-    """Return the embeddings of ids of which some are in each rank's stretch. Collective.
-
-    Args:
-        weight: ``[rows, width]``, this rank's.
-        rows: For each id its row here; any valid row where it is another rank's.
-        foreign: Whether an id is another rank's, of the shape of ``rows``.
-        group: The ranks that share the vocabulary.
-        padding_row: A row here that gets no gradient.
-        scale_grad_by_freq: Divide a row's gradient by how often it was looked up.
-        sparse: Make the gradient a sparse tensor.
-        sequence_parallel: Return this rank's part of dim 0.
-
-    Raises:
-        IndexError: A row is out of range (on accelerators, an assertion on the device).
-    """
+    """Return the embeddings of ids of which some are in each rank's stretch. Collective."""
     if has_torch_function_unary(weight):
         return watched(
             vocabulary_lookup,

@@ -93,18 +93,7 @@ def row_linear(
     group: ProcessGroup,
     sequence_parallel: bool = False,
 ) -> Tensor:
-    """Return the ranks' sum of ``input_ @ weight.T``, plus the bias, once. Collective.
-
-    Args:
-        input_: ``[..., in/tp]``.
-        weight: ``[out, in/tp]``.
-        bias: ``[out]``, replicated; added after the sum.
-        group: The ranks that hold the weight.
-        sequence_parallel: Keep this rank's part of dim 0.
-
-    Returns:
-        ``[..., out]``, the same on all ranks; ``[s/tp, ..., out]`` under sequence parallelism.
-    """
+    """Return the ranks' sum of ``input_ @ weight.T``, plus the bias, once. Collective."""
     if has_torch_function_unary(input_):
         return watched(row_linear, input_, weight, bias, group, sequence_parallel)
     if not torch.is_grad_enabled():

@@ -417,10 +417,8 @@ def get_grad_norm(
 def _counted(
     parameters: Iterable[Tensor], state: ParallelState | None
 ) -> dict[tuple[bool, _Groups], list[Tensor]]:
-    """Return the gradients to count here, by what their norm is summed over before the rest.
-
-    Also what there is nothing to count of is listed, so that every rank sums the same.
-    """
+    """Return the gradients to count here, by what their norm is summed over before the rest."""
+    # Also what there is nothing to count of is listed, so that every rank sums the same.
     index = 0 if state is None else state.index("tensor")
     counted: dict[tuple[bool, _Groups], list[Tensor]] = {}
     known: dict[Any, _Groups] = {}

@@ -69,21 +69,9 @@ def has_world(world: World | None) -> bool:
 
 
 def agree(arguments: str, number: int, world: ProcessGroup, timeout: timedelta | None) -> None:
-    """Compare the arguments of all ranks, before any of them makes a group.
-
-    Collective over the store: two writes and one wait for each rank. The last rank to come
-    lets all go on; one that differs from the first to come tells all at once.
-
-    Args:
-        arguments: What this rank was asked for.
-        number: How many times groups were asked for in this world.
-        world: The group of all ranks.
-        timeout: How long to wait for the others; None is the world's.
-
-    Raises:
-        DegreeError: Two ranks differ; says which, and both arguments. On every rank.
-        ParallelError: Some ranks did not come in time.
-    """
+    """Compare the arguments of all ranks, before any of them makes a group."""
+    # Collective over the store: two writes and one wait for each rank. The last rank to come
+    # lets all go on; one that differs from the first to come tells all at once.
     store = c10d._get_default_store()  # noqa: SLF001 - there is no public way to it
     rank, size, key = world.rank(), world.size(), f"ezpz_tp.{number}"
     first = store.compare_set(key, "", f"{rank} {arguments}").decode()
@@ -146,15 +134,11 @@ _Group: Any = dist.ProcessGroup  # whose overloads say more than a group of one 
 
 
 class Alone(_Group):  # type: ignore[misc]
-    """A process group of this rank and no other, on any device.
+    """A process group of this rank and no other, on any device."""
 
-    Its methods are those that torch.distributed's functions, functional collectives and
-    DistributedDataParallel call on a group, so any of these may be given it. They take the
-    options that a group takes, and need none.
-
-    Args:
-        rank: This rank's number in the world.
-    """
+    # Its methods are those that torch.distributed's functions, functional collectives and
+    # DistributedDataParallel call on a group, so any of these may be given it. They take the
+    # options that a group takes, and need none.
 
     def __init__(self, rank: int) -> None:
         super().__init__(0, 1)
@@ -247,11 +231,7 @@ class Alone(_Group):  # type: ignore[misc]
     _reduce_scatter_base = reduce_scatter_single = all_to_all_single
 
     def send(self, *_: object) -> dist.Work:
-        """Refuse: there is no one to send to.
-
-        Raises:
-            ParallelError: Always.
-        """
+        """Refuse: there is no one to send to."""
         raise ParallelError("send or receive in a group of this rank alone; there is no peer")
 
     recv = recv_anysource = send
@@ -274,12 +254,10 @@ def _done(tensors: list[Tensor]) -> dist.Work:
 
 
 def _list(group: Alone, rank: int) -> bool:
-    """Enter a group into the tables where torch.distributed's functions look groups up.
-
-    ``dist.get_rank(group)``, ``dist.get_backend(group)``, ``dist.broadcast(src=...)`` and
-    functional collectives (by name) do. Not into the table of names: the number of its
-    entries is part of the names of groups that others make.
-    """
+    """Enter a group into the tables where torch.distributed's functions look groups up."""
+    # ``dist.get_rank(group)``, ``dist.get_backend(group)``, ``dist.broadcast(src=...)`` and
+    # functional collectives (by name) do. Not into the table of names: the number of its
+    # entries is part of the names of groups that others make.
     if not dist.is_available() or not dist.is_initialized():
         return False
     c10d._world.pg_group_ranks[group] = {rank: 0}  # noqa: SLF001
@@ -300,12 +278,7 @@ def _unlist(group: Alone) -> None:
 
 
 def member(group: ProcessGroup | None, what: str) -> ProcessGroup | None:
-    """Return a group that was given, after checking that this rank is in it.
-
-    Raises:
-        ParallelError: It is what torch.distributed.new_group returns to ranks that are not
-            in the group, or not a process group at all.
-    """
+    """Return a group that was given, after checking that this rank is in it."""
     if group is not None and not hasattr(group, "size"):
         raise ParallelError(
             f"the {what} group is {group!r}; expected a process group that this rank is in. "
@@ -327,11 +300,7 @@ def member_ranks(group: ProcessGroup, what: str) -> tuple[int, ...]:
 
 
 def check_sizes(groups: Mapping[tuple[str, ...], ProcessGroup | None], layout: RankLayout) -> None:
-    """Compare the sizes of groups with a layout's degrees; None is a group of one.
-
-    Raises:
-        DegreeError: Some differ.
-    """
+    """Compare the sizes of groups with a layout's degrees; None is a group of one."""
     for axes, group in groups.items():
         if group is None and axes[0] not in AXES:  # not given, rather than of one
             continue
@@ -403,14 +372,12 @@ class Maker:
     def make(
         self, wanted: Iterable[tuple[str, ...]], stages: Mapping[str, EmbeddingRanks]
     ) -> tuple[dict[tuple[str, ...], ProcessGroup | None], dict[str, tuple[int, ...]]]:
-        """Return the groups of axes, and the rank sets of groups of some stages.
-
-        None stands for the group of this rank alone.
-
-        Collective: every rank makes the same calls in the same order. Groups of some stages
-        come last, and the ranks that are not in one make the group of those that are not: a
-        communicator that is split from the world's wants every rank to take part.
-        """
+        """Return the groups of axes, and the rank sets of groups of some stages."""
+        # None stands for the group of this rank alone.
+        #
+        # Collective: every rank makes the same calls in the same order. Groups of some stages
+        # come last, and the ranks that are not in one make the group of those that are not: a
+        # communicator that is split from the world's wants every rank to take part.
         groups: dict[tuple[str, ...], ProcessGroup | None] = {}
         for axes in wanted:
             several = ordered(axis for axis in axes if self._layout.degree(axis) > 1)
@@ -441,11 +408,7 @@ class Maker:
         return has_world(self.world)
 
     def destroy(self, *, together: bool = True) -> None:
-        """Free what was made, and nothing else.
-
-        Args:
-            together: First wait, a few seconds at most, until every rank of a group is here.
-        """
+        """Free what was made, and nothing else."""
         self._known.clear()
         tables = c10d._world.pg_map  # noqa: SLF001 - a group not in it was freed by its user
         made, self.made = self.made, []
@@ -459,11 +422,9 @@ class Maker:
                 dist.destroy_process_group(group)
 
     def _leave(self, groups: list[ProcessGroup]) -> None:
-        """Wait for the other ranks of gloo groups.
-
-        One that closes its end early, just after groups were made, say, is an error to a rank
-        that is still connecting.
-        """
+        """Wait for the other ranks of gloo groups."""
+        # One that closes its end early, just after groups were made, say, is an error to a rank
+        # that is still connecting.
         store = c10d._get_default_store()  # noqa: SLF001
         keys = []
         try:
@@ -556,14 +517,12 @@ class Maker:
 def _named_group(
     name: str, ranks: tuple[int, ...], backend: str | None, timeout: timedelta | None
 ) -> ProcessGroup:
-    """Make a group that only its members know of, under a name of our own.
-
-    torch.distributed.new_group(use_local_synchronization=True) does the same but for the name,
-    which is a hash of the ranks and of the number of groups that this process has. That is
-    wrong twice: ranks with a different number of groups of their own never meet, and a group
-    made after one was destroyed gets the old name, and with it the addresses that the store
-    still holds. So this goes one step below it (torch 2.6 to 2.13 take these arguments).
-    """
+    """Make a group that only its members know of, under a name of our own."""
+    # torch.distributed.new_group(use_local_synchronization=True) does the same but for the name,
+    # which is a hash of the ranks and of the number of groups that this process has. That is
+    # wrong twice: ranks with a different number of groups of their own never meet, and a group
+    # made after one was destroyed gets the old name, and with it the addresses that the store
+    # still holds. So this goes one step below it (torch 2.6 to 2.13 take these arguments).
     world = live_world()
     assert world is not None
     if callable(getattr(world, "new_group", None)):  # a backend that makes its own subgroups

@@ -49,10 +49,8 @@ def stretches(
     degree: int,
     stride: int | Sequence[int],
 ) -> list[tuple[Box, Box]]:
-    """Return, for each stretch, where it lies in the shard and where in the full weight.
-
-    There are as many as ``stride``, of equal length, or as it has sizes of what is divided.
-    """
+    """Return, for each stretch, where it lies in the shard and where in the full weight."""
+    # There are as many as ``stride``, of equal length, or as it has sizes of what is divided.
     whole: Box = tuple((0, size) for size in full_shape)
     if dim is None:
         if shard_shape != full_shape:
@@ -185,12 +183,11 @@ class NotElementwiseError(RuntimeError):
 
 
 class Tile(Tensor):
-    """Stands in for a weight while it is initialized, and lets elementwise operations through.
+    """Stands in for a weight while it is initialized, and lets elementwise operations through."""
 
-    It says that it has the full weight's shape, so fans and such come out right; operations act
-    on the tile, and draw from its generator. (A ``__torch_dispatch__`` would be told the exact
-    operation, but the first one in a process imports another 500 modules, for 0.5 s.)
-    """
+    # It says that it has the full weight's shape, so fans and such come out right; operations act
+    # on the tile, and draw from its generator. (A ``__torch_dispatch__`` would be told the exact
+    # operation, but the first one in a process imports another 500 modules, for 0.5 s.)
 
     part: Tensor
     full_shape: torch.Size
@@ -443,11 +440,7 @@ def _held(
 
 
 def check_init(layer: str, init: str) -> Init:
-    """Return ``init``, if it is one.
-
-    Raises:
-        ValueError: It is not.
-    """
+    """Return ``init``, if it is one."""
     if init not in get_args(Init):
         raise ValueError(
             f"{layer}: init={init!r}; expected {' or '.join(map(repr, get_args(Init)))}"
@@ -459,11 +452,9 @@ def check_init(layer: str, init: str) -> Init:
 def one_generator(
     seed: int | None, group: ProcessGroup | None, device: torch.device
 ) -> Iterator[None]:
-    """Let torch's default generator of a device be the same on every rank of a group.
-
-    It begins at ``seed`` and comes back after the block; without one it begins where the first
-    rank's is, and stays where it was left. Collective in that case.
-    """
+    """Let torch's default generator of a device be the same on every rank of a group."""
+    # It begins at ``seed`` and comes back after the block; without one it begins where the first
+    # rank's is, and stays where it was left. Collective in that case.
     if seed is not None:
         with _seeded(seed, device):
             yield
@@ -580,10 +571,8 @@ def _draw_first(
     init_method: InitMethod,
     seed: int,
 ) -> None:
-    """Draw one element, where this rank's are all padding.
-
-    So that what ``init_method`` keeps to itself, such as a generator, is the same on all ranks.
-    """
+    """Draw one element, where this rank's are all padding."""
+    # So that what ``init_method`` keeps to itself, such as a generator, is the same on all ranks.
     first: Box = tuple((0, min(1, size)) for size in full_shape)
     if elements(first):
         into = torch.empty([1] * len(full_shape), dtype=like.dtype, device=like.device)
@@ -614,10 +603,8 @@ def _whole(
 
 
 def _mixed(seed: int, number: int) -> int:
-    """Return a 64-bit seed that has nothing in common with its neighbors' (splitmix64).
-
-    With a plain sum, tile 1 of one layer would be tile 0 of the layer seeded next.
-    """
+    """Return a 64-bit seed that has nothing in common with its neighbors' (splitmix64)."""
+    # With a plain sum, tile 1 of one layer would be tile 0 of the layer seeded next.
     state = seed % 2**64
     for word in (0, number):
         state = (state + 0x9E3779B97F4A7C15 * (word + 1)) % 2**64

@@ -101,10 +101,8 @@ def all_reduce(tensor: Tensor, group: ProcessGroup, op: dist.ReduceOp.RedOpType 
 
 
 def start_all_reduce_(tensor: Tensor, group: ProcessGroup) -> Work:
-    """Start the sum, in place, of a tensor that the caller owns; it is ready after ``wait()``.
-
-    Not for code under torch.compile. Collective.
-    """
+    """Start the sum, in place, of a tensor that the caller owns; it is ready after ``wait()``."""
+    # Not for code under torch.compile. Collective.
     return group.allreduce([tensor], _OVERLAPPED)
 
 
@@ -120,10 +118,8 @@ def all_gather(tensor: Tensor, dim: int, group: ProcessGroup) -> Tensor:
 
 
 def start_all_gather(tensor: Tensor, group: ProcessGroup) -> tuple[Tensor, Work]:
-    """Start to join the ranks' tensors along dim 0; the result is ready after ``wait()``.
-
-    Not for code under torch.compile. Collective.
-    """
+    """Start to join the ranks' tensors along dim 0; the result is ready after ``wait()``."""
+    # Not for code under torch.compile. Collective.
     parts = tensor.new_empty((group.size() * tensor.shape[0], *tensor.shape[1:]))
     return parts, group._allgather_base(parts, tensor.contiguous(), _OVERLAPPED_GATHER)
 
@@ -140,10 +136,8 @@ def reduce_scatter(tensor: Tensor, dim: int, group: ProcessGroup) -> Tensor:
 
 
 def start_reduce_scatter(tensor: Tensor, group: ProcessGroup) -> tuple[Tensor, Work]:
-    """Start to sum the ranks' tensors and keep this rank's part along dim 0.
-
-    Not for code under torch.compile. Collective.
-    """
+    """Start to sum the ranks' tensors and keep this rank's part along dim 0."""
+    # Not for code under torch.compile. Collective.
     part = tensor.new_empty((tensor.shape[0] // group.size(), *tensor.shape[1:]))
     return part, group._reduce_scatter_base(part, tensor.contiguous(), _OVERLAPPED_SCATTER)
 
@@ -154,14 +148,7 @@ def exchange_rows(
     output_splits: list[int] | None = None,
     input_splits: list[int] | None = None,
 ) -> Tensor:
-    """Send a part of dim 0 to each rank and return what they sent, by rank. Collective.
-
-    Args:
-        tensor: ``[rows, ...]``.
-        group: The ranks.
-        output_splits: Rows that come from each rank; None for equal parts.
-        input_splits: Rows that go to each rank; None for equal parts.
-    """
+    """Send a part of dim 0 to each rank and return what they sent, by rank. Collective."""
     rows = tensor.shape[0] if output_splits is None else sum(output_splits)
     output = tensor.new_empty((rows, *tensor.shape[1:]))
     if torch.compiler.is_compiling():
@@ -201,10 +188,8 @@ def _wait(work: Work | None) -> None:
 def watched(
     region: Callable[..., Tensor], input_: Tensor, *arguments: Any, **options: Any
 ) -> Tensor:
-    """Hand a call to torch's function modes, of which `check` is one, as torch's own functions do.
-
-    Called where ``has_torch_function_unary(input_)``, which takes 16 ns, says that one is at work.
-    """
+    """Hand a call to torch's function modes, of which `check` is one."""
+    # Called where has_torch_function_unary, which takes 16 ns, says that one is at work.
     output: Tensor = handle_torch_function(region, (input_,), input_, *arguments, **options)
     return output
 

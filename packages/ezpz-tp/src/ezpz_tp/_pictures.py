@@ -25,15 +25,7 @@ LAUNCHED = ("RANK", "GROUP_RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE")
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """The node of every rank.
-
-    Args:
-        of: By rank, the number of its node.
-        sizes: By node, the number of its ranks.
-        names: By node, its host's name; empty where names are not known.
-        source: Where this comes from, if not from the caller.
-        in_blocks: Whether the ranks of every node are numbered one after another.
-    """
+    """The node of every rank."""
 
     of: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -71,13 +63,8 @@ def find_nodes(
     hosts: Sequence[str] | None,
     environ: Mapping[str, str],
 ) -> tuple[Nodes | None, str]:
-    """Return the nodes of all ranks; or None, and why they are not known.
-
-    `describe` says what the arguments mean.
-
-    Raises:
-        DegreeError: The numbers do not add up to the world size.
-    """
+    """Return the nodes of all ranks; or None, and why they are not known."""
+    # `describe` says what the arguments mean.
     if isinstance(hosts, str):
         raise DegreeError(f"hosts={hosts!r}; expected several names, as in [{hosts!r}]")
     if ranks_per_node is None and hosts is not None and len(hosts) == world_size:
@@ -195,13 +182,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Every rank of a world, by its position along axes.
-
-    Args:
-        title: What lies on it, for a heading.
-        world_size: Number of ranks: the product of the degrees.
-        axes: The fastest varying first.
-    """
+    """Every rank of a world, by its position along axes."""
 
     title: str
     world_size: int
@@ -293,16 +274,7 @@ class Labels:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """Matrices of ranks in rows and columns, and their labels.
-
-    Args:
-        blocks: Rows of matrices; a matrix is rows of ranks, None where there is none.
-        columns: The labels within a matrix, from left to right.
-        rows: The labels within a matrix, from top to bottom.
-        block_columns: The labels of the columns of matrices, the outermost axis first.
-        block_rows: The label of each row of matrices.
-        hidden: Axes that are not drawn to their end, and how many positions are.
-    """
+    """Matrices of ranks in rows and columns, and their labels."""
 
     blocks: tuple[tuple[tuple[Row, ...], ...], ...]
     columns: Labels
@@ -350,15 +322,7 @@ def arrange(
     width: float,
     per_node: int | None,
 ) -> Picture:
-    """Place ranks.
-
-    Args:
-        grid: The ranks and their axes.
-        counts: Of each axis, how many positions are drawn.
-        width_of: Gives the width of so many columns of matrices of so many columns each.
-        width: The width that there is.
-        per_node: The number of ranks on a node, at which a fold is best; None if that varies.
-    """
+    """Place ranks."""
     right: list[Factor] = []
     down: list[Factor] = []
 
@@ -477,10 +441,8 @@ OUTSIDE = -1
 
 
 def node_map(block: Sequence[Row], nodes: Nodes | None) -> list[list[int]]:
-    """Return the node of each rank of a matrix, with `OUTSIDE` all around it.
-
-    Where nodes are not known all is outside, and there are no borders.
-    """
+    """Return the node of each rank of a matrix, with `OUTSIDE` all around it."""
+    # Where nodes are not known all is outside, and there are no borders.
     inner = [
         [OUTSIDE if rank is None or nodes is None else nodes.of[rank] for rank in row]
         for row in block
@@ -490,16 +452,7 @@ def node_map(block: Sequence[Row], nodes: Nodes | None) -> list[list[int]]:
 
 
 def beginnings(above: Sequence[int], below: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield which nodes begin in a row, and so want their name written above it.
-
-    Args:
-        above: The nodes of the row before, from `node_map`.
-        below: The nodes of the row.
-
-    Yields:
-        The column of the node's first rank, how many columns follow until a border comes down
-        from the row above, and the node.
-    """
+    """Yield which nodes begin in a row, and so want their name written above it."""
     start = 1
     while start < len(below) - 1:
         end = start
@@ -525,16 +478,7 @@ ASCII = str.maketrans("│─┌┐└┘├┤┬┴┼", "|-" + "+" * 9)
 
 
 class Terminal:
-    """One grid of ranks, drawn in a terminal.
-
-    Args:
-        grid: The ranks and their axes.
-        nodes: The node of every rank, or None if that is not known.
-        width: Columns of the terminal.
-
-    Attributes:
-        picture: What is drawn where.
-    """
+    """One grid of ranks, drawn in a terminal."""
 
     def __init__(self, grid: Grid, nodes: Nodes | None, width: int) -> None:
         counts, per_node = (
@@ -645,15 +589,7 @@ def draw(
     grids: Sequence[Grid],
     nodes: Nodes | None,
 ) -> str:
-    """Return one ``svg`` element.
-
-    Args:
-        headline: Its title.
-        table: Its description, for those who cannot see it.
-        notes: Paragraphs to write below.
-        grids: What to draw, one below the other.
-        nodes: The node of every rank, or None if that is not known.
-    """
+    """Return one ``svg`` element."""
     page = Page()
     page.paragraph(headline)
     for grid in grids:

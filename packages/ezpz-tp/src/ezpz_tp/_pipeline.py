@@ -31,18 +31,10 @@ Given = Tensor | Tensors
 
 
 class Chunk(nn.Module):
-    """A part of the model, from what it receives to what it sends, or to the loss.
+    """A part of the model, from what it receives to what it sends, or to the loss."""
 
-    The last chunk returns its share of the mean loss rather than its output: the schedule keeps
-    what a chunk returns until the step is over, and of logits that is the most memory there is.
-
-    Args:
-        module: The layers.
-        number: Its place in the model, from 0.
-        total: Number of chunks in the whole pipeline.
-        loss: From the last chunk's output and the targets to a 0-dim loss.
-        microbatches: What the loss is averaged over.
-    """
+    # The last chunk returns its share of the mean loss rather than its output: the schedule keeps
+    # what a chunk returns until the step is over, and of logits that is the most memory there is.
 
     def __init__(
         self,
@@ -154,17 +146,8 @@ def run_chunks(
     group: ProcessGroup,
     device: torch.device,
 ) -> Iterator[tuple[int, Tensors, Tensors]]:
-    """Run this rank's chunks forward, microbatch by microbatch; yield what each took and gave.
-
-    Collective: every rank of the group, with as many microbatches.
-
-    Args:
-        chunks: By their number in the model, in order: chunk c is on rank ``c % ranks``.
-        total: Number of chunks of the model.
-        batches: The microbatches, for the first chunk; only their number counts elsewhere.
-        group: The pipeline's.
-        device: Where this rank's chunks are.
-    """
+    """Run this rank's chunks forward, microbatch by microbatch; yield what each took and gave."""
+    # Collective: every rank of the group, with as many microbatches.
     before, after = (group.rank() - 1) % group.size(), (group.rank() + 1) % group.size()
     sent: list[tuple[Work, Tensor]] = []
     for batch in batches:
@@ -181,11 +164,7 @@ def run_chunks(
 def send(
     tensors: Tensors, group: ProcessGroup, peer: int, device: torch.device
 ) -> list[tuple[Work, Tensor]]:
-    """Start to send tensors to a rank of the group; they are to be kept until all is done.
-
-    Raises:
-        ParallelError: Their shapes do not fit into the header, or a dtype is none that is sent.
-    """
+    """Start to send tensors to a rank of the group; they are to be kept until all is done."""
     numbers = [len(tensors)]
     for tensor in tensors:
         if tensor.dtype not in _DTYPES:
@@ -224,15 +203,10 @@ def receive(group: ProcessGroup, peer: int, device: torch.device) -> Tensors:
 
 
 class Trial:
-    """What this rank's chunks took and gave: tensors without contents, on the meta device.
+    """What this rank's chunks took and gave: tensors without contents, on the meta device."""
 
-    Collective: every rank of the group makes one at the same time. The model is as it was after
-    it: no gradients, the same buffers, the same random streams.
-
-    Attributes:
-        device: That of this rank's chunks.
-        shapes: What each chunk, by its number, takes and gives.
-    """
+    # Collective: every rank of the group makes one at the same time. The model is as it was after
+    # it: no gradients, the same buffers, the same random streams.
 
     def __init__(
         self,
@@ -254,11 +228,7 @@ class Trial:
                 self.shapes[number] = _metas(taken), _metas(given)
 
     def check(self, inputs: Tensors) -> None:
-        """Compare a later step's microbatch with that of the first.
-
-        Raises:
-            DegreeError: It is another shape or dtype, and buffers wait for the first.
-        """
+        """Compare a later step's microbatch with that of the first."""
         found = facts(inputs)
         if found and self._inputs and found != self._inputs:
             raise DegreeError(
@@ -332,11 +302,7 @@ SCHEDULES = {
 
 
 def check_schedule(schedule: str, virtual: int, microbatches: int, ranks: int) -> None:
-    """Compare a schedule with what it is to run.
-
-    Raises:
-        DegreeError: It is unknown, or does not go with so many chunks a rank or microbatches.
-    """
+    """Compare a schedule with what it is to run."""
     if schedule not in SCHEDULES:
         raise DegreeError(f"schedule {schedule!r}; expected one of {', '.join(SCHEDULES)}")
     if (virtual < 2) if schedule == "interleaved" else (virtual != 1):
@@ -433,11 +399,7 @@ def split_layers(count: int, stages: int) -> tuple[range, ...]:
 
 
 def ranges_of(layers: int | Sequence[range], chunks: int) -> tuple[range, ...]:
-    """Return the layers of each chunk: an even split of a number, or ranges that were given.
-
-    Raises:
-        DegreeError: There is not one range for each chunk, or they are not the layers in order.
-    """
+    """Return the layers of each chunk: an even split of a number, or ranges that were given."""
     if isinstance(layers, int):
         return split_layers(layers, chunks)
     ranges = tuple(layers)
@@ -461,11 +423,7 @@ def ranges_of(layers: int | Sequence[range], chunks: int) -> tuple[range, ...]:
 
 
 def joined(modules: Sequence[nn.Module]) -> nn.Module:
-    """Return one module of a rank's chunks, in which everything has the name it has in its chunk.
-
-    Raises:
-        ParallelError: Two chunks have different parameters or buffers of one name.
-    """
+    """Return one module of a rank's chunks, with the names that these have."""
     return modules[0] if len(modules) == 1 else Chunks(modules)
 
 
@@ -513,11 +471,7 @@ class Chunks(nn.ModuleList):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> _IncompatibleKeys:
-        """Load each chunk's part, as a module does.
-
-        Raises:
-            RuntimeError: A shape differs; or ``strict``, and the names are not the same.
-        """
+        """Load each chunk's part, as a module does."""
         found = [module.load_state_dict(state_dict, False, assign) for module in self]
         missing = list(itertools.chain.from_iterable(one.missing_keys for one in found))
         nowhere = set(state_dict).intersection(*(one.unexpected_keys for one in found))
@@ -711,10 +665,8 @@ class Pipeline:
         return losses
 
     def _split(self, given: Given | None, what: str, is_needed: bool) -> list[Tensors]:
-        """Return the microbatches' parts of a batch; what is not needed is checked all the same.
-
-        So that all ranks raise, where all are given the same.
-        """
+        """Return the microbatches' parts of a batch; what is not needed is checked all the same."""
+        # So that all ranks raise, where all are given the same.
         if given is None:
             if is_needed:
                 raise ParallelError(

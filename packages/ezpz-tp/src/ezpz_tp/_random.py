@@ -32,11 +32,7 @@ States = dict[str, Tensor]
 
 
 def default_states(device: torch.device | None) -> States:
-    """Return the states of the default generators in use: the CPU's and an accelerator's.
-
-    Args:
-        device: The accelerator; None for this machine's, if something has initialized it.
-    """
+    """Return the states of the default generators in use: the CPU's and an accelerator's."""
     states = {"cpu": torch.get_rng_state()}
     device = device or _accelerator_in_use()
     if device is not None and device.type != "cpu":
@@ -287,10 +283,9 @@ class RngTracker:
 
 
 class _Recomputation:
-    """Runs a region again with the streams of its first run; those of now come back after.
+    """Runs a region again with the streams of its first run; those of now come back after."""
 
-    Not a generator's context: backward may recompute a region several times.
-    """
+    # Not a generator's context: backward may recompute a region several times.
 
     def __init__(self, tracker: RngTracker) -> None:
         self._tracker = tracker
@@ -714,11 +709,10 @@ def _as_tuple(result: Any) -> tuple[Any, ...]:
 
 
 class _Region:
-    """Runs a function on the whole tensor the first time, and on the gathered parts after.
+    """Runs a function on the whole tensor the first time, and on the gathered parts after."""
 
-    The first run's graph leads to the whole tensor's own history; a recomputation is only there
-    for the values, so that what it starts from needs no history.
-    """
+    # The first run's graph leads to the whole tensor's own history; a recomputation is only there
+    # for the values, so that what it starts from needs no history.
 
     def __init__(self, function: Callable[..., Result], whole: Tensor, group: ProcessGroup) -> None:
         self._function = function

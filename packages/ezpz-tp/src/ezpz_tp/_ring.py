@@ -48,15 +48,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 class Block(NamedTuple):
-    """Some queries, and the keys that they see. None of the tensors is empty.
-
-    Attributes:
-        q: ``[batch, heads, m, head_dim]``, its last dim contiguous, as those of k and v.
-        k: ``[batch, kv_heads, n, head_dim]``; ``kv_heads`` divides ``heads``.
-        v: ``[batch, kv_heads, n, value_dim]``.
-        causal: Whether query i sees keys 0 to i only. Then m is n.
-        scale: What the products of queries and keys are multiplied by.
-    """
+    """Some queries, and the keys that they see. None of the tensors is empty."""
 
     q: Tensor
     k: Tensor
@@ -71,28 +63,13 @@ def accumulated(dtype: torch.dtype) -> torch.dtype:
 
 
 def block_attention(block: Block) -> tuple[Tensor, Tensor]:
-    """Return the attention to the block's keys alone, and the log-sum-exp of its scores.
-
-    Returns:
-        The output ``[batch, heads, m, value_dim]`` in the dtype of the queries or wider, and the
-        log-sum-exp ``[batch, heads, m]`` in `accumulated` of it. Both are new.
-    """
+    """Return the attention to the block's keys alone, and the log-sum-exp of its scores."""
     forward = {"cpu": _cpu, "flash": _flash, "efficient": _efficient}.get(_kernel(block), _plain)
     return forward(block)
 
 
 def block_attention_backward(block: Block, grad: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-    """Return the block's share of the gradients of its queries, keys and values.
-
-    Args:
-        block: As it was in forward.
-        grad: Gradient of ``out``, with its last dim contiguous.
-        out: The output of these queries over all keys, not only the block's.
-        lse: The log-sum-exp of their scores, over all keys.
-
-    Returns:
-        New tensors of the shapes of q, k and v, in their dtype or wider.
-    """
+    """Return the block's share of the gradients of its queries, keys and values."""
     backward = {
         "cpu": _cpu_backward,
         "flash": _flash_backward,
@@ -258,12 +235,7 @@ def _pieces(block: Block) -> Iterator[_Piece]:
 
 
 def checked(name: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the three, cast as autocast casts for attention, after a look at shapes and dtypes.
-
-    Raises:
-        ParallelError: They do not fit each other. What another rank passes is not known here.
-        DegreeError: The key heads do not divide the query heads.
-    """
+    """Return the three, cast as autocast casts for attention, after a look at shapes and dtypes."""
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 4:
         raise ParallelError(
@@ -295,17 +267,7 @@ def checked(name: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor,
 
 
 def check_causal(name: str, q: Tensor, k: Tensor, halves: bool) -> None:
-    """Refuse what has no causal order.
-
-    Args:
-        name: Of the function.
-        q: The queries.
-        k: The keys.
-        halves: Whether this rank's part has to be two chunks of the sequence.
-
-    Raises:
-        DegreeError: As many queries as keys were expected; or an even number of them.
-    """
+    """Refuse what has no causal order."""
     if q.shape[2] != k.shape[2]:
         raise DegreeError(
             f"{name}: is_causal with {q.shape[2]} queries and {k.shape[2]} keys on this rank; "
@@ -360,11 +322,10 @@ class Pair:
 
 
 class Moving:
-    """A pair that has set out for the next rank, while another comes from the one before.
+    """A pair that has set out for the next rank, while another comes from the one before."""
 
-    It is an all-to-all in which the others get nothing: every backend has that, and so have ranks
-    that are threads. Collective.
-    """
+    # It is an all-to-all in which the others get nothing: every backend has that, and so have ranks
+    # that are threads. Collective.
 
     def __init__(self, sent: Pair, group: ProcessGroup) -> None:
         self._sent = sent  # its memory stays until it has left
@@ -386,11 +347,10 @@ class Moving:
 
 
 class Round:
-    """One trip of every rank's keys and values to every rank, the next always on its way.
+    """One trip of every rank's keys and values to every rank, the next always on its way."""
 
-    Iterate over it: each step gives the rank that `pair` comes from, this rank first. Hold no view
-    of a pair beyond its step, and there are never more than two of them.
-    """
+    # Each step gives the rank that `pair` comes from, this rank first. Hold no view of a pair
+    # beyond its step, and there are never more than two of them.
 
     def __init__(self, k: Tensor, v: Tensor, group: ProcessGroup) -> None:
         self.pair = Pair.of(k, v)
@@ -537,19 +497,9 @@ def _merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
 def _backward(
     plan: _Plan, group: ProcessGroup, known: tuple[Tensor, ...], k: Tensor, v: Tensor
 ) -> Gradients:
-    """Send keys and values round again, and behind them the gradients that they collect.
-
-    The gradients of a rank's own keys set out with the first rank that adds to them, and end at
-    the one they belong to, where its own share has stayed.
-
-    Args:
-        plan: What to compute.
-        group: The ring.
-        known: What this rank has of each query: itself, its output's gradient, its output, and
-            the log-sum-exp of its scores.
-        k: This rank's keys.
-        v: This rank's values.
-    """
+    """Send keys and values round again, and behind them the gradients that they collect."""
+    # The gradients of a rank's own keys set out with the first rank that adds to them, and end at
+    # the one they belong to, where its own share has stayed.
     wide, length = accumulated(k.dtype), known[0].shape[2]
     returning: Moving | None = None
     round_ = Round(k, v, group)
@@ -599,11 +549,9 @@ class _Plan(NamedTuple):
     scale: float
 
     def seen(self, source: int, length: int) -> _Seen | None:
-        """Return what this rank's queries see of a rank's keys; None where all is hidden.
-
-        A rank's own part is causal within itself, also where it is two chunks. Of two ranks'
-        chunks, the lower rank's first comes before both of the other's, its last after both.
-        """
+        """Return what this rank's queries see of a rank's keys; None where all is hidden."""
+        # A rank's own part is causal within itself, also where it is two chunks. Of two ranks'
+        # chunks, the lower rank's first comes before both of the other's, its last after both.
         if not self.is_causal:
             return _Seen(_ALL, _ALL, False)
         if source == self.rank:

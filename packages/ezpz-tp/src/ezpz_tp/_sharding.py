@@ -79,17 +79,7 @@ Given: TypeAlias = "str | Mapping[str, str | None] | Sequence[Placement] | None"
 def read(
     given: Given, letters: str, name: str, mesh_axes: Sequence[str] | None
 ) -> tuple[Layout, bool]:
-    """Return what ``given`` says of the axes that it names, and whether of all others too.
-
-    Args:
-        given: A layout of a tensor.
-        letters: One for each dim of the tensor.
-        name: Of the tensor, for errors.
-        mesh_axes: The axes, if known; torch's placements are in their order.
-
-    Raises:
-        ValueError: It is not a layout of that tensor.
-    """
+    """Return what ``given`` says of the axes that it names, and whether of all others too."""
     pairs: Iterable[tuple[str, str | None]]
     whole = given is None
     if given is None:
@@ -209,16 +199,7 @@ def _from_torch(
 def calls(
     name: str, letters: str, source: str, target: str, gradient: str, back: str
 ) -> tuple[str, ...]:
-    """Return the calls to write: none, one, or two for a sum that sharded code then shares.
-
-    Args:
-        name: Of the tensor.
-        letters: One for each of its dims.
-        source: Where the tensor is along the tensor axis.
-        target: Where it shall be.
-        gradient: Where the gradient of the result is.
-        back: Where the gradient of the tensor shall be.
-    """
+    """Return the calls to write: none, one, or two for a sum that sharded code then shares."""
     forward, backward = conversion(source, target), conversion(gradient, back)
     copy = (f"copy_to_tensor_parallel_region({name})",) if backward == "all-reduce" else ()
     if forward is None:
@@ -266,11 +247,7 @@ class Equation:
 
     @classmethod
     def parse(cls, text: str, names: Sequence[str] | None) -> Equation:
-        """Return the equation that ``text`` writes in einsum's notation; spaces do not matter.
-
-        Raises:
-            ValueError: It is not one, or the names do not fit it.
-        """
+        """Return the equation that ``text`` writes in einsum's notation; spaces do not matter."""
         written = "".join(text.split())
         if "." in written:
             raise ValueError(
@@ -331,20 +308,7 @@ _WORDS = {REPLICATED, PARTIAL}
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of forward or backward.
-
-    Args:
-        kind: all-reduce, reduce-scatter, all-gather or all-to-all; or slice, which keeps this
-            rank's part and sends nothing.
-        axis: That of the ranks that take part.
-        tensor: What it works on: ``x``, ``w``, ``y`` in forward, ``dy``, ``dx``, ``dw`` in
-            backward.
-        gathered: The letter that is whole afterwards (all-gather, all-to-all).
-        split: The letter that is sharded afterwards (reduce-scatter, slice, all-to-all).
-        region: The call of this package that does it, on the tensor axis; else None. One call
-            may do one step in forward and another in backward.
-        bytes: Bytes that each rank sends by a ring's algorithm; None without sizes.
-    """
+    """One step of forward or backward."""
 
     kind: str
     axis: str
@@ -388,11 +352,7 @@ class Cost:
     itemsize: int
 
     def shape(self, letters: str, layout: Layout) -> tuple[int, ...]:
-        """Return the shape of a rank's part.
-
-        Raises:
-            DegreeError: The degrees do not divide a size.
-        """
+        """Return the shape of a rank's part."""
         shape = []
         for letter in letters:
             axes = [axis for axis, where in layout.items() if where == letter]
@@ -437,12 +397,7 @@ class Way:
 
 
 def cheapest_way(name: str, letters: str, start: Layout, moves: Sequence[Move], cost: Cost) -> Way:
-    """Return the moves in the order that sends the least.
-
-    Raises:
-        ParallelError: In no order are the parts of a letter contiguous all along.
-        DegreeError: The degrees do not divide a size.
-    """
+    """Return the moves in the order that sends the least."""
     wanted = [move for move in moves if not move.is_nothing]
     cost.shape(letters, start)
     indivisible: DegreeError | None = None
@@ -478,11 +433,9 @@ def _rank(found: tuple[int, tuple[int, ...], Way]) -> tuple[int, tuple[int, ...]
 
 
 def _is_contiguous(move: Move, layout: Layout) -> bool:
-    """Whether a move finds, and leaves, contiguous parts of every letter.
-
-    The first of a letter's axes cuts it, the next one cuts those parts: only the last of them
-    can be taken away, and one that is added has to come last.
-    """
+    """Whether a move finds, and leaves, contiguous parts of every letter."""
+    # The first of a letter's axes cuts it, the next one cuts those parts: only the last of them
+    # can be taken away, and one that is added has to come last.
     axes = list(layout)
     later = axes[axes.index(move.axis) + 1 :]
     changed = {move.source, move.target} - _WORDS
@@ -574,12 +527,7 @@ class Plan:
 def cheapest_plan(
     equation: Equation, axes: Sequence[str], given: Sequence[Layout], wanted: Layout, cost: Cost
 ) -> Plan:
-    """Return the plan that sends the least, of those that share the work in different ways.
-
-    Raises:
-        ParallelError: No plan is possible.
-        DegreeError: Of none do the degrees divide the sizes.
-    """
+    """Return the plan that sends the least, of those that share the work in different ways."""
     best: Plan | None = None
     failures: list[ParallelError] = []
     choices = [list(_works(equation, axis, given, wanted)) for axis in axes]

@@ -30,84 +30,6 @@ from ._groups import (
 )
 from ._ranks import AXES, EXPERT_AXES, ORDER, RankLayout, ordered
 
-# Where one rank is: its position and the degree along each axis.
-
-
-# Without expert parallelism, an expert is split and copied as the rest of the model.
-_AS_MODEL: dict[str, tuple[str, ...]] = {
-    "expert_tensor": ("tensor",),
-    "expert": (),
-    "expert_data": ("context", "data"),
-}
-
-
-class Positions:
-    """The sizes and positions of a `ParallelState`, by its layout or, without one, its groups."""
-
-    def __init__(
-        self,
-        groups: Mapping[tuple[str, ...], ProcessGroup | None],
-        layout: RankLayout | None,
-        rank: int,
-        experts_as_model: bool,
-    ) -> None:
-        self.layout = layout
-        self.rank = rank
-        self._sizes: dict[str, int] = {}
-        self._indexes: dict[str, int] = {}
-        self._experts_as_model = experts_as_model
-        for axis in AXES if experts_as_model else (*AXES, *EXPERT_AXES):
-            group = groups.get((axis,))
-            if layout is not None:
-                self._sizes[axis] = layout.degree(axis)
-                self._indexes[axis] = layout.index(axis, rank)
-            else:
-                self._sizes[axis] = 1 if group is None else group.size()
-                self._indexes[axis] = 0 if group is None else group.rank()
-        if experts_as_model:
-            for axis, others in _AS_MODEL.items():
-                self._sizes[axis] = self.size(*others) if others else 1
-                self._indexes[axis] = self.index(*others) if others else 0
-
-    def index(self, *axes: str) -> int:
-        """Return this rank's position along an axis, or within several, from 0."""
-        if len(axes) == 1 and axes[0] in self._indexes:
-            return self._indexes[axes[0]]
-        axes = self._known(axes)
-        if self.layout is not None:
-            return self.layout.index(axes, self.rank)
-        position, span = 0, 1
-        for axis in sorted(ordered(axes), key="pipeline".__eq__):  # the slowest of both grids
-            position += self._indexes[axis] * span
-            span *= self._sizes[axis]
-        return position
-
-    def size(self, *axes: str) -> int:
-        """Return the number of ranks along an axis, or in the group that spans several."""
-        if len(axes) == 1 and axes[0] in self._sizes:
-            return self._sizes[axes[0]]
-        product = 1
-        for axis in self._known(axes):  # plainly, for torch.compile
-            product *= self._sizes[axis]
-        return product
-
-    def _known(self, axes: Sequence[str]) -> tuple[str, ...]:
-        """Return axes, those of experts as the model's where the two are the same."""
-        if not axes or len(set(axes)) < len(axes):
-            raise ValueError(f"axes {axes}; expected one or more, each once")
-        for axis in axes:
-            if axis not in self._sizes:
-                raise ValueError(f"axis {axis!r}; expected one of {', '.join(self._sizes)}")
-        if not self._experts_as_model or not any(axis in _AS_MODEL for axis in axes):
-            return tuple(axes)
-        plain: list[str] = []
-        for axis in axes:
-            plain += _AS_MODEL.get(axis, (axis,))
-        if len(set(plain)) < len(plain):
-            raise ValueError(f"axes {axes}: those of experts are the model's here, named twice")
-        return tuple(plain)
-
-
 # Between a state and torch's DeviceMesh: the same groups, by the names of dims.
 
 
@@ -116,15 +38,7 @@ DIMS = {"tensor": "tp", "context": "cp", "data": "dp", "pipeline": "pp"}
 
 
 def dims_of_mesh(mesh: DeviceMesh, names: Mapping[str, str]) -> dict[str, str]:
-    """Return the name of the dim of each axis that a mesh has, in the order of its dims.
-
-    Args:
-        mesh: Its dims have names.
-        names: For each axis, the name of its dim.
-
-    Raises:
-        ParallelError: A dim has no axis or two, or a name that was asked for is not there.
-    """
+    """Return the name of the dim of each axis that a mesh has, in the order of its dims."""
     dims = mesh.mesh_dim_names
     if not dims:
         raise ParallelError(
@@ -152,12 +66,7 @@ def dims_of_mesh(mesh: DeviceMesh, names: Mapping[str, str]) -> dict[str, str]:
 
 
 class MeshGroups:
-    """The mesh that a state was made from, and the groups that it has or may get later.
-
-    Args:
-        mesh: Its dims have names.
-        dims: The name of the dim of each axis, from `dims_of_mesh`.
-    """
+    """The mesh that a state was made from, and the groups that it has or may get later."""
 
     def __init__(self, mesh: DeviceMesh, dims: Mapping[str, str]) -> None:
         self.mesh = mesh
@@ -168,10 +77,8 @@ class MeshGroups:
         return {(axis,): self.mesh.get_group(dim) for axis, dim in self._dims.items()}
 
     def layout(self) -> RankLayout | None:
-        """Return the layout that numbers the ranks as the mesh does, or None if none can.
-
-        None is also the answer for a part of a mesh: nothing says where the other ranks are.
-        """
+        """Return the layout that numbers the ranks as the mesh does, or None if none can."""
+        # None is also the answer for a part of a mesh: nothing says where the other ranks are.
         ranks, axes = self.mesh.mesh, list(self._dims)
         if ranks.numel() != dist.get_world_size():
             return None
@@ -251,12 +158,10 @@ def mesh_of_state(state: ParallelState, device_type: str | None) -> DeviceMesh:
 
 
 def forget_meshes() -> None:
-    """Let DTensor not go on with a mesh whose groups have been destroyed.
-
-    Its caches of shardings (torch 2.13) give back the mesh that an operation was first done
-    over for every equal one, and meshes of the same ranks and names are equal, whatever their
-    groups: after a second set-up the groups of the first would be looked up, and not be found.
-    """
+    """Let DTensor not go on with a mesh whose groups have been destroyed."""
+    # Its caches of shardings (torch 2.13) give back the mesh that an operation was first done
+    # over for every equal one, and meshes of the same ranks and names are equal, whatever their
+    # groups: after a second set-up the groups of the first would be looked up, and not be found.
     if "torch.distributed.tensor" not in sys.modules:
         return
     from torch.distributed.tensor import DTensor  # noqa: PLC0415  # only where it is used
@@ -288,157 +193,17 @@ def _device_type() -> str:
     return devices[0] if devices else "cpu"
 
 
-# Finding the group that is meant, among those that one rank has.
-
+# Without expert parallelism, an expert is split and copied as the rest of the model.
+_AS_MODEL: dict[str, tuple[str, ...]] = {
+    "expert_tensor": ("tensor",),
+    "expert": (),
+    "expert_data": ("context", "data"),
+}
 
 _numbers = itertools.count(1)
 
 
-class Groups(Positions):
-    """The groups of a `ParallelState`, by the axes that they span."""
-
-    def __init__(
-        self,
-        groups: Mapping[tuple[str, ...], ProcessGroup | None],
-        layout: RankLayout | None,
-        rank: int,
-        maker: Maker | None,
-        ranks: Mapping[str, tuple[int, ...]] | None,
-        mesh: MeshGroups | None,
-    ) -> None:
-        super().__init__(groups, layout, rank, _lays_experts_as_model(groups, layout, mesh))
-        self._maker = maker
-        self._mesh = mesh
-        self._world = world_of(groups.values()) if maker is None else maker.world
-        self._alone: Alone | None = None
-        self._groups = {axes: group for axes, group in groups.items() if group is not None}
-        self._ranks = dict(ranks or {})
-        # What layers and mappings ask for at every call: None where there is nothing to do.
-        self.several: dict[str, ProcessGroup | None] = {
-            axis: self._groups.get(self._spanned((axis,))) for axis in self._sizes
-        }
-        self.key: str = str(next(_numbers))  # no other state of this process has it
-        self._closed = False
-
-    def group(self, *axes: str) -> ProcessGroup:
-        """Return this rank's group along an axis, or the group that spans several.
-
-        Raises:
-            ParallelError: The group that spans these axes was not made.
-            NotInitializedError: The state, or the world, was destroyed.
-        """
-        self.check_world()
-        found = self._groups.get(axes)
-        return self._find(axes) if found is None else found
-
-    def ranks(self, *axes: str) -> tuple[int, ...]:
-        """Return the world's numbers of the ranks in a group, in the group's order."""
-        if len(axes) == 1 and axes[0] in self._ranks:
-            return self._ranks[axes[0]]
-        axes = self._known(axes)
-        if self.layout is not None:
-            return self.layout.group_of(axes, self.rank)
-        several = self._spanned(axes) if axes else ()
-        return member_ranks(self.group(*several), " x ".join(axes)) if several else (self.rank,)
-
-    def has_group(self, *axes: str) -> bool:
-        """Return whether `group` would find one."""
-        try:
-            self.group(*axes)
-        except ParallelError:
-            return False
-        return True
-
-    def has(self, name: str) -> bool:
-        """Return whether this rank is in a group of some stages only (``embedding``)."""
-        return name in self._ranks
-
-    def check_world(self) -> None:
-        """Raise if the world that the groups were made in is gone, and they with it.
-
-        Raises:
-            NotInitializedError: It is.
-        """
-        # A constant to torch.compile, which cannot look through a weak reference.
-        if not torch.compiler.is_compiling() and not has_world(self._world):
-            raise NotInitializedError(
-                f"the world of {self!r} was destroyed (torch.distributed.destroy_process_group); "
-                "initialize again"
-            )
-
-    def _find(self, axes: tuple[str, ...]) -> ProcessGroup:
-        if self._closed:
-            raise NotInitializedError(
-                f"the {' x '.join(axes)} group of a ParallelState that was destroyed"
-            )
-        if len(axes) == 1 and axes[0] in self._ranks:  # a stage's only rank
-            self._groups[axes] = self._make_alone()
-            return self._groups[axes]
-        if len(axes) == 1 and axes[0] in EMBEDDING:
-            raise ParallelError(
-                f"rank {self.rank} has no {axes[0]} group: its stage, {self.index('pipeline')} "
-                f"of {self.size('pipeline')}, is not in one, or create was called without "
-                "embedding=True"
-            )
-        several = self._spanned(axes)
-        found = self._groups.get(several) or self._equal(several) if several else self._make_alone()
-        if found is None:
-            raise ParallelError(
-                f"no group spans {' x '.join(axes)} (degrees "
-                f"{' x '.join(str(self._sizes[axis]) for axis in axes)}); " + self._advice(several)
-            )
-        self._groups[axes] = found
-        return found
-
-    def _spanned(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Return what names the group of these axes: those of degree > 1, in order."""
-        return ordered(axis for axis in self._known(axes) if self._sizes[axis] > 1)
-
-    def _equal(self, axes: tuple[str, ...]) -> ProcessGroup | None:
-        """Return a group of other axes that has the same ranks, if there is one."""
-        if self._maker is not None:
-            return self._maker.known(axes)
-        if self._mesh is not None:
-            return self._mesh.known(axes)
-        if self.layout is not None:
-            ranks = self.layout.group_of(axes, self.rank)
-            for others, group in self._groups.items():
-                if self.layout.group_of(others, self.rank) == ranks:
-                    return group
-        return None
-
-    def _advice(self, axes: tuple[str, ...]) -> str:
-        if self._mesh is not None:
-            return self._mesh.advice(axes)
-        if self._maker is None:
-            return f"give it: ParallelState.from_groups(also={{{axes!r}: ...}})"
-        return f"ask for it when the groups are made: also=[{axes!r}]"
-
-    def alone(self) -> ProcessGroup:
-        """Return the group of this rank alone: of an axis whose degree is always 1."""
-        self.check_world()
-        if self._closed:
-            raise NotInitializedError("a group of a ParallelState that was destroyed")
-        return self._make_alone()
-
-    def _make_alone(self) -> ProcessGroup:
-        if self._alone is None:
-            self._alone = Alone(self.rank)
-        return self._alone
-
-
-def _lays_experts_as_model(
-    groups: Mapping[tuple[str, ...], ProcessGroup | None],
-    layout: RankLayout | None,
-    mesh: MeshGroups | None,
-) -> bool:
-    """Return whether an expert is split and copied as the rest of the model."""
-    if layout is not None and mesh is None:
-        return not layout.experts_fit
-    return all(groups.get((axis,)) is None for axis in EXPERT_AXES)
-
-
-class ParallelState(Groups):
+class ParallelState:
     """The process groups, positions and sizes of one rank. It does not change once made.
 
     Make one with `create`, `from_groups` or `from_mesh`. An axis is ``tensor``, ``context``,
@@ -462,10 +227,43 @@ class ParallelState(Groups):
         mesh: MeshGroups | None = None,
     ) -> None:
         """Take groups as they are; the class methods are the ways to make one."""
-        super().__init__(groups, layout, rank, maker, ranks, mesh)
+        self.layout = layout
+        self.rank = rank
+        self._maker = maker
+        self._mesh = mesh
+        self._world = world_of(groups.values()) if maker is None else maker.world
+        self._alone: Alone | None = None
+        self._groups = {axes: group for axes, group in groups.items() if group is not None}
+        self._ranks = dict(ranks or {})
+        self._closed = False
         # What others keep for as long as this state lives, and states that end with it.
         self.notes: dict[str, Any] = {}
         self._attached: list[ParallelState] = []
+        # Whether an expert is split and copied as the rest of the model.
+        self._experts_as_model = (
+            not layout.experts_fit
+            if layout is not None and mesh is None
+            else all(groups.get((axis,)) is None for axis in EXPERT_AXES)
+        )
+        self._sizes: dict[str, int] = {}
+        self._indexes: dict[str, int] = {}
+        for axis in AXES if self._experts_as_model else (*AXES, *EXPERT_AXES):
+            group = groups.get((axis,))
+            if layout is not None:
+                self._sizes[axis] = layout.degree(axis)
+                self._indexes[axis] = layout.index(axis, rank)
+            else:
+                self._sizes[axis] = 1 if group is None else group.size()
+                self._indexes[axis] = 0 if group is None else group.rank()
+        if self._experts_as_model:
+            for axis, others in _AS_MODEL.items():
+                self._sizes[axis] = self.size(*others) if others else 1
+                self._indexes[axis] = self.index(*others) if others else 0
+        # What layers and mappings ask for at every call: None where there is nothing to do.
+        self.several: dict[str, ProcessGroup | None] = {
+            axis: self._groups.get(self._spanned((axis,))) for axis in self._sizes
+        }
+        self.key: str = str(next(_numbers))  # no other state of this process has it
 
     @classmethod
     def create(
@@ -625,6 +423,68 @@ class ParallelState(Groups):
             return self._mesh.mesh
         return mesh_of_state(self, device_type)
 
+    def index(self, *axes: str) -> int:
+        """Return this rank's position along an axis, or within several, from 0."""
+        if len(axes) == 1 and axes[0] in self._indexes:
+            return self._indexes[axes[0]]
+        axes = self._known(axes)
+        if self.layout is not None:
+            return self.layout.index(axes, self.rank)
+        position, span = 0, 1
+        for axis in sorted(ordered(axes), key="pipeline".__eq__):  # the slowest of both grids
+            position += self._indexes[axis] * span
+            span *= self._sizes[axis]
+        return position
+
+    def size(self, *axes: str) -> int:
+        """Return the number of ranks along an axis, or in the group that spans several."""
+        if len(axes) == 1 and axes[0] in self._sizes:
+            return self._sizes[axes[0]]
+        product = 1
+        for axis in self._known(axes):  # plainly, for torch.compile
+            product *= self._sizes[axis]
+        return product
+
+    def group(self, *axes: str) -> ProcessGroup:
+        """Return this rank's group along an axis, or the group that spans several.
+
+        Raises:
+            ParallelError: The group that spans these axes was not made.
+            NotInitializedError: The state, or the world, was destroyed.
+        """
+        self.check_world()
+        found = self._groups.get(axes)
+        return self._find(axes) if found is None else found
+
+    def ranks(self, *axes: str) -> tuple[int, ...]:
+        """Return the world's numbers of the ranks in a group, in the group's order."""
+        if len(axes) == 1 and axes[0] in self._ranks:
+            return self._ranks[axes[0]]
+        axes = self._known(axes)
+        if self.layout is not None:
+            return self.layout.group_of(axes, self.rank)
+        several = self._spanned(axes) if axes else ()
+        return member_ranks(self.group(*several), " x ".join(axes)) if several else (self.rank,)
+
+    def has_group(self, *axes: str) -> bool:
+        """Return whether `group` would find one."""
+        try:
+            self.group(*axes)
+        except ParallelError:
+            return False
+        return True
+
+    def has(self, name: str) -> bool:
+        """Return whether this rank is in a group of some stages only (``embedding``)."""
+        return name in self._ranks
+
+    def alone(self) -> ProcessGroup:
+        """Return the group of this rank alone: of an axis whose degree is always 1."""
+        self.check_world()
+        if self._closed:
+            raise NotInitializedError("a group of a ParallelState that was destroyed")
+        return self._make_alone()
+
     @property
     def is_live(self) -> bool:
         """Whether its groups can still be used: neither it nor the world was destroyed."""
@@ -657,6 +517,88 @@ class ParallelState(Groups):
             self._alone = None
         if self._maker is not None:
             self._maker.destroy()
+
+    def check_world(self) -> None:
+        """Raise if the world that the groups were made in is gone, and they with it.
+
+        Raises:
+            NotInitializedError: It is.
+        """
+        # A constant to torch.compile, which cannot look through a weak reference.
+        if not torch.compiler.is_compiling() and not has_world(self._world):
+            raise NotInitializedError(
+                f"the world of {self!r} was destroyed (torch.distributed.destroy_process_group); "
+                "initialize again"
+            )
+
+    def _find(self, axes: tuple[str, ...]) -> ProcessGroup:
+        if self._closed:
+            raise NotInitializedError(
+                f"the {' x '.join(axes)} group of a ParallelState that was destroyed"
+            )
+        if len(axes) == 1 and axes[0] in self._ranks:  # a stage's only rank
+            self._groups[axes] = self._make_alone()
+            return self._groups[axes]
+        if len(axes) == 1 and axes[0] in EMBEDDING:
+            raise ParallelError(
+                f"rank {self.rank} has no {axes[0]} group: its stage, {self.index('pipeline')} "
+                f"of {self.size('pipeline')}, is not in one, or create was called without "
+                "embedding=True"
+            )
+        several = self._spanned(axes)
+        found = self._groups.get(several) or self._equal(several) if several else self._make_alone()
+        if found is None:
+            raise ParallelError(
+                f"no group spans {' x '.join(axes)} (degrees "
+                f"{' x '.join(str(self._sizes[axis]) for axis in axes)}); " + self._advice(several)
+            )
+        self._groups[axes] = found
+        return found
+
+    def _spanned(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """Return what names the group of these axes: those of degree > 1, in order."""
+        return ordered(axis for axis in self._known(axes) if self._sizes[axis] > 1)
+
+    def _equal(self, axes: tuple[str, ...]) -> ProcessGroup | None:
+        """Return a group of other axes that has the same ranks, if there is one."""
+        if self._maker is not None:
+            return self._maker.known(axes)
+        if self._mesh is not None:
+            return self._mesh.known(axes)
+        if self.layout is not None:
+            ranks = self.layout.group_of(axes, self.rank)
+            for others, group in self._groups.items():
+                if self.layout.group_of(others, self.rank) == ranks:
+                    return group
+        return None
+
+    def _advice(self, axes: tuple[str, ...]) -> str:
+        if self._mesh is not None:
+            return self._mesh.advice(axes)
+        if self._maker is None:
+            return f"give it: ParallelState.from_groups(also={{{axes!r}: ...}})"
+        return f"ask for it when the groups are made: also=[{axes!r}]"
+
+    def _make_alone(self) -> ProcessGroup:
+        if self._alone is None:
+            self._alone = Alone(self.rank)
+        return self._alone
+
+    def _known(self, axes: Sequence[str]) -> tuple[str, ...]:
+        """Return axes, those of experts as the model's where the two are the same."""
+        if not axes or len(set(axes)) < len(axes):
+            raise ValueError(f"axes {axes}; expected one or more, each once")
+        for axis in axes:
+            if axis not in self._sizes:
+                raise ValueError(f"axis {axis!r}; expected one of {', '.join(self._sizes)}")
+        if not self._experts_as_model or not any(axis in _AS_MODEL for axis in axes):
+            return tuple(axes)
+        plain: list[str] = []
+        for axis in axes:
+            plain += _AS_MODEL.get(axis, (axis,))
+        if len(set(plain)) < len(plain):
+            raise ValueError(f"axes {axes}: those of experts are the model's here, named twice")
+        return tuple(plain)
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{a}={self._indexes[a]}/{n}" for a, n in self._sizes.items() if n > 1)

@@ -116,11 +116,9 @@ def _check_halves(q: Tensor, k: Tensor, balanced: bool) -> None:
 
 
 def _enough_heads(q: Tensor, kv: Tensor, group: ProcessGroup) -> Tensor:
-    """Repeat key heads until each rank's share of them is what its query heads need.
-
-    A rank's query heads begin and end within the ``shared`` ones of a key head; pieces of the
-    greatest common length lie whole in both.
-    """
+    """Repeat key heads until each rank's share of them is what its query heads need."""
+    # A rank's query heads begin and end within the ``shared`` ones of a key head; pieces of the
+    # greatest common length lie whole in both.
     heads, ranks = q.shape[1], group.size()
     if heads % ranks:
         raise DegreeError(

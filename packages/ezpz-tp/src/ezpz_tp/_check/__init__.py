@@ -73,14 +73,7 @@ _DISTRIBUTED = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
 
 class Checker(TorchFunctionMode):
-    """Follows the types of tensors through a program; see `check`.
-
-    Attributes:
-        axes: The axes that are checked: those of degree above 1.
-        operations: How many operations were checked so far.
-        paused: Whether nothing is looked into: the inside of an autograd function.
-        in_backward: Whether backward is under way.
-    """
+    """Follows the types of tensors through a program; see `check`."""
 
     def __init__(self, state: ParallelState, model: nn.Module | None) -> None:
         super().__init__()
@@ -440,11 +433,10 @@ def _result(checker: Checker, function: type, args: tuple[Any, ...], kwargs: Any
 
 
 class Rerun:
-    """A function that torch's reentrant checkpointing runs, and in backward runs again.
+    """A function that torch's reentrant checkpointing runs, and in backward runs again."""
 
-    The first run has no gradients, by which much of what is wrong is known: the second is
-    checked too, with the types that the arguments had.
-    """
+    # The first run has no gradients, by which much of what is wrong is known: the second is
+    # checked too, with the types that the arguments had.
 
     def __init__(
         self, function: Callable[..., Any], tensors: list[Tensor], checkers: list[Checker]

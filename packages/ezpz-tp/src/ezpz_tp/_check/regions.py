@@ -34,19 +34,7 @@ from .rules import (
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """One region function, or one way to use it.
-
-    Attributes:
-        takes: The types that its first tensor may have. What no gradient flows to and is equal
-            on all ranks goes as either of the equal types.
-        returns: The type of its result.
-        group: Place and name of the argument that holds the group.
-        mend: What to do, by the type that was given instead.
-        weight: The type that its second tensor, a parameter, must have.
-        bias: The type that its third tensor, a parameter, must have.
-        axis: Where it goes without a group.
-        inputs: How many of its tensors are to be of the types that it takes.
-    """
+    """One region function, or one way to use it."""
 
     takes: frozenset[str]
     returns: str
@@ -233,19 +221,7 @@ def through(
     operands: Sequence[Operand | None],
     axes: Sequence[int],
 ) -> Record:
-    """Return what is known of a region's result.
-
-    Args:
-        records: What is known so far.
-        name: The function's.
-        region: What it is.
-        operands: Its tensor arguments by place, None where there is none; the first is the one
-            that changes its type.
-        axes: Places of the axes of its group; along the others it is an operation like any.
-
-    Raises:
-        ParallelTypeError: An operand has another type than the region takes.
-    """
+    """Return what is known of a region's result."""
     given = [one for one in operands if one is not None]
     types = []
     for place, axis in enumerate(records.axes):
@@ -400,11 +376,7 @@ def generated(records: Records) -> Record:
 
 
 def drawn(records: Records, name: str, operands: Sequence[Operand], record: Record) -> Record:
-    """Return what random numbers make of an operation's result.
-
-    Raises:
-        ParallelTypeError: Ranks draw the same for what differs, or the other way round.
-    """
+    """Return what random numbers make of an operation's result."""
     if "tensor" not in records.axes:
         return record
     place = records.axes.index("tensor")
@@ -481,12 +453,7 @@ _WRONG = {
 
 
 def check_loss(records: Records, name: str, loss: Operand) -> None:
-    """Refuse to start backward from what is not one loss for all ranks.
-
-    Raises:
-        ParallelTypeError: Along the tensor axis it is not invariant; or along another, where
-            each rank may have its own, it is a copy that all share.
-    """
+    """Refuse to start backward from what is not one loss for all ranks."""
     for place, axis in enumerate(records.axes):
         kind = loss.settled(place)
         if kind is None or kind == INVARIANT or (axis != "tensor" and kind != REPLICATED):
@@ -501,11 +468,7 @@ def check_loss(records: Records, name: str, loss: Operand) -> None:
 
 
 def gradients_to_finalize(records: Records, parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Return the gradients of parameters, none of which was finalized as it is.
-
-    Raises:
-        ParallelTypeError: One was, and no backward pass has added to it since.
-    """
+    """Return the gradients of parameters, none of which was finalized as it is."""
     found = []
     for parameter in parameters:
         grad = gradient(parameter)

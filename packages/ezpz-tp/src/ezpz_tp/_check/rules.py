@@ -43,15 +43,7 @@ EQUAL = frozenset({INVARIANT, REPLICATED})
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What is known of one tensor.
-
-    Attributes:
-        types: Its type along each axis, in the checker's order of axes.
-        sharded_dim: The dim that is split over the tensor-parallel ranks, where it is known.
-        is_data: Made of nothing but what came from outside: no parameter and no region. The
-            user may have cut it, and knows better what it is.
-        is_fresh: Zeros, or memory that nobody has written to: it goes with every type.
-    """
+    """What is known of one tensor."""
 
     types: tuple[str, ...]
     sharded_dim: int | None = None
@@ -61,13 +53,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """A tensor that an operation is given.
-
-    Attributes:
-        tensor: The tensor.
-        record: What is known of it.
-        differentiable: Whether a gradient flows to it.
-    """
+    """A tensor that an operation is given."""
 
     tensor: Tensor
     record: Record
@@ -226,16 +212,11 @@ def user_line() -> str:
 
 
 class Records:
-    """The types of tensors, by the tensor itself; nothing is written onto a tensor.
+    """The types of tensors, by the tensor itself; nothing is written onto a tensor."""
 
-    Of a tensor that no operation was seen to make: a parameter is what its attributes say
-    (sharded: varying; tagged ``sequence_parallel``: replicated; else invariant), and anything
-    else is data: the same on all tensor-parallel ranks, and different along the other axes.
-
-    Args:
-        axes: The axes of degree above 1.
-        model: Whose parameters are known by their names.
-    """
+    # Of a tensor that no operation was seen to make: a parameter is what its attributes say
+    # (sharded: varying; tagged ``sequence_parallel``: replicated; else invariant), and anything
+    # else is data: the same on all tensor-parallel ranks, and different along the other axes.
 
     def __init__(self, axes: tuple[str, ...], model: nn.Module | None) -> None:
         self.axes = axes
@@ -379,18 +360,7 @@ def combine(
     shifts: bool = False,
     contracts: bool = False,
 ) -> Record:
-    """Return what is known of the result of an operation of torch.
-
-    Args:
-        records: What is known so far.
-        operation: The function's name.
-        operands: Its tensors, at least one.
-        shifts: Whether a number other than zero is added to the tensor, or put in its place.
-        contracts: Whether a dim that is split over the tensor-parallel ranks is summed over.
-
-    Raises:
-        ParallelTypeError: The types do not fit each other, or the operation.
-    """
+    """Return what is known of the result of an operation of torch."""
     is_data = all(one.record.is_data for one in operands)
     written = [one for one in operands if not one.record.is_fresh]
     if operands[0].record.is_fresh and not any(map(_is_number, written)):
@@ -411,16 +381,7 @@ def along(
     contracts: bool = False,
     shifts: bool = False,
 ) -> str:
-    """Return the type of an operation's result along one axis.
-
-    Args:
-        records: What is known so far.
-        operation: The function's name.
-        place: That of the axis.
-        operands: Its tensors.
-        contracts: Whether a dim that is split over the axis is summed over.
-        shifts: Whether a number other than zero is added.
-    """
+    """Return the type of an operation's result along one axis."""
     axis = records.axes[place]
     settled = [(one, kind) for one in operands if (kind := one.settled(place)) is not None]
     kinds = {kind for _, kind in settled}

@@ -189,12 +189,10 @@ def _expert_seed(seed: int, index: int) -> int:
 
 
 def _device(config: object, group: ProcessGroup | None) -> torch.device:
-    """Return where a layer's parameters are made.
-
-    The default device where that was set (also to ``meta``), else the current accelerator, as
-    in Megatron-LM; the CPU if the configuration says so, there is no accelerator, or the backend
-    of the ranks is of the CPU (gloo).
-    """
+    """Return where a layer's parameters are made."""
+    # The default device where that was set (also to ``meta``), else the current accelerator, as
+    # in Megatron-LM; the CPU if the configuration says so, there is no accelerator, or the backend
+    # of the ranks is of the CPU (gloo).
     default = torch.get_default_device()
     if default.type != "cpu" or setting(config, "use_cpu_initialization"):
         return default

@@ -40,18 +40,7 @@ class Part(NamedTuple):
 def part_of(
     whole: Tensor, dim: int | None, stride: int | tuple[int, ...], index: int, degree: int
 ) -> tuple[Tensor, int]:
-    """Cut one rank's part out, padded at its end with zeros where the dim is uneven.
-
-    Args:
-        whole: The whole tensor.
-        dim: The dim that is split; None for none.
-        stride: Number of equal stretches of that dim that are each split, or their sizes.
-        index: The rank's position.
-        degree: Number of ranks.
-
-    Returns:
-        The part, and how much of it along ``dim`` is not padding.
-    """
+    """Cut one rank's part out, padded at its end with zeros where the dim is uneven."""
     if dim is None:
         return whole, 0
     parts, real = [], 0
@@ -72,10 +61,8 @@ def part_of(
 def compare(
     name: str, part: Part, whole: Tensor | None, degree: int, tolerance: float | None
 ) -> None:
-    """Raise AssertionError if a part is not what the whole has there.
-
-    A part's padding must be zero in a gradient, and is not looked at in an output.
-    """
+    """Raise AssertionError if a part is not what the whole has there."""
+    # A part's padding must be zero in a gradient, and is not looked at in an output.
     where = f"tensor degree {degree}, rank {part.rank}: {name}"
     if whole is None:
         raise AssertionError(f"{where} is there, but the unsharded module has none")

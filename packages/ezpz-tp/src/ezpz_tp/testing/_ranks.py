@@ -93,13 +93,11 @@ _made: set[str] = set()
 
 
 def make_operations() -> None:
-    """Make the Python object of every operation that torch knows by now. Call it before threads.
-
-    torch makes them when a dispatch mode first sees an operation, and lets C++ refer to them
-    without owning them. Two threads that meet there make two: the second takes the first one's
-    place in ``torch.ops``, and the C++ side may be left with the one that is freed (seen in torch
-    2.13, in ``OpOverloadPacket.__getattr__``: wrong objects, then a crash). Takes 0.2 s once.
-    """
+    """Make the Python object of every operation that torch knows by now. Call it before threads."""
+    # torch makes them when a dispatch mode first sees an operation, and lets C++ refer to them
+    # without owning them. Two threads that meet there make two: the second takes the first one's
+    # place in ``torch.ops``, and the C++ side may be left with the one that is freed (seen in torch
+    # 2.13, in ``OpOverloadPacket.__getattr__``: wrong objects, then a crash). Takes 0.2 s once.
     names = set(torch._C._dispatch_get_all_op_names())  # noqa: SLF001 - nothing public lists them
     for full_name in names - _made:
         space, _, rest = full_name.partition("::")
@@ -558,10 +556,8 @@ def _unpack(report: Report, world_size: int) -> BaseException:
 
 
 def _pickled(value: object) -> tuple[bytes, tuple[tuple[str, str], ...]]:
-    """Pickle, and return name and file of the modules that its functions and classes come from.
-
-    A test's module has a name that only its test runner can import: ranks load it from its file.
-    """
+    """Pickle, and return name and file of the modules that its functions and classes come from."""
+    # A test's module has a name that only its test runner can import: ranks load it from its file.
     buffer = io.BytesIO()
     pickler = _Pickler(buffer)
     pickler.dump(value)
@@ -652,10 +648,8 @@ class _Pool:
         return self.workers[:count]
 
     def place(self) -> str:
-        """Return a new path for the files of one call.
-
-        They stay until the end: a store that is let go of looks for its file once more.
-        """
+        """Return a new path for the files of one call."""
+        # They stay until the end: a store that is let go of looks for its file once more.
         if not self.directory:
             self.directory = tempfile.mkdtemp(prefix="ezpz-ranks-")
             atexit.register(self.end)
