@@ -113,7 +113,6 @@ def _look(
 
 
 def _raise(status: Sequence[int], keys: Sequence[str], datatype: torch.dtype) -> None:
-    """Raise what the first rank found, in the same words on every rank."""
     what, position, dtype = status
     if what == _FINE:
         return

@@ -52,7 +52,6 @@ def headline(grid: Grid, nodes: Nodes | None) -> str:
 
 
 def table(grids: Sequence[Grid], rank: int, spans: Spans) -> list[str]:
-    """Return one line for each axis that has several ranks, below a heading."""
     rows: list[tuple[str, ...]] = []
     for grid, axis in axes_of(grids):
         number = grid.world_size // axis.degree
@@ -79,7 +78,6 @@ def table(grids: Sequence[Grid], rank: int, spans: Spans) -> list[str]:
 
 
 def shortened(ranks: Sequence[int]) -> str:
-    """Return ranks as text: all of them, or the first, the second and the last."""
     text = " ".join(map(str, ranks))
     return text if len(text) <= 22 else f"{ranks[0]} {ranks[1]} ... {ranks[-1]}"
 

@@ -115,7 +115,6 @@ def finalize_grads(
 
 
 def parameters_of(given: Parameters) -> list[Tensor]:
-    """Return the parameters, each once, in the order given."""
     if isinstance(given, nn.Module):
         return list(given.parameters())
     if isinstance(given, Tensor):
@@ -134,7 +133,6 @@ def gradient(parameter: Tensor) -> Tensor | None:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a DTensor, any other tensor as it is."""
     # Asked like this because importing DTensor takes longer than all of this package.
     to_local = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()
@@ -504,13 +502,11 @@ def _norm(
 
 
 def _joined(norms: Tensor, order: float) -> Tensor:
-    """Return the norm of all from the norms of parts."""
     joined: Tensor = torch.linalg.vector_norm(norms, order)
     return joined
 
 
 def _norm_over(norm: Tensor, group: ProcessGroup, order: float) -> Tensor:
-    """Return the norm of all from this rank's. Collective."""
     if order == math.inf:
         # Backends differ in what the larger of a number and NaN is.
         is_nan = torch.isnan(norm)

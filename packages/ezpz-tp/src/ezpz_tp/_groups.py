@@ -153,20 +153,16 @@ class Alone(_Group):  # type: ignore[misc]
 
     @property
     def group_name(self) -> str:
-        """Return the name that functional collectives look it up by."""
         return self._name
 
     @property
     def group_desc(self) -> str:
-        """Return what it is for."""
         return "one rank alone"
 
     def getGroupName(self) -> str:  # noqa: N802 - torch's
-        """Return the same to C++."""
         return self._name
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's
-        """Return the name that error messages show."""
         return "alone"
 
     _get_backend_name = getBackendName
@@ -185,7 +181,6 @@ class Alone(_Group):  # type: ignore[misc]
     reduce = allreduce
 
     def barrier(self, *_: object, **__: object) -> dist.Work:
-        """Wait for no one."""
         return _done([])
 
     monitored_barrier = barrier
@@ -193,7 +188,6 @@ class Alone(_Group):  # type: ignore[misc]
     def allgather(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], *_: object
     ) -> dist.Work:
-        """Copy each input into the one output there is for it."""
         return _copy([each[0] for each in outputs], inputs)
 
     gather = allgather
@@ -201,13 +195,11 @@ class Alone(_Group):  # type: ignore[misc]
     def allgather_coalesced(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], *_: object
     ) -> dist.Work:
-        """Copy the inputs into this rank's list of outputs."""
         return _copy(outputs[0], inputs)
 
     def reduce_scatter(
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], *_: object
     ) -> dist.Work:
-        """Copy each input into its output."""
         return _copy(outputs, [each[0] for each in inputs])
 
     scatter = reduce_scatter
@@ -215,7 +207,6 @@ class Alone(_Group):  # type: ignore[misc]
     def alltoall(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *_: object
     ) -> dist.Work:
-        """Copy each input into its output."""
         return _copy(outputs, inputs)
 
     # The newer names are those of torch 2.13; 2.6 knows the older ones only.
@@ -223,7 +214,6 @@ class Alone(_Group):  # type: ignore[misc]
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced = alltoall
 
     def all_to_all_single(self, output: Tensor, input_: Tensor, *_: object) -> dist.Work:
-        """Copy the input into the output."""
         return _copy([output], [input_])
 
     alltoall_base = all_to_all_single
@@ -289,7 +279,6 @@ def member(group: ProcessGroup | None, what: str) -> ProcessGroup | None:
 
 
 def member_ranks(group: ProcessGroup, what: str) -> tuple[int, ...]:
-    """Return the global ranks of a group that torch.distributed knows."""
     try:
         return tuple(dist.get_process_group_ranks(group))
     except KeyError:
@@ -300,7 +289,6 @@ def member_ranks(group: ProcessGroup, what: str) -> tuple[int, ...]:
 
 
 def check_sizes(groups: Mapping[tuple[str, ...], ProcessGroup | None], layout: RankLayout) -> None:
-    """Compare the sizes of groups with a layout's degrees; None is a group of one."""
     for axes, group in groups.items():
         if group is None and axes[0] not in AXES:  # not given, rather than of one
             continue
@@ -404,11 +392,9 @@ class Maker:
         return next((group for (_, r), group in self._known.items() if r == ranks), None)
 
     def is_live(self) -> bool:
-        """Return whether the world that the groups were made in is still there."""
         return has_world(self.world)
 
     def destroy(self, *, together: bool = True) -> None:
-        """Free what was made, and nothing else."""
         self._known.clear()
         tables = c10d._world.pg_map  # noqa: SLF001 - a group not in it was freed by its user
         made, self.made = self.made, []

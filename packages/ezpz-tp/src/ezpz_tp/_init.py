@@ -119,12 +119,10 @@ def tiles(full_shape: Shape, dim: int, box: Box) -> Iterator[tuple[int, Box]]:
 
 
 def elements(box: Box) -> int:
-    """Return how many elements a box holds."""
     return math.prod([stop - start for start, stop in box])
 
 
 def slices(box: Box) -> tuple[slice, ...]:
-    """Return what to index a tensor with to have a box of it."""
     return tuple(slice(start, stop) for start, stop in box)
 
 
@@ -208,7 +206,6 @@ class Tile(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Answer for the whole weight, do an elementwise operation, or refuse."""
         kwargs = kwargs or {}
         name: str = getattr(func, "__name__", "?")
         tiles = [value for value in (*args, *kwargs.values()) if isinstance(value, Tile)]
@@ -237,7 +234,6 @@ class NoOtherNumbers(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Refuse a draw, and a generator, that has no tile beside it; a tile refuses the rest."""
         kwargs = kwargs or {}
         values = (*args, *kwargs.values())
         if not any(isinstance(value, Tile) for value in values):
@@ -440,7 +436,6 @@ def _held(
 
 
 def check_init(layer: str, init: str) -> Init:
-    """Return ``init``, if it is one."""
     if init not in get_args(Init):
         raise ValueError(
             f"{layer}: init={init!r}; expected {' or '.join(map(repr, get_args(Init)))}"

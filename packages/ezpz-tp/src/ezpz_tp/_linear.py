@@ -343,7 +343,6 @@ class ParallelModule(nn.Module):
 def empty_parameter(
     *shape: int, device: torch.device | str | None, dtype: torch.dtype | None
 ) -> nn.Parameter:
-    """An uninitialized parameter."""
     return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
 
 

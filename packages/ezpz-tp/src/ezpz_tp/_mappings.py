@@ -96,7 +96,6 @@ def all_reduce_(tensor: Tensor, group: ProcessGroup, op: dist.ReduceOp.RedOpType
 
 
 def all_reduce(tensor: Tensor, group: ProcessGroup, op: dist.ReduceOp.RedOpType = SUM) -> Tensor:
-    """Return the reduction of a tensor over the group. Collective."""
     return all_reduce_(contiguous_copy(tensor), group, op)
 
 
@@ -533,7 +532,6 @@ def all_to_all_hp2sp(input_: Tensor, tp_group: ProcessGroup | None = None) -> Te
 def _reshard(
     input_: Tensor, split: int, joined: int, group: ProcessGroup | None, name: str
 ) -> Tensor:
-    """Split one dim over the ranks, and join what they send along another."""
     if group is None:
         return input_
     ranks, split, joined = group.size(), split % input_.dim(), joined % input_.dim()

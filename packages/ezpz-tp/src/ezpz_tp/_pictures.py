@@ -25,8 +25,6 @@ LAUNCHED = ("RANK", "GROUP_RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE")
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """The node of every rank."""
-
     of: tuple[int, ...]
     sizes: tuple[int, ...]
     names: tuple[str, ...] = ()
@@ -44,7 +42,6 @@ class Nodes:
         return math.gcd(*self.sizes)
 
     def __str__(self) -> str:
-        """Say it in words: ``2 nodes of 8``."""
         count = len(self.sizes)
         if len(set(self.sizes)) == 1:
             words = f"{count:,} node{'s' * (count > 1)} of {self.sizes[0]:,}"
@@ -167,11 +164,9 @@ class Axis:
     stride: int
 
     def index(self, rank: int) -> int:
-        """Return the position of a rank along this axis, from 0."""
         return rank // self.stride % self.degree
 
     def group_of(self, rank: int) -> range:
-        """Return the ranks that differ from ``rank`` along this axis only."""
         first = rank - self.index(rank) * self.stride
         return range(first, first + self.degree * self.stride, self.stride)
 
@@ -190,7 +185,6 @@ class Grid:
 
     @property
     def several(self) -> tuple[Axis, ...]:
-        """The axes along which there is more than one rank."""
         return tuple(axis for axis in self.axes if axis.degree > 1)
 
     def groups(self, axis: Axis) -> list[range]:
@@ -218,7 +212,6 @@ class Grid:
         ]
 
     def __str__(self) -> str:
-        """Say it in words: ``tensor 2 x data 4``."""
         return " x ".join(f"{axis.name} {axis.degree:,}" for axis in self.several)
 
 
@@ -285,7 +278,6 @@ class Picture:
 
     @property
     def ranks(self) -> set[int]:
-        """The ranks that are drawn."""
         cells = itertools.chain.from_iterable(itertools.chain.from_iterable(self.blocks))
         return {rank for row in cells for rank in row if rank is not None}
 
@@ -322,12 +314,10 @@ def arrange(
     width: float,
     per_node: int | None,
 ) -> Picture:
-    """Place ranks."""
     right: list[Factor] = []
     down: list[Factor] = []
 
     def room(count: int) -> bool:
-        """Whether ``count`` times as much fits to the right."""
         first = right[0].count if right else count
         more = math.prod(factor.count for factor in right[1:]) * (count if right else 1)
         return width_of(more, first) <= width
@@ -478,8 +468,6 @@ ASCII = str.maketrans("│─┌┐└┘├┤┬┴┼", "|-" + "+" * 9)
 
 
 class Terminal:
-    """One grid of ranks, drawn in a terminal."""
-
     def __init__(self, grid: Grid, nodes: Nodes | None, width: int) -> None:
         counts, per_node = (
             visible_counts(grid, _IN_TERMINAL),
@@ -502,7 +490,6 @@ class Terminal:
             self._pitch += 1
 
     def lines(self) -> list[str]:
-        """Return the picture."""
         columns, lines = self.picture.columns, []
         for labels in self.picture.block_columns:
             width = self._pitch * len(columns.positions) + 1
@@ -520,7 +507,6 @@ class Terminal:
         return f"{label:>{self._margin}} {_SPACE.join(parts)}"
 
     def _blocks(self, blocks: Sequence[Sequence[Row]]) -> list[str]:
-        """Return the lines of matrices that stand side by side."""
         maps, lines = [node_map(block, self._nodes) for block in blocks], []
         rows = self.picture.rows
         for i, position in enumerate(rows.positions):
@@ -589,7 +575,6 @@ def draw(
     grids: Sequence[Grid],
     nodes: Nodes | None,
 ) -> str:
-    """Return one ``svg`` element."""
     page = Page()
     page.paragraph(headline)
     for grid in grids:
@@ -611,7 +596,6 @@ class Page:
         self.width, self.height = 0.0, 8.0
 
     def paragraph(self, text: str) -> None:
-        """Write a paragraph below what is there."""
         for line in textwrap.wrap(text, int(WIDTH / CHARACTER), break_on_hyphens=False):
             self.text(8, line)
             self.height += LINE
@@ -625,7 +609,6 @@ class Page:
         self.width = max(self.width, x + len(text) * CHARACTER)
 
     def svg(self, title: str, table: Iterable[str]) -> str:
-        """Return it all."""
         width, height = round(self.width + 8), round(self.height + 8)
         title, description = title.translate(ESCAPES), "\n".join(table).translate(ESCAPES)
         head = (
@@ -638,8 +621,6 @@ class Page:
 
 
 class Drawing:
-    """One grid of ranks on a page."""
-
     def __init__(self, page: Page, grid: Grid, nodes: Nodes | None) -> None:
         self._page, self._nodes = page, nodes
         labels = [f"{axis.name} {axis.degree - 1}" for axis in grid.several]
@@ -654,7 +635,6 @@ class Drawing:
         self._close = next((axis for axis in grid.several if axis.name in CLOSE), None)
 
     def draw(self) -> Picture:
-        """Draw it below what is on the page, and return what was drawn."""
         page, picture = self._page, self._picture
         page.height += GAP / 2
         for labels in picture.block_columns:
@@ -686,7 +666,6 @@ class Drawing:
             self._page.height += LINE
 
     def _blocks(self, blocks: Sequence[Sequence[Row]], starts: Sequence[float]) -> None:
-        """Draw matrices side by side."""
         page, picture = self._page, self._picture
         maps = [node_map(block, self._nodes) for block in blocks]
         path = ""

@@ -164,7 +164,6 @@ def run_chunks(
 def send(
     tensors: Tensors, group: ProcessGroup, peer: int, device: torch.device
 ) -> list[tuple[Work, Tensor]]:
-    """Start to send tensors to a rank of the group; they are to be kept until all is done."""
     numbers = [len(tensors)]
     for tensor in tensors:
         if tensor.dtype not in _DTYPES:
@@ -185,7 +184,6 @@ def send(
 
 
 def receive(group: ProcessGroup, peer: int, device: torch.device) -> Tensors:
-    """Return the tensors that a rank of the group sends, requiring gradients as there."""
     header = torch.zeros(_HEADER, dtype=torch.int64, device=device)
     group.recv([header], peer, 0).wait()
     numbers = iter(header.tolist())
@@ -228,7 +226,6 @@ class Trial:
                 self.shapes[number] = _metas(taken), _metas(given)
 
     def check(self, inputs: Tensors) -> None:
-        """Compare a later step's microbatch with that of the first."""
         found = facts(inputs)
         if found and self._inputs and found != self._inputs:
             raise DegreeError(
@@ -250,7 +247,6 @@ class Trial:
 
 
 def device_of(chunks: Mapping[int, Chunk]) -> torch.device:
-    """Return the device that this rank's chunks are on; torch's default one if they say none."""
     for chunk in chunks.values():
         for tensor in itertools.chain(chunk.parameters(), chunk.buffers()):
             return tensor.device
@@ -362,7 +358,6 @@ def torch_schedule(
 
 
 def _loss_of(output: Tensors, _: Tensor) -> Tensor:
-    """Return what the last chunk returned: it is the loss."""
     (loss,) = output
     return loss
 
@@ -450,7 +445,6 @@ class Chunks(nn.ModuleList):
         prefix: str = "",
         remove_duplicate: bool = True,
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the chunks' modules by the names that they have there."""
         memo = set() if memo is None else memo
         if not remove_duplicate or self not in memo:
             memo.add(self)
@@ -459,7 +453,6 @@ class Chunks(nn.ModuleList):
                 yield from module.named_modules(memo, prefix, remove_duplicate)
 
     def state_dict(self, *, prefix: str = "", keep_vars: bool = False, **given: Any) -> Any:
-        """Return the chunks' state dicts as one."""
         destination = given.get("destination")
         if destination is None:
             destination = OrderedDict()
@@ -471,7 +464,6 @@ class Chunks(nn.ModuleList):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> _IncompatibleKeys:
-        """Load each chunk's part, as a module does."""
         found = [module.load_state_dict(state_dict, False, assign) for module in self]
         missing = list(itertools.chain.from_iterable(one.missing_keys for one in found))
         nowhere = set(state_dict).intersection(*(one.unexpected_keys for one in found))

@@ -32,7 +32,6 @@ States = dict[str, Tensor]
 
 
 def default_states(device: torch.device | None) -> States:
-    """Return the states of the default generators in use: the CPU's and an accelerator's."""
     states = {"cpu": torch.get_rng_state()}
     device = device or _accelerator_in_use()
     if device is not None and device.type != "cpu":
@@ -61,7 +60,6 @@ def _index(device: torch.device) -> tuple[torch.device, ...]:
 
 
 def set_default_states(states: Mapping[str, Tensor], device: torch.device | None) -> None:
-    """Set the default generators, each to the state of its type of device."""
     for kind, state in states.items():
         if kind == "cpu":
             torch.set_rng_state(state)
@@ -71,7 +69,6 @@ def set_default_states(states: Mapping[str, Tensor], device: torch.device | None
 
 
 def seeded_state(kind: str, seed: int) -> Tensor:
-    """Return the state of a generator, for a type of device, that has just been seeded."""
     return torch.Generator(kind).manual_seed(seed).get_state()
 
 

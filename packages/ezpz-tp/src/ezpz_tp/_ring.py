@@ -267,7 +267,6 @@ def checked(name: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor,
 
 
 def check_causal(name: str, q: Tensor, k: Tensor, halves: bool) -> None:
-    """Refuse what has no causal order."""
     if q.shape[2] != k.shape[2]:
         raise DegreeError(
             f"{name}: is_causal with {q.shape[2]} queries and {k.shape[2]} keys on this rank; "
@@ -308,16 +307,13 @@ class Pair:
 
     @classmethod
     def of(cls, k: Tensor, v: Tensor) -> Pair:
-        """Copy keys and values."""
         return cls(torch.cat([k.flatten(), v.flatten()]), k.shape, v.shape)
 
     @classmethod
     def zeros(cls, k: Tensor, v: Tensor, dtype: torch.dtype) -> Pair:
-        """Make a pair of the same shapes, filled with zeros."""
         return cls(k.new_zeros(k.numel() + v.numel(), dtype=dtype), k.shape, v.shape)
 
     def tokens(self, span: slice) -> tuple[Tensor, Tensor]:
-        """Return views of some tokens' keys and values."""
         return self.k[:, :, span], self.v[:, :, span]
 
 
@@ -340,7 +336,6 @@ class Moving:
             self._work = group.alltoall_base(self._received, sent.memory, from_, to, _OVERLAPPED)
 
     def arrived(self) -> Pair:
-        """Wait for the other one."""
         if self._work is not None:
             self._work.wait()
         return Pair(self._received, self._sent.k.shape, self._sent.v.shape)
@@ -541,8 +536,6 @@ _ALL = slice(None)
 
 
 class _Plan(NamedTuple):
-    """What one rank of a ring has to compute."""
-
     rank: int
     is_causal: bool
     balanced: bool
@@ -563,7 +556,6 @@ class _Plan(NamedTuple):
         return _Seen(slice(length // 2, None), _ALL, False)
 
     def block(self, seen: _Seen, q: Tensor, pair: Pair) -> Block:
-        """Return it with its tensors."""
         return Block(q[:, :, seen.queries], *pair.tokens(seen.keys), seen.causal, self.scale)
 
 

@@ -108,18 +108,15 @@ def read(
 
 
 def complete(told: Mapping[str, str], axes: Sequence[str]) -> Layout:
-    """Return a layout over all axes: replicated where nothing is told."""
     return {axis: told.get(axis, REPLICATED) for axis in axes}
 
 
 def text(layout: Layout) -> str:
-    """Return a layout as text, which `read` understands."""
     words = [f"{where}@{axis}" for axis, where in layout.items() if where != REPLICATED]
     return " ".join(words) or REPLICATED
 
 
 def to_torch(layout: Layout, letters: str) -> tuple[Placement, ...]:
-    """Return torch's placements, in the order of the axes."""
     from torch.distributed.tensor.placement_types import Partial, Replicate, Shard  # noqa: PLC0415
 
     words: dict[str, Placement] = {REPLICATED: Replicate(), PARTIAL: Partial()}
@@ -308,8 +305,6 @@ _WORDS = {REPLICATED, PARTIAL}
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of forward or backward."""
-
     kind: str
     axis: str
     tensor: str
@@ -339,20 +334,16 @@ class Move:
 
     @property
     def is_nothing(self) -> bool:
-        """Whether neither does anything."""
         return self.source == self.target and self.gradient == self.back
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The sizes that bytes are counted for."""
-
     sizes: Mapping[str, int]
     degrees: Mapping[str, int]
     itemsize: int
 
     def shape(self, letters: str, layout: Layout) -> tuple[int, ...]:
-        """Return the shape of a rank's part."""
         shape = []
         for letter in letters:
             axes = [axis for axis, where in layout.items() if where == letter]
@@ -387,11 +378,9 @@ class Way:
 
     @property
     def sent(self) -> int:
-        """Bytes that each rank sends, in forward and backward."""
         return sum(step.bytes or 0 for step in (*self.forward, *self.backward))
 
     def then(self, later: Way) -> Way:
-        """Return both, one after the other."""
         forward, backward = self.forward + later.forward, later.backward + self.backward
         return Way(forward, backward, self.regions + later.regions)
 
@@ -443,7 +432,6 @@ def _is_contiguous(move: Move, layout: Layout) -> bool:
 
 
 def _way(name: str, letters: str, layout: Layout, move: Move, cost: Cost) -> Way:
-    """Return the steps of one move of a tensor that lies so before."""
     after = layout | {move.axis: move.target}
     cost.shape(letters, after)
     regions = _calls(name, letters, move)
@@ -495,19 +483,16 @@ class _Work:
     partial: int | None = None  # or a term of this operand
 
     def entering(self, number: int, letters: str) -> str:
-        """Where an operand has to be."""
         if self.letter is None:
             return PARTIAL if self.partial == number else REPLICATED
         return self.letter if self.letter in letters else REPLICATED
 
     def gradient(self, number: int, letters: str) -> str:
-        """Where the gradient of an operand comes out."""
         if self.letter is None:
             return REPLICATED if self.partial in {None, number} else PARTIAL
         return self.letter if self.letter in letters else PARTIAL
 
     def result(self, letters: str) -> str:
-        """Where the product comes out."""
         if self.letter is None:
             return REPLICATED if self.partial is None else PARTIAL
         return self.letter if self.letter in letters else PARTIAL
@@ -515,8 +500,6 @@ class _Work:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What moves, and where gradients and output end up."""
-
     gradients: tuple[Layout, ...]
     output: Layout
     ways: tuple[Way, ...]
@@ -575,7 +558,6 @@ def _plan(
     wanted: Layout,
     cost: Cost,
 ) -> Plan:
-    """Return what sharing the work so leads to."""
     ways, gradients = [], []
     for number, letters in enumerate(equation.operands):
         gradient = {axis: work.gradient(number, letters) for axis, work in works.items()}

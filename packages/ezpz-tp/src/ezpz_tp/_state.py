@@ -73,7 +73,6 @@ class MeshGroups:
         self._dims = dims
 
     def by_axis(self) -> dict[tuple[str, ...], ProcessGroup | None]:
-        """Return the groups of the dims, by axis."""
         return {(axis,): self.mesh.get_group(dim) for axis, dim in self._dims.items()}
 
     def layout(self) -> RankLayout | None:
@@ -120,7 +119,6 @@ class MeshGroups:
         return None
 
     def advice(self, axes: tuple[str, ...]) -> str:
-        """Say how to get the group that `known` did not find."""
         dims = tuple(dim for axis, dim in self._dims.items() if axis in axes)
         return (
             f"this state is from_mesh's, which makes none: flatten these dims of the mesh, as in "
@@ -140,7 +138,6 @@ def _flattened(mesh: DeviceMesh) -> Mapping[str, DeviceMesh]:
 
 
 def mesh_of_state(state: ParallelState, device_type: str | None) -> DeviceMesh:
-    """Return a mesh over a state's groups; `ParallelState.to_mesh` says how."""
     layout = state.layout
     if layout is None:
         raise ParallelError(

@@ -323,7 +323,6 @@ def named(name: str, world_size: int, **degrees: int) -> Layout:
 
 
 def _parts(name: str) -> list[str]:
-    """Return the parts of a name in the usual order."""
     words = ["dp" if word == "ddp" else word for word in re.split(r"[+_\-\s]+", name.lower())]
     for word in words:
         if word not in PARTS:
@@ -350,7 +349,6 @@ def _parts(name: str) -> list[str]:
 def _degrees(
     name: str, world_size: int, axes: Sequence[str], given: Mapping[str, int]
 ) -> tuple[int, ...]:
-    """Return the degrees of axes, the missing one worked out."""
     for axis, degree in given.items():
         if axis not in axes:
             raise DegreeError(f"{axis}={degree} for {name}; its axes are {', '.join(axes)}")

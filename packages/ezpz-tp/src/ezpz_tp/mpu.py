@@ -242,7 +242,6 @@ class VocabParallelEmbedding(_embedding.VocabParallelEmbedding, metaclass=_OfAny
 
 
 def _read(layer: str, neox_args: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Return what gpt-neox's arguments are here."""
     if not getattr(neox_args, "use_mup", False):
         options.pop("mup_rescale_parameters", None)
     for name, value in options.items():

@@ -212,7 +212,6 @@ def _embedding_stages(
 
 
 def _handles_cpu() -> bool:
-    """Return whether the world's backend takes tensors on the CPU."""
     world = live_world()
     backends = "" if world is None else dist.get_backend_config(world)
     return any(word in backends for word in ("gloo", "mpi", "fake"))

@@ -97,7 +97,6 @@ class Checker(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Check one operation, do it, and remember what its result is."""
         kwargs = kwargs or {}
         name: str = getattr(func, "__name__", "?")
         if self._is_of_no_concern(func, name):
@@ -264,7 +263,6 @@ class Checker(TorchFunctionMode):
 
 
 def tensors_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Return the tensors among arguments, also in lists of them."""
     found: list[Tensor] = []
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, Tensor):
@@ -275,7 +273,6 @@ def tensors_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
 
 
 def ranks_of(group: ProcessGroup) -> set[int] | None:
-    """Return the world's numbers of a group's ranks, where torch.distributed knows it."""
     if live_world() is None:
         return None
     try:
@@ -305,7 +302,6 @@ def _transposed(operand: Operand) -> Record:
 
 
 def _subsets(axes: Sequence[str]) -> list[tuple[str, ...]]:
-    """All choices of axes, the smaller first."""
     return [one for count in range(len(axes)) for one in combinations(axes, count + 1)]
 
 

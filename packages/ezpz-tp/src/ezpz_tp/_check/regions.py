@@ -197,7 +197,6 @@ _GATHERING = {
 def region_of(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Region | None:
-    """Return what a function is in this call, if it is a region."""
     if function in _GATHERING:
         sums = argument(args, kwargs, *_GATHERING[function][1])
         return replace(_GATHERING[function][0], returns=REPLICATED if sums else INVARIANT)
@@ -210,7 +209,6 @@ def region_of(
 
 
 def argument(args: Sequence[Any], kwargs: Mapping[str, Any], place: int, name: str) -> Any:
-    """Return an argument, given by place or by name."""
     return args[place] if len(args) > place else kwargs.get(name)
 
 
@@ -221,7 +219,6 @@ def through(
     operands: Sequence[Operand | None],
     axes: Sequence[int],
 ) -> Record:
-    """Return what is known of a region's result."""
     given = [one for one in operands if one is not None]
     types = []
     for place, axis in enumerate(records.axes):
@@ -358,7 +355,6 @@ _TRAINING = {"alpha_dropout": False, "feature_alpha_dropout": False}
 
 
 def draws(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether this call draws at all."""
     if name == "scaled_dot_product_attention":
         return bool(args[4] if len(args) > 4 else kwargs.get("dropout_p"))
     if name.startswith("rrelu"):
@@ -371,12 +367,10 @@ def draws(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def generated(records: Records) -> Record:
-    """Return what is known of a tensor of random numbers."""
     return _varying(records, records.data) if _is_forked() else records.data
 
 
 def drawn(records: Records, name: str, operands: Sequence[Operand], record: Record) -> Record:
-    """Return what random numbers make of an operation's result."""
     if "tensor" not in records.axes:
         return record
     place = records.axes.index("tensor")

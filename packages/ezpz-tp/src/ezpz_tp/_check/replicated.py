@@ -106,7 +106,6 @@ def _refuse_meta(parameters: Sequence[tuple[str, Tensor]]) -> None:
 def _items(
     name: str, parameter: Tensor, axis: str, gradients: bool, state: ParallelState
 ) -> Iterator[_Item]:
-    """What to compare of a parameter along an axis."""
     split = hasattr(parameter, "device_mesh") and _is_split(parameter, set(state.ranks(axis)))
     if not getattr(parameter, "allreduce", True) or (split and axis != "tensor"):
         return

@@ -43,8 +43,6 @@ EQUAL = frozenset({INVARIANT, REPLICATED})
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What is known of one tensor."""
-
     types: tuple[str, ...]
     sharded_dim: int | None = None
     is_data: bool = False
@@ -53,8 +51,6 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """A tensor that an operation is given."""
-
     tensor: Tensor
     record: Record
     differentiable: bool
@@ -240,7 +236,6 @@ class Records:
         return Record(tuple(kind if axis == "tensor" else REPLICATED for axis in self.axes), dim)
 
     def of(self, tensor: Tensor) -> Record:
-        """Return what is known of a tensor."""
         found: Record | None = self._known.get(tensor)
         if found is not None:
             return found
@@ -266,7 +261,6 @@ class Records:
         return own if said is None else said
 
     def operand(self, tensor: Tensor) -> Operand:
-        """Return a tensor with what is known of it."""
         differentiable = tensor.requires_grad and torch.is_grad_enabled()
         return Operand(tensor, self.of(tensor), differentiable)
 
@@ -285,7 +279,6 @@ class Records:
         self._done[tensor] = True
 
     def is_finished(self, tensor: Tensor) -> bool:
-        """Return whether `finish` was called."""
         return tensor in self._done
 
     def finalize(self, grad: Tensor) -> None:
@@ -293,11 +286,9 @@ class Records:
         self._final[grad] = grad._version  # noqa: SLF001 - autograd's own, in its documentation
 
     def is_finalized(self, grad: Tensor) -> bool:
-        """Return whether a gradient is as `finalize` saw it."""
         return bool(self._final.get(grad) == grad._version)  # noqa: SLF001
 
     def name(self, tensor: Tensor) -> str:
-        """Return what to call a tensor in an error."""
         known: str | None = self._names.get(tensor)
         shape = tuple(tensor.shape)
         if known is not None:
@@ -360,7 +351,6 @@ def combine(
     shifts: bool = False,
     contracts: bool = False,
 ) -> Record:
-    """Return what is known of the result of an operation of torch."""
     is_data = all(one.record.is_data for one in operands)
     written = [one for one in operands if not one.record.is_fresh]
     if operands[0].record.is_fresh and not any(map(_is_number, written)):
@@ -381,7 +371,6 @@ def along(
     contracts: bool = False,
     shifts: bool = False,
 ) -> str:
-    """Return the type of an operation's result along one axis."""
     axis = records.axes[place]
     settled = [(one, kind) for one in operands if (kind := one.settled(place)) is not None]
     kinds = {kind for _, kind in settled}
@@ -415,7 +404,6 @@ def _partial(
     settled: Sequence[tuple[Operand, str]],
     shifts: bool,
 ) -> str:
-    """The result where at least one operand is a partial sum."""
     partial = sum(kind == PARTIAL for _, kind in settled)
     varying = any(kind == VARYING for _, kind in settled)
     place = records.axes.index(axis)

@@ -210,8 +210,6 @@ def assert_matches_unsharded(
 
 @dataclass(frozen=True)
 class _Task:
-    """What a rank needs to know; picklable if ``build`` is."""
-
     build: Callable[[], nn.Module]
     parameters: dict[str, Tensor]
     inputs: tuple[Any, ...]

@@ -188,7 +188,6 @@ def run_in_threads(
     also: tuple[tuple[str, ...], ...] | None,
     timeout: float,
 ) -> list[Result]:
-    """Call ``function(*args)`` once per rank in threads; see `run_ranks`."""
     make_operations()
     threads = torch.get_num_threads()
     try:
@@ -199,8 +198,6 @@ def run_in_threads(
 
 
 class _Run:
-    """One call of `run_ranks`."""
-
     def __init__(
         self,
         function: Callable[..., Any],
@@ -222,7 +219,6 @@ class _Run:
         self.reports: queue.SimpleQueue[tuple[int, Any, BaseException | None]] = queue.SimpleQueue()
 
     def finish(self) -> list[Any]:
-        """Start the ranks, wait for them, and return their results."""
         deadline = time.monotonic() + self.timeout
         running = {
             rank: threading.Thread(
@@ -323,8 +319,6 @@ def _stacks(running: dict[int, threading.Thread]) -> dict[int, str]:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a rank is to run."""
-
     rank: int
     layout: RankLayout
     place: str  # begins the path of each file of this call
@@ -349,8 +343,6 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """How a rank fared."""
-
     rank: int
     when: float
     result: bytes = b""
@@ -469,7 +461,6 @@ def _load(name: str, file: str) -> None:
 
 
 def _loopback() -> str:
-    """The name of this machine's loopback interface."""
     names: list[Any] = [name for _, name in socket.if_nameindex()]
     return next((name for name in names if name.startswith("lo")), "lo")
 
@@ -488,7 +479,6 @@ def run_in_processes(
     also: tuple[tuple[str, ...], ...] | None,
     timeout: float,
 ) -> list[Result]:
-    """Call ``function(*args)`` once per rank in processes; see `run_ranks`."""
     try:
         payload, modules = _pickled((function, args))
     except (pickle.PicklingError, TypeError, AttributeError) as error:
@@ -586,8 +576,6 @@ def _is_importable(program: ModuleType) -> bool:
 
 
 class _Worker:
-    """One process, and our end of the pipe to it."""
-
     def __init__(self, context: BaseContext) -> None:
         self.connection, theirs = context.Pipe()
         self.busy = False
@@ -639,7 +627,6 @@ class _Pool:
         self.calls = 0
 
     def take(self, count: int) -> list[_Worker]:
-        """Return that many idle processes."""
         for worker in self.workers:
             worker.busy = not worker.is_ready()
         self.drop_busy()
@@ -648,7 +635,6 @@ class _Pool:
         return self.workers[:count]
 
     def place(self) -> str:
-        """Return a new path for the files of one call."""
         # They stay until the end: a store that is let go of looks for its file once more.
         if not self.directory:
             self.directory = tempfile.mkdtemp(prefix="ezpz-ranks-")
@@ -664,7 +650,6 @@ class _Pool:
         self.workers = [worker for worker in self.workers if not worker.busy]
 
     def end(self) -> None:
-        """End all processes."""
         for worker in self.workers:
             worker.end()
         self.workers = []
