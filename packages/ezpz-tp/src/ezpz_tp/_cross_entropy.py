@@ -18,11 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.overrides import has_torch_function_unary
 
 from ._current import tensor_group
 from ._errors import DegreeError, ParallelError
-from ._mappings import all_gather, watched
+from ._mappings import all_gather, watchable
 
 _CACHED_ELEMENTS = 2**20
 """Logits at a time on a CPU: 4 MiB in fp32, where forward is twice as fast as all at once."""
@@ -45,6 +44,7 @@ class _Terms(NamedTuple):
     seen: bool  # whether all targets are known to be right
 
 
+@watchable
 def vocab_parallel_cross_entropy(
     vocab_parallel_logits: Tensor,
     target: Tensor,
@@ -83,18 +83,6 @@ def vocab_parallel_cross_entropy(
         ValueError: Shapes, dtypes or options do not fit (`DegreeError` for ``vocab_size``).
         IndexError: A target is outside the vocabulary (on a device: a device-side assertion).
     """
-    if has_torch_function_unary(vocab_parallel_logits):
-        return watched(
-            vocab_parallel_cross_entropy,
-            vocab_parallel_logits,
-            target,
-            label_smoothing,
-            tp_group,
-            ignore_index=ignore_index,
-            z_loss=z_loss,
-            vocab_size=vocab_size,
-            chunk_size=chunk_size,
-        )
     group = tensor_group(tp_group)
     _check(vocab_parallel_logits, target, label_smoothing, chunk_size)
     shard, rank, degree = vocab_parallel_logits.shape[-1], 0, 1

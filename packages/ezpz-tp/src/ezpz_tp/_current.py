@@ -94,22 +94,9 @@ def initialize_tensor_parallel(
 initialize_model_parallel = initialize_tensor_parallel
 
 
-def initialize_default(
-    *,
-    tensor: int,
-    context: int,
-    pipeline: int,
-    expert: int,
-    expert_tensor: int | None,
-    order: str,
-    also: tuple[tuple[str, ...], ...],
-    embedding: bool | Mapping[str, EmbeddingRanks],
-    backend: Mapping[str, str],
-    timeout: timedelta | None,
-) -> ParallelState:
-    """Make the default state, or find that the one there is the same; return it."""
+def initialize_default(**arguments: Any) -> ParallelState:
+    """Make the default state, or find that the one there is of the same arguments; return it."""
     global _default, _arguments
-    arguments = dict(locals())
     if _default is not None and _default.is_live:
         if arguments == _arguments:
             return _default
@@ -123,18 +110,7 @@ def initialize_default(
             + ". Call destroy_tensor_parallel first"
         )
     destroy_tensor_parallel()
-    _default = ParallelState.create(
-        tensor,
-        context,
-        pipeline,
-        expert=expert,
-        expert_tensor=expert_tensor,
-        order=order,
-        also=also,
-        embedding=embedding,
-        backend=backend,
-        timeout=timeout,
-    )
+    _default = ParallelState.create(**arguments)
     _arguments = arguments
     return _default
 

@@ -10,12 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.overrides import has_torch_function_unary
 
 from ._current import context_group, tensor_group
 from ._errors import DegreeError, ParallelError
 from ._groups import member
-from ._mappings import _Gather, applied, broadcast_, watched
+from ._mappings import _Gather, applied, broadcast_, watchable
 
 _HEADER = 64
 """Numbers in the first message: a status, and the shapes if they fit."""
@@ -164,6 +163,7 @@ def _backend_device(group: ProcessGroup | None) -> torch.device:
 # head-and-tail order). Otherwise rank r holds the r-th of n parts.
 
 
+@watchable
 def shard_sequence(
     tensor: Tensor,
     dim: int,
@@ -201,15 +201,6 @@ def shard_sequence(
     Raises:
         DegreeError: The parts would differ in length; names the multiple that is needed.
     """
-    if has_torch_function_unary(tensor):
-        return watched(
-            shard_sequence,
-            tensor,
-            dim,
-            group=group,
-            ulysses_group=ulysses_group,
-            balanced=balanced,
-        )
     ranks = _Ranks("shard_sequence", group, ulysses_group, balanced)
     if ranks.count == 1:
         return tensor
@@ -220,6 +211,7 @@ def shard_sequence(
     return torch.cat(parts, dim)
 
 
+@watchable
 def unshard_sequence(
     tensor: Tensor,
     dim: int,
@@ -246,16 +238,6 @@ def unshard_sequence(
     Raises:
         DegreeError: ``balanced``, and the part is not two chunks of one length.
     """
-    if has_torch_function_unary(tensor):
-        return watched(
-            unshard_sequence,
-            tensor,
-            dim,
-            group=group,
-            ulysses_group=ulysses_group,
-            balanced=balanced,
-            sum_grads=sum_grads,
-        )
     ranks = _Ranks("unshard_sequence", group, ulysses_group, balanced)
     if ranks.count == 1:
         return tensor

@@ -32,8 +32,6 @@ from ._state import ParallelState
 
 NAMED_NODES = 16
 
-Spans = Mapping[str, Sequence[int]]
-
 
 def axes_of(grids: Sequence[Grid]) -> Iterator[tuple[Grid, Axis]]:
     """Yield the axes that have several ranks, each once: model and experts share pipelines."""
@@ -45,72 +43,9 @@ def axes_of(grids: Sequence[Grid]) -> Iterator[tuple[Grid, Axis]]:
                 yield grid, axis
 
 
-def headline(grid: Grid, nodes: Nodes | None) -> str:
-    """Return the first line: how many ranks, along which axes, on which nodes."""
-    ranks = f"{grid.world_size:,} rank{'s' * (grid.world_size > 1)}"
-    return ranks + (f": {grid}" if grid.several else "") + (f", on {nodes}" if nodes else "")
-
-
-def table(grids: Sequence[Grid], rank: int, spans: Spans) -> list[str]:
-    rows: list[tuple[str, ...]] = []
-    for grid, axis in axes_of(grids):
-        number = grid.world_size // axis.degree
-        group = shortened(axis.group_of(rank))
-        row: tuple[str, ...] = (axis.name, f"{axis.degree:,}", f"{number:,}", group)
-        if spans:
-            crossing = sum(count > 1 for count in spans[axis.name])
-            words = {0: "none", number: "all"}.get(crossing, f"{crossing:,}")
-            row = (*row, words, f"{max(spans[axis.name]):,}")
-        rows.append(row)
-    if not rows:
-        return []
-    heading = ("axis", "degree", "groups", f"of rank {rank}", "cross nodes", "most nodes")
-    rows.insert(0, heading[: len(rows[0])])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    to_left = ("axis", heading[3])
-    return [
-        "  ".join(
-            cell.ljust(width) if name in to_left else cell.rjust(width)
-            for name, cell, width in zip(heading[: len(row)], row, widths, strict=True)
-        ).rstrip()
-        for row in rows
-    ]
-
-
 def shortened(ranks: Sequence[int]) -> str:
     text = " ".join(map(str, ranks))
     return text if len(text) <= 22 else f"{ranks[0]} {ranks[1]} ... {ranks[-1]}"
-
-
-def notes(grids: Sequence[Grid], nodes: Nodes | None, unknown: str, spans: Spans) -> list[str]:
-    """Return what is to be said besides: names of nodes, warnings, and what is not known."""
-    world_size = grids[0].world_size
-    if nodes is None:
-        if world_size == 1:
-            return []
-        return [f"Which ranks share a node is not known ({unknown}); give ranks_per_node=."]
-    found = []
-    if nodes.names:
-        named = [f"{number} {name}" for number, name in enumerate(nodes.names[:NAMED_NODES])]
-        more = len(nodes.names) - NAMED_NODES
-        found.append("Nodes: " + ", ".join(named) + (f", ... {more:,} more" * (more > 0)))
-    return found + [f"Warning: {warning}." for warning in warnings_of(grids, nodes, spans)]
-
-
-def warnings_of(grids: Sequence[Grid], nodes: Nodes | None, spans: Spans) -> list[str]:
-    """Return what is wrong with the groups that should stay within a node."""
-    found = []
-    for grid, axis in axes_of(grids):
-        if nodes is None or axis.name not in CLOSE:
-            continue
-        crossing = sum(count > 1 for count in spans[axis.name])
-        if crossing:
-            found.append(
-                f"{crossing:,} of {grid.world_size // axis.degree:,} {axis.name} groups cross "
-                f"nodes, with ranks on up to {max(spans[axis.name])}: the collectives of every "
-                f"layer leave the node; {_remedy(axis, nodes)}"
-            )
-    return found
 
 
 def _remedy(axis: Axis, nodes: Nodes) -> str:
@@ -193,7 +128,7 @@ class Description:
         def wrapped(text: str) -> list[str]:
             return textwrap.wrap(text, width, subsequent_indent="  ", break_on_hyphens=False)
 
-        lines = wrapped(headline(self.grids[0], self.nodes))
+        lines = wrapped(self._headline())
         for grid in self.grids:
             drawn = Terminal(grid, self.nodes, width)
             lines += ["", *([f"{grid.title}: {grid}"] if grid.title else []), *drawn.lines()]
@@ -208,7 +143,7 @@ class Description:
     def svg(self) -> str:
         """Return the picture as SVG: one ``svg`` element that needs nothing else."""
         return draw(
-            headline(self.grids[0], self.nodes),
+            self._headline(),
             self._table(),
             self._notes(),
             self.grids,
@@ -249,11 +184,66 @@ class Description:
             axis.name: grid.nodes_spanned(axis, self.nodes) for grid, axis in axes_of(self.grids)
         }
 
+    def _headline(self) -> str:
+        ranks = f"{self.world_size:,} rank{'s' * (self.world_size > 1)}"
+        along = f": {self.grids[0]}" if self.grids[0].several else ""
+        return ranks + along + (f", on {self.nodes}" if self.nodes else "")
+
     def _table(self) -> list[str]:
-        return table(self.grids, self.rank, self._spans)
+        rows: list[tuple[str, ...]] = []
+        for grid, axis in axes_of(self.grids):
+            number = grid.world_size // axis.degree
+            group = shortened(axis.group_of(self.rank))
+            row: tuple[str, ...] = (axis.name, f"{axis.degree:,}", f"{number:,}", group)
+            if self._spans:
+                crossing = sum(count > 1 for count in self._spans[axis.name])
+                words = {0: "none", number: "all"}.get(crossing, f"{crossing:,}")
+                row = (*row, words, f"{max(self._spans[axis.name]):,}")
+            rows.append(row)
+        if not rows:
+            return []
+        heading = ("axis", "degree", "groups", f"of rank {self.rank}", "cross nodes", "most nodes")
+        rows.insert(0, heading[: len(rows[0])])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        to_left = ("axis", heading[3])
+        return [
+            "  ".join(
+                cell.ljust(width) if name in to_left else cell.rjust(width)
+                for name, cell, width in zip(heading[: len(row)], row, widths, strict=True)
+            ).rstrip()
+            for row in rows
+        ]
 
     def _notes(self) -> list[str]:
-        return notes(self.grids, self.nodes, self.unknown, self._spans)
+        """Return what is to be said besides: names of nodes, warnings, and what is not known."""
+        nodes = self.nodes
+        if nodes is None:
+            if self.world_size == 1:
+                return []
+            why = self.unknown
+            return [f"Which ranks share a node is not known ({why}); give ranks_per_node=."]
+        found = []
+        if nodes.names:
+            named = [f"{number} {name}" for number, name in enumerate(nodes.names[:NAMED_NODES])]
+            more = len(nodes.names) - NAMED_NODES
+            found.append("Nodes: " + ", ".join(named) + (f", ... {more:,} more" * (more > 0)))
+        return found + [f"Warning: {warning}." for warning in self._warnings()]
+
+    def _warnings(self) -> list[str]:
+        """Return what is wrong with the groups that should stay within a node."""
+        found = []
+        for grid, axis in axes_of(self.grids):
+            if self.nodes is None or axis.name not in CLOSE:
+                continue
+            spans = self._spans[axis.name]
+            crossing = sum(count > 1 for count in spans)
+            if crossing:
+                found.append(
+                    f"{crossing:,} of {grid.world_size // axis.degree:,} {axis.name} groups cross "
+                    f"nodes, with ranks on up to {max(spans)}: the collectives of every layer "
+                    f"leave the node; {_remedy(axis, self.nodes)}"
+                )
+        return found
 
 
 def describe(
@@ -328,6 +318,6 @@ def describe_grids(
         grids[0].world_size, ranks_per_node, hosts, os.environ if environ is None else environ
     )
     description = Description(grids, nodes, rank, unknown)
-    for warning in warnings_of(grids, nodes, description._spans):  # noqa: SLF001 - ours
+    for warning in description._warnings():  # noqa: SLF001 - ours
         warnings.warn(warning, UserWarning, stacklevel=3)
     return description

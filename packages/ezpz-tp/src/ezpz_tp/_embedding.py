@@ -10,18 +10,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, ReduceOp
 from torch.nn import functional
 from torch.nn.init import xavier_normal_
-from torch.overrides import has_torch_function_unary
 
 from ._errors import DegreeError, ParallelError
 from ._init import (
-    Init,
     InitMethod,
-    agree_on_seed,
-    check_init,
-    initialize_from_whole,
-    initialize_shard,
     local_part,
-    one_generator,
 )
 from ._linear import (
     ParallelModule,
@@ -37,7 +30,7 @@ from ._mappings import (
     gather_from_sequence_parallel_region,
     gather_from_tensor_parallel_region,
     reduce_scatter,
-    watched,
+    watchable,
 )
 
 # Looking up rows of a vocabulary of which each rank holds a stretch, as one autograd function.
@@ -47,6 +40,7 @@ from ._mappings import (
 # a region function in a row, that saves two passes over the output and one over its gradient.
 
 
+@watchable
 def vocabulary_lookup(
     weight: Tensor,
     rows: Tensor,
@@ -59,18 +53,6 @@ def vocabulary_lookup(
     sequence_parallel: bool = False,
 ) -> Tensor:
     """Return the embeddings of ids of which some are in each rank's stretch. Collective."""
-    if has_torch_function_unary(weight):
-        return watched(
-            vocabulary_lookup,
-            weight,
-            rows,
-            foreign,
-            group,
-            padding_row=padding_row,
-            scale_grad_by_freq=scale_grad_by_freq,
-            sparse=sparse,
-            sequence_parallel=sequence_parallel,
-        )
     flags = (padding_row, scale_grad_by_freq, sparse, sequence_parallel)
     output: Tensor = _Lookup.apply(weight, rows, foreign, group, flags)  # type: ignore[no-untyped-call]
     return output
@@ -138,8 +120,6 @@ class EmbeddingTable(ParallelModule):
         weight: This rank's part.
     """
 
-    partition_dim: int
-    weight: nn.Parameter
     num_embeddings: int
     embedding_dim: int
     padding_idx: int | None
@@ -147,9 +127,6 @@ class EmbeddingTable(ParallelModule):
     norm_type: float
     scale_grad_by_freq: bool
     sparse: bool
-    init_method: InitMethod
-    seed: int | None
-    init: Init
 
     def __init__(
         self,
@@ -166,10 +143,8 @@ class EmbeddingTable(ParallelModule):
         seed: int | None,
         init: str,
     ) -> None:
-        super().__init__(tp_group)
-        for what, size in (("num_embeddings", num_embeddings), ("embedding_dim", embedding_dim)):
-            if size < 1:
-                raise DegreeError(f"{type(self).__name__}: {what}={size}; expected at least 1")
+        sizes = {"num_embeddings": num_embeddings, "embedding_dim": embedding_dim}
+        super().__init__(sizes, init_method, tp_group, seed, init)
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
             raise DegreeError(
                 f"{type(self).__name__}: padding_idx={padding_idx} is not an id of the "
@@ -179,8 +154,6 @@ class EmbeddingTable(ParallelModule):
         self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
         self.max_norm, self.norm_type = max_norm, norm_type
         self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
-        self.init_method, self.seed = init_method, seed
-        self.init = check_init(type(self).__name__, init)
 
     def make_weight(
         self, *shape: int, device: torch.device | str | None, dtype: torch.dtype | None
@@ -201,20 +174,7 @@ class EmbeddingTable(ParallelModule):
         """
         if self.weight.is_meta:
             return
-        place = (
-            self.weight,
-            (self.num_embeddings, self.embedding_dim),
-            self.partition_dim,
-            self.tp_rank,
-            self.tp_size,
-            self.init_method,
-        )
-        if self.init == "whole":
-            with one_generator(self.seed, self.tp_group, self.weight.device):
-                initialize_from_whole(*place)
-        else:
-            seed = agree_on_seed(self.seed, self.tp_group, self.weight.device)
-            initialize_shard(*place, seed=seed)
+        self.fill((self.num_embeddings, self.embedding_dim))
         row = self.padding_row()
         if row is not None:
             with torch.no_grad():

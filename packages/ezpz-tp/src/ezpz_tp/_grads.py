@@ -141,14 +141,7 @@ def local_part(tensor: Tensor) -> Tensor:
 def check_state(state: ParallelState | None, parameters: list[Tensor]) -> None:
     """Refuse to take layers that were given their group for layers of a rank alone."""
     world = live_world() if state is None else None
-    if (
-        world is not None
-        and world.size() > 1
-        and any(
-            getattr(one, "tensor_model_parallel", False) or getattr(one, "sequence_parallel", False)
-            for one in parameters
-        )
-    ):
+    if world is not None and world.size() > 1 and any(map(_is_marked, parameters)):
         raise NotInitializedError(
             "parameters say tensor_model_parallel or sequence_parallel, but there are no parallel "
             "groups to sum over; give those of the layers, as in "
@@ -159,16 +152,17 @@ def check_state(state: ParallelState | None, parameters: list[Tensor]) -> None:
 def check_attributes(parameters: list[Tensor], degree: int) -> None:
     """Refuse a tensor-parallel model whose parameters FSDP2 has replaced by unmarked ones."""
     sharded = sum(hasattr(one, "device_mesh") for one in parameters)
-    if sharded and not any(
-        getattr(one, "tensor_model_parallel", False) or getattr(one, "sequence_parallel", False)
-        for one in parameters
-    ):
+    if sharded and not any(map(_is_marked, parameters)):
         raise ParallelError(
             f"the tensor-parallel degree is {degree}, but of {len(parameters)} parameters none "
             f"says tensor_model_parallel or sequence_parallel, and {sharded} are DTensors: "
             "fully_shard makes new parameters, without attributes. Call it within "
             "`with ezpz_tp.keep_attributes(model):`"
         )
+
+
+def _is_marked(parameter: Tensor) -> bool:
+    return any(getattr(parameter, n, False) for n in ("tensor_model_parallel", "sequence_parallel"))
 
 
 def is_shared(parameter: Tensor) -> bool:
@@ -215,7 +209,7 @@ def _reduce(
     several = [axis for axis in axes if state.size(axis) > 1]
     if not several:
         return
-    if state.size("expert") > 1 or state.size("expert_tensor") != state.size("tensor"):
+    if _has_expert_groups(state):
         for one in parameters:
             if not getattr(one, "allreduce", True):
                 raise ParallelError(
@@ -323,11 +317,7 @@ def clip_grad_norm_(
     """
     parameters = parameters_of(parameters)
     total = get_grad_norm(
-        parameters,
-        norm_type,
-        error_if_nonfinite=error_if_nonfinite,
-        foreach=foreach,
-        state=state,
+        parameters, norm_type, error_if_nonfinite=error_if_nonfinite, foreach=foreach, state=state
     )
     # No condition on the host: that would wait for the device.
     factor = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
@@ -469,11 +459,8 @@ def _model_groups(state: ParallelState | None) -> _Groups:
     if state is None:
         return ()
     groups = _several(state, "tensor", "pipeline")
-    if len(groups) == 2:
-        try:
-            return (state.group("tensor", "pipeline"),)
-        except ParallelError:
-            return groups
+    if len(groups) == 2 and state.has_group("tensor", "pipeline"):
+        return (state.group("tensor", "pipeline"),)
     return groups
 
 

@@ -12,7 +12,7 @@ torch.Size([8, 64])
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, Self
 
@@ -217,14 +217,42 @@ class ParallelModule(nn.Module):
     """
 
     scatters_sequence = False  # whether the output is a part of the sequence of the input
+    partition_dim: int
+    weight: nn.Parameter
+    init_method: InitMethod
+    seed: int | None
+    init: Init
 
-    def __init__(self, tp_group: ProcessGroup | None) -> None:
+    def __init__(
+        self,
+        sizes: Mapping[str, int],
+        init_method: InitMethod,
+        tp_group: ProcessGroup | None,
+        seed: int | None,
+        init: str,
+    ) -> None:
         super().__init__()
+        name = type(self).__name__
+        for what, size in sizes.items():
+            if size < 1:
+                raise DegreeError(f"{name}: {what}={size}; expected at least 1")
+        self.init_method, self.seed, self.init = init_method, seed, check_init(name, init)
         self.tp_group: ProcessGroup | None = tensor_group(tp_group)
         self.tp_size: int = 1 if self.tp_group is None else self.tp_group.size()
         self.tp_rank: int = 0 if self.tp_group is None else self.tp_group.rank()
         # Whole because nothing was initialized yet, and not because the degree is one.
         self._built_early = tp_group is None and current_state() is None
+
+    def fill(self, full_shape: tuple[int, int], stride: int | Sequence[int] = 1) -> None:
+        """Fill the weight with this rank's part of the full one, which no rank holds."""
+        weight = self.weight
+        where = (weight, full_shape, self.partition_dim, self.tp_rank, self.tp_size)
+        if self.init == "whole":
+            with one_generator(self.seed, self.tp_group, weight.device):
+                initialize_from_whole(*where, self.init_method, stride=stride)
+        else:
+            seed = agree_on_seed(self.seed, self.tp_group, weight.device)
+            initialize_shard(*where, self.init_method, seed=seed, stride=stride)
 
     def shard_size(self, what: str, size: int) -> int:
         """Return ``size`` over the degree.
@@ -352,13 +380,8 @@ def empty_parameter(
 class ShardedLinear(ParallelModule):
     """One weight, split along ``partition_dim``, and what both layers do with it."""
 
-    partition_dim: int
     in_features: int
     out_features: int
-    init_method: InitMethod
-    seed: int | None
-    init: Init
-    weight: nn.Parameter
     bias: nn.Parameter | None
     master_weight: Tensor | None
 
@@ -374,13 +397,9 @@ class ShardedLinear(ParallelModule):
         seed: int | None,
         init: str,
     ) -> None:
-        super().__init__(tp_group)
-        for what, size in (("in_features", in_features), ("out_features", out_features)):
-            if size < 1:
-                raise DegreeError(f"{type(self).__name__}: {what}={size}; expected at least 1")
+        sizes = {"in_features": in_features, "out_features": out_features}
+        super().__init__(sizes, init_method, tp_group, seed, init)
         self.in_features, self.out_features = in_features, out_features
-        self.init_method, self.seed = init_method, seed
-        self.init = check_init(type(self).__name__, init)
         self.stride: int | tuple[int, ...] = stride if isinstance(stride, int) else tuple(stride)
         # With one rank there is no sequence to share.
         self.sequence_parallel: bool = sequence_parallel and self.tp_group is not None
@@ -438,20 +457,7 @@ class ShardedLinear(ParallelModule):
         """
         if self.weight.device.type == "meta":
             return
-        place = (
-            self.weight,
-            (self.out_features, self.in_features),
-            self.partition_dim,
-            self.tp_rank,
-            self.tp_size,
-            self.init_method,
-        )
-        if self.init == "whole":
-            with one_generator(self.seed, self.tp_group, self.weight.device):
-                initialize_from_whole(*place, stride=self.stride)
-        else:
-            seed = agree_on_seed(self.seed, self.tp_group, self.weight.device)
-            initialize_shard(*place, seed=seed, stride=self.stride)
+        self.fill((self.out_features, self.in_features), self.stride)
         with torch.no_grad():
             if self.bias is not None:
                 self.bias.zero_()

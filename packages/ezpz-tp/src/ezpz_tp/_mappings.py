@@ -27,8 +27,10 @@ branches, and an expanded one has less memory than it has elements.
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 import torch.distributed as dist
@@ -40,7 +42,11 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     BroadcastOptions,
     ReduceScatterOptions,
 )
-from torch.overrides import handle_torch_function, has_torch_function_unary
+from torch.overrides import (
+    handle_torch_function,
+    has_torch_function_unary,
+    has_torch_function_variadic,
+)
 
 from ._current import tensor_group
 from ._errors import DegreeError
@@ -59,6 +65,8 @@ from ._errors import DegreeError
 
 
 SUM = dist.ReduceOp.SUM
+
+P = ParamSpec("P")
 
 
 _BLOCKING, _OVERLAPPED = AllreduceOptions(), AllreduceOptions()
@@ -99,9 +107,9 @@ def all_reduce(tensor: Tensor, group: ProcessGroup, op: dist.ReduceOp.RedOpType 
     return all_reduce_(contiguous_copy(tensor), group, op)
 
 
+# What starts a collective and does not wait is not for code under torch.compile.
 def start_all_reduce_(tensor: Tensor, group: ProcessGroup) -> Work:
     """Start the sum, in place, of a tensor that the caller owns; it is ready after ``wait()``."""
-    # Not for code under torch.compile. Collective.
     return group.allreduce([tensor], _OVERLAPPED)
 
 
@@ -118,7 +126,6 @@ def all_gather(tensor: Tensor, dim: int, group: ProcessGroup) -> Tensor:
 
 def start_all_gather(tensor: Tensor, group: ProcessGroup) -> tuple[Tensor, Work]:
     """Start to join the ranks' tensors along dim 0; the result is ready after ``wait()``."""
-    # Not for code under torch.compile. Collective.
     parts = tensor.new_empty((group.size() * tensor.shape[0], *tensor.shape[1:]))
     return parts, group._allgather_base(parts, tensor.contiguous(), _OVERLAPPED_GATHER)
 
@@ -136,7 +143,6 @@ def reduce_scatter(tensor: Tensor, dim: int, group: ProcessGroup) -> Tensor:
 
 def start_reduce_scatter(tensor: Tensor, group: ProcessGroup) -> tuple[Tensor, Work]:
     """Start to sum the ranks' tensors and keep this rank's part along dim 0."""
-    # Not for code under torch.compile. Collective.
     part = tensor.new_empty((tensor.shape[0] // group.size(), *tensor.shape[1:]))
     return part, group._reduce_scatter_base(part, tensor.contiguous(), _OVERLAPPED_SCATTER)
 
@@ -191,6 +197,21 @@ def watched(
     # Called where has_torch_function_unary, which takes 16 ns, says that one is at work.
     output: Tensor = handle_torch_function(region, (input_,), input_, *arguments, **options)
     return output
+
+
+def watchable(region: Callable[P, Tensor]) -> Callable[P, Tensor]:
+    """Let `watched` have every call of a region for which a microsecond is little."""
+    signature = inspect.signature(region)
+
+    @functools.wraps(region)
+    def called(*args: P.args, **options: P.kwargs) -> Tensor:
+        if has_torch_function_variadic(*args, *options.values()):
+            full = signature.bind(*args, **options)
+            full.apply_defaults()
+            return watched(called, *full.args, **full.kwargs)
+        return region(*args, **options)
+
+    return called
 
 
 def applied(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
@@ -286,7 +307,7 @@ def own_part(input_: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """A copy of this rank's equal part along ``dim``: never a view into the input."""
     size = input_.shape[dim] // group.size()
     part = input_.narrow(dim, group.rank() * size, size)
-    return part.clone(memory_format=torch.contiguous_format)
+    return contiguous_copy(part)
 
 
 def copy_to_tensor_parallel_region(input_: Tensor, tp_group: ProcessGroup | None = None) -> Tensor:
@@ -317,11 +338,7 @@ def scatter_to_tensor_parallel_region(
     """
     if has_torch_function_unary(input_):
         return watched(scatter_to_tensor_parallel_region, input_, tp_group)
-    group = tensor_group(tp_group)
-    if group is None:
-        return input_
-    _check_divides(input_, -1, group, "scatter_to_tensor_parallel_region")
-    return applied(_Split, input_, -1, group)
+    return _cut(_Split, input_, -1, tp_group, "scatter_to_tensor_parallel_region")
 
 
 def gather_from_tensor_parallel_region(
@@ -333,11 +350,7 @@ def gather_from_tensor_parallel_region(
     """
     if has_torch_function_unary(input_):
         return watched(gather_from_tensor_parallel_region, input_, tp_group)
-    group = tensor_group(tp_group)
-    if group is None:
-        return input_
-    _check_has_dims(input_, "gather_from_tensor_parallel_region")
-    return applied(_Gather, input_, -1, False, group)
+    return _join(input_, -1, False, tp_group, "gather_from_tensor_parallel_region")
 
 
 def scatter_to_sequence_parallel_region(
@@ -350,11 +363,7 @@ def scatter_to_sequence_parallel_region(
     """
     if has_torch_function_unary(input_):
         return watched(scatter_to_sequence_parallel_region, input_, dim, tp_group)
-    group = tensor_group(tp_group)
-    if group is None:
-        return input_
-    _check_divides(input_, dim, group, "scatter_to_sequence_parallel_region")
-    return applied(_Split, input_, dim, group)
+    return _cut(_Split, input_, dim, tp_group, "scatter_to_sequence_parallel_region")
 
 
 def gather_from_sequence_parallel_region(
@@ -377,11 +386,9 @@ def gather_from_sequence_parallel_region(
         return watched(
             gather_from_sequence_parallel_region, input_, tensor_parallel_output_grad, dim, tp_group
         )
-    group = tensor_group(tp_group)
-    if group is None:
-        return input_
-    _check_has_dims(input_, "gather_from_sequence_parallel_region")
-    return applied(_Gather, input_, dim, tensor_parallel_output_grad, group)
+    return _join(
+        input_, dim, tensor_parallel_output_grad, tp_group, "gather_from_sequence_parallel_region"
+    )
 
 
 def reduce_scatter_to_sequence_parallel_region(
@@ -394,11 +401,7 @@ def reduce_scatter_to_sequence_parallel_region(
     """
     if has_torch_function_unary(input_):
         return watched(reduce_scatter_to_sequence_parallel_region, input_, dim, tp_group)
-    group = tensor_group(tp_group)
-    if group is None:
-        return input_
-    _check_divides(input_, dim, group, "reduce_scatter_to_sequence_parallel_region")
-    return applied(_ReduceScatter, input_, dim, group)
+    return _cut(_ReduceScatter, input_, dim, tp_group, "reduce_scatter_to_sequence_parallel_region")
 
 
 def all_gather_last_dim_from_tensor_parallel_region(
@@ -407,11 +410,7 @@ def all_gather_last_dim_from_tensor_parallel_region(
     """Join the ranks' parts ``[..., h/tp]`` where sharded code follows: gradients are summed."""
     if has_torch_function_unary(input_):
         return watched(all_gather_last_dim_from_tensor_parallel_region, input_, tp_group)
-    group = tensor_group(tp_group)
-    if group is None:
-        return input_
-    _check_has_dims(input_, "all_gather_last_dim_from_tensor_parallel_region")
-    return applied(_Gather, input_, -1, True, group)
+    return _join(input_, -1, True, tp_group, "all_gather_last_dim_from_tensor_parallel_region")
 
 
 def reduce_scatter_last_dim_to_tensor_parallel_region(
@@ -424,20 +423,38 @@ def reduce_scatter_last_dim_to_tensor_parallel_region(
     """
     if has_torch_function_unary(input_):
         return watched(reduce_scatter_last_dim_to_tensor_parallel_region, input_, tp_group)
+    return _cut(
+        _ReduceScatter, input_, -1, tp_group, "reduce_scatter_last_dim_to_tensor_parallel_region"
+    )
+
+
+def _cut(
+    function: type[torch.autograd.Function],
+    input_: Tensor,
+    dim: int,
+    tp_group: ProcessGroup | None,
+    region: str,
+) -> Tensor:
     group = tensor_group(tp_group)
     if group is None:
         return input_
-    _check_divides(input_, -1, group, "reduce_scatter_last_dim_to_tensor_parallel_region")
-    return applied(_ReduceScatter, input_, -1, group)
-
-
-def _check_divides(input_: Tensor, dim: int, group: ProcessGroup, region: str) -> None:
     _check_has_dims(input_, region)
     if input_.shape[dim] % group.size():
         raise DegreeError(
             f"{region}: dim {dim} of {tuple(input_.shape)} is {input_.shape[dim]}, which "
             f"{group.size()} ranks do not divide; pad it to a multiple"
         )
+    return applied(function, input_, dim, group)
+
+
+def _join(
+    input_: Tensor, dim: int, partial: bool, tp_group: ProcessGroup | None, region: str
+) -> Tensor:
+    group = tensor_group(tp_group)
+    if group is None:
+        return input_
+    _check_has_dims(input_, region)
+    return applied(_Gather, input_, dim, partial, group)
 
 
 def _check_has_dims(input_: Tensor, region: str) -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, distributed_c10d
 
+from . import _current
 from ._current import (
     current_state,
     get_state,
@@ -207,14 +208,13 @@ def get_virtual_pipeline_model_parallel_rank() -> int | None:
 # Source: NVIDIA/Megatron-LM megatron/core/parallel_state.py, 2026-08-22.
 
 
-def is_initialized() -> bool:
-    """Return whether there are groups to use."""
-    return tensor_parallel_is_initialized()
-
-
-def model_parallel_is_initialized() -> bool:
-    """Return whether there are groups to use."""
-    return tensor_parallel_is_initialized()
+is_initialized = tensor_parallel_is_initialized
+model_parallel_is_initialized = tensor_parallel_is_initialized
+get_context_parallel_world_size = _current.get_context_parallel_world_size
+get_context_parallel_rank = _current.get_context_parallel_rank
+get_tensor_model_parallel_src_rank = _current.get_tensor_parallel_src_rank
+get_pipeline_model_parallel_first_rank = _current.get_pipeline_parallel_first_rank
+get_expert_model_parallel_src_rank = _current.get_expert_parallel_src_rank
 
 
 def found_group(check_initialized: bool, *axes: str) -> ProcessGroup | None:
@@ -361,16 +361,6 @@ def get_pipeline_model_parallel_rank() -> int:
     return rank_of("pipeline")
 
 
-def get_context_parallel_world_size() -> int:
-    """Return the number of ranks in this rank's context-parallel group."""
-    return size_or_alone("context")
-
-
-def get_context_parallel_rank() -> int:
-    """Return this rank's position in its context-parallel group."""
-    return index_or_alone("context")
-
-
 def get_tensor_and_context_parallel_world_size() -> int:
     """Return the number of ranks in the group over tensor and context."""
     return size_or_alone("tensor", "context")
@@ -379,11 +369,6 @@ def get_tensor_and_context_parallel_world_size() -> int:
 def get_tensor_and_context_parallel_rank() -> int:
     """Return this rank's position in the group over tensor and context."""
     return index_or_alone("tensor", "context")
-
-
-def get_tensor_model_parallel_src_rank() -> int:
-    """Return the global rank of the first rank of the tensor-parallel group."""
-    return ranks_or_alone("tensor")[0]
 
 
 def get_model_parallel_src_rank() -> int:
@@ -472,11 +457,6 @@ def _whole(with_context_parallel: bool, partial: bool) -> None:
 # Megatron's questions about the stages of a pipeline: names over the state in use.
 #
 # Source: NVIDIA/Megatron-LM megatron/core/parallel_state.py, 2026-08-22.
-
-
-def get_pipeline_model_parallel_first_rank() -> int:
-    """Return the global rank of the first stage of this rank's pipeline."""
-    return ranks_or_alone("pipeline")[0]
 
 
 def get_pipeline_model_parallel_last_rank() -> int:
@@ -598,11 +578,6 @@ def get_expert_tensor_and_model_parallel_world_size() -> int:
 def get_expert_tensor_and_model_parallel_rank() -> int:
     """Return this rank's position in the group over expert tensor and expert."""
     return index_or_alone("expert_tensor", "expert")
-
-
-def get_expert_model_parallel_src_rank() -> int:
-    """Return the global rank of the first rank of the expert-parallel group."""
-    return ranks_or_alone("expert")[0]
 
 
 def get_expert_data_parallel_group(

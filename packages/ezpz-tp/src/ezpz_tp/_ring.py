@@ -16,11 +16,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 from torch.distributed.distributed_c10d import AllToAllOptions
 from torch.nn import functional as F
-from torch.overrides import has_torch_function_variadic
 
 from ._current import context_group
 from ._errors import DegreeError, ParallelError
-from ._mappings import applied, watched
+from ._mappings import applied, watchable
 
 # Attention of some queries to some keys: its output, and what it takes to merge it with others.
 #
@@ -361,6 +360,7 @@ class Round:
         yield (rank + 1) % size
 
 
+@watchable
 def ring_attention(
     q: Tensor,
     k: Tensor,
@@ -401,17 +401,6 @@ def ring_attention(
         ParallelError: Shapes, dtypes or devices of q, k and v do not fit. In backward: a second
             derivative is asked for.
     """
-    if has_torch_function_variadic(q, k, v):
-        return watched(
-            ring_attention,
-            q,
-            k,
-            v,
-            group=group,
-            is_causal=is_causal,
-            balanced=balanced,
-            scale=scale,
-        )
     ranks = context_group(group)
     q, k, v = checked("ring_attention", q, k, v)
     if is_causal:

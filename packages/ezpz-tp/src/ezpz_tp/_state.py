@@ -508,7 +508,7 @@ class ParallelState:
         self._groups.clear()
         if self._alone is not None or self._maker is not None:
             forget_meshes()
-        self.several: dict[str, ProcessGroup | None] = dict.fromkeys(self.several)
+        self.several = dict.fromkeys(self.several)
         if self._alone is not None:
             self._alone.forget()
             self._alone = None

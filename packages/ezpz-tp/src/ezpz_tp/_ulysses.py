@@ -15,17 +15,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.functional import scaled_dot_product_attention
-from torch.overrides import has_torch_function_variadic
 
 from ._current import context_group, get_state
 from ._data import rank_order
 from ._errors import DegreeError, ParallelError
-from ._mappings import exchange_rows, watched
+from ._mappings import exchange_rows, watchable
 from ._ranks import RankLayout
 from ._ring import check_causal, checked, ring_attention
 from ._state import ParallelState
 
 
+@watchable
 def ulysses_attention(
     q: Tensor,
     k: Tensor,
@@ -73,19 +73,6 @@ def ulysses_attention(
         ParallelError: Shapes, dtypes or devices of q, k and v do not fit, or ``attention``
             returned another shape.
     """
-    if has_torch_function_variadic(q, k, v):
-        return watched(
-            ulysses_attention,
-            q,
-            k,
-            v,
-            group=group,
-            is_causal=is_causal,
-            balanced=balanced,
-            scale=scale,
-            dropout_p=dropout_p,
-            attention=attention,
-        )
     ranks = context_group(group)
     q, k, v = checked("ulysses_attention", q, k, v)
     if is_causal:
@@ -177,6 +164,7 @@ class _Exchange(torch.autograd.Function):
 # exchanges are fewer and go over the slower links.
 
 
+@watchable
 def unified_attention(
     q: Tensor,
     k: Tensor,
@@ -217,19 +205,6 @@ def unified_attention(
         ParallelError: Shapes, dtypes or devices of q, k and v do not fit; a group is not given, or
             is given twice.
     """
-    if has_torch_function_variadic(q, k, v):
-        return watched(
-            unified_attention,
-            q,
-            k,
-            v,
-            ulysses_group=ulysses_group,
-            ring_group=ring_group,
-            is_causal=is_causal,
-            balanced=balanced,
-            scale=scale,
-        )
-
     _check_groups(ulysses_group, ring_group)
 
     def ring(q: Tensor, k: Tensor, v: Tensor, **_: object) -> Tensor:

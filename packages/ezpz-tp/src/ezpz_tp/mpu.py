@@ -23,12 +23,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.init import xavier_normal_
 
-from . import _embedding, _linear, parallel_state
+from . import _current, _embedding, _linear, parallel_state
 from ._cross_entropy import vocab_parallel_cross_entropy
 from ._current import (
     get_state,
     index_or_alone,
-    ranks_or_alone,
     size_or_alone,
     tensor_parallel_is_initialized,
 )
@@ -261,6 +260,21 @@ def is_unitialized() -> bool:
     return not tensor_parallel_is_initialized()
 
 
+# Slice parallel is the tensor axis, pipe parallel the pipeline, sequence parallel the context axis.
+get_slice_parallel_group = _current.get_tensor_parallel_group
+get_slice_parallel_rank = _current.get_tensor_parallel_rank
+get_slice_parallel_world_size = _current.get_tensor_parallel_world_size
+get_pipe_parallel_group = _current.get_pipeline_parallel_group
+get_pipe_parallel_rank = _current.get_pipeline_parallel_rank
+get_pipe_parallel_world_size = _current.get_pipeline_parallel_world_size
+get_sequence_parallel_group = _current.get_context_parallel_group
+get_sequence_parallel_rank = _current.get_context_parallel_rank
+get_sequence_parallel_world_size = _current.get_context_parallel_world_size
+get_sequence_parallel_src_rank = _current.get_context_parallel_src_rank
+get_data_parallel_group_ranks = _current.get_data_parallel_ranks
+get_pipeline_parallel_world_size = _current.get_pipeline_parallel_world_size
+
+
 def get_model_parallel_rank() -> int:
     """Return this rank's position in the group over tensor and pipeline."""
     return index_or_alone("tensor", "pipeline")
@@ -269,51 +283,6 @@ def get_model_parallel_rank() -> int:
 def get_model_parallel_world_size() -> int:
     """Return the number of ranks in the group over tensor and pipeline."""
     return size_or_alone("tensor", "pipeline")
-
-
-def get_slice_parallel_group() -> ProcessGroup:
-    """Return this rank's tensor-parallel group."""
-    return get_state().group("tensor")
-
-
-def get_slice_parallel_rank() -> int:
-    """Return this rank's position in this rank's tensor-parallel group."""
-    return index_or_alone("tensor")
-
-
-def get_slice_parallel_world_size() -> int:
-    """Return the number of ranks in this rank's tensor-parallel group."""
-    return size_or_alone("tensor")
-
-
-def get_pipe_parallel_group() -> ProcessGroup:
-    """Return this rank's pipeline-parallel group."""
-    return get_state().group("pipeline")
-
-
-def get_pipe_parallel_rank() -> int:
-    """Return this rank's position in this rank's pipeline-parallel group."""
-    return index_or_alone("pipeline")
-
-
-def get_pipe_parallel_world_size() -> int:
-    """Return the number of ranks in this rank's pipeline-parallel group."""
-    return size_or_alone("pipeline")
-
-
-def get_sequence_parallel_group() -> ProcessGroup:
-    """Return this rank's context-parallel group."""
-    return get_state().group("context")
-
-
-def get_sequence_parallel_rank() -> int:
-    """Return this rank's position in this rank's context-parallel group."""
-    return index_or_alone("context")
-
-
-def get_sequence_parallel_world_size() -> int:
-    """Return the number of ranks in this rank's context-parallel group."""
-    return size_or_alone("context")
 
 
 def get_sequence_data_parallel_group() -> ProcessGroup:
@@ -329,18 +298,3 @@ def get_sequence_data_parallel_rank() -> int:
 def get_sequence_data_parallel_world_size() -> int:
     """Return the number of ranks in the group over context and data."""
     return size_or_alone("context", "data")
-
-
-def get_sequence_parallel_src_rank() -> int:
-    """Return the global rank of the first rank of the context-parallel group."""
-    return ranks_or_alone("context")[0]
-
-
-def get_data_parallel_group_ranks() -> list[int]:
-    """Return the global ranks of this rank's data-parallel group."""
-    return list(ranks_or_alone("data"))
-
-
-def get_pipeline_parallel_world_size() -> int:
-    """Return the number of stages of this rank's pipeline."""
-    return size_or_alone("pipeline")

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from torch.distributed import ProcessGroup
-
 from ezpz_tp._current import (
     destroy_tensor_parallel,
     get_context_parallel_group,
@@ -100,31 +98,9 @@ def initialize_model_parallel(
     )
 
 
-def model_parallel_is_initialized() -> bool:
-    """Return whether there are groups to use."""
-    return tensor_parallel_is_initialized()
-
-
-def get_model_parallel_group() -> ProcessGroup:
-    """Return this rank's tensor-parallel group."""
-    return get_tensor_parallel_group()
-
-
-def get_model_parallel_rank() -> int:
-    """Return this rank's position in its tensor-parallel group."""
-    return get_tensor_parallel_rank()
-
-
-def get_model_parallel_world_size() -> int:
-    """Return the number of ranks in this rank's tensor-parallel group."""
-    return get_tensor_parallel_world_size()
-
-
-def get_model_parallel_src_rank() -> int:
-    """Return the global rank of the first rank of the tensor-parallel group."""
-    return get_tensor_parallel_src_rank()
-
-
-def destroy_model_parallel() -> None:
-    """Free every group that was made. Collective: every rank calls this."""
-    destroy_tensor_parallel()
+model_parallel_is_initialized = tensor_parallel_is_initialized
+get_model_parallel_group = get_tensor_parallel_group
+get_model_parallel_rank = get_tensor_parallel_rank
+get_model_parallel_world_size = get_tensor_parallel_world_size
+get_model_parallel_src_rank = get_tensor_parallel_src_rank
+destroy_model_parallel = destroy_tensor_parallel

@@ -111,22 +111,11 @@ def make_operations() -> None:
 # Count the collectives that a rank starts.
 
 
-_NAMES = {
-    "allreduce": "all_reduce",
-    "all_reduce": "all_reduce",
-    "allgather": "all_gather",
-    "all_gather": "all_gather",
-    "reduce_scatter": "reduce_scatter",
-    "alltoall": "all_to_all",
-    "all_to_all": "all_to_all",
-    "broadcast": "broadcast",
-    "reduce": "reduce",
-    "gather": "gather",
-    "scatter": "scatter",
-    "barrier": "barrier",
-    "send": "send",
-    "recv": "recv",
-}
+_COLLECTIVES = (
+    *("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce"),
+    *("gather", "scatter", "barrier", "send", "recv"),
+)
+_NAMES = {name.replace("_", ""): name for name in _COLLECTIVES}
 
 
 @contextmanager
@@ -167,7 +156,7 @@ class _Watch(TorchDispatchMode):
 
 def name_of(operation: str) -> str | None:
     """Return the plain name of e.g. ``c10d::_allgather_base_``; None if it is no collective."""
-    words = operation.partition("::")[2].lstrip("_")
+    words = operation.partition("::")[2].replace("_", "")
     found = [key for key in _NAMES if words.startswith(key)]
     return _NAMES[max(found, key=len)] if found else None
 
