@@ -29,7 +29,6 @@ from ._state import ParallelState
 
 # What is said below a picture: degrees, groups, and the nodes that they cross.
 
-
 NAMED_NODES = 16
 
 
@@ -142,13 +141,7 @@ class Description:
 
     def svg(self) -> str:
         """Return the picture as SVG: one ``svg`` element that needs nothing else."""
-        return draw(
-            self._headline(),
-            self._table(),
-            self._notes(),
-            self.grids,
-            self.nodes,
-        )
+        return draw(self._headline(), self._table(), self._notes(), self.grids, self.nodes)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the SVG into a file.

@@ -12,10 +12,7 @@ from torch.nn import functional
 from torch.nn.init import xavier_normal_
 
 from ._errors import DegreeError, ParallelError
-from ._init import (
-    InitMethod,
-    local_part,
-)
+from ._init import InitMethod, local_part
 from ._linear import (
     ParallelModule,
     empty_parameter,

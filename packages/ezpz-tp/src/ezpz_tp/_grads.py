@@ -279,7 +279,6 @@ def _sum_one_bucket(entries: list[_Entry], groups: list[ProcessGroup], divisor: 
 
 # The norm of a gradient whose parts are spread over ranks, and clipping by it.
 
-
 _Groups = tuple[ProcessGroup, ...]
 
 

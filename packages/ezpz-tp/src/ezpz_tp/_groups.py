@@ -21,7 +21,6 @@ from ._ranks import AXES, RankLayout, ordered
 
 # The group of all ranks, and whether it is still the one that groups were made in.
 
-
 c10d: Any = distributed_c10d
 
 World = weakref.ReferenceType[ProcessGroup]

@@ -27,7 +27,6 @@ from ._mappings import broadcast_
 
 # Boxes of a weight: what a rank holds, and the tiles that a weight is drawn in.
 
-
 TILE = 1 << 18
 """Elements in a tile. Large enough that drawing one outweighs starting to (about 2 ms on a CPU),
 small enough that what a shard draws of its neighbors' does not matter."""
@@ -141,7 +140,6 @@ def _with(box: Box, dim: int, start: int, stop: int) -> Box:
 
 
 # A tile of a weight that answers for the whole: the shape of all, the values of some.
-
 
 _RANDOM = frozenset(
     {
@@ -560,11 +558,7 @@ def _fill(
 
 
 def _draw_first(
-    like: Tensor,
-    full_shape: tuple[int, ...],
-    dim: int,
-    init_method: InitMethod,
-    seed: int,
+    like: Tensor, full_shape: tuple[int, ...], dim: int, init_method: InitMethod, seed: int
 ) -> None:
     """Draw one element, where this rank's are all padding."""
     # So that what ``init_method`` keeps to itself, such as a generator, is the same on all ranks.

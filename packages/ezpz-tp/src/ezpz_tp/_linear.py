@@ -137,9 +137,7 @@ def mark_sequence_parallel(param: Tensor) -> None:
 
 
 def param_is_not_tensor_parallel_duplicate(
-    param: Tensor,
-    tp_group: ProcessGroup | None = None,
-    expert_tp_group: ProcessGroup | None = None,
+    param: Tensor, tp_group: ProcessGroup | None = None, expert_tp_group: ProcessGroup | None = None
 ) -> bool:
     """Return whether this rank's copy of a parameter is the one to count.
 

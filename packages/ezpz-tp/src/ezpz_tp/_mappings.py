@@ -63,7 +63,6 @@ from ._errors import DegreeError
 # Only ``rank()``, ``size()`` and the collectives of a group are used, so that groups unknown to
 # ``torch.distributed`` work too, as those of ranks that are threads (`ezpz_tp.testing`).
 
-
 SUM = dist.ReduceOp.SUM
 
 P = ParamSpec("P")

@@ -207,7 +207,6 @@ def get_virtual_pipeline_model_parallel_rank() -> int | None:
 #
 # Source: NVIDIA/Megatron-LM megatron/core/parallel_state.py, 2026-08-22.
 
-
 is_initialized = tensor_parallel_is_initialized
 model_parallel_is_initialized = tensor_parallel_is_initialized
 get_context_parallel_world_size = _current.get_context_parallel_world_size

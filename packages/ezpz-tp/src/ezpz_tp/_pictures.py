@@ -15,7 +15,6 @@ from ._ranks import AXES, EXPERT_AXES, RankLayout
 
 # Which ranks share a node.
 
-
 VARIABLE = "LOCAL_WORLD_SIZE"
 """The number of ranks on this node: set by torchrun and by ezpz-launch."""
 
@@ -250,7 +249,6 @@ def _grid(title: str, layout: RankLayout, names: Iterable[str]) -> Grid:
 # idea is Edward Yang's: blog.ezyang.com, "Draw high dimensional tensors as a matrix of
 # matrices", 2025.) An axis too long for its direction is folded into both.
 
-
 TALLEST = 16  # rows of one matrix, beyond which a second one is put beside it
 ELIDED = 48  # ranks that stand for all, where there are too many to draw
 
@@ -384,8 +382,7 @@ def _picture(
     )
     block_columns = tuple(
         Labels(
-            factor.axis.name,
-            tuple(factor.label(dict(choice)[factor]) for choice in outer_columns),
+            factor.axis.name, tuple(factor.label(dict(choice)[factor]) for choice in outer_columns)
         )
         for factor in right[:0:-1]
     )
@@ -426,7 +423,6 @@ def elided(grid: Grid, picture: Picture, nodes: Nodes | None) -> list[str]:
 
 # Where, in a matrix of ranks, one node ends and another begins.
 
-
 OUTSIDE = -1
 
 
@@ -457,7 +453,6 @@ def beginnings(above: Sequence[int], below: Sequence[int]) -> Iterator[tuple[int
 
 
 # Ranks and the borders of nodes, drawn in characters.
-
 
 _IN_TERMINAL = 128  # ranks; of more, some stand for all
 _SPACE = "  "
@@ -548,7 +543,6 @@ class Terminal:
 #
 # It stands alone: no script, no font, no image. It is light or dark as the reader prefers. Ranks of
 # one tensor group have one color, and the group's number is written too.
-
 
 _IN_SVG = 256  # ranks; of more, some stand for all
 WIDTH = 960

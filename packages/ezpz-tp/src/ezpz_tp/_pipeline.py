@@ -24,7 +24,6 @@ from ._state import ParallelState
 
 # One chunk of a pipeline's model, as the schedule runs it.
 
-
 Tensors = tuple[Tensor, ...]
 Given = Tensor | Tensors
 """What a chunk takes and returns: a tensor, or a tuple of them."""
@@ -122,7 +121,6 @@ def _told(value: object) -> str:
 # torch's stages want to know every shape before the first step, or send them as pickled objects,
 # which needs numpy. Here a few integers go before the tensors. The methods of the process group
 # are called directly, so that any group will do.
-
 
 _DTYPES = (
     torch.float32,
@@ -289,7 +287,6 @@ def _meta(tensor: Tensor) -> Tensor:
 
 # torch's pipeline schedules, by the names of `ezpz_tp.Pipeline`.
 
-
 SCHEDULES = {
     "gpipe": "ScheduleGPipe",
     "1f1b": "Schedule1F1B",
@@ -339,13 +336,7 @@ def torch_schedule(
         taken, given = trial.shapes[number]
         stages.append(
             pipelining.PipelineStage(
-                chunk,
-                number,
-                total,
-                trial.device,
-                input_args=taken,
-                output_args=given,
-                group=group,
+                chunk, number, total, trial.device, input_args=taken, output_args=given, group=group
             )
         )
     made: Any = getattr(pipelining, SCHEDULES[kind])
@@ -440,10 +431,7 @@ class Chunks(nn.ModuleList):
                     )
 
     def named_modules(
-        self,
-        memo: set[nn.Module] | None = None,
-        prefix: str = "",
-        remove_duplicate: bool = True,
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
         memo = set() if memo is None else memo
         if not remove_duplicate or self not in memo:
@@ -594,12 +582,7 @@ class Pipeline:
         if self._trial is None:
             self._trial = Trial(self._chunks, self._total, batches[0], expected[0], self._group)
             self._schedule = torch_schedule(
-                self._kind,
-                self._trial,
-                self._chunks,
-                self._total,
-                self._microbatches,
-                self._group,
+                self._kind, self._trial, self._chunks, self._total, self._microbatches, self._group
             )
         self._trial.check(batches[0])
         self._expect(expected)

@@ -26,7 +26,6 @@ from ._state import ParallelState
 
 # The default generators of the CPU and of the accelerator, whichever that is.
 
-
 States = dict[str, Tensor]
 """The state of a generator for each type of device."""
 
@@ -405,7 +404,6 @@ _TRACKER = RngTracker()
 
 # A number by which tensors of different ranks are compared without being sent.
 
-
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _AT_A_TIME = 1 << 24
 """Elements whose products are in memory at once."""
@@ -435,7 +433,6 @@ def _weights(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 # Activation checkpointing that knows the random streams of tensor-parallel regions.
-
 
 Result = TypeVar("Result")
 

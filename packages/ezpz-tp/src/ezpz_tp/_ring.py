@@ -37,7 +37,6 @@ from ._mappings import applied, watchable
 # plain      everywhere else                       any, some rows of scores at a time
 # =========  ====================================  ====================================
 
-
 _aten: Any = torch.ops.aten
 
 SCORES_AT_A_TIME = 1 << 22
@@ -290,7 +289,6 @@ def _as_autocast(tensor: Tensor) -> Tensor:
 
 
 # Keys and values that go round a ring of ranks, while each of them is computed with.
-
 
 _OVERLAPPED = AllToAllOptions()
 if hasattr(_OVERLAPPED, "asyncOp"):  # unknown before torch 2.8, which overlaps anyway

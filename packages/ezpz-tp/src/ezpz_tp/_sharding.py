@@ -64,7 +64,6 @@ if TYPE_CHECKING:
 # In this folder a layout maps every axis, in the order of the mesh, to the letter that the
 # tensor is sharded on along that axis, or to one of the words below.
 
-
 REPLICATED = "replicated"
 """Every rank along the axis holds the same."""
 
@@ -297,7 +296,6 @@ def _names(names: Sequence[str] | None, count: int) -> tuple[str, ...]:
 
 
 # How one tensor is brought from one layout to another, and its gradient back; at what cost.
-
 
 _TENSOR_AXES = ("tensor", "tp")
 _WORDS = {REPLICATED, PARTIAL}

@@ -32,7 +32,6 @@ from ._ranks import AXES, EXPERT_AXES, ORDER, RankLayout, ordered
 
 # Between a state and torch's DeviceMesh: the same groups, by the names of dims.
 
-
 DIMS = {"tensor": "tp", "context": "cp", "data": "dp", "pipeline": "pp"}
 """What an axis is called in a mesh, as torchtitan and Megatron call it."""
 

@@ -271,10 +271,7 @@ def _split(ulysses: int, state: ParallelState) -> tuple[ProcessGroup, ProcessGro
             "unified_attention two groups of your own"
         )
     stride = state.layout.stride("context")
-    return (
-        _strided(state, ulysses, stride),
-        _strided(state, degree // ulysses, stride * ulysses),
-    )
+    return (_strided(state, ulysses, stride), _strided(state, degree // ulysses, stride * ulysses))
 
 
 def _strided(state: ParallelState, degree: int, stride: int) -> ProcessGroup:

@@ -32,12 +32,7 @@ from ._pictures import grid_of_mesh
 from ._ranks import RankLayout
 from ._state import ParallelState
 
-__all__ = [
-    "Layout",
-    "MeshAxis",
-    "named",
-    "names",
-]
+__all__ = ["Layout", "MeshAxis", "named", "names"]
 
 
 # What each axis of a mesh shards and sends, and which layouts are made of them: facts only.

@@ -25,12 +25,7 @@ from torch.nn.init import xavier_normal_
 
 from . import _current, _embedding, _linear, parallel_state
 from ._cross_entropy import vocab_parallel_cross_entropy
-from ._current import (
-    get_state,
-    index_or_alone,
-    size_or_alone,
-    tensor_parallel_is_initialized,
-)
+from ._current import get_state, index_or_alone, size_or_alone, tensor_parallel_is_initialized
 from ._data import broadcast_data
 from ._init import InitMethod
 from ._linear import (

@@ -65,7 +65,6 @@ from .rules import (
 
 # The function mode that watches every operation of a thread.
 
-
 AXES = ("tensor", "context", "data")
 _ATTRIBUTES = frozenset({"__get__", "__set__", "__delete__"})
 _ELSEWHERE = frozenset({"grad", "grad_fn", "_base", "_grad"})
@@ -310,7 +309,6 @@ def _subsets(axes: Sequence[str]) -> list[tuple[str, ...]]:
 # While anything is checked, ``torch.autograd.Function.apply`` and the functions of
 # ``torch.distributed`` that change a tensor are exchanged for ones that tell the checkers of their
 # thread, and do the same as before for everybody else. What was compiled runs uncompiled.
-
 
 _lock = threading.Lock()
 _users = 0

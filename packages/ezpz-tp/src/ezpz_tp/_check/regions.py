@@ -281,7 +281,6 @@ def _untagged(
 
 # Products that sum over a dim which is split over the tensor-parallel ranks.
 
-
 _ADDED_FIRST = frozenset({"addmm", "baddbmm", "addbmm", "addmv"})
 _MATRICES = frozenset({"matmul", "__matmul__", "mm", "bmm", "mv", *_ADDED_FIRST})
 _ROWS = frozenset({"linear", "conv1d", "conv2d", "conv3d"})
@@ -332,7 +331,6 @@ def _of_einsum(
 
 
 # Random numbers: the same on all tensor-parallel ranks, or other ones on each.
-
 
 DRAWING = frozenset(
     {
@@ -422,7 +420,6 @@ def _varying(records: Records, record: Record) -> Record:
 
 
 # The two ends of backward: the loss that it starts from, and the gradients that it leaves.
-
 
 _WRONG = {
     VARYING: (

@@ -34,7 +34,6 @@ from ezpz_tp._errors import ParallelTypeError
 # ``shard_map``: replicated and varying of one operation give varying, and autograd sums what is
 # partial at the region that made replicated out of invariant.
 
-
 INVARIANT, REPLICATED, VARYING, PARTIAL = "invariant", "replicated", "varying", "partial"
 TYPES = (INVARIANT, REPLICATED, VARYING, PARTIAL)
 EQUAL = frozenset({INVARIANT, REPLICATED})
@@ -64,7 +63,6 @@ class Operand:
 # What torch's functions do to partial sums, by name.
 #
 # A partial tensor may go through what is linear in it: f(a + b) = f(a) + f(b).
-
 
 PASSING = frozenset(
     {
@@ -178,7 +176,6 @@ KEEPING_DIMS = frozenset(
 
 
 # Where in the user's code something happens.
-
 
 _OURS = str(Path(__file__).resolve().parents[1]) + os.sep
 _TORCH = str(Path(torch.__file__).resolve().parent) + os.sep
@@ -431,10 +428,7 @@ def _partial(
 
 
 def _mixed(
-    records: Records,
-    operation: str,
-    axis: str,
-    settled: Sequence[tuple[Operand, str]],
+    records: Records, operation: str, axis: str, settled: Sequence[tuple[Operand, str]]
 ) -> ParallelTypeError:
     """The error where an invariant operand meets another type."""
     own = next(one for one, kind in settled if kind == INVARIANT)

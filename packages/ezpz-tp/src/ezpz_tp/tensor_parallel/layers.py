@@ -57,7 +57,6 @@ __all__ = [
 
 # What a layer takes from Megatron-LM's configuration, and what it refuses.
 
-
 _UNSUPPORTED = ("defer_embedding_wgrad_compute", "gradient_accumulation_fusion", "cpu_offloading")
 
 

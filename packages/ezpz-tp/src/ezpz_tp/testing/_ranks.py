@@ -47,7 +47,6 @@ from ezpz_tp._state import ParallelState
 
 # What a rank that failed leaves behind.
 
-
 MARGIN = 5.0
 """Seconds more for a collective than for the call, so that a hang is reported by the latter."""
 
@@ -88,7 +87,6 @@ def not_in_time(timeout: float, world_size: int, where: dict[int, str]) -> Timeo
 
 # Make torch's dispatch modes safe in several threads.
 
-
 _made: set[str] = set()
 
 
@@ -109,7 +107,6 @@ def make_operations() -> None:
 
 
 # Count the collectives that a rank starts.
-
 
 _COLLECTIVES = (
     *("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce"),
@@ -162,7 +159,6 @@ def name_of(operation: str) -> str | None:
 
 
 # Ranks as threads of this process, joined by gloo groups of their own.
-
 
 Result = TypeVar("Result")
 
@@ -455,7 +451,6 @@ def _loopback() -> str:
 
 
 # Ranks as processes that are kept for the next call.
-
 
 _AFTERMATH = 2.0
 """Seconds in which the ranks beside one that failed may report, and so be kept."""
