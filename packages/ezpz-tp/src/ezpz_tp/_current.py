@@ -100,19 +100,26 @@ def initialize_default(**arguments: Any) -> ParallelState:
     if _default is not None and _default.is_live:
         if arguments == _arguments:
             return _default
-        raise DegreeError(
-            "parallel groups exist already, with other arguments: "
-            + "; ".join(
-                f"{name} was {_arguments.get(name)!r}, now {value!r}"
-                for name, value in arguments.items()
-                if _arguments.get(name) != value
-            )
-            + ". Call destroy_tensor_parallel first"
-        )
+        raise other_arguments(_arguments, arguments, "destroy_tensor_parallel")
     destroy_tensor_parallel()
     _default = ParallelState.create(**arguments)
     _arguments = arguments
     return _default
+
+
+def other_arguments(
+    before: Mapping[str, object], now: Mapping[str, object], remedy: str
+) -> DegreeError:
+    """Return the error where groups exist that were made with other arguments."""
+    different = (
+        f"{name} was {before.get(name)!r}, now {value!r}"
+        for name, value in now.items()
+        if before.get(name) != value
+    )
+    return DegreeError(
+        f"parallel groups exist already, with other arguments: {'; '.join(different)}. "
+        f"Call {remedy} first"
+    )
 
 
 def destroy_tensor_parallel() -> None:

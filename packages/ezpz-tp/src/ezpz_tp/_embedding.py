@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.nn.init import xavier_normal_
 
 from ._errors import DegreeError, ParallelError
-from ._init import InitMethod, local_part
+from ._init import InitMethod, held_part
 from ._linear import (
     ParallelModule,
     empty_parameter,
@@ -175,7 +175,7 @@ class EmbeddingTable(ParallelModule):
         row = self.padding_row()
         if row is not None:
             with torch.no_grad():
-                local, (first, _) = local_part(self.weight)
+                local, (first, _) = held_part(self.weight)
                 if first <= row < first + local.shape[0]:
                     local[row - first].zero_()
 

@@ -21,6 +21,7 @@ from ._ranks import AXES, RankLayout, ordered
 
 # The group of all ranks, and whether it is still the one that groups were made in.
 
+# Some of its private names are needed, each isolated and said why.
 c10d: Any = distributed_c10d
 
 World = weakref.ReferenceType[ProcessGroup]
@@ -309,7 +310,7 @@ def position(groups: Mapping[tuple[str, ...], ProcessGroup | None]) -> int:
     return index
 
 
-# What follows needs some of its private names, each isolated and said why.
+# Making the groups that one rank belongs to, and freeing them.
 
 EmbeddingRanks = Callable[[list[int]], Sequence[int]]
 """From the ranks of a pipeline, first stage first, to those that take part."""

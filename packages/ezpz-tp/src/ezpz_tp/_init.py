@@ -426,7 +426,7 @@ def _held(
     parts = stretches(
         tuple(shard.shape), full_shape, partition_dim, index=index, degree=degree, stride=stride
     )
-    local, offsets = local_part(shard)
+    local, offsets = held_part(shard)
     held = [within(s, offsets, tuple(local.shape)) for s in parts]
     if sum(elements(full) for _, full in held) < local.numel():
         local.zero_()
@@ -510,7 +510,7 @@ def sending_device(group: ProcessGroup, device: torch.device | str | None) -> to
     return torch.device("cpu" if "cpu" in able or not able else able[0])
 
 
-def local_part(shard: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+def held_part(shard: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """Return what this process holds of a shard, and where in the shard that begins."""
     begins = [0] * shard.dim()
     mesh = getattr(shard, "device_mesh", None)

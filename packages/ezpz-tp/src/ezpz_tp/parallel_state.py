@@ -18,9 +18,8 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from . import _current as _default
-from . import _megatron
-from ._errors import DegreeError, NotInitializedError, ParallelError
+from . import _current, _megatron
+from ._errors import NotInitializedError, ParallelError
 from ._groups import EMBEDDING, EmbeddingRanks, live_world
 from ._megatron import *  # noqa: F403 - names of this module
 from ._megatron import GlobalMemoryBuffer
@@ -133,7 +132,7 @@ def initialize_model_parallel(
             "least 2 stages"
         )
     timeout = timedelta(minutes=distributed_timeout_minutes)
-    state = _default.initialize_default(
+    state = _current.initialize_default(
         tensor=tensor_model_parallel_size,
         context=context_parallel_size,
         pipeline=pipeline_model_parallel_size,
@@ -156,15 +155,7 @@ def _set_up(state: ParallelState, chunks: int | None, gloo: bool, timeout: timed
     before = state.notes.get(_ARGUMENTS)
     if before is not None:
         if before != asked:
-            raise DegreeError(
-                "parallel groups exist already, with other arguments: "
-                + "; ".join(
-                    f"{name} was {before[name]!r}, now {value!r}"
-                    for name, value in asked.items()
-                    if before[name] != value
-                )
-                + ". Call destroy_model_parallel first"
-            )
+            raise _current.other_arguments(before, asked, "destroy_model_parallel")
         return
     if chunks is not None:
         state.notes["virtual size"] = chunks
@@ -217,12 +208,8 @@ def _handles_cpu() -> bool:
     return any(word in backends for word in ("gloo", "mpi", "fake"))
 
 
-def destroy_model_parallel() -> None:
-    """Free every group that was made; forget what was set by hand, and the buffers.
-
-    Collective: every rank calls this. Without groups it does nothing.
-    """
-    _default.destroy_tensor_parallel()
+# It also forgets what was set by hand, and the buffers: these are notes of the state.
+destroy_model_parallel = _current.destroy_tensor_parallel
 
 
 def get_data_parallel_group_gloo(
@@ -246,7 +233,7 @@ def get_expert_data_parallel_group_gloo(
 
 
 def _gloo_state() -> ParallelState:
-    state = _default.get_state()
+    state = _current.get_state()
     made: ParallelState | None = state.notes.get(_GLOO)
     if made is not None:
         return made
@@ -267,7 +254,7 @@ def get_global_memory_buffer() -> GlobalMemoryBuffer:
     Raises:
         NotInitializedError: There are no groups yet.
     """
-    buffer: GlobalMemoryBuffer = _default.get_state().notes.setdefault(
+    buffer: GlobalMemoryBuffer = _current.get_state().notes.setdefault(
         _BUFFER, GlobalMemoryBuffer()
     )
     return buffer
@@ -275,4 +262,4 @@ def get_global_memory_buffer() -> GlobalMemoryBuffer:
 
 def destroy_global_memory_buffer() -> None:
     """Forget the buffers."""
-    _default.notes().pop(_BUFFER, None)
+    _current.notes().pop(_BUFFER, None)

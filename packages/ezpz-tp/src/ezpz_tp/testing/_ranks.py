@@ -38,8 +38,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore, HashStore, PrefixStore  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ezpz_tp import _current as _default
-from ezpz_tp._current import use_state
+from ezpz_tp._current import destroy_tensor_parallel, initialize_tensor_parallel, use_state
 from ezpz_tp._errors import DegreeError, ParallelError
 from ezpz_tp._random import get_rng_tracker
 from ezpz_tp._ranks import AXES, RankLayout
@@ -376,7 +375,7 @@ def _result_of(job: Job) -> bytes:
         timeout=timedelta(seconds=job.timeout + MARGIN),
     )
     if job.also is not None:
-        _default.initialize_tensor_parallel(
+        initialize_tensor_parallel(
             job.layout.tensor,
             pipeline_parallel_size=job.layout.pipeline,
             context_parallel_size=job.layout.context,
@@ -418,7 +417,7 @@ def _failure(rank: int, error: BaseException) -> Report:
 
 def _clear() -> None:
     """Leave nothing of a job: closing its groups also tells waiting peers of a failure."""
-    _default.destroy_tensor_parallel()
+    destroy_tensor_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
 
