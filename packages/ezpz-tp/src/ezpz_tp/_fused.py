@@ -75,7 +75,8 @@ def column_linear(
         # Autocast itself casts, and keeps the weight that it has cast.
         return F.linear(all_gather(input_, 0, group) if sequence_parallel else input_, weight, bias)
     if _autocast_enabled():
-        input_, weight, bias = _autocast(input_, weight, bias)
+        input_, weight = as_autocast(input_), as_autocast(weight)
+        bias = None if bias is None else as_autocast(bias)
     if not (torch.compiler.is_compiling() or _transforms_active()):
         mode = 2 if sequence_parallel else 1 if reduce_input_gradient else 0
         return _column(input_, weight, bias, group, mode)
@@ -103,7 +104,8 @@ def row_linear(
         )
         return output if bias is None else output.add_(bias)
     if _autocast_enabled():
-        input_, weight, bias = _autocast(input_, weight, bias)
+        input_, weight = as_autocast(input_), as_autocast(weight)
+        bias = None if bias is None else as_autocast(bias)
     if not (torch.compiler.is_compiling() or _transforms_active()):
         return _row(input_, weight, bias, group, sequence_parallel)
     region = (
@@ -254,21 +256,12 @@ def _row_gradients(
     return grad_input, grad_weight, grad_bias, None, None
 
 
-def _autocast(
-    input_: Tensor, weight: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Cast as autocast casts for a linear layer, outside the function: gradients cast back."""
-    if not torch.is_autocast_enabled(input_.device.type):
-        return input_, weight, bias
-    dtype = torch.get_autocast_dtype(input_.device.type)
-    return (
-        _cast(input_, dtype),
-        _cast(weight, dtype),
-        None if bias is None else _cast(bias, dtype),
-    )
-
-
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def as_autocast(tensor: Tensor) -> Tensor:
+    """Cast as autocast casts for products, outside a function: its gradient is cast back."""
+    device = tensor.device.type
     # Autocast leaves float64 alone.
-    castable = tensor.is_floating_point() and tensor.dtype != torch.float64
-    return tensor.to(dtype) if castable else tensor
+    if tensor.dtype == torch.float64 or not tensor.is_floating_point():
+        return tensor
+    if not torch.is_autocast_enabled(device):
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(device))

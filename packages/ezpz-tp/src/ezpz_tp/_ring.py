@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from ._current import context_group
 from ._errors import DegreeError, ParallelError
+from ._fused import as_autocast
 from ._mappings import applied, watchable
 
 # Attention of some queries to some keys: its output, and what it takes to merge it with others.
@@ -253,7 +254,7 @@ def checked(name: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor,
             f"{name}: the {k.shape[1]} heads of k and v do not divide the {q.shape[1]} heads of q; "
             "expected each of them to serve as many query heads"
         )
-    q, k, v = _as_autocast(q), _as_autocast(k), _as_autocast(v)
+    q, k, v = as_autocast(q), as_autocast(k), as_autocast(v)
     if not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device):
         raise ParallelError(
             f"{name}: q is {q.dtype} on {q.device}, k {k.dtype} on {k.device}, v {v.dtype} on "
@@ -276,16 +277,6 @@ def check_causal(name: str, q: Tensor, k: Tensor, halves: bool) -> None:
             "part is two chunks of one length; pad the sequence to a multiple of two chunks for "
             "each rank before shard_sequence, or shard and call with balanced=False"
         )
-
-
-def _as_autocast(tensor: Tensor) -> Tensor:
-    device = tensor.device.type
-    # Autocast leaves float64 alone, for attention as for all else.
-    if tensor.dtype == torch.float64 or not tensor.is_floating_point():
-        return tensor
-    if not torch.is_autocast_enabled(device):
-        return tensor
-    return tensor.to(torch.get_autocast_dtype(device))
 
 
 # Keys and values that go round a ring of ranks, while each of them is computed with.

@@ -101,6 +101,7 @@ __all__ = [
     "split_tensor_into_1d_equal_chunks",
     "vocab_parallel_cross_entropy",
 ]
+__all__ += parallel_state.__all__
 
 
 # The layers of ``megatron.mpu``: Megatron-LM's before ``megatron.core``, and gpt-neox's.
@@ -245,9 +246,6 @@ def _read(layer: str, neox_args: Any, options: dict[str, Any]) -> dict[str, Any]
         "dtype": getattr(neox_args, "params_dtype", None),
         "sequence_parallel": bool(getattr(neox_args, "sequence_parallel", False)),
     }
-
-
-__all__ += parallel_state.__all__
 
 
 def is_unitialized() -> bool:

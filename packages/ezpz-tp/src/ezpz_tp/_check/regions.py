@@ -354,9 +354,9 @@ _TRAINING = {"alpha_dropout": False, "feature_alpha_dropout": False}
 
 def draws(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     if name == "scaled_dot_product_attention":
-        return bool(args[4] if len(args) > 4 else kwargs.get("dropout_p"))
+        return bool(argument(args, kwargs, 4, "dropout_p"))
     if name.startswith("rrelu"):
-        return bool(args[3] if len(args) > 3 else kwargs.get("training", False))
+        return bool(argument(args, kwargs, 3, "training"))
     if name not in _DROPPING:
         return kwargs.get("generator") is None  # with one of the user's own, he knows
     probability = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
@@ -372,42 +372,25 @@ def drawn(records: Records, name: str, operands: Sequence[Operand], record: Reco
     if "tensor" not in records.axes:
         return record
     place = records.axes.index("tensor")
-    seen = [(one, one.record.types[place]) for one in operands]
-    kind = record.types[place]
-    if _is_forked() and kind == PARTIAL:
-        raise fail(
-            records,
-            name,
-            "tensor",
-            seen,
-            "Inside fork() every rank drops other elements of its part of a sum. A reduction is "
-            "missing.",
-            "sum it by reduce_from_tensor_parallel_region, then drop, outside fork()",
-        )
-    if _is_forked():
-        # Data that is drawn from, rather than dropped of, is probabilities.
-        if kind in EQUAL and (name in _DROPPING or not record.is_data):
-            raise fail(
-                records,
-                name,
-                "tensor",
-                seen,
-                "Inside fork() every tensor-parallel rank draws other numbers, and this tensor "
-                "should stay the same on all.",
-                "call it outside `with get_rng_tracker().fork():`",
-            )
-        return _varying(records, record)
-    if kind == VARYING and get_rng_tracker().current is None:
-        raise fail(
-            records,
-            name,
-            "tensor",
-            seen,
-            "Outside fork() all tensor-parallel ranks draw the same numbers, for different parts "
-            "of the data: equal seeds where they must differ.",
-            "call it within `with get_rng_tracker().fork():`",
-        )
-    return record
+    forked, kind = _is_forked(), record.types[place]
+    reason = mend = ""
+    if forked and kind == PARTIAL:
+        reason = "Inside fork() every rank drops other elements of its part of a sum. "
+        reason += "A reduction is missing."
+        mend = "sum it by reduce_from_tensor_parallel_region, then drop, outside fork()"
+    # Data that is drawn from, rather than dropped of, is probabilities.
+    elif forked and kind in EQUAL and (name in _DROPPING or not record.is_data):
+        reason = "Inside fork() every tensor-parallel rank draws other numbers, and this tensor "
+        reason += "should stay the same on all."
+        mend = "call it outside `with get_rng_tracker().fork():`"
+    elif not forked and kind == VARYING and get_rng_tracker().current is None:
+        reason = "Outside fork() all tensor-parallel ranks draw the same numbers, for different "
+        reason += "parts of the data: equal seeds where they must differ."
+        mend = "call it within `with get_rng_tracker().fork():`"
+    if reason:
+        seen = [(one, one.record.types[place]) for one in operands]
+        raise fail(records, name, "tensor", seen, reason, mend)
+    return _varying(records, record) if forked else record
 
 
 def _is_forked() -> bool:
