@@ -275,14 +275,13 @@ def _without_trace(chunks: Iterable[Chunk]) -> Iterator[None]:
 
 
 def _metas(tensors: Tensors) -> Tensors:
-    return tuple(_meta(one) for one in tensors)
-
-
-def _meta(tensor: Tensor) -> Tensor:
-    like = torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=torch.device("meta")
+    like = (
+        torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="meta")
+        for one in tensors
     )
-    return like.requires_grad_(tensor.requires_grad)
+    return tuple(
+        new.requires_grad_(one.requires_grad) for new, one in zip(like, tensors, strict=True)
+    )
 
 
 # torch's pipeline schedules, by the names of `ezpz_tp.Pipeline`.
@@ -345,12 +344,7 @@ def torch_schedule(
     takes_scale = "scale_grads" in inspect.signature(made).parameters
     options = {"scale_grads": False} if takes_scale else {}
     what = stages if kind == "interleaved" else stages[0]
-    return made(what, microbatches, loss_fn=_loss_of, **options)
-
-
-def _loss_of(output: Tensors, _: Tensor) -> Tensor:
-    (loss,) = output
-    return loss
+    return made(what, microbatches, loss_fn=lambda output, _: output[0], **options)
 
 
 # Which layers each part of a pipeline has: pure arithmetic.
@@ -406,11 +400,6 @@ def ranges_of(layers: int | Sequence[range], chunks: int) -> tuple[range, ...]:
 
 
 # A rank's chunks as one module, with the names of the whole model.
-
-
-def joined(modules: Sequence[nn.Module]) -> nn.Module:
-    """Return one module of a rank's chunks, with the names that these have."""
-    return modules[0] if len(modules) == 1 else Chunks(modules)
 
 
 class Chunks(nn.ModuleList):
@@ -538,7 +527,7 @@ class Pipeline:
             module = _built(build, ranges[number], number, self._total)
             modules.append(module)
             self._chunks[number] = Chunk(module, number, self._total, loss, microbatches)
-        self.module: nn.Module = joined(modules)
+        self.module: nn.Module = modules[0] if len(modules) == 1 else Chunks(modules)
         self.layers: tuple[range, ...] = tuple(ranges[number] for number in numbers)
         self.is_first: bool = 0 in numbers
         self.is_last: bool = self._total - 1 in numbers

@@ -34,19 +34,15 @@ def default_states(device: torch.device | None) -> States:
     states = {"cpu": torch.get_rng_state()}
     device = device or _accelerator_in_use()
     if device is not None and device.type != "cpu":
-        states[device.type] = _module(device).get_rng_state(*_index(device))
+        states[device.type] = torch.get_device_module(device).get_rng_state(*_index(device))
     return states
-
-
-def _module(device: torch.device) -> Any:
-    return torch.get_device_module(device)
 
 
 def _accelerator_in_use() -> torch.device | None:
     device = torch.accelerator.current_accelerator()
     if device is None:
         return None
-    module = _module(device)
+    module = torch.get_device_module(device)
     # torch.mps has no such question: it is ready where it is available.
     is_ready = getattr(module, "is_initialized", module.is_available)
     return device if is_ready() else None
@@ -64,7 +60,7 @@ def set_default_states(states: Mapping[str, Tensor], device: torch.device | None
             torch.set_rng_state(state)
         else:
             target = device or torch.device(kind)
-            _module(target).set_rng_state(state, *_index(target))
+            torch.get_device_module(target).set_rng_state(state, *_index(target))
 
 
 def seeded_state(kind: str, seed: int) -> Tensor:

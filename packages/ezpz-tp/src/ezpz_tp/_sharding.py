@@ -192,11 +192,12 @@ def _from_torch(
 # Which of this package's region functions brings a tensor from one place to another.
 
 
-def calls(
-    name: str, letters: str, source: str, target: str, gradient: str, back: str
-) -> tuple[str, ...]:
+def _calls(name: str, letters: str, move: Move) -> tuple[str, ...]:
     """Return the calls to write: none, one, or two for a sum that sharded code then shares."""
-    forward, backward = conversion(source, target), conversion(gradient, back)
+    if move.axis not in _TENSOR_AXES:
+        return ()
+    source, target = move.source, move.target
+    forward, backward = conversion(source, target), conversion(move.gradient, move.back)
     copy = (f"copy_to_tensor_parallel_region({name})",) if backward == "all-reduce" else ()
     if forward is None:
         return copy
@@ -407,16 +408,12 @@ def cheapest_way(name: str, letters: str, start: Layout, moves: Sequence[Move], 
                     continue
                 found = sent + last.sent, (*order, number), way.then(last)
                 made = done | {number}
-                further[made] = min(found, further.get(made, found), key=_rank)
+                further[made] = min(found, further.get(made, found), key=lambda one: one[:2])
         reached = further
     if not reached:
         raise indivisible or ParallelError(_apart(name, letters, start, wanted))
     (best,) = reached.values()
     return best[-1]
-
-
-def _rank(found: tuple[int, tuple[int, ...], Way]) -> tuple[int, tuple[int, ...]]:
-    return found[:2]
 
 
 def _is_contiguous(move: Move, layout: Layout) -> bool:
@@ -449,12 +446,6 @@ def _way(name: str, letters: str, layout: Layout, move: Move, cost: Cost) -> Way
     # A gradient that is partial has the shape of what is replicated.
     backward = steps(f"d{name}", move.gradient, move.back, after, regions[::-1])
     return Way(forward, backward, regions)
-
-
-def _calls(name: str, letters: str, move: Move) -> tuple[str, ...]:
-    if move.axis not in _TENSOR_AXES:
-        return ()
-    return calls(name, letters, move.source, move.target, move.gradient, move.back)
 
 
 def _apart(name: str, letters: str, start: Layout, moves: Sequence[Move]) -> str:
@@ -847,7 +838,9 @@ def _layouts(
     equation: Equation, operands: Sequence[Given], output: Given, mesh_axes: Sequence[str] | None
 ) -> tuple[tuple[str, ...], list[Layout], Layout]:
     """Return the axes, the operands' layouts, and what is wanted of the output, by axis."""
-    if mesh_axes is not None and (isinstance(mesh_axes, str) or not _differ(mesh_axes)):
+    if mesh_axes is not None and (
+        isinstance(mesh_axes, str) or len(set(mesh_axes)) < len(mesh_axes)
+    ):
         raise ValueError(f"mesh_axes={mesh_axes!r}; expected different names, outermost first")
     told = [
         read(given, letters, name, mesh_axes)[0]
@@ -903,10 +896,6 @@ def _orders(axes: tuple[str, ...], layouts: Sequence[Layout]) -> Iterator[tuple[
         if key not in seen:
             seen.add(key)
             yield order
-
-
-def _differ(words: Sequence[str]) -> bool:
-    return len(set(words)) == len(words)
 
 
 def _cost(

@@ -204,6 +204,13 @@ def _device(config: object, group: ProcessGroup | None) -> torch.device:
 class ShardedStateDict:
     """A layer with Megatron-LM's name for what distributed checkpoints are made of."""
 
+    initialize: bool
+
+    def reset_parameters(self) -> None:
+        """Fill the parameters, if the configuration wants that."""
+        if self.initialize:
+            super().reset_parameters()  # type: ignore[misc]
+
     def sharded_state_dict(
         self,
         prefix: str = "",
@@ -307,7 +314,7 @@ class VocabParallelEmbedding(ShardedStateDict, _embedding.VocabParallelEmbedding
         settings = read_settings("VocabParallelEmbedding", config, tp_group, pg_collection)
         # Known before the parameters are reset, at the end of the parent's constructor.
         self.config: Any = config
-        self.initialize: bool = settings.initialize
+        self.initialize = settings.initialize
         super().__init__(
             num_embeddings,
             embedding_dim,
@@ -318,11 +325,6 @@ class VocabParallelEmbedding(ShardedStateDict, _embedding.VocabParallelEmbedding
             dtype=settings.dtype,
         )
         self.reduce_scatter_embeddings = reduce_scatter_embeddings
-
-    def reset_parameters(self) -> None:
-        """Fill the weight, if the configuration wants that."""
-        if self.initialize:
-            super().reset_parameters()
 
     def forward(self, input_: Tensor) -> Tensor:
         """Return the embeddings of ids ``[b, s]``.
@@ -496,7 +498,7 @@ class ColumnParallelLinear(ExtraState, _layers.ColumnParallelLinear):
             )
         # Known before the parameters are reset, at the end of the parent's constructor.
         self.config: Any = config
-        self.initialize: bool = settings.initialize
+        self.initialize = settings.initialize
         super().__init__(
             input_size,
             output_size,
@@ -638,7 +640,7 @@ class RowParallelLinear(ExtraState, _layers.RowParallelLinear):
                 "products, and the bias comes after the sum"
             )
         self.config: Any = config
-        self.initialize: bool = settings.initialize
+        self.initialize = settings.initialize
         super().__init__(
             input_size,
             output_size,
@@ -664,11 +666,6 @@ class RowParallelLinear(ExtraState, _layers.RowParallelLinear):
         if self.bias is not None:
             self.bias.sequence_parallel = settings.sequence_parallel  # type: ignore[attr-defined]
         allow_without_extra_state(self)
-
-    def reset_parameters(self) -> None:
-        """Fill the parameters, if the configuration wants that."""
-        if self.initialize:
-            super().reset_parameters()
 
     def forward(self, input_: Tensor) -> tuple[Tensor, nn.Parameter | None]:
         """Apply the layer; the input and output are those of `ezpz_tp.RowParallelLinear`.

@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 from torch.utils._pytree import tree_leaves
 
 from ezpz_tp._current import get_state
-from ezpz_tp._grads import finalize_grads
+from ezpz_tp._grads import finalize_grads, gradient
 
 from ._ranks import counting, run_ranks
 
@@ -248,9 +248,9 @@ class _Whole:
         self.values = {f"output {n}": output.detach() for n, output in enumerate(outputs)}
         self.values |= _input_gradients(given)
         self.values |= {
-            f"gradient of {name}": gradient
+            f"gradient of {name}": found
             for name, parameter in module.named_parameters()
-            if (gradient := _gradient(parameter)) is not None
+            if (found := gradient(parameter)) is not None
         }
         if integers:
             self._assert_exact()
@@ -334,9 +334,9 @@ def _on_rank(task: _Task) -> tuple[dict[str, Part], Counter[str]]:
     for name, value in _input_gradients(given).items():
         parts[name] = part(value, task.split_inputs)
     for name, parameter in module.named_parameters():
-        gradient = _gradient(parameter)
-        if gradient is not None:
-            parts[f"gradient of {owners[name]}"] = part(gradient, *_partition(parameter))
+        found = gradient(parameter)
+        if found is not None:
+            parts[f"gradient of {owners[name]}"] = part(found, *_partition(parameter))
     return parts, counts
 
 
@@ -359,11 +359,6 @@ def _backward(outputs: list[Tensor], incoming: list[Tensor]) -> None:
 
 def _input_gradients(given: dict[int, Tensor]) -> dict[str, Tensor]:
     return {f"gradient of input {n}": t.grad for n, t in given.items() if t.grad is not None}
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor | None:
-    main: Tensor | None = getattr(parameter, "main_grad", None)  # Megatron's
-    return parameter.grad if main is None else main
 
 
 def _partition(parameter: nn.Parameter) -> tuple[int | None, int | tuple[int, ...]]:
