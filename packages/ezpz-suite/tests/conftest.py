@@ -24,7 +24,7 @@ torch.set_num_threads(1)
 PRELOADED = [
     "torch.distributed", "ezpz_dist", "ezpz_tp",
     # What some tests import on each rank, for seconds.
-    "ezpz._test.rank", "ezpz.models._llama.model", "ezpz.models._llama.pipeline", "fire", "numpy",
+    "ezpz._test.rank", "ezpz.models._llama", "ezpz.models._llama_pipeline", "fire", "numpy",
     "plotext", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.optim",
     "torch.distributed.pipelining",
 ]  # fmt: skip

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from ezpz._doctor import late
+from ezpz._doctor import checks
 from ezpz.doctor import Check, DoctorError, find_checks, main, run_checks
 
 OURS = {
@@ -338,7 +338,7 @@ Thread 0x00007f12 (most recent call first):
 def test_imports_that_take_a_minute_are_an_error(monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path, "", "/env", "/env/site-packages", "/home/me"])
     judged = {
-        timeout: late.judge(ACCELERATOR, timeout, None, STOOD, {"a": 1}) for timeout in (4, 60)
+        timeout: checks.judge(ACCELERATOR, timeout, None, STOOD, {"a": 1}) for timeout in (4, 60)
     }
     for timeout, status in ((4, "warning"), (60, "error")):
         assert judged[timeout].status == status
@@ -351,7 +351,7 @@ def test_imports_that_take_a_minute_are_an_error(monkeypatch):
 
 
 def test_a_process_that_has_not_come_to_its_check_is_a_warning():
-    result = late.judge(ACCELERATOR, 4, None, "", {})
+    result = checks.judge(ACCELERATOR, 4, None, "", {})
     assert (result.status, result.message) == (
         "warning", "not done in 4 s: still importing its modules"
     )  # fmt: skip
@@ -432,7 +432,7 @@ def test_killed_it_leaves_nothing(probes, tmp_path):
 
 
 def test_without_any_check_it_is_an_error(monkeypatch):
-    monkeypatch.setattr("ezpz._doctor.found.entry_points", lambda group: [])
+    monkeypatch.setattr("ezpz._doctor.checks.entry_points", lambda group: [])
     with pytest.raises(DoctorError, match="no installed package has an entry point of the group"):
         find_checks()
 
@@ -536,7 +536,7 @@ def test_on_a_terminal_it_is_a_table_of_80_columns(probes):
 
 
 def test_beside_long_names_nothing_is_lost(capsys, monkeypatch):
-    from ezpz._doctor.show import table
+    from ezpz._doctor.cli import table
     from ezpz_topo import CheckResult
 
     monkeypatch.setenv("COLUMNS", "40")

@@ -6,9 +6,8 @@ of its own, so that one that crashes or hangs is a result too, and the others go
 
 from ezpz_topo import CheckResult
 
+from ._doctor.checks import GROUP, TIMEOUT, Check, DoctorError, find_checks, run_checks
 from ._doctor.cli import main
-from ._doctor.found import GROUP, Check, DoctorError, find_checks
-from ._doctor.run import TIMEOUT, run_checks
 
 __all__ = [
     "GROUP",

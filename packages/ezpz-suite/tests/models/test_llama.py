@@ -48,7 +48,7 @@ def test_a_token_sees_those_before_it_only():
 
 def test_positions_are_relative():
     """Rotary: a sequence that is shifted scores the same between its own tokens."""
-    from ezpz.models._llama.rotary import rotate, rotation
+    from ezpz.models._llama import rotate, rotation
 
     heads = torch.randn(1, 1, 8, 16, generator=torch.Generator().manual_seed(0))
     scores = []

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from ezpz._test.bandwidth import Bandwidth, default_sizes
+from ezpz._test.measure import Bandwidth, default_sizes
 
 MEASURE = """
 import json, torch, ezpz_dist
-from ezpz._test.bandwidth import measure
+from ezpz._test.measure import measure
 rank = ezpz_dist.setup_torch()
 heard = []
 {before}

@@ -7,8 +7,7 @@ import sys
 
 import pytest
 
-from ezpz._test.command import help_page, main
-from ezpz._test.options import OPTIONS
+from ezpz._test.command import OPTIONS, help_page, main
 
 SMALL = ("--steps=6", "--layers=1", "--dim=64", "--seq=32", "--batch=4", "--sizes=4K")
 SPAWN = ("--launcher", "spawn")

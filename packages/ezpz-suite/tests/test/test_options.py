@@ -4,8 +4,7 @@ import re
 
 import pytest
 
-from ezpz._test.options import OPTIONS, UsageError, closest, take
-from ezpz._test.settings import Settings, parse
+from ezpz._test.command import OPTIONS, Settings, UsageError, closest, parse, take
 
 
 @pytest.mark.parametrize(

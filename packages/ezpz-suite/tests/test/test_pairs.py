@@ -4,8 +4,7 @@ from itertools import combinations
 
 import pytest
 
-from ezpz._test.bandwidth import Bandwidth
-from ezpz._test.pairs import Pairs, rounds
+from ezpz._test.measure import Bandwidth, Pairs, rounds
 
 
 @pytest.mark.parametrize("nodes", range(2, 34))

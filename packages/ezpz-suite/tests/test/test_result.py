@@ -7,10 +7,8 @@ from dataclasses import replace
 import pytest
 
 import ezpz_obs
-from ezpz._test.bandwidth import Bandwidth
-from ezpz._test.page import write_page
-from ezpz._test.pairs import Pairs
-from ezpz._test.result import Place, Result, ends, has_fallen
+from ezpz._test.measure import Bandwidth, Pairs
+from ezpz._test.result import Place, Result, ends, has_fallen, write_page
 
 PLACE = Place(
     ranks=8, nodes=4, device="cpu", backend="gloo", wrap="ddp", parameters=1_050_000,

@@ -1,43 +1,330 @@
-"""What each rank of a test does."""
+"""What each rank of a test does: text, model, training, measurements."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import importlib.util
 import math
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TextIO
+from typing import Any, Protocol, TextIO
 
 import orjson
 import torch
+from torch import Tensor, nn
 
 import ezpz_dist
 import ezpz_obs
 import ezpz_tp
 from ezpz._streams import abandon
-from ezpz.models import LlamaConfig, ModelError
-from ezpz_device import (
-    DeviceError,
-    get_device_properties,
-    get_torch_backend,
-    get_torch_device,
-)
+from ezpz.data import python_sources
+from ezpz.models import Llama, LlamaConfig, ModelError, llama_pipeline
+from ezpz_device import DeviceError, get_device_properties, get_torch_backend, get_torch_device
 from ezpz_topo import TopoError, get_rank, get_world_size
 
-from .bandwidth import Bandwidth, default_sizes, measure
-from .command import complain
-from .options import UsageError, take
-from .page import write_page
-from .pairs import find_nodes, measure_pairs
-from .result import Place, Result
-from .settings import Settings, parse
-from .trainers import make_trainer
-from .training import find_disagreement, train
+from .command import Settings, UsageError, complain, parse, take
+from .measure import Bandwidth, default_sizes, find_nodes, measure, measure_pairs
+from .result import Place, Result, write_page
+
+_BYTES = 2 << 20
+"""So much is read, by one rank, and sent to the others."""
+
+
+def load_text() -> Tensor:
+    """Return text, uint8 ``[bytes]``, the same on every rank. Collective: every rank calls this."""
+    text = None
+    if torch.distributed.get_rank() == 0:
+        sources = b"".join(path.read_bytes() for path in python_sources(most=_BYTES))
+        text = torch.frombuffer(bytearray(sources), dtype=torch.uint8)
+    found = ezpz_dist.broadcast(text, root=0)
+    assert found is not None  # rank 0 has some
+    return found.cpu()
+
+
+def batch(text: Tensor, step: int, *, seed: int, sequences: int, length: int) -> Tensor:
+    """Return the tokens of a step, int64 ``[sequences, length + 1]``, on the host.
+
+    Ranks of another data-parallel index get others; those that split one model get the same.
+    """
+    replica = ezpz_tp.get_data_parallel_rank()
+    # Any two steps of any two replicas draw by themselves.
+    drawn = hashlib.blake2b(f"{seed} {step} {replica}".encode(), digest_size=7).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(drawn, "little"))
+    starts = torch.randint(len(text) - length, (sequences, 1), generator=generator)
+    return text[starts + torch.arange(length + 1)].long()
+
+
+_LARGEST_NORM = 1.0
+"""Gradients are clipped to it."""
+
+
+class Trainer(Protocol):
+    """A model in training.
+
+    Attributes:
+        model: What this rank holds of it.
+        wrap: How it is wrapped, in the words of ``--wrap``.
+    """
+
+    model: nn.Module
+    wrap: str
+
+    def step(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Train on a batch, ``[batch, s]`` each. Collective: every rank calls this.
+
+        Returns:
+            The loss, the mean over this rank's tokens, where this rank knows it; and the norm
+            of the whole gradient.
+        """
+        ...
+
+
+def make_trainer(settings: Settings, config: LlamaConfig, *, device: torch.device) -> Trainer:
+    """Return the trainer that the settings ask for. Collective: every rank calls this.
+
+    Args:
+        settings: With a ``dtype``.
+        config: Of the model.
+        device: This rank's.
+    """
+    wrap = settings.wrap
+    if wrap == "auto":
+        replicas = ezpz_tp.get_state().size("data") * settings.cp
+        wrap = "ddp" if replicas > 1 and settings.pp == 1 else "none"
+    if settings.pp > 1:
+        return _Pipelined(settings, config, device, wrap)
+    model = Llama(config, parallel=_is_split(settings), seed=settings.seed)
+    if wrap == "deepspeed":
+        return _DeepSpeed(settings, model)
+    return _Whole(settings, model, device, wrap)
+
+
+def _is_split(settings: Settings) -> bool:
+    return settings.tp * settings.cp > 1
+
+
+def _axes(settings: Settings) -> tuple[str, ...]:
+    """Return the axes whose ranks see other tokens."""
+    return ("data", "context") if settings.cp > 1 else ("data",)
+
+
+def _learning_rate(config: LlamaConfig) -> float:
+    """Return the step width, smaller for wider models (3e-3 at 128, 3e-4 at 1280 and beyond)."""
+    return max(3e-4, 3e-3 * min(1.0, 128 / config.dim))
+
+
+def _computing(settings: Settings, device: torch.device, wrap: str) -> AbstractContextManager[Any]:
+    """Return the context of a forward pass; FSDP casts by itself."""
+    if settings.dtype != "bf16" or wrap in ("fsdp", "fsdp2"):
+        return nullcontext()
+    return torch.autocast(device.type, torch.bfloat16)
+
+
+class _Whole:
+    """All layers on each rank, whole or split by tensor and context parallel ranks."""
+
+    def __init__(self, settings: Settings, model: Llama, device: torch.device, wrap: str) -> None:
+        self._settings, self._bare, self._device, self.wrap = settings, model, device, wrap
+        self.model: nn.Module = model
+        rate = _learning_rate(model.config)
+        dtype = "bf16" if settings.dtype == "bf16" else None
+        if wrap == "none":
+            model.to(device)
+        elif wrap == "fsdp2":
+            self.model = ezpz_dist.wrap_model_for_fsdp2(model, dtype=dtype)
+        elif wrap == "fsdp":
+            self.model = ezpz_dist.wrap_model_for_fsdp(model, dtype=dtype)
+        else:
+            self.model = ezpz_dist.wrap_model_for_ddp(model)
+        self._optimizer: torch.optim.Optimizer
+        if wrap == "zero1":
+            self._optimizer = ezpz_dist.wrap_optimizer_for_zero1(
+                torch.optim.AdamW, self.model.parameters(), lr=rate
+            )
+        else:
+            self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=rate)
+
+    def step(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor | None, Tensor]:
+        """See `Trainer`."""
+        own = [self._bare.shard_sequence(each) for each in (tokens, targets)]
+        with _computing(self._settings, self._device, self.wrap):
+            loss: Tensor = self.model(*own)
+        loss.backward()
+        if self.wrap == "fsdp":
+            norm: Tensor = self.model.clip_grad_norm_(_LARGEST_NORM)  # type: ignore[operator]  # FSDP1's own, which knows its shards
+        else:
+            axes = _axes(self._settings) if self.wrap == "none" else ()
+            ezpz_tp.finalize_grads(self.model, average_over=axes)
+            norm = ezpz_tp.clip_grad_norm_(self.model.parameters(), _LARGEST_NORM)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return loss.detach(), norm
+
+
+class _Pipelined:
+    """Some of the layers on each rank, in a pipeline."""
+
+    def __init__(
+        self, settings: Settings, config: LlamaConfig, device: torch.device, wrap: str
+    ) -> None:
+        self._settings, self._device, self.wrap = settings, device, wrap
+        # One forward, one backward wants as many parts as stages; twice as many idle less.
+        parts = 2 * settings.pp if settings.batch % (2 * settings.pp) == 0 else settings.pp
+        self._pipeline = llama_pipeline(config, microbatches=parts, seed=settings.seed)
+        self.model = self._pipeline.module.to(device)
+        if wrap == "fsdp2":
+            ezpz_dist.wrap_model_for_fsdp2(
+                self.model, dtype="bf16" if settings.dtype == "bf16" else None
+            )
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=_learning_rate(config))
+
+    def step(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor | None, Tensor]:
+        """See `Trainer`."""
+        if self._settings.cp > 1:
+            tokens, targets = (ezpz_tp.shard_sequence(each, 1) for each in (tokens, targets))
+        with _computing(self._settings, self._device, self.wrap):
+            losses = self._pipeline.step(tokens, targets)
+        axes = _axes(self._settings) if self.wrap == "none" else ()
+        ezpz_tp.finalize_grads(self.model, average_over=axes)
+        norm = ezpz_tp.clip_grad_norm_(self.model.parameters(), _LARGEST_NORM)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return (None if losses is None else losses.mean()), norm
+
+
+class _DeepSpeed:
+    """DeepSpeed's engine, ZeRO stage 1."""
+
+    wrap = "deepspeed"
+
+    def __init__(self, settings: Settings, model: Llama) -> None:
+        self.model: nn.Module = model
+        self._engine = ezpz_dist.wrap_model_for_deepspeed(
+            model,
+            torch.optim.AdamW(model.parameters(), lr=_learning_rate(model.config)),
+            zero_stage=1,
+            dtype="bf16" if settings.dtype == "bf16" else None,
+            micro_batch_size=settings.batch,
+            gradient_clipping=_LARGEST_NORM,
+        )[0]
+
+    def step(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor | None, Tensor]:
+        """See `Trainer`."""
+        loss: Tensor = self._engine(tokens, targets)
+        self._engine.backward(loss)
+        self._engine.step()
+        return loss.detach(), torch.as_tensor(self._engine.get_global_grad_norm())
+
+
+_LINES = 8
+"""So many lines tell how far the training is."""
+
+
+def train(
+    settings: Settings,
+    trainer: Trainer,
+    config: LlamaConfig,
+    result: Result,
+    folder: Path | None,
+) -> None:
+    """Train, until a value is not finite at the latest. Collective: every rank calls this.
+
+    Args:
+        settings: Without numbers that are chosen by the device.
+        trainer: Of the model.
+        config: Of the model.
+        result: Takes the losses and times of the steps; on the rank with a folder the rates too.
+        folder: Where rank 0 writes the metrics; None on the others, which write and say nothing.
+
+    Raises:
+        UsageError: A sequence is longer than the text.
+    """
+    log = ezpz_obs.get_logger("test")
+    text = load_text()
+    if len(text) <= settings.seq:
+        raise UsageError(
+            f"--seq={settings.seq}; expected fewer than the {len(text)} bytes of text that are read"
+        )
+    rates = ezpz_obs.Throughput(
+        tokens_per_step=result.tokens_per_step,
+        flops_per_token=config.flops_per_token(settings.seq),
+        dtype=settings.dtype,
+    )
+    with contextlib.ExitStack() as stack:
+        history = None
+        if folder is not None:
+            made = ezpz_obs.History(folder, config=dataclasses.asdict(settings))
+            history = stack.enter_context(made)
+        for step in range(settings.steps):
+            drawn = batch(
+                text, step, seed=settings.seed, sequences=settings.batch, length=settings.seq
+            ).to(get_torch_device())
+            begun = time.perf_counter()
+            loss, norm = trainer.step(drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous())
+            result.not_finite, mean = _over_ranks(loss, norm)
+            # The sum over the ranks has waited for the device.
+            seconds = time.perf_counter() - begun
+            result.seconds.append(seconds)
+            result.losses.append(mean)
+            if history is not None:
+                metrics = {"loss": mean, "gradient_norm": norm, "step_s": seconds}
+                line = history.update({**metrics, **rates.metrics(seconds)}, step=step)
+                if step % max(1, settings.steps // _LINES) == 0 or step == settings.steps - 1:
+                    log.info(line)
+            if result.not_finite:
+                break
+        if history is not None:
+            result.rates = rates.metrics(result.median_seconds())
+
+
+def _over_ranks(loss: torch.Tensor | None, norm: torch.Tensor) -> tuple[str, float]:
+    """Return what is not finite, or nothing, and the mean loss. Collective."""
+    own = None if loss is None else float(loss)
+    bad_loss = own is not None and not math.isfinite(own)
+    bad_norm = not math.isfinite(float(norm))
+    total = ezpz_dist.all_reduce(
+        {
+            "loss": own or 0.0, "known": int(own is not None),
+            "bad_losses": int(bad_loss), "bad_norms": int(bad_norm),
+        }
+    )  # fmt: skip
+    ranks = get_world_size()
+    said = [
+        f"the {what} is not finite on {total[name]} of {ranks} ranks"
+        for what, name in (("loss", "bad_losses"), ("gradient's norm", "bad_norms"))
+        if total[name]
+    ]
+    return "; ".join(said), total["loss"] / total["known"]
+
+
+def find_disagreement(trainer: Trainer) -> str:
+    """Return in what ranks differ that should not, the same text on all; or nothing. Collective."""
+    said = ""
+    try:
+        with _whole(trainer):
+            ezpz_tp.verify_replicated(trainer.model)
+    except ezpz_tp.ReplicaError as error:
+        said = " ".join(str(error).split())
+    # Only the ranks of one group may have seen it.
+    return next((one for one in ezpz_dist.all_gather_object(said) if one), "")
+
+
+def _whole(trainer: Trainer) -> contextlib.AbstractContextManager[object]:
+    """Return the context in which the parameters are what ranks can compare."""
+    if trainer.wrap != "fsdp":
+        return contextlib.nullcontext()
+    from torch.distributed.fsdp import FullyShardedDataParallel  # noqa: PLC0415  # 0.6 s
+
+    # FSDP1 keeps shards where parameters were: compared is what they make together.
+    return FullyShardedDataParallel.summon_full_params(trainer.model, writeback=False)
+
 
 _SMALL: dict[str, int | str] = {"seq": 128, "layers": 4, "dim": 128, "dtype": "fp32"}
 _LARGE: dict[str, int | str] = {"seq": 1024, "layers": 12, "dim": 1024, "dtype": "bf16"}

@@ -1,4 +1,4 @@
-"""What a test has found, and whether it is good."""
+"""What a test has found, whether it is good, and the page that says so."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, TextIO
 
-from .bandwidth import Bandwidth
-from .pairs import Pairs
+import ezpz_obs
+
+from .measure import Bandwidth, Pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,3 +115,125 @@ def has_fallen(losses: Sequence[float]) -> bool:
     """Whether the last quarter's mean is below the first's."""
     before, after = ends(losses)
     return after < before
+
+
+_MOST_PAIRS = 10
+"""Of more, only the slowest are listed."""
+
+
+def write_page(result: Result, run: Path, out: TextIO, *, pairs_asked: bool) -> None:
+    """Write the loss curve, the throughput, the bandwidths and the verdict.
+
+    Args:
+        result: Of the test.
+        run: The folder of its History.
+        out: Where to.
+        pairs_asked: Whether to say why there are no pairs.
+    """
+    place = result.place
+    degrees = ", ".join(f"{axis} {degree}" for axis, degree in place.degrees.items() if degree > 1)
+    out.write("\n")
+    try:
+        ezpz_obs.plot(run, "loss", file=out, height=16)
+    except ezpz_obs.ReportError as error:
+        # Without a curve the numbers still count.
+        out.write(f"no loss curve: {error}\n")
+    how = f"{place.wrap}, {degrees}" if degrees else place.wrap
+    where = f"{_count(place.nodes, 'node')}: {place.device}, {place.backend}"
+    lines = [
+        "",
+        f"model       Llama of {place.parameters / 1e6:.2f} M parameters; {how}",
+        f"ranks       {place.ranks} on {where}",
+    ]
+    if result.losses:
+        lines.append(
+            f"loss        {result.losses[0]:.3f} to {result.losses[-1]:.3f} in "
+            f"{len(result.losses)} steps"
+        )
+        lines.append(f"step        {_time(result.median_seconds())}, the median")
+        lines.append(f"throughput  {_throughput(result)}")
+    if place.ranks == 1:
+        lines.append("all-reduce  one rank: there is nobody to send to")
+    elif result.bandwidths:
+        lines += ["", *_bandwidth_lines(result.bandwidths, place.ranks)]
+    if result.pairs is not None:
+        lines += ["", *_pair_lines(result.pairs)]
+    elif pairs_asked:
+        lines += ["", "pairs       one node: there is no pair"]
+    lines.append("")
+    failures = result.failures()
+    lines += [f"FAILED: {failure}" for failure in failures]
+    if not failures:
+        lines.append("ok: the loss fell, all ranks agree, all values are finite")
+    out.write("\n".join(lines) + "\n")
+    out.flush()
+
+
+def _throughput(result: Result) -> str:
+    rates = result.rates
+    parts = []
+    if "tokens_per_s" in rates:
+        parts.append(f"{rates['tokens_per_s']:,.0f} tokens/s")
+    if "tflops" in rates:
+        parts.append(f"{rates['tflops']:.3g} TFLOP/s a rank")
+    # The peak is the device's; how to tell it was logged where it is unknown.
+    parts.append(f"MFU {rates['mfu']:.1%}" if "mfu" in rates else "MFU unknown")
+    return ", ".join(parts)
+
+
+def _bandwidth_lines(found: list[Bandwidth], ranks: int) -> list[str]:
+    lines = [
+        f"all-reduce over {ranks} ranks, fp32; 1 GB is 10^9 bytes",
+        f"{'message':>12}{'time':>12}{'algorithm':>14}{'bus':>14}{'repeats':>9}",
+    ]
+    lines += [
+        f"{_size(one.size):>12}{_time(one.seconds):>12}{_rate(one.algorithm):>14}"
+        f"{_rate(one.bus):>14}{one.repeats:>9}"
+        for one in found
+    ]
+    return lines
+
+
+def _pair_lines(pairs: Pairs) -> list[str]:
+    size = next(iter(pairs.found.values())).size
+    median = pairs.median()
+    by_rate = sorted(pairs.found, key=lambda pair: pairs.found[pair].bus)
+    of = f"{_count(len(by_rate), 'pair')} of {len(pairs.hosts)} nodes, messages of {_size(size)}"
+    lines = [f"all-reduce within each of {of}; bus bandwidth, slowest first"]
+    for pair in by_rate[:_MOST_PAIRS]:
+        one = pairs.found[pair]
+        names = " and ".join(f"{pairs.hosts[node]} (node {node})" for node in pair)
+        lines.append(f"{_rate(one.bus):>14}  {one.bus / median:>4.0%} of the median  {names}")
+    if len(by_rate) > _MOST_PAIRS:
+        lines.append(f"{'':>14}  and {len(by_rate) - _MOST_PAIRS} more; --json has all of them")
+    first, second = pairs.slowest()
+    lines.append(f"slowest pair: {pairs.hosts[first]} and {pairs.hosts[second]}")
+    if len(pairs.hosts) > 2:
+        node = min(range(len(pairs.hosts)), key=pairs.of_node)
+        lines.append(
+            f"slowest node: {pairs.hosts[node]}, {_rate(pairs.of_node(node))} in the median of its "
+            f"pairs; all pairs {_rate(median)}"
+        )
+    return lines
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number:,} {what}s"
+
+
+def _size(size: int) -> str:
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if size >= unit:
+            return f"{size / unit:g} {name}"
+    return f"{size} B"
+
+
+def _time(seconds: float) -> str:
+    for unit, name in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= unit:
+            return f"{seconds / unit:.3g} {name}"
+    return f"{seconds * 1e6:.3g} us"
+
+
+def _rate(rate: float) -> str:
+    return f"{rate / 1e9:.3f} GB/s"

@@ -14,8 +14,7 @@ from ezpz._names import unknown
 if TYPE_CHECKING:
     from ._digits import digits
     from ._huggingface import huggingface_texts
-    from ._loader import DataLoader
-    from ._options import loader_options
+    from ._loader import DataLoader, loader_options
     from ._tokens.blocks import TokenBlocks
     from ._tokens.files import python_sources, text_files
     from ._tokens.format import TokenHeader, read_header
@@ -28,7 +27,7 @@ _HOMES = {
     "TokenHeader": "_tokens.format",
     "digits": "_digits",
     "huggingface_texts": "_huggingface",
-    "loader_options": "_options",
+    "loader_options": "_loader",
     "python_sources": "_tokens.files",
     "read_header": "_tokens.format",
     "text_files": "_tokens.files",

@@ -14,33 +14,30 @@ from typing import TYPE_CHECKING
 from ezpz._names import unknown
 
 if TYPE_CHECKING:
-    from ._dit import DiT, DiTConfig
+    from ._dit import DiT, DiTConfig, NoiseSchedule
     from ._errors import ModelError
-    from ._llama.config import LlamaConfig, RopeScaling
-    from ._llama.model import Llama
-    from ._llama.pipeline import LlamaPipeline, llama_pipeline
-    from ._llama.sizes import LLAMA_SIZES
-    from ._llama.weights import huggingface_state_dict, load_huggingface
+    from ._llama import LLAMA_SIZES, Llama, LlamaConfig, RopeScaling
+    from ._llama_files import huggingface_state_dict, load_huggingface
+    from ._llama_pipeline import LlamaPipeline, llama_pipeline
     from ._mlp import MLP
-    from ._noise import NoiseSchedule
     from ._vit import VisionTransformer, ViTConfig
 
 _HOMES = {
     "DiT": "_dit",
     "DiTConfig": "_dit",
-    "LLAMA_SIZES": "_llama.sizes",
-    "Llama": "_llama.model",
-    "LlamaConfig": "_llama.config",
-    "LlamaPipeline": "_llama.pipeline",
+    "LLAMA_SIZES": "_llama",
+    "Llama": "_llama",
+    "LlamaConfig": "_llama",
+    "LlamaPipeline": "_llama_pipeline",
     "MLP": "_mlp",
     "ModelError": "_errors",
-    "NoiseSchedule": "_noise",
-    "RopeScaling": "_llama.config",
+    "NoiseSchedule": "_dit",
+    "RopeScaling": "_llama",
     "ViTConfig": "_vit",
     "VisionTransformer": "_vit",
-    "huggingface_state_dict": "_llama.weights",
-    "llama_pipeline": "_llama.pipeline",
-    "load_huggingface": "_llama.weights",
+    "huggingface_state_dict": "_llama_files",
+    "llama_pipeline": "_llama_pipeline",
+    "load_huggingface": "_llama_files",
 }
 
 __all__ = [

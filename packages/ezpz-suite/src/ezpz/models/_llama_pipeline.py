@@ -9,8 +9,7 @@ from torch import Tensor
 
 import ezpz_tp
 
-from .config import LlamaConfig
-from .model import Llama, llamas, mean_loss
+from ._llama import Llama, LlamaConfig, llamas, mean_loss
 
 
 class LlamaPipeline(ezpz_tp.Pipeline):

@@ -1,1 +1,0 @@
-"""Llama, plain or parallel."""
