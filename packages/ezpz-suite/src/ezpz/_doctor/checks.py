@@ -26,6 +26,13 @@ from ezpz_topo import CheckResult
 GROUP: Final = "ezpz.checks"
 """The group of entry points by which a package contributes checks."""
 
+TIMEOUT: Final = 4.0
+"""Seconds that a check has once it is imported."""
+
+IMPORTS = 60.0
+"""Seconds that it has to be imported in: the first import of torch on a shared file system takes
+longer than all checks together, and says nothing about the machine."""
+
 
 class DoctorError(Exception):
     """The doctor was asked for what it does not have, or found nothing to ask."""
@@ -83,236 +90,74 @@ def _check_of(entry: EntryPoint) -> Check:
     return Check(entry.name, entry.value, package)
 
 
-ENOUGH: Final = 2.0
-"""Seconds of its own work that a check is to have had before it hangs; of less time, half."""
+def run_checks(
+    only: Sequence[str] = (),
+    *,
+    timeout: float = TIMEOUT,
+    watch: Callable[[Sequence[str]], None] | None = None,
+) -> list[CheckResult]:
+    """Run the checks of all installed packages at once, and return what each says, by name.
 
-PATIENCE: Final = 60.0
-"""Seconds after which imports that are not done are an error, too."""
-
-_FRAME = re.compile(r'^  File "(.*)", line ([0-9]+) in (.*)$', re.MULTILINE)
-"""What `faulthandler` writes for each place."""
-
-_IMPORT_SYSTEM = "<frozen importlib."
-_INSTALLED = ("site-packages", "dist-packages")
-
-
-def is_short(seconds: float, timeout: float) -> bool:
-    """Whether a check that had so much of this time is to have more before it is judged."""
-    return seconds < min(ENOUGH, timeout / 2)
-
-
-def ask_again(name: str) -> str:
-    """Return the remedy of what had too little time."""
-    return f"ask again with more time: ezpz doctor --timeout={PATIENCE:g} --only={name}"
-
-
-def judge(
-    check: Check, timeout: float, worked: float | None, words: str, details: Mapping[str, object]
-) -> CheckResult:
-    """Return the result of a check that did not answer in time.
+    One that raises, crashes, hangs, or cannot be imported is an error that names it and its
+    package. Nothing that a check started is left afterwards.
 
     Args:
-        check: Which one.
-        timeout: Seconds that all checks had.
-        worked: Seconds since it began its own work; None if it had not.
-        words: What it printed, with what `faulthandler` wrote when the time was over.
-        details: For programs.
+        only: Names of those to run; all if empty.
+        timeout: Seconds that each has once its modules are imported, for which it has a minute.
+        watch: Called with the names of those that still run, some times a second.
+
+    Raises:
+        DoctorError: There are no checks, none of one of these names, or no room for processes.
+        ValueError: ``timeout`` is not above 0 and finite.
     """
-    if worked is None or _is_importing(words):
-        return _importing(check, timeout, words, details)
-    if is_short(worked, timeout):
-        return CheckResult.warning(
-            f"not done in {timeout:g} s: its imports took {timeout - worked:.1f} s of them",
-            ask_again(check.name),
-            **details,
-        )
-    remedy = (
-        f"give it more time: ezpz doctor --timeout={PATIENCE:g} --only={check.name}; if that does "
-        "not help, what it waits for hangs"
-    )
-    return CheckResult.error(
-        f"hangs: did not end in {timeout:g} s{standing(words)}", remedy, **details
-    )
-
-
-def _importing(
-    check: Check, timeout: float, words: str, details: Mapping[str, object]
-) -> CheckResult:
-    what, place = imported(words, check.value.partition(":")[0]), place_of(words)
-    message = f"not done in {timeout:g} s: still importing {what or 'its modules'}"
-    message += f" ({place})" if place else ""
-    facts = {**details, "importing": what}
-    if timeout < PATIENCE:
-        return CheckResult.warning(message, ask_again(check.name), **facts)
-    return CheckResult.error(
-        message,
-        f"see what takes so long: {sys.executable} -X importtime -c 'import {what or 'torch'}'; "
-        "on a slow file system, put the environment on each node's own disk (sbcast, or tar)",
-        **facts,
-    )
-
-
-def standing(words: str) -> str:
-    """Return the end of a sentence that says where a process stood; empty if nobody knows."""
-    where = place_of(words)
-    return f"; it stands in {where}" if where else ""
-
-
-def place_of(words: str) -> str:
-    """Return where a process stood, of what `faulthandler` wrote of it; empty if it did not.
-
-    That is its main thread, which comes last, and there the innermost place that is not the
-    standard library's own.
-    """
-    frames = _frames(words)
-    for path, line, function in (_installed(frames) or frames)[:1]:
-        return f"{function} ({path}:{line})"
-    return ""
-
-
-def imported(words: str, module: str) -> str:
-    """Return the package that a process was importing, of what `faulthandler` wrote of it.
-
-    That is the outermost one that is neither the check's own nor one of ours, where there is such
-    a one; empty if nobody knows. No file is looked at: files may be what takes so long.
-
-    Args:
-        words: What it wrote.
-        module: Where the check is.
-    """
-    folders = [f"{folder}{os.sep}" for folder in sys.path if folder]
-    own, last = module.partition(".")[0], ""
-    for path, _, function in reversed(_installed(_frames(words))):
-        inside = [folder for folder in folders if path.startswith(folder)]
-        if function == "<module>" and inside:
-            last = path.removeprefix(max(inside, key=len)).split(os.sep)[0].partition(".")[0]
-            if last != own and not last.startswith("ezpz"):
-                return last
-    return last
-
-
-def _is_importing(words: str) -> bool:
-    return any(path.startswith(_IMPORT_SYSTEM) for path, _, _ in _frames(words))
-
-
-def _frames(words: str) -> list[tuple[str, str, str]]:
-    """Return path, line and function of the main thread's places, the innermost first."""
-    thread = re.split(r"(?m)^.*\(most recent call first\):$", words)[-1]
-    return _FRAME.findall(thread)
-
-
-def _installed(frames: Sequence[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
-    """Return those that are not the standard library's own."""
-    own = (sysconfig.get_path("stdlib"), "<frozen ")
-    return [
-        frame
-        for frame in frames
-        if not frame[0].startswith(own) or any(part in frame[0] for part in _INSTALLED)
-    ]
-
-
-BEGAN = b"began "
-"""Of the line that comes before the answer: the monotonic clock where its own work begins."""
-
-LAST_WORDS = 0.15
-"""Seconds before its deadline at which a check that hangs says where it stands, and ends."""
-
-SPARE = 0.3
-"""Seconds before its deadline at which a check is to be done, so that it can say so itself."""
-
-
-def be_check(name: str, value: str, deadline: float, timeout: float) -> NoReturn:
-    """Be the process of one check.
-
-    Args:
-        name: The check's.
-        value: Where it is, as ``"package.module:function"``.
-        deadline: Until when it has time, of the monotonic clock.
-        timeout: Seconds that all checks have.
-    """
-    answer, lifeline = os.dup(1), os.dup(0)
-    # Whatever the check prints, or a process that it starts: only the answer is the answer.
-    os.dup2(2, 1)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    faulthandler.enable()
-    left = deadline - time.monotonic()
-    # Also where nobody is left to end it, or a C library holds the GIL.
-    faulthandler.dump_traceback_later(max(left - LAST_WORDS, 0.01), exit=True)
-    threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
-    facts = _answer(EntryPoint(name, value, GROUP), answer, deadline, timeout)
-    # A path may hold bytes that are no text.
-    text = json.dumps(facts, default=str, ensure_ascii=False)
-    _write(answer, text.encode(errors="replace") + b"\n")
-    # To take torch apart takes as long as many a check.
-    os._exit(0)
-
-
-def _end_with(lifeline: int) -> None:
-    """End with the doctor, however that ends: its end of this pipe is closed then.
-
-    With the check goes all that it started: the process group is its own. A check that holds the
-    GIL ends at its deadline.
-    """
-    os.read(lifeline, 1)
-    os.killpg(0, signal.SIGKILL)
-
-
-def _write(answer: int, line: bytes) -> None:
-    while line:
-        line = line[os.write(answer, line) :]
-
-
-def _answer(entry: EntryPoint, answer: int, deadline: float, timeout: float) -> dict[str, Any]:
+    if not 0 < timeout < float("inf"):
+        raise ValueError(f"timeout={timeout}; expected seconds above 0")
+    checks = find_checks(only)
+    running: list[_Running] = []
     try:
-        check = entry.load()
-    except BaseException as error:  # noqa: BLE001  # whatever a package raises at its import
-        return _failed(f"{entry.value} cannot be loaded: {_said(error)}")
-    began = time.monotonic()
-    _write(answer, BEGAN + repr(began).encode() + b"\n")
-    seconds = max(deadline - SPARE - began, 0.1)
-    try:
-        result = check(seconds)
-    except BaseException as error:  # noqa: BLE001  # a check that exits is a broken one, too
-        return _failed(f"{entry.value} raised {_said(error)}")
-    if isinstance(result, Mapping):
         try:
-            # For a package that does not import ours.
-            result = CheckResult(**result)
-        except Exception as error:  # noqa: BLE001  # names and values of somebody else
-            return _failed(f"{entry.value} returned what is no result: {_said(error)}")
-    if not isinstance(result, CheckResult):
-        return _failed(f"{entry.value} returned {result!r:.80}; expected an ezpz_topo.CheckResult")
-    if is_short(seconds, timeout) and time.monotonic() - began > seconds / 2:
-        result = _doubted(result, entry.name, seconds, timeout)
-    return {
-        "status": result.status,
-        "message": result.message,
-        "remedy": result.remedy,
-        "details": dict(result.details),
-    }
+            running.extend(_Running(check, timeout) for check in checks)
+        except OSError as error:
+            raise DoctorError(
+                f"no process can be started for the check {checks[len(running)].name!r} "
+                f"({error.strerror}); expected room for {len(checks)}; see ulimit -u, or take some "
+                "at a time with --only"
+            ) from error
+        results = [each.end() for each in _as_they_end(running, watch)]
+    finally:
+        for each in running:
+            each.kill()
+    return sorted(results, key=lambda result: (result.name, result.source))
 
 
-def _doubted(result: CheckResult, name: str, seconds: float, timeout: float) -> CheckResult:
-    """Return what a check found that had no time: an error is then most often its own time-out."""
-    if result.status != "error":
-        return result
-    return replace(
-        result,
-        status="warning",
-        message=f"{result.message} (its imports left it {seconds:.1f} s of {timeout:g} s)",
-        remedy=f"{ask_again(name)}; if it says the same: {result.remedy}",
-    )
+_LOOK = 0.1
+"""Seconds between two looks at which processes have ended without a word."""
 
 
-def _failed(message: str) -> dict[str, Any]:
-    trace = traceback.format_exc() if sys.exc_info()[0] else ""
-    return {"broken": message, "details": {"traceback": trace} if trace else {}}
+def _as_they_end(
+    running: Sequence[_Running], watch: Callable[[Sequence[str]], None] | None
+) -> Iterator[_Running]:
+    """Yield each check when it has answered or ended, or its time is over."""
+    left = list(running)
+    with selectors.DefaultSelector() as selector:
+        for each in running:
+            for descriptor in (each.answer, each.printed):
+                selector.register(descriptor, selectors.EVENT_READ, each)
+        while left:
+            if watch is not None:
+                watch([each.check.name for each in left])
+            for key, _ in selector.select(_LOOK):
+                if key.data.read(key.fd) is None:
+                    selector.unregister(key.fd)
+            for each in [each for each in left if each.is_done]:
+                for descriptor in (each.answer, each.printed):
+                    if descriptor in selector.get_map():
+                        selector.unregister(descriptor)
+                left.remove(each)
+                yield each
 
 
-def _said(error: BaseException) -> str:
-    words = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {words}" if words else type(error).__name__
-
+# The doctor's side of a check's process.
 
 _MOST = 1 << 20
 """Bytes of an answer."""
@@ -331,22 +176,22 @@ from ezpz._doctor.checks import be_check
 be_check(*job)
 """
 
+_BEGAN = b"began "
+"""Of the line that comes before the answer: the monotonic clock where its own work begins."""
+
 _TIME_OVER = "Timeout (0:"
 """What `faulthandler` writes first."""
 
+_FRAME = re.compile(r'^  File "(.*)", line ([0-9]+) in (.*)$', re.MULTILINE)
+"""What `faulthandler` writes for each place."""
 
-class Running:
-    """A check that runs in a process, and a process group, of its own.
 
-    Attributes:
-        check: Which one.
-        answer: The descriptor that its answer comes from.
-        printed: The descriptor of what it prints.
-    """
+class _Running:
+    """A check in a process and process group of its own: what it has said, and how it ended."""
 
-    def __init__(self, check: Check, timeout: float, deadline: float) -> None:
+    def __init__(self, check: Check, timeout: float) -> None:
         self.check = check
-        self._timeout = timeout
+        self._timeout, self._imports = timeout, max(timeout, IMPORTS)
         self._said = {0: bytearray(), 1: bytearray()}
         self._begun = time.monotonic()
         # Not what lies in the working directory: where to look is told.
@@ -360,7 +205,7 @@ class Running:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         assert self._process.stderr is not None
-        job = [sys.path, [check.name, check.value, deadline, timeout]]
+        job = [sys.path, [check.name, check.value, self._begun + self._imports, timeout]]
         # Less than a pipe holds: it does not wait. A process that has ended is seen below.
         # The pipe stays open: at its end the process knows that this one is gone.
         with contextlib.suppress(BrokenPipeError):
@@ -385,8 +230,12 @@ class Running:
 
     @property
     def is_done(self) -> bool:
-        """Whether it has answered, said too much, or ended."""
-        return self._answer is not None or len(self._said[0]) > _MOST or self._has_ended()
+        """Whether it has answered, said too much, or ended, or its time is over."""
+        if self._answer is not None or len(self._said[0]) > _MOST or self._has_ended():
+            return True
+        began = self._began
+        over = self._begun + self._imports if began is None else began + self._timeout
+        return time.monotonic() >= over
 
     def _has_ended(self) -> bool:
         # Not waited for: its number, which is its group's, would be another's some day.
@@ -402,15 +251,13 @@ class Running:
 
     @property
     def _answer(self) -> bytes | None:
-        return next((line for line in self._lines if not line.startswith(BEGAN)), None)
+        return next((line for line in self._lines if not line.startswith(_BEGAN)), None)
 
     @property
     def _began(self) -> float | None:
-        """When its own work began: it had been loaded."""
-        for line in self._lines:
-            if line.startswith(BEGAN):
-                return float(line.removeprefix(BEGAN))
-        return None
+        """When its own work began; None while it is imported."""
+        found = (line for line in self._lines if line.startswith(_BEGAN))
+        return next((float(line.removeprefix(_BEGAN)) for line in found), None)
 
     def end(self) -> CheckResult:
         """End it, and all that it started; return what came of it, whatever that is."""
@@ -452,8 +299,7 @@ class Running:
             return self._broken(f"answered more than {_MOST >> 20} MiB", details)
         # Its own watch ends it with this status, and says where it stood.
         if _TIME_OVER in words or (status in (None, -signal.SIGKILL) and not had_ended):
-            worked = None if self._began is None else time.monotonic() - self._began
-            return judge(self.check, self._timeout, worked, words, details)
+            return self._late(_standing(words), details)
         if status == -signal.SIGKILL:
             return CheckResult.error(
                 "was killed by SIGKILL, and not by the doctor",
@@ -462,14 +308,41 @@ class Running:
                 **details,
             )
         if status < 0:
-            return self._broken(f"crashed by {_signal(-status)}{standing(words)}", details)
+            return self._broken(f"crashed by {_signal(-status)}{_standing(words)}", details)
         return self._broken(f"ended with exit status {status} and without a result", details)
+
+    def _late(self, standing: str, details: dict[str, Any]) -> CheckResult:
+        if self._began is None:
+            module = self.check.value.partition(":")[0]
+            return CheckResult.error(
+                f"not imported in {self._imports:g} s{standing}",
+                f"see what takes so long: {sys.executable} -X importtime -c 'import {module}'; on "
+                "a slow file system, put the environment on each node's own disk (sbcast, or tar)",
+                **details,
+            )
+        return CheckResult.error(
+            f"hangs: did not end in {self._timeout:g} s{standing}",
+            f"give it more time: ezpz doctor --timeout=60 --only={self.check.name}; if that does "
+            "not help, what it waits for hangs",
+            **details,
+        )
 
     def _broken(self, message: str, details: dict[str, Any]) -> CheckResult:
         package = self.check.package.partition(" ")[0]
         return CheckResult.error(
             message, f"install {package} again, or report it to its authors with --json", **details
         )
+
+
+def _standing(words: str) -> str:
+    """Return the end of a sentence that says where a process stood; empty if nobody knows."""
+    # `faulthandler` writes the main thread last, and there the innermost place first.
+    frames = _FRAME.findall(words.rpartition("(most recent call first):")[2])
+    own = (sysconfig.get_path("stdlib"), "<frozen ")
+    installed = [each for each in frames if not each[0].startswith(own) or "-packages" in each[0]]
+    for path, line, function in (installed or frames)[:1]:
+        return f"; it stands in {function} ({path}:{line})"
+    return ""
 
 
 def _signal(number: int) -> str:
@@ -484,76 +357,81 @@ def _number(digits: str) -> int | str:
     return number if -(1 << 63) <= number < 1 << 64 else digits
 
 
-TIMEOUT: Final = 4.0
-"""Seconds that all checks have together: the whole command then takes 5 at most."""
+# The check's side: the process says when its own work begins, and answers with a line of JSON.
 
-_LOOK = 0.1
-"""Seconds between two looks at which processes have ended without a word."""
+_LAST_WORDS = 0.15
+"""Seconds before its time is over at which a check says where it stands, and ends."""
+
+_SPARE = 0.3
+"""Seconds before its time is over at which a check is to be done, so that it can say so itself."""
 
 
-def run_checks(
-    only: Sequence[str] = (),
-    *,
-    timeout: float = TIMEOUT,
-    watch: Callable[[Sequence[str]], None] | None = None,
-) -> list[CheckResult]:
-    """Run the checks of all installed packages at once, and return what each says, by name.
+def be_check(name: str, value: str, imported_by: float, timeout: float) -> NoReturn:
+    """Be the process of the check at ``"module:function"``, which then has so many seconds."""
+    answer, lifeline = os.dup(1), os.dup(0)
+    # Whatever the check prints, or a process that it starts: only the answer is the answer.
+    os.dup2(2, 1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    faulthandler.enable()
+    _end_after(imported_by - time.monotonic())
+    threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
+    facts = _answer(EntryPoint(name, value, GROUP), answer, timeout)
+    # A path may hold bytes that are no text.
+    text = json.dumps(facts, default=str, ensure_ascii=False)
+    _write(answer, text.encode(errors="replace") + b"\n")
+    # To take torch apart takes as long as many a check.
+    os._exit(0)
 
-    One that raises, crashes, hangs, or cannot be imported is an error that names it and its
-    package; one that had no time left after its imports, or is not through with them (in less than
-    a minute), is a warning. Nothing that a check started is left afterwards.
 
-    Args:
-        only: Names of those to run; all if empty.
-        timeout: Seconds that they have together.
-        watch: Called with the names of those that still run, some times a second.
+def _end_after(seconds: float) -> None:
+    # Also where nobody is left to end it, or a C library holds the GIL.
+    faulthandler.dump_traceback_later(max(seconds - _LAST_WORDS, 0.01), exit=True)
 
-    Raises:
-        DoctorError: There are no checks, none of one of these names, or no room for processes.
-        ValueError: ``timeout`` is not above 0 and finite.
-    """
-    if not 0 < timeout < float("inf"):
-        raise ValueError(f"timeout={timeout}; expected seconds above 0")
-    checks = find_checks(only)
-    deadline = time.monotonic() + timeout
-    running: list[Running] = []
+
+def _end_with(lifeline: int) -> None:
+    """End with the doctor, however that ends: its end of this pipe is closed then."""
+    os.read(lifeline, 1)
+    # With all that the check started: the process group is its own.
+    os.killpg(0, signal.SIGKILL)
+
+
+def _write(answer: int, line: bytes) -> None:
+    while line:
+        line = line[os.write(answer, line) :]
+
+
+def _answer(entry: EntryPoint, answer: int, timeout: float) -> dict[str, Any]:
     try:
+        check = entry.load()
+    except BaseException as error:  # noqa: BLE001  # whatever a package raises at its import
+        return _failed(f"{entry.value} cannot be loaded: {_said(error)}")
+    _end_after(timeout)
+    _write(answer, _BEGAN + repr(time.monotonic()).encode() + b"\n")
+    try:
+        result = check(max(timeout - _SPARE, 0.1))
+    except BaseException as error:  # noqa: BLE001  # a check that exits is a broken one, too
+        return _failed(f"{entry.value} raised {_said(error)}")
+    if isinstance(result, Mapping):
         try:
-            running.extend(Running(check, timeout, deadline) for check in checks)
-        except OSError as error:
-            raise DoctorError(
-                f"no process can be started for the check {checks[len(running)].name!r} "
-                f"({error.strerror}); expected room for {len(checks)}; see ulimit -u, or take some "
-                "at a time with --only"
-            ) from error
-        results = [each.end() for each in _as_they_end(running, deadline, watch)]
-    finally:
-        for each in running:
-            each.kill()
-    return sorted(results, key=lambda result: (result.name, result.source))
+            # For a package that does not import ours.
+            result = CheckResult(**result)
+        except Exception as error:  # noqa: BLE001  # names and values of somebody else
+            return _failed(f"{entry.value} returned what is no result: {_said(error)}")
+    if not isinstance(result, CheckResult):
+        return _failed(f"{entry.value} returned {result!r:.80}; expected an ezpz_topo.CheckResult")
+    return {
+        "status": result.status,
+        "message": result.message,
+        "remedy": result.remedy,
+        "details": dict(result.details),
+    }
 
 
-def _as_they_end(
-    running: Sequence[Running],
-    deadline: float,
-    watch: Callable[[Sequence[str]], None] | None,
-) -> Iterator[Running]:
-    """Yield each check when it has answered or ended; at the deadline those that are left."""
-    left = list(running)
-    with selectors.DefaultSelector() as selector:
-        for each in running:
-            for descriptor in (each.answer, each.printed):
-                selector.register(descriptor, selectors.EVENT_READ, each)
-        while left and time.monotonic() < deadline:
-            if watch is not None:
-                watch([each.check.name for each in left])
-            for key, _ in selector.select(min(_LOOK, max(0.0, deadline - time.monotonic()))):
-                if key.data.read(key.fd) is None:
-                    selector.unregister(key.fd)
-            for each in [each for each in left if each.is_done]:
-                for descriptor in (each.answer, each.printed):
-                    if descriptor in selector.get_map():
-                        selector.unregister(descriptor)
-                left.remove(each)
-                yield each
-    yield from left
+def _failed(message: str) -> dict[str, Any]:
+    trace = traceback.format_exc() if sys.exc_info()[0] else ""
+    return {"broken": message, "details": {"traceback": trace} if trace else {}}
+
+
+def _said(error: BaseException) -> str:
+    words = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {words}" if words else type(error).__name__

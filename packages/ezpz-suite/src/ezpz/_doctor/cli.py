@@ -152,8 +152,8 @@ options:
   --only=NAME,...    these checks alone
   --json             the same for programs
   --list             the names of the checks, and the package that each is of
-  --timeout=SECONDS  how long they have together, {TIMEOUT:g} if not told; what is not done by then
-                     hangs, and is an error, or a warning where it is still importing torch
+  --timeout=SECONDS  how long each has, {TIMEOUT:g} if not told; what is not done by then hangs, and
+                     is an error. While it is still importing torch its time has not begun
   -h, --help         this page
   --version          the version
 
