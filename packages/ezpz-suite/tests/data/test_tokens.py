@@ -31,6 +31,7 @@ def test_bytes_and_documents(path):
     assert (header.vocab_size, header.tokens, header.documents) == (256, 19, 3)
     blocks = TokenBlocks(path, 5)
     assert len(blocks) == 3
+    assert bytes(np.load(path, mmap_mode="r")) == b"first\0second\0third\0"
     tokens, targets = blocks[0]
     assert tokens.dtype == targets.dtype == torch.int64
     assert bytes(tokens.tolist()) == b"first"
@@ -87,7 +88,7 @@ def test_a_real_tokenizer(tmp_path):
 def test_a_copy_for_a_worker_maps_the_file_itself(path):
     blocks = TokenBlocks(path, 5)
     raw = pickle.dumps(blocks)
-    assert len(raw) < 2000
+    assert len(raw) < 1000
     assert torch.equal(pickle.loads(raw)[1][0], blocks[1][0])
 
 
@@ -97,48 +98,54 @@ def change(path, at, by):
     path.write_bytes(raw)
 
 
+def index_of(path):
+    return path.with_name(f"{path.name}.index.npz")
+
+
+def of_another(path):
+    """An index beside tokens that it is not of: of as many bytes, but fewer tokens."""
+    write_tokens(path, texts=["a" * 17], progress=False)
+    other = write_tokens(
+        path.with_name("other"), texts=["a"], encode=lambda text: range(9), vocab_size=257,
+        progress=False,
+    )  # fmt: skip
+    index_of(other).replace(index_of(path))
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "it is truncated"),
-        (lambda path: path.write_bytes(path.read_bytes() + b"x"), "longer than it says"),
-        (lambda path: path.write_bytes(path.read_bytes()[:20]), "no file of tokens"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "bytes; .* it is truncated"),
+        (lambda path: path.write_bytes(path.read_bytes() + b"x"), "longer than its index says"),
         (
             lambda path: path.write_text("text " * 50),
             "no file of tokens, it begins with b'text tex'",
         ),
-        (lambda path: change(path, 64 + 3, b"X"), "mixed from two files"),
-        (lambda path: change(path, 16, b"\7"), "its header is damaged"),
+        (lambda path: path.write_bytes(b"EZPZTOK1" + bytes(70)), "former format, .* it again, of"),
+        (lambda path: change(path, 128 + 3, b"X"), "checksum .* damaged, or mixed from two files"),
+        (lambda path: change(path, 12, b"\xff"), "its header is damaged"),
+        (of_another, r"has uint8 of shape \(18,\); expected uint16 of shape \(9,\), as its index"),
         (lambda path: path.unlink(), r"No such file or directory; write it by write_tokens\(\)"),
+        (lambda path: index_of(path).unlink(), "text.tokens.index.npz is not beside it"),
+        (lambda path: change(index_of(path), 200, b"X"), "index.npz: .*; it is damaged"),
+        (lambda path: index_of(path).write_bytes(b"text"), "index.npz: .*; it is damaged"),
     ],
-    ids=["truncated", "longer", "short", "text", "mixed", "header", "missing"],
-)
+    ids=[
+        "truncated", "longer", "text", "former", "mixed", "header", "another-index", "missing",
+        "no-index", "index", "text-as-index",
+    ],
+)  # fmt: skip
 def test_what_is_not_right_is_refused(path, damage, words):
     damage(path)
     with pytest.raises(DataError, match=words):
-        TokenBlocks(path, 5)[0]
+        TokenBlocks(path, 5)
 
 
-def test_damage_is_found_where_it_is_read(tmp_path):
-    """Three chunks of 64 KiB: the others can be used, in a copy too; nothing is read twice."""
-    one = write_tokens(tmp_path / "one", texts=["a" * 150_000], progress=False)
-    other = write_tokens(tmp_path / "other", texts=["b" * 150_000], progress=False)
-    assert read_header(one).chunks == 3
-    change(one, 64 + 70_000, other.read_bytes()[64 + 70_000 : 64 + 70_010])
-    blocks = TokenBlocks(one, 1000)
-    for each in (blocks, pickle.loads(pickle.dumps(blocks))):
-        assert each[0][0].unique().tolist() == each[140][0].unique().tolist() == [97]
-        for number in (65, 70, 130):  # which touch it at its beginning, its middle and its end
-            with pytest.raises(DataError, match=r"64 KiB from token 65,536 on; .* mixed from two"):
-                each[number]
-    assert TokenBlocks(one, 1000, verify=False)[70][0].unique().tolist() == [97, 98]
+def test_damage_is_looked_for_unless_it_was_already(path):
+    change(path, 128 + 3, b"X")
+    assert read_header(path) == TokenBlocks(path, 5, verify=False).header
     with pytest.raises(DataError, match="mixed from two files"):
-        read_header(one, verify=True)
-    wide = write_tokens(
-        tmp_path / "wide", texts=["x"], encode=lambda text: range(70_000), vocab_size=70_000,
-        progress=False,
-    )  # fmt: skip
-    assert TokenBlocks(wide, 69_998)[0][0].tolist() == list(range(69_998))
+        read_header(path, verify=True)
 
 
 def test_blocks_that_are_too_long_are_refused(path):
@@ -174,7 +181,7 @@ def test_a_writer_that_fails_leaves_what_was_there(path, tmp_path):
         with pytest.raises(DataError, match=words):
             write_tokens(path, **{"progress": False, **more})
     assert path.read_bytes() == before
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["latin", "text.tokens"]
+    assert {file.name for file in tmp_path.iterdir()} == {"latin", path.name, index_of(path).name}
 
 
 def test_a_place_that_cannot_be_written_is_named(path):
@@ -189,7 +196,7 @@ def test_others_may_read_it_as_the_umask_says(tmp_path):
         path = write_tokens(tmp_path / "a", texts=["a"], progress=False)
     finally:
         os.umask(old)
-    assert path.stat().st_mode & 0o777 == 0o640
+    assert [each.stat().st_mode & 0o777 for each in (path, index_of(path))] == [0o640] * 2
 
 
 def test_progress_is_shown(tmp_path, capfd):
@@ -260,9 +267,11 @@ def test_a_writer_that_fails_or_is_late_is_everybodys_error(ranks, tmp_path):
     from ezpz.data import *
     ezpz_dist.setup_torch()
     def late():
-        time.sleep(5)
-        return []
-    for more in ({{"files": ["/nowhere/a.txt"]}}, {{"files": late, "timeout": 0.3}}):
+        while True:
+            time.sleep(0.2)
+            yield "text"
+    cases = {{"files": ["/nowhere/a.txt"]}}, {{"texts": late, "timeout": 1.5}}, {{"texts": "a"}}
+    for more in cases:
         try:
             write_tokens_once({path!r}, progress=False, **more)
         except ezpz_dist.DataError as error:
@@ -272,22 +281,23 @@ def test_a_writer_that_fails_or_is_late_is_everybodys_error(ranks, tmp_path):
     target = tmp_path / "once"
     first, second = ranks(2, textwrap.dedent(script).format(path=str(target)))
     assert first == second
-    failed, late = first.splitlines()
+    failed, late, one = first.splitlines()
     start = f"rank 0, which writes {target}, failed: "
     assert failed == f"{start}DataError: write_tokens: /nowhere/a.txt: No such file or directory"
-    assert late == f"{start}it is not done after 0.3 s; give a longer timeout="
-    assert not target.exists()
+    assert late == f"{start}DataError: it is not done after 1.5 s; give a longer timeout="
+    assert one == f"{start}DataError: write_tokens: texts='a'; expected a list of them"
+    assert list(tmp_path.glob("*once*")) == []
 
 
 def test_a_file_that_the_writer_loses_is_everybodys_error(ranks, tmp_path):
     script = """
     from ezpz.data import *
-    from ezpz.data._tokens import once
+    from ezpz.data import _tokens
     rank = ezpz_dist.setup_torch()
-    def lost(path):
+    def lost(path, **options):
         raise ezpz_dist.DataError("it is gone")
     if rank == 0:
-        once.read_header = lost
+        _tokens.read_header = lost
     try:
         write_tokens_once({path!r}, texts=["a"], progress=False)
     except ezpz_dist.DataError as error:
@@ -299,15 +309,20 @@ def test_a_file_that_the_writer_loses_is_everybodys_error(ranks, tmp_path):
     assert first.endswith("failed: DataError: it is gone\n")
 
 
-def test_reuse_takes_what_is_there(ranks, path):
+def test_reuse_takes_what_is_there_and_whole(ranks, path):
     script = f"""
     from ezpz.data import *
     ezpz_dist.setup_torch()
-    path = write_tokens_once({str(path)!r}, texts=["other"], reuse=True, progress=False)
-    print(read_header(path).tokens)
+    try:
+        path = write_tokens_once({str(path)!r}, texts=["other"], reuse=True, progress=False)
+        print(read_header(path).tokens)
+    except ezpz_dist.DataError as error:
+        print(error)
     ezpz_dist.cleanup()
     """
     assert [int(text) for text in ranks(2, script)] == [19, 19]
+    change(path, 128 + 3, b"X")
+    assert all("failed: DataError: " in said and "damaged" in said for said in ranks(2, script))
 
 
 def test_hugging_faces_data_sets(tmp_path):
@@ -319,7 +334,7 @@ def test_hugging_faces_data_sets(tmp_path):
     for source in (made, tmp_path / "set", str(tmp_path / "dict")):
         assert list(huggingface_texts(source)) == ["one", "two"]
     path = write_tokens(tmp_path / "a", texts=huggingface_texts(made), progress=False)
-    assert bytes(np.fromfile(path, np.uint8, 8, offset=64)) == b"one\0two\0"
+    assert bytes(np.load(path)) == b"one\0two\0"
     for source, options, words in (
         (made, {"column": "body"}, "no column 'body'; expected one of 'text', 'number'"),
         (made, {"column": "number"}, "column 'number' has a int; expected texts"),

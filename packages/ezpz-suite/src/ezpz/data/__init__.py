@@ -13,26 +13,22 @@ from ezpz._names import unknown
 
 if TYPE_CHECKING:
     from ._digits import digits
-    from ._huggingface import huggingface_texts
     from ._loader import DataLoader, loader_options
-    from ._tokens.blocks import TokenBlocks
-    from ._tokens.files import python_sources, text_files
-    from ._tokens.format import TokenHeader, read_header
-    from ._tokens.once import write_tokens_once
-    from ._tokens.writer import write_tokens
+    from ._texts import huggingface_texts, python_sources, text_files
+    from ._tokens import TokenBlocks, TokenHeader, read_header, write_tokens, write_tokens_once
 
 _HOMES = {
     "DataLoader": "_loader",
-    "TokenBlocks": "_tokens.blocks",
-    "TokenHeader": "_tokens.format",
+    "TokenBlocks": "_tokens",
+    "TokenHeader": "_tokens",
     "digits": "_digits",
-    "huggingface_texts": "_huggingface",
+    "huggingface_texts": "_texts",
     "loader_options": "_loader",
-    "python_sources": "_tokens.files",
-    "read_header": "_tokens.format",
-    "text_files": "_tokens.files",
-    "write_tokens": "_tokens.writer",
-    "write_tokens_once": "_tokens.once",
+    "python_sources": "_texts",
+    "read_header": "_tokens",
+    "text_files": "_texts",
+    "write_tokens": "_tokens",
+    "write_tokens_once": "_tokens",
 }
 
 __all__ = [

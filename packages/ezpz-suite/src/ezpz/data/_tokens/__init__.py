@@ -1,1 +1,0 @@
-"""Text in files, tokens in one file, blocks of tokens in a training."""
