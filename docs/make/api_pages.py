@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,8 +32,15 @@ def api_pages(root: Path) -> dict[str, str]:
 
 
 def public_names(module: griffe.Module) -> list[str]:
-    """The names of ``__all__``, without dunders."""
-    return [str(name) for name in module.exports or [] if not str(name).startswith("__")]
+    """The names of ``__all__``, or what is imported under its own name, without dunders."""
+    names = list(map(str, module.exports or ())) or lazy_names(Path(str(module.filepath)))
+    return [name for name in names if not name.startswith("__")]
+
+
+def lazy_names(source: Path) -> list[str]:
+    """The names that a module imports for type checkers alone, as `ezpz._names` reads them."""
+    text = source.read_text(encoding="utf-8")
+    return re.findall(r"^ +from \S+ import (\w+) as \1$", text, re.MULTILINE)
 
 
 def _page(name: str, loader: griffe.GriffeLoader, folder: Path) -> str:

@@ -1,77 +1,45 @@
-"""Every public name of ``ezpz`` and the module it lives in: the one table of the umbrella.
+"""Public names that are imported when they are first used."""
 
-``__init__.pyi`` says the same to editors and type checkers; a test holds the two and
-reality equal.
-"""
+import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
-MODULES: tuple[str, ...] = ("data", "doctor", "models", "tp")
-"""Modules of ``ezpz`` that ``import ezpz`` makes reachable: ``ezpz.tp`` and so on."""
 
-HOMES: dict[str, str] = {
-    "Alarms": "ezpz_obs",
-    "DataLoader": "ezpz_dist",
-    "DataParallelSampler": "ezpz_dist",
-    "History": "ezpz_obs",
-    "SnapshotOnSignal": "ezpz_dist",
-    "StepTimer": "ezpz_obs",
-    "TORCH_DTYPES_MAP": "ezpz_device",
-    "Throughput": "ezpz_obs",
-    "all_gather_object": "ezpz_dist",
-    "all_reduce": "ezpz_dist",
-    "barrier": "ezpz_dist",
-    "breakpoint": "ezpz_dist",
-    "broadcast": "ezpz_dist",
-    "cleanup": "ezpz_dist",
-    "configure_logs": "ezpz_obs",
-    "describe": "ezpz_dist",
-    "get_cpus_per_node": "ezpz_topo",
-    "get_device_properties": "ezpz_device",
-    "get_dist_info": "ezpz_dist",
-    "get_gpus_per_node": "ezpz_topo",
-    "get_hostfile_with_fallback": "ezpz_topo",
-    "get_hostname": "ezpz_topo",
-    "get_local_rank": "ezpz_topo",
-    "get_local_world_size": "ezpz_topo",
-    "get_logger": "ezpz_obs",
-    "get_machine": "ezpz_topo",
-    "get_node_index": "ezpz_topo",
-    "get_nodes_from_hostfile": "ezpz_topo",
-    "get_num_nodes": "ezpz_topo",
-    "get_peak_flops": "ezpz_device",
-    "get_rank": "ezpz_topo",
-    "get_torch_backend": "ezpz_device",
-    "get_torch_device": "ezpz_device",
-    "get_torch_device_type": "ezpz_device",
-    "get_world_size": "ezpz_topo",
-    "get_world_size_in_use": "ezpz_topo",
-    "get_world_size_total": "ezpz_topo",
-    "latest_checkpoint": "ezpz_dist",
-    "load_checkpoint": "ezpz_dist",
-    "log_dict_as_bulleted_list": "ezpz_obs",
-    "print_dist_setup": "ezpz_dist",
-    "progress": "ezpz_obs",
-    "query_environment": "ezpz_dist",
-    "save_checkpoint": "ezpz_dist",
-    "seed_everything": "ezpz_dist",
-    "setup_torch": "ezpz_dist",
-    "setup_wandb": "ezpz_obs",
-    "synchronize": "ezpz_dist",
-    "timeitlogit": "ezpz_dist",
-    "verify_wandb": "ezpz_obs",
-    "wrap_model": "ezpz_dist",
-    "wrap_model_for_ddp": "ezpz_dist",
-    "wrap_model_for_deepspeed": "ezpz_dist",
-    "wrap_model_for_fsdp": "ezpz_dist",
-    "wrap_model_for_fsdp2": "ezpz_dist",
-    "wrap_optimizer_for_zero1": "ezpz_dist",
-    "write_hostfile_from_list_of_hosts": "ezpz_topo",
-    "write_localhost_to_hostfile": "ezpz_topo",
-    "write_report": "ezpz_obs",
-}
+def attach(module: str) -> "tuple[Callable[[str], object], Callable[[], list[str]]]":
+    """Return a module's ``__getattr__`` and ``__dir__``, which also give its ``__all__``.
+
+    Its names are those that its source imports for type checkers, each on a line of its own:
+    ``from .home import name as name``. The source is read when a name is first looked up.
+    """
+    homes: dict[str, str] = {}
+
+    def names() -> dict[str, str]:
+        if not homes:
+            spec = sys.modules[module].__spec__
+            source = spec.loader.get_source(module)  # type: ignore[union-attr]  # it has a source
+            lines = (line.split() for line in source.splitlines())
+            homes.update(
+                {words[3]: words[1] for words in lines if words[:5:2] == ["from", "import", "as"]}
+            )
+        return homes
+
+    def get(name: str) -> object:
+        from importlib import import_module  # noqa: PLC0415  # importing ezpz loads nothing
+
+        if name == "__all__":
+            return sorted(names())
+        home = names().get(name)
+        if home is None:
+            raise unknown(module, name, homes)
+        if home == ".":
+            return import_module(f"{module}.{name}")
+        value: object = getattr(import_module(home, module), name)
+        setattr(sys.modules[module], name, value)
+        return value
+
+    return get, lambda: sorted({*vars(sys.modules[module]), *names()})
 
 
 def unknown(module: str, name: str, known: "Iterable[str]") -> AttributeError:

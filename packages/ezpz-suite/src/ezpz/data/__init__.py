@@ -7,54 +7,21 @@
 >>> tokens, targets = TokenBlocks(path, block=256)[0]
 """
 
-from typing import TYPE_CHECKING
-
-from ezpz._names import unknown
-
+TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from ._digits import digits
-    from ._loader import DataLoader, loader_options
-    from ._texts import huggingface_texts, python_sources, text_files
-    from ._tokens import TokenBlocks, TokenHeader, read_header, write_tokens, write_tokens_once
+    # The one list of the public names: type checkers read it, and `attach` does.
+    from ._digits import digits as digits
+    from ._loader import DataLoader as DataLoader
+    from ._loader import loader_options as loader_options
+    from ._texts import huggingface_texts as huggingface_texts
+    from ._texts import python_sources as python_sources
+    from ._texts import text_files as text_files
+    from ._tokens import TokenBlocks as TokenBlocks
+    from ._tokens import TokenHeader as TokenHeader
+    from ._tokens import read_header as read_header
+    from ._tokens import write_tokens as write_tokens
+    from ._tokens import write_tokens_once as write_tokens_once
+else:
+    from ezpz._names import attach
 
-_HOMES = {
-    "DataLoader": "_loader",
-    "TokenBlocks": "_tokens",
-    "TokenHeader": "_tokens",
-    "digits": "_digits",
-    "huggingface_texts": "_texts",
-    "loader_options": "_loader",
-    "python_sources": "_texts",
-    "read_header": "_tokens",
-    "text_files": "_texts",
-    "write_tokens": "_tokens",
-    "write_tokens_once": "_tokens",
-}
-
-__all__ = [
-    "DataLoader",
-    "TokenBlocks",
-    "TokenHeader",
-    "digits",
-    "huggingface_texts",
-    "loader_options",
-    "python_sources",
-    "read_header",
-    "text_files",
-    "write_tokens",
-    "write_tokens_once",
-]
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise unknown(__name__, name, _HOMES)
-    from importlib import import_module  # noqa: PLC0415  # importing this loads nothing
-
-    value: object = getattr(import_module(f".{_HOMES[name]}", __name__), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    __getattr__, __dir__ = attach(__name__)

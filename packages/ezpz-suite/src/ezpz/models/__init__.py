@@ -9,65 +9,25 @@ same parameters' names and the same first weights at every degree:
 164160
 """
 
-from typing import TYPE_CHECKING
-
-from ezpz._names import unknown
-
+TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from ._dit import DiT, DiTConfig, NoiseSchedule
-    from ._errors import ModelError
-    from ._llama import LLAMA_SIZES, Llama, LlamaConfig, RopeScaling
-    from ._llama_files import huggingface_state_dict, load_huggingface
-    from ._llama_pipeline import LlamaPipeline, llama_pipeline
-    from ._mlp import MLP
-    from ._vit import VisionTransformer, ViTConfig
+    # The one list of the public names: type checkers read it, and `attach` does.
+    from ._dit import DiT as DiT
+    from ._dit import DiTConfig as DiTConfig
+    from ._dit import NoiseSchedule as NoiseSchedule
+    from ._errors import ModelError as ModelError
+    from ._llama import LLAMA_SIZES as LLAMA_SIZES
+    from ._llama import Llama as Llama
+    from ._llama import LlamaConfig as LlamaConfig
+    from ._llama import RopeScaling as RopeScaling
+    from ._llama_files import huggingface_state_dict as huggingface_state_dict
+    from ._llama_files import load_huggingface as load_huggingface
+    from ._llama_pipeline import LlamaPipeline as LlamaPipeline
+    from ._llama_pipeline import llama_pipeline as llama_pipeline
+    from ._mlp import MLP as MLP
+    from ._vit import VisionTransformer as VisionTransformer
+    from ._vit import ViTConfig as ViTConfig
+else:
+    from ezpz._names import attach
 
-_HOMES = {
-    "DiT": "_dit",
-    "DiTConfig": "_dit",
-    "LLAMA_SIZES": "_llama",
-    "Llama": "_llama",
-    "LlamaConfig": "_llama",
-    "LlamaPipeline": "_llama_pipeline",
-    "MLP": "_mlp",
-    "ModelError": "_errors",
-    "NoiseSchedule": "_dit",
-    "RopeScaling": "_llama",
-    "ViTConfig": "_vit",
-    "VisionTransformer": "_vit",
-    "huggingface_state_dict": "_llama_files",
-    "llama_pipeline": "_llama_pipeline",
-    "load_huggingface": "_llama_files",
-}
-
-__all__ = [
-    "LLAMA_SIZES",
-    "MLP",
-    "DiT",
-    "DiTConfig",
-    "Llama",
-    "LlamaConfig",
-    "LlamaPipeline",
-    "ModelError",
-    "NoiseSchedule",
-    "RopeScaling",
-    "ViTConfig",
-    "VisionTransformer",
-    "huggingface_state_dict",
-    "llama_pipeline",
-    "load_huggingface",
-]
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise unknown(__name__, name, _HOMES)
-    from importlib import import_module  # noqa: PLC0415  # importing this loads nothing
-
-    value: object = getattr(import_module(f".{_HOMES[name]}", __name__), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    __getattr__, __dir__ = attach(__name__)
