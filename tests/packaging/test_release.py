@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-COPIED = ("packages", "releases", "scripts", "LICENSE", ".gitignore")
+COPIED = ("packages", "scripts", "LICENSE", ".gitignore")
 IDENTITY = {
     "GIT_AUTHOR_NAME": "A", "GIT_AUTHOR_EMAIL": "a@b", "GIT_COMMITTER_NAME": "A",
     "GIT_COMMITTER_EMAIL": "a@b", "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull,
@@ -31,9 +31,8 @@ def call(*words: str | Path, cwd: Path, status: int = 0, env: dict[str, str] | N
 
 def release(clone: Path, *words: str, status: int = 0, env: dict[str, str] | None = None) -> str:
     # What Python itself keeps beside modules is no trace of a release.
-    return call(
-        sys.executable, "-B", "releases/release.py", *words, cwd=clone, status=status, env=env
-    )  # fmt: skip
+    command = (sys.executable, "-B", "scripts/releases/release.py", *words)
+    return call(*command, cwd=clone, status=status, env=env)
 
 
 def commit(clone: Path, files: dict[str, str] | None = None) -> None:
@@ -141,7 +140,7 @@ def test_command_takes_words_and_options(clone: Path) -> None:
     bootstrap = (clone / "scripts" / "bootstrap").read_text("utf-8")
     (tools / "made").write_text(bootstrap.split("hatch_version=")[1].split()[0], "utf-8")
     hatch = f'#!/bin/sh\n[ "$1 $2" = "run release:make" ] && shift 2\n"{sys.executable}" '
-    (tools / "bin" / "hatch").write_text(f'{hatch}releases/release.py "$@"\n', "utf-8")
+    (tools / "bin" / "hatch").write_text(f'{hatch}scripts/releases/release.py "$@"\n', "utf-8")
     (tools / "bin" / "hatch").chmod(0o755)
     command = clone / "scripts" / "release"
     assert "would build, try and commit this, and tag ezpz-topo-v0.2.0" in call(
@@ -240,5 +239,5 @@ def test_news_of_this_repository_can_be_released() -> None:
             assert re.fullmatch(r"(\+[^.].*|\d+)\.[a-z]+\.md|README\.md", fragment.name), fragment
         call(
             sys.executable, "-m", "towncrier", "build", "--draft", "--version", "9.9.9",
-            "--config", ROOT / "releases/towncrier.toml", "--dir", package, cwd=ROOT,
+            "--config", ROOT / "scripts/releases/towncrier.toml", "--dir", package, cwd=ROOT,
         )  # fmt: skip

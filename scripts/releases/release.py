@@ -69,8 +69,8 @@ class Release:
         today = datetime.now(UTC).date().isoformat()
         run(
             sys.executable, "-m", "towncrier", "build", "--yes", "--date", today,
-            "--config", "releases/towncrier.toml", "--dir", package.folder.relative_to(self.tree),
-            "--version", str(self.version), cwd=self.tree,
+            "--config", "scripts/releases/towncrier.toml", "--version", str(self.version),
+            "--dir", package.folder.relative_to(self.tree), cwd=self.tree,
         )  # fmt: skip
 
     def check_ranges(self, *, wide: bool) -> None:
