@@ -1,7 +1,7 @@
 import io
 import json
 
-from ezpz_obs._logs import get_logger, log_dict_as_bulleted_list
+from ezpz_obs import get_logger, log_dict_as_bulleted_list
 
 
 def bulleted(*words):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ezpz_obs._context import NOW, Place
-from ezpz_obs._logs.lines import Console, Event, json_line, traceback_text
+from ezpz_obs._terminal import Console, Event, json_line, traceback_text
 
 ONE, FOUR = Place(0, 1, "n0"), Place(2, 4, "n0")
 

@@ -6,8 +6,8 @@ import queue
 
 import pytest
 
-from ezpz_obs._logs import configure_logs, get_logger
-from ezpz_obs._logs.listeners import MARK
+from ezpz_obs import configure_logs, get_logger
+from ezpz_obs._logs import MARK
 
 
 class Rude:

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from ezpz_obs._logs import configure_logs, get_logger
-from ezpz_obs._logs.log_file import LogFile
+from ezpz_obs import configure_logs, get_logger
+from ezpz_obs._terminal import LogFile
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_a_clock_that_is_set_back(make):
 
 FULL = """
 import os, resource, sys
-from ezpz_obs._logs import configure_logs, get_logger
+from ezpz_obs import configure_logs, get_logger
 configure_logs(directory={folder!r})
 logger = get_logger("train")
 logger.info("before")
@@ -134,7 +134,7 @@ def test_dev_full(make, said):
 def test_it_is_never_standard_error(tmp_path):
     code = (
         "import os, sys\n"
-        "from ezpz_obs._logs import configure_logs, get_logger\n"
+        "from ezpz_obs import configure_logs, get_logger\n"
         "configure_logs(directory=sys.argv[1])\n"
         "get_logger('x').info('hello')\n"
         "for descriptor in (1, 2):\n"
@@ -149,7 +149,7 @@ def test_it_is_never_standard_error(tmp_path):
 
 KILLED = """
 import os, signal, sys
-from ezpz_obs._logs import configure_logs, get_logger
+from ezpz_obs import configure_logs, get_logger
 configure_logs(directory=sys.argv[1])
 logger = get_logger("train")
 step = 0

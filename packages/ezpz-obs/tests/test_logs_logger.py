@@ -10,8 +10,8 @@ import sys
 import pytest
 import structlog
 
+from ezpz_obs import get_log_level, get_logger
 from ezpz_obs._context import NOW
-from ezpz_obs._logs import get_log_level, get_logger
 
 RANK_1 = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
 RANK_0 = {**RANK_1, "RANK": "0", "LOCAL_RANK": "0"}

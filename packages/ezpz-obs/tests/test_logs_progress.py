@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from ezpz_obs._logs import progress
+from ezpz_obs import progress
 
 
 class Loader:
@@ -130,7 +130,7 @@ def test_a_terminal_that_shows_json_has_no_bar(monkeypatch):
 
 
 def test_without_a_standard_error():
-    code = "from ezpz_obs._logs import progress; print(sum(progress(range(4))))"
+    code = "from ezpz_obs import progress; print(sum(progress(range(4))))"
     words = ["sh", "-c", 'exec "$0" -c "$1" 2>&-', sys.executable, code]
     done = subprocess.run(words, check=True, timeout=60, capture_output=True, text=True)
     assert done.stdout == "6\n"

@@ -62,7 +62,7 @@ def test_one_of_four_is_killed(run):
         4,
         """
         import os, signal
-        from ezpz_obs._logs import configure_logs, get_logger
+        from ezpz_obs import configure_logs, get_logger
         configure_logs(directory="logs", per_rank=True)
         rank, logger = int(os.environ["RANK"]), get_logger("train")
         for step in range(200):
@@ -97,7 +97,7 @@ configure_logs(directory="logs", per_rank=True)
 """
 IMPORTS = """
 import os, signal, torch, ezpz_dist
-from ezpz_obs._logs import configure_logs, get_logger
+from ezpz_obs import configure_logs, get_logger
 """
 
 

@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 
-from ezpz_obs._logs import configure_logs, get_logger, setup
+from ezpz_obs import _logs, configure_logs, get_logger
 
 RANK_1 = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
 
@@ -15,8 +15,8 @@ RANK_1 = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
 @pytest.fixture(autouse=True)
 def undone():
     yield
-    if setup._active is not None:
-        setup._active.undo()
+    if _logs._active is not None:
+        _logs._active.undo()
 
 
 def state():

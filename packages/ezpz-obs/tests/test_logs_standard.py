@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 
-from ezpz_obs._logs import configure_logs, get_logger
+from ezpz_obs import configure_logs, get_logger
 
 
 def read(logs):
@@ -115,7 +115,7 @@ def test_a_handler_on_the_same_stream_shows_them_alone(tmp_path, mine, capsys):
 def test_a_record_that_does_not_fit_its_arguments():
     code = (
         "import logging\n"
-        "from ezpz_obs._logs import configure_logs\n"
+        "from ezpz_obs import configure_logs\n"
         "configure_logs()\n"
         "logging.getLogger('mine').warning('%d', 'no number')\n"
         "logging.getLogger('mine').warning('next')\n"
@@ -138,7 +138,7 @@ def test_what_torch_logs(tmp_path):
     pytest.importorskip("torch", reason="torch is not installed")
     code = (
         "import logging, sys, torch\n"
-        "from ezpz_obs._logs import configure_logs\n"
+        "from ezpz_obs import configure_logs\n"
         "configure_logs(directory=sys.argv[1])\n"
         "logging.getLogger('torch.distributed').warning('from torch')\n"
     )
@@ -168,7 +168,7 @@ def test_a_root_level_that_somebody_has_set():
 def test_a_bare_root_is_lowered():
     code = (
         "import logging\n"
-        "from ezpz_obs._logs import configure_logs\n"
+        "from ezpz_obs import configure_logs\n"
         "with configure_logs():\n"
         "    logging.getLogger('mine').info('hello')\n"
         "assert logging.root.level == logging.WARNING\n"

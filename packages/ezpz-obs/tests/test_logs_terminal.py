@@ -8,7 +8,7 @@ import textwrap
 
 import pytest
 
-from ezpz_obs._logs import get_logger
+from ezpz_obs import get_logger
 
 
 def run(code, **given):
@@ -21,7 +21,7 @@ def run(code, **given):
 def test_a_reader_that_has_gone_changes_no_exit_status():
     code = """
         import sys
-        from ezpz_obs._logs import get_logger
+        from ezpz_obs import get_logger
         logger = get_logger("x")
         for _ in range(3):
             logger.warning("hello")
@@ -37,7 +37,7 @@ def test_a_reader_that_has_gone_changes_no_exit_status():
 def test_a_full_disk_behind_standard_error():
     with open("/dev/full", "w") as full:
         done = run(
-            "from ezpz_obs._logs import get_logger; get_logger('x').error('hello'); print('done')",
+            "from ezpz_obs import get_logger; get_logger('x').error('hello'); print('done')",
             capture_output=False, stdout=subprocess.PIPE, stderr=full,
         )  # fmt: skip
     assert (done.returncode, done.stdout) == (0, "done\n")
@@ -124,7 +124,7 @@ def on_a_terminal(code, env=None, columns=100):
     return seen.decode()
 
 
-HELLO = "from ezpz_obs._logs import get_logger; get_logger('x').info('hello')"
+HELLO = "from ezpz_obs import get_logger; get_logger('x').info('hello')"
 
 
 def test_colours_on_a_terminal():
@@ -137,7 +137,7 @@ def test_colours_on_a_terminal():
 def test_lines_leave_a_bar_whole(columns):
     seen = on_a_terminal(
         """
-        from ezpz_obs._logs import get_logger, progress
+        from ezpz_obs import get_logger, progress
         logger = get_logger("x")
         for step in progress(range(3), desc="train"):
             logger.info("step %d", step)

@@ -14,7 +14,7 @@ def run(tmp_path):
         prelude = f"""
 import os, sys
 os.environ.update({env!r})
-from ezpz_obs._logs import configure_logs, get_logger
+from ezpz_obs import configure_logs, get_logger
 """
         done = subprocess.run(
             [sys.executable, "-c", prelude + textwrap.dedent(code)],

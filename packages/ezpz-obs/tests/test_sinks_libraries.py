@@ -8,8 +8,7 @@ import sys
 
 import pytest
 
-from ezpz_obs import History
-from ezpz_obs._sinks import replay
+from ezpz_obs import History, replay
 
 HOSTILE = "<script>\"'é$"
 

@@ -7,8 +7,7 @@ import sys
 
 import pytest
 
-from ezpz_obs import History
-from ezpz_obs._sinks import replay
+from ezpz_obs import History, replay
 
 pytest.importorskip("wandb")
 
@@ -119,7 +118,7 @@ def test_disabled_writes_nothing(tmp_path, monkeypatch, caplog):
 def test_the_run_of_setup_wandb_is_used_and_left_open(tmp_path):
     program = (
         "from ezpz_obs import History\n"
-        "from ezpz_obs._sinks import setup_wandb\n"
+        "from ezpz_obs import setup_wandb\n"
         "run = setup_wandb('p', outdir='.')\n"
         "with History('run', sinks=['wandb'], summary=False) as history:\n"
         "    for step in range(30):\n"

@@ -9,8 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from ezpz_obs import SinkError
-from ezpz_obs._sinks import setup_wandb, verify_wandb
+from ezpz_obs import SinkError, setup_wandb, verify_wandb
 
 pytest.importorskip("wandb")
 
@@ -20,7 +19,7 @@ PROMISED, BUSY = 10.0, 10.0
 PROGRAM = """
 import json, logging, sys, time
 logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
-from ezpz_obs._sinks import setup_wandb, verify_wandb
+from ezpz_obs import setup_wandb, verify_wandb
 began = time.time()
 run = setup_wandb("tests", outdir="out", config={"lr": 0.1})
 took = time.time() - began

@@ -6,9 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ezpz_obs import History
-from ezpz_obs._records.reader import read_run
-from ezpz_obs._training.alarms import Alarms
+from ezpz_obs import Alarms, History, read_run
 
 
 def watch(values, **options):

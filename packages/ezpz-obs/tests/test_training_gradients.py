@@ -6,8 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from ezpz_obs import ObsError  # noqa: E402
-from ezpz_obs._training.gradients import gradient_norm  # noqa: E402
+from ezpz_obs import ObsError, gradient_norm  # noqa: E402
 
 
 def model():
@@ -93,7 +92,7 @@ def test_megatrons_parts_without_ezpz_tp(monkeypatch):
 
 MODEL = """
 import math
-from ezpz_obs._training.gradients import gradient_norm
+from ezpz_obs import gradient_norm
 def model():
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.ReLU(), torch.nn.Linear(5, 3))

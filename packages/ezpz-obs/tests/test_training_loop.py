@@ -8,14 +8,17 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("ezpz_device")
 
-from ezpz_obs import History  # noqa: E402
-from ezpz_obs._records.reader import read_run  # noqa: E402
-from ezpz_obs._training.alarms import Alarms  # noqa: E402
-from ezpz_obs._training.gradients import gradient_norm  # noqa: E402
-from ezpz_obs._training.memory import memory_metrics  # noqa: E402
-from ezpz_obs._training.profile import profile  # noqa: E402
-from ezpz_obs._training.throughput import Throughput, transformer_flops  # noqa: E402
-from ezpz_obs._training.timer import StepTimer  # noqa: E402
+from ezpz_obs import (  # noqa: E402
+    Alarms,
+    History,
+    StepTimer,
+    Throughput,
+    gradient_norm,
+    memory_metrics,
+    profile,
+    read_run,
+    transformer_flops,
+)
 
 
 def test_all_of_it(tmp_path):

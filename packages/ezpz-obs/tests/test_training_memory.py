@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from ezpz_obs._training.memory import memory_metrics
+from ezpz_obs import memory_metrics
 
 
 def test_the_cpu():
@@ -23,7 +23,7 @@ def test_the_cpu():
 
 
 def test_torch_is_not_imported_for_it():
-    code = "from ezpz_obs._training.memory import memory_metrics; memory_metrics()"
+    code = "from ezpz_obs import memory_metrics; memory_metrics()"
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
     assert "ObsError: memory_metrics() asks torch, which is not imported" in done.stderr
 
@@ -32,7 +32,7 @@ def test_without_ezpz_device_the_extra_is_named():
     pytest.importorskip("torch")
     code = (
         "import sys, torch; sys.modules['ezpz_device'] = None;"
-        "from ezpz_obs._training.memory import memory_metrics; memory_metrics()"
+        "from ezpz_obs import memory_metrics; memory_metrics()"
     )
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
     assert "pip install 'ezpz-obs[device]'" in done.stderr

@@ -7,7 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from ezpz_obs._training.profile import profile  # noqa: E402
+from ezpz_obs import profile  # noqa: E402
 
 
 def loop(directory, count, **options):
@@ -95,7 +95,7 @@ def test_other_ranks_do_nothing(tmp_path):
 
 def test_each_rank_that_is_chosen(ranks, tmp_path):
     code = f"""
-    from ezpz_obs._training.profile import profile
+    from ezpz_obs import profile
     with profile({str(tmp_path)!r}, steps=(1, 2), ranks=RANKS) as profiler:
         for _ in range(3):
             torch.ones(4) + RANK
@@ -134,7 +134,7 @@ def test_steps_that_are_none(tmp_path, steps, first):
 
 
 def test_without_torch():
-    code = "from ezpz_obs._training.profile import profile; profile('x', ranks={})"
+    code = "from ezpz_obs import profile; profile('x', ranks={})"
     done = subprocess.run(
         [sys.executable, "-c", code.format("(0,)")], check=False, capture_output=True, text=True
     )

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from ezpz_obs._training.throughput import Throughput, transformer_flops
+from ezpz_obs import Throughput, transformer_flops
 
 
 def test_tokens_and_samples():
@@ -58,7 +58,7 @@ def test_without_a_peak_there_is_no_mfu_and_it_is_said_once(caplog, monkeypatch)
 
 def test_torch_is_not_imported_for_a_peak():
     code = (
-        "import sys; from ezpz_obs._training.throughput import Throughput;"
+        "import sys; from ezpz_obs import Throughput;"
         "print(Throughput(flops_per_step=1e12).metrics(1.0)); sys.exit('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)

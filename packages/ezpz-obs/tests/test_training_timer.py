@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from ezpz_obs._errors import ObsError
-from ezpz_obs._training.timer import HostClock, StepTimer
+from ezpz_obs import ObsError, StepTimer
+from ezpz_obs._training.timer import HostClock
 
 
 def spend(seconds):
@@ -207,7 +207,7 @@ def failed():
 
 def test_torch_is_not_imported_for_it():
     code = (
-        "import sys; from ezpz_obs._training.timer import StepTimer; t = StepTimer(); t.step();"
+        "import sys; from ezpz_obs import StepTimer; t = StepTimer(); t.step();"
         "t.step(); t.metrics(); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

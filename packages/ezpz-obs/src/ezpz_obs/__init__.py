@@ -12,22 +12,22 @@ from ._version import __version__
 _LATER = {
     "Alarms": "_training.alarms",
     "History": "_history",
-    "LogSetup": "_logs.setup",
+    "LogSetup": "_logs",
     "Run": "_records",
     "Sink": "_sinks.protocol",
     "StepTimer": "_training.timer",
     "Throughput": "_training.throughput",
-    "configure_logs": "_logs.setup",
+    "configure_logs": "_logs",
     "dataset_of": "_reports.dataset",
     "export": "_reports.export",
-    "get_log_level": "_logs.levels",
-    "get_logger": "_logs.logger",
+    "get_log_level": "_terminal",
+    "get_logger": "_logs",
     "gradient_norm": "_training.gradients",
-    "log_dict_as_bulleted_list": "_logs.bullets",
+    "log_dict_as_bulleted_list": "_logs",
     "memory_metrics": "_training.memory",
     "plot": "_reports.terminal",
     "profile": "_training.profile",
-    "progress": "_logs.progress",
+    "progress": "_progress",
     "read_run": "_records",
     "replay": "_sinks.replay",
     "setup_wandb": "_sinks.wandb_start",
@@ -39,11 +39,8 @@ _LATER = {
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from ._history import History
-    from ._logs.bullets import log_dict_as_bulleted_list
-    from ._logs.levels import get_log_level
-    from ._logs.logger import get_logger
-    from ._logs.progress import progress
-    from ._logs.setup import LogSetup, configure_logs
+    from ._logs import LogSetup, configure_logs, get_logger, log_dict_as_bulleted_list
+    from ._progress import progress
     from ._records import Run, read_run
     from ._reports.dataset import dataset_of
     from ._reports.export import export
@@ -53,6 +50,7 @@ if TYPE_CHECKING:
     from ._sinks.protocol import Sink
     from ._sinks.replay import replay
     from ._sinks.wandb_start import setup_wandb, verify_wandb
+    from ._terminal import get_log_level
     from ._training.alarms import Alarms
     from ._training.gradients import gradient_norm
     from ._training.memory import memory_metrics

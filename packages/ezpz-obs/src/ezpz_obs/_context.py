@@ -1,4 +1,4 @@
-"""Who speaks, and at which step: what every log line and every run's file begin with."""
+"""Who speaks, and at which step; and files that only grow: what logs and runs have in common."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from ezpz_topo import get_rank_info
+
+# Who speaks, and at which step: what every log line and every run's file begin with.
 
 
 @dataclass(frozen=True)
@@ -50,3 +53,40 @@ class Now:
 
 NOW: Final = Now()
 """Written by `History` at each record (an attribute, 20 ns), read by every log line."""
+
+
+# Files that only grow: opened, and looked after, by descriptor.
+
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+
+
+def open_to_append(path: Path, *, anew: bool = False) -> int:
+    """Open a file for reading and for appending, beside the three standard ones.
+
+    Args:
+        path: Where; it is made if need be.
+        anew: Only where there is none.
+
+    Raises:
+        OSError: It cannot be opened or made.
+    """
+    descriptor = os.open(path, _FLAGS | (os.O_EXCL if anew else 0), 0o644)
+    # In a process without a standard error this file would be it, and get what native code prints.
+    lower = []
+    try:
+        while descriptor <= 2:
+            lower.append(descriptor)
+            descriptor = os.dup(descriptor)
+    finally:
+        for each in lower:
+            os.close(each)
+    return descriptor
+
+
+def is_at(path: Path, descriptor: int) -> bool:
+    """Say whether a path still leads to an open file."""
+    try:
+        found, ours = os.stat(path), os.fstat(descriptor)
+    except OSError:
+        return False
+    return (found.st_dev, found.st_ino) == (ours.st_dev, ours.st_ino)

@@ -4,8 +4,7 @@ import sys
 import numpy as np
 import pytest
 
-from ezpz_obs import History, read_run
-from ezpz_obs._reports import dataset_of
+from ezpz_obs import History, dataset_of, read_run
 
 
 def test_a_runs_records_come_back(tmp_path):
@@ -81,7 +80,7 @@ def test_arrays_without_xarray(write_run, records):
     code = (
         "import sys; sys.modules['xarray'] = None\n"
         "from ezpz_obs import read_run\n"
-        "from ezpz_obs._reports import dataset_of\n"
+        "from ezpz_obs import dataset_of\n"
         "found = dataset_of(read_run(sys.argv[1]))\n"
         "print(type(found).__name__, sorted(found))\n"
         "print(found['loss'].tolist(), found['step'].tolist())\n"

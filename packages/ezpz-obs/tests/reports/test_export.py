@@ -4,8 +4,7 @@ import math
 import pyarrow.parquet as pq
 import pytest
 
-from ezpz_obs import History, ReportError, read_run
-from ezpz_obs._reports import export
+from ezpz_obs import History, ReportError, export, read_run
 
 BIG = 1 << 80
 

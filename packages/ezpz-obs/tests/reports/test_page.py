@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from ezpz_obs._reports import write_report
+from ezpz_obs import write_report
 
 HOSTILE = [
     "<script>alert(1)</script>", "\"quotes\" and 'these'", "$x_2$", "{{7*7}}", "{% raw %}",

@@ -6,8 +6,7 @@ import sys
 
 import pytest
 
-from ezpz_obs import HistoryError, ReportError
-from ezpz_obs._reports import write_report
+from ezpz_obs import HistoryError, ReportError, write_report
 
 
 @pytest.fixture
@@ -100,7 +99,7 @@ def test_without_the_extra_it_says_what_to_install(run):
     code = (
         "import sys; sys.modules['matplotlib'] = None\n"
         "from ezpz_obs import ReportError\n"
-        "from ezpz_obs._reports import write_report\n"
+        "from ezpz_obs import write_report\n"
         "try: write_report(sys.argv[1])\n"
         "except ReportError as error: print(error)\n"
     )
@@ -139,7 +138,7 @@ def test_a_million_steps_take_little_room_and_ten_seconds(tmp_path):
         )
     code = (
         "import re, sys, time\n"
-        "from ezpz_obs._reports import write_report\n"
+        "from ezpz_obs import write_report\n"
         "begun = time.process_time()\n"
         "write_report(sys.argv[1])\n"
         "print(time.process_time() - begun)\n"

@@ -6,8 +6,7 @@ import sys
 import threading
 import time
 
-from ezpz_obs import History
-from ezpz_obs._reports import tail
+from ezpz_obs import History, tail
 
 
 def said(folder, **options):

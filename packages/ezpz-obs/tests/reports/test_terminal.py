@@ -2,8 +2,7 @@ import io
 
 import pytest
 
-from ezpz_obs import ReportError
-from ezpz_obs._reports import plot
+from ezpz_obs import ReportError, plot
 
 
 def drawn(folder, *names, **options):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ezpz_obs._descriptors import is_at, open_to_append
+from ezpz_obs._context import is_at, open_to_append
 from ezpz_obs._errors import HistoryError
 
 from .lines import EVENT, HEADER, LONGEST_LINE, RECORD, decode

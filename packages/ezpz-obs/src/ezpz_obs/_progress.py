@@ -9,10 +9,9 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
-from ezpz_obs._context import find_place
-
-from .logger import get_logger
-from .output import process_output
+from ._context import find_place
+from ._logs import get_logger
+from ._terminal import process_output
 
 T = TypeVar("T")
 

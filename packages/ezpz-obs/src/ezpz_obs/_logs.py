@@ -1,0 +1,740 @@
+"""Loggers that know their rank, and one place where a process's logs are configured."""
+
+from __future__ import annotations
+
+import inspect
+import io
+import logging
+import os
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TextIO, cast
+
+import structlog
+
+from ._context import Place, find_place
+from ._terminal import (
+    NAME,
+    Event,
+    ExcInfo,
+    LogFile,
+    Output,
+    Terminal,
+    copy_output,
+    file_name,
+    for_rank,
+    make_output,
+    process_output,
+    to_exc_info,
+    to_level,
+    traceback_text,
+    wants_json,
+)
+
+# Libraries whose INFO and DEBUG say nothing about a training.
+
+TAMED = (
+    "absl", "aiohttp", "alembic", "asyncio", "azure", "boto3", "botocore", "datasets", "filelock",
+    "fontTools", "fsspec", "git", "google", "grpc", "h5py", "httpcore", "httpx",
+    "huggingface_hub", "jax", "markdown_it", "matplotlib", "mlflow", "multipart", "numba",
+    "openai", "parso", "PIL", "requests", "s3fs", "s3transfer", "sentry_sdk", "sqlalchemy",
+    "tensorboard", "tensorflow", "triton", "urllib3", "wandb",
+)  # fmt: skip
+"""Loggers that speak from WARNING, unless somebody has given them a level."""
+
+OURS = ("ezpz", "ezpz_device", "ezpz_dist", "ezpz_launch", "ezpz_obs", "ezpz_topo", "ezpz_tp")
+"""Loggers that speak from our own level, unless somebody has given them one."""
+
+
+def give_level(logger: logging.Logger, level: int) -> Callable[[], None]:
+    """Give a logger a level; return what takes it back, unless somebody has changed it since."""
+    before = logger.level
+    logger.setLevel(level)
+
+    def undo() -> None:
+        if logger.level == level:
+            logger.setLevel(before)
+
+    return undo
+
+
+# The standard library's handlers that others have put there: they hear our events too.
+
+MARK = "ezpz_obs_event"
+"""The attribute of a record that was made of an event of ours, and holds it."""
+
+
+class OurHandler(logging.Handler):
+    """What `configure_logs` puts on the root logger; never told of our own events."""
+
+
+def has_listeners(logger: logging.Logger) -> bool:
+    """Say whether any handler but ours would hear what this logger is told."""
+    at: logging.Logger | None = logger
+    while at is not None:
+        for handler in at.handlers:
+            if not isinstance(handler, OurHandler):
+                return True
+        if not at.propagate:
+            return False
+        at = at.parent
+    return False
+
+
+def is_shown_by_others(logger: logging.Logger, level: int, stream: TextIO | None) -> bool:
+    """Say whether another's handler writes what this logger is told to that very stream."""
+    return stream is not None and any(
+        level >= handler.level and _writes_to(handler, stream) for handler in _handlers(logger)
+    )
+
+
+def tell(
+    logger: logging.Logger, event: Event, exc_info: ExcInfo | None, stream: TextIO | None
+) -> None:
+    """Give an event to the handlers of others, as a record of this logger.
+
+    Args:
+        logger: Whose handlers, filters and level count, and of the loggers above its handlers.
+        event: What to tell; the record's message has its fields too.
+        exc_info: What failed.
+        stream: Our terminal's: who writes there would show the line a second time.
+    """
+    if not logger.isEnabledFor(event.level):
+        return
+    fields = "".join(f" {name}={_show(value)}" for name, value in event.fields.items())
+    path, line, function = _caller()
+    record = logger.makeRecord(
+        logger.name, event.level, path, line, event.text + fields, (), exc_info, function,
+        sinfo=event.stack,
+    )  # fmt: skip
+    setattr(record, MARK, event)
+    if not logger.filter(record):
+        return
+    for handler in _handlers(logger):
+        if event.level >= handler.level and not _writes_to(handler, stream):
+            handler.handle(record)
+
+
+def is_ours(record: logging.LogRecord) -> bool:
+    """Say whether a record was made of an event of this process that we have shown already.
+
+    A user's queue may bring it back to the root logger; one from another process is news.
+    """
+    return hasattr(record, MARK) and record.process == os.getpid()
+
+
+def _handlers(logger: logging.Logger) -> list[logging.Handler]:
+    found: list[logging.Handler] = []
+    at: logging.Logger | None = logger
+    while at is not None:
+        found += [handler for handler in at.handlers if not isinstance(handler, OurHandler)]
+        at = at.parent if at.propagate else None
+    return found
+
+
+def _writes_to(handler: logging.Handler, stream: TextIO | None) -> bool:
+    return (
+        stream is not None
+        and isinstance(handler, logging.StreamHandler)
+        and handler.stream is stream
+    )
+
+
+def _show(value: object) -> str:
+    try:
+        return value if isinstance(value, str) else repr(value)
+    # Somebody's __repr__; a log line must not end a training.
+    except Exception:  # noqa: BLE001
+        return f"<{type(value).__name__}>"
+
+
+def _caller() -> tuple[str, int, str]:
+    """Return file, line and function of the nearest frame outside this room and structlog."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if not name.startswith(("ezpz_obs._logs", "ezpz_obs._progress", "structlog")):
+            return frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
+        frame = frame.f_back
+    return "(unknown file)", 0, "(unknown function)"
+
+
+# The standard library's records, brought to our outputs.
+
+_USUAL = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
+"""What every record has; the rest was given as ``extra``."""
+
+
+class StandardHandler(OurHandler):
+    """Writes records of the standard library where our own events go.
+
+    Not to the terminal where another's handler shows the record on the same stream.
+    """
+
+    def __init__(self, output: Output) -> None:
+        super().__init__()
+        self._output = output
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record."""
+        output = self._output
+        if record.levelno < output.level or is_ours(record):
+            return
+        try:
+            text = record.getMessage().rstrip("\n")
+        # The script's own mistake, a message that does not fit its arguments; as `logging` does.
+        except Exception:  # noqa: BLE001
+            self.handleError(record)
+            return
+        extra = {name: record.__dict__[name] for name in record.__dict__.keys() - _USUAL}
+        event = Event(
+            record.levelno, record.levelname.lower(), record.name, text, extra,
+            exception=traceback_text(to_exc_info(record.exc_info)) or record.exc_text,
+            stack=record.stack_info,
+        )  # fmt: skip
+        logger, stream = logging.getLogger(record.name), output.terminal.stream()
+        shown = is_shown_by_others(logger, record.levelno, stream)
+        output.send(event, to_terminal=not shown)
+
+
+def join(output: Output, *, is_level_given: bool) -> list[Callable[[], None]]:
+    """Bring the standard library's records to an output; return what undoes it.
+
+    One handler goes on the root logger, and on loggers that keep their records from it (torch's
+    do). Where nobody else has a handler on the root, and its level is the default, it is
+    lowered to what the output wants; with ``is_level_given`` also where somebody has.
+    """
+    root, handler, undo = logging.getLogger(), StandardHandler(output), []
+    known = [logger for logger in _loggers() if not logger.propagate and logger.handlers]
+    has_others = bool(root.handlers)
+    for logger in (root, *known):
+        logger.addHandler(handler)
+        undo.append(_remover(logger, handler))
+    if is_level_given or (root.level == logging.WARNING and not has_others):
+        undo.append(give_level(root, output.level))
+    for names, level in ((TAMED, logging.WARNING), (OURS, output.level)):
+        for name in names:
+            logger = logging.getLogger(name)
+            if logger.level == logging.NOTSET:
+                undo.append(give_level(logger, level))
+    return undo
+
+
+def capture_warnings() -> list[Callable[[], None]]:
+    """Let `warnings` go to the log; return what undoes it: nothing where they did before."""
+    before = warnings.showwarning
+    logging.captureWarnings(capture=True)
+    if warnings.showwarning is before:
+        return []
+    return [lambda: logging.captureWarnings(capture=False)]
+
+
+def _loggers() -> list[logging.Logger]:
+    known = logging.getLogger().manager.loggerDict.values()
+    return [logger for logger in list(known) if isinstance(logger, logging.Logger)]
+
+
+def _remover(logger: logging.Logger, handler: logging.Handler) -> Callable[[], None]:
+    return lambda: logger.removeHandler(handler)
+
+
+# Loggers that know their rank: rank 0 speaks, the others from WARNING.
+
+_NUMBERS = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+    "critical": logging.CRITICAL,
+}
+
+
+def get_logger(
+    name: str | None = None,
+    *,
+    env: Mapping[str, str] | None = None,
+    file: TextIO | None = None,
+) -> structlog.typing.FilteringBoundLogger:
+    """Return a structlog logger for this rank; nothing global is configured.
+
+    Rank 0 logs from ``EZPZ_LOG_LEVEL`` (default INFO); the other ranks from WARNING, so
+    that real errors are never hidden, or like rank 0 with ``LOG_FROM_ALL_RANKS=1``. Lines name
+    rank and host in a world of several ranks, and the step that a `History` recorded last.
+    ``EZPZ_LOG_FORMAT=json`` makes them JSON. Colours are used on a terminal only, and never
+    with ``NO_COLOR``. What cannot be written, because standard error is closed or its disk
+    full, is no error.
+
+    Handlers that somebody has put on the standard library's logger of this name, or above it,
+    hear the events too, as far as its level allows.
+
+    Args:
+        name: Shown on every line; by custom ``__name__``.
+        env: The environment to read; default ``os.environ``. Such a logger, and one with a
+            ``file``, is not changed by `configure_logs`.
+        file: Where lines go; default standard error, as it is at each call.
+
+    Raises:
+        ValueError: ``EZPZ_LOG_LEVEL`` is no level, or ``EZPZ_LOG_FORMAT`` no format.
+        ezpz_topo.TopoError: The rank cannot be known.
+
+    >>> import sys
+    >>> logger = get_logger("train", env={"EZPZ_LOG_FORMAT": "json"}, file=sys.stdout)
+    >>> logger.info("saved", path="step-12")  # doctest: +ELLIPSIS
+    {"time":"...","level":"info","logger":"train","event":"saved","rank":0,...,"path":"step-12"}
+    """
+    if env is None and file is None:
+        output = process_output()
+    else:
+        output = make_output(os.environ if env is None else env, file)
+    # Structlog's protocol is what it has, by way of a class that is made at import.
+    logger: structlog.typing.FilteringBoundLogger = Logger(Channel(output, name), _PROCESSORS, {})
+    return logger
+
+
+_PROCESSORS: tuple[structlog.typing.Processor, ...] = (
+    structlog.contextvars.merge_contextvars,
+    structlog.processors.StackInfoRenderer(),
+)
+
+
+class Channel:
+    """What a logger speaks through: an output, and the standard library's logger of its name."""
+
+    __slots__ = ("name", "output", "standard")
+
+    def __init__(self, output: Output, name: str | None) -> None:
+        self.output: Output = output
+        self.name: str | None = name
+        self.standard: logging.Logger = logging.getLogger(name)
+
+    def wants(self, level: int) -> bool:
+        """Say whether anybody hears events of this level."""
+        return self.output.level <= level or (
+            self.standard.isEnabledFor(level) and has_listeners(self.standard)
+        )
+
+    def send(self, event: Event, exc_info: object = None) -> None:
+        """Give an event, with what ``exc_info=`` was given, to whoever wants to hear it."""
+        found = None
+        if exc_info:
+            found = to_exc_info(exc_info)
+            event.exception = traceback_text(exc_info)
+        self.give(event, found)
+
+    def give(
+        self, event: Event, found: ExcInfo | None, *, on_terminal: Event | None = None
+    ) -> None:
+        """Give an event that has its traceback to whoever wants to hear it.
+
+        Args:
+            event: What to say.
+            found: The exception that it tells of.
+            on_terminal: What the terminal shows instead.
+        """
+        self.output.send(event, on_terminal=on_terminal)
+        if has_listeners(self.standard):
+            tell(self.standard, event, found, self.output.terminal.stream())
+
+    def __deepcopy__(self, memo: Mapping[int, Any]) -> Self:
+        """Return itself: models with a logger in them are copied."""
+        return self
+
+    def __reduce__(self) -> tuple[Callable[..., Channel], tuple[str | None]]:
+        """Let a spawned process have the logger of the same name, by its own environment."""
+        return _channel, (self.name,)
+
+
+def _channel(name: str | None) -> Channel:
+    return Channel(process_output(), name)
+
+
+_Base: Any = structlog.make_filtering_bound_logger(logging.NOTSET)
+
+
+class Logger(_Base):  # type: ignore[misc]  # structlog makes the class at run time
+    """Structlog's logger, whose level may change: `configure_logs` can come after it."""
+
+    _logger: Channel
+    _processors: tuple[structlog.typing.Processor, ...]
+    _context: dict[str, Any]
+
+    def _proxy_to_logger(self, method_name: str, event: object = None, /, **fields: Any) -> None:
+        """Make an event and send it; also what structlog's asynchronous methods call."""
+        level = _NUMBERS[method_name]
+        channel = self._logger
+        if not channel.wants(level):
+            return
+        known: dict[str, Any] = {**self._context, **fields}
+        exc_info = known.pop("exc_info", None)
+        for processor in self._processors:
+            # Ours are two of structlog's, which return what they are given.
+            known = cast("dict[str, Any]", processor(channel, method_name, known))
+        stack = known.pop("stack", None) if "stack_info" in fields else None
+        text = event if type(event) is str else str(event)
+        channel.send(Event(level, method_name, channel.name, text, known, stack=stack), exc_info)
+
+    def log(self, level: int, event: str, /, *args: Any, **fields: Any) -> None:
+        """Log at a level that is given by number."""
+        # Levels between two are the lower one's: structlog knows these five.
+        name = max(
+            (name for name in _NUMBERS if _NUMBERS[name] <= level),
+            key=_NUMBERS.__getitem__,
+            default="debug",
+        )
+        getattr(self, name)(event, *args, **fields)
+
+    def is_enabled_for(self, level: int) -> bool:
+        """Say whether anybody hears events of this level."""
+        return self._logger.wants(level)
+
+    def get_effective_level(self) -> int:
+        """Return the level from which events are shown or written to a file."""
+        return self._logger.output.level
+
+
+def _method(name: str) -> Callable[..., None]:
+    level = _NUMBERS[name]
+
+    def method(self: Logger, event: str, /, *args: Any, **fields: Any) -> None:
+        channel = self._logger
+        # The first line of `wants`, without a call: most that is suppressed ends here.
+        if channel.output.level > level and not channel.wants(level):
+            return
+        self._proxy_to_logger(name, _interpolate(event, args) if args else event, **fields)
+
+    method.__name__ = name
+    method.__doc__ = f"Log at level {name.upper()}."
+    return method
+
+
+def _interpolate(event: str, args: tuple[Any, ...]) -> str:
+    one_mapping = len(args) == 1 and isinstance(args[0], Mapping) and args[0]
+    try:
+        return event % (args[0] if one_mapping else args)
+    # Whatever is wrong with the arguments, they are shown; a log line must not end a training.
+    except Exception:  # noqa: BLE001
+        return f"{event} {args!r}"
+
+
+for _name in _NUMBERS:
+    setattr(Logger, _name, _method(_name))
+for _alias, _name in {"warn": "warning", "fatal": "critical", "msg": "info"}.items():
+    setattr(Logger, _alias, getattr(Logger, _name))
+
+
+# A nested mapping as a bulleted list: a configuration that one can read.
+
+
+def log_dict_as_bulleted_list(
+    d: Mapping[Any, Any],
+    name: str | None = None,
+    *,
+    logger: structlog.typing.FilteringBoundLogger | None = None,
+) -> None:
+    r"""Log a mapping, such as a configuration, as one event with a line for each value.
+
+    Args:
+        d: The mapping; mappings in it are indented below their names.
+        name: What to call it; default: the name of its class.
+        logger: Which logger; default: this rank's.
+
+    >>> import sys
+    >>> log_dict_as_bulleted_list(
+    ...     {"lr": 0.1, "model": {"layers": 2}},
+    ...     "config",
+    ...     logger=get_logger(env={"EZPZ_LOG_FORMAT": "json"}, file=sys.stdout),
+    ... )  # doctest: +ELLIPSIS
+    {...,"event":"[config]:\n- lr=0.1\n- model:\n  - layers=2",...}
+    """
+    title = name or getattr(d, "__qualname__", type(d).__name__)
+    logger = get_logger() if logger is None else logger
+    logger.info("\n".join([f"[{title}]:", *_lines(d, "", ())]))
+
+
+def _lines(mapping: Mapping[Any, Any], indent: str, above: tuple[int, ...]) -> Iterator[str]:
+    for key, value in mapping.items():
+        if not isinstance(value, Mapping) or not value:
+            lines = str(value).splitlines() or [""]
+            yield f"{indent}- {key}={lines[0]}"
+            yield from (f"{indent}  {line}" for line in lines[1:])
+        elif id(value) in above or value is mapping:
+            yield f"{indent}- {key}=..."
+        else:
+            yield f"{indent}- {key}:"
+            yield from _lines(value, f"{indent}  ", (*above, id(mapping)))
+
+
+# Exceptions that nobody catches: logged with the rank before the process ends.
+
+_NO_ERRORS = (KeyboardInterrupt, SystemExit, GeneratorExit)
+_LONGEST = 500
+
+
+class Uncaught:
+    """Our hooks for uncaught exceptions, which call those that were there before.
+
+    They log one line with rank and host; the traceback is for the log file and for the hook
+    before, which prints it. Only where that is Python's own and the terminal's lines are JSON,
+    the line holds the traceback and nothing more is printed.
+
+    Args:
+        channel: Where to log.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._stream: TextIO | None = sys.stderr
+        self._before = sys.excepthook
+        self._before_in_threads = threading.excepthook
+        # As attributes: a bound method is another object each time it is looked up.
+        self._hook = self._main
+        self._thread_hook = self._thread
+        self._is_on = True
+        sys.excepthook = self._hook
+        threading.excepthook = self._thread_hook
+
+    def remove(self) -> None:
+        """Put the hooks back; where somebody has hooked over ours, they only call on."""
+        self._is_on = False
+        if sys.excepthook is self._hook:
+            sys.excepthook = self._before
+        if threading.excepthook is self._thread_hook:
+            threading.excepthook = self._before_in_threads
+
+    def log(self, found: ExcInfo, thread: str | None = None, *, whole: bool = False) -> None:
+        """Log an exception.
+
+        Args:
+            found: Its kind, value and traceback.
+            thread: The name of the thread that it ends, where that is not the main one.
+            whole: Show the traceback on the terminal as well.
+        """
+        kind, value, _ = found
+        try:
+            lines = str(value).splitlines()
+        # An exception may be unable to say what it is; its kind is known.
+        except Exception:  # noqa: BLE001
+            lines = []
+        text = f"uncaught {kind.__name__}" + (f": {lines[0][:_LONGEST]}" if lines else "")
+        event = Event(
+            logging.CRITICAL, "critical", NAME, text, {} if thread is None else {"thread": thread},
+            exception=traceback_text(found),
+        )  # fmt: skip
+        shown = event if whole else replace(event, exception=None)
+        self._channel.give(event, found, on_terminal=shown)
+
+    def _main(
+        self, kind: type[BaseException], value: BaseException, trace: TracebackType | None
+    ) -> None:
+        self._pass_on(
+            (kind, value, trace), None, self._before is sys.__excepthook__,
+            lambda: self._before(kind, value, trace),
+        )  # fmt: skip
+
+    def _thread(self, args: threading.ExceptHookArgs) -> None:
+        found = args.exc_type, args.exc_value, args.exc_traceback
+        name = "?" if args.thread is None else args.thread.name
+        is_pythons = self._before_in_threads is threading.__excepthook__
+        value = args.exc_value if args.exc_value is not None else args.exc_type()
+        self._pass_on(
+            (found[0], value, found[2]), name, is_pythons, lambda: self._before_in_threads(args)
+        )
+
+    def _pass_on(
+        self, found: ExcInfo, thread: str | None, is_pythons: bool, go_on: Callable[[], object]
+    ) -> None:
+        if not self._is_on or issubclass(found[0], _NO_ERRORS):
+            go_on()
+            return
+        whole = is_pythons and self._channel.output.terminal.as_json
+        has_said = False
+        try:
+            with _OnRealStream(self._stream):
+                self.log(found, thread, whole=whole)
+            has_said = self._channel.output.terminal.lost == 0
+        finally:
+            if not (whole and has_said):
+                go_on()
+
+
+class _OnRealStream:
+    """Standard error as it was, while torch.distributed's hook collects what ours prints.
+
+    It puts ``[rank1]:`` before every line, which is no JSON then.
+    """
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream = stream
+        self._collector: TextIO | None = None
+
+    def __enter__(self) -> None:
+        if type(sys.stderr) is io.StringIO and self._stream not in (None, sys.stderr):
+            self._collector, sys.stderr = sys.stderr, self._stream
+
+    def __exit__(self, *_: object) -> None:
+        if self._collector is not None:
+            sys.stderr = self._collector
+
+
+# One place where a process's logs are configured, and undone.
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What comes of the arguments and the environment: the same asks for nothing new."""
+
+    place: Place
+    level: int
+    as_json: bool
+    path: Path | None
+    file_level: int
+    is_level_given: bool
+    warnings: bool
+    hooks: bool
+
+
+class LogSetup:
+    """What `configure_logs` has set up; a context manager whose end undoes it.
+
+    Attributes:
+        path: This rank's log file, or None.
+    """
+
+    def __init__(
+        self, asked: _Asked, uncaught: Uncaught | None, undo: list[Callable[[], None]]
+    ) -> None:
+        self.path: Path | None = asked.path
+        self._asked = asked
+        self._uncaught = uncaught
+        self._undo = undo
+
+    def undo(self) -> None:
+        """Put everything back as it was. Harmless twice, and after another set-up."""
+        global _active
+        if _active is self:
+            _active = None
+        while self._undo:
+            self._undo.pop()()
+
+    def is_for(self, asked: _Asked) -> bool:
+        """Say whether it is what is asked for."""
+        return self._asked == asked
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # Once undone, nobody would log it; where it is printed is for others to say.
+        if isinstance(value, Exception) and kind is not None and self._uncaught is not None:
+            self._uncaught.log((kind, value, trace))
+        self.undo()
+
+
+_active: LogSetup | None = None
+
+
+def configure_logs(
+    *,
+    directory: str | os.PathLike[str] | None = None,
+    per_rank: bool = False,
+    level: str | int | None = None,
+    file_level: str | int | None = None,
+    as_json: bool | None = None,
+    warnings: bool = True,
+    hooks: bool = True,
+    env: Mapping[str, str] | None = None,
+) -> LogSetup:
+    """Bring all that this process logs to one output, and if wanted into a file.
+
+    The loggers of `get_logger`, those that were made before included, the standard library's
+    (``logging.getLogger``) and Python's warnings go to standard error, and to ``directory``. An
+    uncaught exception, of a thread too, is logged with rank and host before the process ends;
+    the hook that was there before then prints the traceback and does what else it does.
+
+    Handlers and levels that somebody has set stay as they are. Handlers of others get the
+    loggers' events too; one of theirs that writes to standard error shows the standard library's
+    records alone. Chatty libraries without a level of their own speak from WARNING. Call it
+    after the imports: libraries that keep their records from the root logger, as torch does, are
+    found then. While it is in force ``logging.basicConfig()`` does nothing.
+
+    The same call again changes nothing; another one takes its place.
+
+    Args:
+        directory: Where rank 0 writes ``rank-00000.jsonl``, one JSON object a line, one write
+            each. Where that is not possible (a full disk) one warning says so.
+        per_rank: Every rank writes a file of its own there.
+        level: From which level rank 0 shows events, such as "DEBUG"; default:
+            ``EZPZ_LOG_LEVEL``, else INFO. The other ranks from WARNING, unless
+            ``LOG_FROM_ALL_RANKS=1``. A given one is the root logger's too.
+        file_level: From which level all ranks write to their files; default: INFO, or ``level``
+            where that is lower.
+        as_json: JSON lines on standard error; default: whether ``EZPZ_LOG_FORMAT=json``.
+        warnings: Capture Python's warnings.
+        hooks: Log uncaught exceptions.
+        env: The environment to read; default ``os.environ``.
+
+    Returns:
+        A handle that undoes it: ``undo()``, or the end of its ``with``. An exception that
+        leaves such a ``with`` is logged as an uncaught one.
+
+    Raises:
+        ValueError: A level or format is none.
+        ezpz_topo.TopoError: The rank cannot be known.
+    """
+    global _active
+    env = os.environ if env is None else env
+    place = find_place(env)
+    said = to_level(env.get("EZPZ_LOG_LEVEL") or "INFO", "EZPZ_LOG_LEVEL")
+    number = said if level is None else to_level(level, "level")
+    writes = directory is not None and (place.rank == 0 or per_rank)
+    asked = _Asked(
+        place=place,
+        level=for_rank(number, env, place.rank),
+        as_json=wants_json(env) if as_json is None else as_json,
+        path=Path(directory).absolute() / file_name(place.rank) if directory and writes else None,
+        file_level=(
+            min(number, logging.INFO) if file_level is None else to_level(file_level, "file_level")
+        ),
+        is_level_given=level is not None,
+        warnings=warnings,
+        hooks=hooks,
+    )
+    if _active is not None:
+        if _active.is_for(asked):
+            return _active
+        _active.undo()
+    _active = _set_up(asked, env)
+    return _active
+
+
+def _set_up(asked: _Asked, env: Mapping[str, str]) -> LogSetup:
+    output = process_output()
+    undo: list[Callable[[], None]] = [partial(copy_output, replace(output), output)]
+    terminal = Terminal(None, level=asked.level, as_json=asked.as_json, env=env)
+    file = None
+    if asked.path is not None:
+        file = LogFile(asked.path, level=asked.file_level, complain=output.complain)
+        undo.append(file.close)
+    copy_output(Output(asked.place, terminal, file, is_configured=True), output)
+    if file is not None:
+        file.open(time.time())
+    undo += join(output, is_level_given=asked.is_level_given)
+    if asked.warnings:
+        undo += capture_warnings()
+    uncaught = None
+    if asked.hooks:
+        uncaught = Uncaught(Channel(output, NAME))
+        undo.append(uncaught.remove)
+    return LogSetup(asked, uncaught, undo)

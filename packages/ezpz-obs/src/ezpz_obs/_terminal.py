@@ -1,0 +1,664 @@
+"""Where the lines of a process go: events as text or JSON, a terminal, a log file."""
+
+from __future__ import annotations
+
+import io
+import logging
+import math
+import os
+import re
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+import orjson
+import structlog
+
+from ezpz_topo import redact
+
+from ._context import NOW, Place, find_place, is_at, open_to_append
+
+# From which level a rank logs, and in which format: what the environment says.
+
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+_OTHER_NAMES = {"WARN": "WARNING", "FATAL": "CRITICAL"}
+
+
+def get_log_level(env: Mapping[str, str], *, rank: int) -> int:
+    """Return the level from which a rank logs, as one of `logging`'s numbers.
+
+    Raises:
+        ValueError: ``EZPZ_LOG_LEVEL`` is no level.
+    """
+    return for_rank(to_level(env.get("EZPZ_LOG_LEVEL") or "INFO", "EZPZ_LOG_LEVEL"), env, rank)
+
+
+def for_rank(level: int, env: Mapping[str, str], rank: int) -> int:
+    """Return the level for this rank's terminal, where rank 0's is ``level``."""
+    if rank == 0 or env.get("LOG_FROM_ALL_RANKS", "0").lower() not in ("", "0", "false", "no"):
+        return level
+    return max(level, logging.WARNING)
+
+
+def to_level(value: str | int, said_by: str) -> int:
+    """Return a level as a number.
+
+    Args:
+        value: A name, in whatever case, or a number.
+        said_by: Who said it, for the error.
+
+    Raises:
+        ValueError: It is none.
+    """
+    if isinstance(value, int):
+        return value
+    name = _OTHER_NAMES.get(value.upper(), value.upper())
+    if name not in LEVELS:
+        raise ValueError(f"{said_by}={name!r}; expected one of {', '.join(LEVELS)}")
+    level: int = getattr(logging, name)
+    return level
+
+
+def wants_json(env: Mapping[str, str]) -> bool:
+    """Say whether the terminal's lines are to be JSON.
+
+    Raises:
+        ValueError: ``EZPZ_LOG_FORMAT`` is no format.
+    """
+    said = env.get("EZPZ_LOG_FORMAT", "").lower()
+    if said not in ("", "console", "json"):
+        raise ValueError(f"EZPZ_LOG_FORMAT={said!r}; expected console (the default) or json")
+    return said == "json"
+
+
+# One event as a line: for people, or as JSON.
+
+ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None]
+
+RESERVED = frozenset(
+    {"time", "timestamp", "level", "logger", "logger_name", "event", "exception", "stack"}
+)
+"""Names that a line uses itself; a field called so gets an underscore."""
+
+_OPTIONS = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
+_NOT_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
+_NEEDS_QUOTES = re.compile(r"[\s='\"\x00-\x1f]|^$").search
+_LONGEST = 2000  # letters of a value that is no number, string, list or mapping
+_DEEPEST = 20
+
+
+@dataclass(slots=True)
+class Event:
+    """Something to say: who, what, how bad, and what belongs to it."""
+
+    level: int
+    label: str
+    logger: str | None
+    text: str
+    fields: dict[str, Any]
+    exception: str | None = None
+    """The traceback, as text."""
+    stack: str | None = None
+
+    def redact(self) -> None:
+        """Take the secrets out of it."""
+        self.text, self.fields = redact(self.text), redact(self.fields)
+        self.exception, self.stack = redact(self.exception), redact(self.stack)
+
+
+def json_line(event: Event, place: Place, now: float) -> bytes:
+    """Return the event as one line of JSON, with its newline.
+
+    What JSON has no word for is told by a string: NaN and the infinities, integers beyond 64
+    bits, objects.
+    """
+    line: dict[str, Any] = {
+        "time": _utc(now),
+        "level": event.label,
+    }
+    if event.logger is not None:
+        line["logger"] = event.logger
+    line["event"], line["rank"], line["host"] = event.text, place.rank, place.host
+    line.update(_fields(event, place))
+    if event.stack is not None:
+        line["stack"] = event.stack
+    if event.exception is not None:
+        line["exception"] = event.exception
+    try:
+        written = orjson.dumps(line, _describe, _OPTIONS)
+    except TypeError:  # integers beyond 64 bits, lone surrogates, cycles, a mapping's odd keys
+        return orjson.dumps(_plain(line, 0), option=_OPTIONS)
+    # NaN and the infinities were written as null, which says nothing.
+    return orjson.dumps(_plain(line, 0), option=_OPTIONS) if b"null" in written else written
+
+
+def _utc(now: float) -> str:
+    """Return ISO 8601 in UTC with microseconds, always of the same length."""
+    global _utc_second
+    microseconds = int(now * 1e6)
+    second = microseconds // 1_000_000
+    known, text = _utc_second
+    if known != second:  # a microsecond's work, and most lines share theirs with another
+        text = datetime.fromtimestamp(second, UTC).strftime("%Y-%m-%dT%H:%M:%S")
+        _utc_second = second, text
+    return f"{text}.{microseconds - second * 1_000_000:06}+00:00"
+
+
+_utc_second: tuple[int, str] = (-1, "")
+
+
+class Console:
+    """Lines for people: time, level, text, logger, fields.
+
+    Args:
+        colours: Whether the terminal has some.
+    """
+
+    def __init__(self, *, colours: bool) -> None:
+        self._second: tuple[int, str] = (-1, "")
+        # Structlog's is for terminals; into files it takes 11 µs a line, ours 3.
+        self._colourful = (
+            structlog.dev.ConsoleRenderer(
+                colors=True, force_colors=True, sort_keys=False,
+                # The rich one prints every local variable: ours comes as text.
+                exception_formatter=structlog.dev.plain_traceback,
+            ) if colours else None
+        )  # fmt: skip
+
+    def line(self, event: Event, place: Place, now: float) -> str:
+        """Return the event as text, with its newline; a traceback takes lines of its own."""
+        shown = {}
+        if place.world_size > 1:
+            shown = {"rank": place.rank, "host": place.host}
+        shown |= _fields(event, place if shown else None)
+        if event.text.startswith(f"step={NOW.step} "):
+            shown.pop("step", None)  # what `History.update` returned begins with it
+        stamp = self._stamp(int(now))
+        if self._colourful is None:
+            return _uncoloured(event, shown, stamp)
+        # What structlog cannot show may raise, and it may not.
+        shown = {
+            name: value if _is_simple(value) else _show(value) for name, value in shown.items()
+        }
+        first, _, rest = event.text.partition("\n")
+        shown |= {"timestamp": stamp, "level": event.label, "event": first}
+        if event.logger is not None:
+            shown["logger"] = event.logger
+        return _with_more(self._colourful(None, event.label, shown), rest, event)
+
+    def _stamp(self, second: int) -> str:
+        known, text = self._second
+        if known != second:  # 2 µs, and most lines share theirs with another
+            text = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(second))
+            self._second = second, text
+        return text
+
+
+def _uncoloured(event: Event, shown: Mapping[str, Any], stamp: str) -> str:
+    """Return a line as structlog's renderer does, without its columns' machinery."""
+    logger = "" if event.logger is None else f" [{event.logger}]"
+    fields = "".join([f" {name}={_show(value)}" for name, value in shown.items()])
+    first, _, rest = event.text.partition("\n")
+    line = f"{stamp} [{event.label:<9}] {first:<30}{logger}{fields}".rstrip(" ")
+    return _with_more(line, rest, event)
+
+
+def _with_more(line: str, rest: str, event: Event) -> str:
+    """Return the line with what has lines of its own below it."""
+    for more in (rest, event.stack, event.exception):
+        if more:
+            line = f"{line}\n{more}"
+    return f"{line}\n"
+
+
+def _show(value: object) -> str:
+    """Return a value in one line, in quotes where it has blanks."""
+    if isinstance(value, str):
+        return repr(value) if _NEEDS_QUOTES(value) else value
+    try:
+        return repr(value)
+    # Somebody's __repr__; a log line must not end a training.
+    except Exception:  # noqa: BLE001
+        return _text(value)
+
+
+def _is_simple(value: object) -> bool:
+    return isinstance(value, str | int | float) or value is None
+
+
+def traceback_text(exc_info: object) -> str | None:
+    """Return the traceback of what ``exc_info=`` was given; None where there is none."""
+    found = to_exc_info(exc_info)
+    if found is None:
+        return None
+    try:
+        return "".join(traceback.format_exception(*found)).rstrip("\n")
+    # Of an exception that cannot be formatted its kind is still worth a line.
+    except Exception:  # noqa: BLE001
+        return f"{found[0].__name__}, which cannot be formatted"
+
+
+def to_exc_info(given: object) -> ExcInfo | None:
+    """Return kind, value and traceback of what ``exc_info=`` was given."""
+    if isinstance(given, BaseException):
+        return type(given), given, given.__traceback__
+    found = given if isinstance(given, tuple) else sys.exc_info() if given else None
+    if found is None or len(found) != 3 or not isinstance(found[1], BaseException):
+        return None
+    return found
+
+
+def _fields(event: Event, place: Place | None) -> dict[str, Any]:
+    """Return the event's fields with the step; none hides what the line says itself."""
+    fields = event.fields
+    if not RESERVED.isdisjoint(fields):
+        fields = {f"{name}_" if name in RESERVED else name: v for name, v in fields.items()}
+    if place is not None and ("rank" in fields or "host" in fields):
+        # The line's own rank is who speaks: what is said about another has another name.
+        said: dict[str, object] = {"rank": place.rank, "host": place.host}
+        fields = {
+            f"{name}_" if name in said and not _is(value, said[name]) else name: value
+            for name, value in fields.items()
+        }
+    if NOW.step is not None and "step" not in fields:
+        fields = {"step": NOW.step, **fields}
+    return fields
+
+
+def _is(value: object, other: object) -> bool:
+    return isinstance(value, int | str) and value == other
+
+
+def _describe(value: object) -> object:
+    """Return what JSON has no word for as text."""
+    if isinstance(value, set | frozenset):
+        return list(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    return _item(value)
+
+
+def _item(value: Any) -> object:
+    """Return the number that a 0-d array or tensor holds; of anything else its text."""
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "dtype"):
+        try:
+            return value.item()
+        # What only looks like one is told as text.
+        except Exception:  # noqa: BLE001, S110
+            pass
+    return _text(value)
+
+
+def _text(value: object) -> str:
+    try:
+        said = str(value)
+    # Somebody's __str__; a log line must not end a training.
+    except Exception:  # noqa: BLE001
+        return f"<{type(value).__name__}, which cannot be shown>"
+    return said if len(said) <= _LONGEST else f"{said[:_LONGEST]}..."
+
+
+def _plain(value: Any, depth: int) -> Any:
+    """Return what orjson takes, of anything."""
+    if depth > _DEEPEST:
+        return "..."  # a cycle, as likely as not
+    if isinstance(value, Mapping):
+        return {_plain(_text(key), 0): _plain(inner, depth + 1) for key, inner in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(inner, depth + 1) for inner in value]
+    if not isinstance(value, str | int | float):
+        value = value if value is None else _item(value)
+    return _simple(value)
+
+
+def _simple(value: object) -> object:
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int) and -(1 << 63) <= value < 1 << 64:
+        return int(value)
+    if isinstance(value, float):
+        # Python's words for the three that JSON has none for are others'.
+        return float(value) if math.isfinite(value) else _NOT_FINITE[str(float(value))]
+    text = value if isinstance(value, str) else _text(value)
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+# The stream where people read: standard error, or one that was given.
+
+
+class Terminal:
+    """A stream to which each line goes in one write; one that fails is no error.
+
+    Args:
+        stream: None: standard error as it is at each line, since tests and notebooks replace it;
+            a process without one (``2>&-``, pythonw) says nothing.
+        level: From which events are shown.
+        as_json: JSON lines instead of text.
+        env: Read for ``NO_COLOR`` and ``TERM``.
+    """
+
+    def __init__(
+        self, stream: TextIO | None, *, level: int, as_json: bool, env: Mapping[str, str]
+    ) -> None:
+        self.level = level
+        self.as_json = as_json
+        self.lost: int = 0
+        """How many lines it did not take since the last that it took."""
+        self.trouble: Exception | None = None
+        """Why the latest was not taken."""
+        self._given = stream
+        self._no_colours = bool(env.get("NO_COLOR")) or env.get("TERM") == "dumb"
+        self._seen: TextIO | None = None
+        self._is_tty = False
+        self._is_torn = False
+        self._console = Console(colours=False)
+
+    def stream(self) -> TextIO | None:
+        """Return where lines go at the moment."""
+        return self._given if self._given is not None else sys.stderr
+
+    def is_tty(self) -> bool:
+        """Say whether a person is looking."""
+        self._look(self.stream())
+        return self._is_tty
+
+    def render(self, event: Event, place: Place, now: float) -> str | bytes:
+        """Return the event as this terminal shows it."""
+        if self.as_json:
+            return json_line(event, place, now)
+        self._look(self.stream())
+        return self._console.line(event, place, now)
+
+    def write(self, line: str | bytes) -> bool:
+        """Write a line; return whether it was taken."""
+        stream = self.stream()
+        if stream is None:
+            return True  # nobody wants to know
+        self._look(stream)
+        try:
+            if self._is_tty:
+                with _without_bars(stream):
+                    self._write(stream, line)
+            else:
+                self._write(stream, line)
+        # A full disk, a reader that has gone, a stream that is closed or somebody's own object
+        # that raises anything: logging must not end a training. Tried again at the next line.
+        except Exception as error:  # noqa: BLE001
+            self.lost += 1
+            self.trouble = error
+            return False
+        return True
+
+    def _write(self, stream: TextIO, line: str | bytes) -> None:
+        descriptor = _descriptor(stream)
+        if descriptor is None:
+            text = line.decode() if isinstance(line, bytes) else line
+            encoding = getattr(stream, "encoding", None)
+            if isinstance(encoding, str):
+                text = text.encode(encoding, "backslashreplace").decode(encoding)
+            stream.write(text)
+            stream.flush()
+            return
+        if isinstance(line, str):
+            line = line.encode(stream.encoding, "backslashreplace")
+        stream.flush()  # what the script has printed comes first
+        if self._is_torn:
+            line = b"\n" + line
+        # Past Python's buffer: what cannot be written is not tried again at exit, which would
+        # change the exit status to 120; and ranks that share the stream do not mix their lines.
+        written = os.write(descriptor, line)
+        while written < len(line):
+            self._is_torn = True
+            written += os.write(descriptor, line[written:])
+        self._is_torn = False
+
+    def _look(self, stream: TextIO | None) -> None:
+        """See what kind of stream this is, once for each."""
+        if stream is self._seen:
+            return
+        self._seen = stream
+        try:
+            self._is_tty = stream is not None and stream.isatty()
+        except (OSError, ValueError, AttributeError):  # closed, or hardly a stream
+            self._is_tty = False
+        self._console = Console(colours=self._is_tty and not self._no_colours)
+
+
+def _descriptor(stream: TextIO) -> int | None:
+    """Return the descriptor behind a plain stream of Python's; None where somebody listens."""
+    # A subclass (pytest, Jupyter) or a patched write (W&B) wants to see what is written.
+    if type(stream) is not io.TextIOWrapper or "write" in vars(stream):
+        return None
+    raw = getattr(stream.buffer, "raw", stream.buffer)
+    return raw.fileno() if type(raw) is io.FileIO else None
+
+
+def _without_bars(stream: TextIO) -> AbstractContextManager[Any]:
+    """Take tqdm's bars, ours and the script's own, off the terminal for the while."""
+    tqdm: Any = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    if not getattr(tqdm, "_instances", None):
+        return nullcontext()
+    found: AbstractContextManager[Any] = tqdm.external_write_mode(file=stream)
+    return found
+
+
+# A rank's log file: a line a write, so that a kill loses nothing.
+
+_LOOK = 1.0  # seconds between two looks whether the file is still there
+
+
+def file_name(rank: int) -> str:
+    """Return the name of a rank's log."""
+    return f"rank-{rank:05}.jsonl"
+
+
+class LogFile:
+    """A file to which each line is appended by one ``os.write``; one that fails is no error.
+
+    It is made when it is opened, and again where somebody has removed it. A line that an earlier
+    process left half-written is ended first.
+
+    Args:
+        path: Where; its folder is made too.
+        level: From which events are written.
+        complain: Told what is wrong, once.
+    """
+
+    def __init__(self, path: Path, *, level: int, complain: Callable[[str], None]) -> None:
+        self.path = path
+        self.level = level
+        self.lost: int = 0
+        """How many lines it did not take since the last that it took."""
+        self.trouble: Exception | None = None
+        """Why the latest was not taken."""
+        self._complain = complain
+        self._has_complained = False
+        self._descriptor = -1
+        self._is_torn = False
+        self._next_look = 0.0
+        # One that may be taken twice: a signal's handler may log while its thread holds it.
+        self._lock = threading.RLock()
+
+    def write(self, line: bytes, now: float) -> bool:
+        """Append a line; return whether it was taken.
+
+        Args:
+            line: With its newline.
+            now: Seconds since 1970.
+        """
+        try:
+            if not self._next_look - _LOOK <= now < self._next_look:
+                self._look(now)
+            if self._is_torn:
+                line = b"\n" + line
+            written = os.write(self._descriptor, line)
+            self._is_torn = written < len(line)
+            while written < len(line):  # the disk is nearly full
+                written += os.write(self._descriptor, line[written:])
+            self._is_torn = False
+        except OSError as error:
+            self._failed(error)
+            return False
+        return True
+
+    def open(self, now: float) -> None:
+        """Open the file before there is something to write; complain where that is not possible."""
+        try:
+            self._look(now)
+        except OSError as error:
+            self._failed(error)
+            self.lost = 0
+
+    def close(self) -> None:
+        """Close the file. Harmless twice."""
+        with self._lock:
+            descriptor, self._descriptor = self._descriptor, -1
+            if descriptor >= 0:
+                os.close(descriptor)
+
+    def _look(self, now: float) -> None:
+        """Open the file where it is not open, or no longer the one at its path."""
+        with self._lock:
+            self._next_look = now + _LOOK
+            if self._descriptor >= 0 and is_at(self.path, self._descriptor):
+                return
+            was_open = self._descriptor >= 0
+            self.close()
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor = open_to_append(self.path)
+            size = os.fstat(self._descriptor).st_size
+            self._is_torn = size > 0 and os.pread(self._descriptor, 1, size - 1) != b"\n"
+        if was_open:
+            self._say(f"{self.path} was removed; its lines are lost, and it was made anew")
+
+    def _failed(self, error: OSError) -> None:
+        self.lost += 1
+        self.trouble = error
+        why = error.strerror or str(error)
+        self._say(
+            f"the log {self.path} cannot be written ({why}); expected room and permission there; "
+            "the run goes on, and each line is tried again"
+        )
+
+    def _say(self, text: str) -> None:
+        if not self._has_complained:
+            self._has_complained = True
+            self._complain(text)
+
+
+# Where the lines of a process go: its terminal, and its log file where it has one.
+
+NAME = "ezpz_obs"
+"""The logger of what we say about ourselves."""
+
+
+@dataclass(slots=True)
+class Output:
+    """A terminal and perhaps a log file, with the rank that speaks there."""
+
+    place: Place
+    terminal: Terminal
+    file: LogFile | None = None
+    level: int = 0
+    """From which events anybody here is interested."""
+    is_configured: bool = False
+    """Whether `configure_logs` has made it what it is."""
+
+    def __post_init__(self) -> None:
+        self.settle()
+
+    def settle(self) -> None:
+        """Find the level anew, after a change."""
+        level = self.terminal.level
+        self.level = level if self.file is None else min(level, self.file.level)
+
+    def send(
+        self, event: Event, *, to_terminal: bool = True, on_terminal: Event | None = None
+    ) -> None:
+        """Write an event where its level is wanted.
+
+        Args:
+            event: What to write.
+            to_terminal: False: to the file only.
+            on_terminal: What the terminal shows instead.
+        """
+        now = time.time()
+        terminal, file = self.terminal, self.file
+        event.redact()
+        if on_terminal is not None:
+            on_terminal.redact()
+        line: str | bytes = b""
+        if to_terminal and event.level >= terminal.level:
+            line = terminal.render(on_terminal or event, self.place, now)
+            if terminal.write(line) and terminal.lost:
+                self._tell_lost(terminal, now)
+        if file is not None and event.level >= file.level:
+            if type(line) is str or not line or on_terminal is not None:
+                line = json_line(event, self.place, now)
+            assert isinstance(line, bytes)
+            if file.write(line, now) and file.lost:
+                self._tell_lost(file, now)
+
+    def complain(self, text: str) -> None:
+        """Say on the terminal what is wrong with the file."""
+        event = Event(logging.WARNING, "warning", NAME, text, {})
+        self.terminal.write(self.terminal.render(event, self.place, time.time()))
+
+    def _tell_lost(self, target: Terminal | LogFile, now: float) -> None:
+        lost, why = target.lost, target.trouble
+        target.lost, target.trouble = 0, None
+        reason = getattr(why, "strerror", None) or why
+        text = f"{lost} log lines before this one were lost: {reason}"
+        event = Event(logging.WARNING, "warning", NAME, text, {})
+        if isinstance(target, LogFile):
+            target.write(json_line(event, self.place, now), now)
+        else:
+            target.write(target.render(event, self.place, now))
+
+
+_process: Output | None = None
+
+
+def make_output(env: Mapping[str, str], stream: TextIO | None) -> Output:
+    """Return an output as the environment says.
+
+    Raises:
+        ValueError: ``EZPZ_LOG_LEVEL`` or ``EZPZ_LOG_FORMAT`` is none.
+        ezpz_topo.TopoError: The rank cannot be known.
+    """
+    place = find_place(env)
+    level = get_log_level(env, rank=place.rank)
+    return Output(place, Terminal(stream, level=level, as_json=wants_json(env), env=env))
+
+
+def process_output() -> Output:
+    """Return the output of this process, which its loggers share.
+
+    Until `configure_logs` it is as the environment says at the moment: launchers' variables may
+    come after the first logger.
+
+    Raises:
+        ValueError: See `make_output`.
+        ezpz_topo.TopoError: See `make_output`.
+    """
+    global _process
+    if _process is None:
+        _process = make_output(os.environ, None)
+    elif not _process.is_configured:
+        copy_output(make_output(os.environ, None), _process)
+    return _process
+
+
+def copy_output(source: Output, target: Output) -> None:
+    """Make ``target``, which loggers hold, what ``source`` is."""
+    target.place, target.terminal, target.file = source.place, source.terminal, source.file
+    target.is_configured = source.is_configured
+    target.settle()
