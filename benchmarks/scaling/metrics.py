@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from ezpz_obs._history import across, exchange, reduced
+from ezpz_obs import _across
 
 from .fresh import STRACE, environment, whole
 from .growth import NODES, PER_NODE, Absent, Curve, Found
@@ -21,7 +21,7 @@ RANK = """
 import sys, tempfile
 import torch.distributed as dist
 import ezpz_obs
-from ezpz_obs._history import across
+from ezpz_obs import _across as across
 path, rank, size, steps, metrics, across.GATHERED = sys.argv[1], *map(int, sys.argv[2:])
 across.is_ring = lambda *_: False  # which would have gloo gather
 dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=size)
@@ -77,7 +77,7 @@ def _a_step(size: int, gathered: int) -> float:
 def metrics() -> Iterator[Found]:
     """Yield the bytes that a step of History sends, on real ranks and by the model."""
     what = f"History sends, a rank and step of {METRICS} metrics"
-    few = across.GATHERED
+    few = _across.GATHERED
     if STRACE is None:
         yield Absent("metrics", what, "strace is not installed")
     else:
@@ -87,8 +87,8 @@ def metrics() -> Iterator[Found]:
                         "measured", real, 1, "gloo over TCP, its own messages with it: a rank's "
                         "all-reduce is 2 (ranks - 1) of them")  # fmt: skip
     # Payload alone, around a ring: what is gathered passes each rank once, what is reduced twice.
-    value = 8 * (exchange.HEAD + across.ROOM)
-    words = 8 * (reduced.HEAD + (4 + 2) * across.ROOM)
+    value = 8 * (_across.HEAD + _across.ROOM)
+    words = 8 * (_across.ENDS_HEAD + (4 + 2) * _across.ROOM)
     sizes = [nodes * PER_NODE for nodes in NODES]
 
     def sent(size: int) -> float:

@@ -54,7 +54,7 @@ def one_process(monkeypatch):
 def fork_server():
     pytest.importorskip("torch", reason="torch is not installed")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "ezpz_obs._history.across"])
+    context.set_forkserver_preload(["torch.distributed", "ezpz_obs._across"])
     return context
 
 

@@ -18,7 +18,7 @@ def ranks(request, ranks):
     few = {"gathered": 1024, "reduced": 1}[request.param]
 
     def start(code, size, **options):
-        begin = f"import ezpz_obs._history.across as across\nacross.GATHERED = {few}\n"
+        begin = f"from ezpz_obs import _across as across\nacross.GATHERED = {few}\n"
         begin += "across.is_ring = lambda *_: False\n"  # as of NCCL, in place of gloo
         return start_ranks(begin + textwrap.dedent(code), size, **options)
 
@@ -189,7 +189,7 @@ def test_a_rank_that_stops_calling_is_named(ranks, how):
     done = ranks(
         f"""
         import ezpz_obs, os, time
-        from ezpz_obs._history import roll_call
+        from ezpz_obs import _across as roll_call
         if "of many" in {how!r}:
             roll_call._EACH = 1  # one of them asks for all
         history = ezpz_obs.History(cross_rank=True, timeout=2)

@@ -8,8 +8,7 @@ from pickle import UnpicklingError
 import pytest
 
 import ezpz_obs
-from ezpz_obs import History, HistoryError, SinkError
-from ezpz_obs._history import header
+from ezpz_obs import History, HistoryError, SinkError, _file
 
 
 @pytest.mark.parametrize("name", ["crc", "event", "time", "ezpz_obs"])
@@ -44,7 +43,7 @@ def test_a_metric_that_is_called_like_a_statistic_of_another(tmp_path):
 def test_git_is_asked_by_rank_0_alone(tmp_path, monkeypatch, per_rank):
     """It looks at every file of the script's folder, which thousands of ranks share."""
     asked = []
-    monkeypatch.setattr(header, "_git", lambda *words: asked.append(words))
+    monkeypatch.setattr(_file, "_git", lambda *words: asked.append(words))
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
     with History(tmp_path, per_rank=per_rank) as history:

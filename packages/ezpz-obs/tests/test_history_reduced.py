@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from ezpz_obs._history.reduced import Reduction
+from ezpz_obs._across import Reduction
 
 BOTH = """
 import math, random, ezpz_obs
-from ezpz_obs._history import across
+from ezpz_obs import _across as across
 across.is_ring = lambda *_: False  # as of NCCL, in place of gloo
 
 def histories():
@@ -102,7 +102,7 @@ def test_more_ranks_send_no_more(ranks, deferred):
     """Two an update, and a third at first, when nothing is known of the numbers."""
     code = f"""
 import ezpz_obs
-from ezpz_obs._history import across
+from ezpz_obs import _across as across
 from torch.profiler import profile
 across.GATHERED, across.is_ring = 1, lambda *_: False
 history = ezpz_obs.History(cross_rank=True, deferred={deferred})
@@ -149,7 +149,7 @@ def test_gloo_gathers_on_any_number_of_ranks(ranks):
     (one, _) = ranks(
         """
 import ezpz_obs
-from ezpz_obs._history import across
+from ezpz_obs import _across as across
 across.GATHERED = 1
 history = ezpz_obs.History(cross_rank=True)
 history.update({"a": RANK})

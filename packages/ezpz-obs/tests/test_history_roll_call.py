@@ -2,7 +2,7 @@
 
 import pytest
 
-from ezpz_obs._history.roll_call import _missing
+from ezpz_obs._across import _missing
 
 
 class Store:

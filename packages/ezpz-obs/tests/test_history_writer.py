@@ -8,8 +8,7 @@ import sys
 import pytest
 
 import ezpz_obs
-from ezpz_obs import History
-from ezpz_obs._history import writer as writer_module
+from ezpz_obs import History, _file
 
 LIMITED = """
 import resource, signal, sys, ezpz_obs
@@ -87,7 +86,7 @@ def test_a_disk_that_is_full_from_the_start(tmp_path):
 
 
 def test_a_folder_that_is_removed_comes_back_with_all_records(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(writer_module, "_LOOK", 0.0)
+    monkeypatch.setattr(_file, "_LOOK", 0.0)
     folder = tmp_path / "run"
     with History(folder) as history:
         history.update({"loss": 1.0})
@@ -101,7 +100,7 @@ def test_a_folder_that_is_removed_comes_back_with_all_records(tmp_path, monkeypa
 
 
 def test_a_folder_that_is_removed_when_all_is_over_stays_so(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(writer_module, "_LOOK", 0.0)
+    monkeypatch.setattr(_file, "_LOOK", 0.0)
     with History(tmp_path / "run") as history:
         history.update({"loss": 1.0})
         shutil.rmtree(tmp_path / "run")
@@ -110,7 +109,7 @@ def test_a_folder_that_is_removed_when_all_is_over_stays_so(tmp_path, monkeypatc
 
 
 def test_a_folder_that_is_removed_for_good(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(writer_module, "_LOOK", 0.0)
+    monkeypatch.setattr(_file, "_LOOK", 0.0)
     folder = tmp_path / "run"
     with History(folder) as history:
         shutil.rmtree(folder)
@@ -121,7 +120,7 @@ def test_a_folder_that_is_removed_for_good(tmp_path, monkeypatch, caplog):
 
 
 def test_a_file_replaced_by_another_is_not_touched(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(writer_module, "_LOOK", 0.0)
+    monkeypatch.setattr(_file, "_LOOK", 0.0)
     with History(tmp_path) as history:
         history.path.unlink()
         history.path.write_text("somebody else's")

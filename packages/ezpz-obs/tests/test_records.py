@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ezpz_obs import History, HistoryError, read_run
-from ezpz_obs._records import follow
+from ezpz_obs._run import follow
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ _LATER = {
     "Alarms": "_training.alarms",
     "History": "_history",
     "LogSetup": "_logs",
-    "Run": "_records",
+    "Run": "_run",
     "Sink": "_sinks.protocol",
     "StepTimer": "_training.timer",
     "Throughput": "_training.throughput",
@@ -28,7 +28,7 @@ _LATER = {
     "plot": "_reports.terminal",
     "profile": "_training.profile",
     "progress": "_progress",
-    "read_run": "_records",
+    "read_run": "_run",
     "replay": "_sinks.replay",
     "setup_wandb": "_sinks.wandb_start",
     "tail": "_reports.tail",
@@ -41,12 +41,12 @@ if TYPE_CHECKING:
     from ._history import History
     from ._logs import LogSetup, configure_logs, get_logger, log_dict_as_bulleted_list
     from ._progress import progress
-    from ._records import Run, read_run
     from ._reports.dataset import dataset_of
     from ._reports.export import export
     from ._reports.report import write_report
     from ._reports.tail import tail
     from ._reports.terminal import plot
+    from ._run import Run, read_run
     from ._sinks.protocol import Sink
     from ._sinks.replay import replay
     from ._sinks.wandb_start import setup_wandb, verify_wandb

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ezpz_obs._records import Block, Run
+from ezpz_obs._run import Block, Run
 
 from .series import Series
 

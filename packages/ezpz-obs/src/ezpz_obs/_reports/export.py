@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ezpz_obs._errors import ReportError
-from ezpz_obs._records import Run, read_run
+from ezpz_obs._run import Run, read_run
 
 from .extras import require
 

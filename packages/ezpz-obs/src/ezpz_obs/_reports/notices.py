@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import orjson
 
-from ezpz_obs._records.lines import LONGEST_LINE
+from ezpz_obs._file import LONGEST_LINE
 
 ROOM: Final = 200
 """Different messages that are kept, of the first and of the last each."""

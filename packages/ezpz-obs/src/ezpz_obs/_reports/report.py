@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from ezpz_obs._errors import ReportError
-from ezpz_obs._records import Run, read_run
+from ezpz_obs._run import Run, read_run
 
 from . import markdown, page
 from .content import compose

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
 
-from ezpz_obs._records import Run
+from ezpz_obs._run import Run
 
 from .notices import Notices, collect
 from .numbers import NOTHING, moment, seconds

@@ -10,9 +10,9 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, Final, TextIO
 
-from ezpz_obs._history.names import STATISTICS
-from ezpz_obs._history.summary import summarize, summarize_ranks
-from ezpz_obs._records import follow as read_on
+from ezpz_obs._file import STATISTICS
+from ezpz_obs._history import summarize, summarize_ranks
+from ezpz_obs._run import follow as read_on
 
 from .names import clean, shorten
 

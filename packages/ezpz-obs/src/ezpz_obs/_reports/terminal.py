@@ -11,7 +11,7 @@ from typing import Final, TextIO
 import numpy as np
 
 from ezpz_obs._errors import ReportError
-from ezpz_obs._records import Run, read_run
+from ezpz_obs._run import Run, read_run
 
 from .extras import require
 from .names import shorten

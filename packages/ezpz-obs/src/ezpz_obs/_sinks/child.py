@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ezpz_obs._records.lines import decode
+from ezpz_obs._file import decode
 
 from .libraries import make_library_sink
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ezpz_obs._errors import SinkError
-from ezpz_obs._records.lines import encode_anything, encode_record
+from ezpz_obs._file import encode_anything, encode_record
 
 from .child import CLOSE
 from .libraries import library_seconds

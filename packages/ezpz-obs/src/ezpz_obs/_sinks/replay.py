@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any
 
 from ezpz_obs._errors import SinkError
-from ezpz_obs._records import read_run
+from ezpz_obs._run import read_run
 
 from .names import make_sink
 from .protocol import Sink

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ezpz_obs._errors import HistoryError
-from ezpz_obs._records.lines import HEADER, decode
-from ezpz_obs._records.reader import FILE_NAME
+from ezpz_obs._file import HEADER, decode
+from ezpz_obs._run import FILE_NAME
 
 NOT_METRICS = frozenset({"step", "time", "replay"})
 

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from ezpz_obs._errors import HistoryError
 from ezpz_topo import redact
 
-from .lines import EVENT, HEADER, LONGEST_LINE, RECORD, SCHEMA, decode
-from .numbers import PLAIN, as_float
+from ._errors import HistoryError
+from ._file import EVENT, HEADER, LONGEST_LINE, PLAIN, RECORD, SCHEMA, as_float, decode
 
 if TYPE_CHECKING:
     import numpy as np

@@ -1,0 +1,665 @@
+"""A run's file: what a metric is called, how a line is written, and who writes it.
+
+JSON has no NaN and no infinity, and its numbers of more than 64 bits are floats to most
+readers. They are written as strings, which no metric is: ``"NaN"``, ``"Infinity"``,
+``"-Infinity"``, and integers as their digits.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import math
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from ezpz_topo import TopoError, detect, fold_nodelist, redact
+
+from ._context import Place, is_at, open_to_append
+from ._errors import HistoryError
+
+# What users call a metric, as plain numbers by name.
+
+Number = int | float | bool
+
+RESERVED = frozenset({"step", "time", "replay", "event", "ezpz_obs", "crc"})
+"""Names of the file's own: no metric may have one."""
+
+PLAIN = frozenset({int, float, bool})
+"""The types that JSON takes as they are."""
+
+
+def flatten(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metrics under flat names, ``{"train": {"loss": 1}}`` as ``{"train/loss": 1}``.
+
+    The values are plain numbers, or tensors that lie on a device: those are for `fetch`.
+
+    Raises:
+        TypeError: A name is no string, or a value is no number.
+        ValueError: A name is one of the file's own, empty, or given twice.
+    """
+    flat: dict[str, Any] = {}
+    for name, value in _leaves(metrics, ""):
+        if name in RESERVED:
+            raise ValueError(
+                f"a metric called {name!r}; expected another name: History writes one of its own"
+            )
+        if name in flat:
+            raise ValueError(f"two metrics called {name!r}; expected each name once")
+        flat[name] = (
+            value if type(value) in PLAIN or is_on_device(value) else to_number(name, value)
+        )
+    return flat
+
+
+def _leaves(metrics: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in metrics.items():
+        if not isinstance(key, str):
+            raise TypeError(f"a metric called {key!r}; expected its name to be a string")
+        if not key:
+            raise ValueError(f"a metric of {prefix or 'the step'!r} has no name; expected one")
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}/")
+        else:
+            # A subclass of str is none to the encoder.
+            yield f"{prefix}{key}", value
+
+
+def to_number(name: str, value: Any) -> Number:
+    """Return one number, of anything that holds one: 0-d arrays and tensors, numpy's scalars.
+
+    Raises:
+        TypeError: It holds none, or several.
+    """
+    if isinstance(value, str | bytes):
+        raise TypeError(f"metric {name!r} is {value!r:.60}; expected a number")
+    if type(value) not in PLAIN:
+        # numpy's float64 is a float to Python, and not to the encoder.
+        item = getattr(value, "item", None)
+        masked = sys.modules.get("numpy.ma")
+        if masked is not None and masked.is_masked(value):
+            return float("nan")  # its `item` is a number that is none
+        try:
+            value = item() if callable(item) else value
+        except (ValueError, RuntimeError) as error:  # numpy's and torch's, of several elements
+            raise TypeError(f"metric {name!r} is not one number: {error}") from error
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value)
+    raise TypeError(f"metric {name!r} is a {type(value).__name__}; expected a number")
+
+
+def is_on_device(value: Any) -> bool:
+    """Say whether this is a tensor whose number would have to be waited for."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(value, torch.Tensor):
+        return False
+    return bool(value.device.type not in ("cpu", "meta"))
+
+
+def as_float(value: float) -> float:
+    """Return a number as a double; an integer beyond 1.8e308 as an infinity."""
+    try:
+        return float(value)
+    except OverflowError:
+        return float("inf") if value > 0 else float("-inf")
+
+
+# What statistics over ranks are called.
+
+STATISTICS = ("mean", "std", "min", "max", "min_rank", "max_rank")
+"""What follows a metric's name: ``loss/mean``, ..."""
+
+
+def statistic_names(metrics: Iterable[str]) -> list[str]:
+    """Return ``loss/mean``, ``loss/std``, ... metric by metric."""
+    return [f"{name}/{statistic}" for name in metrics for statistic in STATISTICS]
+
+
+def refuse_statistics(metrics: Collection[str]) -> None:
+    """Refuse metrics whose names those of statistics would be.
+
+    Raises:
+        ValueError: There is one, such as ``loss/mean`` beside ``loss``.
+    """
+    for name in metrics:
+        of, _, statistic = name.rpartition("/")
+        if statistic in STATISTICS and of in metrics:
+            raise ValueError(
+                f"a metric called {name!r} beside {of!r}; expected another name: cross_rank=True "
+                f"writes the {statistic} of {of!r} under that one"
+            )
+
+
+# One line of a run's file: how numbers are written so that they come back as they were.
+#
+# JSON has no NaN and no infinity, and its numbers of more than 64 bits are floats to most
+# readers. They are written as strings, which no metric is: ``"NaN"``, ``"Infinity"``,
+# ``"-Infinity"``, and integers as their digits.
+
+SCHEMA = 1
+"""The number in each header: what a reader must know to read the file."""
+
+HEADER, RECORD, EVENT = b'{"ezpz_obs":', b'{"step":', b'{"event":'
+"""How the three kinds of line begin."""
+
+_CRC = b',"crc":"'
+_CRC_LENGTH = len(_CRC) + 8 + len(b'"}')
+_WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_STRING = frozenset({str})
+LONGEST_LINE = 64 << 20
+"""Bytes: what is longer was not written by a History, and is not read into memory."""
+_LONGEST_INTEGER = 4000  # digits; Python's own limit is 4,300
+
+
+def encode_record(record: Mapping[str, Any]) -> bytes | None:
+    """Return a record of plain numbers as a line, or None where it has to be looked at closely.
+
+    The quick way: most records are floats that JSON has. Names of the file's own are the
+    caller's to refuse.
+    """
+    try:
+        line = orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
+    except TypeError:  # integers beyond 64 bits, names that are no strings
+        return None
+    # What JSON has no number for, or a metric whose name says so: either way looked at.
+    return None if b"null" in line else line
+
+
+def encode_anything(line: Mapping[str, Any]) -> bytes:
+    """Return a header, an event or a record as a line, whatever numbers are in it."""
+    return orjson.dumps(_plain(line), option=orjson.OPT_APPEND_NEWLINE)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return float(value)
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value if -(1 << 63) <= value < 1 << 64 else _digits(value)
+    if isinstance(value, Mapping):
+        return {_text(str(key)): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(inner) for inner in value]
+    # A configuration may hold paths, dtypes and anything else: what they say will do.
+    return (
+        value
+        if value is None or isinstance(value, bool)
+        else _text(value if isinstance(value, str) else str(value))
+    )
+
+
+def _text(value: str) -> str:
+    # Names of files in another encoding hold surrogates, which UTF-8 has not.
+    return value.encode(errors="backslashreplace").decode()
+
+
+def _digits(value: int) -> str:
+    if value.bit_length() > 1 + math.log2(10) * _LONGEST_INTEGER:
+        raise ValueError(
+            f"an integer of {value.bit_length():,} bits; "
+            f"expected at most {_LONGEST_INTEGER:,} digits"
+        )
+    return str(value)
+
+
+def seal(line: bytes) -> bytes:
+    """Add the checksum to a line: 1 µs for 250 bytes."""
+    body = line[:-2]  # the brace and the newline
+    return b'%b%b%08x"}\n' % (body, _CRC, zlib.crc32(body))
+
+
+def is_intact(line: bytes) -> bool:
+    """Say whether a line without its newline has no checksum, or the right one."""
+    if not line.endswith(b'"}') or line[-_CRC_LENGTH : -_CRC_LENGTH + len(_CRC)] != _CRC:
+        return True
+    return line[-10:-2] == b"%08x" % zlib.crc32(line[:-_CRC_LENGTH])
+
+
+def decode(line: bytes) -> dict[str, Any]:
+    """Return what a line says, of whatever kind; numbers of records are numbers again.
+
+    Raises:
+        HistoryError: It is no JSON object, or its checksum is another.
+    """
+    try:
+        found = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        raise HistoryError(f"no JSON: {error}: {line[:60]!r}") from None
+    if not isinstance(found, dict):
+        raise HistoryError(f"{line[:60]!r}; expected a JSON object")
+    if not is_intact(line):
+        raise HistoryError(f"the checksum is another: {line[:60]!r}; expected it as it was written")
+    if "crc" in found:
+        del found["crc"]
+    # Strings are rare: looking for one in the bytes is quicker than at every value.
+    if line.startswith(RECORD) and (b':"' in line or b': "' in line):
+        for name, value in found.items():
+            if type(value) is str:
+                found[name] = _number(value)
+    return found
+
+
+def _number(text: str) -> float | int:
+    if text in _WORDS:
+        return _WORDS[text]
+    try:
+        return int(text)
+    except ValueError:
+        raise HistoryError(f"a value {text[:60]!r}; expected a number") from None
+
+
+def is_quick(metrics: Mapping[str, Any]) -> bool:
+    """Say whether all values are plain numbers, and all names strings and not the file's own."""
+    return (
+        PLAIN.issuperset(map(type, metrics.values()))
+        and RESERVED.isdisjoint(metrics)
+        and "" not in metrics
+        and _STRING.issuperset(map(type, metrics))
+    )
+
+
+# Numbers that lie on a device, brought to the host in one copy.
+
+
+class Copies:
+    """Copies of a record's device tensors on their way to the host.
+
+    Made without waiting for the device: the numbers are read when `settle` is called, by then
+    usually there. (CUDA, ROCm and XPU copy beside the queue's next kernels; MPS waits.)
+
+    Args:
+        flat: A flat record; `settle` fills it in.
+
+    Raises:
+        TypeError: A tensor has several elements.
+    """
+
+    def __init__(self, flat: dict[str, Any]) -> None:
+        self._flat = flat
+        self._waiting: list[tuple[list[str], Any, Any]] = []
+        by_kind: dict[tuple[Any, bool], list[str]] = {}
+        for name, value in flat.items():
+            if is_on_device(value):
+                if value.numel() != 1:
+                    raise TypeError(
+                        f"metric {name!r} is not one number: a tensor of shape {tuple(value.shape)}"
+                    )
+                by_kind.setdefault((value.device, value.is_floating_point()), []).append(name)
+        for (device, floating), names in by_kind.items():
+            self._send(device, floating, names)
+
+    def _send(self, device: Any, floating: bool, names: list[str]) -> None:
+        torch = sys.modules["torch"]
+        # MPS has no doubles.
+        wide = torch.float32 if device.type == "mps" else torch.float64
+        values = [self._flat[name].detach().reshape(()) for name in names]
+        together = torch.stack([value.to(wide if floating else torch.int64) for value in values])
+        if device.type == "mps":
+            self._waiting.append((names, together.cpu(), None))
+            return
+        host = torch.empty(together.shape, dtype=together.dtype, pin_memory=True)
+        host.copy_(together, non_blocking=True)
+        event = torch.get_device_module(device).Event()
+        event.record()
+        self._waiting.append((names, host, event))
+
+    def settle(self) -> dict[str, Any]:
+        """Wait for the copies, and return the record with its numbers in it."""
+        for names, host, event in self._waiting:
+            if event is not None:
+                event.synchronize()
+            self._flat.update(zip(names, host.tolist(), strict=True))
+        self._waiting.clear()
+        return self._flat
+
+
+# The file of one writer: every line one write, whatever was there before continued.
+
+_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Before:
+    """What earlier attempts left in a file."""
+
+    attempts: int = 0
+    last_step: int | None = None
+    """The highest step of all."""
+
+
+class LineFile:
+    """A file that only grows, one whole line at a time.
+
+    A last line that was torn by a crash is cut off when the file is opened. What has been
+    written is in the kernel: the end of the process, of whatever kind, does not lose it; the
+    end of the host may, unless ``sync`` is called (fdatasync, about 130 µs on a local disk).
+
+    Raises:
+        HistoryError: What is there was not written by a History, or another one is writing it.
+        OSError: The folder cannot be made, or the file not opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._fd = open_to_append(path)
+        self._torn = 0  # bytes of a line at the end that are still to be cut off
+        try:
+            _claim(self._fd, path)
+            self.before = _survey(self._fd, path)
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def write(self, line: bytes) -> None:
+        """Append a line by one write.
+
+        Raises:
+            OSError: It is not in the file; nothing of it is.
+        """
+        if self._torn:
+            self._cut()
+        written = os.write(self._fd, line)
+        if written != len(line):
+            self._torn = written
+            self._cut()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+
+    def _cut(self) -> None:
+        """Cut off what a full disk took of a line, so that the next one begins a line."""
+        os.ftruncate(self._fd, os.fstat(self._fd).st_size - self._torn)
+        self._torn = 0
+
+    def sync(self) -> None:
+        """Wait until what was written is on the disk."""
+        getattr(os, "fdatasync", os.fsync)(self._fd)  # macOS has fsync only
+
+    def is_there(self) -> bool:
+        """Say whether the path still leads to this file."""
+        return is_at(self.path, self._fd)
+
+    def restore(self) -> None:
+        """Make the file anew where somebody removed it, with all that was in it.
+
+        Raises:
+            OSError: It cannot be made.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        anew = open_to_append(self.path, anew=True)
+        try:
+            _claim(anew, self.path)
+            os.lseek(self._fd, 0, os.SEEK_SET)
+            with open(self._fd, "rb", closefd=False) as old, open(anew, "wb", closefd=False) as new:
+                shutil.copyfileobj(old, new, _BLOCK)
+        except BaseException:
+            os.close(anew)
+            raise
+        os.close(self._fd)
+        self._fd = anew
+
+    def close(self) -> None:
+        """Close the file. Harmless twice."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _claim(fd: int, path: Path) -> None:
+    """Refuse a file that another History, of this process or another, is writing.
+
+    Raises:
+        HistoryError: One is.
+    """
+    try:
+        import fcntl
+    except ImportError:  # no such thing outside POSIX
+        return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise HistoryError(
+            f"{path} is being written by another History; expected one writer a file: close() the "
+            "other, or give each run its own outdir (where every rank is to write: per_rank=True)"
+        ) from None
+    except OSError:
+        return  # a file system without locks: nothing can be known
+
+
+def _survey(fd: int, path: Path) -> Before:
+    """Cut off a torn last line; return how many attempts there were, and how far they got.
+
+    Raises:
+        HistoryError: What is there was not written by a History.
+    """
+    attempts = 0
+    last: int | None = None
+    refused = f"{path} holds {{!r}}; expected lines that a History wrote: give another outdir"
+
+    def see(line: bytes) -> None:
+        nonlocal attempts, last
+        if line.startswith(HEADER):
+            attempts += 1
+        elif line.startswith(RECORD):
+            step = _step_of(line)
+            last = step if last is None else max(last, step)
+        elif not line.startswith(EVENT):
+            raise HistoryError(refused.format(line[:40]))
+
+    torn = _each_line(fd, see)
+    if torn:
+        # A host that crashes leaves zeros where it had no time to write.
+        begun = torn.rstrip(b"\0")
+        if not any(begun.startswith(kind[: len(begun)]) for kind in (HEADER, RECORD, EVENT)):
+            raise HistoryError(refused.format(torn[:40]))
+        os.ftruncate(fd, os.fstat(fd).st_size - len(torn))
+    return Before(attempts, last)
+
+
+def _each_line(fd: int, see: Callable[[bytes], Any]) -> bytes:
+    """Show every whole line, and return what follows the last newline."""
+    rest, place = b"", 0
+    while block := os.pread(fd, _BLOCK, place):
+        place += len(block)
+        lines = (rest + block).split(b"\n")
+        rest = lines.pop()
+        if len(rest) > LONGEST_LINE:
+            raise HistoryError(
+                f"{rest[:40]!r} is longer than {LONGEST_LINE >> 20} MiB; expected lines that a "
+                "History wrote: give another outdir"
+            )
+        for line in lines:
+            see(line)
+    return rest
+
+
+def _step_of(line: bytes) -> int:
+    """Return the step of a record's line without reading the rest of it.
+
+    Raises:
+        HistoryError: There is none.
+    """
+    digits = line[len(RECORD) : line.find(b",", len(RECORD))]
+    try:
+        return int(digits)
+    except ValueError:
+        step = decode(line)["step"]
+    if type(step) is not int:
+        raise HistoryError(f"{line[:60]!r}; expected a step that is an integer")
+    return step
+
+
+# The file of a `History`, which training never waits for and never fails for.
+
+logger = logging.getLogger("ezpz_obs")
+
+_LOOK = 1.0  # seconds between looks whether the file is still where it was
+
+
+class Writer:
+    """Writes lines as they come; of what cannot be written, one warning and the number.
+
+    Args:
+        file: Where to.
+        checksum: Add a checksum to each line: about 1 µs a record.
+        sync: Have the disk confirm each record (True), or one in so many seconds (a number).
+    """
+
+    def __init__(self, file: LineFile, *, checksum: bool, sync: bool | float) -> None:
+        self._file = file
+        self._checksum = checksum
+        self._sync_every = (0.0 if sync is True else float(sync)) if sync is not False else None
+        self._synced = self._looked = time.time()
+        self._said = False
+        self.lost = 0
+        """Lines that are not in the file."""
+
+    def put(self, line: Mapping[str, Any], now: float, *, look: bool = True) -> None:
+        """Write a header, event or record.
+
+        Args:
+            line: What to write.
+            now: Seconds since 1970.
+            look: Where the folder is gone, make it anew.
+        """
+        text = encode_record(line) or encode_anything(line)
+        try:
+            self._file.write(seal(text) if self._checksum else text)
+        except OSError as error:
+            self.lost += 1
+            self._fail(error)
+        try:
+            if self._sync_every is not None and now - self._synced >= self._sync_every:
+                self._file.sync()
+                self._synced = now
+        except OSError as error:
+            self._fail(error)
+        if look and (now - self._looked >= _LOOK or now < self._looked):
+            self._look(now)
+
+    def _look(self, now: float) -> None:
+        """Where somebody removed the folder, what is written goes nowhere: make it anew."""
+        self._looked = now
+        if self._file.is_there():
+            return
+        try:
+            self._file.restore()
+        except OSError as error:
+            self._fail(error)
+        else:
+            logger.warning(
+                "%s was removed while it was being written; it is there again, with all records",
+                self._file.path,
+            )
+
+    def _fail(self, error: OSError) -> None:
+        if not self._said:
+            self._said = True
+            logger.warning(
+                "metrics cannot be written to %s (%s); expected room and permission there: "
+                "training goes on, and so do the attempts to write",
+                self._file.path, os.strerror(error.errno) if error.errno else error,
+            )  # fmt: skip
+
+    def close(self) -> None:
+        """Close the file, and say how many lines are not in it. Harmless twice."""
+        if self.lost:
+            logger.warning("%d lines are missing in %s", self.lost, self._file.path)
+            self.lost = 0
+        self._file.close()
+
+
+# The first line of each attempt: where, with what, and of which commit it ran.
+
+_WORTH_KNOWING = (
+    "ezpz", "ezpz_device", "ezpz_dist", "ezpz_obs", "ezpz_topo", "ezpz_tp", "torch",
+    "accelerate", "deepspeed", "mpi4py", "numpy", "transformers",
+)  # fmt: skip
+_GIT_SECONDS = 2.0  # a working tree on a busy file system is not worth more
+
+
+def make_header(
+    place: Place, before: Before, *, run: str, config: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return what is known of this attempt. No command is started but rank 0's git, for 2 s."""
+    return {
+        "ezpz_obs": SCHEMA,
+        "attempt": before.attempts,
+        "time": time.time(),
+        "run": run,
+        "rank": place.rank,
+        "world_size": place.world_size,
+        "host": place.host,
+        **_surroundings(),
+        "continues": before.last_step,
+        # git looks at every file of the folder, which all ranks share.
+        "git": find_commit() if place.rank == 0 else None,
+        "versions": _versions(),
+        # As it will stand in the file: what an object says of itself may hold a secret, too.
+        **redact(orjson.loads(encode_anything({"argv": sys.argv, "config": config}))),
+    }
+
+
+def _surroundings() -> dict[str, Any]:
+    try:
+        topology = detect(ask=False)
+    except TopoError as error:  # the rank is known by now: what else there is can wait
+        return {"hosts": None, "machine": None, "job": None, "unknown": str(error)}
+    job = topology.allocation
+    return {
+        "hosts": fold_nodelist(job.hosts) or None,
+        "machine": topology.machine.name,
+        "job": {"scheduler": job.scheduler, "id": job.job_id, "launcher": topology.rank.launcher},
+    }
+
+
+def find_commit() -> dict[str, Any] | None:
+    """Return the commit of the script's folder, and whether files of it were changed.
+
+    None where there is no repository, no git, or no answer within 2 s.
+    """
+    script = Path(sys.argv[0] if sys.argv and sys.argv[0] else ".")
+    folder = script.resolve().parent if script.is_file() else Path.cwd()
+    commit = _git(folder, "rev-parse", "HEAD")
+    if not commit:
+        return None
+    changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    return {"commit": commit, "dirty": None if changed is None else bool(changed)}
+
+
+def _git(folder: Path, *words: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *words], capture_output=True, check=False,
+            stdin=subprocess.DEVNULL, timeout=_GIT_SECONDS,
+            # `status` may write the index, which is the user's.
+            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.decode(errors="replace").strip() if done.returncode == 0 else None
+
+
+def _versions() -> dict[str, str]:
+    """Return the versions of what this process has imported already."""
+    found = {"python": platform.python_version()}
+    for name in _WORTH_KNOWING:
+        version = getattr(sys.modules.get(name), "__version__", None)
+        if version is not None:
+            found[name] = str(version)
+    return found

@@ -1,0 +1,689 @@
+"""History: a run's metrics, compared between ranks, on disk a moment after they were made."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import operator
+import os
+import sys
+import time
+import weakref
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import RLock
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+from ._context import NOW, find_place
+from ._errors import HistoryError
+from ._file import (
+    RESERVED,
+    STATISTICS,
+    Before,
+    Copies,
+    LineFile,
+    Writer,
+    as_float,
+    flatten,
+    is_quick,
+    make_header,
+    refuse_statistics,
+)
+from ._run import FILE_NAME, rank_file_name, read_run
+
+if TYPE_CHECKING:
+    from ._across import Across, Exchange, Reduced
+    from ._sinks import Feeder, Sink
+
+# The end of a process that has a `History`: of a script, or of a function of multiprocessing.
+
+
+def call_at_exit(end: Callable[[], None]) -> Callable[[], None]:
+    """Have a function called when this process ends; return what takes that back."""
+    atexit.register(end)
+    finalizer: Any = None
+    processes = sys.modules.get("multiprocessing.process")
+    if processes is not None and processes.parent_process() is not None:
+        from multiprocessing.util import Finalize  # such a process has it
+
+        # Python < 3.14 ends a process that multiprocessing has forked without calling `atexit`'s.
+        # Above 0: before ezpz_dist's, which takes down what statistics go through.
+        finalizer = Finalize(None, end, exitpriority=1)
+
+    def forget() -> None:
+        atexit.unregister(end)
+        if finalizer is not None:
+            finalizer.cancel()
+
+    return forget
+
+
+def find_cause() -> BaseException | None:
+    """Return what ends this process; None if it is no exception."""
+    # Of a script Python keeps it; of a function of multiprocessing it is on its way.
+    return getattr(sys, "last_value", None) or sys.exc_info()[1]
+
+
+# Records of a History without a folder, in memory: 8 bytes a number.
+
+
+class Kept:
+    """Records by the names they have, one double after the other.
+
+    A million records of ten metrics take 96 MB. Integers beyond 2^53 are rounded.
+    """
+
+    def __init__(self) -> None:
+        self._names: tuple[str, ...] = ()
+        self._runs: list[tuple[tuple[str, ...], array[float]]] = []
+        self._values: array[float] = array("d")
+
+    def put(self, record: Mapping[str, Any]) -> None:
+        """Keep one record."""
+        names = tuple(record)
+        if names != self._names:
+            self._names, self._values = names, array("d")
+            self._runs.append((names, self._values))
+        self._values.extend([as_float(value) for value in record.values()])
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Give the records in order; every metric is a float here."""
+        for names, values in self._runs:
+            width = len(names)
+            for start in range(0, len(values), width):
+                record: dict[str, Any] = dict(
+                    zip(names, values[start : start + width], strict=True)
+                )
+                record["step"] = int(record["step"])
+                yield record
+
+
+# What a launcher is told of how far a run got: the contract of ``EZPZ_PROGRESS_FILE``.
+
+_SECONDS = 1.0
+
+
+class Progress:
+    """Writes the highest step to the file that the launcher named, at most once a second.
+
+    ezpz-launch with ``--retries`` starts a run again only while it gets somewhere.
+    """
+
+    def __init__(self) -> None:
+        self._path = os.environ.get("EZPZ_PROGRESS_FILE")
+        self._highest = self._written = -1
+        self._next = 0.0
+
+    def report(self, step: int, now: float) -> None:
+        """Remember a step, and write it when it is time."""
+        self._highest = max(self._highest, step)
+        if now >= self._next or self._next > now + _SECONDS:
+            self._next = now + _SECONDS
+            self._write()
+
+    def close(self) -> None:
+        """Write the last one."""
+        self._write()
+
+    def _write(self) -> None:
+        if not self._path or self._highest <= self._written:
+            return
+        try:
+            # Whole or not at all: beside it, then renamed over it.
+            with open(f"{self._path}.new", "w") as file:
+                file.write(f"{self._highest}\n")
+            os.replace(f"{self._path}.new", self._path)
+        except OSError:
+            self._path = None  # the launcher has ended, or its folder is gone: nobody reads it
+        self._written = self._highest
+
+
+# One line that says a step's metrics.
+
+_LEFT_OUT = {"time", "replay"}
+
+
+def summarize(record: Mapping[str, Any]) -> str:
+    """Return ``step=3 loss=0.25 lr=0.001``; with statistics ``loss=0.26±0.03``, of all ranks.
+
+    >>> summarize({"step": 3, "time": 0.0, "loss": 0.25, "tokens": 4096})
+    'step=3 loss=0.25 tokens=4096'
+    """
+    parts = []
+    for name, value in record.items():
+        if type(value) is float:
+            if name != "time":
+                parts.append(f"{name}={value:.4g}")
+        elif name not in _LEFT_OUT:
+            parts.append(f"{name}={value}")
+    return " ".join(parts)
+
+
+def summarize_ranks(record: Mapping[str, Any], statistics: Mapping[str, Any]) -> str:
+    """Return the line of a record that has statistics: ``step=3 loss=0.26±0.03``."""
+    parts = []
+    for name, value in record.items():
+        if f"{name}/mean" in statistics:
+            mean, std = statistics[f"{name}/mean"], statistics[f"{name}/std"]
+            parts.append(f"{name}={mean:.4g}" + (f"±{std:.2g}" if std else ""))
+        elif name not in _LEFT_OUT and name.rpartition("/")[2] not in STATISTICS:
+            parts.append(f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}")
+    return " ".join(parts)
+
+
+# From the metrics of a step to a record: flat, compared between ranks, written, shown.
+
+logger = logging.getLogger("ezpz_obs")
+
+_FAR = 1 << 63
+_EVENTS_OWN = RESERVED - {"step", "replay"}
+
+
+class Check(Protocol):
+    """What looks at every record: `Alarms`, or anything of the same form."""
+
+    def check(self, record: Mapping[str, Any]) -> str | None:
+        """Return what is wrong, or None."""
+
+
+@dataclass
+class Places:
+    """Where the records of this rank go; None or empty: not there.
+
+    Attributes:
+        writer: The file.
+        kept: Memory, where there is no file.
+        feeders: The sinks, each with a thread of its own.
+        progress: The launcher's file.
+        alarms: What looks at every record.
+        closed: Why nothing more goes anywhere: "after close()".
+        lock: Held by the thread that records.
+    """
+
+    writer: Writer | None = None
+    kept: Kept | None = None
+    feeders: Sequence[Feeder] = ()
+    progress: Progress | None = None
+    alarms: Sequence[Check] = ()
+    closed: str = ""
+    lock: RLock = field(default_factory=RLock)  # a signal's handler may record, too
+
+
+class Recorder:
+    """Makes the records of one `History`.
+
+    Args:
+        places: Where they go.
+        before: The highest step of earlier attempts.
+        across: The exchange with the other ranks, if any.
+        alone: Write the statistics of one rank.
+        every: Statistics at one update in so many.
+        deferred: Finish a record at the next one.
+        summary: Make summaries.
+    """
+
+    def __init__(
+        self,
+        places: Places,
+        before: int | None,
+        *,
+        across: Across | None,
+        alone: bool,
+        every: int,
+        deferred: bool,
+        summary: bool,
+    ) -> None:
+        self.places = places
+        self.last: dict[str, Any] = {}
+        self._next = 0 if before is None else before + 1
+        if across is not None:
+            # Rank 0 goes on in its file, and the others with it.
+            self._next = across.first_step
+        self._replayed = -1 if before is None else before
+        self._across, self._alone, self._every = across, alone, every
+        self._deferred, self._summary = deferred, summary
+        # Quick: nothing to wait for, nothing to add.
+        self._quick = not (deferred or alone or across is not None)
+        self._updates = 0
+        self._pending: _Pending | None = None
+
+    def summarize(self) -> str:
+        """Return the line of the last record."""
+        return summarize(self.last) if self._summary else ""
+
+    def event(self, kind: str, message: str, **fields: Any) -> None:
+        """Write something that happened."""
+        self._refuse_closed(f"event {kind!r}")
+        if taken := _EVENTS_OWN.intersection(fields):
+            raise ValueError(
+                f"an event with a field {min(taken)!r}; expected another name: History writes one "
+                "of its own"
+            )
+        if self.places.writer is not None:
+            now = time.time()
+            line = {"event": kind, "time": now, "step": self.last.get("step"), "message": message}
+            # A folder that is gone when all is over was taken away on purpose.
+            self.places.writer.put({**line, **fields}, now, look=kind != "end")
+
+    def take(self, metrics: Mapping[str, Any], step: int | None) -> str | None:
+        """Record one step; return the summary where it is not simply that of `last`."""
+        if step is None:
+            step = self._next
+        elif type(step) is not int:
+            step = operator.index(step)
+        if not -_FAR <= step < _FAR:
+            raise ValueError(f"step {step}; expected an integer of 64 bits")
+        now = time.time()
+        if self._quick and is_quick(metrics):
+            record = {"step": step, "time": now, **metrics}
+            if step <= self._replayed:
+                record["replay"] = True
+            self._next = step + 1
+            self._put(record)
+            return None
+        return self._take_slowly(metrics, step, now)
+
+    def _take_slowly(self, metrics: Mapping[str, Any], step: int, now: float) -> str | None:
+        quick = is_quick(metrics)
+        flat = dict(metrics) if quick else flatten(metrics)
+        self._refuse_closed(f"record of step {step}")
+        if self._alone or self._across is not None:
+            refuse_statistics(flat)
+        copies = None if quick else Copies(flat)
+        record: dict[str, Any] = {"step": step, "time": now}
+        if step <= self._replayed:
+            record["replay"] = True
+        self._next = step + 1
+        exchange = None
+        try:
+            before = self.settle()
+            self._updates += 1
+            if self._across is not None and (self._updates - 1) % self._every == 0:
+                # The others are to be sent numbers, so these are waited for.
+                exchange = self._across.begin(step, copies.settle() if copies else flat)
+        except HistoryError:  # nor are this rank's numbers lost where another rank was
+            self._put({**record, **(copies.settle() if copies else flat)})
+            raise
+        self._pending = _Pending(record, flat, copies, exchange)
+        if self._deferred:
+            return before or ""
+        return self.settle()
+
+    def settle(self, seconds: float | None = None) -> str | None:
+        """Finish the record that waits; return its summary.
+
+        Args:
+            seconds: How long to wait for the other ranks, where that is less than their time-out.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return None
+        flat = pending.copies.settle() if pending.copies else pending.flat
+        record = {**pending.record, **flat}
+        statistics: dict[str, Any] = {}
+        try:
+            if pending.exchange is not None:
+                statistics, warning = pending.exchange.end(seconds)
+                if warning:
+                    logger.warning("%s", warning)
+                    self.event("warning", warning)
+            elif self._alone and (self._updates - 1) % self._every == 0:
+                statistics = _of_one_rank(flat)
+        finally:  # this rank's own numbers are not lost where another rank is
+            self._put({**record, **statistics, **flat})
+        if not self._summary:
+            return ""
+        return summarize_ranks(record, statistics) if statistics else summarize(record)
+
+    def _refuse_closed(self, what: str) -> None:
+        if self.places.closed:
+            raise HistoryError(
+                f"a {what} {self.places.closed}; expected none: make a new History in the same "
+                "folder, which goes on with the file, and use it in the process that made it"
+            )
+
+    def _put(self, record: dict[str, Any]) -> None:
+        step, now = record["step"], record["time"]
+        places = self.places
+        if places.closed:
+            self._refuse_closed(f"record of step {step}")
+        if places.writer is not None:
+            places.writer.put(record, now)
+        elif places.kept is not None:
+            places.kept.put(record)
+        for feeder in places.feeders:
+            feeder.put(record)
+        self.last = record
+        NOW.step = step
+        if places.progress is not None:
+            places.progress.report(step, now)
+        for alarm in places.alarms:
+            message = alarm.check(record)
+            if message is not None:
+                logger.warning("%s", message)
+                self.event("alarm", message)
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A record whose numbers are on their way."""
+
+    record: dict[str, Any]
+    flat: dict[str, Any]
+    copies: Copies | None
+    exchange: Exchange | Reduced | None
+
+
+def _of_one_rank(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the statistics in a world of one, so that a script's records have the same names."""
+    found: dict[str, Any] = {}
+    for name, value in flat.items():
+        found |= {
+            f"{name}/mean": value, f"{name}/std": 0.0, f"{name}/min": value,
+            f"{name}/max": value, f"{name}/min_rank": 0, f"{name}/max_rank": 0,
+        }  # fmt: skip
+    return found
+
+
+# A forked child has its parent's file and sinks open, and is to leave them alone.
+
+
+def disown_in_children(places: Places) -> None:
+    """Have forked children close their copy of the file, and refuse records.
+
+    The lock on a file is its copies' too: a worker of a DataLoader that outlives a killed
+    training would keep the next attempt out. And what it recorded would be a second run's.
+    """
+    if not hasattr(os, "register_at_fork"):
+        return
+    of_parent = weakref.ref(places)
+
+    def disown() -> None:
+        found = of_parent()
+        if found is None or found.closed:
+            return
+        if found.writer is not None:
+            found.writer.lost = 0  # for the parent to say
+            found.writer.close()
+        found.writer, found.kept, found.feeders, found.progress = None, None, (), None
+        found.closed = "in a process forked from its own"
+        found.lock = RLock()  # another thread of the parent's may hold the old one for ever
+
+    os.register_at_fork(after_in_child=disown)
+
+
+# History: a run's metrics, on disk a moment after they were made.
+
+_OTHERS_SECONDS = 3.0  # and up to 4 for finding who of them is missing
+
+
+class History:
+    """Metrics by step, each record one JSON object a line, written when it is made.
+
+    A process that is killed at any moment loses at most the line it was writing. A History in a
+    folder that has one already goes on with it: a torn line is cut off, steps count on, and those
+    that are replayed after a restart are marked; of the earlier attempt they are superseded.
+    What cannot be written (a full disk) is warned about once, and never ends the training.
+
+    Collective with ``cross_rank``: every rank makes one, and calls `update` at every step.
+
+    Args:
+        outdir: The folder in which rank 0 writes ``metrics.jsonl``; it is made if need be. None
+            writes nothing, and keeps the records in memory (8 bytes a number).
+        sinks: Where else rank 0's records go: "csv", "tensorboard", "wandb", "mlflow", "trackio",
+            or objects like `Sink`. Each has a thread of its own; one that fails or hangs is left
+            behind, and can be made good from the file (``ezpz-obs replay``).
+        cross_rank: Add each metric's mean, std, min, max and the ranks of these over all ranks,
+            by one collective (two on more than 1,024): ``loss/mean``, ``loss/min_rank``, ...
+        every: With ``cross_rank``, at one update in so many.
+        per_rank: Every rank writes a file of its own; those beyond 0 ``metrics-rank00001.jsonl``.
+        deferred: Wait for nothing: a record's device tensors and statistics are awaited at the next
+            update, and the record is written then. A kill then loses one record more.
+        summary: False: `update` returns "" and saves the time of writing it (6 µs for ten).
+        checksum: Add a checksum to each line, which readers verify: about 1 µs a record.
+        sync: Have the disk confirm: True each record (130 µs and more), a number at most once in so
+            many seconds. Without it a record survives the process, but not a crash of its host.
+        timeout: With ``cross_rank``, seconds to wait for the other ranks; None: torch's time-out.
+        name: What reports call the run; default: the folder's name.
+        config: What is worth knowing of this run; written once, in the header.
+        alarms: Each looks at every record; what it says is logged, and written as an event.
+
+    Raises:
+        HistoryError: The folder holds something else, or another History is writing there; or
+            ``cross_rank`` without torch.distributed.
+        OSError: The folder cannot be made or written.
+        SinkError: A sink is unknown, or what it needs is not installed.
+        ezpz_topo.TopoError: The rank cannot be known.
+
+    >>> history = History()
+    >>> history.update({"loss": 0.5, "lr": 1e-3})
+    'step=0 loss=0.5 lr=0.001'
+    """
+
+    def __init__(
+        self,
+        outdir: str | os.PathLike[str] | None = None,
+        *,
+        sinks: Iterable[str | Sink] = (),
+        cross_rank: bool = False,
+        every: int = 1,
+        per_rank: bool = False,
+        deferred: bool = False,
+        summary: bool = True,
+        checksum: bool = False,
+        sync: bool | float = False,
+        timeout: float | None = None,
+        name: str | None = None,
+        config: Mapping[str, Any] | None = None,
+        alarms: Sequence[Check] = (),
+    ) -> None:
+        if every < 1:
+            raise ValueError(f"every={every}; expected 1 (each update) or more")
+        self._place = place = find_place()
+        self.path: Path | None = None
+        self._closed = False
+        self._pid = os.getpid()
+        first = place.rank == 0
+        chosen = self._choose_sinks(sinks) if first else []
+        places = Places(alarms=tuple(alarms), progress=Progress() if first else None)
+        self._places, before = places, Before()
+        if outdir is None:
+            places.kept = Kept()
+        elif first or per_rank:
+            self.path = Path(outdir).absolute() / (
+                FILE_NAME if first else rank_file_name(place.rank)
+            )
+            lines = LineFile(self.path)
+            before = lines.before
+            places.writer = Writer(lines, checksum=checksum, sync=sync)
+        try:
+            run = name or (Path(outdir).absolute().name if outdir is not None else "run")
+            header: dict[str, Any] = {}
+            if places.writer is not None or chosen:  # elsewhere git need not look at the folder
+                header = make_header(place, before, run=run, config=config or {})
+            if places.writer is not None:
+                places.writer.put(header, header["time"])
+            self._recorder = Recorder(
+                places, before.last_step, every=every, deferred=deferred, summary=summary,
+                across=self._meet(before, timeout) if cross_rank and place.world_size > 1 else None,
+                alone=cross_rank and place.world_size == 1,
+            )  # fmt: skip
+            self._open_sinks(chosen, header)
+        except BaseException:  # also Ctrl-C: the file is to be free for the next attempt
+            if places.writer is not None:
+                places.writer.close()
+            raise
+        self._forget_exit = call_at_exit(self._at_exit)
+        disown_in_children(places)
+
+    @property
+    def last(self) -> dict[str, Any]:
+        """The latest record, with its step, time and statistics; empty before the first."""
+        return self._recorder.last
+
+    def update(self, metrics: Mapping[str, Any], step: int | None = None) -> str:
+        """Record the metrics of one step, write them, and return a one-line summary.
+
+        Args:
+            metrics: Name to number: int, float, bool, 0-d arrays and tensors (of any device, with
+                or without a gradient); or to more of such, ``{"train": {"loss": ..}}`` being
+                ``train/loss``. NaN and the infinities come back from the file as they were.
+            step: The step, of 64 bits; default: one more than the last.
+
+        Returns:
+            ``step=3 loss=0.25``; where deferred, of the record before.
+
+        Raises:
+            HistoryError: With ``cross_rank``, a rank did not come; it is named. Or after `close`.
+            TypeError: A metric or the step is no number, a name no string.
+            ValueError: A name is History's own, such as ``step``.
+        """
+        with self._places.lock:  # of two threads, each gets a step of its own
+            text = self._recorder.take(metrics, step)
+            return self._recorder.summarize() if text is None else text
+
+    def record(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Record and write as `update` does, without a summary."""
+        with self._places.lock:
+            self._recorder.take(metrics, step)
+
+    def event(self, kind: str, message: str = "", **fields: Any) -> None:
+        """Write something that happened, with the time and the last step: a checkpoint, say.
+
+        Args:
+            kind: "checkpoint", "warning", ...
+            message: For people.
+            fields: Anything else; what JSON does not have is written as text.
+
+        Raises:
+            HistoryError: After `close`.
+            ValueError: A field is one of the file's own: event, time, crc or ezpz_obs.
+        """
+        self._recorder.event(kind, message, **fields)
+
+    def flush(self) -> None:
+        """Write what is deferred. Collective with ``cross_rank``."""
+        self._recorder.settle()
+
+    def finalize(self, *, report: bool = True) -> Any:
+        """Close, and return all records; rank 0 writes a report with plots beside its file.
+
+        Not needed for the numbers, which are on disk already. Not a collective.
+
+        Args:
+            report: Write ``report/index.html`` and ``report.md`` (`write_report`), where what
+                they need is installed; else one warning says what is missing.
+
+        Returns:
+            An ``xarray.Dataset`` over ``step``, with each metric's mean, std, min and max in its
+            attributes; a dict of arrays where xarray is not installed; None on ranks that
+            write nothing.
+        """
+        from ._errors import ReportError
+        from ._reports import dataset_of, write_report  # above this room: reads runs
+
+        self.close()
+        if self._places.kept is not None:
+            return dataset_of(self._places.kept)
+        if self.path is None:
+            return None
+        run = read_run(self.path)
+        if report and self._place.rank == 0:
+            try:
+                write_report([run])
+            except (ReportError, OSError) as error:
+                logger.warning("no report: %s", error)
+        return dataset_of(run)
+
+    def close(self) -> None:
+        """Write what is deferred and the end; close file and sinks, within 10 s. Harmless twice.
+
+        Statistics that are deferred are waited for 3 s; `flush` waits as `update` does.
+        """
+        self._close("closed")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._close("closed" if value is None else _say(value))
+
+    @staticmethod
+    def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+        """Return the records of a run: of each step the latest attempt's.
+
+        Raises:
+            HistoryError: There is no run, or a line other than the last is damaged.
+        """
+        return list(read_run(path).records())
+
+    def _meet(self, before: Before, timeout: float | None) -> Across:
+        from ._across import Across  # numpy and torch, which not every History needs
+
+        return Across(self._place, 0 if before.last_step is None else before.last_step + 1, timeout)
+
+    @staticmethod
+    def _choose_sinks(sinks: Iterable[str | Sink]) -> list[Sink]:
+        sinks = sinks if isinstance(sinks, str) else list(sinks)
+        if not sinks:
+            return []
+        from ._sinks import make_sinks
+
+        return make_sinks(sinks)
+
+    def _open_sinks(self, sinks: list[Sink], header: Mapping[str, Any]) -> None:
+        if sinks:
+            from ._sinks import Feeder
+
+            folder = None if self.path is None else self.path.parent
+            self._places.feeders = [Feeder(sink, header, folder) for sink in sinks]
+
+    def _close(self, cause: str) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._forget_exit()
+        if os.getpid() != self._pid:
+            return  # a forked child: the file and the sinks are its parent's
+        places = self._places
+        began = time.monotonic()
+        try:
+            self._recorder.settle(_OTHERS_SECONDS)
+        except HistoryError as error:
+            # What failed is over; that the other ranks are gone is no reason to fail at the end.
+            logger.warning("%s", error)
+        self.event("end", cause)
+        if places.progress is not None:
+            places.progress.close()
+        if places.writer is not None:
+            places.writer.close()
+            places.writer = None
+        if places.feeders:
+            from ezpz_obs._sinks.libraries import library_seconds
+
+            from ._sinks import close_all
+
+            # One second is left for the interpreter's own end.
+            close_all(places.feeders, began + library_seconds() - 1.0 - time.monotonic())
+            places.feeders = ()
+        places.closed = "after close()"
+        NOW.step = None  # what is logged now is of no step
+
+    def _at_exit(self) -> None:
+        value = find_cause()
+        self._close("exit" if value is None else _say(value))
+
+
+def _say(value: BaseException) -> str:
+    if isinstance(value, SystemExit) and not value.code:
+        return "exit"
+    text = str(value).partition("\n")[0]
+    return f"{type(value).__name__}: {text}" if text else type(value).__name__
