@@ -9,7 +9,7 @@ import time
 import pytest
 
 from ezpz_obs import History, SinkError, replay
-from ezpz_obs._sinks.csv_file import CsvSink
+from ezpz_obs._sinks.csv import CsvSink
 
 HEADER = {"ezpz_obs": 1, "attempt": 0, "run": "r", "time": 1.0}
 

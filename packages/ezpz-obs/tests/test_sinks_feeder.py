@@ -6,8 +6,7 @@ import time
 import pytest
 
 from ezpz_obs import History
-from ezpz_obs._sinks import Feeder, close_all
-from ezpz_obs._sinks.feeder import _IDLE
+from ezpz_obs._sinks import _IDLE, Feeder, close_all
 
 HEADER = {"ezpz_obs": 1, "attempt": 0, "run": "r", "time": 1.0}
 

@@ -102,7 +102,7 @@ def helper_of(pid):
 
     def look():
         children = children_of(pid).items()
-        found[:] = [child for child, command in children if "_sinks.child" in command]
+        found[:] = [child for child, command in children if "_sinks.helper" in command]
         return found
 
     wait_until(look)
@@ -166,7 +166,7 @@ def test_a_home_that_cannot_be_written(train, tmp_path):
 def test_a_killed_process_is_warned_about_and_training_goes_on(train, tmp_path):
     then = (
         SENT + "import subprocess; pid = str(os.getpid()); "
-        "subprocess.run(['pkill', '-KILL', '-P', pid, '-f', 'ezpz_obs._sinks.child']); "
+        "subprocess.run(['pkill', '-KILL', '-P', pid, '-f', 'ezpz_obs._sinks.helper']); "
         "[(history.record({'loss': 1}), time.sleep(0.01)) for _ in range(100)]; "
     ) + CLOSE
     process = train("tensorboard,csv", then=then)

@@ -121,7 +121,7 @@ class TestMlflow:
         assert len(self.runs(tmp_path)[1]) == 2
 
     def test_names_that_mlflow_does_not_take(self):
-        from ezpz_obs._sinks.mlflow_run import MlflowSink
+        from ezpz_obs._sinks.mlflow import MlflowSink
 
         sink = MlflowSink()
         names = ["loss", "a/b.c-d e:f", "a$", "a%", "x" * 300, "../../up", "/root", "a//b", "."]

@@ -271,7 +271,7 @@ def test_verify_wandb(clean, monkeypatch, env, netrc, verified):
 
 
 def test_the_server_that_wandb_login_kept(clean, monkeypatch):
-    from ezpz_obs._sinks.credentials import find_server
+    from ezpz_obs._sinks.wandb import find_server
 
     assert find_server() == "https://api.wandb.ai"
     folder = clean / ".config" / "wandb"

@@ -14,7 +14,7 @@ _LATER = {
     "History": "_history",
     "LogSetup": "_logs",
     "Run": "_run",
-    "Sink": "_sinks.protocol",
+    "Sink": "_sinks.libraries",
     "StepTimer": "_training.timer",
     "Throughput": "_training.throughput",
     "configure_logs": "_logs",
@@ -29,11 +29,11 @@ _LATER = {
     "profile": "_training.profile",
     "progress": "_progress",
     "read_run": "_run",
-    "replay": "_sinks.replay",
-    "setup_wandb": "_sinks.wandb_start",
+    "replay": "_sinks",
+    "setup_wandb": "_sinks.wandb",
     "tail": "_reports.tail",
     "transformer_flops": "_training.throughput",
-    "verify_wandb": "_sinks.wandb_start",
+    "verify_wandb": "_sinks.wandb",
     "write_report": "_reports.report",
 }
 TYPE_CHECKING = False
@@ -47,9 +47,9 @@ if TYPE_CHECKING:
     from ._reports.tail import tail
     from ._reports.terminal import plot
     from ._run import Run, read_run
-    from ._sinks.protocol import Sink
-    from ._sinks.replay import replay
-    from ._sinks.wandb_start import setup_wandb, verify_wandb
+    from ._sinks import replay
+    from ._sinks.libraries import Sink
+    from ._sinks.wandb import setup_wandb, verify_wandb
     from ._terminal import get_log_level
     from ._training.alarms import Alarms
     from ._training.gradients import gradient_norm

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from ezpz_topo import CheckResult
 
 from ._errors import SinkError
-from ._sinks.credentials import find_credentials, find_mode, find_server
 from ._sinks.libraries import check_installed
+from ._sinks.wandb import find_credentials, find_mode, find_server
 
 
 def wandb(_seconds: float, env: Mapping[str, str] | None = None) -> CheckResult:

@@ -36,7 +36,8 @@ from ._run import FILE_NAME, rank_file_name, read_run
 
 if TYPE_CHECKING:
     from ._across import Across, Exchange, Reduced
-    from ._sinks import Feeder, Sink
+    from ._sinks import Feeder
+    from ._sinks.libraries import Sink
 
 # The end of a process that has a `History`: of a script, or of a function of multiprocessing.
 
@@ -667,9 +668,8 @@ class History:
             places.writer.close()
             places.writer = None
         if places.feeders:
-            from ezpz_obs._sinks.libraries import library_seconds
-
             from ._sinks import close_all
+            from ._sinks.libraries import library_seconds
 
             # One second is left for the interpreter's own end.
             close_all(places.feeders, began + library_seconds() - 1.0 - time.monotonic())

@@ -1,24 +1,153 @@
-"""The sinks that are a library's: what each needs, and where it is."""
+"""What a sink is, which of them are a library's, and what these have in common."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 import os
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from hashlib import blake2b
 from pathlib import Path
-from typing import Final, cast
+from typing import Any, Final, Protocol, cast, runtime_checkable
 
-from ezpz_obs._errors import SinkError
+from ezpz_obs._errors import HistoryError, SinkError
+from ezpz_obs._file import HEADER, decode
+from ezpz_obs._run import FILE_NAME
 
-from .protocol import Sink
+# What takes records besides the run's own file.
+
+
+@runtime_checkable
+class Sink(Protocol):
+    """A place that a run's records go to. All three are called by one thread, never training's.
+
+    A sink may have two members more: ``open_seconds``, how long its `open` may take (10), and
+    ``abandon()``, which is called from another thread when it has hung: it should make the call
+    that hangs return.
+    """
+
+    name: str
+    """What warnings call it."""
+
+    def open(self, header: Mapping[str, Any], folder: Path | None) -> None:
+        """Make ready.
+
+        Args:
+            header: The first line of this attempt in the run's file.
+            folder: The run's folder; None where it has none.
+        """
+
+    def write(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Take records, in order: ``{"step": 3, "time": 1732.5, "loss": 0.25}``.
+
+        One that was made again after a restart has ``"replay": True``.
+        """
+
+    def close(self) -> None:
+        """Send what was kept back, and end."""
+
+
+# Where libraries may keep their own files, where the home cannot be written.
+
+
+def give_home(folder: Path | None, variables: Mapping[str, str]) -> None:
+    """Set variables that name folders of a library's own; only for a process of ours.
+
+    Compute nodes of some machines have a home that is read-only, or none.
+
+    Args:
+        folder: The run's; None: a temporary one.
+        variables: Name to a folder's name in it. Those that are set already stay.
+    """
+    if _can_write(Path(os.path.expanduser("~"))):
+        return
+    base = Path(tempfile.mkdtemp(prefix="ezpz-obs-")) if folder is None else folder
+    for variable, name in variables.items():
+        os.environ.setdefault(variable, str((base / name).absolute()))
+
+
+def _can_write(folder: Path) -> bool:
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
+
+
+# Numbers and runs as libraries want them.
+
+NOT_METRICS = frozenset({"step", "time", "replay"})
+
+
+def metrics_of(record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Return a record's metrics by name, without step and time."""
+    return (item for item in record.items() if item[0] not in NOT_METRICS)
+
+
+def as_float(value: float) -> float:
+    """Return any number as a float; an integer beyond 1.8e308 is infinite."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def as_common(value: Any) -> Any:
+    """Return a number as libraries draw it: no booleans, no integers beyond 64 bits."""
+    if isinstance(value, bool):
+        return int(value)
+    return value if isinstance(value, float) or abs(value) < 1 << 63 else as_float(value)
+
+
+def plain_config(header: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is worth showing beside a run: its configuration, and where it ran."""
+    facts = {
+        name: header[name]
+        for name in ("world_size", "host", "hosts", "machine", "job", "git", "versions", "argv")
+        if header.get(name) is not None
+    }
+    return {**dict(header.get("config") or {}), "ezpz_obs": facts}
+
+
+def run_key(header: Mapping[str, Any], folder: Path | None) -> str:
+    """Return 12 letters and digits that are a run's own, the same at each attempt.
+
+    Of the first header in its folder; so a restarted run is known again, wherever its
+    folder was moved meanwhile. A replay is a run of its own.
+    """
+    first = _first_header(folder) or header
+    parts = (first.get("run"), first.get("time"), first.get("host"), header.get("replayed"))
+    return blake2b(repr(parts).encode(), digest_size=6).hexdigest()
+
+
+def project_of(header: Mapping[str, Any]) -> str:
+    """Return what runs are grouped under where nobody said: the script's name."""
+    argv = header.get("argv") or [""]
+    stem = Path(str(argv[0])).stem
+    return stem if stem and not stem.startswith("-") else "ezpz"
+
+
+def _first_header(folder: Path | None) -> Mapping[str, Any] | None:
+    if folder is None:
+        return None
+    try:
+        with open(folder / FILE_NAME, "rb") as file:
+            line = file.readline()
+        return decode(line) if line.startswith(HEADER) else None
+    except (OSError, HistoryError):
+        return None  # the caller has this attempt's
+
+
+# The sinks that are a library's: what each needs, and where it is.
 
 LIBRARY_SINKS: Final = {
-    "mlflow": ("mlflow", "mlflow_run", "MlflowSink"),
-    "tensorboard": ("tensorboard", "tensorboard_events", "TensorboardSink"),
-    "trackio": ("trackio", "trackio_run", "TrackioSink"),
-    "wandb": ("wandb", "wandb_run", "WandbSink"),
+    "mlflow": ("mlflow", "mlflow", "MlflowSink"),
+    "tensorboard": ("tensorboard", "tensorboard", "TensorboardSink"),
+    "trackio": ("trackio", "trackio", "TrackioSink"),
+    "wandb": ("wandb", "wandb", "WandbSink"),
 }
 """Name to the import that it needs (its extra has the sink's name), our module, and the class."""
 

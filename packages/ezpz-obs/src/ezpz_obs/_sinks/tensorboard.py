@@ -8,7 +8,7 @@ from typing import Any
 
 from ezpz_obs._errors import SinkError
 
-from .values import as_float, metrics_of
+from .libraries import as_float, metrics_of
 
 FOLDER = "tensorboard"
 _FLUSH_SECONDS = 10

@@ -12,7 +12,7 @@ from typing import IO, Any
 
 from ezpz_obs._errors import SinkError
 
-from .values import as_float
+from .libraries import as_float
 
 FILE_NAME = "metrics.csv"
 _SHARE = 10.0  # at most a tenth of the time goes into rewriting

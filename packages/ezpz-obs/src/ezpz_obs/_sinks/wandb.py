@@ -1,29 +1,118 @@
-"""A W&B run that starts within seconds or not at all, and ends with the interpreter."""
+"""The sink "wandb": a W&B run that starts within seconds or not at all."""
 
 from __future__ import annotations
 
+import configparser
 import logging
+import netrc
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import urlsplit
 
 from ezpz_obs._context import find_place
 from ezpz_obs._errors import SinkError
 from ezpz_topo import redact
 
-from .credentials import find_credentials, find_key, find_mode, find_server
-from .homes import give_home
-from .libraries import check_installed, library_seconds
-from .values import project_of
+from .libraries import (
+    as_common,
+    check_installed,
+    give_home,
+    library_seconds,
+    metrics_of,
+    plain_config,
+    project_of,
+    run_key,
+)
 
 if TYPE_CHECKING:
     from wandb import Run
+
+# Whether W&B is wanted, and whether it knows who we are; without importing it.
+
+Mode = Literal["online", "offline", "disabled", "shared"]
+
+_PUBLIC = "https://api.wandb.ai"
+_NO = frozenset({"", "0", "false", "no", "off", "f", "n"})
+
+
+def find_mode(env: Mapping[str, str] | None = None) -> Mode:
+    """Return how W&B is to run: without credentials offline, never asking for them.
+
+    ``WANDB_DISABLED`` and ``WANDB_MODE`` are heeded as W&B does.
+    """
+    env = os.environ if env is None else env
+    said = env.get("WANDB_MODE", "").strip().lower()
+    if env.get("WANDB_DISABLED", "").strip().lower() not in _NO or said == "disabled":
+        return "disabled"
+    if said in ("offline", "dryrun") or not find_credentials(env):
+        return "offline"
+    return "shared" if said == "shared" else "online"
+
+
+def find_credentials(env: Mapping[str, str] | None = None) -> str | None:
+    """Return where credentials for W&B's server are: a variable's name or a file; None: nowhere."""
+    env = os.environ if env is None else env
+    for variable in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"):
+        if env.get(variable, "").strip():
+            return variable
+    path = _netrc(env)
+    return str(path) if path and _entry(path, env) else None
+
+
+def find_key(env: Mapping[str, str] | None = None) -> str | None:
+    """Return the API key itself, where there is one."""
+    env = os.environ if env is None else env
+    key = env.get("WANDB_API_KEY", "").strip()
+    if key:
+        return key
+    path = _netrc(env)
+    return _entry(path, env) if path else None
+
+
+def find_server(env: Mapping[str, str] | None = None) -> str:
+    """Return the address of W&B's server: ``WANDB_BASE_URL``, or what ``wandb login`` kept."""
+    env = os.environ if env is None else env
+    if url := env.get("WANDB_BASE_URL", "").strip():
+        return url.rstrip("/")
+    config = env.get("WANDB_CONFIG_DIR") or os.path.join(_home(env), ".config", "wandb")
+    for path in (Path("wandb", "settings"), Path(config, "settings")):
+        parser = configparser.ConfigParser()
+        try:
+            parser.read(path)
+            url = parser.get("default", "base_url", fallback="")
+        except (OSError, UnicodeDecodeError, configparser.Error):
+            continue  # W&B says so itself when it starts
+        if url:
+            return url.rstrip("/")
+    return _PUBLIC
+
+
+def _home(env: Mapping[str, str]) -> str:
+    return env.get("HOME") or os.path.expanduser("~")
+
+
+def _netrc(env: Mapping[str, str]) -> Path | None:
+    named = env.get("NETRC")
+    paths = [Path(named)] if named else [Path(_home(env), name) for name in (".netrc", "_netrc")]
+    return next((path for path in paths if path.is_file()), None)
+
+
+def _entry(path: Path, env: Mapping[str, str]) -> str | None:
+    try:
+        found = netrc.netrc(str(path)).authenticators(urlsplit(find_server(env)).netloc)
+    except (OSError, UnicodeDecodeError, netrc.NetrcParseError):
+        return None
+    return found[2] if found and found[2] else None
+
+
+# A W&B run that starts within seconds or not at all, and ends with the interpreter.
 
 logger = logging.getLogger("ezpz_obs")
 
@@ -231,3 +320,107 @@ def _processes() -> Iterator[tuple[int, int, str]]:
     for line in listed.stdout.splitlines():
         pid, parent, name = line.split(None, 2)
         yield int(pid), int(parent), name
+
+
+# The sink "wandb": a W&B run of the sink's own, or the one that `setup_wandb` started.
+
+_AXIS = "step"
+
+
+class WandbSink:
+    """Logs to a W&B run in ``RUN/wandb``, resumed after a restart.
+
+    W&B counts its own steps, and drops what goes back; so the run's step is a metric of that
+    name, and the axis of all others.
+    """
+
+    name = "wandb"
+
+    def __init__(self, warn: Callable[[str], None], folder: Path | None) -> None:
+        give_home(folder, HOMES)
+        import wandb
+
+        self._wandb = wandb
+        self._warn = warn
+        self._run: Any = None
+        self.place = ""
+
+    def open(self, header: Mapping[str, Any], folder: Path | None) -> None:
+        """Start the run, or go on with it.
+
+        Raises:
+            SinkError: It did not start.
+        """
+        key = run_key(header, folder)
+        name = str(header.get("run", key))
+        options: dict[str, Any] = {}
+        if folder is not None and not os.environ.get("WANDB_DIR"):
+            options["dir"] = str(folder)
+        if "replayed" not in header:
+            key = os.environ.get("WANDB_RUN_ID") or key
+        settings: dict[str, Any] = {"console": "off", "silent": True}
+        if hasattr(self._wandb.Settings, "model_fields"):
+            # The process whose memory and processors are worth a curve is training's.
+            settings["x_stats_pid"] = os.getppid()
+        self._run = start_run(
+            self._warn, settings,
+            project=os.environ.get("WANDB_PROJECT") or project_of(header),
+            id=key, name=os.environ.get("WANDB_NAME") or name, resume="allow",
+            config=plain_config(header), **options,
+        )  # fmt: skip
+        if self._run is None:
+            self.place = "disabled by WANDB_DISABLED or WANDB_MODE"
+            return
+        _define_axis(self._run)
+        self.place = self._run.url or f"offline, in {Path(self._run.dir).parent}"
+
+    def write(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Log records."""
+        if self._run is not None:
+            _log(self._run, records)
+
+    def close(self) -> None:
+        """Finish the run."""
+        if self._run is not None:
+            self._run.finish()
+
+
+class LiveWandbSink:
+    """Logs to the run that this process has, and leaves it open: it is the user's."""
+
+    name = "wandb"
+
+    def __init__(self) -> None:
+        self._run: Any = None
+
+    def open(self, header: Mapping[str, Any], folder: Path | None) -> None:  # noqa: ARG002
+        """Take the run.
+
+        Raises:
+            SinkError: It was finished meanwhile.
+        """
+        import wandb
+
+        self._run = wandb.run
+        if self._run is None:
+            raise SinkError("the W&B run was finished; expected it to last as long as the History")
+        self._run.config.update(plain_config(header), allow_val_change=True)
+        _define_axis(self._run)
+
+    def write(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Log records."""
+        _log(self._run, records)
+
+    def close(self) -> None:
+        """Do nothing: what started the run ends it."""
+
+
+def _define_axis(run: Any) -> None:
+    run.define_metric(_AXIS, hidden=True)
+    run.define_metric("*", step_metric=_AXIS)
+
+
+def _log(run: Any, records: Sequence[Mapping[str, Any]]) -> None:
+    for record in records:
+        line = {name: as_common(value) for name, value in metrics_of(record)}
+        run.log({**line, _AXIS: record["step"], "_timestamp": record["time"]})

@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .homes import give_home
-from .values import as_common, metrics_of, plain_config, project_of, run_key
+from .libraries import as_common, give_home, metrics_of, plain_config, project_of, run_key
 
 
 class TrackioSink:
