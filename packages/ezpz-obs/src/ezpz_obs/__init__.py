@@ -18,38 +18,36 @@ _LATER = {
     "StepTimer": "_training.timer",
     "Throughput": "_training.throughput",
     "configure_logs": "_logs",
-    "dataset_of": "_reports.dataset",
-    "export": "_reports.export",
+    "dataset_of": "_table",
+    "export": "_table",
     "get_log_level": "_terminal",
     "get_logger": "_logs",
     "gradient_norm": "_training.gradients",
     "log_dict_as_bulleted_list": "_logs",
     "memory_metrics": "_training.memory",
-    "plot": "_reports.terminal",
+    "plot": "_report.terminal",
     "profile": "_training.profile",
     "progress": "_progress",
     "read_run": "_run",
     "replay": "_sinks",
     "setup_wandb": "_sinks.wandb",
-    "tail": "_reports.tail",
+    "tail": "_report.terminal",
     "transformer_flops": "_training.throughput",
     "verify_wandb": "_sinks.wandb",
-    "write_report": "_reports.report",
+    "write_report": "_report",
 }
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from ._history import History
     from ._logs import LogSetup, configure_logs, get_logger, log_dict_as_bulleted_list
     from ._progress import progress
-    from ._reports.dataset import dataset_of
-    from ._reports.export import export
-    from ._reports.report import write_report
-    from ._reports.tail import tail
-    from ._reports.terminal import plot
+    from ._report import write_report
+    from ._report.terminal import plot, tail
     from ._run import Run, read_run
     from ._sinks import replay
     from ._sinks.libraries import Sink
     from ._sinks.wandb import setup_wandb, verify_wandb
+    from ._table import dataset_of, export
     from ._terminal import get_log_level
     from ._training.alarms import Alarms
     from ._training.gradients import gradient_norm

@@ -179,14 +179,14 @@ def _say(text: str) -> None:
 def _report(runs: Sequence[str], out: str) -> None:
     if not runs:
         raise UsageError("report: no RUN; expected one at least: ezpz-obs report outputs/run")
-    from ._reports import write_report
+    from ._report import write_report
 
     page, text, *_ = write_report(runs, out or None, say=_say)
     print(f"{page}\n{text}")
 
 
 def _plot(run: str, metrics: Sequence[str]) -> None:
-    from ._reports import plot
+    from ._report.terminal import plot
 
     plot(run, *metrics)
 
@@ -194,7 +194,7 @@ def _plot(run: str, metrics: Sequence[str]) -> None:
 def _tail(run: str, lines: str, *, follow: bool) -> None:
     if not lines.isdecimal():
         raise UsageError(f"tail: --lines={lines}; expected how many: --lines=10")
-    from ._reports import tail
+    from ._report.terminal import tail
 
     tail(run, follow=follow, lines=int(lines))
 
@@ -202,7 +202,7 @@ def _tail(run: str, lines: str, *, follow: bool) -> None:
 def _export(run: str, csv: str, parquet: str) -> None:
     if not csv and not parquet:
         raise UsageError("export: no file; expected --csv=FILE or --parquet=FILE")
-    from ._reports import export
+    from ._table import export
 
     count = export(run, csv=csv or None, parquet=parquet or None)
     print(f"{count:,} records in {' and '.join(name for name in (csv, parquet) if name)}")

@@ -584,7 +584,8 @@ class History:
             write nothing.
         """
         from ._errors import ReportError
-        from ._reports import dataset_of, write_report  # above this room: reads runs
+        from ._report import write_report  # above this room: reads runs
+        from ._table import dataset_of  # above this room: reads runs
 
         self.close()
         if self._places.kept is not None:

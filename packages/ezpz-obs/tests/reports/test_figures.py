@@ -5,10 +5,9 @@ import matplotlib as mpl
 import numpy as np
 import pytest
 
-from ezpz_obs._reports.figures import Drawn, curves, step_histogram
-from ezpz_obs._reports.names import shorten
-from ezpz_obs._reports.series import Series
-from ezpz_obs._reports.step_times import StepTimes
+from ezpz_obs._report.figures import Drawn, curves, step_histogram
+from ezpz_obs._report.survey import Series, StepTimes
+from ezpz_obs._report.words import shorten
 
 
 def series(values, name="loss"):

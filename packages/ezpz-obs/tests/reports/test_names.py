@@ -1,6 +1,6 @@
 import pytest
 
-from ezpz_obs._reports.names import clean, distinct, file_name, shorten
+from ezpz_obs._report.words import clean, distinct, file_name, shorten
 
 
 @pytest.mark.parametrize(

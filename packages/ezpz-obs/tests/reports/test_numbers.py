@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from ezpz_obs._reports.numbers import NOTHING, compact, moment, number, seconds, tick_labels
+from ezpz_obs._report.words import NOTHING, compact, moment, number, seconds, tick_labels
 
 
 @pytest.mark.parametrize(

@@ -98,8 +98,7 @@ def test_many_metrics_are_for_the_table(write_run, records):
 def test_without_the_extra_it_says_what_to_install(run):
     code = (
         "import sys; sys.modules['matplotlib'] = None\n"
-        "from ezpz_obs import ReportError\n"
-        "from ezpz_obs import write_report\n"
+        "from ezpz_obs import ReportError, write_report\n"
         "try: write_report(sys.argv[1])\n"
         "except ReportError as error: print(error)\n"
     )
@@ -111,7 +110,8 @@ def test_without_the_extra_it_says_what_to_install(run):
 
 def test_importing_reports_imports_nothing_heavy():
     code = (
-        "import sys, ezpz_obs._reports\n"
+        "import sys\n"
+        "from ezpz_obs import dataset_of, export, plot, tail, write_report\n"
         "heavy = {'matplotlib', 'jinja2', 'xarray', 'plotext', 'pyarrow', 'torch'}\n"
         "print(*heavy & set(sys.modules))"
     )

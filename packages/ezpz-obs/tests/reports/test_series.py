@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from ezpz_obs._reports.series import BUCKETS, COUNT, FROM, GREATEST, LEAST, MEAN, SIZE, TO, Series
+from ezpz_obs._report.survey import BUCKETS, COUNT, FROM, GREATEST, LEAST, MEAN, SIZE, TO, Series
 
 
 def fill(values, *, block, name="loss"):

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from ezpz_obs._reports.series import Series
-from ezpz_obs._reports.smoothing import limits, smooth
+from ezpz_obs._report.figures import limits, smooth
+from ezpz_obs._report.survey import Series
 
 
 def table(values):

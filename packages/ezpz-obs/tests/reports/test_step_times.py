@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from ezpz_obs._reports.step_times import StepTimes
+from ezpz_obs._report.survey import StepTimes
 
 
 def feed(steps, times, begins=(0.0,), block=None):

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from ezpz_obs import HistoryError, read_run
-from ezpz_obs._reports.facts import attempts, metrics, notices, pauses, ranks, tiles
-from ezpz_obs._reports.survey import survey
+from ezpz_obs._report.content import attempts, metrics, notices, pauses, ranks, tiles
+from ezpz_obs._report.survey import survey
 
 
 def look(folder):

@@ -1,17 +1,138 @@
-"""What a report says in words and tables, as text that page and Markdown write each their way."""
+"""All that a report has in it, before it is a page or Markdown."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
-from .names import clean
-from .notices import Notices
-from .numbers import NOTHING, TIMES, moment, number, seconds, share
-from .panels import STEP_PARTS, find, last_part
-from .series import Series
-from .survey import STATISTICS, Survey, say_end
+from .figures import Drawn, curves, step_histogram
+from .survey import STATISTICS, Notices, Series, Survey, say_end
+from .words import NOTHING, TIMES, clean, file_name, moment, number, seconds, share
+
+# Which metrics are drawn where: known by the names that they usually have.
+
+MOST: Final = 48
+"""Plots on a page, at most: a model's every layer is for a table."""
+
+_SPEED: Final = {
+    "tokens_per_s": "tokens/s",
+    "samples_per_s": "samples/s",
+    "tflops": "TFLOP/s",
+    "mfu": "",
+}
+_MEMORY: Final = {
+    "memory_gib": "GiB",
+    "memory_peak_gib": "GiB",
+    "memory_fraction": "",
+}
+STEP_PARTS: Final = ("data_s", "forward_s", "backward_s", "optimizer_s")
+"""What a step is made of; ``step_s`` is all of it."""
+
+_STEP: Final = ("step_s", *STEP_PARTS)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One metric of one run in a plot."""
+
+    run: int
+    """Index of the run."""
+    name: str
+    label: str
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One plot.
+
+    Attributes:
+        section: "curves", "speed" or "memory".
+        title: Usually the metric.
+        unit: Of the vertical axis; "" where it is not known.
+        lines: What is in it.
+    """
+
+    section: str
+    title: str
+    unit: str
+    lines: tuple[Line, ...]
+
+
+def arrange(surveys: Sequence[Survey]) -> tuple[list[Panel], int]:
+    """Return the plots of all metrics of these runs, and how many were left out."""
+    names = list(dict.fromkeys(name for survey in surveys for name in survey.groups))
+    panels = [*_together(surveys, names)]
+    drawn = {line.name for panel in panels for line in panel.lines}
+    for name in sorted((n for n in names if n not in drawn), key=_order):
+        section, unit = _kind(name)
+        panels.append(_panel(surveys, section, name, unit))
+    panels.sort(key=lambda panel: ("curves", "speed", "memory").index(panel.section))
+    return panels[:MOST], max(0, len(panels) - MOST)
+
+
+def last_part(name: str) -> str:
+    """Return what a metric is, without whose it is: "train/loss" is a loss."""
+    return name.rpartition("/")[2]
+
+
+def find(survey: Survey, part: str) -> str | None:
+    """Return the first metric of a run with this last part."""
+    return next((name for name in survey.groups if last_part(name) == part), None)
+
+
+def _together(surveys: Sequence[Survey], names: list[str]) -> list[Panel]:
+    """Panels of several metrics; with several runs each has its own, for the colours are runs'."""
+    if len(surveys) > 1:
+        return []
+    panels = []
+    for section, title, unit, parts in (
+        ("speed", "parts of a step", "s", _STEP),
+        ("memory", "memory", "GiB", ("memory_gib", "memory_peak_gib")),
+    ):
+        of = [(part, name) for part in parts for name in names if last_part(name) == part]
+        if len(of) > 1:
+            panels.append(Panel(section, title, unit, tuple(Line(0, name, name) for _, name in of)))
+    return panels
+
+
+def _panel(surveys: Sequence[Survey], section: str, name: str, unit: str) -> Panel:
+    lines = tuple(
+        Line(place, name, survey.label if len(surveys) > 1 else name)
+        for place, survey in enumerate(surveys)
+        if name in survey.groups
+    )
+    return Panel(section, name, unit, lines)
+
+
+def _kind(name: str) -> tuple[str, str]:
+    part = last_part(name)
+    if part in _SPEED:
+        return "speed", _SPEED[part]
+    if part in _STEP:
+        return "speed", "s"
+    if part in _MEMORY:
+        return "memory", _MEMORY[part]
+    return "curves", ""
+
+
+def _order(name: str) -> tuple[int, int]:
+    """Losses first, then how good it is, then how it is trained, then the rest as they came."""
+    part = last_part(name)
+    known = list(_SPEED) + list(_STEP) + list(_MEMORY)
+    if part in known:
+        return 0, known.index(part)
+    if "loss" in part:
+        return 1, int(part != "loss")
+    if "acc" in part or part in ("perplexity", "ppl", "score", "f1"):
+        return 2, 0
+    if part in ("grad_norm", "lr", "learning_rate"):
+        return 3, 0
+    return 4, 0
+
+
+# What a report says in words and tables, as text that page and Markdown write each their way.
 
 
 @dataclass(frozen=True)
@@ -289,3 +410,148 @@ def _often(series: Series | None) -> str:
 
 def _hosts(hosts: Any) -> str:
     return ", ".join(map(str, hosts)) if isinstance(hosts, list) else str(hosts or "")
+
+
+# All that a report has in it, before it is a page or Markdown.
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A picture, its title and what is said below it."""
+
+    title: str
+    unit: str
+    """Of the vertical axis; "" where it is not known."""
+    svg: str
+    notes: tuple[str, ...]
+    file: str
+    """Name of its own file, without the ending."""
+
+
+@dataclass(frozen=True)
+class RunPart:
+    """What is said of one run."""
+
+    label: str
+    state: str
+    """"good", "bad" or "open"."""
+    words: str
+    course: list[str]
+    tiles: list[Tile]
+    attempts: Table
+    metrics: Table
+    ranks: Table | None
+    notices: Table
+    pauses: list[str]
+
+
+@dataclass(frozen=True)
+class Report:
+    """All of a report."""
+
+    title: str
+    runs: list[RunPart]
+    curves: list[Plot]
+    speed: list[Plot]
+    memory: list[Plot]
+    left_out: int
+    comparison: Table
+    environment: list[tuple[str, Table]]
+    made: str
+
+    @property
+    def alone(self) -> bool:
+        """Whether it is of one run."""
+        return len(self.runs) == 1
+
+    @property
+    def any_ranks(self) -> bool:
+        """Whether the spread over ranks is known."""
+        return any(run.ranks for run in self.runs)
+
+    @property
+    def plots(self) -> list[Plot]:
+        """All plots."""
+        return [*self.curves, *self.speed, *self.memory]
+
+    @property
+    def sections(self) -> list[tuple[str, str]]:
+        """Anchor and title of the sections that there are."""
+        return [
+            (anchor, title)
+            for anchor, title, there in (
+                ("compared", "Side by side", not self.alone),
+                ("curves", "Curves", self.curves),
+                ("speed", "Speed", self.speed),
+                ("memory", "Memory", self.memory),
+                ("ranks", "Ranks", self.any_ranks),
+                ("warnings", "Warnings", True),
+                ("attempts", "Attempts", True),
+                ("metrics", "Metrics", self.alone and self.runs[0].metrics.rows),
+                ("environment", "Environment", True),
+            )
+            if there
+        ]
+
+
+def compose(surveys: Sequence[Survey], say: Callable[[str], None] | None = None) -> Report:
+    """Draw and say what there is of these runs.
+
+    Raises:
+        ReportError: matplotlib is not installed.
+    """
+    panels, left_out = arrange(surveys)
+    plots: dict[str, list[Plot]] = {"curves": [], "speed": [], "memory": []}
+    times = [(survey.label, survey.step_times) for survey in surveys if survey.step_times.count]
+    if times:
+        title = "step times"
+        histogram, notes = step_histogram(times, title=title)
+        plots["speed"].append(Plot(title, "", histogram, tuple(notes), "step-times"))
+    for panel in panels:
+        plots[panel.section].append(_plot(surveys, panel))
+    if say is not None:
+        say(f"{len(panels) + bool(times)} plots drawn")
+    return Report(
+        title=surveys[0].label if len(surveys) == 1 else f"{len(surveys)} runs compared",
+        runs=[_of(survey) for survey in surveys],
+        left_out=left_out,
+        comparison=comparison(surveys),
+        environment=environment(surveys),
+        made=moment(time.time()),
+        **plots,
+    )
+
+
+def _plot(surveys: Sequence[Survey], panel: Panel) -> Plot:
+    drawn = []
+    for place, line in enumerate(panel.lines):
+        survey = surveys[line.run]
+        spread = None
+        if survey.groups[line.name]:
+            spread = {part: survey.series[f"{line.name}/{part}"] for part in STATISTICS}
+        series = survey.series.get(line.name)
+        if series is None:
+            series = survey.series[f"{line.name}/mean"]
+        several_runs = len(surveys) > 1
+        drawn.append(Drawn(line.label, series, spread, line.run if several_runs else place))
+    title = f"{panel.title} over steps"
+    # A metric may be called as several together are.
+    kind = "joint" if len({line.name for line in panel.lines}) > 1 else "curve"
+    svg, notes = curves(drawn, title=title)
+    return Plot(panel.title, panel.unit, svg, tuple(notes), file_name(kind, panel.title))
+
+
+def _of(survey: Survey) -> RunPart:
+    state, words = survey.outcome
+    return RunPart(
+        label=survey.label,
+        state=state,
+        words=clean(words),
+        course=course(survey),
+        tiles=tiles(survey),
+        attempts=attempts(survey),
+        metrics=metrics(survey),
+        ranks=ranks(survey),
+        notices=notices(survey.notices),
+        pauses=pauses(survey),
+    )

@@ -1,0 +1,193 @@
+"""Reports of runs: one HTML page that needs nothing else, and Markdown."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Callable, Iterable
+from importlib.resources import files
+from pathlib import Path
+
+from ezpz_obs._errors import ReportError
+from ezpz_obs._run import Run, read_run
+from ezpz_obs._version import __version__
+
+from .content import Plot, Report, RunPart, Table, compose
+from .figures import LIGHT, style
+from .survey import survey
+from .words import clean, distinct, require, shorten
+
+# A report as Markdown, its plots in files beside it.
+
+_SPECIAL = re.compile(r"([\\`*_\[\]|$~#{}()!])")
+_ENTITIES = str.maketrans({"<": "&lt;", ">": "&gt;", "&": "&amp;"})
+
+
+def _markdown(report: Report) -> str:
+    """Return the report in short; its plots are expected as ``NAME.svg`` beside it."""
+    lines = [f"# {escape(report.title, 100)}", ""]
+    for run in report.runs:
+        whose = "" if report.alone else f"**{escape(run.label)}**: "
+        lines += [
+            f"{whose}**{escape(run.words, 200)}** · {escape(' · '.join(run.course), 400)}",
+            "",
+        ]
+        if report.alone and run.tiles:
+            lines += _table(
+                Table(("", "", ""), [(tile.label, tile.value, tile.note) for tile in run.tiles])
+            )
+    if not report.alone:
+        lines += ["## Side by side", "", *_table(report.comparison)]
+    for title, plots in (
+        ("Curves", report.curves), ("Speed", report.speed), ("Memory", report.memory)
+    ):  # fmt: skip
+        if plots:
+            lines += [f"## {title}", ""]
+            for plot in plots:
+                lines += _plot(plot)
+    if report.left_out:
+        lines += [f"{report.left_out:,} more metrics are not drawn.", ""]
+    for run in report.runs:
+        lines += _run(run, alone=report.alone)
+    for title, table in report.environment:
+        lines += [f"## {title}", "", *_table(table)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def escape(text: str, limit: int = 160) -> str:
+    """Return a text that Markdown shows as it is."""
+    return _SPECIAL.sub(r"\\\1", shorten(text, limit).translate(_ENTITIES))
+
+
+def _run(run: RunPart, *, alone: bool) -> list[str]:
+    lines: list[str] = []
+    whose = "" if alone else f" of {escape(run.label)}"
+    if run.pauses:
+        lines += [f"Longest pauses{whose}: {', '.join(run.pauses)}.", ""]
+    if run.ranks:
+        lines += [f"## Ranks{whose}", "", *_table(run.ranks)]
+    if run.notices.rows:
+        lines += [f"## Warnings, alarms and events{whose}", "", *_table(run.notices)]
+    lines += [f"## Attempts{whose}", "", *_table(run.attempts)]
+    if alone and run.metrics.rows:
+        lines += ["## Metrics", "", *_table(run.metrics)]
+    return lines
+
+
+def _plot(plot: Plot) -> list[str]:
+    notes = f" ({escape('; '.join(plot.notes), 300)})" if plot.notes else ""
+    title = escape(plot.title)
+    unit = f" ({plot.unit})" if plot.unit else ""
+    return [f"### {title}{unit}", "", f"![{title}]({plot.file}.svg){notes}", ""]
+
+
+def _table(of: Table) -> list[str]:
+    rows = [[escape(cell, 300) if clean(cell) else " " for cell in row] for row in of.rows]
+    head = [escape(column, 60) or " " for column in of.columns]
+    found = [head, ["---"] * len(head), *rows]
+    lines = [f"| {' | '.join(row)} |" for row in found] + [""]
+    return lines + ([escape(of.note, 400), ""] if of.note else [])
+
+
+# A report as one HTML page that needs nothing else.
+
+
+def _page(report: Report) -> str:
+    """Return the page: no script, no request; every name in it is text.
+
+    Raises:
+        ReportError: Jinja2 is not installed.
+    """
+    jinja2 = require("jinja2", "a report")
+    here = files(__package__)
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
+    )
+    environment.filters |= {"clean": clean, "shorten": shorten}
+    template = environment.from_string(here.joinpath("page.html.j2").read_text("utf-8"))
+    said: str = template.render(
+        report=report,
+        version=__version__,
+        style=f"{here.joinpath('page.css').read_text('utf-8')}{style(':root')}",
+        colours=len(LIGHT),
+    )
+    return said
+
+
+# Reports of runs, written to a folder.
+
+logger = logging.getLogger("ezpz_obs")
+
+
+def write_report(
+    runs: Iterable[Run | str | os.PathLike[str]] | Run | str | os.PathLike[str],
+    out: str | os.PathLike[str] | None = None,
+    *,
+    say: Callable[[str], None] | None = None,
+) -> tuple[Path, ...]:
+    """Write a report of runs: ``index.html``, ``report.md`` and the plots of the latter.
+
+    The page needs no network and no other file. Each run is read once, in room that does not
+    grow with it. A report that is there is replaced, file by file; other files are left alone.
+
+    Args:
+        runs: One or more: what `read_run` returned, or folders and files.
+        out: The folder to write to; default ``report`` in the run's, of several runs
+            ``comparison`` in the first one's.
+        say: Told how far it is, every 2 s of a long reading; default: the log, at INFO.
+
+    Returns:
+        The files: the page first, then the Markdown, then the plots.
+
+    Raises:
+        HistoryError: There is no such run, or it is damaged.
+        OSError: The folder cannot be written.
+        ReportError: Nothing was given, or what reports need is not installed.
+    """
+    given = [runs] if isinstance(runs, Run | str | os.PathLike) else list(runs)
+    if not given:
+        raise ReportError("no runs; expected one at least: write_report(['outputs/run'])")
+    for module in ("matplotlib", "jinja2"):  # before a million records are read for nothing
+        require(module, "a report")
+    found = [run if isinstance(run, Run) else read_run(run) for run in given]
+    # Of one folder the files of single ranks may be compared.
+    several = len({run.path.parent for run in found}) < len(found)
+    labels = distinct(
+        [run.name for run in found],
+        [str(run.path if several else run.path.parent) for run in found],
+    )
+    say = say or logger.info
+    surveys = [survey(run, label, say) for run, label in zip(found, labels, strict=True)]
+    report = compose(surveys, say)
+    if out is None:
+        folder = found[0].path.parent / ("report" if len(found) == 1 else "comparison")
+    else:
+        folder = Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    # The page last: whoever finds the new one finds the new plots.
+    plots = [_write(folder / f"{plot.file}.svg", _alone(plot.svg)) for plot in report.plots]
+    text = _write(folder / "report.md", _markdown(report))
+    html = _write(folder / "index.html", _page(report))
+    return (html, text, *plots)
+
+
+def _alone(svg: str) -> str:
+    """Give a plot what the page would give it."""
+    rules = (
+        f"{style('svg')}\nsvg {{ color: #1d1f24; stroke-linejoin: round }}\n"
+        "@media screen and (prefers-color-scheme: dark) { svg { color: #e7e9ee } }"
+    )
+    head, _, rest = svg.partition(">")
+    return f"{head}>\n<style>{rules}</style>{rest}\n"
+
+
+def _write(path: Path, text: str) -> Path:
+    """Write a file aside and rename it, so that nobody reads half of it."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}.new")
+    try:
+        aside.write_text(text, encoding="utf-8", errors="backslashreplace")
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
+    return path

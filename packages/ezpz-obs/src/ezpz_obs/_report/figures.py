@@ -1,0 +1,457 @@
+"""Plots as SVG, by matplotlib, without its global state."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any, Final
+
+import numpy as np
+
+from .survey import COUNT, EDGES, FROM, GREATEST, LEAST, MEAN, SIZE, TO, Floats, Series, StepTimes
+from .words import TIMES, require, seconds, shorten, tick_labels
+
+# Colours of plots: readable on white and on black, and told apart by colour-blind eyes.
+
+INK: Final = "#010a01"
+"""Stands for the colour of the text around the plot until the plot is written."""
+
+LIGHT: Final = ("#0072b2", "#d55e00", "#00936b", "#3d3d46", "#c4639d")
+"""Of the series, on white: at least 3.4 : 1 (after Okabe and Ito: blue, vermilion, green, ...)."""
+
+DARK: Final = ("#56b4e9", "#f08a3c", "#2fc49a", "#e8e8ee", "#e0609f")
+"""The same on near black: at least 5 : 1."""
+
+ALARM: Final = ("#c8232c", "#ff6b6b")
+"""What is wrong, light and dark."""
+
+_STANDS_FOR: Final = tuple(f"#02{place:02x}0b" for place in range(len(LIGHT)))
+_STANDS_FOR_ALARM: Final = "#030c03"
+
+DASHES: Final = ("-", (0, (5, 1.6)), (0, (1.2, 1.4)), (0, (6, 1.5, 1.2, 1.5)))
+"""Of the series too, so that colour is never the only thing that tells."""
+
+
+def colour(place: int) -> str:
+    """Return what stands for the colour of the series at this place until `to_variables`."""
+    return _STANDS_FOR[place % len(_STANDS_FOR)]
+
+
+def alarm() -> str:
+    """Return what stands for the colour of what is wrong."""
+    return _STANDS_FOR_ALARM
+
+
+def to_variables(svg: str) -> str:
+    """Replace what stands for colours by ``currentColor`` and variables of `style`."""
+    svg = svg.replace(INK, "currentColor").replace(_STANDS_FOR_ALARM, f"var(--alarm, {ALARM[0]})")
+    for place, stands in enumerate(_STANDS_FOR):
+        svg = svg.replace(stands, f"var(--series-{place}, {LIGHT[place]})")
+    return svg
+
+
+def style(selector: str) -> str:
+    """Return the variables as CSS, for light and dark."""
+    light, dark = (
+        "".join(f"--series-{place}:{of}; " for place, of in enumerate(colours)) + f"--alarm:{alarm}"
+        for colours, alarm in ((LIGHT, ALARM[0]), (DARK, ALARM[1]))
+    )
+    return (
+        f"{selector} {{ {light} }}\n"
+        f"@media screen and (prefers-color-scheme: dark) {{ {selector} {{ {dark} }} }}"
+    )
+
+
+# What plots stand on: a figure of matplotlib's, its axes' dress, and the SVG it becomes.
+
+_PLACE: Final = (0.115, 0.155, 0.855, 0.81)
+
+_SIZE: Final = (6.1, 3.3)  # inches; the page scales it
+_STYLE: Final = {
+    "text.parse_math": False,  # a metric's name is text, dollars and all
+    "svg.fonttype": "none",
+    "font.family": ["sans-serif"],
+    "font.size": 10.5,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.facecolor": "none",
+    "figure.facecolor": "none",
+    "savefig.facecolor": "none",
+    "axes.unicode_minus": True,
+    "path.simplify": True,
+    "path.sketch": None,
+    "text.usetex": False,
+}
+
+
+def styled() -> Any:
+    """Return a context in which matplotlib draws as reports want it, and no one else notices.
+
+    Raises:
+        ReportError: matplotlib is not installed.
+    """
+    return require("matplotlib", "a plot").rc_context(_STYLE)
+
+
+def canvas() -> tuple[Any, Any]:
+    """Return an empty figure and its axes."""
+    figure = require("matplotlib.figure", "a plot").Figure(figsize=_SIZE, dpi=72)
+    axes = figure.add_axes(_PLACE)
+    return figure, axes
+
+
+def dress(axes: Any) -> None:
+    """Leave little but the curves."""
+    ticker = require("matplotlib.ticker", "a plot")
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set(alpha=0.35, linewidth=0.8)
+    axes.tick_params(length=0, pad=5)
+    axes.tick_params(which="minor", length=0)
+    axes.set_axisbelow(True)
+    axes.grid(axis="y", color=INK, alpha=0.11, linewidth=0.8)
+    for axis in (axes.xaxis, axes.yaxis):
+        if axis.get_scale() == "log":
+            low, high = axis.get_view_interval()
+            if high / low < 30:
+                axis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0)))
+            if high / low < 3:
+                axis.set_major_locator(ticker.MaxNLocator(5))
+        else:
+            axis.set_major_locator(ticker.MaxNLocator(6 if axis is axes.xaxis else 5))
+        axis.set_minor_locator(ticker.NullLocator())
+        axis.set_major_formatter(_formatter(ticker))
+    axes.xaxis.label.set(alpha=0.7, fontsize=10)
+
+
+def _formatter(ticker: Any) -> Any:
+    class Labels(ticker.Formatter):  # type: ignore[misc]
+        def format_ticks(self, values: Any) -> list[str]:
+            return tick_labels([float(value) for value in values])
+
+        def __call__(self, x: float, pos: int | None = None) -> str:  # noqa: ARG002
+            return tick_labels([float(x)])[0]
+
+    return Labels()
+
+
+def legend(figure: Any, axes: Any, handles: Sequence[Any], labels: Sequence[str]) -> None:
+    """Above the curves, where it hides none."""
+    count = len(handles)
+    rows = -(-count // 3)
+    axes.set_position((*_PLACE[:3], _PLACE[3] - 0.065 * rows))
+    # Matplotlib leaves names out that begin with an underscore: so they come afterwards.
+    made = figure.legend(
+        handles, [f"{place}" for place in range(count)], loc="upper left",
+        bbox_to_anchor=(0.1, 1.005), ncols=min(count, 3), frameon=False, fontsize=9.5,
+        handlelength=2.2, columnspacing=1.4, borderpad=0.1, labelspacing=0.3,
+    )  # fmt: skip
+    for text, label in zip(made.get_texts(), labels, strict=True):
+        text.set_text(shorten(label, 24))
+
+
+_HEAD = re.compile(r"^.*?(?=<svg)", re.DOTALL)
+_SIZES = re.compile(r'<svg[^>]* viewBox="([^"]*)"[^>]*>')
+_NEEDLESS = re.compile(r"<metadata>.*?</metadata>\s*|<style[^>]*>.*?</style>\s*", re.DOTALL)
+_IDS = re.compile(r"<g id=\"[^\"]*\"")
+_FONT = re.compile(r"font-family: 'DejaVu Sans'[^;\"]*")
+
+
+def svg(figure: Any, title: str) -> str:
+    """Return a figure as SVG: text is text, colours are the page's, nothing has an address."""
+    require("matplotlib.backends.backend_svg", "a plot").FigureCanvasSVG(figure)
+    found = io.StringIO()
+    with require("matplotlib", "a plot").rc_context({"svg.hashsalt": title}):
+        figure.savefig(found, format="svg", metadata={"Date": None, "Creator": None})
+    text = _NEEDLESS.sub("", _HEAD.sub("", found.getvalue(), count=1))
+    text = _FONT.sub("font-family: system-ui, sans-serif", text)
+    text = _SIZES.sub(
+        lambda match: (
+            f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
+            f'viewBox="{match[1]}" role="img" aria-label="{escape(shorten(title, 200))}">'
+        ),
+        text,
+        count=1,
+    )
+    return to_variables(_IDS.sub("<g", text)).strip()
+
+
+# What a curve looks like: smoothed, and in which frame.
+
+_FEW = 24
+"""Points that need no smoothing."""
+_FAR = 20.0
+"""So many times the range of nearly all values beyond it, a value is an outlier."""
+_DECADES = 3.0
+_LITTLE = 0.004
+"""A learning rate's corners are no noise: below this part of the range nothing is smoothed."""
+
+
+def smooth(table: Floats) -> Floats | None:
+    """Return the buckets' means without their noise; None where there is none to speak of.
+
+    At each point a line is fitted to all, their weights falling off exponentially to both sides.
+    Unlike a moving average's, such a curve does not lag behind: a straight line stays what it is,
+    up to its ends. What is no number leaves a gap.
+    """
+    means = table[MEAN]
+    if len(means) < _FEW:
+        return None
+    known = np.isfinite(means)
+    scale = float(np.abs(means[known]).max(initial=0.0)) or 1.0
+    values = np.where(known, means, 0.0) / scale  # squares of 1e200 are no doubles
+    if known.sum() < _FEW or _noise(values[known]) < _LITTLE * float(np.ptp(values[known])):
+        return None
+    places = np.arange(len(means), dtype=np.float64)
+    away = (places - places[:, None]) / max(2.5, len(means) / 60)
+    weight = np.exp(-np.abs(away)) * known
+    # A line's value at its middle by least squares, from the weighted moments.
+    one, first, second = weight.sum(1), (weight * away).sum(1), (weight * away**2).sum(1)
+    of, along = weight @ values, (weight * away) @ values
+    bare = one * second - first**2
+    with np.errstate(invalid="ignore", divide="ignore"):
+        line = np.where(bare > 1e-9 * one**2, (second * of - first * along) / bare, of / one)
+    return np.where(known, line * scale, np.nan)
+
+
+def _noise(values: Floats) -> float:
+    """Return the standard deviation of what has no course, from each value's two neighbours."""
+    return float(np.median(np.abs(np.diff(values, 2)))) / (0.6745 * 6**0.5)
+
+
+def reach(tables: Sequence[Floats]) -> tuple[float, float]:
+    """Return the first and last step of all curves."""
+    known = [table for table in tables if table.shape[1]]
+    if not known:
+        return 0.0, 1.0
+    return (
+        min(float(table[FROM].min()) for table in known),
+        max(float(table[TO].max()) for table in known),
+    )
+
+
+def limits(tables: Sequence[Floats]) -> tuple[float, float, bool, bool]:
+    """Return the frame: lower and upper end, whether logarithmic, whether something is outside."""
+    means = np.concatenate([table[MEAN] for table in tables])
+    means = means[np.isfinite(means)]
+    if not len(means):
+        return 0.0, 1.0, False, False
+    least = min(float(np.nanmin(table[LEAST])) for table in tables if _known(table))
+    greatest = max(float(np.nanmax(table[GREATEST])) for table in tables if _known(table))
+    usual_low, usual_high = (float(q) for q in np.quantile(means, (0.02, 0.98), method="nearest"))
+    usual = usual_high / 2 - usual_low / 2  # halves: twice the largest double is none
+    if usual_low > 0 and least > 0 and math.log10(usual_high) - math.log10(usual_low) > _DECADES:
+        return least / 1.2, min(greatest * 1.2, 1e308), True, False
+    low, high = least, greatest
+    if usual > 0:
+        low = max(low, usual_low - 2 * _FAR * usual)
+        high = min(high, usual_high + 2 * _FAR * usual)
+    outside = low > least or high < greatest
+    if outside:
+        # The outlier would hide everything else: show what is usual.
+        low = usual_low - usual if low > least else low
+        high = usual_high + usual if high < greatest else high
+    half = high / 2 - low / 2
+    pad = 0.12 * half if half > 0 else 0.05 * abs(high) or 0.5
+    return max(low - pad, -1.7e308), min(high + pad, 1.7e308), False, outside
+
+
+def _known(table: Floats) -> bool:
+    return bool(np.isfinite(table[MEAN]).any())
+
+
+# Plots as SVG, by matplotlib, without its global state.
+
+POINTS: Final = 600
+"""Of a curve: about one for each pixel of its width."""
+
+_PARTS: Final = (0.5, 0.95, 0.99)
+_LARGEST: Final = 1e300
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """One curve of a plot.
+
+    Attributes:
+        label: Whose it is.
+        series: Its values.
+        spread: Mean, std, min and max over the ranks, where they are known.
+        place: Which colour and dashes.
+    """
+
+    label: str
+    series: Series
+    spread: dict[str, Series] | None
+    place: int
+
+
+def curves(lines: Sequence[Drawn], *, title: str) -> tuple[str, list[str]]:
+    """Draw metrics over steps.
+
+    Args:
+        lines: What to draw; each with a faint curve of what was recorded, a clear one of its
+            smoothed values, and the spread over the ranks where it is known.
+        title: What it shows, for those who cannot see it.
+
+    Returns:
+        The SVG, and what else has to be said below it.
+
+    Raises:
+        ReportError: matplotlib is not installed.
+    """
+    with styled():
+        figure, axes = canvas()
+        notes: list[str] = []
+        tables = [_table(line) for line in lines]
+        low, high, log, outside = limits(tables)
+        if outside or any(
+            np.nanmax(np.abs(t[LEAST : GREATEST + 1]), initial=0) >= _LARGEST for t in tables
+        ):
+            notes.append("outliers are outside the frame")
+        if log:
+            axes.set_yscale("log")
+        drawn = [
+            _draw(axes, line, table, alone=len(lines) == 1)
+            for line, table in zip(lines, tables, strict=True)
+        ]
+        axes.set_ylim(low, high)
+        # Margins, or a single step's own place.
+        first, last = reach(tables)
+        pad = 0.01 * (last - first) if last > first else 0.5
+        axes.set_xlim(first - pad, last + pad)
+        for line in lines:
+            notes.extend(_odd(axes, line, tag=len(lines) > 1))
+        bare = [t for t, line in zip(tables, lines, strict=True) if t.shape[1] and not line.spread]
+        if any(table[SIZE].max() > 1 for table in bare):
+            notes.append("shaded: least to greatest")
+        if any(line.spread for line in lines):
+            notes.append("bands: mean ± std, and least to greatest, of the ranks")
+        axes.set_xlabel("step")
+        dress(axes)
+        if len(lines) > 1:
+            legend(figure, axes, drawn, [line.label for line in lines])
+        return svg(figure, title), notes
+
+
+def step_histogram(of: Sequence[tuple[str, StepTimes]], *, title: str) -> tuple[str, list[str]]:
+    """Draw how long steps took: how many each, on a logarithmic axis of seconds.
+
+    Args:
+        of: Label and step times of each run.
+        title: For those who cannot see it.
+
+    Returns:
+        As `curves`.
+
+    Raises:
+        ReportError: matplotlib is not installed.
+    """
+    with styled():
+        figure, axes = canvas()
+        notes = ["vertical: how many"]
+        ranges = [times.reach(0.999) for _, times in of]
+        first = max(0, min(least for least, _ in ranges) - 4)
+        last = min(len(EDGES) - 2, max(most for _, most in ranges) + 4)
+        if len(of) == 1:
+            middle, slow, slower = (seconds(of[0][1].quantile(part)) for part in _PARTS)
+            notes.append(f"median (dashed) {middle}, 95 % {slow}, 99 % (dashed) {slower}")
+        beyond = sum(int(times.histogram[last + 1 :].sum()) for _, times in of)
+        if beyond:
+            notes.append(f"{beyond:,} slower ones are outside the frame")
+        each = max(1, -(-(last - first + 1) // 72))
+        starts = np.arange(first, last + 1, each)
+        edges = EDGES[[*starts.tolist(), min(int(starts[-1]) + each, len(EDGES) - 1)]]
+        drawn = []
+        for place, (_, times) in enumerate(of):
+            counts = np.add.reduceat(times.histogram[: last + 1], starts)
+            if len(of) == 1:
+                axes.stairs(counts, edges, fill=True, color=colour(0), alpha=0.75, linewidth=0)
+            else:
+                dashes = DASHES[place % len(DASHES)]
+                drawn.append(
+                    axes.stairs(counts, edges, color=colour(place), linewidth=1.6, linestyle=dashes)
+                )
+        axes.set_xscale("log")
+        axes.set_xlim(edges[0], edges[-1])
+        if len(of) == 1:
+            for part in (0.5, 0.99):
+                at = of[0][1].quantile(part)
+                axes.axvline(at, color=INK, linewidth=0.9, alpha=0.6, linestyle=DASHES[1])
+        dress(axes)
+        axes.xaxis.set_major_formatter(lambda value, _: seconds(value))
+        if len(of) > 1:
+            legend(figure, axes, drawn, [label for label, _ in of])
+        return svg(figure, title), notes
+
+
+def _table(line: Drawn) -> Floats:
+    """Return a line's buckets; with a spread the mean's, and the least and greatest of all."""
+    if line.spread is None:
+        return _within(line.series.curve(POINTS))
+    table = line.spread["mean"].curve(POINTS).copy()
+    least, greatest = (line.spread[name].curve(POINTS) for name in ("min", "max"))
+    if least.shape == greatest.shape == table.shape:
+        table[LEAST], table[GREATEST] = least[LEAST], greatest[GREATEST]
+    return _within(table)
+
+
+def _within(table: Floats) -> Floats:
+    """Leave matplotlib room to reckon in: it is lost beyond."""
+    found = table.copy()
+    found[[MEAN, LEAST, GREATEST]] = np.clip(found[[MEAN, LEAST, GREATEST]], -_LARGEST, _LARGEST)
+    return found
+
+
+def _draw(axes: Any, line: Drawn, table: Floats, *, alone: bool) -> Any:
+    """Draw a line with its shades; return what stands for it in a legend."""
+    of, dashes = colour(line.place), DASHES[line.place % len(DASHES)]
+    steps = (table[FROM] + table[TO]) / 2
+    faint = 0.13 if alone else 0.07
+    if line.spread is not None or table[SIZE].max(initial=0) > 1:
+        axes.fill_between(steps, table[LEAST], table[GREATEST], color=of, alpha=faint, linewidth=0)
+    if line.spread is not None:
+        std = line.spread["std"].curve(POINTS)
+        if std.shape == table.shape:
+            axes.fill_between(
+                steps, table[MEAN] - std[MEAN], table[MEAN] + std[MEAN],
+                color=of, alpha=1.8 * faint, linewidth=0,
+            )  # fmt: skip
+    smoothed = smooth(table)
+    if smoothed is None:
+        smoothed = table[MEAN]
+    else:
+        axes.plot(steps, table[MEAN], color=of, alpha=0.32, linewidth=0.8)
+    # A value without neighbours is no line, and must be seen all the same.
+    known = np.isfinite(smoothed)
+    beside = np.concatenate([[False], known, [False]])
+    lonely = known & ~beside[:-2] & ~beside[2:]
+    axes.plot(steps[lonely], smoothed[lonely], color=of, linestyle="none", marker="o", markersize=4)
+    return axes.plot(steps, smoothed, color=of, linewidth=1.7, linestyle=dashes)[0]
+
+
+def _odd(axes: Any, line: Drawn, *, tag: bool) -> list[str]:
+    """Mark where values are no numbers, and say how many."""
+    series = line.series if line.spread is None else line.spread["mean"]
+    if not series.nan + series.infinite:
+        return []
+    table = series.curve(POINTS)
+    places = np.flatnonzero(table[COUNT] < table[SIZE])
+    axes.plot(
+        (table[FROM] + table[TO])[places] / 2, np.full(len(places), 0.025),
+        transform=axes.get_xaxis_transform(), color=alarm(), linestyle="none", marker="x",
+        markersize=5, markeredgewidth=1.4, clip_on=False,
+    )  # fmt: skip
+    said = [
+        f"{count:,} {word}"
+        for count, word in ((series.nan, "NaN"), (series.infinite, "infinite"))
+        if count
+    ]
+    whose = f"{shorten(line.label, 24)}: " if tag else ""
+    return [f"{whose}{' and '.join(said)} ({TIMES}), first at step {series.first_odd:,}"]

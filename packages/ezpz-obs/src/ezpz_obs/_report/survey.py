@@ -1,0 +1,618 @@
+"""A run, read once from end to end, and told in little room."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from ezpz_obs._file import LONGEST_LINE
+from ezpz_obs._run import Run
+
+from .words import NOTHING, moment, seconds
+
+# Warnings, alarms and errors of a run: of its events, and of its ranks' logs.
+
+ROOM: Final = 200
+"""Different messages that are kept, of the first and of the last each."""
+
+_GRAVE: Final = frozenset({"warning", "error", "critical", "exception", "fatal", "alarm"})
+_LIGHT: Final = (b'"level":"info"', b'"level":"debug"')
+_QUIET: Final = frozenset({"end"})
+_ENOUGH: Final = 300
+
+
+@dataclass
+class Notice:
+    """Something that was said, once or several times in the same words."""
+
+    kind: str
+    text: str
+    time: float | None
+    """Of the first time: seconds since 1970."""
+    step: int | None
+    ranks: set[int]
+    times: int = 1
+
+
+@dataclass
+class Notices:
+    """What was said, in order."""
+
+    shown: list[Notice]
+    left_out: int
+    """Different ones between the first and the last of those shown."""
+    unreadable: int
+    """Lines of logs that are no JSON."""
+
+
+def collect(events: Iterable[dict[str, Any]], folder: Path) -> Notices:
+    """Read what the events of a run and ``folder/logs/*.jsonl`` say, from WARNING upward.
+
+    Args:
+        events: Of the run's file; all are shown but its ends.
+        folder: The run's.
+    """
+    found = _Collection()
+    for event in events:
+        if event["event"] not in _QUIET:
+            found.put(_of_event(event))
+    for path in filter(Path.is_file, sorted((folder / "logs").glob("*.jsonl"))):
+        for line in _lines(path):
+            if line is None:
+                found.unreadable += 1
+            else:
+                found.put(line)
+    return found.done()
+
+
+class _Collection:
+    def __init__(self) -> None:
+        self.kept: dict[tuple[str, str], Notice] = {}
+        self.late: dict[tuple[str, str], Notice] = {}
+        self.left_out = self.unreadable = 0
+
+    def put(self, notice: Notice) -> None:
+        key = (notice.kind, notice.text)
+        known = self.kept.get(key) or self.late.get(key)
+        if known is not None:
+            known.times += notice.times
+            known.ranks |= notice.ranks
+        elif len(self.kept) < ROOM:
+            self.kept[key] = notice
+        else:
+            self.late[key] = notice
+            if len(self.late) > ROOM:
+                del self.late[next(iter(self.late))]
+                self.left_out += 1
+
+    def done(self) -> Notices:
+        shown = [*self.kept.values(), *self.late.values()]
+        shown.sort(key=lambda notice: float("inf") if notice.time is None else notice.time)
+        return Notices(shown, self.left_out, self.unreadable)
+
+
+def _of_event(event: dict[str, Any]) -> Notice:
+    known = {"event", "time", "step", "message", "crc"}
+    more = [f"{name}={value}" for name, value in event.items() if name not in known]
+    text = " ".join(part for part in (str(event.get("message") or ""), *more) if part)
+    return Notice(
+        str(event["event"]), text[:_ENOUGH], _seconds(event.get("time")),
+        _whole(event.get("step")), set(),
+    )  # fmt: skip
+
+
+def _lines(path: Path) -> Iterator[Notice | None]:
+    """Give what a log says from WARNING upward, and None for a line that is no log's."""
+    with open(path, "rb", buffering=1 << 20) as file:
+        # In parts where it is longer than any log's: those are no JSON.
+        for line in iter(lambda: file.readline(LONGEST_LINE), b""):
+            if any(light in line for light in _LIGHT):
+                continue
+            try:
+                said = orjson.loads(line)
+                level = str(said.get("level", "")).lower()
+            except (orjson.JSONDecodeError, AttributeError):
+                if line.endswith(b"\n"):  # else torn by the end of its writer
+                    yield None
+                continue
+            if level in _GRAVE:
+                yield _of_line(level, said)
+
+
+def _of_line(level: str, said: dict[str, Any]) -> Notice:
+    exception = str(said.get("exception") or "").strip()
+    text = str(said.get("event") or "")
+    if exception:
+        # The last line of a traceback is what went wrong.
+        text = f"{text}: {exception.splitlines()[-1]}" if text else exception.splitlines()[-1]
+    rank = _whole(said.get("rank"))
+    return Notice(
+        level, text[:_ENOUGH], _seconds(said.get("time")), _whole(said.get("step")),
+        set() if rank is None else {rank},
+    )  # fmt: skip
+
+
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _seconds(value: Any) -> float | None:
+    if isinstance(value, int | float):
+        return float(value)
+    try:
+        return datetime.fromisoformat(str(value)).timestamp()
+    except (ValueError, OverflowError):
+        return None
+
+
+# One metric of a run, told in a room that does not grow with the run.
+
+Floats = NDArray[np.float64]
+
+BUCKETS: Final = 2048
+"""At most so many are kept; when there are more, each two become one."""
+
+_WAIT: Final = 16_384
+COUNT, MEAN, LEAST, GREATEST, LAST, FROM, TO, SIZE = range(8)
+"""Rows of `Series.buckets`: how many finite values, their mean, min and max, the last value
+(finite or not), the first and last step, how many values of any kind."""
+
+
+class Series:
+    """The values of a metric, met once and in order.
+
+    Exact are the counts, the first and last value, minimum, maximum, mean and standard deviation
+    (of the population, of the finite values). The curve is kept as consecutive buckets.
+
+    Args:
+        name: The metric's.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.count = 0
+        """Values of any kind."""
+        self.nan = self.infinite = 0
+        self.first_odd: int | None = None
+        """The step of the first NaN or infinity."""
+        self.first: tuple[int, float] | None = None
+        """Step and value, as `last`, `min` and `max`; these two of the finite values."""
+        self.last: tuple[int, float] | None = None
+        self.min: tuple[int, float] | None = None
+        self.max: tuple[int, float] | None = None
+        self.ranks: Counter[int] | None = None
+        """How often each rank, where this is a ``/min_rank`` or ``/max_rank``."""
+        if name.endswith(("/min_rank", "/max_rank")):
+            self.ranks = Counter()
+        # Wider than double where there is such a thing: squares of 1e200 are numbers too.
+        self._mean = self._squares = np.longdouble(0)
+        self._finite = 0
+        self._width = 1
+        self._rows: Floats = np.empty((8, 0))
+        self._waiting: list[tuple[NDArray[np.int64], Floats]] = []
+        self._waiting_count = 0
+
+    def add(self, steps: NDArray[np.int64], values: Floats) -> None:
+        """Take further values; (n,) each."""
+        if not len(steps):
+            return
+        self._waiting.append((steps, values))
+        self._waiting_count += len(steps)
+        if self._waiting_count >= _WAIT:
+            self._settle()
+
+    @property
+    def buckets(self) -> Floats:
+        """The curve, (8, at most `BUCKETS`): see `COUNT` and those after it."""
+        self._settle()
+        return self._rows
+
+    @property
+    def width(self) -> int:
+        """How many values make a bucket."""
+        return self._width
+
+    @property
+    def mean(self) -> float | None:
+        """The mean of the finite values; None where there are none."""
+        self._settle()
+        return float(self._mean) if self._finite else None
+
+    @property
+    def std(self) -> float | None:
+        """The standard deviation of the finite values."""
+        self._settle()
+        return float(np.sqrt(self._squares / self._finite)) if self._finite else None
+
+    def curve(self, points: int) -> Floats:
+        """Return the buckets, joined until there are at most so many."""
+        rows = self.buckets
+        each = -(-rows.shape[1] // points)
+        return rows if each <= 1 else _join(rows, np.arange(0, rows.shape[1], each))
+
+    def settle(self) -> None:
+        """Count what waits: call it before reading the counts."""
+        self._settle()
+
+    def _settle(self) -> None:
+        if not self._waiting:
+            return
+        steps = np.concatenate([steps for steps, _ in self._waiting])
+        values = np.concatenate([values for _, values in self._waiting])
+        self._waiting.clear()
+        self._waiting_count = 0
+        finite = np.isfinite(values)
+        self._measure(steps, values, finite)
+        self._keep(steps, values, finite)
+        self.count += len(steps)
+
+    def _measure(self, steps: NDArray[np.int64], values: Floats, finite: NDArray[np.bool_]) -> None:
+        if self.first is None:
+            self.first = (int(steps[0]), float(values[0]))
+        self.last = (int(steps[-1]), float(values[-1]))
+        if not finite.all():
+            nan = int(np.isnan(values).sum())
+            self.nan += nan
+            self.infinite += int((~finite).sum()) - nan
+            if self.first_odd is None:
+                self.first_odd = int(steps[np.argmin(finite)])
+            steps, values = steps[finite], values[finite]
+            if not len(values):
+                return
+        least, greatest = int(values.argmin()), int(values.argmax())
+        if self.min is None or values[least] < self.min[1]:
+            self.min = (int(steps[least]), float(values[least]))
+        if self.max is None or values[greatest] > self.max[1]:
+            self.max = (int(steps[greatest]), float(values[greatest]))
+        if self.ranks is not None:
+            of, often = np.unique(values.astype(np.int64), return_counts=True)
+            for rank, count in zip(of.tolist(), often.tolist(), strict=True):
+                self.ranks[rank] += count
+        # Chan's way of joining two means: of deviations, so that 1e5 ± 20 stays exact.
+        wide = values.astype(np.longdouble)
+        mean, count = wide.mean(), len(wide)
+        apart, total = mean - self._mean, self._finite + count
+        wide -= mean
+        self._squares += (wide * wide).sum() + apart * apart * self._finite * count / total
+        self._mean += apart * count / total
+        self._finite = total
+
+    def _keep(self, steps: NDArray[np.int64], values: Floats, finite: NDArray[np.bool_]) -> None:
+        numbers = values if finite.all() else np.where(finite, values, np.nan)
+        ones = np.ones(len(values))
+        rows = np.stack([finite, numbers, numbers, numbers, values, steps, steps, ones])
+        begun = self.count % self._width
+        first = self._width - begun if begun else 0
+        starts = np.arange(first, len(values), self._width)
+        kept = self._rows
+        if begun:
+            # The last bucket is not full: it is taken up again.
+            rows, kept = np.concatenate([kept[:, -1:], rows], axis=1), kept[:, :-1]
+            starts = np.concatenate([[0], starts + 1])
+        if self._width > 1:
+            rows = _join(rows, starts)
+        self._rows = np.concatenate([kept, rows], axis=1)
+        while self._rows.shape[1] > BUCKETS:
+            self._rows = _join(self._rows, np.arange(0, self._rows.shape[1], 2))
+            self._width *= 2
+
+
+def _join(rows: Floats, starts: NDArray[np.int64]) -> Floats:
+    """Return one bucket for all from each start to the next."""
+    ends = np.append(starts[1:], rows.shape[1])
+    count = np.add.reduceat(rows[COUNT], starts)
+    # Each value's part of its mean, rather than sums: those of large numbers have no double.
+    part = rows[COUNT] / np.repeat(np.maximum(count, 1), ends - starts)
+    mean = np.add.reduceat(np.where(rows[COUNT] > 0, rows[MEAN] * part, 0.0), starts)
+    return np.stack(
+        [
+            count,
+            np.where(count > 0, mean, np.nan),
+            np.fmin.reduceat(rows[LEAST], starts),
+            np.fmax.reduceat(rows[GREATEST], starts),
+            rows[LAST, ends - 1],
+            np.minimum.reduceat(rows[FROM], starts),
+            np.maximum.reduceat(rows[TO], starts),
+            np.add.reduceat(rows[SIZE], starts),
+        ]
+    )
+
+
+# How long steps took, by the times of the records.
+
+_DECADES: Final = (-7, 7)
+_PER_DECADE: Final = 200
+_PAUSES: Final = 5
+
+EDGES: Final = np.logspace(*_DECADES, (_DECADES[1] - _DECADES[0]) * _PER_DECADE + 1)
+"""Of the histogram's bins, in seconds; each is 1.2 % wide."""
+
+
+@dataclass
+class Reached:
+    """What one attempt recorded, as far as no later one superseded it."""
+
+    records: int = 0
+    first_step: int | None = None
+    last_step: int | None = None
+    last_time: float | None = None
+
+
+class StepTimes:
+    """Seconds a step, of all records of a run, met once and in order.
+
+    Between the first records of two steps; where only one step in so many is recorded, their
+    time divided by the steps. What lies between two attempts is no step.
+
+    Args:
+        begins: When each attempt began: seconds since 1970.
+    """
+
+    def __init__(self, begins: list[float]) -> None:
+        self.histogram: NDArray[np.int64] = np.zeros(len(EDGES) - 1, np.int64)
+        """How many steps took so long, by `EDGES`."""
+        self.pauses: list[tuple[float, int]] = []
+        """The longest: seconds, and the step that came after."""
+        self.attempts = [Reached() for _ in begins] or [Reached()]
+        self._begins = np.maximum.accumulate(np.array(begins[1:], np.float64))
+        self._waiting: list[tuple[NDArray[np.int64], NDArray[np.float64]]] = []
+        self._waiting_count = 0
+        self._before: tuple[int, float] | None = None
+
+    def add(self, steps: NDArray[np.int64], times: NDArray[np.float64]) -> None:
+        """Take the steps and times of further records; (n,) each."""
+        self._waiting.append((steps, times))
+        self._waiting_count += len(steps)
+        if self._waiting_count >= _WAIT:
+            self.settle()
+
+    def settle(self) -> None:
+        """Count what waits: call it before reading anything."""
+        if not self._waiting:
+            return
+        steps = np.concatenate([steps for steps, _ in self._waiting])
+        times = np.concatenate([times for _, times in self._waiting])
+        self._waiting.clear()
+        self._waiting_count = 0
+        attempts = np.searchsorted(self._begins, times, side="right")
+        self._reach(steps, times, attempts)
+        if self._before is not None:
+            steps = np.concatenate([[self._before[0]], steps])
+            times = np.concatenate([[self._before[1]], times])
+        attempts = np.searchsorted(self._begins, times, side="right")
+        other = (np.diff(steps) != 0) | (np.diff(attempts) != 0)
+        new = np.flatnonzero(np.concatenate([[True], other]))
+        steps, times, attempts = steps[new], times[new], attempts[new]
+        self._before = (int(steps[-1]), float(times[-1]))
+        apart, took = np.diff(steps), np.diff(times)
+        told = (apart > 0) & (took >= 0) & (np.diff(attempts) == 0)
+        took, apart, after = took[told], apart[told], steps[1:][told]
+        if len(took):
+            self.histogram += np.histogram(np.clip(took / apart, EDGES[0], EDGES[-1]), EDGES)[0]
+            longest = np.argsort(took)[-_PAUSES:]
+            found = zip(took[longest].tolist(), after[longest].tolist(), strict=True)
+            self.pauses = sorted([*self.pauses, *found], reverse=True)[:_PAUSES]
+
+    def _reach(
+        self,
+        steps: NDArray[np.int64],
+        times: NDArray[np.float64],
+        attempts: NDArray[np.intp],
+    ) -> None:
+        for attempt in np.unique(attempts).tolist():
+            of = attempts == attempt
+            reached = self.attempts[attempt]
+            reached.records += int(of.sum())
+            if reached.first_step is None:
+                reached.first_step = int(steps[of][0])
+            reached.last_step = int(steps[of][-1])
+            reached.last_time = float(times[of][-1])
+
+    @property
+    def count(self) -> int:
+        """How many times there are."""
+        return int(self.histogram.sum())
+
+    def reach(self, part: float) -> tuple[int, int]:
+        """Return the first bin that has some, and the last that this part of all needs."""
+        last = int(np.searchsorted(np.cumsum(self.histogram), part * self.count))
+        return int(np.flatnonzero(self.histogram)[0]), last
+
+    def quantile(self, part: float) -> float | None:
+        """Return the seconds that this part of the steps took at most, to within 1 %."""
+        if not self.count:
+            return None
+        bin_ = int(np.searchsorted(np.cumsum(self.histogram), part * self.count))
+        bin_ = min(bin_, len(self.histogram) - 1)
+        return float(np.sqrt(EDGES[bin_] * EDGES[bin_ + 1]))
+
+
+# A run, read once from end to end, and told in little room.
+
+_SPEAK: Final = 2.0
+"""Seconds between words about a long reading."""
+
+STATISTICS: Final = ("mean", "std", "min", "max")
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of a run."""
+
+    number: int
+    begun: float | None
+    """Seconds since 1970."""
+    reached: Reached
+    replayed: int
+    """Steps that an earlier attempt had done already."""
+    end: str | None
+    """Its cause as it was written; None where none was."""
+    ended: float | None
+
+    @property
+    def span(self) -> float | None:
+        """Seconds from its begin to the last that is known of it."""
+        last = self.ended if self.ended is not None else self.reached.last_time
+        if last is None or self.begun is None:
+            return None
+        return max(0.0, last - self.begun)
+
+
+@dataclass
+class Survey:
+    """What a report says of one run."""
+
+    run: Run
+    label: str
+    header: dict[str, Any]
+    """Of the last attempt."""
+    attempts: list[Attempt]
+    series: dict[str, Series]
+    """By metric, in the order of their first records."""
+    step_times: StepTimes
+    notices: Notices
+    records: int
+    age: float
+    """Seconds from the last write to the file until this survey."""
+
+    @cached_property
+    def groups(self) -> dict[str, bool]:
+        """Names of metrics, and whether there are statistics over ranks; these not by themselves.
+
+        With one rank the statistics say nothing, and are left out.
+        """
+        found: dict[str, bool] = {}
+        alone = self.header.get("world_size") == 1
+        for name in self.series:
+            base, _, last = name.rpartition("/")
+            parts = (*STATISTICS, "min_rank", "max_rank")
+            if base and last in parts and has_spread(self, base):
+                found[base] = not alone
+            else:
+                found.setdefault(name, False)
+        return found
+
+    @property
+    def last_step(self) -> int | None:
+        """The last step of the run."""
+        steps = [a.reached.last_step for a in self.attempts if a.reached.last_step is not None]
+        return steps[-1] if steps else None
+
+    @property
+    def span(self) -> float:
+        """Seconds that the attempts lasted, together."""
+        return sum(attempt.span or 0.0 for attempt in self.attempts)
+
+    @property
+    def outcome(self) -> tuple[str, str]:
+        """How it ended: "good", "bad" or "open", and in words."""
+        end = self.attempts[-1].end if self.attempts else None
+        return say_end(end, self.age, last=True)
+
+
+def survey(run: Run, label: str | None = None, say: Callable[[str], None] | None = None) -> Survey:
+    """Read a run.
+
+    Args:
+        run: As of `read_run`.
+        label: What to call it; default: its name.
+        say: Told every 2 s how far the reading is.
+
+    Raises:
+        HistoryError: A line of it is damaged.
+    """
+    label = run.name if label is None else label
+    headers = run.headers
+    begins = [_time(header.get("time")) for header in headers]
+    times = StepTimes([0.0 if begin is None else begin for begin in begins])
+    series: dict[str, Series] = {}
+    records, next_word = 0, time.monotonic() + _SPEAK
+    for block in run.blocks():
+        records += len(block.steps)
+        times.add(block.steps, block.times)
+        for column, name in enumerate(block.names):
+            known = series.get(name)
+            if known is None:
+                known = series[name] = Series(name)
+            known.add(block.steps, block.values[:, column])
+        if say is not None and time.monotonic() >= next_word:
+            next_word = time.monotonic() + _SPEAK
+            say(f"{label}: {records:,} records read")
+    times.settle()
+    for known in series.values():
+        known.settle()
+    return Survey(
+        run=run,
+        label=label,
+        header=headers[-1] if headers else {},
+        attempts=_attempts(headers, begins, run.events, times),
+        series=series,
+        step_times=times,
+        notices=collect(run.events, run.path.parent),
+        records=records,
+        age=max(0.0, time.time() - run.path.stat().st_mtime),
+    )
+
+
+def has_spread(surveyed: Survey, name: str) -> bool:
+    """Say whether a metric has its statistics over the ranks."""
+    return all(f"{name}/{statistic}" in surveyed.series for statistic in STATISTICS)
+
+
+def say_end(end: str | None, age: float, *, last: bool) -> tuple[str, str]:
+    """Say a cause of end in words: "good", "bad" or "open", and the words."""
+    if end == "closed":
+        return "good", "finished"
+    if end == "exit":
+        return "good", "finished: the script ended"
+    if end is not None:
+        return "bad", f"failed: {end}" if end else "failed"
+    if not last:
+        return "bad", "killed: no end was written"
+    if age < 60:
+        return "open", "running, or killed just now: no end was written yet"
+    return "bad", f"killed, or stuck: no end was written, and nothing for {seconds(age)}"
+
+
+def _attempts(
+    headers: list[dict[str, Any]],
+    begins: list[float | None],
+    events: list[dict[str, Any]],
+    times: StepTimes,
+) -> list[Attempt]:
+    ends = [event for event in events if event["event"] == "end"]
+    found = []
+    for number, reached in enumerate(times.attempts):
+        begun = begins[number] if begins else None
+        until = next((t for t in begins[number + 1 :] if t is not None), float("inf"))
+        end = None
+        while ends and (_time(ends[0].get("time")) or 0.0) < until:
+            end = ends.pop(0)
+        continues = headers[number].get("continues") if headers else None
+        replayed = 0
+        if isinstance(continues, int) and reached.first_step is not None:
+            replayed = max(0, continues - reached.first_step + 1)
+        found.append(
+            Attempt(
+                number, begun, reached, replayed,
+                None if end is None else str(end.get("message", "")),
+                None if end is None else _time(end.get("time")),
+            )
+        )  # fmt: skip
+    return found
+
+
+def _time(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or moment(value) == NOTHING:
+        return None
+    return float(value)
