@@ -6,7 +6,7 @@ import time
 import pytest
 
 from ezpz_obs import ObsError, StepTimer
-from ezpz_obs._training.timer import HostClock
+from ezpz_obs._performance import HostClock
 
 
 def spend(seconds):

@@ -10,36 +10,40 @@ from ._version import __version__
 
 # Imported when first used: a program that logs has no need of what draws.
 _LATER = {
-    "Alarms": "_training.alarms",
+    "Alarms": "_alarms",
     "History": "_history",
     "LogSetup": "_logs",
     "Run": "_run",
     "Sink": "_sinks.libraries",
-    "StepTimer": "_training.timer",
-    "Throughput": "_training.throughput",
+    "StepTimer": "_performance",
+    "Throughput": "_performance",
     "configure_logs": "_logs",
     "dataset_of": "_table",
     "export": "_table",
     "get_log_level": "_terminal",
     "get_logger": "_logs",
-    "gradient_norm": "_training.gradients",
+    "gradient_norm": "_gradients",
     "log_dict_as_bulleted_list": "_logs",
-    "memory_metrics": "_training.memory",
+    "memory_metrics": "_performance",
     "plot": "_report.terminal",
-    "profile": "_training.profile",
+    "profile": "_profile",
     "progress": "_progress",
     "read_run": "_run",
     "replay": "_sinks",
     "setup_wandb": "_sinks.wandb",
     "tail": "_report.terminal",
-    "transformer_flops": "_training.throughput",
+    "transformer_flops": "_performance",
     "verify_wandb": "_sinks.wandb",
     "write_report": "_report",
 }
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from ._alarms import Alarms
+    from ._gradients import gradient_norm
     from ._history import History
     from ._logs import LogSetup, configure_logs, get_logger, log_dict_as_bulleted_list
+    from ._performance import StepTimer, Throughput, memory_metrics, transformer_flops
+    from ._profile import profile
     from ._progress import progress
     from ._report import write_report
     from ._report.terminal import plot, tail
@@ -49,12 +53,6 @@ if TYPE_CHECKING:
     from ._sinks.wandb import setup_wandb, verify_wandb
     from ._table import dataset_of, export
     from ._terminal import get_log_level
-    from ._training.alarms import Alarms
-    from ._training.gradients import gradient_norm
-    from ._training.memory import memory_metrics
-    from ._training.profile import profile
-    from ._training.throughput import Throughput, transformer_flops
-    from ._training.timer import StepTimer
 
 __all__ = [
     "Alarms",

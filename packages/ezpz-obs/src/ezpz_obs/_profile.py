@@ -11,8 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from ezpz_obs._context import find_place
-from ezpz_obs._errors import ObsError
+from ._context import find_place
+from ._errors import ObsError
 
 logger = logging.getLogger("ezpz_obs")
 

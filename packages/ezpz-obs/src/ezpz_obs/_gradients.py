@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from ezpz_obs._errors import ObsError
+from ._errors import ObsError
 
 
 def gradient_norm(parameters: Any, norm_type: float = 2.0) -> Any:
