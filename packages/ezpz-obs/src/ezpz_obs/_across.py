@@ -26,11 +26,7 @@ from ._file import as_float, statistic_names
 
 
 def find_distributed(place: Place) -> Any:
-    """Return the module torch.distributed.
-
-    Raises:
-        HistoryError: It is not set up.
-    """
+    """Return the module torch.distributed."""
     torch = sys.modules.get("torch")
     dist = None if torch is None else torch.distributed
     if dist is None or not dist.is_available() or not dist.is_initialized():
@@ -43,11 +39,9 @@ def find_distributed(place: Place) -> Any:
 
 
 def is_ring(dist: Any, group: Any, device: Any) -> bool:
-    """Return whether the group's all-reduce goes around all ranks, however little there is to add.
-
-    gloo's does, twice, with a message of its own to each neighbour at each step: on 8 ranks it
-    sends more for two of 1 kB than a gather of 256 bytes a rank (torch 2.13).
-    """
+    """Return whether the group's all-reduce goes around all ranks, however little it adds."""
+    # gloo's does, twice, with a message of its own to each neighbour at each step: on 8 ranks it
+    # sends more for two of 1 kB than a gather of 256 bytes a rank (torch 2.13).
     return device is None and "cpu:gloo" in dist.get_backend_config(group).split(",")
 
 
@@ -79,12 +73,7 @@ _SHOWN = 8
 
 
 def call_roll(dist: Any, name: str, rank: int, ranks: int) -> tuple[list[int], int] | str:
-    """Say in the store that this rank is here, and return the ranks that do not.
-
-    Returns:
-        The first missing ranks, and how many there are; or, where the store does not answer, a
-        sentence that says so.
-    """
+    """Say in the store that this rank is here, and return the ranks that do not."""
     found: list[tuple[list[int], int]] = []
 
     def ask() -> None:
@@ -147,12 +136,7 @@ FEW = 16
 
 
 def statistics(values: NDArray[np.float64], keys: Sequence[str]) -> dict[str, Any]:
-    """Return mean, standard deviation (of the population), least and greatest, and whose they are.
-
-    Args:
-        values: (ranks, metrics).
-        keys: As of `statistic_names`.
-    """
+    """Return mean, std (of the population), least, greatest and whose, of (ranks, metrics)."""
     if len(values) <= FEW:
         found = statistics_of_few(values.tolist(), keys)
         if found is not None:
@@ -169,12 +153,7 @@ def statistics(values: NDArray[np.float64], keys: Sequence[str]) -> dict[str, An
 def statistics_of_few(
     rows: Sequence[Sequence[float]], keys: Sequence[str]
 ) -> dict[str, Any] | None:
-    """Return what `statistics` does, or None where a number is not finite.
-
-    Args:
-        rows: The metrics of each rank.
-        keys: As of `statistic_names`.
-    """
+    """Return what `statistics` does, or None where a number is not finite."""
     ranks = len(rows)
     numbers: list[float] = []
     for column in zip(*rows, strict=True):
@@ -191,12 +170,8 @@ def statistics_of_few(
 
 
 def by_metric(table: NDArray[np.float64], names: Sequence[tuple[str, ...]]) -> dict[str, Any]:
-    """Return the statistics where ranks sent different metrics: each over those that have it.
-
-    Args:
-        table: (ranks, values): each rank's, in the order of its names.
-        names: The sorted names of each rank.
-    """
+    """Return the statistics where ranks sent different metrics: each over those that have it."""
+    # table: (ranks, values), each rank's in the order of its sorted names.
     places = [{name: place for place, name in enumerate(of)} for of in names]
     found: dict[str, Any] = {}
     for name in sorted({name for of in names for name in of}):
@@ -278,13 +253,7 @@ class Sent(NamedTuple):
 
 
 class Reduction:
-    """The buffers of one exchange, and its arithmetic. Collective: every rank makes one.
-
-    Args:
-        dist: torch.distributed.
-        group: Of all ranks.
-        device: Where its tensors must lie; None for the CPU.
-    """
+    """The buffers of one exchange, and its arithmetic. Collective: every rank makes one."""
 
     def __init__(self, torch: Any, dist: Any, group: Any, device: Any) -> None:
         self._torch, self._dist, self._group, self._device = torch, dist, group, device
@@ -305,11 +274,7 @@ class Reduction:
         self._by_sum: NDArray[np.float64] = self._sums.numpy().reshape(2, values)
 
     def begin(self, digest: int, step: int, metrics: Sequence[Any]) -> Sent:
-        """Send this rank's metrics, sorted by name. Collective.
-
-        Raises:
-            RuntimeError: torch's, where a connection is closed.
-        """
+        """Send this rank's metrics, sorted by name. Collective."""
         try:
             values = np.array(metrics, dtype=np.float64)
         except OverflowError:  # an integer beyond 1.8e308
@@ -518,16 +483,7 @@ _made = itertools.count()
 
 
 class Across:
-    """The exchange of one `History`, on every rank. Collective: every rank makes one.
-
-    Args:
-        place: Who this process is.
-        first_step: From which this rank's file goes on.
-        timeout: Seconds to wait for the others at each update; None: as torch.distributed does.
-
-    Raises:
-        HistoryError: torch.distributed is not set up, or a rank did not come.
-    """
+    """The exchange of one `History`. Collective: every rank makes one."""
 
     def __init__(self, place: Place, first_step: int, timeout: float | None) -> None:
         dist = find_distributed(place)
@@ -615,11 +571,7 @@ class Across:
 
     @contextmanager
     def _everybody(self, step: int | None) -> Iterator[None]:
-        """Name who is missing where a collective fails.
-
-        Raises:
-            HistoryError: It failed.
-        """
+        """Name who is missing where a collective fails."""
         try:
             yield
         except RuntimeError as error:  # torch's for time-outs, closed connections and aborts

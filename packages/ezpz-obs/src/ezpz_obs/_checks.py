@@ -13,12 +13,7 @@ from ._sinks.wandb import find_credentials, find_mode, find_server
 
 
 def wandb(_seconds: float, env: Mapping[str, str] | None = None) -> CheckResult:
-    """Say where a run of W&B would go, and whether that is what was asked for.
-
-    Args:
-        _seconds: How long it may take.
-        env: The environment to read; default ``os.environ``.
-    """
+    """Say where a run of W&B would go, and whether that is what was asked for."""
     env = os.environ if env is None else env
     try:
         check_installed("wandb")

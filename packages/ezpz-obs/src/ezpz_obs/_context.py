@@ -25,14 +25,9 @@ class Place:
 
 
 def find_place(env: Mapping[str, str] | None = None) -> Place:
-    """Return who this process is; ``host`` is the name up to its first dot.
-
-    torch.distributed knows best, where it is set up: ranks of ``torch.multiprocessing.spawn``
-    have no variables that say who they are.
-
-    Raises:
-        ezpz_topo.TopoError: The rank cannot be known.
-    """
+    """Return who this process is; ``host`` is the name up to its first dot."""
+    # torch.distributed knows best, where it is set up: ranks of ``torch.multiprocessing.spawn``
+    # have no variables that say who they are.
     host = socket.gethostname().partition(".")[0]
     torch = sys.modules.get("torch")
     dist = getattr(torch, "distributed", None)  # None while torch is being imported
@@ -61,15 +56,7 @@ _FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
 
 
 def open_to_append(path: Path, *, anew: bool = False) -> int:
-    """Open a file for reading and for appending, beside the three standard ones.
-
-    Args:
-        path: Where; it is made if need be.
-        anew: Only where there is none.
-
-    Raises:
-        OSError: It cannot be opened or made.
-    """
+    """Open or make a file for reading and appending, beside the three standard ones."""
     descriptor = os.open(path, _FLAGS | (os.O_EXCL if anew else 0), 0o644)
     # In a process without a standard error this file would be it, and get what native code prints.
     lower = []

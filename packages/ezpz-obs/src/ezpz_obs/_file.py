@@ -41,14 +41,8 @@ PLAIN = frozenset({int, float, bool})
 
 
 def flatten(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metrics under flat names, ``{"train": {"loss": 1}}`` as ``{"train/loss": 1}``.
-
-    The values are plain numbers, or tensors that lie on a device: those are for `fetch`.
-
-    Raises:
-        TypeError: A name is no string, or a value is no number.
-        ValueError: A name is one of the file's own, empty, or given twice.
-    """
+    """Return the metrics under flat names, ``{"train": {"loss": 1}}`` as ``{"train/loss": 1}``."""
+    # The values are plain numbers, or tensors that lie on a device: those are for `fetch`.
     flat: dict[str, Any] = {}
     for name, value in _leaves(metrics, ""):
         if name in RESERVED:
@@ -77,11 +71,7 @@ def _leaves(metrics: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]
 
 
 def to_number(name: str, value: Any) -> Number:
-    """Return one number, of anything that holds one: 0-d arrays and tensors, numpy's scalars.
-
-    Raises:
-        TypeError: It holds none, or several.
-    """
+    """Return one number, of anything that holds one: 0-d arrays and tensors, numpy's scalars."""
     if isinstance(value, str | bytes):
         raise TypeError(f"metric {name!r} is {value!r:.60}; expected a number")
     if type(value) not in PLAIN:
@@ -131,11 +121,7 @@ def statistic_names(metrics: Iterable[str]) -> list[str]:
 
 
 def refuse_statistics(metrics: Collection[str]) -> None:
-    """Refuse metrics whose names those of statistics would be.
-
-    Raises:
-        ValueError: There is one, such as ``loss/mean`` beside ``loss``.
-    """
+    """Refuse metrics whose names those of statistics would be."""
     for name in metrics:
         of, _, statistic = name.rpartition("/")
         if statistic in STATISTICS and of in metrics:
@@ -167,11 +153,9 @@ _LONGEST_INTEGER = 4000  # digits; Python's own limit is 4,300
 
 
 def encode_record(record: Mapping[str, Any]) -> bytes | None:
-    """Return a record of plain numbers as a line, or None where it has to be looked at closely.
-
-    The quick way: most records are floats that JSON has. Names of the file's own are the
-    caller's to refuse.
-    """
+    """Return a record of plain numbers as a line, or None where it has to be looked at closely."""
+    # The quick way: most records are floats that JSON has. Names of the file's own are the caller's
+    # to refuse.
     try:
         line = orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
     except TypeError:  # integers beyond 64 bits, names that are no strings
@@ -232,11 +216,7 @@ def is_intact(line: bytes) -> bool:
 
 
 def decode(line: bytes) -> dict[str, Any]:
-    """Return what a line says, of whatever kind; numbers of records are numbers again.
-
-    Raises:
-        HistoryError: It is no JSON object, or its checksum is another.
-    """
+    """Return what a line says, of whatever kind; numbers of records are numbers again."""
     try:
         found = orjson.loads(line)
     except orjson.JSONDecodeError as error:
@@ -278,17 +258,10 @@ def is_quick(metrics: Mapping[str, Any]) -> bool:
 
 
 class Copies:
-    """Copies of a record's device tensors on their way to the host.
+    """Copies of a record's device tensors on their way to the host."""
 
-    Made without waiting for the device: the numbers are read when `settle` is called, by then
-    usually there. (CUDA, ROCm and XPU copy beside the queue's next kernels; MPS waits.)
-
-    Args:
-        flat: A flat record; `settle` fills it in.
-
-    Raises:
-        TypeError: A tensor has several elements.
-    """
+    # Made without waiting for the device: the numbers are read when `settle` is called, by then
+    # usually there. (CUDA, ROCm and XPU copy beside the queue's next kernels; MPS waits.)
 
     def __init__(self, flat: dict[str, Any]) -> None:
         self._flat = flat
@@ -344,16 +317,11 @@ class Before:
 
 
 class LineFile:
-    """A file that only grows, one whole line at a time.
+    """A file that only grows, one whole line at a time."""
 
-    A last line that was torn by a crash is cut off when the file is opened. What has been
-    written is in the kernel: the end of the process, of whatever kind, does not lose it; the
-    end of the host may, unless ``sync`` is called (fdatasync, about 130 µs on a local disk).
-
-    Raises:
-        HistoryError: What is there was not written by a History, or another one is writing it.
-        OSError: The folder cannot be made, or the file not opened.
-    """
+    # A last line that was torn by a crash is cut off when the file is opened. What has been written
+    # is in the kernel: the end of the process, of whatever kind, does not lose it; the end of the
+    # host may, unless ``sync`` is called (fdatasync, about 130 µs on a local disk).
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -368,11 +336,7 @@ class LineFile:
             raise
 
     def write(self, line: bytes) -> None:
-        """Append a line by one write.
-
-        Raises:
-            OSError: It is not in the file; nothing of it is.
-        """
+        """Append a line by one write."""
         if self._torn:
             self._cut()
         written = os.write(self._fd, line)
@@ -395,11 +359,7 @@ class LineFile:
         return is_at(self.path, self._fd)
 
     def restore(self) -> None:
-        """Make the file anew where somebody removed it, with all that was in it.
-
-        Raises:
-            OSError: It cannot be made.
-        """
+        """Make the file anew where somebody removed it, with all that was in it."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         anew = open_to_append(self.path, anew=True)
         try:
@@ -421,11 +381,7 @@ class LineFile:
 
 
 def _claim(fd: int, path: Path) -> None:
-    """Refuse a file that another History, of this process or another, is writing.
-
-    Raises:
-        HistoryError: One is.
-    """
+    """Refuse a file that another History, of this process or another, is writing."""
     try:
         import fcntl
     except ImportError:  # no such thing outside POSIX
@@ -442,11 +398,7 @@ def _claim(fd: int, path: Path) -> None:
 
 
 def _survey(fd: int, path: Path) -> Before:
-    """Cut off a torn last line; return how many attempts there were, and how far they got.
-
-    Raises:
-        HistoryError: What is there was not written by a History.
-    """
+    """Cut off a torn last line; return how many attempts there were, and how far they got."""
     attempts = 0
     last: int | None = None
     refused = f"{path} holds {{!r}}; expected lines that a History wrote: give another outdir"
@@ -489,11 +441,7 @@ def _each_line(fd: int, see: Callable[[bytes], Any]) -> bytes:
 
 
 def _step_of(line: bytes) -> int:
-    """Return the step of a record's line without reading the rest of it.
-
-    Raises:
-        HistoryError: There is none.
-    """
+    """Return the step of a record's line without reading the rest of it."""
     digits = line[len(RECORD) : line.find(b",", len(RECORD))]
     try:
         return int(digits)
@@ -512,13 +460,7 @@ _LOOK = 1.0  # seconds between looks whether the file is still where it was
 
 
 class Writer:
-    """Writes lines as they come; of what cannot be written, one warning and the number.
-
-    Args:
-        file: Where to.
-        checksum: Add a checksum to each line: about 1 µs a record.
-        sync: Have the disk confirm each record (True), or one in so many seconds (a number).
-    """
+    """Writes lines as they come; of what cannot be written, one warning and the number."""
 
     def __init__(self, file: LineFile, *, checksum: bool, sync: bool | float) -> None:
         self._file = file
@@ -530,13 +472,7 @@ class Writer:
         """Lines that are not in the file."""
 
     def put(self, line: Mapping[str, Any], now: float, *, look: bool = True) -> None:
-        """Write a header, event or record.
-
-        Args:
-            line: What to write.
-            now: Seconds since 1970.
-            look: Where the folder is gone, make it anew.
-        """
+        """Write a header, event or record; with ``look``, make a folder anew that is gone."""
         text = encode_record(line) or encode_anything(line)
         try:
             self._file.write(seal(text) if self._checksum else text)
@@ -629,10 +565,8 @@ def _surroundings() -> dict[str, Any]:
 
 
 def find_commit() -> dict[str, Any] | None:
-    """Return the commit of the script's folder, and whether files of it were changed.
-
-    None where there is no repository, no git, or no answer within 2 s.
-    """
+    """Return the commit of the script's folder, and whether files of it were changed."""
+    # None where there is no repository, no git, or no answer within 2 s.
     script = Path(sys.argv[0] if sys.argv and sys.argv[0] else ".")
     folder = script.resolve().parent if script.is_file() else Path.cwd()
     commit = _git(folder, "rev-parse", "HEAD")

@@ -72,10 +72,9 @@ def find_cause() -> BaseException | None:
 
 
 class Kept:
-    """Records by the names they have, one double after the other.
+    """Records by the names they have, one double after the other."""
 
-    A million records of ten metrics take 96 MB. Integers beyond 2^53 are rounded.
-    """
+    # A million records of ten metrics take 96 MB. Integers beyond 2^53 are rounded.
 
     def __init__(self) -> None:
         self._names: tuple[str, ...] = ()
@@ -108,10 +107,9 @@ _SECONDS = 1.0
 
 
 class Progress:
-    """Writes the highest step to the file that the launcher named, at most once a second.
+    """Writes the highest step to the file that the launcher named, at most once a second."""
 
-    ezpz-launch with ``--retries`` starts a run again only while it gets somewhere.
-    """
+    # ezpz-launch with ``--retries`` starts a run again only while it gets somewhere.
 
     def __init__(self) -> None:
         self._path = os.environ.get("EZPZ_PROGRESS_FILE")
@@ -148,11 +146,7 @@ _LEFT_OUT = {"time", "replay"}
 
 
 def summarize(record: Mapping[str, Any]) -> str:
-    """Return ``step=3 loss=0.25 lr=0.001``; with statistics ``loss=0.26±0.03``, of all ranks.
-
-    >>> summarize({"step": 3, "time": 0.0, "loss": 0.25, "tokens": 4096})
-    'step=3 loss=0.25 tokens=4096'
-    """
+    """Return ``step=3 loss=0.25 lr=0.001``."""
     parts = []
     for name, value in record.items():
         if type(value) is float:
@@ -314,11 +308,7 @@ class Recorder:
         return self.settle()
 
     def settle(self, seconds: float | None = None) -> str | None:
-        """Finish the record that waits; return its summary.
-
-        Args:
-            seconds: How long to wait for the other ranks, where that is less than their time-out.
-        """
+        """Finish the record that waits, for other ranks at most so long; return its summary."""
         pending, self._pending = self._pending, None
         if pending is None:
             return None
@@ -393,11 +383,9 @@ def _of_one_rank(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def disown_in_children(places: Places) -> None:
-    """Have forked children close their copy of the file, and refuse records.
-
-    The lock on a file is its copies' too: a worker of a DataLoader that outlives a killed
-    training would keep the next attempt out. And what it recorded would be a second run's.
-    """
+    """Have forked children close their copy of the file, and refuse records."""
+    # The lock on a file is its copies' too: a worker of a DataLoader that outlives a killed
+    # training would keep the next attempt out. And what it recorded would be a second run's.
     if not hasattr(os, "register_at_fork"):
         return
     of_parent = weakref.ref(places)

@@ -98,14 +98,7 @@ def is_shown_by_others(logger: logging.Logger, level: int, stream: TextIO | None
 def tell(
     logger: logging.Logger, event: Event, exc_info: ExcInfo | None, stream: TextIO | None
 ) -> None:
-    """Give an event to the handlers of others, as a record of this logger.
-
-    Args:
-        logger: Whose handlers, filters and level count, and of the loggers above its handlers.
-        event: What to tell; the record's message has its fields too.
-        exc_info: What failed.
-        stream: Our terminal's: who writes there would show the line a second time.
-    """
+    """Give an event to the handlers of others, as a record of this logger."""
     if not logger.isEnabledFor(event.level):
         return
     fields = "".join(f" {name}={_show(value)}" for name, value in event.fields.items())
@@ -123,10 +116,8 @@ def tell(
 
 
 def is_ours(record: logging.LogRecord) -> bool:
-    """Say whether a record was made of an event of this process that we have shown already.
-
-    A user's queue may bring it back to the root logger; one from another process is news.
-    """
+    """Say whether a record was made of an event of this process that we have shown already."""
+    # A user's queue may bring it back to the root logger; one from another process is news.
     return hasattr(record, MARK) and record.process == os.getpid()
 
 
@@ -173,10 +164,9 @@ _USUAL = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", 
 
 
 class StandardHandler(OurHandler):
-    """Writes records of the standard library where our own events go.
+    """Writes records of the standard library where our own events go."""
 
-    Not to the terminal where another's handler shows the record on the same stream.
-    """
+    # Not to the terminal where another's handler shows the record on the same stream.
 
     def __init__(self, output: Output) -> None:
         super().__init__()
@@ -205,12 +195,10 @@ class StandardHandler(OurHandler):
 
 
 def join(output: Output, *, is_level_given: bool) -> list[Callable[[], None]]:
-    """Bring the standard library's records to an output; return what undoes it.
-
-    One handler goes on the root logger, and on loggers that keep their records from it (torch's
-    do). Where nobody else has a handler on the root, and its level is the default, it is
-    lowered to what the output wants; with ``is_level_given`` also where somebody has.
-    """
+    """Bring the standard library's records to an output; return what undoes it."""
+    # One handler goes on the root logger, and on loggers that keep their records from it (torch's
+    # do). Where nobody else has a handler on the root, and its level is the default, it is lowered
+    # to what the output wants; with ``is_level_given`` also where somebody has.
     root, handler, undo = logging.getLogger(), StandardHandler(output), []
     known = [logger for logger in _loggers() if not logger.propagate and logger.handlers]
     has_others = bool(root.handlers)
@@ -331,13 +319,7 @@ class Channel:
     def give(
         self, event: Event, found: ExcInfo | None, *, on_terminal: Event | None = None
     ) -> None:
-        """Give an event that has its traceback to whoever wants to hear it.
-
-        Args:
-            event: What to say.
-            found: The exception that it tells of.
-            on_terminal: What the terminal shows instead.
-        """
+        """Give an event that has its traceback to whoever wants to hear it."""
         self.output.send(event, on_terminal=on_terminal)
         if has_listeners(self.standard):
             tell(self.standard, event, found, self.output.terminal.stream())
@@ -478,15 +460,11 @@ _LONGEST = 500
 
 
 class Uncaught:
-    """Our hooks for uncaught exceptions, which call those that were there before.
+    """Our hooks for uncaught exceptions, which call those that were there before."""
 
-    They log one line with rank and host; the traceback is for the log file and for the hook
-    before, which prints it. Only where that is Python's own and the terminal's lines are JSON,
-    the line holds the traceback and nothing more is printed.
-
-    Args:
-        channel: Where to log.
-    """
+    # They log one line with rank and host; the traceback is for the log file and for the hook
+    # before, which prints it. Only where that is Python's own and the terminal's lines are JSON,
+    # the line holds the traceback and nothing more is printed.
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -509,13 +487,7 @@ class Uncaught:
             threading.excepthook = self._before_in_threads
 
     def log(self, found: ExcInfo, thread: str | None = None, *, whole: bool = False) -> None:
-        """Log an exception.
-
-        Args:
-            found: Its kind, value and traceback.
-            thread: The name of the thread that it ends, where that is not the main one.
-            whole: Show the traceback on the terminal as well.
-        """
+        """Log an exception, of a thread by its name; with ``whole`` also its traceback."""
         kind, value, _ = found
         try:
             lines = str(value).splitlines()
@@ -565,10 +537,9 @@ class Uncaught:
 
 
 class _OnRealStream:
-    """Standard error as it was, while torch.distributed's hook collects what ours prints.
+    """Standard error as it was, while torch.distributed's hook collects what ours prints."""
 
-    It puts ``[rank1]:`` before every line, which is no JSON then.
-    """
+    # It puts ``[rank1]:`` before every line, which is no JSON then.
 
     def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream

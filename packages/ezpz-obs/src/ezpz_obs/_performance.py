@@ -383,11 +383,7 @@ def _device_clock(device: Any, synchronize: bool) -> Clock | None:
 
 
 class Phase:
-    """One phase of a step: a context manager, used again and again.
-
-    Args:
-        clock: What tells its time.
-    """
+    """One phase of a step: a context manager, used again and again."""
 
     __slots__ = ("_marks", "_start", "clock", "depth", "host_seconds")
 
@@ -455,12 +451,7 @@ class _Step:
 
 
 class Batches(Generic[T]):
-    """Batches, the wait for each being timed.
-
-    Args:
-        batches: What to go through.
-        phase: Where the time is added.
-    """
+    """Batches, the wait for each being timed."""
 
     def __init__(self, batches: Iterable[T], phase: Phase) -> None:
         self._batches, self._phase = batches, phase

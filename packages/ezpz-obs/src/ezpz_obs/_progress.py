@@ -63,11 +63,7 @@ class Progress(Generic[T]):
         self._is_total_known = total is not None
 
     def __len__(self) -> int:
-        """Return how many there are.
-
-        Raises:
-            TypeError: Nobody knows.
-        """
+        """Return how many there are."""
         total = self._find_total()
         if total is None:
             raise TypeError(f"a {type(self._iterable).__name__} without a length; give total=")

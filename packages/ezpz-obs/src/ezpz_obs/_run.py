@@ -175,16 +175,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
 def follow(
     path: str | os.PathLike[str], *, stop: Callable[[], bool], every: float = 0.2
 ) -> Iterator[dict[str, Any]]:
-    """Read what is written to a run's file, as it is written, whatever kind of line.
-
-    Args:
-        path: As of `read_run`.
-        stop: Asked whenever there is nothing new; true ends.
-        every: Seconds between looks.
-
-    Raises:
-        HistoryError: There is no run, or a whole line is damaged.
-    """
+    """Read a run's file as it is written; ``stop`` is asked whenever there is nothing new."""
     run = read_run(path)
     rest, number = b"", 0
     with open(run.path, "rb") as file:

@@ -195,10 +195,9 @@ def dataset_of(run: Run | Iterable[Mapping[str, Any]]) -> Any:
 
 
 class _Columns:
-    """Blocks side by side, each metric's numbers apart.
+    """Blocks side by side, each metric's numbers apart."""
 
-    In arrays that the system lengthens where they are: nothing is ever there twice.
-    """
+    # In arrays that the system lengthens where they are: nothing is ever there twice.
 
     def __init__(self) -> None:
         self.series: dict[str, Series] = {}

@@ -49,15 +49,7 @@ def for_rank(level: int, env: Mapping[str, str], rank: int) -> int:
 
 
 def to_level(value: str | int, said_by: str) -> int:
-    """Return a level as a number.
-
-    Args:
-        value: A name, in whatever case, or a number.
-        said_by: Who said it, for the error.
-
-    Raises:
-        ValueError: It is none.
-    """
+    """Return a level as a number."""
     if isinstance(value, int):
         return value
     name = _OTHER_NAMES.get(value.upper(), value.upper())
@@ -68,11 +60,7 @@ def to_level(value: str | int, said_by: str) -> int:
 
 
 def wants_json(env: Mapping[str, str]) -> bool:
-    """Say whether the terminal's lines are to be JSON.
-
-    Raises:
-        ValueError: ``EZPZ_LOG_FORMAT`` is no format.
-    """
+    """Say whether the terminal's lines are to be JSON."""
     said = env.get("EZPZ_LOG_FORMAT", "").lower()
     if said not in ("", "console", "json"):
         raise ValueError(f"EZPZ_LOG_FORMAT={said!r}; expected console (the default) or json")
@@ -115,11 +103,9 @@ class Event:
 
 
 def json_line(event: Event, place: Place, now: float) -> bytes:
-    """Return the event as one line of JSON, with its newline.
-
-    What JSON has no word for is told by a string: NaN and the infinities, integers beyond 64
-    bits, objects.
-    """
+    """Return the event as one line of JSON, with its newline."""
+    # What JSON has no word for is told by a string: NaN and the infinities, integers beyond 64
+    # bits, objects.
     line: dict[str, Any] = {
         "time": _utc(now),
         "level": event.label,
@@ -156,11 +142,7 @@ _utc_second: tuple[int, str] = (-1, "")
 
 
 class Console:
-    """Lines for people: time, level, text, logger, fields.
-
-    Args:
-        colours: Whether the terminal has some.
-    """
+    """Lines for people: time, level, text, logger, fields."""
 
     def __init__(self, *, colours: bool) -> None:
         self._second: tuple[int, str] = (-1, "")
@@ -335,15 +317,10 @@ def _simple(value: object) -> object:
 
 
 class Terminal:
-    """A stream to which each line goes in one write; one that fails is no error.
+    """A stream to which each line goes in one write; one that fails is no error."""
 
-    Args:
-        stream: None: standard error as it is at each line, since tests and notebooks replace it;
-            a process without one (``2>&-``, pythonw) says nothing.
-        level: From which events are shown.
-        as_json: JSON lines instead of text.
-        env: Read for ``NO_COLOR`` and ``TERM``.
-    """
+    # Without a stream: standard error as it is at each line, since tests and notebooks replace it;
+    # a process without one (``2>&-``, pythonw) says nothing.
 
     def __init__(
         self, stream: TextIO | None, *, level: int, as_json: bool, env: Mapping[str, str]
@@ -461,16 +438,10 @@ def file_name(rank: int) -> str:
 
 
 class LogFile:
-    """A file to which each line is appended by one ``os.write``; one that fails is no error.
+    """A file to which each line is appended by one ``os.write``; one that fails is no error."""
 
-    It is made when it is opened, and again where somebody has removed it. A line that an earlier
-    process left half-written is ended first.
-
-    Args:
-        path: Where; its folder is made too.
-        level: From which events are written.
-        complain: Told what is wrong, once.
-    """
+    # It is made when it is opened, and again where somebody has removed it. A line that an earlier
+    # process left half-written is ended first.
 
     def __init__(self, path: Path, *, level: int, complain: Callable[[str], None]) -> None:
         self.path = path
@@ -488,12 +459,7 @@ class LogFile:
         self._lock = threading.RLock()
 
     def write(self, line: bytes, now: float) -> bool:
-        """Append a line; return whether it was taken.
-
-        Args:
-            line: With its newline.
-            now: Seconds since 1970.
-        """
+        """Append a line; return whether it was taken."""
         try:
             if not self._next_look - _LOOK <= now < self._next_look:
                 self._look(now)
@@ -583,13 +549,7 @@ class Output:
     def send(
         self, event: Event, *, to_terminal: bool = True, on_terminal: Event | None = None
     ) -> None:
-        """Write an event where its level is wanted.
-
-        Args:
-            event: What to write.
-            to_terminal: False: to the file only.
-            on_terminal: What the terminal shows instead.
-        """
+        """Write an event where its level is wanted; ``on_terminal`` is shown there instead."""
         now = time.time()
         terminal, file = self.terminal, self.file
         event.redact()
@@ -628,27 +588,16 @@ _process: Output | None = None
 
 
 def make_output(env: Mapping[str, str], stream: TextIO | None) -> Output:
-    """Return an output as the environment says.
-
-    Raises:
-        ValueError: ``EZPZ_LOG_LEVEL`` or ``EZPZ_LOG_FORMAT`` is none.
-        ezpz_topo.TopoError: The rank cannot be known.
-    """
+    """Return an output as the environment says."""
     place = find_place(env)
     level = get_log_level(env, rank=place.rank)
     return Output(place, Terminal(stream, level=level, as_json=wants_json(env), env=env))
 
 
 def process_output() -> Output:
-    """Return the output of this process, which its loggers share.
-
-    Until `configure_logs` it is as the environment says at the moment: launchers' variables may
-    come after the first logger.
-
-    Raises:
-        ValueError: See `make_output`.
-        ezpz_topo.TopoError: See `make_output`.
-    """
+    """Return the output of this process, which its loggers share."""
+    # Until `configure_logs` it is as the environment says at the moment: launchers' variables may
+    # come after the first logger.
     global _process
     if _process is None:
         _process = make_output(os.environ, None)

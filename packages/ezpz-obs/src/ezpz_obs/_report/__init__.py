@@ -94,11 +94,7 @@ def _table(of: Table) -> list[str]:
 
 
 def _page(report: Report) -> str:
-    """Return the page: no script, no request; every name in it is text.
-
-    Raises:
-        ReportError: Jinja2 is not installed.
-    """
+    """Return the page: no script, no request; every name in it is text."""
     jinja2 = require("jinja2", "a report")
     here = files(__package__)
     environment = jinja2.Environment(

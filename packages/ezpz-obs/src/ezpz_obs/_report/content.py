@@ -495,11 +495,7 @@ class Report:
 
 
 def compose(surveys: Sequence[Survey], say: Callable[[str], None] | None = None) -> Report:
-    """Draw and say what there is of these runs.
-
-    Raises:
-        ReportError: matplotlib is not installed.
-    """
+    """Draw and say what there is of these runs."""
     panels, left_out = arrange(surveys)
     plots: dict[str, list[Plot]] = {"curves": [], "speed": [], "memory": []}
     times = [(survey.label, survey.step_times) for survey in surveys if survey.step_times.count]

@@ -92,11 +92,7 @@ _STYLE: Final = {
 
 
 def styled() -> Any:
-    """Return a context in which matplotlib draws as reports want it, and no one else notices.
-
-    Raises:
-        ReportError: matplotlib is not installed.
-    """
+    """Return a context in which matplotlib draws as reports want it, and no one else notices."""
     return require("matplotlib", "a plot").rc_context(_STYLE)
 
 
@@ -194,12 +190,10 @@ _LITTLE = 0.004
 
 
 def smooth(table: Floats) -> Floats | None:
-    """Return the buckets' means without their noise; None where there is none to speak of.
-
-    At each point a line is fitted to all, their weights falling off exponentially to both sides.
-    Unlike a moving average's, such a curve does not lag behind: a straight line stays what it is,
-    up to its ends. What is no number leaves a gap.
-    """
+    """Return the buckets' means without their noise; None where there is none to speak of."""
+    # At each point a line is fitted to all, their weights falling off exponentially to both sides.
+    # Unlike a moving average's, such a curve does not lag behind: a straight line stays what it is,
+    # up to its ends. What is no number leaves a gap.
     means = table[MEAN]
     if len(means) < _FEW:
         return None
@@ -293,19 +287,9 @@ class Drawn:
 
 
 def curves(lines: Sequence[Drawn], *, title: str) -> tuple[str, list[str]]:
-    """Draw metrics over steps.
-
-    Args:
-        lines: What to draw; each with a faint curve of what was recorded, a clear one of its
-            smoothed values, and the spread over the ranks where it is known.
-        title: What it shows, for those who cannot see it.
-
-    Returns:
-        The SVG, and what else has to be said below it.
-
-    Raises:
-        ReportError: matplotlib is not installed.
-    """
+    """Draw metrics over steps; return the SVG, and what else has to be said below it."""
+    # Each has a faint curve of what was recorded, a clear one of its smoothed values, and the
+    # spread over the ranks where it is known. The title is for those who cannot see it.
     with styled():
         figure, axes = canvas()
         notes: list[str] = []
@@ -341,18 +325,7 @@ def curves(lines: Sequence[Drawn], *, title: str) -> tuple[str, list[str]]:
 
 
 def step_histogram(of: Sequence[tuple[str, StepTimes]], *, title: str) -> tuple[str, list[str]]:
-    """Draw how long steps took: how many each, on a logarithmic axis of seconds.
-
-    Args:
-        of: Label and step times of each run.
-        title: For those who cannot see it.
-
-    Returns:
-        As `curves`.
-
-    Raises:
-        ReportError: matplotlib is not installed.
-    """
+    """Draw how long steps took, on a logarithmic axis of seconds; return what `curves` does."""
     with styled():
         figure, axes = canvas()
         notes = ["vertical: how many"]

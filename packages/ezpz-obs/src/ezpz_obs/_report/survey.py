@@ -56,12 +56,7 @@ class Notices:
 
 
 def collect(events: Iterable[dict[str, Any]], folder: Path) -> Notices:
-    """Read what the events of a run and ``folder/logs/*.jsonl`` say, from WARNING upward.
-
-    Args:
-        events: Of the run's file; all are shown but its ends.
-        folder: The run's.
-    """
+    """Read what a run's events and ``folder/logs/*.jsonl`` say, from WARNING upward."""
     found = _Collection()
     for event in events:
         if event["event"] not in _QUIET:
@@ -169,14 +164,10 @@ COUNT, MEAN, LEAST, GREATEST, LAST, FROM, TO, SIZE = range(8)
 
 
 class Series:
-    """The values of a metric, met once and in order.
+    """The values of a metric, met once and in order."""
 
-    Exact are the counts, the first and last value, minimum, maximum, mean and standard deviation
-    (of the population, of the finite values). The curve is kept as consecutive buckets.
-
-    Args:
-        name: The metric's.
-    """
+    # Exact are the counts, the first and last value, minimum, maximum, mean and standard deviation
+    # (of the population, of the finite values). The curve is kept as consecutive buckets.
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -349,14 +340,10 @@ class Reached:
 
 
 class StepTimes:
-    """Seconds a step, of all records of a run, met once and in order.
+    """Seconds a step, of all records of a run, met once and in order."""
 
-    Between the first records of two steps; where only one step in so many is recorded, their
-    time divided by the steps. What lies between two attempts is no step.
-
-    Args:
-        begins: When each attempt began: seconds since 1970.
-    """
+    # Between the first records of two steps; where only one step in so many is recorded, their time
+    # divided by the steps. What lies between two attempts is no step.
 
     def __init__(self, begins: list[float]) -> None:
         self.histogram: NDArray[np.int64] = np.zeros(len(EDGES) - 1, np.int64)
@@ -487,10 +474,8 @@ class Survey:
 
     @cached_property
     def groups(self) -> dict[str, bool]:
-        """Names of metrics, and whether there are statistics over ranks; these not by themselves.
-
-        With one rank the statistics say nothing, and are left out.
-        """
+        """Names of metrics, and whether there are statistics over ranks (not named themselves)."""
+        # With one rank the statistics say nothing, and are left out.
         found: dict[str, bool] = {}
         alone = self.header.get("world_size") == 1
         for name in self.series:
@@ -521,16 +506,7 @@ class Survey:
 
 
 def survey(run: Run, label: str | None = None, say: Callable[[str], None] | None = None) -> Survey:
-    """Read a run.
-
-    Args:
-        run: As of `read_run`.
-        label: What to call it; default: its name.
-        say: Told every 2 s how far the reading is.
-
-    Raises:
-        HistoryError: A line of it is damaged.
-    """
+    """Read a run; ``say`` is told every 2 s how far the reading is."""
     label = run.name if label is None else label
     headers = run.headers
     begins = [_time(header.get("time")) for header in headers]

@@ -17,16 +17,7 @@ from ezpz_topo import redact
 
 
 def require(module: str, purpose: str, extra: str = "report") -> Any:
-    """Import a module of an extra.
-
-    Args:
-        module: Its full name.
-        purpose: What it is wanted for, as in "a report".
-        extra: Of ezpz-obs.
-
-    Raises:
-        ReportError: It is not installed.
-    """
+    """Import a module of an extra, wanted for a purpose such as "a report"."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -43,13 +34,8 @@ _OTHER = re.compile(r"[^a-z0-9_]+")
 
 
 def clean(text: object) -> str:
-    r"""Return a text in one line, without secrets: what cannot be seen is written as its escape.
-
-    Line ends, terminal codes and marks that turn the direction of writing are among that.
-
-    >>> clean("a" + chr(10) + "b" + chr(0x202E))
-    'a\\nb\\u202e'
-    """
+    """Return a text in one line, without secrets: what cannot be seen is written as its escape."""
+    # Line ends, terminal codes and marks that turn the direction of writing are among that.
     said = redact(str(text))
     if said.isprintable():
         return said
@@ -69,11 +55,7 @@ def shorten(text: object, limit: int = 60) -> str:
 
 
 def file_name(kind: str, name: str) -> str:
-    """Return a name for a plot's file that every file system takes, one for each metric.
-
-    >>> file_name("curve", "loss"), file_name("curve", "a/b")
-    ('curve-loss', 'curve-a-b-07f4401c')
-    """
+    """Return a name for a plot's file that every file system takes, one for each metric."""
     if _PLAIN.fullmatch(name):
         return f"{kind}-{name}"
     slug = _OTHER.sub("-", name[:200].lower()).strip("-")[:40]
@@ -104,11 +86,7 @@ _SPANS: Final = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """Return a number with so many significant digits.
-
-    >>> number(0.253412), number(1234567), number(123456.7), number(1e-7), number(float("nan"))
-    ('0.2534', '1,234,567', '123,457', '1e-07', 'NaN')
-    """
+    """Return a number with so many significant digits."""
     if value is None:
         return NOTHING
     if math.isnan(value):
@@ -128,11 +106,7 @@ def share(value: float) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """Return a span of time with its unit.
-
-    >>> seconds(0.0123), seconds(1.5), seconds(4000), seconds(3e-5), seconds(200_000)
-    ('12.3 ms', '1.5 s', '1 h 7 min', '30 µs', '2 d 8 h')
-    """
+    """Return a span of time with its unit."""
     if value is None or math.isnan(value):
         return NOTHING
     if value < 60:
@@ -158,11 +132,7 @@ def moment(value: object) -> str:
 
 
 def compact(value: float, digits: int) -> str:
-    """Return a number in few letters, for the axes of plots: 20k, 1.5M, 3e-05.
-
-    >>> compact(20000, 1), compact(1.5e6, 2), compact(3e-5, 1), compact(0.25, 2)
-    ('20k', '1.5M', '3e-05', '0.25')
-    """
+    """Return a number in few letters, for the axes of plots: 20k, 1.5M, 3e-05."""
     for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
         if size <= abs(value) < 1e15:
             scaled = value / (1e3 if unit == "k" else size)
@@ -176,11 +146,7 @@ def compact(value: float, digits: int) -> str:
 
 
 def tick_labels(values: list[float]) -> list[str]:
-    """Return labels for an axis's ticks: as few digits as are right.
-
-    >>> tick_labels([100_000.0, 100_250.0]), tick_labels([0.0, 0.5, 1.0])
-    (['100k', '100.25k'], ['0', '0.5', '1'])
-    """
+    """Return labels for an axis's ticks: as few digits as are right."""
     if not values:
         return []
     labels: list[str] = []

@@ -26,27 +26,14 @@ NAMES: Final = ("csv", *LIBRARY_SINKS)
 
 
 def make_sinks(sinks: Iterable[str | Sink]) -> list[Sink]:
-    """Return the sinks that are named, and those given as they are.
-
-    Raises:
-        SinkError: A name is unknown, or what it needs is not installed.
-    """
+    """Return the sinks that are named, and those given as they are."""
     if isinstance(sinks, str):
         raise SinkError(f"sinks={sinks!r}; expected a list: sinks=[{sinks!r}]")
     return [make_sink(sink) for sink in sinks if sink != "jsonl"]  # which History is itself
 
 
 def make_sink(sink: str | Sink, *, own: bool = False, close_seconds: float | None = None) -> Sink:
-    """Return one sink; those of libraries in a process of their own.
-
-    Args:
-        sink: A name, or an object, which is returned.
-        own: Not the W&B run that this process has already.
-        close_seconds: How long closing may take; default: as starting.
-
-    Raises:
-        SinkError: As `make_sinks`.
-    """
+    """Return one sink; with ``own``, never the W&B run that this process has already."""
     if not isinstance(sink, str):
         if not isinstance(sink, Sink):
             raise SinkError(
@@ -77,17 +64,10 @@ _BATCH = 1000
 
 
 class Feeder:
-    """Feeds one sink, from a thread of its own.
+    """Feeds one sink, from a thread of its own."""
 
-    A sink that raises or hangs is warned about once and left behind; training, the other sinks
-    and the run's file go on.
-
-    Args:
-        sink: Where to.
-        header: The first line of this attempt.
-        folder: The run's folder.
-        capacity: Records that may wait. Of more, the oldest are left out, and counted.
-    """
+    # A sink that raises or hangs is warned about once and left behind; training, the other sinks
+    # and the run's file go on. Of more records than may wait, the oldest are left out and counted.
 
     def __init__(
         self,

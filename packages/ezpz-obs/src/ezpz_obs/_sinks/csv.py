@@ -19,13 +19,12 @@ _SHARE = 10.0  # at most a tenth of the time goes into rewriting
 
 
 class CsvSink:
-    """Writes what `pandas.read_csv` reads: step, time, and one column a metric.
+    """Writes what `pandas.read_csv` reads: step, time, and one column a metric."""
 
-    A metric that appears late makes the file be written anew, with a column more; rows that have
-    no such metric have an empty field. Of steps that a restarted run makes again the later
-    ones are kept. Booleans are True and False; NaN and the infinities nan, inf, -inf; integers
-    beyond 64 bits are rounded.
-    """
+    # A metric that appears late makes the file be written anew, with a column more; rows that have
+    # no such metric have an empty field. Of steps that a restarted run makes again the later ones
+    # are kept. Booleans are True and False; NaN and the infinities nan, inf, -inf; integers beyond
+    # 64 bits are rounded.
 
     name = "csv"
 
@@ -39,12 +38,7 @@ class CsvSink:
         self._begins = False
 
     def open(self, header: Mapping[str, Any], folder: Path | None) -> None:  # noqa: ARG002
-        """Open the table, an earlier attempt's where there is one.
-
-        Raises:
-            SinkError: The run has no folder, or the file is no table of ours.
-            OSError: It cannot be written.
-        """
+        """Open the table, an earlier attempt's where there is one."""
         if folder is None:
             raise SinkError('sink "csv" of a run without a folder; expected History(outdir=...)')
         self._path = folder / FILE_NAME
@@ -54,11 +48,7 @@ class CsvSink:
         self._know(self._columns or ["step", "time"])
 
     def write(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Add rows.
-
-        Raises:
-            OSError: They cannot be written.
-        """
+        """Add rows."""
         self._held.extend(records)
         if self._begins:
             # Of an earlier attempt, what is made again goes.
@@ -69,12 +59,7 @@ class CsvSink:
         self._flush()
 
     def close(self) -> None:
-        """Write what is held back for want of a column.
-
-        Raises:
-            OSError: It cannot be written.
-            SinkError: Somebody removed the file.
-        """
+        """Write what is held back for want of a column."""
         if self._file is not None:
             self._flush()
             self._file.close()
@@ -142,11 +127,7 @@ def _cell(value: Any) -> Any:
 
 
 def _read_columns(path: Path) -> list[str]:
-    """Return the names in a table's first line.
-
-    Raises:
-        SinkError: It is another table.
-    """
+    """Return the names in a table's first line."""
     with open(path, encoding="utf-8", newline="") as file:
         columns = next(csv.reader(file), [])
     if columns[:2] != ["step", "time"]:

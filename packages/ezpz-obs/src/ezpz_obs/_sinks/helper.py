@@ -147,12 +147,7 @@ _PROGRAM = (
 
 
 class Helper:
-    """The `Sink` that runs another one, known by name, in a child process.
-
-    Args:
-        name: One of `LIBRARY_SINKS`.
-        close_seconds: How long closing may take; a `Feeder` is stricter.
-    """
+    """The `Sink` that runs another one, known by name, in a child process."""
 
     def __init__(self, name: str, close_seconds: float | None = None) -> None:
         self.name = name
@@ -164,11 +159,7 @@ class Helper:
         self._unread = b""
 
     def open(self, header: Mapping[str, Any], folder: Path | None) -> None:
-        """Start the process, and wait until its sink is open.
-
-        Raises:
-            SinkError: It did not start, or its sink could not be opened.
-        """
+        """Start the process, and wait until its sink is open."""
         if not sys.executable:
             raise SinkError(
                 f"sink {self.name!r} in an interpreter without sys.executable; expected one that "
@@ -193,20 +184,12 @@ class Helper:
         self._wait_for("opened", self._reply_seconds + 1.0)
 
     def write(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Hand records to the process.
-
-        Raises:
-            SinkError: Its sink failed.
-        """
+        """Hand records to the process."""
         self._wait_for(None, 0.0)
         self._send(b"".join(encode_record(record) or encode_anything(record) for record in records))
 
     def close(self) -> None:
-        """Wait until the process has sent everything and ended.
-
-        Raises:
-            SinkError: Its sink failed, or it takes too long: it is killed.
-        """
+        """Wait until the process has sent everything and ended."""
         process = self._process
         if process is None or process.stdin is None:
             return
@@ -246,11 +229,7 @@ class Helper:
             self._wait_for("an answer", 1.0)
 
     def _wait_for(self, what: str | None, seconds: float) -> None:
-        """Read replies until this one, or for None those that are there.
-
-        Raises:
-            SinkError: The sink failed, its process ended, or did not answer in time.
-        """
+        """Read replies until this one, or for None those that are there."""
         until = time.monotonic() + seconds
         while True:
             line = self._read(max(0.0, until - time.monotonic()))
@@ -268,11 +247,7 @@ class Helper:
                 return
 
     def _read(self, seconds: float) -> bytes | None:
-        """Return one reply, None where there is none in time.
-
-        Raises:
-            SinkError: The process has ended.
-        """
+        """Return one reply, None where there is none in time."""
         assert self._process is not None
         assert self._process.stdout is not None
         until = time.monotonic() + seconds

@@ -54,14 +54,9 @@ class Sink(Protocol):
 
 
 def give_home(folder: Path | None, variables: Mapping[str, str]) -> None:
-    """Set variables that name folders of a library's own; only for a process of ours.
-
-    Compute nodes of some machines have a home that is read-only, or none.
-
-    Args:
-        folder: The run's; None: a temporary one.
-        variables: Name to a folder's name in it. Those that are set already stay.
-    """
+    """Set variables that name folders of a library's own, where they are not set."""
+    # For a process of ours only. Compute nodes of some machines have a home that is read-only, or
+    # none.
     if _can_write(Path(os.path.expanduser("~"))):
         return
     base = Path(tempfile.mkdtemp(prefix="ezpz-obs-")) if folder is None else folder
@@ -113,11 +108,9 @@ def plain_config(header: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def run_key(header: Mapping[str, Any], folder: Path | None) -> str:
-    """Return 12 letters and digits that are a run's own, the same at each attempt.
-
-    Of the first header in its folder; so a restarted run is known again, wherever its
-    folder was moved meanwhile. A replay is a run of its own.
-    """
+    """Return 12 letters and digits that are a run's own, the same at each attempt."""
+    # Of the first header in its folder; so a restarted run is known again, wherever its folder was
+    # moved meanwhile. A replay is a run of its own.
     first = _first_header(folder) or header
     parts = (first.get("run"), first.get("time"), first.get("host"), header.get("replayed"))
     return blake2b(repr(parts).encode(), digest_size=6).hexdigest()
@@ -160,11 +153,7 @@ def make_library_sink(name: str, warn: Callable[[str], None], folder: Path | Non
 
 
 def library_seconds() -> float:
-    """Return the seconds that a library has to start, and to end: ``EZPZ_SINK_SECONDS``, else 10.
-
-    Raises:
-        SinkError: That is no number above 3.
-    """
+    """Return the seconds that a library has to start, and to end (``EZPZ_SINK_SECONDS``)."""
     text = os.environ.get("EZPZ_SINK_SECONDS", "10")
     try:
         seconds = float(text)
@@ -176,11 +165,7 @@ def library_seconds() -> float:
 
 
 def check_installed(name: str) -> None:
-    """Raise where what a sink needs is not there.
-
-    Raises:
-        SinkError: It is not.
-    """
+    """Raise where what a sink needs is not there."""
     needed = LIBRARY_SINKS[name][0]
     if needed in sys.modules and sys.modules[needed] is not None:
         return

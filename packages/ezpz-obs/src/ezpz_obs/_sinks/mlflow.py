@@ -20,11 +20,10 @@ _NOT_IN_NAMES = re.compile(r"[^\w\-. :/]")
 
 
 class MlflowSink:
-    """Logs to one MLflow run, found again by a tag after a restart.
+    """Logs to one MLflow run, found again by a tag after a restart."""
 
-    The experiment is ``MLFLOW_EXPERIMENT_NAME``, else the script's name. Letters that MLflow does
-    not take in a name become ``_``.
-    """
+    # The experiment is ``MLFLOW_EXPERIMENT_NAME``, else the script's name. Letters that MLflow does
+    # not take in a name become ``_``.
 
     name = "mlflow"
 
@@ -41,11 +40,7 @@ class MlflowSink:
         self.place = ""
 
     def open(self, header: Mapping[str, Any], folder: Path | None) -> None:
-        """Find or make the run.
-
-        Raises:
-            SinkError: There is neither a folder nor a server.
-        """
+        """Find or make the run."""
         where = os.environ.get("MLFLOW_TRACKING_URI")
         if not where:
             if folder is None:

@@ -15,11 +15,10 @@ _FLUSH_SECONDS = 10
 
 
 class TensorboardSink:
-    """Writes event files by tensorboard's own writer, one event a record.
+    """Writes event files by tensorboard's own writer, one event a record."""
 
-    Each attempt adds a file to the same folder; TensorBoard shows of each step the latest.
-    Its numbers are of 32 bits.
-    """
+    # Each attempt adds a file to the same folder; TensorBoard shows of each step the latest. Its
+    # numbers are of 32 bits.
 
     name = "tensorboard"
 
@@ -33,11 +32,7 @@ class TensorboardSink:
         self.place = ""
 
     def open(self, header: Mapping[str, Any], folder: Path | None) -> None:
-        """Begin a file.
-
-        Raises:
-            SinkError: The run has no folder.
-        """
+        """Begin a file."""
         if folder is None:
             raise SinkError(
                 'sink "tensorboard" of a run without a folder; expected History(outdir=...)'
@@ -72,11 +67,7 @@ class TensorboardSink:
             )
 
     def close(self) -> None:
-        """Write what is in the buffer.
-
-        Raises:
-            SinkError: Somebody removed the files.
-        """
+        """Write what is in the buffer."""
         if self._writer is not None:
             self._writer.close()
             folder = Path(self._writer.get_logdir())

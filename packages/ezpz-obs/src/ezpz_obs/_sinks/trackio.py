@@ -11,11 +11,10 @@ from .libraries import as_common, give_home, metrics_of, plain_config, project_o
 
 
 class TrackioSink:
-    """Logs to one trackio run, resumed after a restart.
+    """Logs to one trackio run, resumed after a restart."""
 
-    The project is ``TRACKIO_PROJECT``, else the script's name. Where the home cannot be
-    written, the folder is ``RUN/trackio``.
-    """
+    # The project is ``TRACKIO_PROJECT``, else the script's name. Where the home cannot be written,
+    # the folder is ``RUN/trackio``.
 
     name = "trackio"
 

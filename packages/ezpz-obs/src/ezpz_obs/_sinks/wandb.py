@@ -43,10 +43,8 @@ _NO = frozenset({"", "0", "false", "no", "off", "f", "n"})
 
 
 def find_mode(env: Mapping[str, str] | None = None) -> Mode:
-    """Return how W&B is to run: without credentials offline, never asking for them.
-
-    ``WANDB_DISABLED`` and ``WANDB_MODE`` are heeded as W&B does.
-    """
+    """Return how W&B is to run: without credentials offline, never asking for them."""
+    # ``WANDB_DISABLED`` and ``WANDB_MODE`` are heeded as W&B does.
     env = os.environ if env is None else env
     said = env.get("WANDB_MODE", "").strip().lower()
     if env.get("WANDB_DISABLED", "").strip().lower() not in _NO or said == "disabled":
@@ -182,11 +180,7 @@ def verify_wandb() -> bool:
 
 
 def start_run(warn: Callable[[str], None], settings: Mapping[str, Any], **options: Any) -> Any:
-    """Start a run: online if that is wanted and the server answers, else offline.
-
-    Returns:
-        The run, or None where W&B is disabled, or hangs (warned about).
-    """
+    """Start a run, online if the server answers, else offline; None where disabled or hung."""
     seconds = library_seconds()
     until = time.monotonic() + seconds
     mode = options.pop("mode", None) or find_mode()
@@ -232,11 +226,7 @@ def _init(
 
 
 def _within(seconds: float, call: Callable[[], Any]) -> tuple[bool, Any]:
-    """Call in a thread, and return whether it ended in time, and what came of it.
-
-    Raises:
-        Exception: What the call raised.
-    """
+    """Call in a thread, and return whether it ended in time, and what came of it."""
     outcome: list[Any] = []
     raised: list[BaseException] = []
 
@@ -255,10 +245,8 @@ def _within(seconds: float, call: Callable[[], Any]) -> tuple[bool, Any]:
 
 
 def _why_not_online() -> str | None:
-    """Ask the server something small; return what is wrong, None where it may well work.
-
-    W&B itself does so too, but waits for as long as the server likes.
-    """
+    """Ask the server something small; return what is wrong, None where it may well work."""
+    # W&B itself does so too, but waits for as long as the server likes.
     import requests
 
     server, key = find_server(), find_key()
@@ -285,11 +273,9 @@ def _first_line(error: object) -> str:
 
 
 def _end_with_main() -> None:
-    """End W&B's service some seconds after the main thread, if it still waits for its server.
-
-    Hooks of the interpreter's end wait for that service without a limit. A hook of ours could
-    come before or after; a daemon thread sees the main thread end in any case.
-    """
+    """End W&B's service some seconds after the main thread, if it still waits for its server."""
+    # Hooks of the interpreter's end wait for that service without a limit. A hook of ours could
+    # come before or after; a daemon thread sees the main thread end in any case.
     threading.main_thread().join()
     time.sleep(_EXIT_SECONDS)
     for pid in _find_services():
@@ -328,11 +314,10 @@ _AXIS = "step"
 
 
 class WandbSink:
-    """Logs to a W&B run in ``RUN/wandb``, resumed after a restart.
+    """Logs to a W&B run in ``RUN/wandb``, resumed after a restart."""
 
-    W&B counts its own steps, and drops what goes back; so the run's step is a metric of that
-    name, and the axis of all others.
-    """
+    # W&B counts its own steps, and drops what goes back; so the run's step is a metric of that
+    # name, and the axis of all others.
 
     name = "wandb"
 
@@ -346,11 +331,7 @@ class WandbSink:
         self.place = ""
 
     def open(self, header: Mapping[str, Any], folder: Path | None) -> None:
-        """Start the run, or go on with it.
-
-        Raises:
-            SinkError: It did not start.
-        """
+        """Start the run, or go on with it."""
         key = run_key(header, folder)
         name = str(header.get("run", key))
         options: dict[str, Any] = {}
@@ -394,11 +375,7 @@ class LiveWandbSink:
         self._run: Any = None
 
     def open(self, header: Mapping[str, Any], folder: Path | None) -> None:  # noqa: ARG002
-        """Take the run.
-
-        Raises:
-            SinkError: It was finished meanwhile.
-        """
+        """Take the run."""
         import wandb
 
         self._run = wandb.run

@@ -1,0 +1,109 @@
+import math
+
+import pytest
+
+from ezpz_obs._report.words import (
+    NOTHING,
+    clean,
+    compact,
+    distinct,
+    file_name,
+    moment,
+    number,
+    seconds,
+    shorten,
+    tick_labels,
+)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (0.0, "0"), (0.25, "0.25"), (1e-7, "1e-07"), (1234567, "1,234,567"), (1e300, "1e+300"),
+        (math.inf, "∞"), (math.nan, "NaN"), (None, NOTHING), (-5, "\N{MINUS SIGN}5"),
+        (1.23456, "1.235"), (True, "1"), (0.253412, "0.2534"), (123456.7, "123,457"),
+    ],
+)  # fmt: skip
+def test_number(value, said):
+    assert number(value) == said
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (0.0, "0 µs"), (1e-6, "1 µs"), (3e-5, "30 µs"), (0.001, "1 ms"), (0.0123, "12.3 ms"),
+        (0.5, "500 ms"), (1.5, "1.5 s"), (59.9, "59.9 s"), (60, "1 min"), (3600, "1 h"),
+        (4000, "1 h 7 min"), (90_000, "1 d 1 h"), (200_000, "2 d 8 h"), (3599.9, "60 min"),
+        (None, NOTHING),
+    ],
+)  # fmt: skip
+def test_seconds(value, said):
+    assert seconds(value) == said
+
+
+@pytest.mark.parametrize("value", [None, "x", True, 1e300, math.nan, math.inf, -1e15])
+def test_what_is_no_moment(value):
+    assert moment(value) == NOTHING
+
+
+@pytest.mark.parametrize(
+    "ticks",
+    [[100_000.0, 100_250.0, 100_500.0], [0.0, 1e-9], [1e15, 2e15], [0.0, 5000.0, 15000.0],
+     [-1.0, 0.0, 1.0], [9999.0, 10000.0], [1e-300, 1e300], [0.25], [0.0], []],
+)  # fmt: skip
+def test_ticks_are_what_they_say(ticks):
+    labels = tick_labels(ticks)
+    assert len(set(labels)) == len(ticks)
+    units = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+    for tick, label in zip(ticks, labels, strict=True):
+        plain = label.replace("\N{MINUS SIGN}", "-")
+        read = float(plain.rstrip("kMGT")) * units.get(plain[-1], 1)
+        assert read == pytest.approx(tick, rel=1e-2)
+
+
+def test_compact_and_ticks_have_no_more_than_they_need():
+    assert [compact(v, 1) for v in (0.0, 20_000, 1e6, 800, 3e-5)] == [
+        "0", "20k", "1M", "800", "3e-05",
+    ]  # fmt: skip
+    assert (compact(1.5e6, 2), compact(0.25, 2)) == ("1.5M", "0.25")
+    assert tick_labels([100_000.0, 100_250.0]) == ["100k", "100.25k"]
+    assert tick_labels([0.0, 0.5, 1.0]) == ["0", "0.5", "1"]
+
+
+@pytest.mark.parametrize(
+    "text", ["a\nb", "\x1b[31mred", "\u202eright to left", "\u200fmark", "\x00", "a\u2028b"]
+)
+def test_what_cannot_be_seen_is_written_out(text):
+    assert clean(text).isprintable()
+    assert "\\" in clean(text)
+    assert clean(clean(text)) == clean(text)
+
+
+def test_other_letters_stay_what_they_are():
+    assert clean("Verlust, 損失, خسارة 🎉") == "Verlust, 損失, خسارة 🎉"
+
+
+def test_both_ends_of_a_long_name_are_shown():
+    short = shorten("layer0/" + "x" * 10_000 + "/grad_norm", 60)
+    assert len(short) == 60
+    assert short.startswith("layer0/")
+    assert short.endswith("/grad_norm")
+
+
+@pytest.mark.parametrize(
+    "name", ["a/b", "../../etc/passwd", "A", "loss ", "", ".", "x" * 10_000, "\x00", "損失", "con:"]
+)
+def test_file_names_are_safe_and_differ(name):
+    made = file_name("curve", name)
+    assert made.isascii()
+    assert len(made) < 64
+    assert not set(made) - set("abcdefghijklmnopqrstuvwxyz0123456789_-")
+    assert made != file_name("curve", name + "!")
+    assert made != file_name("curve", "loss") == "curve-loss"
+    assert made.lower() == made, "no two differ in case only"
+
+
+def test_runs_of_one_name_can_be_told_apart():
+    assert distinct(["a", "b"], ["x", "y"]) == ["a", "b"]
+    assert distinct(["a", "a"], ["x", "y"]) == ["a (x)", "a (y)"]
+    assert len(set(distinct(["a", "a"], ["x", "x"]))) == 2
