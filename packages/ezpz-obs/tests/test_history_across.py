@@ -183,15 +183,18 @@ def test_ranks_at_different_steps(ranks):
     assert "at step 1, the others at step 0" in done[0].err
 
 
-@pytest.mark.parametrize("how", ["stays away", "dies", "rank 0 dies", "of many, stays away"])
-def test_a_rank_that_stops_calling_is_named(ranks, how):
+@pytest.mark.parametrize("dist", [False, True], ids=["alone", "with ezpz_dist"])
+@pytest.mark.parametrize("how", ["stays away", "dies", "rank 0 dies"])
+def test_a_rank_that_stops_calling(ranks, how, dist):
+    """Alone the others have torch's error; where ezpz_dist is set up it says who is missing."""
+    if dist:
+        pytest.importorskip("ezpz_dist")
     guilty = 0 if how.startswith("rank 0") else 2
+    begin = "import ezpz_dist; ezpz_dist.setup_torch()" if dist else ""
     done = ranks(
         f"""
+        {begin}
         import ezpz_obs, os, time
-        from ezpz_obs import _across as roll_call
-        if "of many" in {how!r}:
-            roll_call._EACH = 1  # one of them asks for all
         history = ezpz_obs.History(cross_rank=True, timeout=2)
         for step in range(5):
             if step == 3 and RANK == {guilty}:
@@ -206,18 +209,18 @@ def test_a_rank_that_stops_calling_is_named(ranks, how):
                 break
         """,
         3,
+        set_up=not dist,
         wait=[rank for rank in range(3) if rank != guilty],
     )
+    who = f"rank {guilty} on " if dist else "a rank did not come"
+    fate = "has ended" if "dies" in how else "program.py:"
     for rank in {0, 1, 2} - {guilty}:
         text, last = done[rank].said
         assert last == 3, "its own numbers are recorded"
-        if guilty == 0:
-            assert "rank 0" in text
-        else:
-            assert text.startswith("History at step 3: rank 2 on "), text
-            assert (
-                "recorded step 2 last; expected every rank to call update() at every step" in text
-            )
+        assert text.startswith(f"History at step 3: {who}"), text
+        assert not dist or fate in text
+        assert "; expected every rank to call update() at every step" in text
+        assert "torch says: " in text
 
 
 def test_deferred_statistics_come_a_step_later(ranks, tmp_path):

@@ -6,11 +6,9 @@ import itertools
 import json
 import math
 import sys
-import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -52,81 +50,6 @@ def device_of(torch: Any, dist: Any, group: Any) -> Any:
     if "cpu" in kinds:
         return None
     return torch.device(kinds[0], torch.get_device_module(kinds[0]).current_device())
-
-
-# Which ranks are missing, asked of the others through torch's store after a failure.
-
-_SECONDS = 2.0
-"""For the others to fail too, and say so."""
-
-_HEARD = 1.0
-"""For the others to read what one of them has found."""
-
-_EACH = 64
-"""Up to so many ranks each asks for itself. Of more, the first to come asks for all: one server
-answers them, and thousands would ask it for thousands of keys."""
-
-_AT_ONCE = 1024
-"""Keys in one request: a server's time for one grows with the square (torch 2.13)."""
-
-_SHOWN = 8
-
-
-def call_roll(dist: Any, name: str, rank: int, ranks: int) -> tuple[list[int], int] | str:
-    """Say in the store that this rank is here, and return the ranks that do not."""
-    found: list[tuple[list[int], int]] = []
-
-    def ask() -> None:
-        # The store of the rendezvous; the function is private and old, and the only way to it.
-        store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())  # noqa: SLF001
-        store.set(str(rank), "here")
-        if ranks <= _EACH:
-            found.append(look(store))
-            return
-        if int(store.compare_set("asks", "", str(rank))) == rank:
-            store.set("missing", json.dumps(look(store)))
-        store.wait(["missing"], timedelta(seconds=_SECONDS + _HEARD))
-        shown, count = json.loads(store.get("missing"))
-        found.append((shown, count))
-        heard = store.add("heard", 1)
-        until = time.monotonic() + _HEARD
-        # Rank 0 may hold the store, and may be about to end.
-        while rank == 0 and heard < ranks - count and time.monotonic() < until:
-            time.sleep(0.02)
-            heard = store.add("heard", 0)
-
-    def look(store: Any) -> tuple[list[int], int]:
-        until = time.monotonic() + _SECONDS
-        missing: Sequence[int] = [other for other in range(ranks) if other != rank]
-        while missing and time.monotonic() < until:
-            missing = _missing(store, missing)
-            time.sleep(0.05 if missing else 0)
-        return list(missing[:_SHOWN]), len(missing)
-
-    def ask_quietly() -> None:
-        try:
-            ask()
-        except RuntimeError:
-            return  # the store is gone with the rank that held it: that is the answer
-
-    # A request to a server that was stopped has no time-out of torch's: so in a thread.
-    thread = threading.Thread(target=ask_quietly, name="ezpz_obs roll call", daemon=True)
-    thread.start()
-    thread.join(2 * _SECONDS)
-    if not found:
-        return "torch's store does not answer, so the rank that holds it (rank 0) may be gone"
-    return found[0]
-
-
-def _missing(store: Any, ranks: Sequence[int]) -> list[int]:
-    """Return those of the ranks that are not there: few among many, so by halving."""
-    if len(ranks) <= _AT_ONCE:
-        if store.check([str(rank) for rank in ranks]):
-            return []
-        if len(ranks) == 1:
-            return [ranks[0]]
-    half = len(ranks) // 2
-    return [*_missing(store, ranks[:half]), *_missing(store, ranks[half:])]
 
 
 # Mean, spread and extreme ranks of metrics, and what differs between ranks, in words.
@@ -235,21 +158,13 @@ _POSITIVE = np.int64(0x7FFF_FFFF_FFFF_FFFF)
 
 
 class Sent(NamedTuple):
-    """What is on its way.
+    """What is on its way."""
 
-    Attributes:
-        digest: Of the names.
-        values: This rank's.
-        centre: What the sums are taken about.
-        works: Of both collectives.
-        tensors: Where their results will be.
-    """
-
-    digest: int
-    values: NDArray[np.float64]
-    centre: NDArray[np.float64]
-    works: tuple[Any, Any]
-    tensors: tuple[Any, Any]
+    digest: int  # of the names
+    values: NDArray[np.float64]  # this rank's
+    centre: NDArray[np.float64]  # what the sums are taken about
+    works: tuple[Any, Any]  # of both collectives
+    tensors: tuple[Any, Any]  # where their results will be
 
 
 class Reduction:
@@ -299,15 +214,9 @@ class Reduction:
         return Sent(digest, values, centre, (greatest, added), (ends, sums))
 
     def end(self, sent: Sent, wait: Callable[[Any], None]) -> list[float] | None:
-        """Return the statistics, metric by metric, in the order of `statistic_names`. Collective.
-
-        None on every rank where the ranks differ, a number is not finite, or one rank has more
-        metrics than there is room for.
-
-        Args:
-            sent: What `begin` returned.
-            wait: Waits for a collective; what it raises is raised.
-        """
+        """Return the statistics, in the order of `statistic_names`. Collective."""
+        # None on every rank where the ranks differ, a number is not finite, or one rank has more
+        # metrics than there is room for.
         for work in sent.works:
             wait(work)
         ends, sums = (tensor.cpu().numpy() for tensor in sent.tensors)
@@ -346,7 +255,7 @@ class Reduction:
 
     def _reduce(self, tensor: Any, op: Any) -> tuple[Any, Any]:
         there = tensor if self._device is None else tensor.to(self._device)
-        # The group's own method, as in `across`.
+        # The group's own method, as in `Across`.
         return there, self._group.allreduce([there], op)
 
 
@@ -361,10 +270,20 @@ def _as_doubles(ordered: NDArray[np.int64]) -> NDArray[np.float64]:
     return bits.view(np.float64)
 
 
-# One update of `History` on its way between the ranks: gathered, or reduced.
+# The exchange itself: gathered, or reduced.
 
 HEAD = 4
 """What each rank sends before its values: digest of their names, how many, step, bytes of names."""
+
+ROOM = 28  # values at first: with the head 256 bytes, which take no longer than eight
+_WARNINGS = 20  # of one kind; names that change at every step need no more
+_GROUP_OF_ITS_OWN = 1024
+"""Up to so many ranks a group is made for metrics alone, so that a rank that forgets to call
+`update` cannot have its neighbours' metrics taken for another collective. Each rank connects to
+all others in it."""
+GATHERED = 1024
+"""Up to so many ranks, and over gloo, one all-gather brings each what all have; beyond, statistics
+are made by all-reduces, and gathered only where ranks differ or a number is not finite."""
 
 
 class Answer(NamedTuple):
@@ -386,100 +305,13 @@ class Plan(NamedTuple):
     keys: list[str]
 
 
-class Exchange:
-    """One update on its way to the others."""
+class Exchange(NamedTuple):
+    """One update on its way: what this rank sent, and torch's work, or that of a `Reduction`."""
 
-    def __init__(self, across: Across, plan: Plan, mine: list[Any], step: int, work: Any) -> None:
-        self._across, self._plan, self._mine = across, plan, mine
-        self._step, self._work = step, work
-
-    def end(self, seconds: float | None = None) -> Answer:
-        """Wait for the other ranks. Collective.
-
-        Args:
-            seconds: At most so long.
-
-        Raises:
-            HistoryError: A rank did not come; it is named, with its host and last step.
-        """
-        across, plan, step = self._across, self._plan, self._step
-        table = across.receive(self._work, step, seconds)
-        found = self._alike(table)
-        if found is not None:
-            return Answer(found, None)
-        most = int(table[:, 1].max())
-        if most > across.fits:
-            # All ranks see that, make room, and send once more.
-            across.make_room(max(most, 2 * across.fits))
-            return across.begin(step, dict(zip(plan.order, self._mine, strict=True))).end(seconds)
-        steps = table[:, 2].astype(np.int64).tolist()
-        across.last_steps = steps
-        names = across.names_of(table, plan)
-        if len(set(steps)) > 1:
-            new = across.is_new(tuple(other - steps[0] for other in steps))
-            return Answer({}, other_steps(steps, across.hosts) if new else None)
-        new = across.is_new(tuple(table[:, 0].tolist()))
-        values = by_metric(table[:, HEAD:], names)
-        return Answer(values, other_names(names, across.hosts) if new else None)
-
-    def _alike(self, table: NDArray[np.float64]) -> dict[str, Any] | None:
-        """Return the statistics where all ranks sent the same metrics of the same step."""
-        across, plan = self._across, self._plan
-        count = len(plan.order)
-        if count > across.fits:  # nobody has sent so many
-            return None
-        if across.ranks <= FEW:
-            rows = table[:, : HEAD + count].tolist()
-            head = rows[0][:3]
-            alike = all(row[:3] == head for row in rows)
-        else:
-            alike = bool((table[:, :3] == table[0, :3]).all())
-        if not alike:
-            return None
-        across.last_steps = [self._step] * across.ranks
-        found = None
-        if across.ranks <= FEW:
-            found = statistics_of_few([row[HEAD:] for row in rows], plan.keys)
-        return found or statistics(table[:, HEAD : HEAD + count], plan.keys)
-
-
-class Reduced:
-    """One update on its way, by all-reduces."""
-
-    def __init__(self, across: Across, plan: Plan, mine: list[Any], step: int, sent: Sent) -> None:
-        self._across, self._plan, self._mine = across, plan, mine
-        self._step, self._sent = step, sent
-
-    def end(self, seconds: float | None = None) -> Answer:
-        """Do what `Exchange.end` does."""
-        across, plan, step = self._across, self._plan, self._step
-        assert across.reduction is not None
-        until = time.monotonic() + (seconds or 0.0)
-
-        def left() -> float | None:
-            return None if seconds is None else max(until - time.monotonic(), 0.001)
-
-        found = across.reduction.end(self._sent, lambda work: across.wait(work, step, left()))
-        if found is None:
-            # Every rank finds that, and all gather: who differs is named, and whose number is NaN.
-            return across.gather(plan, self._mine, step).end(left())
-        across.last_steps = [step] * across.ranks
-        return Answer(dict(zip(plan.keys, found, strict=True)), None)
-
-
-# What all ranks say of a metric: mean, spread, and who is at the ends.
-
-_WARNINGS = 20  # of one kind; names that change at every step need no more
-ROOM = 28  # values at first: with the head 256 bytes, which take no longer than eight
-_GROUP_OF_ITS_OWN = 1024
-"""Up to so many ranks a group is made for metrics alone, so that a rank that forgets to call
-`update` cannot have its neighbours' metrics taken for another collective. Each rank connects to
-all others in it."""
-GATHERED = 1024
-"""Up to so many ranks, and over gloo, one all-gather brings each what all have; beyond, statistics
-are made by all-reduces, and gathered only where ranks differ or a number is not finite."""
-
-_made = itertools.count()
+    plan: Plan
+    mine: list[Any]
+    step: int
+    work: Any
 
 
 class Across:
@@ -490,47 +322,75 @@ class Across:
         self._timeout = None if timeout is None else timedelta(seconds=timeout)
         self._torch = sys.modules["torch"]
         self._dist = dist
-        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self._name = f"ezpz_obs/history/{next(_made)}"
-        self.last_steps: list[int | None] = [None] * self.ranks
-        self.hosts = ["?"] * self.ranks
-        own = self.ranks <= _GROUP_OF_ITS_OWN
-        with self._everybody(None):
+        self._ranks = dist.get_world_size()
+        own = self._ranks <= _GROUP_OF_ITS_OWN
+        with _Explained(None):
             self._group = dist.new_group(timeout=self._timeout) if own else dist.group.WORLD
         self._device = device_of(self._torch, dist, self._group)
         self._plans: dict[tuple[str, ...], Plan] = {}
         self._named: dict[float, tuple[str, ...]] = {}
         self._said: set[tuple[float, ...]] = set()
         self.reduction: Reduction | None = None
-        if self.ranks > GATHERED and not is_ring(dist, self._group, self._device):
+        if self._ranks > GATHERED and not is_ring(dist, self._group, self._device):
             self.reduction = Reduction(self._torch, dist, self._group, self._device)
-        self.make_room(ROOM)
-        with self._everybody(None):
+        self._slots: list[Any] = []
+        self._all: NDArray[np.float64]  # what was gathered: a row a rank
+        self._make_room(ROOM)
+        with _Explained(None):
             said = [text.decode() for text in self._texts(f"{first_step} {place.host}".encode())]
-        self.hosts = [text.partition(" ")[2] for text in said]
+        self._hosts = [text.partition(" ")[2] for text in said]
         self.first_step = max(int(text.partition(" ")[0]) for text in said)
 
-    def begin(self, step: int, metrics: Mapping[str, Any]) -> Exchange | Reduced:
-        """Send this rank's numbers; the others' are waited for by `Exchange.end`."""
+    def begin(self, step: int, metrics: Mapping[str, Any]) -> Exchange:
+        """Send this rank's numbers; the others' are waited for by `end`."""
         names = tuple(metrics)
         plan = self._plans.get(names) or self._plan(names)
         mine = [metrics[name] for name in plan.order]
         if self.reduction is None:
-            return self.gather(plan, mine, step)
-        try:
+            return self._gather(plan, mine, step)
+        with _Explained(step):  # where connections are closed already
             sent = self.reduction.begin(int(plan.head[0]), step, mine)
-        except RuntimeError as error:  # torch's for connections that are closed already
-            raise self._absent(step, error) from None
-        return Reduced(self, plan, mine, step, sent)
+        return Exchange(plan, mine, step, sent)
 
-    # What follows is for Exchange and Reduced.
+    def end(self, exchange: Exchange, seconds: float | None = None) -> Answer:
+        """Wait for the other ranks, at most so long. Collective."""
+        return self._end(exchange, None if seconds is None else time.monotonic() + seconds)
 
-    def gather(self, plan: Plan, mine: list[Any], step: int) -> Exchange:
+    def _end(self, exchange: Exchange, until: float | None) -> Answer:
+        plan, mine, step, work = exchange
+        if self.reduction is not None and isinstance(work, Sent):
+            numbers = self.reduction.end(work, lambda each: self._wait(each, step, until))
+            if numbers is not None:
+                return Answer(dict(zip(plan.keys, numbers, strict=True)), None)
+            # Every rank finds that, and all gather: who differs is named, and whose number is NaN.
+            work = self._gather(plan, mine, step).work
+        self._wait(work, step, until)
+        if self._device is not None:
+            self._all = self._outward.cpu().numpy().reshape(self._ranks, -1)
+        table = self._all
+        found = self._alike(table, plan)
+        if found is not None:
+            return Answer(found, None)
+        most = int(table[:, 1].max())
+        if most > self._fits:
+            # All ranks see that, make room, and send once more.
+            self._make_room(max(most, 2 * self._fits))
+            return self._end(self.begin(step, dict(zip(plan.order, mine, strict=True))), until)
+        steps = table[:, 2].astype(np.int64).tolist()
+        names = self._names_of(table, plan)
+        if len(set(steps)) > 1:
+            new = self._is_new(tuple(other - steps[0] for other in steps))
+            return Answer({}, other_steps(steps, self._hosts) if new else None)
+        new = self._is_new(tuple(table[:, 0].tolist()))
+        values = by_metric(table[:, HEAD:], names)
+        return Answer(values, other_names(names, self._hosts) if new else None)
+
+    def _gather(self, plan: Plan, mine: list[Any], step: int) -> Exchange:
         """Send this rank's numbers to every rank."""
         if not self._slots:
             self._make_slots()
         head = (*plan.head, step, len(plan.text))
-        if len(mine) > self.fits:
+        if len(mine) > self._fits:
             self._mine[:HEAD] = head
         else:
             try:
@@ -538,79 +398,61 @@ class Across:
             except OverflowError:  # an integer beyond 1.8e308
                 self._mine[: HEAD + len(mine)] = (*head, *map(as_float, mine))
         inward = self._inward if self._device is None else self._inward.to(self._device)
-        try:
+        with _Explained(step):
             # The group's own method: what torch.distributed.all_gather logs of each call takes
             # 50 µs.
-            return Exchange(self, plan, mine, step, self._group.allgather([self._slots], [inward]))
-        except RuntimeError as error:
-            raise self._absent(step, error) from None
+            work = self._group.allgather([self._slots], [inward])
+        return Exchange(plan, mine, step, work)
 
-    def receive(self, work: Any, step: int, seconds: float | None) -> NDArray[np.float64]:
-        """Wait for what was gathered, and return it: a row a rank."""
-        self.wait(work, step, seconds)
-        if self._device is None:
-            return self._all
-        received: NDArray[np.float64] = self._outward.cpu().numpy().reshape(self._all.shape)
-        return received
-
-    def wait(self, work: Any, step: int, seconds: float | None) -> None:
-        """Wait for a collective; the rank that does not come is named."""
-        limit = self._timeout if seconds is None else timedelta(seconds=seconds)
-        until = time.monotonic() + (seconds or 0.0)
-        try:
+    def _wait(self, work: Any, step: int, until: float | None) -> None:
+        """Wait for a collective, until then or for as long as was said to `Across`."""
+        limit = self._timeout
+        if until is not None:
+            limit = timedelta(seconds=max(until - time.monotonic(), 0.001))
+        with _Explained(step):
             if limit is not None and self._device is None:
                 work.wait(limit)
-            else:  # of a device's work the wait is its queue's, without a limit
-                while seconds is not None and not work.is_completed():
-                    if time.monotonic() > until:
-                        raise RuntimeError(f"no answer within {seconds:.3g} s")
-                    time.sleep(0.01)
-                work.wait()
-        except RuntimeError as error:  # torch's for time-outs, closed connections and aborts
-            raise self._absent(step, error) from None
+                return
+            # Of a device's work the wait is its queue's, without a limit.
+            while until is not None and not work.is_completed():
+                if time.monotonic() > until:
+                    raise RuntimeError("no answer in the time there is")
+                time.sleep(0.01)
+            work.wait()
 
-    @contextmanager
-    def _everybody(self, step: int | None) -> Iterator[None]:
-        """Name who is missing where a collective fails."""
-        try:
-            yield
-        except RuntimeError as error:  # torch's for time-outs, closed connections and aborts
-            raise self._absent(step, error) from None
+    def _alike(self, table: NDArray[np.float64], plan: Plan) -> dict[str, Any] | None:
+        """Return the statistics where all ranks sent the same metrics of the same step."""
+        count = len(plan.order)
+        if count > self._fits:  # nobody has sent so many
+            return None
+        if self._ranks > FEW:
+            if not (table[:, :3] == table[0, :3]).all():
+                return None
+            return statistics(table[:, HEAD : HEAD + count], plan.keys)
+        rows = table[:, : HEAD + count].tolist()
+        head = rows[0][:3]
+        if not all(row[:3] == head for row in rows):
+            return None
+        found = statistics_of_few([row[HEAD:] for row in rows], plan.keys)
+        return found or statistics(table[:, HEAD : HEAD + count], plan.keys)
 
-    def _absent(self, step: int | None, error: Exception) -> HistoryError:
-        missing = call_roll(self._dist, f"{self._name}/{step}", self.rank, self.ranks)
-        if isinstance(missing, str):
-            who = missing
-        else:
-            shown, count = missing
-            who = "; ".join(
-                f"rank {rank} on {self.hosts[rank]} recorded "
-                + ("nothing" if last is None else f"step {last} last")
-                for rank, last in ((rank, self.last_steps[rank]) for rank in shown)
-            ) + (f"; and {count - len(shown)} more" if count > len(shown) else "")
-        at = "begins" if step is None else f"at step {step}"
-        return HistoryError(
-            f"History {at}: {who or 'all ranks came, and the exchange failed'}; expected every "
-            f"rank to call update() at every step (cross_rank=True). torch says: {error}"
-        )
-
-    def make_room(self, values: int) -> None:
+    def _make_room(self, values: int) -> None:
         """Make the buffers for so many values a rank."""
-        self.fits = values
-        self._slots: list[Any] = []
+        self._fits = values
+        self._slots = []
         if self.reduction is None:
             self._make_slots()
         else:  # which may do without what all ranks have: 31 MB for 120,960 of them
             self.reduction.make_room(values)
 
     def _make_slots(self) -> None:
-        torch, size = self._torch, HEAD + self.fits
+        torch, size = self._torch, HEAD + self._fits
         self._inward = torch.zeros(size, dtype=torch.float64)
         self._mine: NDArray[np.float64] = self._inward.numpy()
-        self._outward = torch.empty(self.ranks * size, dtype=torch.float64, device=self._device)
+        self._outward = torch.empty(self._ranks * size, dtype=torch.float64, device=self._device)
         self._slots = list(self._outward.split(size))
-        host = self._outward if self._device is None else torch.empty(self.ranks * size)
-        self._all: NDArray[np.float64] = host.numpy().reshape(self.ranks, size)
+        if self._device is None:
+            self._all = self._outward.numpy().reshape(self._ranks, size)
 
     def _texts(self, mine: bytes, longest: int = 0) -> list[bytes]:
         """Return every rank's text. Collective."""
@@ -620,7 +462,7 @@ class Across:
             self._dist.all_reduce(length, op=self._dist.ReduceOp.MAX, group=self._group)
             longest = int(length.item())
         sent = torch.frombuffer(bytearray(mine.ljust(longest, b"\0")), dtype=torch.uint8)
-        got = torch.empty(self.ranks * longest, dtype=torch.uint8, device=device)
+        got = torch.empty(self._ranks * longest, dtype=torch.uint8, device=device)
         sent = sent if device is None else sent.to(device)
         self._dist.all_gather(list(got.split(longest)), sent, group=self._group)
         whole = got.cpu().numpy().tobytes()
@@ -632,24 +474,49 @@ class Across:
         # 52 bits are a double exactly.
         digest = int.from_bytes(blake2b(text, digest_size=8).digest()) >> 12
         plan = Plan(names, order, (float(digest), len(order)), text, statistic_names(order))
-        if len(self._plans) > 1000:  # names that change at each step would be kept for ever
+        if len(self._plans) >= _KEPT:
             self._plans.clear()
         self._plans[names] = plan
         return plan
 
-    def is_new(self, difference: tuple[float, ...]) -> bool:
+    def _is_new(self, difference: tuple[float, ...]) -> bool:
         """Say whether this difference between ranks was not said yet, nor too many others."""
         if difference in self._said or len(self._said) >= _WARNINGS:
             return False
         self._said.add(difference)
         return True
 
-    def names_of(self, table: NDArray[np.float64], plan: Plan) -> list[tuple[str, ...]]:
+    def _names_of(self, table: NDArray[np.float64], plan: Plan) -> list[tuple[str, ...]]:
         """Return the names that each rank sent, asking for those not heard of. Collective."""
         digests = table[:, 0].tolist()
         if any(digest not in self._named for digest in digests):
-            with self._everybody(int(table[0, 2])):
+            with _Explained(int(table[0, 2])):
                 texts = self._texts(plan.text, int(table[:, 3].max()))
             for digest, text in zip(digests, texts, strict=True):
                 self._named[digest] = tuple(json.loads(text))
         return [self._named[digest] for digest in digests]
+
+
+class _Explained:
+    """Make torch's error of a collective a `HistoryError`, with what ezpz_dist knows of it."""
+
+    # A class, since `contextmanager` takes 2 µs of each update.
+
+    def __init__(self, step: int | None) -> None:
+        self._step = step
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if not isinstance(error, RuntimeError):  # torch's for time-outs, closed connections, aborts
+            return
+        at = "begins" if self._step is None else f"at step {self._step}"
+        # Only a script that uses ezpz_dist has it; else torch's error is all that is known.
+        watch = sys.modules.get("ezpz_dist._watch")
+        describe = getattr(watch, "describe_missing_ranks", None)
+        who = (describe and describe()) or "a rank did not come"
+        raise HistoryError(
+            f"History {at}: {who}; expected every rank to call update() at every step "
+            f"(cross_rank=True). torch says: {error}"
+        ) from None

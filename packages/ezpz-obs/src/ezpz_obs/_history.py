@@ -35,7 +35,7 @@ from ._file import (
 from ._run import FILE_NAME, rank_file_name, read_run
 
 if TYPE_CHECKING:
-    from ._across import Across, Exchange, Reduced
+    from ._across import Across, Exchange
     from ._sinks import Feeder
     from ._sinks.libraries import Sink
 
@@ -316,8 +316,8 @@ class Recorder:
         record = {**pending.record, **flat}
         statistics: dict[str, Any] = {}
         try:
-            if pending.exchange is not None:
-                statistics, warning = pending.exchange.end(seconds)
+            if self._across is not None and pending.exchange is not None:
+                statistics, warning = self._across.end(pending.exchange, seconds)
                 if warning:
                     logger.warning("%s", warning)
                     self.event("warning", warning)
@@ -365,7 +365,7 @@ class _Pending:
     record: dict[str, Any]
     flat: dict[str, Any]
     copies: Copies | None
-    exchange: Exchange | Reduced | None
+    exchange: Exchange | None
 
 
 def _of_one_rank(flat: Mapping[str, Any]) -> dict[str, Any]:
