@@ -1,5 +1,8 @@
 """What goes wrong in ezpz_obs, as one tree."""
 
+import importlib
+from typing import Any
+
 
 class ObsError(Exception):
     """The parent of all errors of this package: the value, what was expected, and the remedy."""
@@ -15,3 +18,14 @@ class SinkError(ObsError):
 
 class ReportError(ObsError):
     """A report, plot or export cannot be made of what was given."""
+
+
+def require(module: str, purpose: str, extra: str = "report") -> Any:
+    """Import a module of an extra, wanted for a purpose such as "a report"."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ReportError(
+            f"{purpose} needs {module.partition('.')[0]}, which cannot be imported ({error}); "
+            f'expected it installed: pip install "ezpz-obs[{extra}]"'
+        ) from error

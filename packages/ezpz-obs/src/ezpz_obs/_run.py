@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -111,20 +111,7 @@ class Run:
         Raises:
             HistoryError: A line is damaged.
         """
-        names: tuple[str, ...] = ()
-        kept: list[tuple[Any, ...]] = []
-        most = rows
-        for record in self.records():
-            record.pop("replay", None)
-            these = tuple(record)
-            if these != names or len(kept) == most:
-                if kept:
-                    yield _block(names, kept)
-                names, kept = these, []
-                most = max(1, min(rows, _NUMBERS // len(names)))
-            kept.append(tuple(record.values()))
-        if kept:
-            yield _block(names, kept)
+        return to_blocks(self.records(), rows)
 
     @cached_property
     def _overview(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[float]]:
@@ -263,6 +250,24 @@ def _check_schema(header: dict[str, Any], path: Path) -> None:
             f"{path} is of schema {schema!r}; expected at most {SCHEMA}: "
             "read it with a newer ezpz-obs"
         )
+
+
+def to_blocks(records: Iterable[dict[str, Any]], rows: int = 16_384) -> Iterator[Block]:
+    """Give records, whose first names are step and time, as arrays."""
+    names: tuple[str, ...] = ()
+    kept: list[tuple[Any, ...]] = []
+    most = rows
+    for record in records:
+        record.pop("replay", None)
+        these = tuple(record)
+        if these != names or len(kept) == most:
+            if kept:
+                yield _block(names, kept)
+            names, kept = these, []
+            most = max(1, min(rows, _NUMBERS // len(names)))
+        kept.append(tuple(record.values()))
+    if kept:
+        yield _block(names, kept)
 
 
 def _block(names: tuple[str, ...], rows: list[tuple[Any, ...]]) -> Block:

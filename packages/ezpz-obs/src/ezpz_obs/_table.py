@@ -7,17 +7,17 @@ import importlib
 import json
 import os
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TextIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ._errors import ReportError
-from ._report.survey import Series
-from ._report.words import require
-from ._run import Block, Run, read_run
+from ._errors import ReportError, require
+from ._run import Block, Run, read_run, to_blocks
 
 # A run's records as a table for other programs.
 
@@ -109,13 +109,20 @@ def _joint(kinds: set[str]) -> str:
 
 
 def _write_csv(run: Run, path: Path, columns: dict[str, str]) -> int:
-    count = 0
     with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(list(columns))
-        for record in run.records():
-            writer.writerow([record.get(name, "") for name in columns])
-            count += 1
+        return write_csv(file, list(columns), run.records(), header=True)
+
+
+def write_csv(
+    file: TextIO, columns: Sequence[str], records: Iterable[Mapping[str, Any]], *, header: bool
+) -> int:
+    """Write rows of these columns, below a header or to go on with a table; return how many."""
+    writer = csv.writer(file)
+    if header:
+        writer.writerow(columns)
+    count = 0
+    for count, record in enumerate(records, start=1):  # noqa: B007  # is returned
+        writer.writerow([record.get(name, "") for name in columns])
     return count
 
 
@@ -130,27 +137,16 @@ def _write_parquet(run: Run, path: Path, columns: dict[str, str]) -> int:
     makers: dict[str, Callable[[Any], Any]] = {
         "bool": bool, "int": int, "float": float, "text": str,
     }  # fmt: skip
-    count = 0
+    count, records = 0, run.records()
     with pq.ParquetWriter(path, schema) as writer:
-        for rows in _batches(run):
-            table: dict[str, list[Any]] = {}
-            for name, kind in columns.items():
-                make = makers[kind]
-                table[name] = [None if name not in row else make(row[name]) for row in rows]
+        while rows := list(islice(records, _ROWS)):
+            table = {
+                name: [makers[kind](row[name]) if name in row else None for row in rows]
+                for name, kind in columns.items()
+            }
             writer.write_table(pyarrow.Table.from_pydict(table, schema))
             count += len(rows)
     return count
-
-
-def _batches(run: Run) -> Iterator[list[dict[str, Any]]]:
-    rows = []
-    for record in run.records():
-        rows.append(record)
-        if len(rows) == _ROWS:
-            yield rows
-            rows = []
-    if rows:
-        yield rows
 
 
 # All records of a run as arrays, for notebooks.
@@ -176,7 +172,8 @@ def dataset_of(run: Run | Iterable[Mapping[str, Any]]) -> Any:
         HistoryError: A line is damaged.
     """
     gathered = _Columns()
-    for block in run.blocks() if isinstance(run, Run) else _blocks(run):
+    first: dict[str, Any] = {"step": 0, "time": 0.0}  # in this order, whatever the records'
+    for block in run.blocks() if isinstance(run, Run) else to_blocks(first | {**r} for r in run):
         gathered.add(block)
     steps, times, columns = gathered.arrays()
     try:
@@ -186,7 +183,7 @@ def dataset_of(run: Run | Iterable[Mapping[str, Any]]) -> Any:
     stamps = np.round(times * 1e6).astype("int64").astype("datetime64[us]")
     return xarray.Dataset(
         {
-            name: xarray.Variable("step", values, _attributes(gathered.series[name]))
+            name: xarray.Variable("step", values, _attributes(values, gathered.counts[name]))
             for name, values in columns.items()
         },
         coords={"step": steps, "time": ("step", stamps.astype("datetime64[ns]"))},
@@ -200,7 +197,7 @@ class _Columns:
     # In arrays that the system lengthens where they are: nothing is ever there twice.
 
     def __init__(self) -> None:
-        self.series: dict[str, Series] = {}
+        self.counts: Counter[str] = Counter()  # of records that have the metric
         self._columns: dict[str, array[float]] = {}
         self._steps: array[int] = array("q")
         self._times: array[float] = array("d")
@@ -214,10 +211,8 @@ class _Columns:
         self._steps.frombytes(block.steps[joins:].tobytes())
         self._times.frombytes(block.times[joins:].tobytes())
         for place, name in enumerate(block.names):
-            if name not in self.series:
-                self.series[name], self._columns[name] = Series(name), array("d")
-            column = self._columns[name]
-            self.series[name].add(block.steps, block.values[:, place])
+            self.counts[name] += len(block.steps)
+            column = self._columns.setdefault(name, array("d"))
             _lengthen(column, start)
             column.frombytes(block.values[:, place].tobytes())
         names = set(block.names)
@@ -244,38 +239,14 @@ def _lengthen(column: array[float], count: int) -> None:
         column.frombytes(np.full(count - len(column), np.nan).tobytes())
 
 
-def _blocks(records: Iterable[Mapping[str, Any]]) -> Iterator[Block]:
-    names: tuple[str, ...] = ()
-    rows: list[Mapping[str, Any]] = []
-    for record in records:
-        these = tuple(name for name in record if name not in ("step", "time", "replay"))
-        if these != names or len(rows) == _ROWS:
-            if rows:
-                yield _block(names, rows)
-            names, rows = these, []
-        rows.append(record)
-    if rows:
-        yield _block(names, rows)
-
-
-def _block(names: tuple[str, ...], rows: list[Mapping[str, Any]]) -> Block:
-    return Block(
-        names,
-        np.array([row["step"] for row in rows], np.int64),
-        np.array([row["time"] for row in rows], np.float64),
-        np.array([[row[name] for name in names] for row in rows], np.float64).reshape(
-            len(rows), len(names)
-        ),
-    )
-
-
-def _attributes(series: Series) -> dict[str, Any]:
-    series.settle()
-    finite = series.count - series.nan - series.infinite
-    found: dict[str, Any] = {"count": finite, "not_finite": series.count - finite}
-    if series.mean is not None and series.min is not None and series.max is not None:
+def _attributes(values: NDArray[np.float64], count: int) -> dict[str, Any]:
+    finite = values[np.isfinite(values)]
+    found: dict[str, Any] = {"count": len(finite), "not_finite": count - len(finite)}
+    if len(finite):
+        wide = finite.astype(np.longdouble)  # squares of 1e200 are numbers too
         found |= {
-            "mean": series.mean, "std": series.std, "min": series.min[1], "max": series.max[1],
+            "mean": float(wide.mean()), "std": float(wide.std()),
+            "min": float(finite.min()), "max": float(finite.max()),
         }  # fmt: skip
     return found
 

@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterable
 from importlib.resources import files
 from pathlib import Path
 
-from ezpz_obs._errors import ReportError
+from ezpz_obs._errors import ReportError, require
 from ezpz_obs._run import Run, read_run
 from ezpz_obs._version import __version__
 
 from .content import Plot, Report, RunPart, Table, compose
 from .figures import LIGHT, style
 from .survey import survey
-from .words import clean, distinct, require, shorten
+from .words import clean, distinct, shorten
 
 # A report as Markdown, its plots in files beside it.
 

@@ -12,8 +12,10 @@ from typing import Any, Final
 
 import numpy as np
 
+from ezpz_obs._errors import require
+
 from .survey import COUNT, EDGES, FROM, GREATEST, LEAST, MEAN, SIZE, TO, Floats, Series, StepTimes
-from .words import TIMES, require, seconds, shorten, tick_labels
+from .words import TIMES, seconds, shorten, tick_labels
 
 # Colours of plots: readable on white and on black, and told apart by colour-blind eyes.
 

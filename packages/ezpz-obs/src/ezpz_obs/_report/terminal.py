@@ -13,7 +13,7 @@ from typing import Any, Final, TextIO
 
 import numpy as np
 
-from ezpz_obs._errors import ReportError
+from ezpz_obs._errors import ReportError, require
 from ezpz_obs._file import STATISTICS
 from ezpz_obs._history import summarize, summarize_ranks
 from ezpz_obs._run import Run, read_run
@@ -21,7 +21,7 @@ from ezpz_obs._run import follow as read_on
 
 from .figures import smooth
 from .survey import FROM, MEAN, TO, Survey, survey
-from .words import clean, number, require, shorten, tick_labels
+from .words import clean, number, shorten, tick_labels
 
 # A plot of letters.
 

@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import re
 import zlib
 from datetime import UTC, datetime
 from itertools import pairwise
-from typing import Any, Final
+from typing import Final
 
-from ezpz_obs._errors import ReportError
 from ezpz_topo import redact
-
-# What reports need beyond the package's own requirements.
-
-
-def require(module: str, purpose: str, extra: str = "report") -> Any:
-    """Import a module of an extra, wanted for a purpose such as "a report"."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ReportError(
-            f"{purpose} needs {module.partition('.')[0]}, which cannot be imported ({error}); "
-            f'expected it installed: pip install "ezpz-obs[{extra}]"'
-        ) from error
-
 
 # What people called their runs and metrics, fit to be shown, whatever it is.
 

@@ -16,7 +16,6 @@ from typing import Any, Final
 from ezpz_obs._errors import SinkError
 from ezpz_obs._run import read_run
 
-from .csv import CsvSink
 from .helper import Helper
 from .libraries import LIBRARY_SINKS, Sink, check_installed
 
@@ -42,6 +41,8 @@ def make_sink(sink: str | Sink, *, own: bool = False, close_seconds: float | Non
             )
         return sink
     if sink == "csv":
+        from .csv import CsvSink  # and numpy
+
         return CsvSink()
     if sink not in LIBRARY_SINKS:
         raise SinkError(f"a sink {sink!r}; expected one of {', '.join(NAMES)}")

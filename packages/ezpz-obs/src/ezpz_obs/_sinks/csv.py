@@ -3,144 +3,115 @@
 from __future__ import annotations
 
 import csv
-import io
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, TextIO
 
 from ezpz_obs._errors import SinkError
+from ezpz_obs._run import read_run
+from ezpz_obs._table import write_csv
 
 from .libraries import as_float
 
 FILE_NAME = "metrics.csv"
-_SHARE = 10.0  # at most a tenth of the time goes into rewriting
+_SHARE = 10.0  # at most a tenth of the time goes into writing all of it again
 
 
 class CsvSink:
     """Writes what `pandas.read_csv` reads: step, time, and one column a metric."""
 
-    # A metric that appears late makes the file be written anew, with a column more; rows that have
-    # no such metric have an empty field. Of steps that a restarted run makes again the later ones
-    # are kept. Booleans are True and False; NaN and the infinities nan, inf, -inf; integers beyond
-    # 64 bits are rounded.
+    # What `export` writes, with rows added as they come. For a metric that appears late, and at
+    # the begin of each attempt, it is exported again from the run's file: rows without a metric
+    # have an empty field, and of steps that a restarted run makes again the later ones are kept.
 
     name = "csv"
 
     def __init__(self) -> None:
-        self._path = Path(FILE_NAME)
-        self._file: IO[str] | None = None
-        self._columns: list[str] = []
-        self._known: frozenset[str] = frozenset()
-        self._held: list[Mapping[str, Any]] = []
+        self._folder = Path()
+        self._file: TextIO | None = None
+        self._columns: dict[str, None] = {"step": None, "time": None}
+        self._last: Mapping[str, Any] | None = None
+        self._is_behind = True
         self._not_before = 0.0
-        self._begins = False
 
     def open(self, header: Mapping[str, Any], folder: Path | None) -> None:  # noqa: ARG002
-        """Open the table, an earlier attempt's where there is one."""
+        """Look whether the table of an earlier attempt is one of ours."""
         if folder is None:
             raise SinkError('sink "csv" of a run without a folder; expected History(outdir=...)')
-        self._path = folder / FILE_NAME
-        self._begins = True
-        if self._path.exists() and self._path.stat().st_size:
-            self._columns = _read_columns(self._path)
-        self._know(self._columns or ["step", "time"])
+        self._folder, path = folder, folder / FILE_NAME
+        if path.exists() and path.stat().st_size:
+            with open(path, encoding="utf-8", newline="") as file:
+                columns = next(csv.reader(file), [])
+            if columns[:2] != ["step", "time"]:
+                raise SinkError(
+                    f"{path} has the columns {columns[:4]}; expected step, time, ...: remove it"
+                )
 
     def write(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Add rows."""
-        self._held.extend(records)
-        if self._begins:
-            # Of an earlier attempt, what is made again goes.
-            self._rewrite(below=min(int(record["step"]) for record in records))
-            self._begins = False
-        elif self._find_new() and time.monotonic() < self._not_before:
-            return
-        self._flush()
+        """Add rows, or write all again."""
+        self._last = records[-1]
+        self._is_behind |= self._know(records)
+        if not self._is_behind and self._file is not None:
+            write_csv(self._file, list(self._columns), map(_shown, records), header=False)
+            self._file.flush()
+        elif time.monotonic() >= self._not_before:
+            self._export()
 
     def close(self) -> None:
-        """Write what is held back for want of a column."""
-        if self._file is not None:
-            self._flush()
-            self._file.close()
-            self._file = None
-            if not self._path.exists():
-                raise SinkError(f"{self._path} was removed while it was written")
-
-    def _flush(self) -> None:
-        if self._find_new():
-            began = time.monotonic()
-            self._rewrite()
-            took = time.monotonic() - began
-            self._not_before = began + _SHARE * took
+        """Write what is behind for want of a column."""
+        if self._last is None:
+            return
+        if self._is_behind:
+            self._export()
         assert self._file is not None
-        text = io.StringIO()
-        rows = csv.writer(text, lineterminator="\n")
-        rows.writerows([_cell(record.get(name)) for name in self._columns] for record in self._held)
-        self._held = []
-        self._file.write(text.getvalue())
-        self._file.flush()
+        self._file.close()
+        if not (self._folder / FILE_NAME).exists():
+            raise SinkError(f"{self._folder / FILE_NAME} was removed while it was written")
 
-    def _find_new(self) -> list[str]:
-        """Return the names that are no columns yet."""
-        new: dict[str, None] = {}
-        for record in self._held:
-            if not self._known.issuperset(record):
-                new.update(dict.fromkeys(name for name in record if name not in self._known))
-        return list(new)
+    def _know(self, records: Iterable[Mapping[str, Any]]) -> bool:
+        """Take new names for columns; say whether there are some."""
+        known = len(self._columns)
+        for record in records:
+            if not self._columns.keys() >= record.keys():
+                self._columns |= dict.fromkeys(name for name in record if name != "replay")
+        return len(self._columns) > known
 
-    def _know(self, columns: list[str]) -> None:
-        self._columns, self._known = columns, frozenset((*columns, "replay"))
-
-    def _rewrite(self, below: float = float("inf")) -> None:
-        """Write the file anew: with the new columns, and of old rows those below this step."""
-        before = len(self._columns)
-        self._know([*self._columns, *self._find_new()])
-        more = "," * (len(self._columns) - before)
+    def _export(self) -> None:
+        began = time.monotonic()
+        path = self._folder / FILE_NAME
+        anew = path.with_suffix(".csv.new")
         if self._file is not None:
             self._file.close()
-        anew = self._path.with_suffix(".csv.new")
         file = open(anew, "w", encoding="utf-8", newline="")  # noqa: SIM115  # stays open
         try:
-            csv.writer(file, lineterminator="\n").writerow(self._columns)
-            if self._path.exists():
-                with open(self._path, encoding="utf-8", newline="") as old:
-                    _skip_header(old)
-                    for line in old:
-                        # A row has numbers only: no quotes, no newlines. A torn last one goes.
-                        if line.endswith("\n") and int(line.partition(",")[0]) < below:
-                            file.write(f"{line[:-1]}{more}\n")
+            self._know(self._recorded())
+            write_csv(file, list(self._columns), map(_shown, self._recorded()), header=True)
             file.flush()
-            os.replace(anew, self._path)
+            os.replace(anew, path)
         except BaseException:
-            file.close()
+            with suppress(OSError):  # what is in its buffer does not fit either
+                file.close()
             anew.unlink(missing_ok=True)
             raise
-        self._file = file
+        self._file, self._is_behind = file, False
+        self._not_before = began + _SHARE * (time.monotonic() - began)
+
+    def _recorded(self) -> Iterator[Mapping[str, Any]]:
+        """Give what the run's file has up to the last record that came here."""
+        assert self._last is not None
+        last = self._last["step"], self._last["time"]
+        for record in read_run(self._folder).records():
+            yield record
+            if (record["step"], record["time"]) == last:
+                return
 
 
-def _cell(value: Any) -> Any:
-    """Return what stands in the table; one integer beyond 64 bits makes a column text to pandas."""
-    if type(value) is int and abs(value) >= 1 << 63:
-        return as_float(value)
-    return value
-
-
-def _read_columns(path: Path) -> list[str]:
-    """Return the names in a table's first line."""
-    with open(path, encoding="utf-8", newline="") as file:
-        columns = next(csv.reader(file), [])
-    if columns[:2] != ["step", "time"]:
-        raise SinkError(
-            f"{path} has the columns {columns[:4]}; expected step, time, ...: remove it"
-        )
-    return columns
-
-
-def _skip_header(file: IO[str]) -> None:
-    """Read past the first row, whose names may have newlines in them."""
-    quotes = 0
-    for line in file:
-        quotes += line.count('"')
-        if quotes % 2 == 0:
-            return
+def _shown(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a record with numbers only: an integer beyond 64 bits makes a column text."""
+    return {
+        name: as_float(value) if type(value) is int and abs(value) >= 1 << 63 else value
+        for name, value in record.items()
+    }
