@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable
 from typing import Any
 
 from ._errors import ObsError
@@ -101,23 +100,20 @@ def _refuse_hidden_shards(torch: Any, parameters: list[Any]) -> None:
 
 def _norm(torch: Any, grads: list[Any], order: float) -> Any:
     """Return the norm of plain gradients, and of DTensors with the ranks that have the rest."""
-    by_groups: dict[tuple[Any, ...], dict[Any, list[Any]]] = {}
+    by_groups: dict[tuple[Any, ...], list[Any]] = {}
     known: dict[Any, tuple[Any, ...]] = {}
     plain, strided = torch.Tensor, torch.strided
-    nobody: tuple[Any, ...] = ()
     for grad in grads:
         if type(grad) is plain and grad.layout is strided:
-            local, groups = grad, nobody
+            by_groups.setdefault((), []).append(grad)
         else:
             local, groups = _local(grad, known)
-        kinds = by_groups.setdefault(groups, {})
-        kinds.setdefault((local.device, local.dtype), []).append(local)
-    dtypes = {dtype for kinds in by_groups.values() for _, dtype in kinds}
+            by_groups.setdefault(groups, []).append(local)
+    dtypes = {local.dtype for locals_ in by_groups.values() for local in locals_}
     dtype = torch.float64 if dtypes & {torch.float64, torch.complex128} else torch.float32
-    device = grads[0].device
     norms = []
-    for groups, kinds in by_groups.items():
-        norm = _local_norm(torch, kinds.values(), order, device, dtype)
+    for groups, locals_ in by_groups.items():
+        norm = _local_norm(torch, locals_, order).to(grads[0].device, dtype)
         for group in groups:
             norm = _norm_over(torch, norm, group, order)
         norms.append(norm)
@@ -148,22 +144,18 @@ def _local(grad: Any, known: dict[Any, tuple[Any, ...]]) -> tuple[Any, tuple[Any
     return (grad.coalesce().values() if grad.is_sparse else grad), ()
 
 
-def _local_norm(
-    torch: Any, by_kind: Iterable[list[Any]], order: float, device: Any, dtype: Any
-) -> Any:
+def _local_norm(torch: Any, grads: list[Any], order: float) -> Any:
     """Return this rank's norm, by a few kernels for all rather than one for each."""
-    norms = []
-    for same in by_kind:
-        if order == math.inf:  # an empty shard has no largest value
-            same = [grad for grad in same if grad.numel()]  # noqa: PLW2901
-        if same:
-            narrow = same[0].dtype in {torch.bfloat16, torch.float16}
-            wide = torch.float32 if narrow else None
-            found = torch._foreach_norm(same, order, dtype=wide)  # noqa: SLF001  # torch's own way
-            norms.append(torch.stack(found).to(device, dtype))
-    if not norms:
-        return torch.zeros((), device=device, dtype=dtype)
-    return torch.linalg.vector_norm(norms[0] if len(norms) == 1 else torch.cat(norms), order)
+    halves = (torch.bfloat16, torch.float16)
+    wide = [grad for grad in grads if grad.dtype not in halves and grad.numel()]
+    narrow = [grad for grad in grads if grad.dtype in halves and grad.numel()]
+    if narrow:  # torch rounds their norms to half precision; a norm of norms is the same
+        wide += torch._foreach_norm(narrow, order, dtype=torch.float32)  # noqa: SLF001
+    total = getattr(torch.nn.utils, "get_total_norm", None)
+    if total is not None:
+        return total(wide, order)
+    norms = [torch.linalg.vector_norm(one, order) for one in wide]  # before torch 2.6
+    return torch.linalg.vector_norm(torch.stack(norms or [torch.zeros(())]), order)
 
 
 def _norm_over(torch: Any, norm: Any, group: Any, order: float) -> Any:
