@@ -217,7 +217,8 @@ def test_a_rank_that_stops_calling(ranks, how, dist):
     for rank in {0, 1, 2} - {guilty}:
         text, last = done[rank].said
         assert last == 3, "its own numbers are recorded"
-        assert text.startswith(f"History at step 3: {who}"), text
+        assert text.startswith("History at step 3: "), text
+        assert who in text  # under load others may have left the collective by then, too
         assert not dist or fate in text
         assert "; expected every rank to call update() at every step" in text
         assert "torch says: " in text

@@ -71,11 +71,11 @@ def test_the_end_does_not_wait_for_a_rank_that_is_late(ranks, tmp_path):
         2, wait=[0],
     )  # fmt: skip
     assert one.said[0] < 10
-    assert "rank 1 on" in one.err
+    assert "History at step 1: a rank did not come; " in one.err
     assert [one["a"] for one in History.read(tmp_path / "run")] == [1.0, 2.0]
 
 
-def test_a_rank_that_fails_before_it_has_a_history_is_missed_by_name(ranks):
+def test_a_rank_that_fails_before_it_has_a_history_is_missed(ranks):
     (_, other) = ranks(
         """
         import ezpz_obs, time
@@ -88,4 +88,4 @@ def test_a_rank_that_fails_before_it_has_a_history_is_missed_by_name(ranks):
         """,
         2, wait=[1],
     )  # fmt: skip
-    assert other.said[0].startswith("History begins: rank 0 on ")
+    assert other.said[0].startswith("History begins: a rank did not come; ")
