@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 from ._errors import ObsError
@@ -82,10 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _complain(text: str) -> None:
-    with contextlib.suppress(
-        OSError, ValueError, AttributeError
-    ):  # closed: there is nobody to tell
-        line = " ".join(text.split("\n"))
+    line = " ".join(text.split("\n"))
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # closed: no one is told
         print(f"ezpz-obs: {line}", file=sys.stderr, flush=True)
 
 
@@ -134,32 +134,22 @@ def _meant(words: Sequence[str]) -> Callable[[], None]:
     import fire  # 50 ms, and only this command pays for it
     from fire.core import FireExit
 
-    # The commands return nothing, so that Fire has no member to look left-over words up in.
+    commands: dict[str, Callable[..., None]] = {
+        "report": _report, "plot": _plot, "tail": _tail, "export": _export, "replay": _replay,
+    }  # fmt: skip
+    meant = commands[words[0]]
     found: list[Callable[[], None]] = []
 
-    def report(*runs: str, out: str = "") -> None:
-        found.append(lambda: _report(runs, out))
+    # It returns nothing, so that Fire has no member to look left-over words up in.
+    def note(*args: str, **options: str) -> None:
+        found.append(partial(meant, *args, **options))
 
-    def plot(run: str, *metrics: str) -> None:
-        found.append(lambda: _plot(run, metrics))
-
-    def tail(run: str, *, lines: str = "10", no_follow: str = "") -> None:
-        found.append(lambda: _tail(run, lines, follow=not no_follow))
-
-    def export(run: str, *, csv: str = "", parquet: str = "") -> None:
-        found.append(lambda: _export(run, csv, parquet))
-
-    def replay(run: str, *, to: str) -> None:
-        found.append(lambda: _replay(run, to))
-
-    known: dict[str, Callable[..., None]] = {
-        "report": report, "plot": plot, "tail": tail, "export": export, "replay": replay,
-    }  # fmt: skip
+    note.__signature__ = inspect.signature(meant)  # type: ignore[attr-defined]
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
             # Names of runs and metrics are text, also those that look like numbers or lists.
-            command = fire.decorators.SetParseFn(str)(known[words[0]])
+            command = fire.decorators.SetParseFn(str)(note)
             fire.Fire(command, command=list(words[1:]), name="ezpz-obs")
     except FireExit as error:
         # Below its own line Fire has a page of usage.
@@ -171,35 +161,31 @@ def _meant(words: Sequence[str]) -> Callable[[], None]:
     return found[0]
 
 
-def _say(text: str) -> None:
-    """Say on standard error how far it is; standard output is for answers."""
-    _complain(text)
-
-
-def _report(runs: Sequence[str], out: str) -> None:
+def _report(*runs: str, out: str = "") -> None:
     if not runs:
         raise UsageError("report: no RUN; expected one at least: ezpz-obs report outputs/run")
     from ._report import write_report
 
-    page, text, *_ = write_report(runs, out or None, say=_say)
+    # How far it is goes to standard error; standard output is for answers.
+    page, text, *_ = write_report(runs, out or None, say=_complain)
     print(f"{page}\n{text}")
 
 
-def _plot(run: str, metrics: Sequence[str]) -> None:
+def _plot(run: str, *metrics: str) -> None:
     from ._report.terminal import plot
 
     plot(run, *metrics)
 
 
-def _tail(run: str, lines: str, *, follow: bool) -> None:
+def _tail(run: str, *, lines: str = "10", no_follow: str = "") -> None:
     if not lines.isdecimal():
         raise UsageError(f"tail: --lines={lines}; expected how many: --lines=10")
     from ._report.terminal import tail
 
-    tail(run, follow=follow, lines=int(lines))
+    tail(run, follow=not no_follow, lines=int(lines))
 
 
-def _export(run: str, csv: str, parquet: str) -> None:
+def _export(run: str, *, csv: str = "", parquet: str = "") -> None:
     if not csv and not parquet:
         raise UsageError("export: no file; expected --csv=FILE or --parquet=FILE")
     from ._table import export
@@ -208,7 +194,7 @@ def _export(run: str, csv: str, parquet: str) -> None:
     print(f"{count:,} records in {' and '.join(name for name in (csv, parquet) if name)}")
 
 
-def _replay(run: str, to: str) -> None:
+def _replay(run: str, *, to: str) -> None:
     from ._sinks import replay
 
     print(f"{replay(run, to):,} records sent to {to}")

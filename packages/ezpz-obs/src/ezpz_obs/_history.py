@@ -94,11 +94,8 @@ class Kept:
         for names, values in self._runs:
             width = len(names)
             for start in range(0, len(values), width):
-                record: dict[str, Any] = dict(
-                    zip(names, values[start : start + width], strict=True)
-                )
-                record["step"] = int(record["step"])
-                yield record
+                record = dict(zip(names, values[start : start + width], strict=True))
+                yield {**record, "step": int(record["step"])}
 
 
 # What a launcher is told of how far a run got: the contract of ``EZPZ_PROGRESS_FILE``.
@@ -121,13 +118,10 @@ class Progress:
         self._highest = max(self._highest, step)
         if now >= self._next or self._next > now + _SECONDS:
             self._next = now + _SECONDS
-            self._write()
+            self.write()
 
-    def close(self) -> None:
-        """Write the last one."""
-        self._write()
-
-    def _write(self) -> None:
+    def write(self) -> None:
+        """Write the highest step, where it is not written yet."""
         if not self._path or self._highest <= self._written:
             return
         try:
@@ -186,47 +180,27 @@ class Check(Protocol):
 
 @dataclass
 class Places:
-    """Where the records of this rank go; None or empty: not there.
-
-    Attributes:
-        writer: The file.
-        kept: Memory, where there is no file.
-        feeders: The sinks, each with a thread of its own.
-        progress: The launcher's file.
-        alarms: What looks at every record.
-        closed: Why nothing more goes anywhere: "after close()".
-        lock: Held by the thread that records.
-    """
+    """Where the records of this rank go; None or empty: not there."""
 
     writer: Writer | None = None
-    kept: Kept | None = None
+    kept: Kept | None = None  # memory, where there is no file
     feeders: Sequence[Feeder] = ()
     progress: Progress | None = None
     alarms: Sequence[Check] = ()
-    closed: str = ""
+    closed: str = ""  # why nothing more goes anywhere: "after close()"
     lock: RLock = field(default_factory=RLock)  # a signal's handler may record, too
 
 
 class Recorder:
-    """Makes the records of one `History`.
-
-    Args:
-        places: Where they go.
-        before: The highest step of earlier attempts.
-        across: The exchange with the other ranks, if any.
-        alone: Write the statistics of one rank.
-        every: Statistics at one update in so many.
-        deferred: Finish a record at the next one.
-        summary: Make summaries.
-    """
+    """Makes the records of one `History`."""
 
     def __init__(
         self,
         places: Places,
-        before: int | None,
+        before: int | None,  # the highest step of earlier attempts
         *,
         across: Across | None,
-        alone: bool,
+        alone: bool,  # write the statistics of one rank
         every: int,
         deferred: bool,
         summary: bool,
@@ -652,7 +626,7 @@ class History:
             logger.warning("%s", error)
         self.event("end", cause)
         if places.progress is not None:
-            places.progress.close()
+            places.progress.write()
         if places.writer is not None:
             places.writer.close()
             places.writer = None

@@ -11,6 +11,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,7 @@ from ._terminal import (
     for_rank,
     make_output,
     process_output,
+    show,
     to_exc_info,
     to_level,
     traceback_text,
@@ -71,21 +73,9 @@ MARK = "ezpz_obs_event"
 """The attribute of a record that was made of an event of ours, and holds it."""
 
 
-class OurHandler(logging.Handler):
-    """What `configure_logs` puts on the root logger; never told of our own events."""
-
-
 def has_listeners(logger: logging.Logger) -> bool:
     """Say whether any handler but ours would hear what this logger is told."""
-    at: logging.Logger | None = logger
-    while at is not None:
-        for handler in at.handlers:
-            if not isinstance(handler, OurHandler):
-                return True
-        if not at.propagate:
-            return False
-        at = at.parent
-    return False
+    return next(_handlers(logger), None) is not None
 
 
 def is_shown_by_others(logger: logging.Logger, level: int, stream: TextIO | None) -> bool:
@@ -101,10 +91,11 @@ def tell(
     """Give an event to the handlers of others, as a record of this logger."""
     if not logger.isEnabledFor(event.level):
         return
-    fields = "".join(f" {name}={_show(value)}" for name, value in event.fields.items())
+    shown = (f"{k}={v if isinstance(v, str) else show(v)}" for k, v in event.fields.items())
+    text = " ".join([event.text, *shown])
     path, line, function = _caller()
     record = logger.makeRecord(
-        logger.name, event.level, path, line, event.text + fields, (), exc_info, function,
+        logger.name, event.level, path, line, text, (), exc_info, function,
         sinfo=event.stack,
     )  # fmt: skip
     setattr(record, MARK, event)
@@ -121,13 +112,13 @@ def is_ours(record: logging.LogRecord) -> bool:
     return hasattr(record, MARK) and record.process == os.getpid()
 
 
-def _handlers(logger: logging.Logger) -> list[logging.Handler]:
-    found: list[logging.Handler] = []
+def _handlers(logger: logging.Logger) -> Iterator[logging.Handler]:
     at: logging.Logger | None = logger
     while at is not None:
-        found += [handler for handler in at.handlers if not isinstance(handler, OurHandler)]
+        for handler in at.handlers:
+            if not isinstance(handler, StandardHandler):
+                yield handler
         at = at.parent if at.propagate else None
-    return found
 
 
 def _writes_to(handler: logging.Handler, stream: TextIO | None) -> bool:
@@ -136,14 +127,6 @@ def _writes_to(handler: logging.Handler, stream: TextIO | None) -> bool:
         and isinstance(handler, logging.StreamHandler)
         and handler.stream is stream
     )
-
-
-def _show(value: object) -> str:
-    try:
-        return value if isinstance(value, str) else repr(value)
-    # Somebody's __repr__; a log line must not end a training.
-    except Exception:  # noqa: BLE001
-        return f"<{type(value).__name__}>"
 
 
 def _caller() -> tuple[str, int, str]:
@@ -163,7 +146,7 @@ _USUAL = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", 
 """What every record has; the rest was given as ``extra``."""
 
 
-class StandardHandler(OurHandler):
+class StandardHandler(logging.Handler):
     """Writes records of the standard library where our own events go."""
 
     # Not to the terminal where another's handler shows the record on the same stream.
@@ -511,12 +494,12 @@ class Uncaught:
         )  # fmt: skip
 
     def _thread(self, args: threading.ExceptHookArgs) -> None:
-        found = args.exc_type, args.exc_value, args.exc_traceback
-        name = "?" if args.thread is None else args.thread.name
-        is_pythons = self._before_in_threads is threading.__excepthook__
         value = args.exc_value if args.exc_value is not None else args.exc_type()
         self._pass_on(
-            (found[0], value, found[2]), name, is_pythons, lambda: self._before_in_threads(args)
+            (args.exc_type, value, args.exc_traceback),
+            "?" if args.thread is None else args.thread.name,
+            self._before_in_threads is threading.__excepthook__,
+            lambda: self._before_in_threads(args),
         )
 
     def _pass_on(
@@ -528,7 +511,7 @@ class Uncaught:
         whole = is_pythons and self._channel.output.terminal.as_json
         has_said = False
         try:
-            with _OnRealStream(self._stream):
+            with _on_real_stream(self._stream):
                 self.log(found, thread, whole=whole)
             has_said = self._channel.output.terminal.lost == 0
         finally:
@@ -536,22 +519,17 @@ class Uncaught:
                 go_on()
 
 
-class _OnRealStream:
-    """Standard error as it was, while torch.distributed's hook collects what ours prints."""
-
+@contextmanager
+def _on_real_stream(stream: TextIO | None) -> Iterator[None]:
+    """Give standard error back, while torch.distributed's hook collects what ours prints."""
     # It puts ``[rank1]:`` before every line, which is no JSON then.
-
-    def __init__(self, stream: TextIO | None) -> None:
-        self._stream = stream
-        self._collector: TextIO | None = None
-
-    def __enter__(self) -> None:
-        if type(sys.stderr) is io.StringIO and self._stream not in (None, sys.stderr):
-            self._collector, sys.stderr = sys.stderr, self._stream
-
-    def __exit__(self, *_: object) -> None:
-        if self._collector is not None:
-            sys.stderr = self._collector
+    collector = sys.stderr
+    if type(collector) is io.StringIO and stream not in (None, collector):
+        sys.stderr = stream
+    try:
+        yield
+    finally:
+        sys.stderr = collector
 
 
 # One place where a process's logs are configured, and undone.

@@ -73,19 +73,7 @@ def profile(
 
 
 class Profile:
-    """The profile of a loop, made by `profile`.
-
-    Attributes:
-        trace: The trace's file, once it is written.
-        table: The operators, as text, once the steps are over.
-
-    Args:
-        directory: See `profile`.
-        steps: See `profile`.
-        rank: This rank, if it is chosen.
-        first: See `profile`.
-        options: Of ``torch.profiler.profile``.
-    """
+    """The profile of a loop, made by `profile`."""
 
     def __init__(
         self,
@@ -95,8 +83,8 @@ class Profile:
         first: int,
         options: dict[str, Any],
     ) -> None:
-        self.trace: Path | None = None
-        self.table: str = ""
+        self.trace: Path | None = None  # its file, once it is written
+        self.table: str = ""  # of the operators, once the steps are over
         self._directory, self._rank, self._options = directory, rank, options
         self._begin, self._end = steps
         self._step = self._first = first

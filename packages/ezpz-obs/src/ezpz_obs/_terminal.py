@@ -167,9 +167,7 @@ class Console:
         if self._colourful is None:
             return _uncoloured(event, shown, stamp)
         # What structlog cannot show may raise, and it may not.
-        shown = {
-            name: value if _is_simple(value) else _show(value) for name, value in shown.items()
-        }
+        shown = {name: value if _is_simple(value) else show(value) for name, value in shown.items()}
         first, _, rest = event.text.partition("\n")
         shown |= {"timestamp": stamp, "level": event.label, "event": first}
         if event.logger is not None:
@@ -187,7 +185,7 @@ class Console:
 def _uncoloured(event: Event, shown: Mapping[str, Any], stamp: str) -> str:
     """Return a line as structlog's renderer does, without its columns' machinery."""
     logger = "" if event.logger is None else f" [{event.logger}]"
-    fields = "".join([f" {name}={_show(value)}" for name, value in shown.items()])
+    fields = "".join([f" {name}={show(value)}" for name, value in shown.items()])
     first, _, rest = event.text.partition("\n")
     line = f"{stamp} [{event.label:<9}] {first:<30}{logger}{fields}".rstrip(" ")
     return _with_more(line, rest, event)
@@ -201,7 +199,7 @@ def _with_more(line: str, rest: str, event: Event) -> str:
     return f"{line}\n"
 
 
-def _show(value: object) -> str:
+def show(value: object) -> str:
     """Return a value in one line, in quotes where it has blanks."""
     if isinstance(value, str):
         return repr(value) if _NEEDS_QUOTES(value) else value

@@ -45,18 +45,11 @@ class Line:
 
 @dataclass(frozen=True)
 class Panel:
-    """One plot.
+    """One plot."""
 
-    Attributes:
-        section: "curves", "speed" or "memory".
-        title: Usually the metric.
-        unit: Of the vertical axis; "" where it is not known.
-        lines: What is in it.
-    """
-
-    section: str
-    title: str
-    unit: str
+    section: str  # "curves", "speed" or "memory"
+    title: str  # usually the metric
+    unit: str  # of the vertical axis; "" where it is not known
     lines: tuple[Line, ...]
 
 

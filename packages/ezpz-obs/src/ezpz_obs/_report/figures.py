@@ -273,19 +273,12 @@ _LARGEST: Final = 1e300
 
 @dataclass(frozen=True)
 class Drawn:
-    """One curve of a plot.
-
-    Attributes:
-        label: Whose it is.
-        series: Its values.
-        spread: Mean, std, min and max over the ranks, where they are known.
-        place: Which colour and dashes.
-    """
+    """One curve of a plot."""
 
     label: str
     series: Series
-    spread: dict[str, Series] | None
-    place: int
+    spread: dict[str, Series] | None  # mean, std, min and max over the ranks, where known
+    place: int  # which colour and dashes
 
 
 def curves(lines: Sequence[Drawn], *, title: str) -> tuple[str, list[str]]:

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ezpz_obs._errors import SinkError
+from ezpz_obs._file import as_float
 from ezpz_obs._run import read_run
 from ezpz_obs._table import write_csv
-
-from .libraries import as_float
 
 FILE_NAME = "metrics.csv"
 _SHARE = 10.0  # at most a tenth of the time goes into writing all of it again

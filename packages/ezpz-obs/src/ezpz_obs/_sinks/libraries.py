@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import math
 import os
 import sys
 import tempfile
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol, cast, runtime_checkable
 
 from ezpz_obs._errors import HistoryError, SinkError
-from ezpz_obs._file import HEADER, decode
+from ezpz_obs._file import HEADER, as_float, decode
 from ezpz_obs._run import FILE_NAME
 
 # What takes records besides the run's own file.
@@ -80,14 +79,6 @@ NOT_METRICS = frozenset({"step", "time", "replay"})
 def metrics_of(record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Return a record's metrics by name, without step and time."""
     return (item for item in record.items() if item[0] not in NOT_METRICS)
-
-
-def as_float(value: float) -> float:
-    """Return any number as a float; an integer beyond 1.8e308 is infinite."""
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf if value > 0 else -math.inf
 
 
 def as_common(value: Any) -> Any:

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from ezpz_obs._errors import SinkError
+from ezpz_obs._file import as_float
 
-from .libraries import as_float, metrics_of, plain_config, project_of, run_key
+from .libraries import metrics_of, plain_config, project_of, run_key
 
 _TAG = "ezpz_obs.run"
 _MOST = 1000  # metrics a request, MLflow's own limit

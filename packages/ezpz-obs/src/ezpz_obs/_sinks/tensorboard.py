@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from ezpz_obs._errors import SinkError
+from ezpz_obs._file import as_float
 
-from .libraries import as_float, metrics_of
+from .libraries import metrics_of
 
 FOLDER = "tensorboard"
 _FLUSH_SECONDS = 10
