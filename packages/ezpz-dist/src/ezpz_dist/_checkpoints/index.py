@@ -519,9 +519,14 @@ def _fill_in_place(stream: IO[bytes], frame: _Frame, one: Wanted) -> bool:
 class Chunk(NamedTuple):
     """A piece of a tensor, and where it lies in which file."""
 
-    piece: Piece
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
     file: str
     extent: Extent
+
+    @property
+    def piece(self) -> Piece:
+        return Piece(self.offsets, self.sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -538,8 +543,8 @@ def encode_index(saved: Mapping[str, Saved]) -> bytes:
     tensors: dict[str, Any] = {}
     for key, about in saved.items():
         chunks = [
-            (*piece, files.setdefault(file, len(files)), *extent)
-            for piece, file, extent in about.chunks
+            (offsets, sizes, files.setdefault(file, len(files)), *extent)
+            for offsets, sizes, file, extent in about.chunks
         ]
         tensors[key] = (str(about.dtype).removeprefix("torch."), about.size, chunks)
     return json.dumps({"files": list(files), "tensors": tensors}, separators=(",", ":")).encode()
@@ -552,7 +557,7 @@ def metadata_of(saved: Mapping[str, Saved]) -> bytes:
     alike: dict[Any, TensorStorageMetadata] = {}
     metadata = Metadata({}, storage_data={})
     for key, about in saved.items():
-        pieces = [chunk.piece for chunk in about.chunks]
+        pieces = [(chunk.offsets, chunk.sizes) for chunk in about.chunks]
         layout = (about.dtype, about.size, *pieces)
         if layout not in alike:
             sizes |= {each: torch.Size(each) for piece in pieces for each in piece}
@@ -560,9 +565,9 @@ def metadata_of(saved: Mapping[str, Saved]) -> bytes:
             properties = TensorProperties(dtype=about.dtype)
             alike[layout] = TensorStorageMetadata(properties, about.size, chunks)
         metadata.state_dict_metadata[key] = alike[layout]
-        for piece, file, extent in about.chunks:
+        for offsets, _, file, extent in about.chunks:
             index = MetadataIndex(key)
-            object.__setattr__(index, "offset", sizes[piece.offsets])  # it would make another
+            object.__setattr__(index, "offset", sizes[offsets])  # it would make another
             metadata.storage_data[index] = _StorageInfo(file, *extent)
     return pickle.dumps(metadata)
 
@@ -577,13 +582,11 @@ def decode_index(data: bytes) -> dict[str, Saved]:
             if dtype not in dtypes:
                 dtypes[dtype] = _dtype(dtype)
             placed = [
-                Chunk(
-                    Piece(_ints(offsets), _ints(sizes)), files[file], Extent(*_ints([at, length]))
-                )
+                Chunk(_ints(offsets), _ints(sizes), files[file], Extent(*_ints([at, length])))
                 for offsets, sizes, file, at, length in chunks
             ]
             saved[key] = Saved(torch.Size(_ints(size)), dtypes[dtype], placed)
-            if any(not len(size) == len(at) == len(part) for (at, part), *_ in placed):
+            if any(not len(size) == len(each.offsets) == len(each.sizes) for each in placed):
                 raise ValueError(f"{key} has pieces of other dimensions")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"index.json is damaged ({error!r})") from error

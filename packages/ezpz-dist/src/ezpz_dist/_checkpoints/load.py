@@ -65,7 +65,7 @@ def wanted_of(saved: Mapping[str, Saved], held: Mapping[str, Pieces]) -> dict[st
     for key, pieces in held.items():
         dtype = saved[key].dtype
         for chunk, part, target in _overlaps(pieces, saved[key].chunks):
-            one = Wanted(key, chunk.extent, dtype, chunk.piece.sizes, part, target)
+            one = Wanted(key, chunk.extent, dtype, chunk.sizes, part, target)
             wanted.setdefault(chunk.file, []).append(one)
     return wanted
 
@@ -74,7 +74,7 @@ def _overlaps(
     pieces: Pieces, chunks: Sequence[Chunk]
 ) -> Iterator[tuple[Chunk, Piece | None, Tensor]]:
     """Yield what pieces have in common with what is saved: of which chunk what, and where to."""
-    same = {chunk.piece: chunk for chunk in chunks}
+    same: dict[tuple[Any, ...], Chunk] = {(one.offsets, one.sizes): one for one in chunks}
     for piece, tensor in pieces.held:
         if (chunk := same.get(piece)) is not None:
             yield chunk, None, tensor

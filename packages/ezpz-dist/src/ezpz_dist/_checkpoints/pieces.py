@@ -89,7 +89,7 @@ def plain_name(model: nn.Module, name: str) -> str:
     """
     kept, module = [], model
     for part in name.split("."):
-        if part != _added_by(module):
+        if part != _added_by(type(module)):
             kept.append(part)
         child = getattr(module, part, None)
         if isinstance(child, nn.Module):
@@ -97,11 +97,12 @@ def plain_name(model: nn.Module, name: str) -> str:
     return ".".join(kept)
 
 
-def _added_by(module: nn.Module) -> str | None:
+@functools.lru_cache(maxsize=1024)  # asked for each part of each name
+def _added_by(kind: type[nn.Module]) -> str | None:
     """Return the name under which a wrapper holds its module; None: it is none."""
-    if type(module).__name__ == "OptimizedModule":  # torch.compile's; importing it takes seconds
+    if kind.__name__ == "OptimizedModule":  # torch.compile's; importing it takes seconds
         return "_orig_mod"
-    return next((inside for kind, inside in _INSIDE.items() if isinstance(module, kind)), None)
+    return next((inside for outer, inside in _INSIDE.items() if issubclass(kind, outer)), None)
 
 
 @contextmanager

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from ezpz_dist._errors import CheckpointError
 from ezpz_dist._world import current_world, finish_before_leaving
-from ezpz_tp import Piece
 
 from . import index, pieces
 from .index import Extent, Files, Manifest, Written, begin, encode_manifest, superseded
@@ -56,17 +55,18 @@ class Item(NamedTuple):
     """A piece that is to be written, and what the whole is."""
 
     key: str
-    piece: Piece
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     @property
     def id(self) -> PieceId:
-        return self.key, self.piece.offsets
+        return self.key, self.offsets
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.piece.sizes) * self.dtype.itemsize
+        return math.prod(self.sizes) * self.dtype.itemsize
 
 
 PieceId = tuple[str, tuple[int, ...]]
@@ -75,7 +75,7 @@ PieceId = tuple[str, tuple[int, ...]]
 
 def items_of(held: Mapping[str, Pieces]) -> list[Item]:
     return [
-        Item(key, piece, pieces.dtype, pieces.shape)
+        Item(key, *piece, pieces.dtype, pieces.shape)
         for key, pieces in held.items()
         for piece, _ in pieces.held
     ]
@@ -181,9 +181,9 @@ def _check_whole(dealt: Sequence[Sequence[Item]]) -> None:
         for item in items:
             by_key.setdefault(item.key, []).append(item)
     for key, items in by_key.items():
-        alone = len(items) == 1 and items[0].piece.sizes == items[0].shape
+        alone = len(items) == 1 and items[0].sizes == items[0].shape
         if not alone and not _is_whole(items):
-            pieces = ", ".join(f"{item.piece.sizes} at {item.piece.offsets}" for item in items[:4])
+            pieces = ", ".join(f"{item.sizes} at {item.offsets}" for item in items[:4])
             raise CheckpointError(
                 f"the ranks hold {len(items)} pieces of {key} ({pieces}), which are not "
                 f"{_shape(items[0])} without gap and overlap; expected shards of one tensor"
@@ -192,7 +192,7 @@ def _check_whole(dealt: Sequence[Sequence[Item]]) -> None:
 
 def _is_whole(items: Sequence[Item]) -> bool:
     shape = items[0].shape
-    boxes = [tuple(zip(*item.piece, strict=True)) for item in items]
+    boxes = [tuple(zip(item.offsets, item.sizes, strict=True)) for item in items]
     boxes = [box for box in boxes if all(length for _, length in box)]
     if sum(math.prod(length for _, length in box) for box in boxes) != math.prod(shape):
         return False
@@ -309,7 +309,8 @@ def _complete(
         for item, extent in zip(items, extents, strict=True):
             if item.key not in saved:
                 saved[item.key] = index.Saved(torch.Size(item.shape), item.dtype)
-            saved[item.key].chunks.append(index.Chunk(item.piece, _name(rank), extent))
+            chunk = index.Chunk(item.offsets, item.sizes, _name(rank), extent)
+            saved[item.key].chunks.append(chunk)
     files.write(".metadata", index.metadata_of(saved))
     files.write(INDEX, index.encode_index(saved))
     written = {name: one for _, each in gathered for name, one in each.items()} | files.written
