@@ -518,6 +518,7 @@ def test_a_second_rank_0_is_an_error_that_names_the_first():
 
 
 def test_no_port_is_left(listener, monkeypatch):
+    monkeypatch.setattr(_rendezvous, "_PATIENCE", 30.0)  # 0.5 s are of an idle machine
     ports = listener("http"), listener("http")
     with pytest.raises(SetupError) as caught:
         open_store(place(*ports), ZERO, SECOND)
@@ -613,18 +614,18 @@ def test_another_jobs_store_and_one_without_a_job(store):
 
 
 @pytest.mark.parametrize(
-    ("kind", "what"),
+    ("kind", "limit", "what"),
     [
-        ("closes", "a listener that closes the connection|a listener that breaks off"),
-        ("resets", "a listener that breaks off|a listener that closes the connection"),
-        ("http", r"a listener that is no store of torch \(it answers b'HTTP'\)"),
-        ("silent", r"a listener that says nothing for 0.2 s"),
+        ("closes", 30, "a listener that closes the connection|a listener that breaks off"),
+        ("resets", 30, "a listener that breaks off|a listener that closes the connection"),
+        ("http", 30, r"a listener that is no store of torch \(it answers b'HTTP'\)"),
+        ("silent", 0.2, r"a listener that says nothing for 0.2 s"),
     ],
 )
-def test_a_listener_that_is_no_store(listener, kind, what):
+def test_a_listener_that_is_no_store(listener, kind, limit, what):
     start = time.monotonic()
     with pytest.raises(NotOurStoreError, match=what):
-        connect("127.0.0.1", listener(kind), 0.2, SECOND, OURS)
+        connect("127.0.0.1", listener(kind), limit, SECOND, OURS)
     assert time.monotonic() - start < 60  # torch's own client: for ever
 
 

@@ -11,13 +11,13 @@ from ezpz_dist._watch import watch
 HOST = socket.gethostname()
 START = """
 import os, sys, time, torch, torch.distributed as dist, ezpz_dist as ez
-rank = ez.setup_torch(timeout=TIMEOUT)
+from datetime import timedelta
+rank = ez.setup_torch(timeout=60)
 ez.barrier()
+store = dist.distributed_c10d._get_default_store()
+def be_impatient():  # only now: a busy machine may need more to set up
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3))
 """.lstrip()
-
-
-def text(timeout, body):
-    return START.replace("TIMEOUT", str(timeout)) + body
 
 
 def test_an_uncaught_exception_ends_all_ranks(programs):
@@ -28,11 +28,11 @@ if rank == 1:
     raise RuntimeError("Connection to the database timed out")
 time.sleep(50)
 """
-    ends = programs(3, text(60, body), timeout=30)
+    ends = programs(3, START + body, timeout=30)
     assert [status for status, _, _ in ends] == [1, 1, 1]
     why = "RuntimeError: Connection to the database timed out"
     assert why in ends[1][2]
-    said = f"ezpz: rank 1 on {HOST} failed at train.py:6 in <module>: {why}"
+    said = f"ezpz: rank 1 on {HOST} failed at train.py:10 in <module>: {why}"
     assert f"{said}; the other ranks end too" in ends[0][2]
     assert "Traceback" not in ends[2][2]
 
@@ -43,9 +43,9 @@ if rank == 0:
     raise KeyboardInterrupt
 time.sleep(50)
 """
-    ends = programs(2, text(60, body), timeout=30)
+    ends = programs(2, START + body, timeout=30)
     assert ends[1][0] == 130
-    said = f"ezpz: rank 0 on {HOST} failed at train.py:6 in <module>: KeyboardInterrupt; the"
+    said = f"ezpz: rank 0 on {HOST} failed at train.py:10 in <module>: KeyboardInterrupt; the"
     assert said in ends[1][2]
 
 
@@ -58,12 +58,12 @@ def train():
     ez.barrier()
 train()
 """
-    ends = programs(3, text(60, body))
+    ends = programs(3, START + body)
     assert ends[guilty][0] == -signal.SIGKILL
     for rank in {0, 1, 2} - {guilty}:
         status, _, errors = ends[rank]
         assert status == 1
-        told = rf"barrier\(\) at train.py:8 on rank {rank} \({HOST}\) failed after [\d.]+ s: "
+        told = rf"barrier\(\) at train.py:12 on rank {rank} \({HOST}\) failed after [\d.]+ s: "
         assert re.search(rf"LostRankError: {told}rank {guilty} on {HOST} has ended", errors), errors
 
 
@@ -80,9 +80,12 @@ if rank == {guilty}:
         os.kill(os.getppid(), 9)
         os._exit(0)
     os.kill(os.getpid(), signal.SIGSTOP)
+while open(f"/proc/{{pids[{guilty}]}}/stat").read().rpartition(")")[2].split()[0] != "T":
+    time.sleep(0.01)
+be_impatient()
 ez.barrier()
 """
-    ends = programs(3, text(3, body))
+    ends = programs(3, START + body)
     for rank in {0, 1, 2} - {guilty}:
         status, _, errors = ends[rank]
         assert status == 1
@@ -95,32 +98,40 @@ class Data(torch.utils.data.Dataset):
     def __len__(self):
         return 4
     def __getitem__(self, i):
-        if rank == 1 and i == 2:
+        if i == 2 and rank != 1:
+            store.get("sleeps")
+        elif i == 2:
+            store.set("sleeps", "")
             time.sleep(100)
         return torch.ones(3)
 model = ez.wrap_model(torch.nn.Linear(3, 3))
+be_impatient()
 for batch in torch.utils.data.DataLoader(Data()):
     model(batch).sum().backward()
 """
-    ends = programs(3, text(3, body))
+    ends = programs(3, START + body)
     assert [status for status, _, _ in ends] == [1, 1, 1]
-    told = f"in a collective, because rank 1 on {HOST} stands at train.py:10 in __getitem__"
+    told = f"in a collective, because rank 1 on {HOST} stands at train.py:17 in __getitem__"
     # Whichever of the two times out first ends the other, which may have no time left to say it.
     assert any(
-        f"ezpz: rank {rank} on {HOST} failed at train.py:14 in <module>: {told}" in ends[rank][2]
+        f"ezpz: rank {rank} on {HOST} failed at train.py:22 in <module>: {told}" in ends[rank][2]
         for rank in (0, 2)
     ), ends
 
 
 def test_ranks_that_took_other_branches_in_torchs_own_collectives(programs):
     body = """
+be_impatient()
 if rank == 1:
-    dist.broadcast(torch.ones(4), 0)
+    work = dist.broadcast(torch.ones(4), 0, async_op=True)
 else:
-    dist.all_reduce(torch.ones(3, 2))
+    work = dist.all_reduce(torch.ones(3, 2), async_op=True)
+store.set(f"{rank} is there", "")
+store.get(f"{1 - rank} is there")
+work.wait()
 dist.barrier()
 """
-    ends = programs(2, text(3, body))
+    ends = programs(2, START + body)
     assert [status for status, _, _ in ends] == [1, 1]
     errors = "".join(errors for _, _, errors in ends)
     # Whoever asks first: its own and the other's.
@@ -140,9 +151,9 @@ if rank == 1:
     sys.exit(3)
 ez.barrier()
 """
-    ends = programs(2, text(60, body))
+    ends = programs(2, START + body)
     assert [status for status, _, _ in ends] == [1, 3]
-    assert f"rank 1 on {HOST} has left: cleanup() at train.py:6" in ends[0][2]
+    assert f"rank 1 on {HOST} has left: cleanup() at train.py:10" in ends[0][2]
 
 
 def test_sigterm_unwinds_the_script_and_is_named(programs):
@@ -157,7 +168,7 @@ finally:
         os.kill(os.getpid(), 15)  # launchers repeat it
     print("unwound", dist.is_initialized())
 """
-    ends = programs(2, text(60, body))
+    ends = programs(2, START + body)
     assert [status for status, _, _ in ends] == [1, 143]
     assert ends[1][1] == "unwound True\n"
     assert f"rank 1 on {HOST} has left: SIGTERM at train.py:" in ends[0][2]
@@ -165,7 +176,7 @@ finally:
 
 def test_sigterm_at_exit_prints_no_traceback(programs, tmp_path):
     inner = tmp_path / "inner.py"
-    inner.write_text(text(60, "import atexit; atexit.register(os.kill, os.getpid(), 15)\n"))
+    inner.write_text(START + "import atexit; atexit.register(os.kill, os.getpid(), 15)\n")
     # an interpreter of its own, for an exit as scripts have it
     outer = f"""
     import subprocess, sys
@@ -187,7 +198,7 @@ import signal, sys
 def handler(*_): ...
 signal.signal(signal.SIGTERM, handler)
 """
-    ends = programs(2, before.lstrip() + text(60, body))
+    ends = programs(2, before.lstrip() + START + body)
     assert [(status, output) for status, output, _ in ends] == [
         (0, "handler\nhandler True\n")
     ] * 2, ends
@@ -230,7 +241,7 @@ class Data(torch.utils.data.Dataset):
 loader = torch.utils.data.DataLoader(Data(), num_workers=2, multiprocessing_context="fork")
 print(sum(int(each) for each in loader), ez.all_reduce(rank))
 """
-    ends = programs(2, text(60, body))
+    ends = programs(2, START + body)
     assert [status for status, _, _ in ends] == [0, 0], ends
     assert ends[0][1] == "0 1\n"
     said = ends[1][1].splitlines()
@@ -254,7 +265,7 @@ if rank == 1:
 time.sleep(1)
 print("went on")
 """
-    ends = programs(2, text(60, body))
+    ends = programs(2, START + body)
     assert [status for status, _, _ in ends] == [0, 1]
     assert ends[0][1] == "went on\n"
     assert "[c10d]" not in ends[0][2] + ends[1][2], "no connection broke under a watcher"

@@ -579,10 +579,11 @@ def probe(address: str, port: int, limit: float) -> None:
             raise NotOurStoreError(f"a listener that breaks off ({error.strerror})") from error
         except OSError as error:
             raise RefusedError((error.strerror or str(error)).lower()) from error
-        if connection.getsockname() == connection.getpeername():
-            # The kernel gave us that very port to connect from.
-            raise RefusedError("connection refused")
         try:
+            # It has no peer any more where the listener has closed it already.
+            if connection.getsockname() == connection.getpeername():
+                # The kernel gave us that very port to connect from.
+                raise RefusedError("connection refused")
             connection.sendall(_GREETING + number)
             while len(answer) < len(number):
                 piece = connection.recv(len(number) - len(answer))
