@@ -1,13 +1,11 @@
 """What `describe` says of bare and wrapped models."""
 
-import re
 import textwrap
 
 import pytest
 import torch
 from torch import nn
 
-from ezpz_dist import _describe as module
 from ezpz_dist import describe
 
 
@@ -150,8 +148,3 @@ def test_an_engine_of_deepspeed(stage):
     assert found.kind == "Linear"
     assert found.wrapper == f"DeepSpeed ZeRO-{stage}"
     assert (found.parameters, found.held) == (16, 16 if stage == 1 else 8)
-
-
-def test_the_example_in_the_documentation():
-    said = re.search(r">>> print\((.*)\)\n((?: {4}.*\n)+)", module.describe.__doc__)
-    assert str(describe(nn.Linear(2, 3))) == table(said[2])

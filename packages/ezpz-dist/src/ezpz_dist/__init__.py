@@ -29,49 +29,23 @@ from ._watch import StepWatchdog as Watch
 from ._watch import watch
 
 # What a script may never use is imported when it is.
-_LATER = {
-    "Checkpoint": "_checkpoints.load",
-    "DataLoader": "_data",
-    "DataParallelSampler": "_data",
-    "Loaded": "_checkpoints.load",
-    "ModelDescription": "_describe",
-    "Saving": "_checkpoints.save",
-    "SnapshotOnSignal": "_checkpoints.signal",
-    "StragglerReport": "_stragglers",
-    "Stragglers": "_stragglers",
-    "Timer": "_timers",
-    "Timers": "_timers",
-    "Timing": "_timers",
-    "breakpoint": "_debugger",
-    "data_share": "_data",
-    "deepspeed_config": "_frameworks",
-    "describe": "_describe",
-    "finish_saving": "_checkpoints.save",
-    "get_dist_info": "_info",
-    "latest_checkpoint": "_checkpoints.load",
-    "list_checkpoints": "_checkpoints.load",
-    "load_checkpoint": "_checkpoints.load",
-    "load_into": "_checkpoints.plain",
-    "load_on_one_rank": "_checkpoints.plain",
-    "node_group": "_slices",
-    "print_dist_setup": "_info",
-    "query_environment": "_info",
-    "read_share": "_slices",
-    "save_checkpoint": "_checkpoints.save",
-    "scatter_from_one_reader": "_slices",
-    "share_of": "_data",
-    "share_on_node": "_slices",
-    "timed": "_timers",
-    "timeitlogit": "_timers",
-    "verify_checkpoint": "_checkpoints.load",
-    "wrap_model": "_wrap",
-    "wrap_model_for_ddp": "_wrap",
-    "wrap_model_for_deepspeed": "_frameworks",
-    "wrap_model_for_fsdp": "_fsdp2",
-    "wrap_model_for_fsdp2": "_fsdp2",
-    "wrap_model_for_horovod": "_frameworks",
-    "wrap_optimizer_for_zero1": "_wrap",
+_ROOMS = {
+    "_checkpoints.load": "Checkpoint Loaded latest_checkpoint list_checkpoints load_checkpoint "
+    "verify_checkpoint",
+    "_checkpoints.plain": "load_into load_on_one_rank",
+    "_checkpoints.save": "Saving finish_saving save_checkpoint",
+    "_checkpoints.signal": "SnapshotOnSignal",
+    "_data": "DataLoader DataParallelSampler data_share share_of",
+    "_debugger": "breakpoint",
+    "_frameworks": "deepspeed_config wrap_model_for_deepspeed wrap_model_for_horovod",
+    "_fsdp2": "wrap_model_for_fsdp wrap_model_for_fsdp2",
+    "_info": "ModelDescription describe get_dist_info print_dist_setup query_environment",
+    "_slices": "node_group read_share scatter_from_one_reader share_on_node",
+    "_stragglers": "StragglerReport Stragglers",
+    "_timers": "Timer Timers Timing timed timeitlogit",
+    "_wrap": "wrap_model wrap_model_for_ddp wrap_optimizer_for_zero1",
 }
+_LATER = {name: room for room, names in _ROOMS.items() for name in names.split()}
 if TYPE_CHECKING:
     from ._checkpoints.load import (
         Checkpoint,
@@ -86,10 +60,15 @@ if TYPE_CHECKING:
     from ._checkpoints.signal import SnapshotOnSignal
     from ._data import DataLoader, DataParallelSampler, data_share, share_of
     from ._debugger import breakpoint  # noqa: A004  # the name that was promised
-    from ._describe import ModelDescription, describe
     from ._frameworks import deepspeed_config, wrap_model_for_deepspeed, wrap_model_for_horovod
     from ._fsdp2 import wrap_model_for_fsdp, wrap_model_for_fsdp2
-    from ._info import get_dist_info, print_dist_setup, query_environment
+    from ._info import (
+        ModelDescription,
+        describe,
+        get_dist_info,
+        print_dist_setup,
+        query_environment,
+    )
     from ._slices import node_group, read_share, scatter_from_one_reader, share_on_node
     from ._stragglers import StragglerReport, Stragglers
     from ._timers import Timer, Timers, Timing, timed, timeitlogit

@@ -21,19 +21,14 @@ from ._errors import CollectiveError
 from ._members import (
     ROOM,
     Call,
-    Channel,
     Members,
-    as_bytes,
-    dump,
     exchange,
     find_members,
-    is_plain,
-    load,
     payload_of,
-    place_for,
     summary,
 )
 from ._mpi import find_channel
+from ._objects import about, as_bytes, as_tensor, dump, empty, is_plain, load, raw_of
 from ._world import find_world
 
 logger = logging.getLogger(__name__)
@@ -193,15 +188,14 @@ def _packed(obj: object) -> tuple[bytes, Tensor | None]:
     obj = own_result(obj)
     if isinstance(obj, Tensor) and is_plain(obj):
         data = as_bytes(obj)
-        about = (str(obj.dtype)[6:], tuple(obj.shape), obj.device.type != "cpu")
-        header = _HEADER.pack(_TENSOR, data.numel()) + pickle.dumps(about)
+        header = _HEADER.pack(_TENSOR, data.numel()) + pickle.dumps(about(obj))
         # A tensor of dozens of axes has no room for them.
         if data.numel() > ROOM - 100 and len(header) <= ROOM:
             return header, data
     raw = dump(obj)
     if len(raw) + _HEADER.size <= ROOM:
         return _HEADER.pack(_INSIDE, len(raw)) + raw, None
-    return _HEADER.pack(_AFTER, len(raw)), torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+    return _HEADER.pack(_AFTER, len(raw)), as_tensor(raw)
 
 
 def _received(payload: bytes, root: int, members: Members, what: str) -> Any:
@@ -214,8 +208,7 @@ def _received(payload: bytes, root: int, members: Members, what: str) -> Any:
             raw = bytearray(length)
             data = torch.frombuffer(raw, dtype=torch.uint8)
         else:
-            dtype, shape, on_device = load(rest, root)
-            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=place_for(on_device))
+            tensor = empty(*load(rest, root))
             data = as_bytes(tensor)
     except Exception as error:
         # No memory, no such dtype: the others must not wait for it, nor this rank fall behind.
@@ -406,7 +399,7 @@ class _Summands:
         if number is not None:
             self._numbers[at] = number
             return "number"
-        tensor = as_tensor(leaf, self._op)
+        tensor = as_summand(leaf, self._op)
         if tensor is not None:
             self._tensors[at] = tensor
             return f"{str(tensor.dtype)[6:]} {list(tensor.shape)}"
@@ -427,7 +420,7 @@ class _Summands:
             done[at] = result if isinstance(done[at], Tensor) else result.numpy()
         return done
 
-    def load(self, channel: Channel) -> None:
+    def load(self, channel: Members) -> None:
         """Bring everything into the form in which it travels: all that can fail on one rank."""
         self._packed = pack(list(self._numbers.values()))
         if not self._tensors:
@@ -444,9 +437,9 @@ class _Summands:
         for _, flat in self._flats:
             flat.load(torch.device("cpu") if self._together else channel.where)
         if self._together:
-            self._packed = b"".join([self._packed, *(flat.raw() for _, flat in self._flats)])
+            self._packed = b"".join([self._packed, *(raw_of(flat.data) for _, flat in self._flats)])
 
-    def combine(self, channel: Channel) -> list[Any]:
+    def combine(self, channel: Members) -> list[Any]:
         """Return the results of all ranks. Collective: every rank of the channel calls this."""
         call = Call("all_reduce", self._op, tuple(zip(self._keys, self._kinds, strict=True)))
         length, ranks = len(self._packed), len(channel.ranks)
@@ -656,7 +649,7 @@ _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def as_tensor(value: object, op: str) -> Tensor | None:
+def as_summand(value: object, op: str) -> Tensor | None:
     """Return a detached tensor for a tensor or numpy array; None for anything else."""
     numpy, tensors = sys.modules.get("numpy"), sys.modules.get("torch.distributed.tensor")
     if isinstance(value, Tensor):
@@ -741,13 +734,6 @@ class Flat:
             self.data = bits.masked_fill_(lost, limits.min if self._op == "min" else limits.max)
         self.data = self.data.to(where)
         return self
-
-    def raw(self) -> bytearray:
-        """Return the loaded elements' bytes."""
-        raw = bytearray(self.nbytes)
-        if raw:
-            torch.frombuffer(raw, dtype=self.data.dtype).copy_(self.data)
-        return raw
 
     def combine_rows(self, every: Sequence[bytes | bytearray]) -> None:
         """Combine the bytes of all ranks here: by elements, in an order that all ranks share."""

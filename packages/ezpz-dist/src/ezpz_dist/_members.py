@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import itertools
 import json
 import logging
 import os
-import pickle
 import platform
 import struct
 import sys
@@ -20,7 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
 from itertools import accumulate, pairwise, takewhile
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,7 +29,7 @@ from ezpz_topo import RankInfo
 from ._diagnosis import LOST, arrived, calling_line, values, within
 from ._errors import CollectiveError, MismatchError, NotSetUpError, SetupError, fold
 from ._watch import finish, waiting
-from ._world import World, current_world, find_world
+from ._world import World, current_world
 
 logger = logging.getLogger(__name__)
 
@@ -313,32 +311,6 @@ _CHUNK = 1 << 24
 """Bytes that a broadcast moves at once: what is staged on a device stays within this."""
 
 
-class Channel(Protocol):
-    """How bytes and tensors get from rank to rank: torch (`Members`), or MPI."""
-
-    @property
-    def world(self) -> World:
-        """What set-up decided."""
-
-    @property
-    def ranks(self) -> Sequence[int]:
-        """The ranks that take part, by place."""
-
-    @property
-    def place(self) -> int:
-        """This rank's place."""
-
-    @property
-    def where(self) -> torch.device:
-        """Where tensors must lie to be sent."""
-
-    def gather(self, mine: bytearray, what: str, timeout: float | None = None) -> bytearray:
-        """Return every rank's bytes, of equal length, one after the other by place."""
-
-    def reduce(self, tensor: torch.Tensor, op: str, what: str) -> None:
-        """Combine a contiguous tensor at `where` over the ranks, in place."""
-
-
 @dataclass(frozen=True, slots=True)
 class Members:
     """Several ranks that take part in a collective, seen from one of them."""
@@ -462,77 +434,6 @@ def find_members(operation: str, group: dist.ProcessGroup | None) -> Members | N
     return Members(world, group, ranks, ranks.index(rank), where, f" in group {group.group_name}")
 
 
-# Objects as bytes, for ranks of the same job.
-
-
-def is_plain(obj: object) -> bool:
-    """Return whether an object is a dense tensor whose bytes are all there is to it."""
-    return (
-        isinstance(obj, torch.Tensor)
-        and type(obj) in (torch.Tensor, torch.nn.Parameter)
-        and obj.layout is torch.strided
-        and not obj.is_quantized
-        and not obj.is_meta
-    )
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements of a plain tensor as uint8 [bytes], on its device; copied if need be."""
-    dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return dense.reshape(-1).view(torch.uint8)
-
-
-def place_for(on_device: bool) -> torch.device:
-    """Return where a tensor of another rank belongs here: on this rank's device, or the host."""
-    world = find_world()
-    return world.device if on_device and world is not None else torch.device("cpu")
-
-
-def dump(obj: object) -> bytes:
-    """Return an object's bytes; tensors in it lose their graph, and find their device by `load`."""
-    buffer = io.BytesIO()
-    try:
-        _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(obj)
-    except Exception as error:  # pickling runs the object's own code
-        raise CollectiveError(
-            f"{type(obj).__name__} cannot be pickled ({type(error).__name__}: {error}); expected "
-            "an object of importable classes, without open files, locks or lambdas"
-        ) from error
-    return buffer.getvalue()
-
-
-def load(data: bytes | bytearray, sender: int) -> Any:
-    """Return the object of `dump`'s bytes."""
-    try:
-        return pickle.loads(data)  # noqa: S301  # from a rank of this very job
-    except Exception as error:  # unpickling runs the object's own code
-        raise CollectiveError(
-            f"what rank {sender} sent cannot be unpickled here ({type(error).__name__}: {error}); "
-            "expected the same modules on every rank",
-            [sender],
-        ) from error
-
-
-class _Pickler(pickle.Pickler):
-    """Writes tensors as their bytes: by itself torch would put them on the sender's device."""
-
-    def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is not torch.Tensor or not is_plain(obj):
-            return NotImplemented
-        data = as_bytes(obj)
-        raw = bytearray(data.numel())
-        if raw:
-            torch.frombuffer(raw, dtype=torch.uint8).copy_(data)
-        return _tensor, (raw, str(obj.dtype)[6:], tuple(obj.shape), obj.device.type != "cpu")
-
-
-def _tensor(raw: bytearray, dtype: str, shape: tuple[int, ...], on_device: bool) -> torch.Tensor:
-    tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=place_for(on_device))
-    if raw:
-        as_bytes(tensor).copy_(torch.frombuffer(raw, dtype=torch.uint8))
-    return tensor
-
-
 # The small exchange with which every collective begins: do all ranks call the same?
 
 SLOT = 256
@@ -593,7 +494,7 @@ def _digest(text: str) -> bytes:
 
 def exchange(
     call: Call,
-    channel: Channel,
+    members: Members,
     payload: bytes | bytearray = b"",
     *,
     timeout: float | None = None,
@@ -611,16 +512,24 @@ def exchange(
     mine = bytearray(SLOT)
     _HEADER.pack_into(mine, 0, hashed, tag, next(_calls) & 0xFFFFFFFF)
     mine[_HEADER.size : _HEADER.size + len(payload)] = payload
-    every = channel.gather(mine, what, timeout)
+    every = members.gather(mine, what, timeout)
     heads = [bytes(every[at : at + _ALIKE]) for at in range(0, len(every), SLOT)]
-    if refusal is None and heads.count(heads[channel.place]) == len(heads):
+    if refusal is None and heads.count(heads[members.place]) == len(heads):
         return every
     refused = {place for place, head in enumerate(heads) if head[-1] == _REFUSES}
     if refusal is not None and len(refused) == len(heads):
         raise refusal
     # No counter that a failure could put out of step: what all ranks have just seen.
-    subject = _digest(f"{list(channel.ranks)}{bytes(every).hex()}").hex()
-    raise _explain(call, channel, heads, refused, subject=subject, refusal=refusal) from refusal
+    subject = _digest(f"{list(members.ranks)}{bytes(every).hex()}").hex()
+    raise _explain(call, members, heads, refused, subject=subject, refusal=refusal) from refusal
+
+
+def parties_of(said: Sequence[bytes]) -> list[list[int]]:
+    """Return the places of those that say the same: the most first; of equally many, the lowest."""
+    parties: dict[bytes, list[int]] = {}
+    for place, one in enumerate(said):
+        parties.setdefault(one, []).append(place)
+    return sorted(parties.values(), key=lambda party: (-len(party), party[0]))
 
 
 def payload_of(place: int, every: bytearray) -> bytearray:
@@ -642,7 +551,7 @@ _PATIENCE = 10.0
 
 def _explain(
     call: Call,
-    channel: Channel,
+    members: Members,
     heads: list[bytes],
     refused: set[int],
     *,
@@ -653,11 +562,7 @@ def _explain(
 
     One rank of each party says through the store what it called; nothing is kept there.
     """
-    parties: dict[bytes, list[int]] = {}
-    for place, head in enumerate(heads):
-        parties.setdefault(head, []).append(place)
-    # The majority first; of equally many, those with the lowest rank.
-    ordered = sorted(parties.values(), key=lambda party: (-len(party), party[0]))
+    ordered = parties_of(heads)
     if refused:
         ordered.sort(key=lambda party: party[0] in refused)
     mine = {
@@ -668,11 +573,11 @@ def _explain(
         "at": calling_line(),
         "refusal": refusal and f"{type(refusal).__name__}: {refusal}",
     }
-    said = _hear(channel, f"mismatch/{subject}", mine, [party[0] for party in ordered[:_PARTIES]])
-    hosts = channel.world.hosts
+    said = _hear(members, f"mismatch/{subject}", mine, [party[0] for party in ordered[:_PARTIES]])
+    hosts = members.world.hosts
 
     def name(party: list[int]) -> str:
-        ranks = [channel.ranks[place] for place in party]
+        ranks = [members.ranks[place] for place in party]
         return f"rank {ranks[0]} ({hosts[ranks[0]]})" if len(ranks) == 1 else f"ranks {fold(ranks)}"
 
     lines = []
@@ -687,12 +592,12 @@ def _explain(
     if refused:
         return CollectiveError(
             f"{'; '.join(lines)}; expected every rank to take part; mend the call there",
-            sorted(channel.ranks[place] for place in refused),
+            sorted(members.ranks[place] for place in refused),
         )
     return MismatchError(
         f"{'; '.join(lines)}; expected every rank to call the same, with the same keys, shapes "
         "and dtypes",
-        sorted(channel.ranks[place] for party in ordered[1:] for place in party),
+        sorted(members.ranks[place] for party in ordered[1:] for place in party),
     )
 
 
@@ -720,19 +625,19 @@ def _describe_call(expected: Mapping[str, Any], said: Mapping[str, Any], several
 
 
 def _hear(
-    channel: Channel, subject: str, mine: Mapping[str, Any], speakers: list[int]
+    members: Members, subject: str, mine: Mapping[str, Any], speakers: list[int]
 ) -> list[Mapping[str, Any]]:
     """Return what each of the speakers says, through the store. Collective."""
-    store, until = channel.world.store, time.monotonic() + min(_PATIENCE, channel.world.timeout)
-    keys, size = [f"{subject}/{place}" for place in speakers], len(channel.ranks)
+    store, until = members.world.store, time.monotonic() + min(_PATIENCE, members.world.timeout)
+    keys, size = [f"{subject}/{place}" for place in speakers], len(members.ranks)
 
     def wait(key: str) -> None:
         store.wait([key], timedelta(seconds=max(0.1, until - time.monotonic())))
 
     said: list[Mapping[str, Any]] = []
     try:
-        if channel.place in speakers:
-            store.set(f"{subject}/{channel.place}", json.dumps(mine))
+        if members.place in speakers:
+            store.set(f"{subject}/{members.place}", json.dumps(mine))
         for key in keys:
             wait(key)
             said.append(json.loads(store.get(key)))

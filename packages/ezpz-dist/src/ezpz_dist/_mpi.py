@@ -9,7 +9,6 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from types import FunctionType, ModuleType, TracebackType
 from typing import Any, TypeVar
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from ezpz_topo import RankInfo, get_hostname
 
 from ._errors import CollectiveError, SetupError
-from ._members import Call, Channel, Members, exchange
+from ._members import Call, Members, exchange
 from ._watch import explain, waiting
 from ._world import World
 
@@ -186,15 +185,10 @@ _abandoned: list[Any] = []
 """Operations that did not come about, with their memory: MPI may still write into it."""
 
 
-@dataclass(frozen=True, slots=True)
-class OverMpi:
-    """All ranks, over a communicator of our own: a `Channel`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverMpi(Members):
+    """All ranks, over a communicator of our own; from the host: MPI need not know of devices."""
 
-    world: World
-    ranks: Sequence[int]
-    place: int
-    where: torch.device
-    """The host: MPI need not know of devices."""
     mpi: ModuleType
     comm: Any
 
@@ -220,7 +214,7 @@ def find_channel(
     implementation: str,
     members: Members | None,
     group: dist.ProcessGroup | None,
-) -> Channel | None:
+) -> Members | None:
     """Return what carries a collective; None where this process is the only rank."""
     if implementation == "torch":
         return members
@@ -284,7 +278,8 @@ def _open(operation: str, members: Members) -> OverMpi:
     # Of our own: the script's messages and ours must not meet.
     comm, request = mpi.COMM_WORLD.Idup()
     finish_request(request, comm, f"{call.name} over MPI", members.world, None)
-    _opened = OverMpi(members.world, members.ranks, members.place, torch.device("cpu"), mpi, comm)
+    all_ranks = members.world, None, members.ranks, members.place, torch.device("cpu")
+    _opened = OverMpi(*all_ranks, mpi=mpi, comm=comm)
     return _opened
 
 

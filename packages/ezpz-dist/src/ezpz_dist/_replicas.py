@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING
@@ -20,7 +19,8 @@ from ezpz_device import as_dtype
 
 from ._collectives import broadcast
 from ._errors import CollectiveError, NotSetUpError, WrapError
-from ._members import Call, Members, as_bytes, exchange, payload_of
+from ._members import Call, Members, exchange, parties_of, payload_of
+from ._objects import as_bytes
 from ._world import current_world
 
 if TYPE_CHECKING:
@@ -205,9 +205,10 @@ def agreed(
         if type(error) is CollectiveError:  # a rank refuses; it has raised its own
             raise WrapError(str(error)) from None
         raise
-    found = [bytes(payload_of(place, every)[: len(digest)]) for place in range(replicas.size)]
-    if len(set(found)) > 1:
-        raise WrapError(f"{call}: {_difference(lines, found, replicas)}")
+    said = [bytes(payload_of(place, every)[: len(digest)]) for place in range(replicas.size)]
+    parties = parties_of(said)
+    if len(parties) > 1:
+        raise WrapError(f"{call}: {_difference(lines, parties, replicas)}")
 
 
 def check_model(
@@ -273,12 +274,9 @@ def _of_tensor(tensor: torch.Tensor) -> str:
     return f"{kind} {list(tensor.shape)}{strides}{frozen}{' on meta' if tensor.is_meta else ''}"
 
 
-def _difference(lines: dict[str, str], found: list[bytes], replicas: Replicas) -> str:
+def _difference(lines: dict[str, str], parties: list[list[int]], replicas: Replicas) -> str:
     """Say who differs, and in what. Collective: one rank of each party says what it has."""
-    # With a tie, the first rank is taken for right: the others would start from its values.
-    most = max(Counter(found).items(), key=lambda item: (item[1], item[0] == found[0]))[0]
-    right = found.index(most)
-    wrong = [place for place, digest in enumerate(found) if digest != most]
+    right, wrong = parties[0][0], sorted(place for party in parties[1:] for place in party)
     theirs, odd = (
         broadcast(lines if place == replicas.place else None, replicas.ranks[place], replicas.group)
         for place in (right, wrong[0])

@@ -18,9 +18,10 @@ from ezpz_topo import get_hostname, get_rank
 
 from ._collectives import all_gather_object, broadcast
 from ._data import checked
-from ._errors import DataError, MismatchError, fold
-from ._members import Members, as_bytes, dump, find_members, is_plain, load, place_for
+from ._errors import DataError, DistError, MismatchError, fold
+from ._members import Members, find_members
 from ._mpi import find_channel, finish_request
+from ._objects import is_plain, receive_object, send_object
 from ._watch import waiting
 from ._world import World, current_world
 
@@ -88,7 +89,7 @@ def read_share(
         if by == "mpi" and members is not None:
             _read_over_mpi(name, part, begin, -(-most // _PIECE), members)
         else:
-            with _open(name) as file:
+            with open_file(name) as file:
                 file.seek(begin)
                 _fill(file, part)
     except (OSError, ImportError, ValueError, DataError) as error:
@@ -98,7 +99,7 @@ def read_share(
 
 
 def _rows(name: str, asked: int, row: int, offset: int) -> int:
-    with _open(name) as file:
+    with open_file(name) as file:
         size = file.seek(0, os.SEEK_END)
     there = max(0, size - offset)
     if asked == -1:
@@ -181,7 +182,8 @@ def _words(name: str, error: Exception) -> str:
     )
 
 
-def _open(name: str) -> IO[bytes]:
+def open_file(name: str) -> IO[bytes]:
+    """Open a path, or a URL that fsspec knows, to read bytes."""
     if "://" in name:
         return cast("IO[bytes]", importlib.import_module("fsspec").open(name, "rb").open())
     return open(name, "rb", buffering=0)
@@ -215,24 +217,20 @@ def share_on_node(read: Callable[[], Tensors]) -> Tensors:
             there is not enough shared memory. The reader's exception is its cause there.
         NotSetUpError: There are several ranks and `setup_torch` was not called.
     """
-    group = node_group()
-    members = find_members("share_on_node()", group)
-    found, trouble, cause = try_to_read(read, members)
-    path, places = "", list[Place]()
-    if reads(members) and not trouble:
-        try:
-            path, places = _put(found)
-        except (OSError, TypeError) as error:
-            trouble, cause = f"{type(error).__name__}: {error}", error
+    members = find_members("share_on_node()", node_group())
+    made: list[str] = []
+
+    def put() -> tuple[str, list[Place]]:
+        path, places = _put(read())
+        made.append(path)
+        return path, places
+
     try:
-        agree(trouble, cause, members, "share_on_node()")
+        tensors = _map(*read_for_all(put, members, *_first("share_on_node()", members)))
         if members is not None:
-            path, places = broadcast((path, places), members.ranks[0], group)
-        tensors = _map(path, places)
-        if members is not None:
-            all_gather_object(None, group)  # all have mapped it: its name can go
+            all_gather_object(None, members.group)  # all have mapped it: its name can go
     finally:
-        if path and reads(members):
+        for path in made:
             os.unlink(path)
     result: Any = tensors.get(None, tensors)
     return cast("Tensors", result)
@@ -283,9 +281,6 @@ def _map(path: str, places: list[Place]) -> dict[str | None, torch.Tensor]:
 # One rank of a node reads, and the others of the node have it from there.
 
 T = TypeVar("T")
-
-_NODE_PIECE = 1 << 28
-"""Bytes that are sent at once."""
 
 _node: tuple[World, dist.ProcessGroup] | None = None
 
@@ -339,89 +334,58 @@ def scatter_from_one_reader(
         NotSetUpError: There are several ranks and `setup_torch` was not called.
     """
     members = find_members("scatter_from_one_reader()", node_group() if group is None else group)
-    parts, trouble, cause = try_to_read(read, members)
-    count = 1 if members is None else len(members.ranks)
-    if reads(members) and not trouble and (not isinstance(parts, Sequence) or len(parts) != count):
-        said = f"{len(parts)} parts" if isinstance(parts, Sequence) else f"a {type(parts).__name__}"
-        trouble = f"it returned {said}; expected a list, one part for each of {count} ranks"
-    agree(trouble, cause, members, "scatter_from_one_reader()")
+    what, count = "scatter_from_one_reader()", 1 if members is None else len(members.ranks)
+    held: list[Sequence[T]] = []
+
+    def take() -> None:
+        parts = read()
+        is_list = isinstance(parts, Sequence)
+        if not is_list or len(parts) != count:
+            said = f"{len(parts)} parts" if is_list else f"a {type(parts).__name__}"
+            raise DataError(
+                f"it returned {said}; expected a list, one part for each of {count} ranks"
+            )
+        held.append(parts)
+
+    read_for_all(take, members, *_first(what, members))
     if members is None:
-        assert parts is not None
-        return parts[0]
-    what = "scatter_from_one_reader()"
+        return held[0][0]
     with waiting(what, members.world):
-        if parts is None:
-            return cast("T", _receive(members))
-        for place, part in enumerate(parts):
-            if place != members.place:
-                _send(part, place, members)
-        return parts[members.place]
+        if not held:
+            return cast("T", receive_object(members.ranks[0], members.where, members.group))
+        for rank, part in zip(members.ranks[1:], held[0][1:], strict=True):
+            send_object(part, rank, members.where, members.group)
+        return held[0][0]
 
 
-def reads(members: Members | None) -> bool:
-    """Return whether this rank is the one that reads."""
-    return members is None or members.place == 0
-
-
-def try_to_read(
-    read: Callable[[], T], members: Members | None
-) -> tuple[T | None, str, Exception | None]:
-    """Return what the reader read, or what went wrong; nothing on other ranks."""
-    if not reads(members):
-        return None, "", None
-    try:
-        return read(), "", None
-    except Exception as error:  # noqa: BLE001  # whatever it is, every rank raises it
-        return None, f"{type(error).__name__}: {error}", error
-
-
-def agree(trouble: str, cause: Exception | None, members: Members | None, what: str) -> None:
-    """Raise on every rank what the reader could not do."""
-    reader, host = 0, ""
+def read_for_all(
+    work: Callable[[], T],
+    members: Members | None,
+    root: int,
+    explain: Callable[[Exception], DistError],
+) -> T:
+    """Return on every rank what ``root`` reads, or raise what it could not. Collective."""
+    found: Any = None
+    cause: Exception | None = None
+    if members is None or members.ranks[members.place] == root:
+        try:
+            found = work()
+        except Exception as error:  # noqa: BLE001 - whatever it is, every rank raises it
+            found, cause = explain(error), error
     if members is not None:
-        trouble = broadcast(trouble, members.ranks[0], members.group)
-        reader = members.ranks[0]
-        host = f" on {members.world.hosts[reader]}"
-    if trouble:
-        raise DataError(f"{what}: the reader, rank {reader}{host}, failed: {trouble}") from cause
+        found = broadcast(found, root, members.group)
+    if isinstance(found, DistError):
+        raise found from cause
+    return cast("T", found)
 
 
-def _send(part: object, place: int, members: Members) -> None:
-    if isinstance(part, torch.Tensor) and is_plain(part):
-        about = (str(part.dtype)[6:], tuple(part.shape), part.device.type != "cpu")
-        data = as_bytes(part)
-    else:
-        about, data = None, _bytes(dump(part))
-    header = _bytes(dump(about))
-    sizes = torch.tensor([header.numel(), data.numel()])
-    for tensor in (sizes, header, *data.split(_NODE_PIECE)):
-        if tensor.numel():
-            dist.send(tensor.to(members.where), members.ranks[place], group=members.group)
+def _first(what: str, members: Members | None) -> tuple[int, Callable[[Exception], DistError]]:
+    """Return the first rank, and how all say what it could not read."""
+    reader = 0 if members is None else members.ranks[0]
+    host = "" if members is None else f" on {members.world.hosts[reader]}"
 
+    def explain(error: Exception) -> DistError:
+        text = str(error) if type(error) is DataError else f"{type(error).__name__}: {error}"
+        return DataError(f"{what}: the reader, rank {reader}{host}, failed: {text}")
 
-def _receive(members: Members) -> object:
-    reader = members.ranks[0]
-
-    def get(tensor: torch.Tensor) -> torch.Tensor:
-        for piece in tensor.split(_NODE_PIECE):
-            if piece.numel():
-                staged = piece.to(members.where)
-                dist.recv(staged, reader, group=members.group)
-                if staged is not piece:
-                    piece.copy_(staged)
-        return tensor
-
-    header, length = get(torch.zeros(2, dtype=torch.int64)).tolist()
-    about = load(bytes(get(torch.empty(header, dtype=torch.uint8)).tolist()), reader)
-    if about is None:
-        raw = bytearray(length)
-        get(torch.frombuffer(raw, dtype=torch.uint8))
-        return load(raw, reader)
-    dtype, shape, on_device = about
-    part = torch.empty(shape, dtype=getattr(torch, dtype), device=place_for(on_device))
-    get(as_bytes(part))
-    return part
-
-
-def _bytes(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return reader, explain

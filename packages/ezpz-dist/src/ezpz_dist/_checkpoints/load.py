@@ -12,10 +12,10 @@ from functools import partial, reduce
 from operator import and_, or_
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ezpz_dist._errors import CheckpointError
+from ezpz_dist._objects import raw_of
 from ezpz_dist._world import World, current_world
 from ezpz_tp import Piece
 
@@ -99,9 +99,7 @@ def bytes_of(held: Mapping[str, Any], key: str) -> bytes:
     """Return the bytes that were read under a key."""
     pieces: Pieces = held[key]
     ((_, tensor),) = pieces.held
-    room = bytearray(tensor.numel())
-    torch.frombuffer(room, dtype=torch.uint8).copy_(tensor)
-    return bytes(room)
+    return bytes(raw_of(tensor))
 
 
 # What a checkpoint is loaded into: planned, verified, and only then filled.

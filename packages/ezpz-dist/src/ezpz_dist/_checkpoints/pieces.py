@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ezpz_dist._errors import CheckpointError
+from ezpz_dist._objects import as_tensor
 from ezpz_dist._world import World
 from ezpz_tp import Piece, Shard
 
@@ -89,7 +90,7 @@ def plain_name(model: nn.Module, name: str) -> str:
     """
     kept, module = [], model
     for part in name.split("."):
-        if part != _added_by(type(module)):
+        if part != _added_by(type(module)):  # type: ignore[arg-type]  # a class is hashable
             kept.append(part)
         child = getattr(module, part, None)
         if isinstance(child, nn.Module):
@@ -213,7 +214,7 @@ def _piece(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Piece:
 
 def blob_of(value: Any) -> Pieces:
     """Return bytes as a tensor that one rank holds."""
-    data = torch.frombuffer(bytearray(value), dtype=torch.uint8)
+    data = as_tensor(value)
     return Pieces((len(data),), torch.uint8, ((Piece((0,), (len(data),)), data),))
 
 

@@ -10,13 +10,16 @@ import re
 import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import IO, Any, cast
+from functools import partial
+from typing import Any, cast
 
 import torch
 
-from ezpz_dist._collectives import all_gather_object, broadcast
+from ezpz_dist._collectives import all_gather_object
 from ezpz_dist._errors import CheckpointError
-from ezpz_dist._members import as_bytes, find_members, is_plain
+from ezpz_dist._members import find_members
+from ezpz_dist._objects import as_bytes, is_plain
+from ezpz_dist._slices import open_file, read_for_all
 from ezpz_topo import get_hostname, get_rank
 
 from .pieces import is_fsdp1, model_state, pieces_of, set_model_state
@@ -34,7 +37,7 @@ def read(path: str) -> Any:
     if path.endswith(".safetensors"):
         return _read_safetensors(path)
     if "://" in path:
-        with _open_url(path) as file:
+        with open_file(path) as file:
             return torch.load(file, map_location="cpu", weights_only=True)
     # Mapped, the file is read tensor by tensor as it is sent; old formats cannot be.
     mapped = zipfile.is_zipfile(path)
@@ -47,13 +50,9 @@ def _read_safetensors(path: str) -> dict[str, torch.Tensor]:
     except ImportError as error:
         raise CheckpointError(f"{error}; pip install safetensors") from error
     if "://" in path:
-        with _open_url(path) as file:
+        with open_file(path) as file:
             return cast("dict[str, torch.Tensor]", safetensors.load(file.read()))
     return cast("dict[str, torch.Tensor]", safetensors.load_file(path))
-
-
-def _open_url(path: str) -> IO[bytes]:
-    return cast("IO[bytes]", importlib.import_module("fsspec").open(path, "rb").open())
 
 
 def explain(path: str, error: Exception) -> CheckpointError:
@@ -193,19 +192,10 @@ class PlainFile:
                 f"root {root}; expected one of the group's ranks, {list(self._members.ranks)}"
             )
         self._reads = self._members is None or get_rank() == root
-        taken: tuple[bytes, list[TensorInfo]] | CheckpointError | None = None
-        cause: Exception | None = None
-        if self._reads:
-            try:
-                taken = self._take(read(os.fspath(path)))
-            except Exception as error:  # noqa: BLE001  # whatever it is, every rank raises it
-                taken, cause = explain(os.fspath(path), error), error
-        if self._members is not None:
-            taken = broadcast(taken, root, group)
-        if isinstance(taken, CheckpointError):
-            raise taken from cause
-        assert taken is not None
-        self._tree, self.infos = taken
+        name = os.fspath(path)
+        self._tree, self.infos = read_for_all(
+            lambda: self._take(read(name)), self._members, root, partial(explain, name)
+        )
 
     def tree(self, leaves: list[Any]) -> Any:
         """Return the tree, with these in the tensors' places."""
@@ -216,11 +206,9 @@ class PlainFile:
     def tensors(self) -> Iterator[torch.Tensor]:
         """Return the tensors, one after the other. Collective: every rank takes all of them."""
         for info in self.infos:
+            tensor = torch.empty(info.shape, dtype=info.dtype)
             if self._reads:
-                tensor = torch.empty(info.shape, dtype=info.dtype)
                 tensor.copy_(self._tensors[info.index])
-            else:
-                tensor = torch.empty(info.shape, dtype=info.dtype)
             if self._members is not None and tensor.numel():
                 self._members.send(as_bytes(tensor), self._root, self._what)
             yield tensor

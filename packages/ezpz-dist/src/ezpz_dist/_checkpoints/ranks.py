@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import gc
-import pickle
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,11 +16,14 @@ import torch.distributed as dist
 
 from ezpz_dist._diagnosis import describe_gone
 from ezpz_dist._errors import CheckpointError, DistError
+from ezpz_dist._objects import as_tensor, dump, load, raw_of, receive_object, send_object
 from ezpz_dist._watch import first_line, waiting
 from ezpz_dist._world import World
 from ezpz_topo import get_hostname
 
 T = TypeVar("T")
+
+_HOST = torch.device("cpu")
 
 _LISTED = 8
 """Failures that a message lists."""
@@ -50,46 +52,31 @@ class Ranks:
         """Return every rank's value on rank 0; elsewhere nothing. Collective."""
         if self.size == 1:
             return [value]
-        mine = pickle.dumps(value)
-        lengths = torch.zeros(self.size, dtype=torch.int64)
-        lengths[self.rank] = len(mine)
-        dist.all_reduce(lengths, group=self.group)
         # Uneven: sent one by one, so that rank 0 needs no room for the longest of each.
         if self.rank:
-            dist.send(_bytes(mine), 0, group=self.group)
+            send_object(value, 0, _HOST, self.group)
             return []
-        found = [value]
-        for rank in range(1, self.size):
-            room = torch.empty(int(lengths[rank]), dtype=torch.uint8)
-            dist.recv(room, rank, group=self.group)
-            found.append(_object(room))
-        return found
+        others = range(1, self.size)
+        return [value, *(receive_object(rank, _HOST, self.group) for rank in others)]
 
     def tell(self, value: Any) -> Any:
         """Return rank 0's value on every rank. Collective."""
         if self.size == 1:
             return value
-        mine = pickle.dumps(value) if self.rank == 0 else b""
+        mine = as_tensor(dump(value) if self.rank == 0 else b"")
         length = torch.tensor([len(mine)])
         dist.broadcast(length, 0, group=self.group)
-        room = _bytes(mine) if self.rank == 0 else torch.empty(int(length), dtype=torch.uint8)
+        room = mine if self.rank == 0 else torch.empty(int(length), dtype=torch.uint8)
         dist.broadcast(room, 0, group=self.group)
-        return value if self.rank == 0 else _object(room)
+        return value if self.rank == 0 else load(raw_of(room), 0)
 
     def deal(self, values: Sequence[Any]) -> Any:
         """Return this rank's of rank 0's values, one a rank. Collective."""
-        if self.size == 1:
-            return values[0]
-        packed = [pickle.dumps(value) for value in values] if self.rank == 0 else []
-        lengths = torch.tensor([len(each) for each in packed] or [0] * self.size)
-        dist.broadcast(lengths, 0, group=self.group)
-        if self.rank == 0:
-            for rank in range(1, self.size):
-                dist.send(_bytes(packed[rank]), rank, group=self.group)
-            return values[0]
-        room = torch.empty(int(lengths[self.rank]), dtype=torch.uint8)
-        dist.recv(room, 0, group=self.group)
-        return _object(room)
+        if self.rank:
+            return receive_object(0, _HOST, self.group)
+        for rank in range(1, self.size):
+            send_object(values[rank], rank, _HOST, self.group)
+        return values[0]
 
     def everywhere(self, what: str, work: Callable[[], T]) -> list[T]:
         """Do something on every rank; return every rank's result on rank 0. Collective.
@@ -191,17 +178,6 @@ def _words(error: BaseException) -> str:
     origin = error.__cause__ or error.__context__
     text = f"{type(error).__name__}: {error}".rstrip(": ")
     return f"{_words(origin)} ({text})" if isinstance(origin, OSError) else text
-
-
-def _bytes(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def _object(data: torch.Tensor) -> Any:
-    # torch's own object collectives want numpy; a list of ints would do without, slowly.
-    room = bytearray(data.numel())
-    torch.frombuffer(room, dtype=torch.uint8).copy_(data)
-    return pickle.loads(room)  # noqa: S301  # from a rank of this very job
 
 
 _made: tuple[World, Ranks] | None = None

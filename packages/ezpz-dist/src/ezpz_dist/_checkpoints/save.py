@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ezpz_dist._errors import CheckpointError
+from ezpz_dist._objects import raw_of
 from ezpz_dist._world import current_world, finish_before_leaving
 
 from . import index, pieces
@@ -236,12 +237,7 @@ def _check_ties(
 def _sum(pieces: Pieces | None, offsets: tuple[int, ...]) -> int | None:
     if pieces is None or all(piece.offsets != offsets for piece, _ in pieces.held):
         return None
-    tensor = pieces.at(offsets).cpu().contiguous()
-    if not tensor.numel():
-        return 0
-    room = bytearray(tensor.nbytes)
-    torch.frombuffer(room, dtype=torch.uint8).copy_(tensor.view(-1).view(torch.uint8))
-    return zlib.crc32(room)
+    return zlib.crc32(raw_of(pieces.at(offsets)))
 
 
 # A checkpoint on its way: planned together, copied, written by each rank, completed by rank 0.
