@@ -442,7 +442,7 @@ def test_leftovers_of_the_dead_go_and_those_of_the_living_stay(tmp_path, model, 
     assert not any(path.exists() for path in (*gone, old, tmp_path / f".latest.tmp-{dead}"))
     assert all(path.exists() for path in (*stays, tmp_path / "notes.txt"))
     # Where pids tell nothing, only the clock does.
-    monkeypatch.setattr(ezpz_dist._checkpoints.store, "_pid_space", lambda: 0)
+    monkeypatch.setattr(ezpz_dist._checkpoints.store, "pid_namespace", lambda: 0)
     assert is_dead(mine) is None
 
 

@@ -307,7 +307,7 @@ def test_past_its_time_a_step_ends_the_job_with_everybodys_stack(programs, tmp_p
 def test_a_rank_that_comes_late_leaves_the_report_to_the_others(programs):
     """The one that holds the store is gone by then: it was heard to end the job."""
     late = """
-import ezpz_dist._watch as module
+import ezpz_dist._diagnosis as module
 if rank == 2:
     call_roll = module.call_roll
     def slow(*args, **kwargs):

@@ -17,16 +17,9 @@ from torch import Tensor
 
 from ezpz_device import get_torch_device
 
+from . import _members
 from ._errors import CollectiveError
-from ._members import (
-    ROOM,
-    Call,
-    Members,
-    exchange,
-    find_members,
-    payload_of,
-    summary,
-)
+from ._members import Call, Members, exchange
 from ._mpi import find_channel
 from ._objects import about, as_bytes, as_tensor, dump, empty, is_plain, load, raw_of
 from ._world import find_world
@@ -88,7 +81,7 @@ def barrier(
         ValueError: This rank is not in ``group``, ``timeout`` is not positive or beyond 30
             years, or ``implementation`` is unknown.
     """
-    members = find_members("barrier()", group)
+    members = _members.find_members("barrier()", group)
     channel = find_channel("barrier()", implementation, members, group)
     if timeout is not None and not 0 < timeout <= LONGEST:
         error = ValueError(
@@ -137,7 +130,7 @@ def broadcast(obj: T, root: int = 0, group: dist.ProcessGroup | None = None) -> 
         TypeError: ``root`` is no int, or ``group`` no group.
         ValueError: ``root`` is no rank of the group, or this rank is not in it.
     """
-    members = find_members("broadcast()", group)
+    members = _members.find_members("broadcast()", group)
     call = Call(f"broadcast(root={root!r})")
     try:
         root = _checked(root, members)
@@ -151,7 +144,9 @@ def broadcast(obj: T, root: int = 0, group: dist.ProcessGroup | None = None) -> 
         raise
     if members is None:
         return own_result(obj)
-    payload = bytes(payload_of(members.ranks.index(root), exchange(call, members, payload)))
+    payload = bytes(
+        _members.payload_of(members.ranks.index(root), exchange(call, members, payload))
+    )
     if sends:
         if data is not None:
             members.send(data, root, call.name)
@@ -190,10 +185,10 @@ def _packed(obj: object) -> tuple[bytes, Tensor | None]:
         data = as_bytes(obj)
         header = _HEADER.pack(_TENSOR, data.numel()) + pickle.dumps(about(obj))
         # A tensor of dozens of axes has no room for them.
-        if data.numel() > ROOM - 100 and len(header) <= ROOM:
+        if data.numel() > _members.ROOM - 100 and len(header) <= _members.ROOM:
             return header, data
     raw = dump(obj)
-    if len(raw) + _HEADER.size <= ROOM:
+    if len(raw) + _HEADER.size <= _members.ROOM:
         return _HEADER.pack(_INSIDE, len(raw)) + raw, None
     return _HEADER.pack(_AFTER, len(raw)), as_tensor(raw)
 
@@ -252,7 +247,7 @@ def all_gather_object(obj: object, group: dist.ProcessGroup | None = None) -> li
         TypeError: ``group`` is no group.
         ValueError: This rank is not in ``group``.
     """
-    members = find_members("all_gather_object()", group)
+    members = _members.find_members("all_gather_object()", group)
     if members is None:
         return [own_result(obj)]
     call = Call("all_gather_object()")
@@ -262,10 +257,10 @@ def all_gather_object(obj: object, group: dist.ProcessGroup | None = None) -> li
         # Whatever it is: the others must not wait for it.
         exchange(call, members, refusal=error)
         raise
-    room = ROOM - _LENGTH.size
+    room = _members.ROOM - _LENGTH.size
     payload = _LENGTH.pack(len(mine)) + (mine if len(mine) <= room else b"")
     every = exchange(call, members, payload)
-    slots = [payload_of(place, every) for place in range(len(members.ranks))]
+    slots = [_members.payload_of(place, every) for place in range(len(members.ranks))]
     lengths = [_LENGTH.unpack_from(slot)[0] for slot in slots]
     longest = max(lengths)
     pickles = [slot[_LENGTH.size :][:length] for slot, length in zip(slots, lengths, strict=True)]
@@ -295,28 +290,21 @@ _GATHERED = 1 << 16
 all types; beyond, one all-reduce a type moves less."""
 
 
+Group = dist.ProcessGroup | None
+
+
 @overload
 def all_reduce(
-    obj: Tensor,
-    op: str = "sum",
-    implementation: str = "torch",
-    group: dist.ProcessGroup | None = None,
+    obj: Tensor, op: str = ..., implementation: str = ..., group: Group = ...
 ) -> Tensor: ...
 @overload
 def all_reduce(
-    obj: float,
-    op: str = "sum",
-    implementation: str = "torch",
-    group: dist.ProcessGroup | None = None,
+    obj: float, op: str = ..., implementation: str = ..., group: Group = ...
 ) -> float: ...
 @overload
-def all_reduce(
-    obj: D, op: str = "sum", implementation: str = "torch", group: dist.ProcessGroup | None = None
-) -> D: ...
+def all_reduce(obj: D, op: str = ..., implementation: str = ..., group: Group = ...) -> D: ...
 @overload
-def all_reduce(
-    obj: Any, op: str = "sum", implementation: str = "torch", group: dist.ProcessGroup | None = None
-) -> Any: ...
+def all_reduce(obj: Any, op: str = ..., implementation: str = ..., group: Group = ...) -> Any: ...
 def all_reduce(
     obj: Any, op: str = "sum", implementation: str = "torch", group: dist.ProcessGroup | None = None
 ) -> Any:
@@ -358,7 +346,7 @@ def all_reduce(
         ValueError: ``op`` or ``implementation`` is unknown, ``op`` is not defined for a dtype,
             or this rank is not in ``group``.
     """
-    members = find_members("all_reduce()", group)
+    members = _members.find_members("all_reduce()", group)
     channel = find_channel("all_reduce()", implementation, members, group)
     try:
         if op not in (*OPS, "avg"):
@@ -411,7 +399,6 @@ class _Summands:
         )
 
     def alone(self) -> list[Any]:
-        """Return the results of one rank."""
         done = self._leaves.copy()
         for at, number in self._numbers.items():
             done[at] = like(done[at], combine([number], self._op))
@@ -433,7 +420,7 @@ class _Summands:
             flat = Flat(dtype, [self._tensors[at] for at in places], self._op)
             self._flats.append((places, flat))
         total = len(self._packed) + sum(flat.nbytes for _, flat in self._flats)
-        self._together = total <= ROOM or total * len(channel.ranks) <= _GATHERED
+        self._together = total <= _members.ROOM or total * len(channel.ranks) <= _GATHERED
         for _, flat in self._flats:
             flat.load(torch.device("cpu") if self._together else channel.where)
         if self._together:
@@ -443,19 +430,19 @@ class _Summands:
         """Return the results of all ranks. Collective: every rank of the channel calls this."""
         call = Call("all_reduce", self._op, tuple(zip(self._keys, self._kinds, strict=True)))
         length, ranks = len(self._packed), len(channel.ranks)
-        if length <= ROOM:
+        if length <= _members.ROOM:
             slots = exchange(call, channel, self._packed)
-            every = [payload_of(place, slots) for place in range(ranks)]
+            every = [_members.payload_of(place, slots) for place in range(ranks)]
         else:
             exchange(call, channel)
-            whole = channel.gather(bytearray(self._packed), summary(call)[1])
+            whole = channel.gather(bytearray(self._packed), _members.summary(call)[1])
             every = [whole[place * length : (place + 1) * length] for place in range(ranks)]
         if not self._together:
             # All of them first: what fails on one rank only must not come between.
             for _, flat in self._flats:
                 if flat.elements:
                     op = "sum" if self._op == "mean" else self._op
-                    channel.reduce(flat.data, op, summary(call)[1])
+                    channel.reduce(flat.data, op, _members.summary(call)[1])
         done = self._leaves.copy()
         count = len(self._numbers)
         if count:
@@ -547,11 +534,7 @@ def as_number(value: object) -> int | float | None:
 
 
 def like(mine: object, result: float) -> Any:
-    """Return the result as the kind of number that this rank gave.
-
-    A numpy scalar keeps its dtype; but an int that does not fit in it becomes a Python int,
-    and what is no int any more (a mean) a float64.
-    """
+    """Return the result as the kind of number that this rank gave: numpy's dtypes, if it fits."""
     if type(mine) in (int, float):
         return result
     numpy = sys.modules.get("numpy")
@@ -586,7 +569,6 @@ def combine_packed(every: Sequence[bytes | bytearray], count: int, op: str) -> l
 
 
 def combine(numbers: Sequence[int | float], op: str) -> int | float:
-    """Return one number for those of all ranks."""
     whole = {*map(type, numbers)} == {int}
     if op in ("sum", "mean"):
         share = len(numbers) if op == "mean" else 1
@@ -749,7 +731,6 @@ class Flat:
         self.data = rows[0]
 
     def results(self, ranks: int) -> list[Tensor]:
-        """Return a tensor like each of those taken, on its device."""
         data = self.data
         if self._ordered:
             limits = torch.iinfo(data.dtype)

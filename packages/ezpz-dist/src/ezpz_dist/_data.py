@@ -191,7 +191,6 @@ class DataParallelSampler(Sampler[int]):
         self._epoch, self._start = self._handed = epoch, position
 
     def __len__(self) -> int:
-        """Return how many samples of a whole epoch are this rank's."""
         return self._rounds(0)
 
     def __iter__(self) -> Iterator[int]:

@@ -215,7 +215,6 @@ class RemoteTerminal:
         return line
 
     def write(self, text: str) -> int:
-        """Show text, or keep it for whoever connects."""
         with self._lock:
             self._kept = (self._kept + text)[-_KEPT:]
             self._send(text)
@@ -342,12 +341,10 @@ class RankPdb(pdb.Pdb):
         self.interaction(frame, None)
 
     def interaction(self, *place: Any) -> None:
-        """Take commands; a `watch` is told that this may take its time."""
         with held():
             super().interaction(*place)
 
     def set_continue(self) -> None:
-        """Let the program and the other ranks go on."""
         super().set_continue()
         self.traces = bool(self.breaks)
         self._let_go()
@@ -355,7 +352,6 @@ class RankPdb(pdb.Pdb):
             self._console.close()
 
     def set_quit(self) -> None:
-        """Abort the program, and with it the job."""
         super().set_quit()
         self._console.close()
 

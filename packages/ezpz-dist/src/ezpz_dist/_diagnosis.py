@@ -20,11 +20,7 @@ from functools import cache
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
-from torch.distributed import (  # type: ignore[attr-defined]  # torch exports them so
-    DistNetworkError,
-    DistStoreError,
-    Store,
-)
+from torch.distributed import DistNetworkError, DistStoreError, Store  # type: ignore[attr-defined]  # torch exports them so
 
 logger = logging.getLogger(__name__)
 
@@ -42,11 +38,9 @@ one of 120,960 keys takes 0.9 s of its time, and in parts 0.03 s (torch 2.13, li
 
 
 def within(seconds: float, request: Callable[[], T]) -> T:
-    """Return what a request to a store answers; DistStoreError if it takes longer.
-
-    A stopped server accepts connections and never answers, and most requests have no time-out of
-    their own (torch 2.13): the thread that waits for it is left behind.
-    """
+    """Return what a request to a store answers; DistStoreError if it takes longer."""
+    # A stopped server accepts connections and never answers, and most requests have no time-out
+    # of their own (torch 2.13): the thread that waits for it is left behind.
     answers: list[T] = []
     errors: list[BaseException] = []
 
@@ -67,10 +61,8 @@ def within(seconds: float, request: Callable[[], T]) -> T:
 
 
 def arrived(store: Store, keys: Sequence[str], seconds: float) -> list[str]:
-    """Return those keys that are there, once all are or the time is over.
-
-    Not by `Store.wait`, which writes two lines of torch's to standard error where it times out.
-    """
+    """Return those keys that are there, once all are or the time is over."""
+    # Store.wait writes two lines of torch's to standard error where it times out.
     deadline, pause = time.monotonic() + seconds, 0.1e-3
     while not all_there(store, keys):
         left = deadline - time.monotonic()
@@ -82,18 +74,15 @@ def arrived(store: Store, keys: Sequence[str], seconds: float) -> list[str]:
 
 
 def values(store: Store, keys: Sequence[str]) -> list[bytes]:
-    """Return the values of many keys, waiting for those that are not there yet."""
     return [value for part in _parts(keys) for value in store.multi_get(part)]
 
 
 def set_all(store: Store, keys: Sequence[str], value: str) -> None:
-    """Give many keys one value."""
     for part in _parts(keys):
         store.multi_set(part, [value] * len(part))  # type: ignore[attr-defined]  # not in its stub
 
 
 def all_there(store: Store, keys: Sequence[str]) -> bool:
-    """Return whether every key is there."""
     return all(store.check(part) for part in _parts(keys))
 
 
@@ -172,7 +161,6 @@ class Location:
 
     @staticmethod
     def from_json(told: dict[str, Any]) -> Location:
-        """Return what `asdict` and JSON have made of one."""
         lists = {name: tuple(told[name]) for name in ("stack", "collectives")}
         return Location(**{**told, **lists})
 
@@ -187,13 +175,11 @@ class Location:
 
 
 def enter_wait(what: str) -> None:
-    """Say what the main thread waits in."""
     if threading.current_thread() is threading.main_thread():
         _waits.append(what)
 
 
 def leave_wait() -> None:
-    """Say that its innermost wait is over."""
     if threading.current_thread() is threading.main_thread():
         _waits.pop()
 
@@ -229,7 +215,6 @@ def describe_frames(frame: FrameType | None) -> tuple[str, str]:
 
 
 def main_frame() -> FrameType | None:
-    """Return the frame that the main thread is in."""
     # The interpreter's documented way to another thread's frame, for debuggers.
     return sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001
 
@@ -283,10 +268,7 @@ def _line(frame: FrameType) -> str:
 
 
 def last_collectives(number: int) -> list[str]:
-    """Return torch's last collectives, the latest last: ``"all_reduce 17 of default_pg, [3, 2]"``.
-
-    Nothing where this torch has no flight recorder, or it is off.
-    """
+    """Return torch's last collectives, the latest last: ``"all_reduce 17 of default_pg, [3]"``."""
     library = importlib.import_module("torch._C._distributed_c10d")
     dump = getattr(library, "_dump_fr_trace_json", None) or getattr(
         library, "_dump_nccl_trace_json", None
@@ -310,16 +292,12 @@ _BUSY = 0.3
 
 @dataclass(frozen=True, slots=True)
 class SideStore:
-    """Events of one set-up, and their answers: put into a log, then those concerned are woken.
-
-    A store's client serves one caller at a time, so that the responder, which sleeps in a
-    request, has a connection of its own.
-    """
+    """Events of one set-up, and their answers: put into a log, then those concerned are woken."""
 
     rank: int
     hosts: Sequence[str]
     store: Store
-    """The main thread's connection."""
+    """The main thread's; it serves one caller, and the responder sleeps in one of its own."""
     connect: Callable[[float], Store]
     """Makes a connection whose requests wait so many seconds; raises one of `LOST`."""
     holder: tuple[int, int] = (0, 0)
@@ -327,15 +305,12 @@ class SideStore:
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
         return len(self.hosts)
 
     def reach(self) -> Store:
-        """Return a connection that answers, or raise one of `LOST`; to be used inside `within`.
-
-        A new one is the second choice: it can take seconds, because torch asks the name service
-        about it, and where that does not answer the server stands still meanwhile (torch 2.13).
-        """
+        """Return a connection that answers, or raise one of `LOST`; to be used inside `within`."""
+        # A new one is the second choice: it can take seconds, because torch asks the name service
+        # about it, and where that does not answer the server stands still meanwhile (torch 2.13).
         try:
             within(_BUSY, lambda: self.store.add("events", 0))
         except LOST:
@@ -405,7 +380,6 @@ class Responder(threading.Thread):
             logger.debug("rank %d: the side store is gone: %s", self.side.rank, error)
 
     def _connect(self) -> Store:
-        """Try again and again: the server stands still while torch asks the name service."""
         until = time.monotonic() + _CONNECTING
         while True:
             try:
@@ -523,7 +497,6 @@ _responder: Responder | None = None
 
 
 def start_responder(side: SideStore) -> None:
-    """Start this rank's responder."""
     global _responder
     _responder = Responder(side)
     _responder.start()
@@ -535,17 +508,13 @@ def find_responder() -> Responder | None:
 
 
 def drop_responder() -> Responder | None:
-    """Forget this process's responder; return it, to be stopped."""
     global _responder
     found, _responder = find_responder(), None
     return found
 
 
 def on_notice(name: str, callback: Notice) -> Callable[[], None]:
-    """Have a function called, in the responder's thread, for each notice of this name.
-
-    What is returned takes it back.
-    """
+    """Have a function called by the responder for each notice; what is returned takes it back."""
     _callbacks.setdefault(name, []).append(callback)
     return lambda: _callbacks[name].remove(callback)
 
@@ -599,7 +568,6 @@ class RollCall:
 
     @staticmethod
     def from_json(told: dict[str, Any], hosts: Sequence[str]) -> RollCall:
-        """Return what `as_json` was made of; ``hosts`` are those of all ranks."""
         locations: dict[int, Location] = {}
         for place, ranks in told["places"]:
             there = Location.from_json(json.loads(place))
@@ -609,11 +577,7 @@ class RollCall:
 
 
 def call_roll(responder: Responder, *, stack: bool = False) -> RollCall:
-    """Return where every rank stands, within about two seconds; never an error.
-
-    When many ranks want to know at once, as all peers of one that died do, one of them asks
-    and the others read what it found.
-    """
+    """Return where every rank stands, within two seconds: one asks for all that want to know."""
     mine = responder.location(stack=stack)
     with responder.pinned(mine):
         try:
@@ -623,7 +587,6 @@ def call_roll(responder: Responder, *, stack: bool = False) -> RollCall:
 
 
 def describe_gone(most: int) -> str:
-    """Say which ranks can come no more, as far as is known."""
     responder = find_responder()
     if responder is None:
         return "the other ranks cannot be reached"
@@ -681,7 +644,6 @@ def _ask(side: SideStore, store: Store, roll: str, mine: Location, stack: bool) 
 
 
 def _fates(side: SideStore, store: Store, roll: str, silent: list[int]) -> dict[int, str]:
-    """Find out what became of ranks that do not answer."""
     facts = values(store, [f"facts/{rank}" for rank in silent])  # as told at set-up
     at = [(rank, *json.loads(fact)[:3]) for rank, fact in zip(silent, facts, strict=True)]
     side.post(store, "look", range(side.size), roll=roll, at=at)

@@ -22,21 +22,12 @@ from torch.utils.data import Dataset
 
 from ezpz_topo import RankInfo
 
+from . import _replicas
 from ._errors import SetupError, WrapError
 from ._materialize import has_meta
-from ._replicas import (
-    Replicas,
-    agreed,
-    as_floating,
-    check_model,
-    find_replicas,
-    parallel_state,
-    refuse_wrapped,
-    remember_inside,
-    start_alike,
-)
+from ._replicas import Replicas
 from ._watch import waiting
-from ._world import finish_before_leaving
+from ._world import finish_before_leaving, set_variables
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +42,7 @@ def check_framework(name: str, device: torch.device) -> None:
     if name == "deepspeed":
         _check_deepspeed(device)
     elif name == "horovod":
-        _import_horovod()
+        _load_horovod()
 
 
 def prepare_framework(name: str, info: RankInfo, device: torch.device, backend: str) -> None:
@@ -59,7 +50,7 @@ def prepare_framework(name: str, info: RankInfo, device: torch.device, backend: 
     if name == "deepspeed":
         _prepare_deepspeed(info, device, backend)
     elif name == "horovod":
-        _start_horovod(info)
+        _load_horovod(info)
 
 
 # DeepSpeed on the process group that there is.
@@ -149,19 +140,11 @@ def _leave_deepspeed() -> None:
 def _variables(values: Mapping[str, str | None]) -> Iterator[None]:
     """Set environment variables (None: remove them), and bring back what they were."""
     before = {name: os.environ.get(name) for name in values}
-    _set(values)
+    set_variables(values)
     try:
         yield
     finally:
-        _set(before)
-
-
-def _set(values: Mapping[str, str | None]) -> None:
-    for name, value in values.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+        set_variables(before)
 
 
 # DeepSpeed's configuration, from arguments and a user's own: whole, without contradictions.
@@ -316,7 +299,7 @@ def _offload(target: str | None, nvme_path: str | os.PathLike[str] | None) -> Co
 def _precision(dtype: str | torch.dtype | None) -> Config:
     if dtype is None:
         return {}
-    wanted = as_floating(dtype)
+    wanted = _replicas.as_floating(dtype)
     if wanted not in _DTYPES:
         raise ValueError(f"dtype {wanted}; expected float32, bfloat16 or float16")
     return {name: {"enabled": _DTYPES[wanted] == name} for name in ("bf16", "fp16")}
@@ -479,8 +462,8 @@ def wrap_model_for_deepspeed(
             ranks do not agree.
         ValueError: ``dtype`` is none of the three.
     """
-    replicas = find_replicas(_CALL)
-    world, state = replicas.world, parallel_state()
+    replicas = _replicas.find_replicas(_CALL)
+    world, state = replicas.world, _replicas.parallel_state()
     options: dict[str, Any] = {
         "zero_stage": zero_stage,
         "dtype": dtype,
@@ -491,7 +474,7 @@ def wrap_model_for_deepspeed(
         "offload_parameters": offload_parameters,
     }
     given = {**options, "optimizer": optimizer, "scheduler": scheduler}
-    with agreed(_CALL, model, given, replicas) as lines:
+    with _replicas.agreed(_CALL, model, given, replicas) as lines:
         _check_deepspeed(world.device)
         _refuse(model, optimizer, replicas)
         settings = deepspeed_config(
@@ -527,13 +510,15 @@ def wrap_model_for_deepspeed(
             config=settings,
         )
     # DeepSpeed gives all ranks the same parameters, and leaves buffers as each rank has them.
-    start_alike(list(model.buffers()), replicas)
-    remember_inside(model, "DeepSpeed")  # for good: the engine's hooks stay on its parameters
+    _replicas.start_alike(list(model.buffers()), replicas)
+    _replicas.remember_inside(
+        model, "DeepSpeed"
+    )  # for good: the engine's hooks stay on its parameters
     return made[0], made[1], made[2], made[3]
 
 
 def _refuse(model: nn.Module, optimizer: object, replicas: Replicas) -> None:
-    check_model(_CALL, model, replicas)
+    _replicas.check_model(_CALL, model, replicas)
     if has_meta(model):
         raise WrapError(
             f"{type(model).__name__} has parameters on the meta device; expected real ones; for a "
@@ -567,7 +552,7 @@ def _refuse_two(settings: Config, optimizer: object, scheduler: object) -> None:
 
 def _model_parallel_unit() -> Any:
     """Return what tells DeepSpeed of ezpz_tp's groups; None where only data is split."""
-    state = parallel_state()
+    state = _replicas.parallel_state()
     if state is None or state.size("tensor") * state.size("pipeline") * state.size("context") == 1:
         return None
     import ezpz_tp.mpu  # noqa: PLC0415  # only where its groups are used
@@ -601,11 +586,11 @@ def wrap_model_for_horovod(
         WrapError: The model or the optimizer is wrapped already, or ezpz_tp splits the model.
     """
     call, passes = "wrap_model_for_horovod()", gradient_accumulation_steps
-    replicas = find_replicas(call)
-    world, kind = replicas.world, type(optimizer)
-    with agreed(call, model, {"passes": passes, "compress": compress, "kind": kind}, replicas):
-        horovod = _import_horovod()
-        refuse_wrapped(model)
+    replicas, kind = _replicas.find_replicas(call), type(optimizer)
+    world, given = replicas.world, {"passes": passes, "compress": compress, "kind": kind}
+    with _replicas.agreed(call, model, given, replicas):
+        _load_horovod()
+        _replicas.refuse_wrapped(model)
         if kind.__module__.startswith("horovod."):
             raise WrapError(f"{kind.__name__} is Horovod's already; expected torch's own")
         if replicas.size < world.info.world_size:
@@ -613,7 +598,7 @@ def wrap_model_for_horovod(
                 f"{call}: Horovod averages over all {world.info.world_size} ranks, and "
                 f"{replicas.size} hold the same parameters; use wrap_model_for_ddp"
             )
-    _start_horovod(world.info)
+    horovod = _load_horovod(world.info)
     with waiting(f"Horovod's broadcasts for {call}", world):
         horovod.broadcast_parameters(model.to(world.device).state_dict(), root_rank=0)
         horovod.broadcast_optimizer_state(optimizer, root_rank=0)
@@ -621,12 +606,12 @@ def wrap_model_for_horovod(
     return model, horovod.DistributedOptimizer(optimizer, model.named_parameters(), smaller, passes)
 
 
-def _import_horovod() -> Any:
+def _load_horovod(info: RankInfo | None = None) -> Any:
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed):
             horovod = importlib.import_module("horovod.torch")
-        horovod.init  # noqa: B018 - missing where its library was not built, which it prints
+        start = horovod.init  # missing where its library was not built, which it prints
     except Exception as error:  # one that was built for another torch fails in many ways
         reason = " ".join((printed.getvalue() or str(error)).split())
         raise SetupError(
@@ -634,15 +619,12 @@ def _import_horovod() -> Any:
             '"horovod"; its last release, 0.28.1, does not build against torch 2.1 or later '
             '(C++17): use framework="DDP"'
         ) from error
+    if info is not None:
+        start()  # once; it ends at exit: in cleanup() it would wait for ranks that have failed
+        if (seen := (horovod.rank(), horovod.size())) != (info.rank, info.world_size):
+            raise SetupError(
+                f"Horovod sees rank {seen[0]} of {seen[1]}, the launcher ({info.launcher}) says "
+                f"{info.rank} of {info.world_size}; expected the same; build Horovod with the "
+                "launcher's MPI, or start with horovodrun"
+            )
     return horovod
-
-
-def _start_horovod(info: RankInfo) -> None:
-    horovod = _import_horovod()
-    horovod.init()  # once; it ends at exit: in cleanup() it would wait for ranks that have failed
-    if (seen := (horovod.rank(), horovod.size())) != (info.rank, info.world_size):
-        raise SetupError(
-            f"Horovod sees rank {seen[0]} of {seen[1]}, the launcher ({info.launcher}) says "
-            f"{info.rank} of {info.world_size}; expected the same; build Horovod with the "
-            "launcher's MPI, or start with horovodrun"
-        )

@@ -11,19 +11,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from . import _replicas
 from ._collectives import all_gather_object
 from ._errors import WrapError
 from ._materialize import Initialize, has_meta, materialize, refuse_unfillable
-from ._replicas import (
-    Replicas,
-    agreed,
-    as_floating,
-    attributes_kept,
-    check_model,
-    find_replicas,
-    remember_inside,
-    start_alike,
-)
+from ._replicas import Replicas
 from ._watch import waiting
 
 if TYPE_CHECKING:
@@ -34,7 +26,6 @@ if TYPE_CHECKING:
 
 
 def data_parallel_mesh(replicas: Replicas, shard_size: int | None = None) -> DeviceMesh:
-    """Return the mesh that a model is sharded over."""
     device_type = replicas.world.device.type
     if shard_size in (None, replicas.size):
         assert replicas.group is not None
@@ -167,16 +158,13 @@ def wrap_model_for_fsdp(
             is given.
         ValueError: ``dtype`` is not known, or no floating-point type.
     """
-    from torch.distributed.fsdp import (  # noqa: PLC0415 - 0.6 s
-        FullyShardedDataParallel,
-        MixedPrecision,
-    )
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision  # noqa: PLC0415 - 0.6 s
     from torch.distributed.fsdp.wrap import CustomPolicy  # noqa: PLC0415
 
-    replicas = find_replicas(_FSDP1)
+    replicas = _replicas.find_replicas(_FSDP1)
     precision = None
-    with agreed(_FSDP1, model, {"dtype": dtype, **options}, replicas) as lines:
-        check_model(_FSDP1, model, replicas, options, _FSDP1_RESERVED)
+    with _replicas.agreed(_FSDP1, model, {"dtype": dtype, **options}, replicas) as lines:
+        _replicas.check_model(_FSDP1, model, replicas, options, _FSDP1_RESERVED)
         if "HYBRID" in str(options.get("sharding_strategy")):
             raise WrapError(
                 f"{_FSDP1}: {options['sharding_strategy']}, which wants groups of its own; "
@@ -185,9 +173,9 @@ def wrap_model_for_fsdp(
             )
         if dtype is not None:
             precision = MixedPrecision(
-                param_dtype=as_floating(dtype),
+                param_dtype=_replicas.as_floating(dtype),
                 reduce_dtype=torch.float32,
-                buffer_dtype=as_floating(dtype),
+                buffer_dtype=_replicas.as_floating(dtype),
             )
         if has_meta(model):
             raise WrapError(
@@ -197,7 +185,7 @@ def wrap_model_for_fsdp(
             )
         found = find_units(model, units)
         lines |= {f"unit {name}": type(module).__name__ for name, module in found.items()}
-    start_alike([*model.parameters(), *model.buffers()], replicas)
+    _replicas.start_alike([*model.parameters(), *model.buffers()], replicas)
     chosen = set(found.values())
     settings: dict[str, Any] = {
         "auto_wrap_policy": CustomPolicy(lambda module: module in chosen),
@@ -211,12 +199,9 @@ def wrap_model_for_fsdp(
         warnings.simplefilter("ignore", FutureWarning)
         warnings.filterwarnings("ignore", "FSDP is switching to use `NO_SHARD`")
         wrapped = FullyShardedDataParallel(
-            model,
-            process_group=replicas.group,
-            device_id=replicas.world.device,
-            **settings,
+            model, process_group=replicas.group, device_id=replicas.world.device, **settings
         )
-    remember_inside(model, "FSDP1", wrapped)
+    _replicas.remember_inside(model, "FSDP1", wrapped)
     return wrapped
 
 
@@ -299,19 +284,19 @@ def wrap_model_for_fsdp2(
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy  # noqa: PLC0415 - 0.6 s
 
-    replicas = find_replicas(_CALL)
+    replicas = _replicas.find_replicas(_CALL)
     given = {
         "dtype": dtype, "reduce_dtype": reduce_dtype,
         "reshard_after_forward": reshard_after_forward,
         "shard_size": shard_size, "initialize": initialize, **options,
     }  # fmt: skip
     policy = MixedPrecisionPolicy()
-    with agreed(_CALL, model, given, replicas) as lines:
-        check_model(_CALL, model, replicas, options, _RESERVED)
+    with _replicas.agreed(_CALL, model, given, replicas) as lines:
+        _replicas.check_model(_CALL, model, replicas, options, _RESERVED)
         if dtype is not None:
             policy = MixedPrecisionPolicy(
-                param_dtype=as_floating(dtype),
-                reduce_dtype=as_floating(reduce_dtype, "reduce_dtype"),
+                param_dtype=_replicas.as_floating(dtype),
+                reduce_dtype=_replicas.as_floating(reduce_dtype, "reduce_dtype"),
             )
         _refuse_backend(replicas.world.backend)
         _check_sizes(reshard_after_forward, shard_size, replicas)
@@ -325,7 +310,7 @@ def wrap_model_for_fsdp2(
         "reshard_after_forward": reshard_after_forward,
         **options,
     }
-    with attributes_kept(model):
+    with _replicas.attributes_kept(model):
         _shard(model, found, replicas, settings)
         offloads = hasattr(options.get("offload_policy"), "pin_memory")
         keep_on = torch.device("cpu") if offloads else None
@@ -335,10 +320,7 @@ def wrap_model_for_fsdp2(
 
 
 def _shard(
-    model: nn.Module,
-    found: dict[str, nn.Module],
-    replicas: Replicas,
-    settings: dict[str, Any],
+    model: nn.Module, found: dict[str, nn.Module], replicas: Replicas, settings: dict[str, Any]
 ) -> None:
     """Move, equal and shard one unit after another: only one at a time is whole on the device."""
     from torch.distributed.fsdp import fully_shard  # noqa: PLC0415 - 0.6 s
@@ -346,7 +328,7 @@ def _shard(
     done: set[torch.Tensor] = set()
     for module in (*found.values(), model):
         held = [*module.parameters(), *module.buffers()]
-        start_alike(
+        _replicas.start_alike(
             [one for one in held if one not in done and not hasattr(one, "device_mesh")], replicas
         )
         done.update(held)
@@ -372,10 +354,7 @@ def _refuse_backend(backend: str) -> None:
 
 
 def _refuse_unshardable(
-    model: nn.Module,
-    found: dict[str, nn.Module],
-    dtype: object,
-    ignored: Collection[nn.Parameter],
+    model: nn.Module, found: dict[str, nn.Module], dtype: object, ignored: Collection[nn.Parameter]
 ) -> None:
     """Raise before anything is done, and by name, where torch raises in mid-work or in backward."""
     if isinstance(model, (nn.ModuleList, nn.ModuleDict)):
@@ -446,5 +425,4 @@ def _check_sizes(kept: object, shard_size: object, replicas: Replicas) -> None:
 
 
 def _is_count(value: object) -> TypeGuard[int]:
-    """Return whether it is a number of ranks that share something."""
     return isinstance(value, int) and not isinstance(value, bool) and value > 1

@@ -453,7 +453,6 @@ def _unit(name: str, held: _Held, around: str | None) -> WrappedUnit:
 
 
 def _sizes(parameter: Any) -> tuple[int, int]:
-    """Return a parameter's elements over all ranks, and on this one."""
     if hasattr(parameter, "device_mesh"):  # DTensor
         return parameter.numel(), parameter.to_local().numel()
     if hasattr(parameter, "ds_numel"):  # DeepSpeed's ZeRO-3
@@ -500,7 +499,6 @@ def _mesh(parameter: Any) -> str:
 
 
 def _inside(module: Any) -> nn.Module:
-    """Return what a wrapper that is a module of its own, or the compiler, is around of."""
     while True:
         if find_wrapper(module) not in (None, "FSDP2"):
             module = module.module

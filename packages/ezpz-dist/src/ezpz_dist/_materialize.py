@@ -18,7 +18,6 @@ Initialize = Callable[[nn.Module], object]
 
 
 def has_meta(model: nn.Module) -> bool:
-    """Return whether anything in a model has no data yet."""
     return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
@@ -51,11 +50,7 @@ def materialize(
     replicas: Replicas | None = None,
     keep_on: torch.device | None = None,
 ) -> None:
-    """Give data to what is on the meta device; equally on all ranks, where ``replicas`` are given.
-
-    Collective over the replicas if anything is on the meta device. ``keep_on``: where parameters
-    stay, if not on the device on which they are drawn.
-    """
+    """Give data to what is on the meta device; on all replicas the same. Collective over them."""
     if not has_meta(model):
         return
     with nullcontext() if replicas is None else _first_ranks_draws(device, replicas):
@@ -126,7 +121,6 @@ def _children_first(
 
 
 def shard_like(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a whole tensor, as a DTensor such as ``like``, without sending."""
     from torch.distributed.tensor import DTensor  # noqa: PLC0415 - only where there are some
 
     assert isinstance(like, DTensor)

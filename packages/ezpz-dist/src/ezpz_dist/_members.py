@@ -79,7 +79,6 @@ def common_facts(**more: object) -> dict[str, Any]:
 
 
 def _script() -> str:
-    """Return the main script's name and a hash of its text."""
     path = getattr(sys.modules.get("__main__"), "__file__", None)
     if path is None:
         if sys.argv[:1] != ["-c"]:
@@ -98,11 +97,9 @@ def _script() -> str:
 def agree(
     store: Store, info: RankInfo, timeout: float, common: Mapping[str, Any], process: Process
 ) -> tuple[tuple[str, ...], tuple[int, int]]:
-    """Return the hosts by rank, and rank 0's process and PID namespace. Collective.
-
-    Rank 0 reads what each has put into the store, and tells all the same: who takes part, or
-    what is wrong (`SetupError`: a rank is missing, there twice, or differs; on every rank).
-    """
+    """Return the hosts by rank, and rank 0's process and PID namespace. Collective."""
+    # Rank 0 reads what each has put into the store, and tells all who takes part, or what is
+    # wrong: a rank is missing, there twice, or differs.
     host, rank = process[0], info.rank
     who = f"rank {rank} of {info.world_size} on {host}"
 
@@ -197,10 +194,7 @@ def pack(verdict: Mapping[str, Any]) -> Any:  # bytes, which the stub of Store.s
 
 
 def fold_hosts(hosts: Sequence[str]) -> dict[str, Any]:
-    """Return the hosts of all ranks as JSON that compresses well; `unfold_hosts` undoes it.
-
-    Each name stands once, after how much it begins like the one before. Compressed, the names
-    of 10,080 hosts, regular but for gaps, take 2 kB in place of 25 kB.
+    """Return the hosts of all ranks as JSON that compresses well, each name once.
 
     >>> fold_hosts(["x1c0", "x1c0", "x1c1", "x2c1"])
     {'names': ['0 x1c0', '3 1', '1 2c1'], 'steps': [0, 0, 1, 1]}
@@ -217,7 +211,6 @@ def fold_hosts(hosts: Sequence[str]) -> dict[str, Any]:
 
 
 def unfold_hosts(folded: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the hosts, by rank, that were folded."""
     names, before = [], ""
     for each in folded["names"]:
         shared, _, rest = each.partition(" ")
@@ -354,24 +347,18 @@ class Members:
         return every
 
     def _within(self, options: Any, timeout: float | None) -> Any:
-        """Give an operation more time than the group's own, where more was requested.
-
-        Not less: gloo closes the connections of an operation that runs out of its own time.
-        """
+        """Give an operation more time than the group's own, where more was requested."""
+        # Not less: gloo closes the connections of an operation that runs out of its own time.
         if timeout is not None:
             options.timeout = timedelta(seconds=max(timeout, self.world.timeout))
         return options
 
     def reduce(self, tensor: torch.Tensor, op: str, what: str) -> None:
-        """Combine a contiguous tensor at `where` over the ranks, in place."""
         with waiting(what + self.scope, self.world, self.ranks):
             dist.all_reduce(tensor, op=REDUCE_OPS[op], group=self.group)
 
     def send(self, data: torch.Tensor, root: int, what: str) -> None:
-        """Fill uint8 [bytes] on every rank with what the one of ``root`` (in the world) holds.
-
-        It may lie anywhere; on the meta device what comes is dropped. Not for no bytes at all.
-        """
+        """Fill uint8 [bytes] with what ``root`` (in the world) holds; on meta it is dropped."""
         sends = self.ranks[self.place] == root
         for piece in data.split(_CHUNK):
             staged = (
@@ -502,8 +489,7 @@ def exchange(
 ) -> bytearray:
     """Make sure that all ranks call the same, and return all slots; see `payload_of`. Collective.
 
-    Each may give `ROOM` bytes, or say why it cannot take part (``refusal``), so that the others
-    need not wait for it.
+    Each may give `ROOM` bytes, or a ``refusal``, so that the others need not wait for it.
     """
     hashed, what = summary(call)
     tag = _TAKES_PART
@@ -533,7 +519,6 @@ def parties_of(said: Sequence[bytes]) -> list[list[int]]:
 
 
 def payload_of(place: int, every: bytearray) -> bytearray:
-    """Return what the rank at a place gave to `exchange`, with zeros up to `ROOM`."""
     return every[place * SLOT + _HEADER.size : (place + 1) * SLOT]
 
 
@@ -558,10 +543,7 @@ def _explain(
     subject: str,
     refusal: Exception | None,
 ) -> CollectiveError:
-    """Return the error that every rank raises. Collective: every rank of the channel calls this.
-
-    One rank of each party says through the store what it called; nothing is kept there.
-    """
+    """Return the error of every rank; one of each party says what it called. Collective."""
     ordered = parties_of(heads)
     if refused:
         ordered.sort(key=lambda party: party[0] in refused)

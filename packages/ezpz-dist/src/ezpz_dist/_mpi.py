@@ -52,11 +52,9 @@ def speaks(info: RankInfo) -> bool:
 
 
 def broadcast_once(value: T, info: RankInfo, timeout: float) -> T:
-    """Return rank 0's texts and numbers on every rank, over MPI. Collective.
-
-    Where MPI itself blocks, as in MPI_Init when a rank never comes, no Python runs: the process
-    then prints where it stands and ends with exit status 1, a second after the time-out.
-    """
+    """Return rank 0's texts and numbers on every rank, over MPI. Collective."""
+    # Where MPI itself blocks, as in MPI_Init when a rank never comes, no Python runs: the process
+    # then prints where it stands and ends with exit status 1, a second after the time-out.
     deadline = time.monotonic() + timeout
     # The only watchdog that runs while a C library holds the GIL. What it prints is the names
     # of functions: so this one's name says who waits, and for what.
@@ -108,14 +106,10 @@ def _broadcast(message: bytes, info: RankInfo, deadline: float, timeout: float) 
 
 
 def abort_on_uncaught(world_size: int) -> None:
-    """After an uncaught exception end the whole job: peers and MPI_Finalize would wait for ever.
-
-    Does nothing where MPI is not initialized, nor where it was by the script, for more ranks
-    than ours. To be called after ``init_process_group``, whose own hook captures stderr while
-    it calls ours.
-    """
+    """After an uncaught exception end the whole job: peers and MPI_Finalize would wait for ever."""
+    # To be called after init_process_group, whose own hook captures stderr while it calls ours.
     mpi = _ours
-    if mpi is None:
+    if mpi is None:  # the script's own may be of more ranks than ours
         mpi = sys.modules.get("mpi4py.MPI")
         if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
             return
@@ -193,7 +187,6 @@ class OverMpi(Members):
     comm: Any
 
     def gather(self, mine: bytearray, what: str, timeout: float | None = None) -> bytearray:
-        """Return every rank's bytes, of equal length, one after the other by rank."""
         every = bytearray(len(mine) * len(self.ranks))
         byte = self.mpi.BYTE
         request = self.comm.Iallgather([mine, byte], [every, byte])
@@ -201,7 +194,6 @@ class OverMpi(Members):
         return every
 
     def reduce(self, tensor: torch.Tensor, op: str, what: str) -> None:
-        """Combine a contiguous tensor on the host over the ranks, in place."""
         # By address: mpi4py would want numpy to see into a tensor.
         memory = self.mpi.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
         spec = [memory, getattr(self.mpi, _TYPES[tensor.dtype])]
@@ -210,10 +202,7 @@ class OverMpi(Members):
 
 
 def find_channel(
-    operation: str,
-    implementation: str,
-    members: Members | None,
-    group: dist.ProcessGroup | None,
+    operation: str, implementation: str, members: Members | None, group: dist.ProcessGroup | None
 ) -> Members | None:
     """Return what carries a collective; None where this process is the only rank."""
     if implementation == "torch":

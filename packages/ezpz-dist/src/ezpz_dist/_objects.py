@@ -41,7 +41,6 @@ def raw_of(tensor: torch.Tensor) -> bytearray:
 
 
 def as_tensor(data: bytes | bytearray) -> torch.Tensor:
-    """Return bytes as uint8 [bytes], on the host."""
     return torch.frombuffer(bytearray(data) or bytearray(1), dtype=torch.uint8)[: len(data)]
 
 
@@ -76,7 +75,6 @@ def dump(obj: object) -> bytes:
 
 
 def load(data: bytes | bytearray, sender: int) -> Any:
-    """Return the object of `dump`'s bytes."""
     try:
         return pickle.loads(data)  # noqa: S301  # from a rank of this very job
     except Exception as error:  # unpickling runs the object's own code

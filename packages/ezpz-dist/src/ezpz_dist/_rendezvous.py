@@ -19,13 +19,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Self
 
-from torch.distributed import (  # type: ignore[attr-defined]  # torch exports them so
-    DistNetworkError,
-    HashStore,
-    PrefixStore,
-    Store,
-    TCPStore,
-)
+from torch.distributed import DistNetworkError, HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # torch exports them so
 
 from ezpz_topo import RankInfo, first_host, get_hostname, get_machine_info
 
@@ -47,8 +41,6 @@ _LOST_AFTER = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where the ranks have met."""
-
     store: Store
     """For ``init_process_group``."""
     master_addr: str
@@ -83,13 +75,10 @@ open it again for a second set-up, a faster rank could still meet the first and 
 def rendezvous(
     info: RankInfo, timeout: timedelta, env: Mapping[str, str] | None = None
 ) -> Rendezvous:
-    """Find the store at which this job's ranks meet. Collective: every rank calls this.
-
-    A complete ``MASTER_ADDR`` and ``MASTER_PORT`` decide. Else rank 0 of an MPI launcher
-    binds a free port, keeps it, and broadcasts it over MPI; ranks of a Slurm step derive
-    the same address from the step. Where the port is taken, rank 0 takes another one that
-    the others look at too; no rank takes another job's store, or what is no store, for its own.
-    """
+    """Find the store at which this job's ranks meet. Collective: every rank calls this."""
+    # A complete MASTER_ADDR and MASTER_PORT decide. Else rank 0 of an MPI launcher binds a free
+    # port, keeps it, and broadcasts it over MPI; ranks of a Slurm step derive the same address
+    # from the step. Where the port is taken, rank 0 takes another one that the others look at too.
     env = os.environ if env is None else env
     if info.world_size == 1:
         return Rendezvous(HashStore(), "127.0.0.1", 0, "a world of one")
@@ -210,10 +199,7 @@ class Job:
 
     @classmethod
     def of(cls, info: RankInfo, port: int, env: Mapping[str, str]) -> Self:
-        """Return this rank's job.
-
-        The port belongs to it, the address does not: rank 0's own is often ``localhost`` to itself.
-        """
+        """Return this rank's job. Not by the address: rank 0's own is often ``localhost`` to it."""
         facts = {"user": str(os.getuid()), "port": str(port)}
         for fact, variables in (_OF_ANY | _OF_LAUNCHER.get(info.launcher, {})).items():
             for name in variables:
@@ -223,7 +209,6 @@ class Job:
 
     @classmethod
     def read(cls, written: bytes) -> Self | None:
-        """Return the job that was written; None if this is no such thing."""
         try:
             facts, host, pid = json.loads(written)
             return cls({key: str(value) for key, value in facts.items()}, str(host), int(pid))
@@ -231,7 +216,6 @@ class Job:
             return None
 
     def written(self) -> bytes:
-        """Return what `read` reads."""
         return json.dumps([dict(self.facts), self.host, self.pid]).encode()
 
     def differs(self, other: Job) -> str:
@@ -245,8 +229,6 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the ranks were told to meet."""
-
     host: str
     """Rank 0's, by name or address."""
     addresses: tuple[str, ...]
@@ -344,10 +326,8 @@ def open_store(place: Place, info: RankInfo, timeout: timedelta) -> tuple[TCPSto
 
 
 def warn_of_a_foreign_address(place: Place) -> None:
-    """Say so if what the others take for rank 0's address is not this host's.
-
-    Not an error: behind a service of Kubernetes it is so, and works.
-    """
+    """Say so if what the others take for rank 0's address is not this host's."""
+    # Not an error: behind a service of Kubernetes it is so, and works.
     if not any(map(is_own, place.addresses)):
         logger.warning(
             "rank 0 is on %s, and the other ranks look for it at %s, which is no address of this "
@@ -439,12 +419,10 @@ _Seen = dict[tuple[str, int], Exception]
 
 
 def find_store(place: Place, info: RankInfo, timeout: timedelta) -> tuple[TCPStore, str, int]:
-    """Return a client of rank 0's store, with the address and the port where it was found.
-
-    A port is passed over when something else than this job's store is behind it; what rank 0
-    has only not opened yet is waited for. But whoever holds a port may be gone again, or not be
-    seen from here: so now and then all are looked at.
-    """
+    """Return a client of rank 0's store, with the address and the port where it was found."""
+    # A port is passed over when something else than this job's store is behind it; what rank 0
+    # has only not opened yet is waited for. But whoever holds a port may be gone again, or not be
+    # seen from here: so now and then all are looked at.
     start = time.monotonic()
     end = start + timeout.total_seconds()
     pause, longest = _FIRST_PAUSE, max(_LONGEST_PAUSE, info.world_size * _PAUSE_A_RANK)
@@ -530,10 +508,9 @@ def connect(
     *,
     patience: float = 0.0,
 ) -> tuple[TCPStore, Job | None]:
-    """Return a client of this job's store, and what rank 0 wrote into it.
+    """Return a client of this job's store (None: of any), and what rank 0 wrote into it.
 
-    Each answer is waited for ``limit`` seconds, and what rank 0 writes ``patience`` seconds; the
-    time-out is the client's own. Where the job is None any store will do, and nothing is read.
+    Each answer has ``limit`` seconds, and what rank 0 writes ``patience``.
     """
     probe(address, port, limit)
     try:
@@ -610,7 +587,6 @@ _SIOCGIFADDR = 0x8915  # Linux, linux/sockios.h
 
 
 def is_one_node(info: RankInfo) -> bool:
-    """Return whether every rank is on this node; False where the launcher does not tell."""
     return info.local_world_size == info.world_size
 
 
@@ -627,10 +603,7 @@ def resolve(host: str, info: RankInfo, source: str) -> tuple[str, ...]:
 
 
 def look_up(host: str, retried: float = 0.0) -> tuple[tuple[str, ...], str]:
-    """Return the numeric addresses of a host, and why there are none.
-
-    A name has so many seconds to come to be known.
-    """
+    """Return a host's numeric addresses, and why there are none; it has so long to be known."""
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -668,7 +641,6 @@ def _ask(host: str) -> tuple[str, ...]:
 
 
 def is_own(address: str) -> bool:
-    """Return whether a numeric address is one of this host's."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as asked:
         try:
@@ -679,25 +651,19 @@ def is_own(address: str) -> bool:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether a numeric address means the host itself, whichever that is."""
     return ipaddress.ip_address(address).is_loopback
 
 
 def is_reachable_by_name(host: str) -> bool:
-    """Return whether a name of this host stands for an address that others can reach.
-
-    Debian gives a host's own name the address 127.0.1.1. Of several, the first of this host's
-    counts: gloo tells that one to the others.
-    """
+    """Return whether a name of this host stands for an address that others can reach."""
+    # Debian gives a host's own name the address 127.0.1.1. Of several, the first of this host's
+    # counts: gloo tells that one to the others.
     own = next((each for each in look_up(host)[0] if is_own(each)), None)
     return own is not None and not is_loopback(own)
 
 
 def on_fast_network(host: str, env: Mapping[str, str]) -> str:
-    """Return a host's name on the machine's fast network, where it has one; else the same.
-
-    The choice that ezpz-launch makes: ``hsn_suffix`` in the machine's file.
-    """
+    """Return a host's name on the machine's fast network, as ezpz-launch does; else the same."""
     suffix = get_machine_info(env).hsn_suffix
     if not suffix or ":" in host or host.replace(".", "").isdigit():
         return host
@@ -726,11 +692,9 @@ def advertised(info: RankInfo, env: Mapping[str, str]) -> str:
 def gloo_interface(
     info: RankInfo, master_addr: str, master_port: int, env: Mapping[str, str] | None = None
 ) -> str | None:
-    """Return the network interface for ``GLOO_SOCKET_IFNAME``; None to leave the choice to gloo.
-
-    gloo tells the other ranks the address that this host's own name stands for. Where that
-    is loopback's (Debian: 127.0.1.1) they cannot connect, and it takes the interface's instead.
-    """
+    """Return the network interface for ``GLOO_SOCKET_IFNAME``; None to leave the choice to gloo."""
+    # gloo tells the other ranks the address that this host's own name stands for. Where that is
+    # loopback's (Debian: 127.0.1.1) they cannot connect.
     env = os.environ if env is None else env
     if env.get("GLOO_SOCKET_IFNAME") or is_one_node(info) or is_reachable_by_name(get_hostname()):
         return None
@@ -744,10 +708,7 @@ def gloo_interface(
 
 
 def outward_address() -> str | None:
-    """Return an address of this host that is not loopback's; None if there is none.
-
-    That of the default route, else of the first interface that is up.
-    """
+    """Return this host's address on the default route, else of the first interface; or None."""
     # Of 192.0.2.0/24, which RFC 5737 sets apart: nothing is sent.
     for beyond in ("192.0.2.1", "2001:db8::1"):
         source = _source_toward(beyond, 9)
@@ -770,7 +731,6 @@ def _source_toward(address: str, port: int) -> str | None:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the interface that has an address of this host."""
     bare = address.partition("%")[0]
     return next((name for name, each in _interfaces() if each == bare), None)
 

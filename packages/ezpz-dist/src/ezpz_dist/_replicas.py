@@ -94,12 +94,10 @@ class Replicas(Members):
 
     @property
     def size(self) -> int:
-        """How many they are."""
         return len(self.ranks)
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank's model is the one that the others start from."""
         return self.place == 0
 
     def send_first(self, data: torch.Tensor, what: str) -> None:
@@ -249,7 +247,6 @@ def check_options(call: str, options: Mapping[str, object], reserved: Mapping[st
 
 
 def as_floating(dtype: str | torch.dtype, what: str = "dtype") -> torch.dtype:
-    """Return a type to compute or reduce in."""
     wanted = as_dtype(dtype)
     if not wanted.is_floating_point:
         raise ValueError(f"{what} {wanted}; expected a floating-point type")

@@ -22,13 +22,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # torch exports them
 
 from ezpz_device import get_torch_backend, get_torch_device, is_backend_available
-from ezpz_topo import (
-    RankInfo,
-    get_cpu_count,
-    get_hostname,
-    get_local_device,
-    get_rank_info,
-)
+from ezpz_topo import RankInfo, get_cpu_count, get_hostname, get_local_device, get_rank_info
 
 from . import _diagnosis, _watch
 from ._diagnosis import LOST, SideStore, arrived, calling_line, pid_namespace, within
@@ -37,7 +31,7 @@ from ._members import agree, common_facts, withdraw
 from ._mpi import abort_on_uncaught
 from ._rendezvous import Rendezvous, gloo_interface, rendezvous
 from ._watch import first_line
-from ._world import World, enter, find_world, finish_all, is_forked, mark_forked
+from ._world import World, enter, find_world, finish_all, is_forked, mark_forked, set_variables
 
 logger = logging.getLogger(__name__)
 
@@ -104,18 +98,12 @@ class SetupState:
         self.hook, self.is_complete = sys.excepthook, False
 
     def export(self, values: Mapping[str, str]) -> None:
-        """Set environment variables."""
         for name in values:
             self.variables.setdefault(name, os.environ.get(name))
         os.environ.update(values)
 
     def restore_variables(self) -> None:
-        """Bring the environment back to what it was."""
-        for name, value in self.variables.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        set_variables(self.variables)
         self.variables.clear()
 
     def restore_hook(self) -> None:

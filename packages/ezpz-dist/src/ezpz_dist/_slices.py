@@ -380,7 +380,6 @@ def read_for_all(
 
 
 def _first(what: str, members: Members | None) -> tuple[int, Callable[[Exception], DistError]]:
-    """Return the first rank, and how all say what it could not read."""
     reader = 0 if members is None else members.ranks[0]
     host = "" if members is None else f" on {members.world.hosts[reader]}"
 

@@ -92,7 +92,6 @@ class StragglerReport:
         return bool(self.slow_ranks)
 
     def __str__(self) -> str:
-        """Return it in a line."""
         if len(self.means) == 1:
             return (
                 f"rank 0 ({self.host}) {in_words(self.median)} a step, at most "
@@ -136,7 +135,6 @@ class BackwardWaits:
         self._hook = model.register_forward_hook(self._after_forward)
 
     def remove(self) -> None:
-        """Measure no more."""
         self._hook.remove()
 
     def _after_forward(self, _model: torch.nn.Module, _arguments: Any, output: Any) -> None:
@@ -159,7 +157,6 @@ class BackwardWaits:
 
 
 def _at_end(callback: Any) -> None:
-    """Have the engine call something when the backward that runs is done, in order."""
     engine = torch.autograd.Variable._execution_engine  # noqa: SLF001  # as FSDP itself does
     engine.queue_callback(callback)
 

@@ -37,7 +37,6 @@ def _rank_here() -> int:
 
 
 def in_words(seconds: float) -> str:
-    """Return a time as people read it."""
     if abs(seconds) >= 999.5:
         return f"{seconds:,.0f} s"
     # As it will be shown: 999.6 us are a millisecond.
@@ -56,11 +55,7 @@ R = TypeVar("R")
 
 @contextmanager
 def timed(
-    name: str,
-    rank: int | None = None,
-    *,
-    level: int = logging.INFO,
-    log: logging.Logger = logger,
+    name: str, rank: int | None = None, *, level: int = logging.INFO, log: logging.Logger = logger
 ) -> Iterator[Timer]:
     """Log how long a block took, on one rank; yields its `Timer`.
 
@@ -162,7 +157,6 @@ class Timing:
     last: float
 
     def __str__(self) -> str:
-        """Return ``"12 x 3.1 ms (2.9 ms to 4 ms), 37 ms in all"``."""
         if not self.count:
             return "not used"
         return (
@@ -279,13 +273,11 @@ class Timers:
         self._enabled = enabled
 
     def __call__(self, name: str) -> Timer:
-        """Return the timer of that name."""
         if name not in self._timers:
             self._timers[name] = self._make(name, enabled=self._enabled)
         return self._timers[name]
 
     def __iter__(self) -> Iterator[Timer]:
-        """Return the timers in the order in which they were made."""
         return iter(self._timers.values())
 
     @property

@@ -20,25 +20,7 @@ from typing import NoReturn, Self, TypeVar
 import torch
 import torch.distributed as dist
 
-from ._diagnosis import (
-    LOST,
-    Location,
-    RollCall,
-    SideStore,
-    call_roll,
-    calling_line,
-    describe_frames,
-    enter_wait,
-    find_responder,
-    flush,
-    last_held,
-    leave_wait,
-    main_frame,
-    raising_line,
-    tell,
-    whole_stack,
-    within,
-)
+from . import _diagnosis
 from ._errors import CollectiveError, HangError, LostRankError, fold
 from ._world import World, find_world, is_forked
 
@@ -60,21 +42,17 @@ _LINES = 16
 def waiting(
     what: str, world: World | None, members: Collection[int] | None = None
 ) -> Iterator[None]:
-    """Say what this rank waits for, so that others can be told; explain a failure of torch's.
-
-    Inside, torch's error (a time-out, a closed connection) becomes a `HangError` or
-    `LostRankError` that names the missing of the members (None: all), their hosts and lines.
-    """
+    """Say what this rank waits for; torch's error becomes one that names the missing members."""
     if world is None or world.info.world_size == 1:
         yield
         return
     if is_forked():
         raise CollectiveError(
-            f"{what} at {calling_line()} in a process that rank {world.info.rank} has forked, such "
-            "as a worker of a data loader: it would take its parent's part; expected it in the "
-            "process that called setup_torch"
+            f"{what} at {_diagnosis.calling_line()} in a process that rank {world.info.rank} has "
+            "forked, such as a worker of a data loader: it would take its parent's part; expected "
+            "it in the process that called setup_torch"
         )
-    enter_wait(what)
+    _diagnosis.enter_wait(what)
     start = time.monotonic()
     try:
         yield
@@ -83,7 +61,7 @@ def waiting(
             raise
         raise explain(error, what, world, time.monotonic() - start, members) from error
     finally:
-        leave_wait()
+        _diagnosis.leave_wait()
 
 
 def finish(
@@ -127,12 +105,12 @@ def explain(
     members: Collection[int] | None = None,
 ) -> CollectiveError:
     """Return the error that names who is missing, where torch's names no one."""
-    rank, host = world.info.rank, world.hosts[world.info.rank]
-    start = f"{what} at {calling_line()} on rank {rank} ({host}) failed after {waited:.1f} s: "
-    responder = find_responder()
+    rank, line = world.info.rank, _diagnosis.calling_line()
+    start = f"{what} at {line} on rank {rank} ({world.hosts[rank]}) failed after {waited:.1f} s: "
+    responder = _diagnosis.find_responder()
     if responder is None:
         return CollectiveError(f"{start}{first_line(error)}")
-    call = call_roll(responder)
+    call = _diagnosis.call_roll(responder)
     if members is not None:
         call = call.among({*members, rank})
     text, missing = describe_missing(call, rank, what)
@@ -140,14 +118,11 @@ def explain(
     return kind(f"{start}{text} ({first_line(error)})", missing)
 
 
-def describe_missing(call: RollCall, rank: int, what: str = "") -> tuple[str, list[int]]:
-    """Say who is not where this rank is, and where they are instead; return these ranks too.
-
-    They are compared by the collective of ours that it waits in, or, without one, by source line.
-    """
+def describe_missing(call: _diagnosis.RollCall, rank: int, what: str = "") -> tuple[str, list[int]]:
+    """Say who is not where this rank is, and where they are instead; return these ranks too."""
     mine = call.locations[rank]
 
-    def is_away(other: Location) -> bool:
+    def is_away(other: _diagnosis.Location) -> bool:
         if what:
             return other.doing != what
         return (other.line, other.collectives) != (mine.line, mine.collectives)
@@ -207,11 +182,8 @@ _unwinding = False
 
 
 def install() -> None:
-    """Let an uncaught exception of this rank end the job, and SIGTERM clean up.
-
-    To be called after ``init_process_group``, whose own hook captures standard error while it
-    calls ours; the caller puts ``sys.excepthook`` back.
-    """
+    """Let an uncaught exception of this rank end the job, and SIGTERM clean up."""
+    # After init_process_group, whose own hook captures standard error while it calls ours.
     global _failed, _unwinding
     _failed = _unwinding = False
     previous = sys.excepthook
@@ -231,7 +203,6 @@ def install() -> None:
 
 
 def has_failed() -> bool:
-    """Return whether this rank goes because of a failure."""
     return _failed
 
 
@@ -249,36 +220,33 @@ def _terminated(_: int, frame: FrameType | None) -> None:
         # thread counts as ended: there is no script to unwind, and Python would print a traceback.
         return
     _unwinding = True
-    leave_word(f"SIGTERM at {describe_frames(frame)[0]}")
+    leave_word(f"SIGTERM at {_diagnosis.describe_frames(frame)[0]}")
     # Unwinds the script, so that its own `finally` and our cleanup run.
     sys.exit(128 + signal.SIGTERM)
 
 
 def report_failure(world: World, value: BaseException, trace: TracebackType | None) -> None:
     """Tell every other rank what this one ends of, and to end too."""
-    flush()
-    rank, line = world.info.rank, raising_line(trace)
+    _diagnosis.flush()
+    rank, line = world.info.rank, _diagnosis.raising_line(trace)
     name, text = type(value).__name__, first_line(value)
     reason = name if text == name else f"{name}: {text}"
     start = f"rank {rank} on {world.hosts[rank]} failed at {line}: "
-    responder = find_responder()
+    responder = _diagnosis.find_responder()
     if responder is not None:
         responder.failed_at = line
         if is_of_a_collective(value):
             # torch's error names no one; ours have told already.
-            missing, _ = describe_missing(call_roll(responder), rank)
+            missing, _ = describe_missing(_diagnosis.call_roll(responder), rank)
             reason = f"in a collective, because {missing}"
-            tell(f"ezpz: {start}{reason}")
+            _diagnosis.tell(f"ezpz: {start}{reason}")
     end_job(start + reason, 128 + signal.SIGINT if isinstance(value, KeyboardInterrupt) else 1)
 
 
 def end_job(text: str, status: int) -> bool:
-    """Tell every other rank to end, with this exit status; one of them prints why.
-
-    Returns, so that this rank can end as it likes: whether they were told, by it or another.
-    """
+    """Tell every other rank to end, with this status, and one to say why; return if they know."""
     global _failed
-    responder = find_responder()
+    responder = _diagnosis.find_responder()
     if responder is None or responder.lost:
         return False
     _failed = True
@@ -301,17 +269,17 @@ def end_job(text: str, status: int) -> bool:
 
 def leave_word(text: str) -> None:
     """Leave a note of why this rank goes, for those who will look for it."""
-    responder = find_responder()
+    responder = _diagnosis.find_responder()
     if responder is not None and not responder.lost:
         side = responder.side
         # The first reason is the true one: what follows is the way out.
         _try_to_tell(side, lambda: side.reach().compare_set(f"left/{side.rank}", "", text))
 
 
-def _try_to_tell(side: SideStore, request: Callable[[], object]) -> bool:
+def _try_to_tell(side: _diagnosis.SideStore, request: Callable[[], object]) -> bool:
     try:
-        within(_TELLING, request)
-    except LOST as error:
+        _diagnosis.within(_TELLING, request)
+    except _diagnosis.LOST as error:
         logger.debug("rank %d could not tell the others: %s", side.rank, error)
         return False
     return True
@@ -336,7 +304,6 @@ class StepWatchdog(AbstractContextManager["StepWatchdog"]):
     """See `watch`."""
 
     def __init__(self, step_timeout: float, report: str | os.PathLike[str] | None = None) -> None:
-        """Prepare a watchdog; it begins as the block is entered."""
         if not step_timeout > 0:
             raise ValueError(f"step_timeout {step_timeout}; expected seconds above 0")
         self._timeout = step_timeout
@@ -358,7 +325,6 @@ class StepWatchdog(AbstractContextManager["StepWatchdog"]):
             self.step()
 
     def __enter__(self) -> Self:
-        """Begin."""
         self._last = time.monotonic()
         self._over.clear()
         self._thread = threading.Thread(target=self._run, name="ezpz-watch", daemon=True)
@@ -366,7 +332,6 @@ class StepWatchdog(AbstractContextManager["StepWatchdog"]):
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End; nothing is watched any more."""
         self._over.set()
         faulthandler.cancel_dump_traceback_later()
         if self._thread is not None:
@@ -374,7 +339,7 @@ class StepWatchdog(AbstractContextManager["StepWatchdog"]):
 
     def _run(self) -> None:
         while True:
-            seen = max(self._last, last_held())
+            seen = max(self._last, _diagnosis.last_held())
             left = seen + self._timeout - time.monotonic()
             if left <= 0:
                 self._end()
@@ -389,37 +354,42 @@ class StepWatchdog(AbstractContextManager["StepWatchdog"]):
             f"no step for {self._timeout:g} s (steps done on this rank: {self._steps}); "
             "where every rank stands"
         )
-        responder = find_responder()
+        responder = _diagnosis.find_responder()
         if responder is None:
-            frame = main_frame()
-            alone = Location(0, "this host", *describe_frames(frame), stack=whole_stack(frame))
-            self._write(f"ezpz: {text}\n{picture(RollCall({0: alone}))}")
+            frame = _diagnosis.main_frame()
+            alone = _diagnosis.Location(
+                0,
+                "this host",
+                *_diagnosis.describe_frames(frame),
+                stack=_diagnosis.whole_stack(frame),
+            )
+            self._write(f"ezpz: {text}\n{picture(_diagnosis.RollCall({0: alone}))}")
         else:
-            call, side = call_roll(responder, stack=True), responder.side
+            call, side = _diagnosis.call_roll(responder, stack=True), responder.side
             mine = str(side.rank)
 
             def is_first() -> bool:
                 return side.reach().compare_set("watch/report", "", mine).decode() == mine
 
             try:
-                first = within(1.0, is_first)
-            except LOST:
+                first = _diagnosis.within(1.0, is_first)
+            except _diagnosis.LOST:
                 # Rank 0 has gone with the store, as it does once another rank has told it all.
                 # Where none was heard to, better twice than not at all.
                 first = not responder.ending.wait(_HEARING)
             if first:
                 self._write(f"ezpz: rank {side.rank}: {text}\n{picture(call)}")
             end_job(f"no step for {self._timeout:g} s on rank {side.rank}", TIMED_OUT)
-        flush()
+        _diagnosis.flush()
         os._exit(TIMED_OUT)
 
     def _write(self, text: str) -> None:
-        tell(text)
+        _diagnosis.tell(text)
         if self._report is not None:
             try:
                 self._report.write_text(f"{text}\n")
             except OSError as error:
-                tell(f"ezpz: the report could not be written to {self._report}: {error}")
+                _diagnosis.tell(f"ezpz: the report could not be written to {self._report}: {error}")
 
 
 def watch(step_timeout: float, report: str | os.PathLike[str] | None = None) -> StepWatchdog:
@@ -443,9 +413,9 @@ def watch(step_timeout: float, report: str | os.PathLike[str] | None = None) -> 
     return StepWatchdog(step_timeout, report)
 
 
-def picture(call: RollCall) -> str:
+def picture(call: _diagnosis.RollCall) -> str:
     """Return a roll call as people read it: equal stacks once, the fewest ranks first."""
-    alike: dict[tuple[str, tuple[str, ...]], list[Location]] = {}
+    alike: dict[tuple[str, tuple[str, ...]], list[_diagnosis.Location]] = {}
     for location in call.locations.values():
         alike.setdefault((location.place, location.stack), []).append(location)
     parts = [f"rank {rank} on {call.hosts[rank]} {fate}" for rank, fate in call.silent.items()]

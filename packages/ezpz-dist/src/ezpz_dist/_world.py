@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -48,7 +49,6 @@ def enter(world: World | None) -> None:
 
 
 def find_world() -> World | None:
-    """Return what set-up decided; None before it and after clean-up."""
     return _world
 
 
@@ -65,7 +65,6 @@ def current_world(operation: str) -> World | None:
 
 
 def mark_forked() -> None:
-    """Say that this process is a child that a rank has forked. For set-up."""
     global _forked
     _forked = True
 
@@ -90,3 +89,12 @@ def finish_all() -> Exception | None:
         except Exception as error:  # noqa: BLE001 - raised by clean-up, once the rest is done
             first = first or error
     return first
+
+
+def set_variables(values: Mapping[str, str | None]) -> None:
+    """Set environment variables; None: remove them."""
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

@@ -14,20 +14,10 @@ from torch.optim import Optimizer
 
 from ezpz_device import get_torch_device
 
+from . import _replicas
 from ._errors import WrapError
 from ._fsdp2 import wrap_model_for_fsdp2
 from ._materialize import Initialize, materialize, refuse_unfillable
-from ._replicas import (
-    agreed,
-    as_floating,
-    check_model,
-    check_options,
-    find_replicas,
-    refuse_mps,
-    refuse_wrapped,
-    remember_inside,
-    start_alike,
-)
 from ._watch import waiting
 from ._world import current_world
 
@@ -74,10 +64,10 @@ def wrap_model_for_ddp(
         WrapError: The model is wrapped already, has nothing to train, or differs between ranks
             (names rank and parameter); or ``device_ids`` is given.
     """
-    replicas = find_replicas(_DDP)
+    replicas = _replicas.find_replicas(_DDP)
     device = replicas.world.device
-    with agreed(_DDP, model, {"initialize": initialize, **options}, replicas):
-        check_model(_DDP, model, replicas, options, _RESERVED)
+    with _replicas.agreed(_DDP, model, {"initialize": initialize, **options}, replicas):
+        _replicas.check_model(_DDP, model, replicas, options, _RESERVED)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise WrapError(
                 f"{_DDP}: {type(model).__name__} has no parameter that requires a gradient; "
@@ -92,7 +82,7 @@ def wrap_model_for_ddp(
         wrapped = DistributedDataParallel(
             model, device_ids=device_ids, process_group=replicas.group, **options
         )
-    remember_inside(model, "DDP", wrapped)
+    _replicas.remember_inside(model, "DDP", wrapped)
     return wrapped
 
 
@@ -129,17 +119,17 @@ def wrap_optimizer_for_zero1(
         WrapError: The parameters are FSDP's, which shards the optimizer's state as well; or they
             differ between ranks; or ``process_group`` is given.
     """
-    replicas = find_replicas(_ZERO1)
+    replicas = _replicas.find_replicas(_ZERO1)
     groups: list[Any] = list(params)
     every: list[torch.Tensor] = []
     tensors: dict[str, torch.Tensor] = {}
     given = {"optimizer_class": getattr(optimizer_class, "__name__", None), **options}
-    with agreed(_ZERO1, tensors, given, replicas):
+    with _replicas.agreed(_ZERO1, tensors, given, replicas):
         for group in groups:
             one = group["params"] if isinstance(group, dict) else group
             every += [one] if isinstance(one, torch.Tensor) else one
         tensors |= {f"parameter {number}": one for number, one in enumerate(every)}
-        check_options(_ZERO1, options, _RESERVED)
+        _replicas.check_options(_ZERO1, options, _RESERVED)
         for sharded, by in (("device_mesh", "FSDP2"), ("_fsdp_flattened", "FSDP1")):
             if any(hasattr(one, sharded) for one in every):
                 raise WrapError(
@@ -199,7 +189,7 @@ def wrap_model(
     """
     world = current_world(_CALL)
     device = torch.device(get_torch_device()) if world is None else world.device
-    replicas = None if world is None else find_replicas(_CALL)
+    replicas = None if world is None else _replicas.find_replicas(_CALL)
     if replicas is None or replicas.size == 1:
         _check(model, use_fsdp, dtype, initialize)
         if dtype is not None:
@@ -207,9 +197,9 @@ def wrap_model(
         materialize(model, device, initialize)
         return model.to(device)
     given = {"use_fsdp": use_fsdp, "dtype": dtype, "initialize": initialize}
-    with agreed(_CALL, model, given, replicas):
+    with _replicas.agreed(_CALL, model, given, replicas):
         _check(model, use_fsdp, dtype, initialize)
-        refuse_mps(_CALL, replicas)
+        _replicas.refuse_mps(_CALL, replicas)
     parameters = list(model.parameters())
     if use_fsdp and parameters:
         return wrap_model_for_fsdp2(model, dtype=dtype, initialize=initialize)
@@ -217,22 +207,19 @@ def wrap_model(
         return wrap_model_for_ddp(model, initialize=initialize)
     materialize(model, device, initialize)
     model = model.to(device)
-    start_alike([*model.parameters(), *model.buffers()], replicas)
+    _replicas.start_alike([*model.parameters(), *model.buffers()], replicas)
     return model
 
 
 def _check(
-    model: nn.Module,
-    use_fsdp: bool,
-    dtype: str | torch.dtype | None,
-    initialize: Initialize | None,
+    model: nn.Module, use_fsdp: bool, dtype: str | torch.dtype | None, initialize: Initialize | None
 ) -> None:
-    refuse_wrapped(model)
+    _replicas.refuse_wrapped(model)
     if dtype is not None:
         if not use_fsdp:
             raise WrapError(
                 f"dtype={dtype!r} without use_fsdp; expected it with FSDP only; with DDP wrap the "
                 "forward pass in torch.autocast"
             )
-        as_floating(dtype)
+        _replicas.as_floating(dtype)
     refuse_unfillable(model, initialize)

@@ -56,8 +56,6 @@ _BLOCK = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A file as it was written."""
-
     size: int
     crc32: int
 
@@ -197,14 +195,11 @@ class _Summing(io.RawIOBase):
 
 
 class Files:
-    """The files of a checkpoint that this process writes."""
-
     def __init__(self, store: Store, folder: str) -> None:
         self._store, self._folder = store, folder
         self.written: dict[str, Written] = {}
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a file that is synced when this returns."""
         with self.open(name) as stream:
             stream.write(data)
 
@@ -243,8 +238,6 @@ _FEW = 3
 
 
 class Extent(NamedTuple):
-    """Where an archive lies in a file."""
-
     at: int
     length: int
 
@@ -360,8 +353,6 @@ def _archive(like: Tensor, fill: int) -> Tensor:
 
 
 class Wanted(NamedTuple):
-    """A tensor to fill from an archive."""
-
     key: str
     extent: Extent
     dtype: torch.dtype
@@ -531,8 +522,6 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A whole tensor in a checkpoint."""
-
     size: torch.Size
     dtype: torch.dtype
     chunks: list[Chunk] = field(default_factory=list)

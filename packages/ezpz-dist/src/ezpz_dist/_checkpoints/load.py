@@ -21,25 +21,6 @@ from ezpz_tp import Piece
 
 from . import index
 from . import pieces as _pieces
-from .index import (
-    Chunk,
-    Manifest,
-    Saved,
-    Wanted,
-    damage_of,
-    read,
-    read_manifest,
-    read_manifests,
-)
-from .pieces import (
-    Layout,
-    Pieces,
-    blob_of,
-    current_layout,
-    derive_rng_state,
-    refuse_deepspeed,
-    set_rng_state,
-)
 from .ranks import Ranks, collecting_later, ranks_of
 from .save import finish_saving
 from .store import (
@@ -59,22 +40,24 @@ from .store import (
 # Fill this rank's tensors from a checkpoint's files, once these are known to be whole.
 
 
-def wanted_of(saved: Mapping[str, Saved], held: Mapping[str, Pieces]) -> dict[str, list[Wanted]]:
+def wanted_of(
+    saved: Mapping[str, index.Saved], held: Mapping[str, _pieces.Pieces]
+) -> dict[str, list[index.Wanted]]:
     """Return what this rank reads, by file; all that it holds was saved, with these sizes."""
-    wanted: dict[str, list[Wanted]] = {}
+    wanted: dict[str, list[index.Wanted]] = {}
     for key, pieces in held.items():
         dtype = saved[key].dtype
         for chunk, part, target in _overlaps(pieces, saved[key].chunks):
-            one = Wanted(key, chunk.extent, dtype, chunk.sizes, part, target)
+            one = index.Wanted(key, chunk.extent, dtype, chunk.sizes, part, target)
             wanted.setdefault(chunk.file, []).append(one)
     return wanted
 
 
 def _overlaps(
-    pieces: Pieces, chunks: Sequence[Chunk]
-) -> Iterator[tuple[Chunk, Piece | None, Tensor]]:
+    pieces: _pieces.Pieces, chunks: Sequence[index.Chunk]
+) -> Iterator[tuple[index.Chunk, Piece | None, Tensor]]:
     """Yield what pieces have in common with what is saved: of which chunk what, and where to."""
-    same: dict[tuple[Any, ...], Chunk] = {(one.offsets, one.sizes): one for one in chunks}
+    same: dict[tuple[Any, ...], index.Chunk] = {(one.offsets, one.sizes): one for one in chunks}
     for piece, tensor in pieces.held:
         if (chunk := same.get(piece)) is not None:
             yield chunk, None, tensor
@@ -84,7 +67,7 @@ def _overlaps(
                 yield chunk, common.within(chunk.piece), tensor[common.within(piece).slices]
 
 
-def shares(files: Sequence[str], manifest: Manifest, readers: int) -> list[list[str]]:
+def shares(files: Sequence[str], manifest: index.Manifest, readers: int) -> list[list[str]]:
     """Divide files among the ranks of a node, so that each is verified once there."""
     loads = [0] * readers
     dealt: list[list[str]] = [[] for _ in range(readers)]
@@ -96,8 +79,7 @@ def shares(files: Sequence[str], manifest: Manifest, readers: int) -> list[list[
 
 
 def bytes_of(held: Mapping[str, Any], key: str) -> bytes:
-    """Return the bytes that were read under a key."""
-    pieces: Pieces = held[key]
+    pieces: _pieces.Pieces = held[key]
     ((_, tensor),) = pieces.held
     return bytes(raw_of(tensor))
 
@@ -111,12 +93,14 @@ _NAMED = 5
 class Target:
     """What a checkpoint is loaded into. Each method is a collective: every rank calls it."""
 
-    def __init__(self, ranks: Ranks, layout: Layout, args: CheckpointArgs, strict: bool) -> None:
+    def __init__(
+        self, ranks: Ranks, layout: _pieces.Layout, args: CheckpointArgs, strict: bool
+    ) -> None:
         self._ranks, self._layout = ranks, layout
         self._args, self._strict = args, strict
         self._notes: list[str] = []
 
-    def plan(self, store: Store, folder: str, manifest: Manifest, data: bytes) -> list[str]:
+    def plan(self, store: Store, folder: str, manifest: index.Manifest, data: bytes) -> list[str]:
         """Find out what each rank reads, and verify it; return what is wrong on any."""
         ranks = self._ranks
         self._what = f"{store.root}/{folder} cannot be loaded"
@@ -129,7 +113,7 @@ class Target:
         self._place = store, folder
         mine, spare = self._shared_out(set(self._wanted))
         self._judge_unknown(spare)
-        damages = (damage_of(store, folder, name, manifest.files[name]) for name in mine)
+        damages = (index.damage_of(store, folder, name, manifest.files[name]) for name in mine)
         found = ranks.tell(ranks.gather([each for each in damages if each]))
         return [
             f"rank {rank} on {ranks.hosts[rank]}: {each}" if ranks.size > 1 else each
@@ -161,8 +145,8 @@ class Target:
         verifies, spare = ranks.first_for_each(self._what, share)
         return _named(names, verifies), sorted(_named(keys, spare))
 
-    def _plan(self) -> dict[str, list[Wanted]]:
-        refuse_deepspeed(self._args.model)
+    def _plan(self) -> dict[str, list[index.Wanted]]:
+        _pieces.refuse_deepspeed(self._args.model)
         self._choose_contents()
         give_memory(self._args.model)
         self._model_state = _pieces.model_state(self._args.model)
@@ -181,7 +165,7 @@ class Target:
         for key in wanted:
             if key not in self._saved:
                 raise CheckpointError(f"there is no {key} in it; save_checkpoint writes one")
-            known[key] = blob_of(bytes(self._saved[key].size.numel()))
+            known[key] = _pieces.blob_of(bytes(self._saved[key].size.numel()))
         self._held = known
         return wanted_of(self._saved, known)
 
@@ -261,7 +245,7 @@ class Target:
         store, folder = self._place
         for name, wanted in self._wanted.items():
             with store.open(f"{folder}/{name}", "rb") as file:
-                read(file, wanted)
+                index.read(file, wanted)
 
     def _object(self, key: str) -> Any:
         return _pieces.decode(key, bytes_of(self._held, key))
@@ -303,7 +287,7 @@ class Target:
 
     def _set_rng(self, own: Mapping[str, Any], here: bool, world: World | None) -> None:
         if here:
-            self._notes += set_rng_state(own["rng"], world)
+            self._notes += _pieces.set_rng_state(own["rng"], world)
             return
         saved, rank = bytes_of(self._held, _pieces.rank_key(0)), self._ranks.rank
         data_parallel = all(
@@ -311,16 +295,16 @@ class Target:
         )
         key = _pieces.rank_key(rank)
         if data_parallel and key in self._held:
-            self._notes += set_rng_state(self._object(key)["rng"], world)
+            self._notes += _pieces.set_rng_state(self._object(key)["rng"], world)
         else:
-            derive_rng_state(saved, self._layout.stream)
+            _pieces.derive_rng_state(saved, self._layout.stream)
         self._notes.append(
             f"saved by {self._manifest.world_size} ranks and loaded by {self._ranks.size}: random "
             "streams of ranks that were not there are derived from rank 0's"
         )
 
 
-def _decoded(data: bytes, manifest: Manifest) -> tuple[dict[str, index.Saved], str]:
+def _decoded(data: bytes, manifest: index.Manifest) -> tuple[dict[str, index.Saved], str]:
     try:
         saved = index.decode_index(data)
     except ValueError as error:
@@ -370,7 +354,7 @@ class Checkpoint:
     torch: str
 
 
-def described(store: Store, name: str, manifest: Manifest) -> Checkpoint:
+def described(store: Store, name: str, manifest: index.Manifest) -> Checkpoint:
     return Checkpoint(
         manifest.step, f"{store.root}/{name}", manifest.world_size, manifest.contents,
         manifest.size, manifest.time, manifest.torch,
@@ -395,7 +379,7 @@ def latest_checkpoint(path: str | os.PathLike[str]) -> Checkpoint | None:
 
 
 def _completed(store: Store) -> list[Checkpoint]:
-    found, _ = read_manifests(store, names_in(store.entries()))  # loading says what is wrong
+    found, _ = index.read_manifests(store, names_in(store.entries()))  # loading says what is wrong
     newest: dict[int, Checkpoint] = {}
     for name, manifest in found.items():
         newest.setdefault(name.step, described(store, str(name), manifest))
@@ -405,7 +389,7 @@ def _completed(store: Store) -> list[Checkpoint]:
 def candidates(store: Store, step: int | None) -> list[Name]:
     """Return what to load, the newest first: that may be one whose manifest cannot be read."""
     names = [name for name in names_in(store.entries()) if step in (None, name.step)]
-    found, wrong = read_manifests(store, names)
+    found, wrong = index.read_manifests(store, names)
     return [*wrong, *found]
 
 
@@ -431,13 +415,13 @@ def verify_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> 
             raise CheckpointError(none_there(store, step))
         name = str(names[0])
     try:
-        manifest = read_manifest(store, name)
+        manifest = index.read_manifest(store, name)
     except ValueError as error:
         raise CheckpointError(f"{store.root}/{name}: {error}") from error
     problems = [
         problem
         for file, said in manifest.files.items()
-        if (problem := damage_of(store, name, file, said))
+        if (problem := index.damage_of(store, name, file, said))
     ]
     if problems:
         raise CheckpointError(f"{store.root}/{name}: {'; '.join(problems)}")
@@ -445,7 +429,6 @@ def verify_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> 
 
 
 def none_there(store: Store, step: int | None) -> str:
-    """Return the words for a checkpoint that is not there."""
     names: list[Name] = names_in(store.entries())
     steps = ", ".join(str(each) for each in sorted({name.step for name in names})) or "none"
     which = "no checkpoint" if step is None else f"no checkpoint of step {step}"
@@ -537,7 +520,7 @@ def load_checkpoint(
         names = ranks.first(f"{store.root} cannot be listed", lambda: _candidates(store, step))
         if not names and step is None:
             return None
-        layout = current_layout(ranks.rank, ranks.size)
+        layout = _pieces.current_layout(ranks.rank, ranks.size)
         args = CheckpointArgs(model, as_list(optimizer), scheduler, data)
         target = Target(ranks, layout, args, strict)
         found = _first_whole(store, names, target, ranks, step)
@@ -567,13 +550,15 @@ def _candidates(store: Store, step: int | None) -> list[Name]:
 
 def _first_whole(
     store: Store, names: list[Name], target: Target, ranks: Ranks, step: int | None
-) -> tuple[Name, Manifest, list[str]] | str:
+) -> tuple[Name, index.Manifest, list[str]] | str:
     """Return the newest that is whole, and what is wrong with those before it; or with all."""
     skipped: list[str] = []
     for name in names:
         folder = str(name)
         what = f"{store.root}/{folder} cannot be read"
-        found: tuple[Manifest, bytes] | str = ranks.first(what, partial(_opened, store, folder))
+        found: tuple[index.Manifest, bytes] | str = ranks.first(
+            what, partial(_opened, store, folder)
+        )
         damage = [found] if isinstance(found, str) else target.plan(store, folder, *found)
         if not damage:
             return name, found[0], skipped  # type: ignore[return-value]  # found is no text here
@@ -583,13 +568,12 @@ def _first_whole(
     return ". ".join(skipped)
 
 
-def _opened(store: Store, folder: str) -> tuple[Manifest, bytes] | str:
-    """Return manifest and index, or what is wrong with them."""
+def _opened(store: Store, folder: str) -> tuple[index.Manifest, bytes] | str:
     try:
-        manifest = read_manifest(store, folder)
+        manifest = index.read_manifest(store, folder)
         if INDEX not in manifest.files:
             return f"the manifest has no {INDEX}"
-        if damage := damage_of(store, folder, INDEX, manifest.files[INDEX]):
+        if damage := index.damage_of(store, folder, INDEX, manifest.files[INDEX]):
             return damage
         with store.open(f"{folder}/{INDEX}", "rb") as file:
             return manifest, file.read()
@@ -597,7 +581,7 @@ def _opened(store: Store, folder: str) -> tuple[Manifest, bytes] | str:
         return str(error)
 
 
-def _say(loaded: Loaded, manifest: Manifest, seconds: float) -> None:
+def _say(loaded: Loaded, manifest: index.Manifest, seconds: float) -> None:
     logger.info(
         "step %d loaded from %s: %.1f MB, saved by %d ranks, in %.2f s",
         loaded.step, loaded.folder, manifest.size / 1e6, loaded.world_size, seconds,

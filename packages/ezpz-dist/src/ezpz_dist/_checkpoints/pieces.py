@@ -146,8 +146,6 @@ LocalPiece = tuple[Piece, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """What a rank holds of a tensor."""
-
     shape: tuple[int, ...]
     dtype: torch.dtype
     held: tuple[LocalPiece, ...]
@@ -213,7 +211,6 @@ def _piece(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Piece:
 
 
 def blob_of(value: Any) -> Pieces:
-    """Return bytes as a tensor that one rank holds."""
     data = as_tensor(value)
     return Pieces((len(data),), torch.uint8, ((Piece((0,), (len(data),)), data),))
 
@@ -312,7 +309,6 @@ def _like(what: str, parameter: Tensor, before: Any, said: Any, counts: bool) ->
 def set_state(
     model: nn.Module, optimizers: Sequence[Optimizer], state: State, options: Options
 ) -> None:
-    """Give optimizers their state, and the options of their parameters."""
     if not options:
         return  # FSDP1's, saved before the first step
     if is_fsdp1(model):
@@ -350,14 +346,12 @@ def options_of(named: Sequence[str], saved: Options) -> dict[str, Any]:
 
 
 def _of_fsdp1(model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[State, Options]:
-    from torch.distributed.checkpoint.state_dict import (  # noqa: PLC0415 - where it is used
-        get_optimizer_state_dict,
-    )
+    from torch.distributed.checkpoint import state_dict  # noqa: PLC0415 - where it is used
 
     if not optimizers:
         return {}, []
     with quietly():
-        found: dict[str, Any] = get_optimizer_state_dict(model, optimizers)
+        found: dict[str, Any] = state_dict.get_optimizer_state_dict(model, optimizers)
     options = [
         {
             "names": list(group["params"]),
@@ -371,15 +365,13 @@ def _of_fsdp1(model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[State,
 def _set_fsdp1(
     model: nn.Module, optimizers: Sequence[Optimizer], state: State, options: Options
 ) -> None:
-    from torch.distributed.checkpoint.state_dict import (  # noqa: PLC0415 - where it is used
-        set_optimizer_state_dict,
-    )
+    from torch.distributed.checkpoint import state_dict  # noqa: PLC0415 - where it is used
 
     groups = [{**group["options"], "params": group["names"]} for group in options]
     if state:
         held: Any = {"state": state, "param_groups": groups}
         with quietly():
-            set_optimizer_state_dict(model, optimizers, held)
+            state_dict.set_optimizer_state_dict(model, optimizers, held)
 
 
 # The streams of random numbers of a rank.
@@ -674,12 +666,10 @@ def _has_pieces(value: Any) -> bool:
 
 
 def encoded(what: str, value: Any) -> Pieces:
-    """Return what is no tensor as the bytes of one."""
     return blob_of(encode(what, value))
 
 
 def values_of(others: Mapping[str, Mapping[str, Any]]) -> Held:
-    """Return what is no tensor in an optimizer's state, by key."""
     return {VALUES + name: encoded(f"the state of {name!r}", each) for name, each in others.items()}
 
 

@@ -31,8 +31,6 @@ _LISTED = 8
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """What went wrong on a rank, in words that travel."""
-
     rank: int
     host: str
     text: str
@@ -79,10 +77,7 @@ class Ranks:
         return values[0]
 
     def everywhere(self, what: str, work: Callable[[], T]) -> list[T]:
-        """Do something on every rank; return every rank's result on rank 0. Collective.
-
-        What fails on a rank is a CheckpointError on all of them, here and below.
-        """
+        """Do something on every rank; return every rank's result on rank 0. Collective."""
         mine, error = self._attempt(work)
         outcomes = self.gather(mine)
         self._judge(what, self.tell([each for each in outcomes if isinstance(each, Failed)]), error)
@@ -158,11 +153,8 @@ class Ranks:
 
 @contextmanager
 def collecting_later() -> Iterator[None]:
-    """Put garbage collection off: nothing is freed, and all objects are looked at each time.
-
-    With 40,000 tensors to list that was half the time. In the main thread only: another would
-    undo what the training does to it meanwhile.
-    """
+    """Put garbage collection off: with 40,000 tensors to list it took half the time."""
+    # In the main thread only: another would undo what the training does to it meanwhile.
     if not gc.isenabled() or threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -254,8 +254,6 @@ def _name(rank: int) -> str:
 
 @dataclass(slots=True)
 class Draft:
-    """A checkpoint that all ranks know what to write of."""
-
     ranks: Ranks
     store: Store
     args: SaveArgs
@@ -269,11 +267,6 @@ class Draft:
     def copy(self) -> None:
         """Copy what is to be written, which the training changes."""
         self.tensors = [tensor.to("cpu", copy=True) for tensor in self.tensors]
-
-
-def _size(dealt: Sequence[Sequence[Item]]) -> int:
-    """Return about how many bytes will be written, rather too many."""
-    return sum(item.nbytes + 4096 for items in dealt for item in items)
 
 
 def write(draft: Draft) -> Manifest:
@@ -591,7 +584,8 @@ def _draft(
     held = ranks.here(what, lambda: _collect(ranks, layout, state))
     what = f"step {args.step} cannot be saved to {store.root}"
     mine, dealt = agree(ranks, what, held, layout.index["pipeline"])
-    begun: tuple[Name, str, int] = ranks.first(what, lambda: begin(store, args, _size(dealt)))
+    size = sum(item.nbytes + 4096 for items in dealt for item in items)  # rather too many
+    begun: tuple[Name, str, int] = ranks.first(what, lambda: begin(store, args, size))
     if ranks.rank == 0:
         release_at_end(store)
     return Draft(ranks, store, args, *begun, mine, dealt)

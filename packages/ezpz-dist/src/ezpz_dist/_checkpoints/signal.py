@@ -12,21 +12,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self, TypeVar
 
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]  # torch exports it so
 
-from ezpz_dist._diagnosis import (
-    LOST,
-    arrived,
-    describe_frames,
-    find_responder,
-    main_frame,
-    on_notice,
-    tell,
-    within,
-)
+from ezpz_dist import _diagnosis
+from ezpz_dist._diagnosis import LOST, within
 from ezpz_dist._errors import CheckpointError, MismatchError
 from ezpz_dist._watch import end_job, explain, waiting
 from ezpz_dist._world import World, current_world, find_world
@@ -50,21 +42,19 @@ class Votes:
     def __init__(
         self, name: str, world: World | None, hear: Callable[[dict[str, Any]], None]
     ) -> None:
-        responder = find_responder()
+        responder = _diagnosis.find_responder()
         self._name, self._hear = name, hear
-        self._rank, self._size = (
-            (0, 1) if world is None else (world.info.rank, world.info.world_size)
-        )
         self._side = None if responder is None else responder.side
-        # Opened now, not in a hurry: torch asks the name service about each connection, on
-        # both sides, and that can take seconds (torch 2.13). Its own, so that no other wait is
-        # in the way.
-        self._store: Store = (
-            HashStore()
-            if world is None or self._side is None
-            else self._side.connect(world.timeout)
-        )
-        self.forget = on_notice(name, hear)
+        self._rank, self._size = 0, 1
+        self._store: Store = HashStore()
+        if world is not None:
+            self._rank, self._size = world.info.rank, world.info.world_size
+            if self._side is not None:
+                # Opened now, not in a hurry: torch asks the name service about each connection,
+                # on both sides, and that can take seconds (torch 2.13). Its own, so that no other
+                # wait is in the way.
+                self._store = self._side.connect(world.timeout)
+        self.forget = _diagnosis.on_notice(name, hear)
 
     def tell(self, **notice: Any) -> None:
         """Have ``hear`` called on every rank, this one too."""
@@ -75,14 +65,12 @@ class Votes:
         self._ask(lambda store: post(store, "notice", everybody, name=self._name, payload=notice))
 
     def request(self) -> bool:
-        """Ask every rank for its step; return whether this rank is the first to ask."""
         return self._ask(lambda store: store.add(f"{self._name}/requested", 1) == 1)
 
     def are_requested(self) -> bool:
         return self._ask(lambda store: store.add(f"{self._name}/requested", 0) > 0)
 
     def give(self, step: int) -> int | None:
-        """Give this rank's step, once."""
         return self._ask(lambda store: self._give(store, step))
 
     def agree_on_name(self, step: int) -> str:
@@ -91,7 +79,6 @@ class Votes:
         return self._ask(lambda store: store.compare_set(key, "", said).decode())
 
     def saved(self) -> bool:
-        """Say that this rank has saved; return whether all have."""
         return self._ask(lambda store: store.add(f"{self._name}/saved", 1) == self._size)
 
     def leave(self) -> None:
@@ -100,7 +87,7 @@ class Votes:
         if self._ask(lambda store: store.add(count, 1)) == self._size:
             self._ask(lambda store: store.set(every, ""))
         if self._rank == 0:
-            arrived(self._store, [every], _REQUEST_TIMEOUT)
+            _diagnosis.arrived(self._store, [every], _REQUEST_TIMEOUT)
 
     def _give(self, store: Store, step: int) -> int | None:
         key = f"{self._name}/largest"
@@ -256,12 +243,7 @@ class SnapshotOnSignal:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
@@ -361,12 +343,12 @@ class SnapshotOnSignal:
             raise explain(error, what, world, world.timeout)
 
     def _give_up(self, name: str) -> None:
-        line, _ = describe_frames(main_frame())
+        line, _ = _diagnosis.describe_frames(_diagnosis.main_frame())
         text = (
             f"{self._who} has not saved {self._within:g} s after {name} (within={self._within:g}); "
             f"it stands at {line}; giving up with exit status {EXIT_GAVE_UP}"
         )
-        tell(f"ezpz: {text}")
+        _diagnosis.tell(f"ezpz: {text}")
         end_job(text, EXIT_GAVE_UP)
         # The main thread may be in C for ever. Nothing is flushed: it may hold the lock.
         os._exit(EXIT_GAVE_UP)

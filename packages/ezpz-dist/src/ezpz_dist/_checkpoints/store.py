@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import errno
-import functools
 import importlib
 import json
 import logging
@@ -17,12 +16,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ezpz_dist._diagnosis import pid_namespace
 from ezpz_dist._errors import CheckpointError
 from ezpz_dist._world import finish_before_leaving
 from ezpz_topo import get_hostname
@@ -34,8 +34,6 @@ Optimizers = Optimizer | Sequence[Optimizer]
 
 @dataclass(frozen=True, slots=True)
 class CheckpointArgs:
-    """A model, and what else is saved or filled with it."""
-
     model: nn.Module
     optimizers: Sequence[Optimizer]
     scheduler: Any
@@ -51,8 +49,6 @@ class CheckpointArgs:
 
 @dataclass(frozen=True, slots=True)
 class SaveArgs:
-    """The step, what is saved of it, and how many steps are kept."""
-
     step: int
     contents: tuple[str, ...]
     keep: int | None
@@ -114,7 +110,6 @@ class Name:
 
 
 def parse(name: str) -> Name | None:
-    """Return what a folder's name says; None: it is no checkpoint's."""
     found = _NAME.fullmatch(name)
     return Name(int(found[1]), int(found[2] or 0)) if found else None
 
@@ -125,7 +120,6 @@ def names_in(entries: list[str]) -> list[Name]:
 
 
 def owner_of(entry: str) -> str | None:
-    """Return who writes what has a temporary name; None: it has not."""
     found = _WORKING.fullmatch(entry)
     return found["owner"] if found else None
 
@@ -186,23 +180,15 @@ def is_dead(token: str) -> bool | None:
     return start != int(found["start"])
 
 
-@functools.lru_cache(maxsize=1)
-def _pid_space() -> int:
-    try:
-        return Path("/proc/self/ns/pid").stat().st_ino
-    except OSError:
-        return 0  # not Linux
-
-
 def _birth(pid: int) -> tuple[int, int]:
     """Return our pid namespace and the process's start in clock ticks; (space, 0): none such."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except OSError:
-        return _pid_space(), 0
+        return pid_namespace(), 0
     # Field 2, the command, may hold spaces and parentheses; field 3 is the state, 22 the start.
     fields = text.rpartition(")")[2].split()
-    return _pid_space(), 0 if fields[0] in ("Z", "X") else int(fields[19])
+    return pid_namespace(), 0 if fields[0] in ("Z", "X") else int(fields[19])
 
 
 _RUN = ("SLURM_JOB_ID", "PBS_JOBID", "EZPZ_LAUNCH_ID", "TORCHELASTIC_RUN_ID")
@@ -307,42 +293,6 @@ _NOT_SYNCED = (errno.EINVAL, errno.EBADF, errno.ENOTSUP)
 """What file systems say that cannot sync a folder, and need not."""
 
 
-class Store(Protocol):
-    """What save and load need of a place. Paths are relative to its root, with slashes."""
-
-    root: str
-
-    def entries(self) -> list[str]:
-        """Return the names in the root; none if there is no root yet."""
-
-    def size(self, path: str) -> int | None:
-        """Return a file's bytes; None: there is none."""
-
-    def open(self, path: str, mode: str) -> IO[bytes]:
-        """Open a file, ``"rb"`` or ``"wb"``."""
-
-    def begin(self, name: Name) -> str:
-        """Make the folder that a checkpoint is written into, and return its path."""
-
-    def publish(self, working: str, name: Name) -> None:
-        """Make the checkpoint, whose manifest is written, exist under its name."""
-
-    def discard(self, working: str) -> None:
-        """Remove what was written into a folder that will not be published."""
-
-    def remove(self, name: Name) -> None:
-        """Remove a checkpoint: at once it is one no longer, whatever happens."""
-
-    def put(self, path: str, data: bytes) -> None:
-        """Write a small file whole: a reader sees the old or the new one."""
-
-    def remove_leftovers(self, working: str) -> list[str]:
-        """Remove what dead attempts left, never a live one's or ``working``; return the names."""
-
-    def free(self) -> float:
-        """Return the bytes that there is room for; infinity where that cannot be told."""
-
-
 def open_store(path: str | os.PathLike[str]) -> Store:
     """Return the store of a path, or of a URL such as ``s3://bucket/run``."""
     text = os.fspath(path)
@@ -359,12 +309,14 @@ class FolderStore:
         return Path(self.root, path)
 
     def entries(self) -> list[str]:
+        """Return the names in the root; none if there is no root yet."""
         try:
             return os.listdir(self.root)
         except FileNotFoundError:
             return []
 
     def size(self, path: str) -> int | None:
+        """Return a file's bytes; None: there is none."""
         try:
             return self._at(path).stat().st_size
         except (FileNotFoundError, NotADirectoryError):
@@ -374,6 +326,7 @@ class FolderStore:
         return self._at(path).open(mode)
 
     def begin(self, name: Name) -> str:
+        """Make the folder that a checkpoint is written into, and return its path."""
         root = self._at("")
         new = [path for path in (root, *root.parents) if not path.exists()]
         root.mkdir(parents=True, exist_ok=True)
@@ -384,6 +337,7 @@ class FolderStore:
         return working
 
     def publish(self, working: str, name: Name) -> None:
+        """Make the checkpoint, whose manifest is written, exist under its name."""
         _sync(self._at(working))
         # rename() replaces an empty folder of that name, and fails for any other.
         try:
@@ -398,6 +352,7 @@ class FolderStore:
         _sync(self._at(""))
 
     def discard(self, working: str) -> None:
+        """Remove what was written into a folder that will not be published."""
         path = self._at(working)
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -405,12 +360,14 @@ class FolderStore:
             path.unlink(missing_ok=True)
 
     def remove(self, name: Name) -> None:
+        """Remove a checkpoint: at once it is one no longer, whatever happens."""
         gone = name.gone(owner_token())
         with suppress(FileNotFoundError):  # another job was faster
             self._at(str(name)).rename(self._at(gone))
             self.discard(gone)
 
     def put(self, path: str, data: bytes) -> None:
+        """Write a small file whole: a reader sees the old or the new one."""
         aside = self._at(f".{path}.tmp-{owner_token()}")
         with aside.open("wb") as file:
             file.write(data)
@@ -419,6 +376,7 @@ class FolderStore:
         aside.replace(self._at(path))
 
     def remove_leftovers(self, working: str) -> list[str]:
+        """Remove what dead attempts left, never a live one's or ``working``; return the names."""
         # The file system's own clock, which other hosts' files were stamped by.
         now = self._at(working).stat().st_mtime
         removed = []
@@ -433,6 +391,7 @@ class FolderStore:
         return removed
 
     def free(self) -> float:
+        """Return the bytes that there is room for; infinity where that cannot be told."""
         try:
             about = os.statvfs(self.root)
         except OSError:
@@ -559,3 +518,7 @@ class UrlStore:
         except (FileNotFoundError, NotImplementedError):
             return math.inf
         return max(times, default=math.inf)
+
+
+Store = FolderStore | UrlStore
+"""Where checkpoints lie. Paths are relative to its root, with slashes."""
