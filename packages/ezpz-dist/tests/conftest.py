@@ -24,7 +24,15 @@ os.environ.update({env!r})
 import torch, torch.distributed as dist, ezpz_dist
 torch.set_num_threads(1)
 from ezpz_dist import *
+def raises(kind, words, call, *args, **options):
+    try:
+        call(*args, **options)
+    except kind as error:
+        assert words in str(error), (words, error)
+        return error
+    raise AssertionError(f"not raised: {{words}}")
 """
+"""What each rank begins with; ``raises`` returns the error that a call raises with these words."""
 INTERPRETER = """
 import atexit, linecache
 sys.modules["__main__"].__file__ = {path!r}

@@ -206,6 +206,14 @@ def test_before_set_up_no_local_answer_in_a_world_of_several(ranks, n):
         calls = (barrier, lambda: all_reduce(1), lambda: broadcast(1), lambda: all_gather_object(1),
                  lambda: all_reduce(1, implementation="mpi"),
                  lambda: wrap_model(torch.nn.Linear(1, 1)))
+        from ezpz_dist import load_on_one_rank
+        for call in (data_share, lambda: share_of([1, 2]), lambda: DataParallelSampler(3),
+                     lambda: DataLoader([1, 2]), node_group,
+                     lambda: scatter_from_one_reader(list), lambda: share_on_node(list),
+                     lambda: read_share("x", torch.int8, [1]), lambda: load_on_one_rank("x"),
+                     lambda: SnapshotOnSignal(print)):
+            if n > 1:
+                raises(NotSetUpError, "before setup_torch()", call)
         def all_refuse(text):
             for call in calls:
                 try:

@@ -178,25 +178,6 @@ def test_ranks_of_one_data_parallel_rank_get_the_same(ranks, degree):
     assert sorted(index for group in groups for index in group[2]) == list(range(4))
 
 
-def test_before_set_up_no_local_answer_in_a_world_of_several(ranks):
-    ranks(
-        2,
-        """
-        from ezpz_dist import load_on_one_rank
-        for call in (data_share, lambda: share_of([1, 2]), lambda: DataParallelSampler(3),
-                     lambda: DataLoader([1, 2]), node_group,
-                     lambda: scatter_from_one_reader(list), lambda: share_on_node(list),
-                     lambda: read_share("x", torch.int8, [1]), lambda: load_on_one_rank("x")):
-            try:
-                call()
-            except NotSetUpError as error:
-                assert "before setup_torch()" in str(error)
-            else:
-                raise AssertionError(call)
-        """,
-    )
-
-
 def test_items_are_dealt_out_by_size():
     items, sizes = list("abcdefg"), [1, 9, 2, 8, 3, 7, 6]
     parts = [share_of(items, sizes=sizes, share=(which, 3)) for which in range(3)]

@@ -56,17 +56,15 @@ def test_what_is_told_to_thousands_is_short():
 
 def test_another_threads_collective_is_not_the_main_threads():
     def save():
-        _diagnosis.enter_wait("save")
-        seen.extend(_diagnosis._waits)
-        _diagnosis.leave_wait()
+        with _diagnosis.waits_in("save"):
+            seen.extend(_diagnosis._waits)
 
     seen: list[str] = []
-    _diagnosis.enter_wait("barrier()")
-    thread = threading.Thread(target=save)
-    thread.start()
-    thread.join()
-    assert seen == _diagnosis._waits == ["barrier()"]
-    _diagnosis.leave_wait()
+    with _diagnosis.waits_in("barrier()"):
+        thread = threading.Thread(target=save)
+        thread.start()
+        thread.join()
+        assert seen == _diagnosis._waits == ["barrier()"]
     assert _diagnosis._waits == []
 
 

@@ -66,12 +66,7 @@ def follow(engine, losses, *, parts=1, shards=None):
     assert worst <= 1e-5, worst
 
 def refused(text, *args, kind=ezpz_dist.WrapError, **options):
-    try:
-        wrap_model_for_deepspeed(*args, **options)
-    except kind as error:
-        assert text in str(error), error
-    else:
-        raise AssertionError(f"not refused: {text}")
+    raises(kind, text, wrap_model_for_deepspeed, *args, **options)
 
 def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=1e-2)
@@ -486,12 +481,7 @@ def test_horovod_is_called_and_compared(ranks, stand_in, n):
         import horovod.torch
         assert horovod.torch.calls == ["init", "state"], "initialized once"
         def refused(text, *args):
-            try:
-                wrap_model_for_horovod(*args)
-            except WrapError as error:
-                assert text in str(error), error
-            else:
-                raise AssertionError(f"not refused: {{text}}")
+            raises(WrapError, text, wrap_model_for_horovod, *args)
 
         refused("SGD is Horovod's already; expected torch's own", model, wrapped)
         cleanup()

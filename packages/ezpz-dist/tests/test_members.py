@@ -72,14 +72,14 @@ here = Path(os.environ["MEETING"])
 (here / f"rank-{os.environ['RANK']}").touch()
 while len(list(here.glob("rank-*"))) < 3:
     time.sleep(0.01)
-ezpz_dist.setup_torch(timeout=3)
+ezpz_dist.setup_torch(timeout=6)
 """
     ends = programs(4, script, env={"MEETING": str(tmp_path)})
     assert [status for status, _, _ in ends] == [1, 1, 0, 1]
     there = rf"\(there: 0-1, 3 on {HOST}\)"
-    assert re.search(rf"^rank 2 of 4 did not come to setup_torch in [12] s {there}", ends[0][2])
+    assert re.search(rf"^rank 2 of 4 did not come to setup_torch in [1-5] s {there}", ends[0][2])
     for rank in (0, 1, 3):
-        told = rf"SetupError: rank {rank} of 4 .*: rank 2 of 4 did not come .* 3 s {there}"
+        told = rf"SetupError: rank {rank} of 4 .*: rank 2 of 4 did not come .* [67] s {there}"
         assert re.search(told, ends[rank][2])
 
 
@@ -375,12 +375,8 @@ assert broadcast(lock if rank else 7) == 7, "only the root's matters"
 # where all refuse, each has its own error
 for call, kind in ((lambda: all_reduce(None), TypeError), (lambda: broadcast(1, 9), ValueError),
                    (lambda: all_gather_object(lock), CollectiveError)):
-    try:
-        call()
-    except kind as error:
-        assert "cannot take part" not in str(error)
-    else:
-        raise AssertionError("nothing raised")
+    error = raises(kind, "", call)
+    assert "cannot take part" not in str(error)
 
 # what cannot be made here is this rank's trouble; the others have their object
 import sys, types
@@ -451,21 +447,9 @@ barrier(group=mine), barrier(mine, timeout=20)
 
 # the members' ranks are those in the world, here too
 if rank != 1:
-    try:
-        all_reduce(1 if rank else torch.ones(1), group=pair)
-    except MismatchError as error:
-        assert error.ranks == (2,) and "rank 2 (" in str(error), error
-    else:
-        raise AssertionError("nothing raised")
+    error = raises(MismatchError, "rank 2 (", all_reduce, 1 if rank else torch.ones(1), group=pair)
+    assert error.ranks == (2,), error
     assert all_reduce(1, group=pair) == 2
-
-def raises(kind, text, call):
-    try:
-        call()
-    except kind as error:
-        assert text in str(error), error
-    else:
-        raise AssertionError("nothing raised")
 
 if rank == 1:
     raises(ValueError, "barrier() on rank 1 with a group of which it is no member",
@@ -486,13 +470,9 @@ assert all_reduce(1) == 3
 # of different groups: each rank waits in the same call, at the same line
 groups = [dist.new_group(), dist.new_group()]
 barrier()
-try:
-    barrier(groups[rank % 2], timeout=0.5 if rank == 1 else 2)
-except HangError as error:
-    assert error.ranks == (0, 2) if rank == 1 else 1 in error.ranks, error
-    assert rank != 1 or f", in barrier() in group {groups[0].group_name}" in str(error), error
-else:
-    raise AssertionError("nothing raised")
+error = raises(HangError, "", barrier, groups[rank % 2], timeout=0.5 if rank == 1 else 2)
+assert error.ranks == (0, 2) if rank == 1 else 1 in error.ranks, error
+assert rank != 1 or f", in barrier() in group {groups[0].group_name}" in str(error), error
 barrier()  # whoever ends is gone for those who still ask
 """,
     )
@@ -537,12 +517,9 @@ def test_mpi_that_knows_nothing_of_this_job(ranks, n):
                 assert n == 1
             # only one rank asks for MPI, and has not been let into it
             if n > 1:
-                try:
-                    call(**({"implementation": "mpi"} if rank else {}))
-                except MismatchError as error:
-                    assert error.ranks == (1,) and "for the first time" in str(error), error
-                else:
-                    raise AssertionError("nothing raised")
+                options = {"implementation": "mpi"} if rank else {}
+                error = raises(MismatchError, "for the first time", call, **options)
+                assert error.ranks == (1,), error
         if "mpi4py.MPI" in sys.modules:
             MPI.Finalize()
         refused("implementation='mpi' where MPI was finalized; expected the script to leave that")
@@ -562,14 +539,10 @@ def test_a_barrier_that_one_rank_does_not_come_to(ranks):
         if rank == 1:
             store.wait(["told/0", "told/2"])
         else:
-            try:
-                barrier(timeout=1)
-            except (HangError, LostRankError) as error:
-                assert 1 in error.ranks and "rank 1" in str(error), error
-                assert "barrier()" in str(error), error
-                assert time.monotonic() - start < 60
-            else:
-                raise AssertionError("nothing raised")
+            error = raises((HangError, LostRankError), "", barrier, timeout=1)
+            assert 1 in error.ranks and "rank 1" in str(error), error
+            assert "barrier()" in str(error), error
+            assert time.monotonic() - start < 60
             store.set(f"told/{rank}", "")
             store.wait(["told/0", "told/2"])
 

@@ -14,7 +14,8 @@ from datetime import timedelta
 import pytest
 from torch.distributed import DistNetworkError, TCPStore
 
-from ezpz_dist import SetupError, _mpi, _rendezvous
+from ezpz_dist import SetupError, _addresses, _mpi, _rendezvous
+from ezpz_dist._addresses import gloo_interface
 from ezpz_dist._rendezvous import (
     JOB_KEY,
     PORTS,
@@ -25,7 +26,6 @@ from ezpz_dist._rendezvous import (
     candidates,
     connect,
     derived_port,
-    gloo_interface,
     open_store,
     probe,
     rendezvous,
@@ -640,21 +640,21 @@ def test_no_listener():
 
 
 def test_what_a_host_stands_for_and_whose_an_address_is():
-    assert _rendezvous.look_up("127.0.0.1") == (("127.0.0.1",), "")
-    assert _rendezvous.look_up("::1") == (("::1",), "")
-    assert _rendezvous.look_up("fe80::1%eth0") == (("fe80::1%eth0",), "")
-    found = _rendezvous.resolve("localhost", TWO_NODES, "MASTER_ADDR")
+    assert _addresses.look_up("127.0.0.1") == (("127.0.0.1",), "")
+    assert _addresses.look_up("::1") == (("::1",), "")
+    assert _addresses.look_up("fe80::1%eth0") == (("fe80::1%eth0",), "")
+    found = _addresses.resolve("localhost", TWO_NODES, "MASTER_ADDR")
     assert set(found) <= {"127.0.0.1", "::1"}
-    assert all(_rendezvous.is_own(each) and _rendezvous.is_loopback(each) for each in found)
-    assert not _rendezvous.is_own("192.0.2.1")  # RFC 5737: no one's
-    assert not _rendezvous.is_own("2001:db8::1")
+    assert all(_addresses.is_own(each) and _addresses.is_loopback(each) for each in found)
+    assert not _addresses.is_own("192.0.2.1")  # RFC 5737: no one's
+    assert not _addresses.is_own("2001:db8::1")
 
 
 @pytest.mark.parametrize("name", ["no-such-host.invalid", "a" * 300, "b\u00e4h" * 99])
 def test_a_name_that_does_not_resolve_is_an_error_within_2_s(name):
     start = time.monotonic()
     with pytest.raises(SetupError) as caught:
-        _rendezvous.resolve(name, TWO_NODES, "MASTER_ADDR")
+        _addresses.resolve(name, TWO_NODES, "MASTER_ADDR")
     assert time.monotonic() - start < 60  # 2 s, and a busy machine
     said = str(caught.value)
     assert said.startswith(f"rank 1 of 2 on {get_hostname()}: MASTER_ADDR is {name!r}, which does")
@@ -674,10 +674,10 @@ def test_a_name_server_that_answers_later_or_never(monkeypatch):
             raise answer
         return answer
 
-    monkeypatch.setattr(_rendezvous, "_ask", ask)
-    assert _rendezvous.resolve("h", TWO_NODES, "MASTER_ADDR") == ("10.1.2.3",)
-    monkeypatch.setattr(_rendezvous, "_LONGEST", 0.1)
-    assert _rendezvous.look_up("h") == ((), "the resolver has not answered in 0.1 s")
+    monkeypatch.setattr(_addresses, "_ask", ask)
+    assert _addresses.resolve("h", TWO_NODES, "MASTER_ADDR") == ("10.1.2.3",)
+    monkeypatch.setattr(_addresses, "_LONGEST", 0.1)
+    assert _addresses.look_up("h") == ((), "the resolver has not answered in 0.1 s")
 
 
 @pytest.mark.parametrize(
@@ -691,34 +691,34 @@ def test_a_name_server_that_answers_later_or_never(monkeypatch):
     ],
 )
 def test_the_fast_network(machine, host, expected):
-    assert _rendezvous.on_fast_network(host, {"EZPZ_MACHINE": machine}) == expected
+    assert _addresses.on_fast_network(host, {"EZPZ_MACHINE": machine}) == expected
 
 
 def test_what_a_host_advertises(monkeypatch):
-    assert _rendezvous.advertised(info(), {}) == "127.0.0.1", "on one node it needs no name"
+    assert _addresses.advertised(info(), {}) == "127.0.0.1", "on one node it needs no name"
     # This machine's own name cannot be changed for a test: another's is looked up.
-    monkeypatch.setattr(_rendezvous, "get_hostname", lambda: "localhost")
-    outward = _rendezvous.outward_address()
+    monkeypatch.setattr(_addresses, "get_hostname", lambda: "localhost")
+    outward = _addresses.outward_address()
     if outward is not None:
-        assert _rendezvous.advertised(TWO_NODES, {}) == outward
-        assert _rendezvous.is_own(outward)
-        monkeypatch.setattr(_rendezvous, "get_hostname", lambda: outward)
-        assert _rendezvous.advertised(TWO_NODES, {}) == outward
-    monkeypatch.setattr(_rendezvous, "get_hostname", lambda: "localhost")
-    monkeypatch.setattr(_rendezvous, "outward_address", lambda: None)
+        assert _addresses.advertised(TWO_NODES, {}) == outward
+        assert _addresses.is_own(outward)
+        monkeypatch.setattr(_addresses, "get_hostname", lambda: outward)
+        assert _addresses.advertised(TWO_NODES, {}) == outward
+    monkeypatch.setattr(_addresses, "get_hostname", lambda: "localhost")
+    monkeypatch.setattr(_addresses, "outward_address", lambda: None)
     with pytest.raises(SetupError, match=r"rank 0's host localhost has no address that other no"):
-        _rendezvous.advertised(TWO_NODES, {})
+        _addresses.advertised(TWO_NODES, {})
 
 
 def test_gloo_is_told_an_interface_only_where_it_would_err(monkeypatch):
-    monkeypatch.setattr(_rendezvous, "get_hostname", lambda: "localhost")
-    own = _rendezvous.outward_address()
-    outward = None if own is None else _rendezvous.interface_of(own)
+    monkeypatch.setattr(_addresses, "get_hostname", lambda: "localhost")
+    own = _addresses.outward_address()
+    outward = None if own is None else _addresses.interface_of(own)
     assert gloo_interface(TWO_NODES, "127.0.0.1", 29500, {}) == outward
     assert gloo_interface(TWO_NODES, "127.0.0.1", 29500, {"GLOO_SOCKET_IFNAME": "x"}) is None
     assert gloo_interface(info(), "127.0.0.1", 29500, {}) is None
     if own is not None:
         assert outward in {name for _, name in socket.if_nameindex()}
         assert gloo_interface(TWO_NODES, own, 29500, {}) == outward
-        monkeypatch.setattr(_rendezvous, "get_hostname", lambda: own)
+        monkeypatch.setattr(_addresses, "get_hostname", lambda: own)
         assert gloo_interface(TWO_NODES, "127.0.0.1", 29500, {}) is None

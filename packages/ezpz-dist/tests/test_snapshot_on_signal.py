@@ -258,18 +258,3 @@ def test_what_it_does_not_take():
     assert len(caught) == 1
     assert "in thread 'other'; expected the main thread: Python handles signals there" in caught[0]
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
-
-
-def test_before_set_up_no_local_answer_in_a_world_of_several(ranks):
-    ranks(
-        2,
-        """
-        from ezpz_dist import SnapshotOnSignal
-        try:
-            SnapshotOnSignal(print)
-        except NotSetUpError as error:
-            assert "SnapshotOnSignal() on rank" in str(error)
-        else:
-            raise AssertionError
-        """,
-    )

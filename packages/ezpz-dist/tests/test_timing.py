@@ -31,8 +31,8 @@ def test_a_timer_adds_up_and_nests():
         with timer:
             pass
         assert timer.timing.count == 3
-        assert timer.timing.last < 0.01
-    assert timer.timing.last >= 0.01
+        inner = timer.timing.last
+    assert timer.timing.last >= inner + 0.01
     timer.reset()
     assert timer.timing.count == 0
 
@@ -126,7 +126,7 @@ def test_timeitlogit_keeps_the_function_and_logs(caplog):
         return 5
 
     assert asyncio.run(later()) == 5
-    assert re.search(r"later took [2-9]\d[.\d]* ms", caplog.messages[-1])
+    assert re.search(r"later took (([2-9]|\d\d)\d[.\d]* ms|[.\d]+ s)", caplog.messages[-1])
 
     caplog.clear()
     with timed("block") as timer:

@@ -157,12 +157,7 @@ for wrap in (wrap_model_for_ddp, wrap_model_for_fsdp2):
         assert str(describe(one)).startswith("Sequential: 58 parameters")
     for again in (wrap_model_for_ddp, wrap_model_for_fsdp, wrap_model_for_fsdp2, wrap_model):
         for one in (compiled, within):
-            try:
-                again(one)
-            except WrapError as error:
-                assert "is wrapped already: it" in str(error), error
-            else:
-                raise AssertionError(again)
+            raises(WrapError, "is wrapped already: it", again, one)
 cleanup()
 """,
     )

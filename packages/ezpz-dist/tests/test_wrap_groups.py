@@ -110,13 +110,9 @@ ezpz_tp.initialize_tensor_parallel(context_parallel_size=2)
 state = ezpz_tp.get_state()
 two = ezpz_tp.ParallelState.from_groups(data=state.group("data"), context=state.group("context"))
 with ezpz_tp.use_state(two):
-    try:
-        wrap_model_for_ddp(nn.Linear(2, 2))
-    except WrapError as error:
-        assert "no process group spans data x context (2 x 2)" in str(error)
-        assert 'also=[("data", "context")]' in str(error)
-    else:
-        raise AssertionError
+    error = raises(WrapError, "", wrap_model_for_ddp, nn.Linear(2, 2))
+    assert "no process group spans data x context (2 x 2)" in str(error)
+    assert 'also=[("data", "context")]' in str(error)
 torch.manual_seed(rank)
 wrapped = wrap_model_for_ddp(nn.Linear(2, 2))
 wrapped(torch.full((1, 2), float(rank))).sum().backward()

@@ -46,12 +46,7 @@ def equal(model, direct):
         assert torch.equal(whole(tensor), wanted[name]), name
 
 def refused(words, wrap, *args, **kwargs):
-    try:
-        wrap(*args, **kwargs)
-    except WrapError as error:
-        assert words in str(error), error
-    else:
-        raise AssertionError(f"{words}: accepted")
+    raises(WrapError, words, wrap, *args, **kwargs)
 
 setup_torch(timeout=60)
 rank, size = dist.get_rank(), dist.get_world_size()

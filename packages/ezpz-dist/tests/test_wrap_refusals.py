@@ -6,12 +6,7 @@ from torch import nn
 ALL = wrap_model_for_ddp, wrap_model_for_fsdp, wrap_model_for_fsdp2
 
 def refused(words, wrap, *args, kind=WrapError, **kwargs):
-    try:
-        wrap(*args, **kwargs)
-    except kind as error:
-        assert words in str(error), (words, error)
-    else:
-        raise AssertionError(f"{words}: accepted")
+    raises(kind, words, wrap, *args, **kwargs)
 
 def net(width=4):
     return nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 2))

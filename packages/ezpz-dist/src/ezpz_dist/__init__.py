@@ -41,8 +41,7 @@ _ROOMS = {
     "_fsdp2": "wrap_model_for_fsdp wrap_model_for_fsdp2",
     "_info": "ModelDescription describe get_dist_info print_dist_setup query_environment",
     "_slices": "node_group read_share scatter_from_one_reader share_on_node",
-    "_stragglers": "StragglerReport Stragglers",
-    "_timers": "Timer Timers Timing timed timeitlogit",
+    "_timers": "StragglerReport Stragglers Timer Timers Timing timed timeitlogit",
     "_wrap": "wrap_model wrap_model_for_ddp wrap_optimizer_for_zero1",
 }
 _LATER = {name: room for room, names in _ROOMS.items() for name in names.split()}
@@ -70,8 +69,15 @@ if TYPE_CHECKING:
         query_environment,
     )
     from ._slices import node_group, read_share, scatter_from_one_reader, share_on_node
-    from ._stragglers import StragglerReport, Stragglers
-    from ._timers import Timer, Timers, Timing, timed, timeitlogit
+    from ._timers import (
+        StragglerReport,
+        Stragglers,
+        Timer,
+        Timers,
+        Timing,
+        timed,
+        timeitlogit,
+    )
     from ._wrap import wrap_model, wrap_model_for_ddp, wrap_optimizer_for_zero1
 
 __all__ = [

@@ -8,7 +8,7 @@ import operator
 import pickle
 import struct
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, overload
 
 import torch
@@ -21,7 +21,18 @@ from . import _members
 from ._errors import CollectiveError
 from ._members import Call, Members, exchange
 from ._mpi import find_channel
-from ._objects import about, as_bytes, as_tensor, dump, empty, is_plain, load, raw_of
+from ._objects import (
+    about,
+    as_bytes,
+    as_tensor,
+    dump,
+    empty,
+    is_plain,
+    load,
+    raw_of,
+    refold,
+    unfold,
+)
 from ._world import find_world
 
 logger = logging.getLogger(__name__)
@@ -458,49 +469,6 @@ class _Summands:
             for at, result in zip(places, flat.results(ranks), strict=True):
                 done[at] = result if isinstance(done[at], Tensor) else result.numpy()
         return done
-
-
-# A dict of dicts as a row of leaves, in an order that does not depend on insertion.
-
-
-def unfold(obj: object) -> tuple[list[str], list[Any]]:
-    """Return keys in words, and a leaf for each; the key is empty where ``obj`` is no dict."""
-    if not isinstance(obj, dict):
-        return [""], [obj]
-    keys: list[str] = []
-    leaves: list[Any] = []
-    _collect(obj, "", keys, leaves)
-    return keys, leaves
-
-
-def refold(obj: Any, results: Iterator[Any]) -> Any:
-    """Return an object like ``obj``, its leaves replaced in `unfold`'s order."""
-    if not isinstance(obj, dict):
-        return next(results)
-    done = dict.fromkeys(obj)
-    for key in _order(obj):
-        value = obj[key]
-        done[key] = refold(value, results) if isinstance(value, dict) and value else next(results)
-    return done
-
-
-def _collect(mapping: dict[Any, Any], above: str, keys: list[str], leaves: list[Any]) -> None:
-    for key in _order(mapping):
-        if not isinstance(key, (str, int)):  # others need not look alike on all ranks
-            raise TypeError(f"all_reduce of a dict with the key {key!r}; expected strings or ints")
-        value = mapping[key]
-        if isinstance(value, dict) and value:
-            _collect(value, f"{above}{key!r} > ", keys, leaves)
-        else:
-            keys.append(f"{above}{key!r}")
-            leaves.append(value)
-
-
-def _order(mapping: dict[Any, Any]) -> list[Any]:
-    try:
-        return sorted(mapping)
-    except TypeError:  # strings and ints
-        return sorted(mapping, key=repr)
 
 
 # Numbers of several ranks, combined exactly and alike on each.

@@ -174,14 +174,17 @@ class Location:
         return f"rank {self.rank} on {self.host}: {self.place}"
 
 
-def enter_wait(what: str) -> None:
-    if threading.current_thread() is threading.main_thread():
+@contextmanager
+def waits_in(what: str) -> Iterator[None]:
+    """Say what the main thread waits in."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main:
         _waits.append(what)
-
-
-def leave_wait() -> None:
-    if threading.current_thread() is threading.main_thread():
-        _waits.pop()
+    try:
+        yield
+    finally:
+        if is_main:
+            _waits.pop()
 
 
 @contextmanager

@@ -25,11 +25,12 @@ from ezpz_device import get_torch_backend, get_torch_device, is_backend_availabl
 from ezpz_topo import RankInfo, get_cpu_count, get_hostname, get_local_device, get_rank_info
 
 from . import _diagnosis, _watch
+from ._addresses import gloo_interface
 from ._diagnosis import LOST, SideStore, arrived, calling_line, pid_namespace, within
 from ._errors import SetupError
 from ._members import agree, common_facts, withdraw
 from ._mpi import abort_on_uncaught
-from ._rendezvous import Rendezvous, gloo_interface, rendezvous
+from ._rendezvous import Rendezvous, rendezvous
 from ._watch import first_line
 from ._world import World, enter, find_world, finish_all, is_forked, mark_forked, set_variables
 

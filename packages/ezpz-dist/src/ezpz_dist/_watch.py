@@ -52,16 +52,14 @@ def waiting(
             "forked, such as a worker of a data loader: it would take its parent's part; expected "
             "it in the process that called setup_torch"
         )
-    _diagnosis.enter_wait(what)
     start = time.monotonic()
-    try:
-        yield
-    except RuntimeError as error:
-        if not is_of_a_collective(error):
-            raise
-        raise explain(error, what, world, time.monotonic() - start, members) from error
-    finally:
-        _diagnosis.leave_wait()
+    with _diagnosis.waits_in(what):
+        try:
+            yield
+        except RuntimeError as error:
+            if not is_of_a_collective(error):
+                raise
+            raise explain(error, what, world, time.monotonic() - start, members) from error
 
 
 def finish(

@@ -515,10 +515,6 @@ class Chunk(NamedTuple):
     file: str
     extent: Extent
 
-    @property
-    def piece(self) -> Piece:
-        return Piece(self.offsets, self.sizes)
-
 
 @dataclass(frozen=True, slots=True)
 class Saved:

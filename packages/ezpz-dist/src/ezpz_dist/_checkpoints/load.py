@@ -63,8 +63,9 @@ def _overlaps(
             yield chunk, None, tensor
             continue
         for chunk in chunks:
-            if common := chunk.piece.overlap(piece):
-                yield chunk, common.within(chunk.piece), tensor[common.within(piece).slices]
+            saved = Piece(chunk.offsets, chunk.sizes)
+            if common := saved.overlap(piece):
+                yield chunk, common.within(saved), tensor[common.within(piece).slices]
 
 
 def shares(files: Sequence[str], manifest: index.Manifest, readers: int) -> list[list[str]]:

@@ -85,10 +85,9 @@ class Ranks:
 
     def here(self, what: str, work: Callable[[], T]) -> T:
         """Do something on every rank; return this rank's result. Collective."""
-        mine, error = self._attempt(work)
-        outcomes = self.gather(mine if isinstance(mine, Failed) else None)
-        self._judge(what, self.tell([each for each in outcomes if each is not None]), error)
-        return cast("T", mine)
+        held: list[T] = []
+        self.everywhere(what, lambda: held.append(work()))
+        return held[0]
 
     def first(self, what: str, work: Callable[[], T]) -> T:
         """Do something on rank 0; return its result on every rank. Collective."""
