@@ -8,11 +8,8 @@ import socket
 import sys
 from contextlib import suppress
 
-TURN = "\x05"
-"""Sent by the debugger behind each prompt: it is the person's turn (ASCII's enquiry)."""
-
-INTERRUPT = b"\x03"
-"""Sent to the debugger for Ctrl-C."""
+TURN = "\x05"  # sent by the debugger behind each prompt: it is the person's turn (ASCII's enquiry)
+INTERRUPT = b"\x03"  # sent to the debugger for Ctrl-C
 
 
 def main(words: list[str]) -> int:

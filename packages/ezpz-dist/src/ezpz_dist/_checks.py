@@ -26,8 +26,7 @@ from ._timers import Timer
 _RANKS = 2
 _DONE = "done"
 
-_ELEMENTS = 1 << 20
-"""4 MiB of fp32: more than goes in one message."""
+_ELEMENTS = 1 << 20  # 4 MiB of fp32: more than goes in one message
 
 
 class Outcome(NamedTuple):

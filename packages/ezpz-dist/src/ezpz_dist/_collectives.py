@@ -233,8 +233,7 @@ def _received(payload: bytes, root: int, members: Members, what: str) -> Any:
 
 _LENGTH = struct.Struct("=Q")
 
-_WASTE = 4
-"""How many times more than there is may be moved, to move it in one collective."""
+_WASTE = 4  # how many times more than there is may be moved, to move it in one collective
 
 
 def all_gather_object(obj: object, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -473,11 +472,8 @@ class _Summands:
 
 # Numbers of several ranks, combined exactly and alike on each.
 
-_PACKED = 9
-"""Bytes of a packed number."""
-
-_FAR = 64
-"""Binary places by which summands are moved where their sum's steps overflow."""
+_PACKED = 9  # bytes of a packed number
+_FAR = 64  # binary places by which summands are moved where their sum's steps overflow
 
 
 def as_number(value: object) -> int | float | None:
@@ -586,9 +582,7 @@ Sums of 16-bit floats are made in 32 bits (their mean must not overflow), comple
 pairs of reals, and a sum modulo 2**64 is one modulo 2**8 as well.
 """
 
-DTYPES = tuple(_TRAVELS_AS)
-"""What `all_reduce` takes, in every world."""
-
+DTYPES = tuple(_TRAVELS_AS)  # what `all_reduce` takes, in every world
 _BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -660,8 +654,7 @@ class Flat:
         self._home = devices.pop() if len(devices) == 1 else None
         self.elements = sum(self._sizes)
         self.nbytes = self.elements * dtype.itemsize
-        self.data = torch.empty(0)
-        """[elements]; for a minimum or maximum ints in the floats' order."""
+        self.data = torch.empty(0)  # [elements]; for a minimum or maximum ints in the floats' order
 
     def _parts(self, data: Tensor) -> Sequence[Tensor]:
         # The method `split` spends more time in Python than this does in all.

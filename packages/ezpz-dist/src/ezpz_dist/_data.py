@@ -97,9 +97,7 @@ def checked(share: tuple[int, int] | None) -> tuple[int, int]:
 
 # The order of samples, one for all ranks, and where each of them is in it.
 
-_CHUNK = 8192
-"""Indices that become Python's ints at once."""
-
+_CHUNK = 8192  # indices that become Python's ints at once
 _MAX_EPOCHS = 1 << 20
 
 

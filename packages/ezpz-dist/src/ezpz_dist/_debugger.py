@@ -34,9 +34,7 @@ from ._world import World, current_world
 
 # A terminal at which a person can be asked, if there is one.
 
-STDIN = "stdin"
-"""Where the process's own standard input and output will do."""
-
+STDIN = "stdin"  # where the process's own standard input and output will do
 _QUIET = frozenset({"none", "ezpz", "torchrun"})
 """Launchers that leave their terminal's input alone; mpiexec and srun read it themselves, and
 would get some of the lines that are meant for the debugger."""
@@ -179,8 +177,7 @@ def open_console(info: RankInfo, host: str, line: str) -> Console:
 
 # A terminal by another way: a socket of this host, at which a person connects with `attach`.
 
-_KEPT = 1 << 16
-"""Characters of output that are kept for whoever connects."""
+_KEPT = 1 << 16  # characters of output that are kept for whoever connects
 
 
 class RemoteTerminal:
@@ -395,19 +392,13 @@ class RankPdb(pdb.Pdb):
 
 logger = logging.getLogger(__name__)
 
-EVERY = 60.0
-"""Seconds after which a rank that waits says so, again and again."""
-
+EVERY = 60.0  # seconds after which a rank that waits says so, again and again
 UNANSWERED = 10
 """Times that the debugged rank may leave a call unanswered before it counts as lost: a native
 debugger may hold it, too."""
 
-_FASTEST, _SLOWEST = 0.05, 5.0
-"""Seconds between two looks whether it is over."""
-
-_REQUESTS = 2000
-"""Looks a second, of all ranks together, that the store's server is given."""
-
+_FASTEST, _SLOWEST = 0.05, 5.0  # seconds between two looks whether it is over
+_REQUESTS = 2000  # looks a second, of all ranks together, that the store's server is given
 _ENDED = re.compile(r"has (ended|left)")
 """What a roll call says of a rank that comes no more; a stopped one may go on."""
 

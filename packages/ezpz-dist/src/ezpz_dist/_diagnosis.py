@@ -134,9 +134,7 @@ def state_of(pid: int, namespace: int) -> str:
 
 _OURS = os.path.dirname(os.path.abspath(__file__))
 
-_waits: list[str] = []
-"""What the main thread waits in, in words; the innermost last."""
-
+_waits: list[str] = []  # what the main thread waits in, in words; the innermost last
 _debuggers = 0
 _debugged_until = 0.0
 
@@ -152,12 +150,9 @@ class Location:
     installed, nor ours."""
     inside: str = ""
     """The innermost Python function that this line called; empty where it is the line's own."""
-    doing: str = ""
-    """The collective of ours that it waits in, in words."""
-    stack: tuple[str, ...] = ()
-    """The whole stack, outermost first; only on request."""
-    collectives: tuple[str, ...] = ()
-    """torch's last ones, ours or not, the latest last."""
+    doing: str = ""  # the collective of ours that it waits in, in words
+    stack: tuple[str, ...] = ()  # the whole stack, outermost first; only on request
+    collectives: tuple[str, ...] = ()  # torch's last ones, ours or not, the latest last
 
     @staticmethod
     def from_json(told: dict[str, Any]) -> Location:
@@ -289,8 +284,7 @@ def last_collectives(number: int) -> list[str]:
 
 _FOREVER = timedelta(days=3650)
 
-_BUSY = 0.3
-"""Seconds after which the main thread's connection is taken to be in a long request."""
+_BUSY = 0.3  # seconds after which the main thread's connection is taken to be in a long request
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,8 +297,7 @@ class SideStore:
     """The main thread's; it serves one caller, and the responder sleeps in one of its own."""
     connect: Callable[[float], Store]
     """Makes a connection whose requests wait so many seconds; raises one of `LOST`."""
-    holder: tuple[int, int] = (0, 0)
-    """Process and PID namespace of rank 0, which holds the store."""
+    holder: tuple[int, int] = (0, 0)  # process and PID namespace of rank 0, which holds the store
 
     @property
     def size(self) -> int:
@@ -352,12 +345,9 @@ class Responder(threading.Thread):
     def __init__(self, side: SideStore) -> None:
         super().__init__(name="ezpz-responder", daemon=True)
         self.side = side
-        self.pid = os.getpid()
-        """The process that it was started in; a forked child has none."""
-        self.lost = False
-        """Whether rank 0, which holds the store, has left before this rank."""
-        self.ending = threading.Event()
-        """Set once a rank, this one or another, has told all to end."""
+        self.pid = os.getpid()  # the process that it was started in; a forked child has none
+        self.lost = False  # whether rank 0, which holds the store, has left before this rank
+        self.ending = threading.Event()  # set once a rank, this one or another, has told all to end
         self.failed_at = ""
         """The line at which this rank's script has failed, whose frames are gone."""
         self._leaving = threading.Event()
@@ -528,15 +518,9 @@ _ANSWER = 0.8
 """Seconds for a responder to answer. It needs the interpreter's lock for a millisecond; what
 does not get it in this time is stopped, gone, or in native code that keeps the lock."""
 
-_LOOK = 0.3
-"""Seconds for a neighbor to look what became of a silent rank's process."""
-
-_LONGEST = 1.8
-"""Seconds for it all: rank 0's process, which holds the store, can be stopped itself."""
-
-_LOOKED_FOR = 64
-"""Silent ranks whose processes are looked for."""
-
+_LOOK = 0.3  # seconds for a neighbor to look what became of a silent rank's process
+_LONGEST = 1.8  # seconds for it all: rank 0's process, which holds the store, can be stopped itself
+_LOOKED_FOR = 64  # silent ranks whose processes are looked for
 _NO_ANSWER = "does not answer: it is stopped, or in native code that keeps Python's lock"
 
 
@@ -548,8 +532,7 @@ class RollCall:
     silent: dict[int, str] = field(default_factory=dict)
     """For each rank that did not answer, what became of it, as far as it is known:
     ``"has ended"``, ``"is stopped (pid 71)"``, ``"has left: cleanup() at train.py:90"``."""
-    hosts: dict[int, str] = field(default_factory=dict)
-    """The host of each silent rank."""
+    hosts: dict[int, str] = field(default_factory=dict)  # the host of each silent rank
 
     def gone(self) -> list[int]:
         """Return the ranks that can come no more: ended, left or stopped, as far as is known."""

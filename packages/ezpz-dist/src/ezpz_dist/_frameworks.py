@@ -58,8 +58,7 @@ def prepare_framework(name: str, info: RankInfo, device: torch.device, backend: 
 _SHARED_MEMORY = "deepspeed_shm_comm"
 """DeepSpeed's own all-reduce among the CPUs of a node; only its inference engine calls it."""
 
-_undo: ExitStack | None = None
-"""Removes DeepSpeed's traces, where it is prepared."""
+_undo: ExitStack | None = None  # removes DeepSpeed's traces, where it is prepared
 
 
 def _check_deepspeed(device: torch.device) -> None:
@@ -151,9 +150,7 @@ def _variables(values: Mapping[str, str | None]) -> Iterator[None]:
 
 Config = dict[str, Any]
 
-AUTO = "auto"
-"""What Hugging Face's configurations say where the Trainer fills in its own arguments."""
-
+AUTO = "auto"  # what Hugging Face's configurations say where the Trainer fills in its own arguments
 _DTYPES = {torch.float32: None, torch.bfloat16: "bf16", torch.float16: "fp16"}
 """DeepSpeed's key for each type it computes in."""
 

@@ -26,8 +26,7 @@ from ._world import find_world
 _NODES_SHOWN, _FIRST_NODES = 8, 3
 """More nodes than the former are shortened: to so many first ones, and the last."""
 
-_WIDTH = 60
-"""Characters for ranks in columns, and for a folded list of hosts or ranks."""
+_WIDTH = 60  # characters for ranks in columns, and for a folded list of hosts or ranks
 
 
 def picture(info: Mapping[str, Any], hosts: Sequence[str]) -> str:

@@ -42,12 +42,8 @@ AGREEMENT = "EZPZ_AGREEMENT"
 FIRST_WORD = 10.0
 """Seconds after which rank 0 says who has not arrived; then each time twice as long."""
 
-_LOOK = 1.0
-"""Seconds between two looks at those who are there: a difference is told within two."""
-
-_GRACE = 2.0
-"""Seconds that the others give rank 0 beyond the time-out to tell them who is missing."""
-
+_LOOK = 1.0  # seconds between two looks at those who are there: a difference is told within two
+_GRACE = 2.0  # seconds that the others give rank 0 beyond the time-out to tell them who is missing
 _READING = 1.0
 """Seconds that rank 0, whose process may hold the store, gives the others to read what is wrong."""
 
@@ -62,8 +58,7 @@ _LIBRARIES = (
 )  # fmt: skip
 """Libraries whose version is compared between those ranks that have imported them already."""
 
-Process = tuple[str, int, int]
-"""A rank's host, process and PID namespace."""
+Process = tuple[str, int, int]  # a rank's host, process and PID namespace
 
 
 def common_facts(**more: object) -> dict[str, Any]:
@@ -309,16 +304,11 @@ class Members:
     """Several ranks that take part in a collective, seen from one of them."""
 
     world: World
-    group: dist.ProcessGroup | None
-    """torch's group; None: the world's."""
-    ranks: Sequence[int]
-    """Their ranks in the world, by place in the group."""
-    place: int
-    """This rank's place in the group."""
-    where: torch.device
-    """Where tensors must lie for the group's backend to send them."""
-    scope: str = ""
-    """Which group it is, in words: ranks that wait in different ones are told apart."""
+    group: dist.ProcessGroup | None  # torch's group; None: the world's
+    ranks: Sequence[int]  # their ranks in the world, by place in the group
+    place: int  # this rank's place in the group
+    where: torch.device  # where tensors must lie for the group's backend to send them
+    scope: str = ""  # which group it is, in words: ranks that wait in different ones are told apart
 
     def gather(self, mine: bytearray, what: str, timeout: float | None = None) -> bytearray:
         """Return every rank's bytes, of equal length, one after the other by place."""
@@ -372,8 +362,7 @@ class Members:
                     piece.copy_(staged)
 
 
-_everyone: Members | None = None
-"""The world's, made once: most calls are for all ranks."""
+_everyone: Members | None = None  # the world's, made once: most calls are for all ranks
 
 
 def find_members(operation: str, group: dist.ProcessGroup | None) -> Members | None:
@@ -423,22 +412,14 @@ def find_members(operation: str, group: dist.ProcessGroup | None) -> Members | N
 
 # The small exchange with which every collective begins: do all ranks call the same?
 
-SLOT = 256
-"""Bytes of a slot: latency is the same from 32 to 1024 (gloo), and 27 numbers fit in."""
-
+SLOT = 256  # bytes of a slot: latency is the same from 32 to 1024 (gloo), and 27 numbers fit in
 _HEADER = struct.Struct("=8sBI")
 
-_ALIKE = 9
-"""Bytes of the header in which ranks that take part in the same call do not differ."""
-
+_ALIKE = 9  # bytes of the header in which ranks that take part in the same call do not differ
 _TAKES_PART, _REFUSES = 0, 1
 
-ROOM = SLOT - _HEADER.size
-"""Bytes of a slot that a collective has for itself."""
-
-_WORDS = 200
-"""Characters of a call that a message shows: a dict can have thousands of keys."""
-
+ROOM = SLOT - _HEADER.size  # bytes of a slot that a collective has for itself
+_WORDS = 200  # characters of a call that a message shows: a dict can have thousands of keys
 _calls = itertools.count()
 """Makes every exchange of this process distinct; need not agree between ranks."""
 
@@ -446,10 +427,8 @@ _calls = itertools.count()
 class Call(NamedTuple):
     """One call of a collective, as far as all ranks must agree on it."""
 
-    name: str
-    """``"all_reduce"``, ``"broadcast(root=0)"``, ``"barrier()"``."""
-    op: str = ""
-    """``"sum"``, ``"mean"``, ... where it combines."""
+    name: str  # ``"all_reduce"``, ``"broadcast(root=0)"``, ``"barrier()"``
+    op: str = ""  # ``"sum"``, ``"mean"``, ... where it combines
     leaves: tuple[tuple[str, str], ...] | None = None
     """Where it combines: for each key in words what is there (``"float32 [3]"``); the key is
     empty where the argument is no dict."""
@@ -524,14 +503,9 @@ def payload_of(place: int, every: bytearray) -> bytearray:
 
 # Ranks that called different things: who, what, and where in their code.
 
-_PARTIES = 8
-"""Different calls that are told apart; more make no message clearer."""
-
-_KEYS = 3
-"""Keys that a message names for each rank."""
-
-_PATIENCE = 10.0
-"""Seconds for a rank to say what it called; they all are in this function."""
+_PARTIES = 8  # different calls that are told apart; more make no message clearer
+_KEYS = 3  # keys that a message names for each rank
+_PATIENCE = 10.0  # seconds for a rank to say what it called; they all are in this function
 
 
 def _explain(

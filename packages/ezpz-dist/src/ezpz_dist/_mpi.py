@@ -30,20 +30,13 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=tuple[str | int, ...])
 
-SAY_AFTER = 10.0
-"""Seconds of waiting after which one rank of each node says what it waits for."""
-
-_GRACE = 1.0
-"""Seconds beyond the time-out for our own error, which says more than the watchdog."""
-
-_MESSAGE = 4096
-"""Bytes of the broadcast: all ranks must know how many before they know what."""
-
+SAY_AFTER = 10.0  # seconds of waiting after which one rank of each node says what it waits for
+_GRACE = 1.0  # seconds beyond the time-out for our own error, which says more than the watchdog
+_MESSAGE = 4096  # bytes of the broadcast: all ranks must know how many before they know what
 _LAST_WORDS = 0.5
 """Seconds for a traceback to reach the launcher; without, it was lost under load (MPICH 5.0.2)."""
 
-_ours: ModuleType | None = None
-"""mpi4py.MPI, when it was we who initialized MPI."""
+_ours: ModuleType | None = None  # mpi4py.MPI, when it was we who initialized MPI
 
 
 def speaks(info: RankInfo) -> bool:

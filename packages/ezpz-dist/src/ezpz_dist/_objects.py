@@ -102,9 +102,7 @@ def _restored(raw: bytearray, like: About) -> torch.Tensor:
 
 # One object from one rank to another, within a group; who waits for it says so (`waiting`).
 
-_AT_ONCE = 1 << 28
-"""Bytes that are sent at once."""
-
+_AT_ONCE = 1 << 28  # bytes that are sent at once
 Group = dist.ProcessGroup | None
 
 

@@ -32,24 +32,17 @@ logger = logging.getLogger(__name__)
 MPI_LAUNCHERS = frozenset({"openmpi", "mvapich2", "pals", "pmi", "flux", "jsrun"})
 """Launchers whose ranks form one MPI world, so that MPI can carry the address."""
 
-_LOST_AFTER = 5.0
-"""Seconds for a store that was there to answer once more."""
+_LOST_AFTER = 5.0  # seconds for a store that was there to answer once more
 
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    store: Store
-    """For ``init_process_group``."""
-    master_addr: str
-    """Host name or address of rank 0."""
-    master_port: int
-    """Its TCP port; 0 in a world of one, which listens nowhere."""
-    source: str
-    """How the address came to be known, for people."""
-    reached: str = ""
-    """The numeric address by which this rank reaches the store."""
-    prefix: str = ""
-    """Under which this job's keys are in the server; empty if they are alone in it."""
+    store: Store  # for ``init_process_group``
+    master_addr: str  # host name or address of rank 0
+    master_port: int  # its TCP port; 0 in a world of one, which listens nowhere
+    source: str  # how the address came to be known, for people
+    reached: str = ""  # the numeric address by which this rank reaches the store
+    prefix: str = ""  # under which this job's keys are in the server; empty if they are alone in it
 
     def connect(self, timeout: timedelta) -> Store:
         """Return a second connection to the store, for another thread. Not collective."""
@@ -162,9 +155,7 @@ def _over_mpi(info: RankInfo, timeout: timedelta, env: Mapping[str, str]) -> Ren
 
 # Which job a store belongs to, and where its ranks were told to meet.
 
-JOB_KEY = "ezpz-job"
-"""Where rank 0 writes its job, before anything else."""
-
+JOB_KEY = "ezpz-job"  # where rank 0 writes its job, before anything else
 _OF_ANY = {
     # The parts of a heterogeneous Slurm job have numbers of their own, and one in common.
     "Slurm job": ("SLURM_HET_JOB_ID", "SLURM_JOB_ID"),
@@ -190,8 +181,7 @@ class Job:
     facts: Mapping[str, str]
     """Such as ``{"user": "1000", "PBS job": "7.pbs"}``. Not every rank need know all of them: a
     variable may reach some nodes only."""
-    host: str
-    """Where the process runs that wrote this."""
+    host: str  # where the process runs that wrote this
     pid: int
 
     @classmethod
@@ -226,16 +216,11 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    host: str
-    """Rank 0's, by name or address."""
-    addresses: tuple[str, ...]
-    """What the name stands for here, numeric."""
-    ports: tuple[int, ...]
-    """Where rank 0 may listen, in the order in which it tries them; 0: any."""
-    job: Job | None
-    """What the store must be of; None: whatever store is there."""
-    source: str
-    """How all this came to be known, for people."""
+    host: str  # rank 0's, by name or address
+    addresses: tuple[str, ...]  # what the name stands for here, numeric
+    ports: tuple[int, ...]  # where rank 0 may listen, in the order in which it tries them; 0: any
+    job: Job | None  # what the store must be of; None: whatever store is there
+    source: str  # how all this came to be known, for people
 
     def __str__(self) -> str:
         return f"{_name(self.host, self.ports[0])} ({self.source})"
@@ -268,11 +253,8 @@ def _name(host: str, port: int) -> str:
 _BACKLOG = 1 << 16
 """Connections that wait to be accepted, as far as the system lets us: all ranks come at once."""
 
-_OTHER_FILES = 512
-"""Files that rank 0 may have open beside its connections."""
-
-_PATIENCE = 0.5
-"""Seconds for whoever holds a port to answer, and for a rank 0 to write its job."""
+_OTHER_FILES = 512  # files that rank 0 may have open beside its connections
+_PATIENCE = 0.5  # seconds for whoever holds a port to answer, and for a rank 0 to write its job
 
 
 def open_store(place: Place, info: RankInfo, timeout: timedelta) -> tuple[TCPStore, str, int]:
@@ -408,9 +390,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
 # So that ten thousand ranks ask twenty thousand times a second at most, and not all at once.
 _PAUSE_A_RANK, _SPREAD_A_RANK, _MANY_RANKS = 5e-5, 2e-5, 256
 _FIRST_LOOK_EVERYWHERE = 0.25
-_WRITING = 0.05
-"""Seconds from rank 0's opening of the store to its first key."""
-
+_WRITING = 0.05  # seconds from rank 0's opening of the store to its first key
 _Seen = dict[tuple[str, int], Exception]
 """At each address and port: what is in the way of the store."""
 

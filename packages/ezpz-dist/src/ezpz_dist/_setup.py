@@ -42,9 +42,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_TIMEOUT = 600.0
 """Seconds that a rank waits for the others, at set-up and in every collective."""
 
-LONGEST = 1e8
-"""Seconds: the longest time-out, about three years."""
-
+LONGEST = 1e8  # seconds: the longest time-out, about three years
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
@@ -83,15 +81,12 @@ class SetupArgs:
 class SetupState:
     """What set-up has changed in this process, to be restored by clean-up."""
 
-    args: SetupArgs | None = None
-    """Of the set-up that stands; None: there is none."""
+    args: SetupArgs | None = None  # of the set-up that stands; None: there is none
     is_complete: bool = False
     variables: dict[str, str | None] = field(default_factory=dict)
     """What those that we set were before; None: not set."""
-    hook: Hook = sys.excepthook
-    """``sys.excepthook`` before set-up."""
-    our_hook: Hook | None = None
-    """The same as torch and we have left it, after a failure too."""
+    hook: Hook = sys.excepthook  # ``sys.excepthook`` before set-up
+    our_hook: Hook | None = None  # the same as torch and we have left it, after a failure too
 
     def begin(self) -> None:
         """Restore what a set-up that failed has left, and remember what there is."""
@@ -265,8 +260,7 @@ def _take_device(info: RankInfo, args: SetupArgs) -> tuple[torch.device, str]:
     return device, backend
 
 
-_WITHDRAWAL = 5.0
-"""Seconds for a rank that cannot take part to reach the others."""
+_WITHDRAWAL = 5.0  # seconds for a rank that cannot take part to reach the others
 
 
 def _tell_of_withdrawal(
@@ -413,9 +407,7 @@ def _make_parallel_groups(degrees: tuple[int, int, int], timeout: float) -> None
 MAX_RANKS = 1 << 20
 """Ranks that can have seeds of their own; the largest machines have about 120,000."""
 
-MAX_SEED = 1 << 41
-"""Seeds are below this, so that what is made of them fits torch's 64 bits."""
-
+MAX_SEED = 1 << 41  # seeds are below this, so that what is made of them fits torch's 64 bits
 STREAMS = ("default", "model-parallel", "expert-parallel")
 """Streams of random numbers that a rank can have: their seeds do not meet either."""
 

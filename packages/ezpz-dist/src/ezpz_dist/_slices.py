@@ -27,8 +27,7 @@ from ._world import World, current_world
 
 # Each rank's own slice of one file, by MPI-IO or by plain reads.
 
-_PIECE = 1 << 30
-"""Bytes of one read: MPI counts in 32-bit ints."""
+_PIECE = 1 << 30  # bytes of one read: MPI counts in 32-bit ints
 
 
 def read_share(
@@ -196,8 +195,7 @@ Tensors = TypeVar("Tensors", torch.Tensor, dict[str, torch.Tensor])
 Place = tuple[str | None, str, tuple[int, ...], int]
 """Name (None: there is one tensor, and no dict), dtype, shape, and the offset in the file."""
 
-_ALIGNED = 64
-"""Bytes: a tensor begins at a multiple, as torch's own do."""
+_ALIGNED = 64  # bytes: a tensor begins at a multiple, as torch's own do
 
 
 def share_on_node(read: Callable[[], Tensors]) -> Tensors:

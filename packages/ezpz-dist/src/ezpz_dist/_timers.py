@@ -24,8 +24,7 @@ from ._errors import fold
 from ._members import Call, exchange, find_members, payload_of
 from ._world import find_world
 
-Span = tuple[Clock, Any, Any]
-"""A clock, and its marks at a start and an end."""
+Span = tuple[Clock, Any, Any]  # a clock, and its marks at a start and an end
 
 
 def clock_here(device: torch.device | None = None, *, synchronize: bool = False) -> Clock:
@@ -311,8 +310,7 @@ class Timers:
 
 # The slowest rank, found while training goes on: one small collective a window.
 
-_NAMED = 8
-"""Slow ranks, and slow hosts, that a line names."""
+_NAMED = 8  # slow ranks, and slow hosts, that a line names
 
 
 @dataclass(frozen=True)
@@ -463,8 +461,7 @@ def _tensors(output: Any) -> Iterator[torch.Tensor]:
 
 # Windows of steps.
 
-_TIMES = struct.Struct("=3d")
-"""Mean, maximum and mean wait of a window's steps."""
+_TIMES = struct.Struct("=3d")  # mean, maximum and mean wait of a window's steps
 
 
 class _Step(NamedTuple):

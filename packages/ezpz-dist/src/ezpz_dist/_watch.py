@@ -34,8 +34,7 @@ _POLL = 1e-3
 _SIGNS = ("/gloo/", "NCCL", "oneCCL", "Operation timed out", "Connection closed by peer")
 """Words in the errors of collectives; gloo raises a plain RuntimeError, with its file's name."""
 
-_LINES = 16
-"""Ranks, or groups of ranks at one line, that a message lists."""
+_LINES = 16  # ranks, or groups of ranks at one line, that a message lists
 
 
 @contextmanager
@@ -169,9 +168,7 @@ def first_line(error: BaseException) -> str:
 
 # One rank's end is every rank's: an uncaught exception, a signal, a time-out of `watch`.
 
-_TELLING = 1.0
-"""Seconds to tell others something, should the store still answer."""
-
+_TELLING = 1.0  # seconds to tell others something, should the store still answer
 _READING = 0.1
 """Seconds that the store stays for the others to read it, once they were told of the end."""
 
@@ -287,15 +284,12 @@ def _try_to_tell(side: _diagnosis.SideStore, request: Callable[[], object]) -> b
 
 T = TypeVar("T")
 
-TIMED_OUT = 124
-"""The exit status of all ranks, as timeout(1) has it."""
-
+TIMED_OUT = 124  # the exit status of all ranks, as timeout(1) has it
 _OVERDUE = 15.0
 """Seconds beyond the time-out after which the stacks of a rank whose Python threads cannot run
 (native code keeps the interpreter's lock) are dumped from outside of Python."""
 
-_HEARING = 0.5
-"""Seconds for this rank's responder to read what it was told before the store went."""
+_HEARING = 0.5  # seconds for this rank's responder to read what it was told before the store went
 
 
 class StepWatchdog(AbstractContextManager["StepWatchdog"]):

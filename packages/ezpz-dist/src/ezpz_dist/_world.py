@@ -19,17 +19,13 @@ class World:
     """The ranks that were brought together, and how this one takes part."""
 
     info: RankInfo
-    device: torch.device
-    """What this rank computes on."""
-    backend: str
-    """``"gloo"``, ``"nccl"``, ``"xccl"`` or ``"ccl"``."""
-    timeout: float
-    """Seconds that a rank waits for the others, if nothing else is said."""
+    device: torch.device  # what this rank computes on
+    backend: str  # ``"gloo"``, ``"nccl"``, ``"xccl"`` or ``"ccl"``
+    timeout: float  # seconds that a rank waits for the others, if nothing else is said
     store: Store
     """Under a prefix of this set-up's own. The main thread's: a blocking call on it keeps other
     threads waiting."""
-    hosts: tuple[str, ...]
-    """By rank, the name of its host."""
+    hosts: tuple[str, ...]  # by rank, the name of its host
 
     @property
     def on_host(self) -> torch.device:

@@ -227,14 +227,9 @@ class Files:
 _SMALL = 1 << 16
 """Bytes of archives that are made and read together; of longer ones torch's own time is nothing."""
 
-_BATCH = 1 << 20
-"""Bytes of archives that are made or read at once."""
-
-_ARCHIVE_BLOCK = 1 << 20
-"""Bytes of a long one that are read at once."""
-
-_FEW = 3
-"""Tensors alike that are not worth an archive to copy from."""
+_BATCH = 1 << 20  # bytes of archives that are made or read at once
+_ARCHIVE_BLOCK = 1 << 20  # bytes of a long one that are read at once
+_FEW = 3  # tensors alike that are not worth an archive to copy from
 
 
 class Extent(NamedTuple):

@@ -87,8 +87,7 @@ def bytes_of(held: Mapping[str, Any], key: str) -> bytes:
 
 # What a checkpoint is loaded into: planned, verified, and only then filled.
 
-_NAMED = 5
-"""Names that a message lists."""
+_NAMED = 5  # names that a message lists
 
 
 class Target:

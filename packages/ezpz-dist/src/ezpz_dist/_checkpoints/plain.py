@@ -72,8 +72,7 @@ def explain(path: str, error: Exception) -> CheckpointError:
 
 # A model's tensors, or its shards of them, from a plain file that one rank reads.
 
-_SHOWN = 5
-"""Names that a message lists."""
+_SHOWN = 5  # names that a message lists
 
 
 def load_into(

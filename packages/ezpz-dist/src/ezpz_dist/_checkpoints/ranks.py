@@ -25,8 +25,7 @@ T = TypeVar("T")
 
 _HOST = torch.device("cpu")
 
-_LISTED = 8
-"""Failures that a message lists."""
+_LISTED = 8  # failures that a message lists
 
 
 @dataclass(frozen=True, slots=True)

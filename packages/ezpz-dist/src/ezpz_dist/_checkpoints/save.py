@@ -70,8 +70,7 @@ class Item(NamedTuple):
         return math.prod(self.sizes) * self.dtype.itemsize
 
 
-PieceId = tuple[str, tuple[int, ...]]
-"""The key, and where it begins in the whole."""
+PieceId = tuple[str, tuple[int, ...]]  # the key, and where it begins in the whole
 
 
 def items_of(held: Mapping[str, Pieces]) -> list[Item]:
@@ -431,11 +430,8 @@ class Saving:
 
 
 _current: Saving | None = None
-_function = 0
-"""The process of multiprocessing whose end is seen to."""
-
-AT_EXIT = 600.0
-"""Seconds that `cleanup`, or a process at its end, stays for a save that goes on."""
+_function = 0  # the process of multiprocessing whose end is seen to
+AT_EXIT = 600.0  # seconds that `cleanup`, or a process at its end, stays for a save that goes on
 
 
 def _forget() -> None:

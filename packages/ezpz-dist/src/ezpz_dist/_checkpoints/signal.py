@@ -28,9 +28,7 @@ from ezpz_topo import get_hostname, get_rank
 
 T = TypeVar("T")
 
-NEVER = 1 << 62
-"""The step of a rank that takes no more steps: all go on, and nothing is saved."""
-
+NEVER = 1 << 62  # the step of a rank that takes no more steps: all go on, and nothing is saved
 _REQUEST_TIMEOUT = 20.0
 """Seconds for a request to the store. Its server stands still while torch asks the name service
 about a new connection, often for 5 s where that does not answer (torch 2.13)."""
@@ -113,8 +111,7 @@ EXIT_SAVED = 75
 
 EXIT_GAVE_UP = 124
 
-_numbers = itertools.count()
-"""How many of these this process has made: the same on every rank."""
+_numbers = itertools.count()  # how many of these this process has made: the same on every rank
 
 
 class SnapshotOnSignal:

@@ -79,9 +79,7 @@ MANIFEST = "manifest.json"
 INDEX = "index.json"
 LATEST = "latest"
 """A text file with the newest folder's name: for people and shell scripts; loading lists."""
-OWNER = "owner.json"
-"""Who saves there."""
-
+OWNER = "owner.json"  # who saves there
 _NAME = re.compile(r"step-(\d{8,18})(?:\.(\d{1,6}))?")
 _WORKING = re.compile(r"\.(?:step-\d+(?:\.\d+)?|latest|owner\.json)\.tmp-(?P<owner>.+)")
 _GONE = re.compile(r"\.step-\d+(?:\.\d+)?\.gone-.+")
