@@ -16,6 +16,7 @@ import pytest
 PERSON = """
 import io, re, shlex, shutil, signal, subprocess, threading, time
 from ezpz_dist import _debugger as room
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 if os.getsid(0) != os.getpid():
     os.setsid()
 said = sys.stderr = io.StringIO()
