@@ -1,6 +1,7 @@
 """The real command and the real mpiexec of this environment; without one, a skip that says so."""
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -8,26 +9,43 @@ import subprocess
 import sys
 import sysconfig
 import time
-from pathlib import Path
 
 import pytest
 
-RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
+NOT_A_USERS = (
+    "EZPZ_", "SLURM_", "PBS_", "PMI", "OMPI_", "TORCHELASTIC", "RANK", "WORLD_SIZE", "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS",
+)  # fmt: skip
+COUNTS = (
+    "import os, signal, time\n"
+    "signal.signal(signal.SIGUSR1, lambda *_: os.write(1, b'heard\\n'))\n"
+    "print('ready', flush=True)\n"
+    "while True: time.sleep(600)\n"
+)
 
 
 @pytest.fixture
 def clean_env(tmp_path_factory):
     """The environment of a user outside of any job, with this environment's commands first."""
     scripts = sysconfig.get_path("scripts")
-    env = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
-    env = {
-        name: value
-        for name, value in env.items()
-        if not name.startswith(("EZPZ_", "SLURM_", "PBS_", "PMI", "OMPI_", "TORCHELASTIC"))
-    }
+    env = {name: os.environ[name] for name in os.environ if not name.startswith(NOT_A_USERS)}
     # Records of the tests' launches are none of the user's.
     state = str(tmp_path_factory.mktemp("state"))
     return {**env, "PATH": os.pathsep.join([scripts, env["PATH"]]), "EZPZ_STATE_DIR": state}
+
+
+@pytest.fixture
+def program(tmp_path):
+    """Make an executable of these lines of sh; return its path."""
+
+    def make(name, *lines):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("\n".join(["#!/bin/sh", *lines, ""]))
+        path.chmod(0o755)
+        return str(path)
+
+    return make
 
 
 @pytest.fixture
@@ -56,7 +74,23 @@ def launch(clean_env, mpiexec, tmp_path):
         )
 
     yield run
-    assert list(Path(reports).iterdir()) == []
+    assert list(reports.iterdir()) == []
+
+
+@pytest.fixture
+def spawned(launch):
+    """As launch, with the spawner."""
+
+    def run(*words, **options):
+        return launch("--launcher", "spawn", *words, **options)
+
+    return run
+
+
+@pytest.fixture
+def history(launch):
+    """The records of this user's launches."""
+    return lambda **options: json.loads(launch("history", "--json", **options).stdout)
 
 
 @pytest.fixture
@@ -92,6 +126,19 @@ def process():
         for pipe in filter(None, (child.stdin, child.stdout, child.stderr)):
             pipe.close()
         child.wait()
+
+
+@pytest.fixture
+def rank(process):
+    """Start a process that says that it is ready, and when it hears SIGUSR1."""
+
+    def start(*words, env=None, **options):
+        words = words or (sys.executable, "-c", COUNTS)
+        child = process(*words, stdout=-1, env={**os.environ, **(env or {})}, **options)
+        assert child.stdout.readline() == b"ready\n"
+        return child
+
+    return start
 
 
 @pytest.fixture

@@ -17,12 +17,6 @@ from ezpz_launch._agent import Ranks, is_running
 
 ID = f"agent-test.{os.getpid()}"  # a session beside this one must not meet ours
 PUMP = str(Path(module.__file__).with_name("rank_output.py"))
-COUNTS = (
-    "import os, signal, time\n"
-    "signal.signal(signal.SIGUSR1, lambda *_: os.write(1, b'heard\\n'))\n"
-    "print('ready', flush=True)\n"
-    "while True: time.sleep(600)\n"
-)
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /proc")
 
 
@@ -31,27 +25,18 @@ def ranks():
     return Ranks(ID)
 
 
-@pytest.fixture
-def rank(process):
-    """Start a process that says that it is ready, and when it hears SIGUSR1."""
-
-    def start(**options):
-        child = process(sys.executable, "-c", COUNTS, stdout=-1, **options)
-        assert child.stdout.readline() == b"ready\n"
-        return child
-
-    return start
-
-
 # signals
 
 
-def test_the_whole_group_of_a_rank_is_signalled(process, ranks, until):
+@pytest.mark.parametrize("ends_first", [False, True])
+def test_the_whole_group_of_a_rank_is_signalled(process, ranks, until, ends_first):
     shell = process("sh", "-c", "sleep 600 & echo $!; wait", stdout=-1)
     child = int(shell.stdout.readline())
     ranks.start(0, shell.pid)
+    if ends_first:  # and leaves something in its group
+        kill_and_reap(shell)
     ranks.signal(signal.SIGTERM)
-    assert shell.wait(120) == -signal.SIGTERM
+    assert ends_first or shell.wait(120) == -signal.SIGTERM
     until(lambda: not is_running(child))
 
 
@@ -77,18 +62,6 @@ def test_a_group_that_no_rank_leads_is_not_signalled(process, rank, ranks):
     assert launcher.poll() is None
 
 
-def test_who_has_ended_is_not_signalled_and_who_starts_late_is(rank, ranks):
-    ended, runs, late = rank(), rank(), rank()
-    ranks.start(0, ended.pid)
-    ranks.start(1, runs.pid)
-    ranks.end(0)
-    ranks.signal(signal.SIGTERM)
-    assert runs.wait(120) == -signal.SIGTERM
-    ranks.start(2, late.pid)
-    assert late.wait(120) == -signal.SIGTERM
-    assert ended.poll() is None
-
-
 def test_another_process_of_that_number_is_not_signalled(process, ranks):
     child, gone = process("sleep", "60"), process("true")
     gone.wait(120)
@@ -100,16 +73,6 @@ def test_another_process_of_that_number_is_not_signalled(process, ranks):
     ranks.kill()
     with pytest.raises(subprocess.TimeoutExpired):
         child.wait(0.2)
-
-
-def test_what_a_rank_leaves_in_its_group_is_signalled(process, ranks, until):
-    shell = process("sh", "-c", "sleep 600 & echo $!; read line", stdout=-1, stdin=-1)
-    child = int(shell.stdout.readline())
-    ranks.start(0, shell.pid)
-    shell.stdin.close()
-    shell.wait(120)
-    ranks.signal(signal.SIGTERM)
-    until(lambda: not is_running(child))
 
 
 def test_what_left_its_group_is_killed_by_its_mark(process, ranks):
@@ -159,16 +122,12 @@ def test_is_running(process, until, tmp_path):
 
 
 @pytest.fixture
-def shim(process):
+def shim(rank):
     """Start a shell that stays, as the rank shim does, and goes on after its command."""
 
-    def start(script="echo ready; sleep 600", rank=0, then="true", **options):
-        env = {**os.environ, "EZPZ_LAUNCH_ID": ID, "EZPZ_RANK": str(rank)}
-        child = process(
-            "sh", "-c", f"(exec sh -c '{script}; :'); {then}", env=env, stdout=-1, **options
-        )
-        assert child.stdout.readline() == b"ready\n"
-        return child
+    def start(script="echo ready; sleep 600", number=0, then="true", **options):
+        env = {"EZPZ_LAUNCH_ID": ID, "EZPZ_RANK": str(number)}
+        return rank("sh", "-c", f"(exec sh -c '{script}; :'); {then}", env=env, **options)
 
     return start
 
@@ -181,7 +140,7 @@ def kill_and_reap(child):
 @ON_LINUX
 def test_a_rank_whose_shim_was_killed_is_lost_once(shim, ranks, until):
     assert ranks.lost() == []
-    first, second = shim(rank=0), shim(rank=1)
+    first, second = shim(), shim(number=1)
     ranks.start(0, first.pid)
     ranks.start(1, second.pid)
     for _ in range(3):
@@ -195,7 +154,7 @@ def test_a_rank_whose_shim_was_killed_is_lost_once(shim, ranks, until):
 
 @ON_LINUX
 def test_a_shim_that_was_killed_before_its_command_was_seen(shim, ranks):
-    child, other = shim(rank=1), shim(rank=11)
+    child, other = shim(number=1), shim(number=11)
     ranks.start(1, child.pid)
     ranks.start(11, other.pid)
     kill_and_reap(child)
@@ -269,7 +228,7 @@ def test_it_looks_often_until_it_has_seen_the_command(shim, ranks):
     ranks.lost()
     usual = ranks.next_look()
     assert soon < usual
-    ranks.start(1, shim(rank=1).pid)
+    ranks.start(1, shim(number=1).pid)
     assert ranks.next_look() == soon
     ranks.end(1)
     assert ranks.next_look() == usual
@@ -433,15 +392,11 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("how", [*REFUSED, "absent", None])
-def test_no_dump_without_a_py_spy_that_works(hanging, hang, tmp_path, how):
-    path = tmp_path / "py-spy"
-    if how in REFUSED:
-        path.write_text(f"#!/bin/sh\n{REFUSED[how]}")
-        path.chmod(0o755)
+def test_no_dump_without_a_py_spy_that_works(hanging, hang, program):
     pid = hanging('"$@"', *hang)
-    assert module.dump(pid, how and str(path), bound=1.0) is None
-    assert len(module.python_processes(pid)[0]) == 1
+    for path in (*(program(how, line) for how, line in REFUSED.items()), "/absent/py-spy", None):
+        assert module.dump(pid, path, bound=1.0) is None, path
+        assert len(module.python_processes(pid)[0]) == 1
 
 
 def test_no_dump_without_a_python_process(hanging, tmp_path, py_spy):
@@ -461,14 +416,11 @@ def test_without_py_spy_the_training_tells_by_itself(hanging, hang, tmp_path, mo
     assert f'train.py", line {LINE} in waits_for_ever' in (tmp_path / "err").read_text()
 
 
-def test_py_spy_is_found_on_path_then_beside(tmp_path):
-    for name in ("a", "b", "c"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "py-spy").write_text("#!/bin/sh\n")
+def test_py_spy_is_found_on_path_then_beside(program, tmp_path):
+    on_path, beside = program("b/py-spy"), program("c/py-spy")
+    os.chmod(program("a/py-spy"), 0o644)
     (tmp_path / "d" / "py-spy").mkdir(parents=True)
-    for name in ("b", "c"):
-        (tmp_path / name / "py-spy").chmod(0o755)
-    path = f"{tmp_path / 'absent'}:{tmp_path / 'd'}:{tmp_path / 'a'}:{tmp_path / 'b'}"
-    assert module.find_py_spy(path, str(tmp_path / "c")) == str(tmp_path / "b" / "py-spy")
-    assert module.find_py_spy("", str(tmp_path / "c")) == str(tmp_path / "c" / "py-spy")
-    assert module.find_py_spy(f"{tmp_path / 'a'}:", "") is None
+    path = ":".join(f"{tmp_path}/{name}" for name in ("absent", "d", "a", "b"))
+    assert module.find_py_spy(path, f"{tmp_path}/c") == on_path
+    assert module.find_py_spy("", f"{tmp_path}/c") == beside
+    assert module.find_py_spy(f"{tmp_path}/a:", "") is None

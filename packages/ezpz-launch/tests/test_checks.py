@@ -16,25 +16,17 @@ from ezpz_launch._checks import Ended, check_mpi, disk, judge, run, shared_memor
 
 VERSION = 'if [ "$1" = --version ]; then echo {}; exit; fi\n'
 
-
-def program(path, body):
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(f"#!/bin/sh\n{body}\n")
-    path.chmod(0o755)
-
-
 # What a check starts.
 
 
 def test_a_command_that_hangs_is_ended(tmp_path):
     # What it started holds the pipes for longer than anyone waits.
-    program(tmp_path / "hangs", f"echo begun; sleep 1000 & echo $! > {tmp_path}/pid; wait")
-    ended = run([str(tmp_path / "hangs")], os.environ, 0.5)
+    hangs = f"echo begun; sleep 1000 & echo $! > {tmp_path}/pid; wait"
+    ended = run(["sh", "-c", hangs], os.environ, 0.5)
     assert (ended.status, ended.stdout) == (None, "begun\n")
     os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
-    body = "trap 'echo ended; exit 3' TERM; echo begun; while :; do sleep 0.05; done"
-    program(tmp_path / "ends", body)
-    ended = run([str(tmp_path / "ends")], os.environ, 0.5, grace=20)
+    ends = "trap 'echo ended; exit 3' TERM; echo begun; while :; do sleep 0.05; done"
+    ended = run(["sh", "-c", ends], os.environ, 0.5, grace=20)
     assert (ended.status, ended.stdout) == (None, "begun\nended\n")
 
 
@@ -94,16 +86,15 @@ def test_two_ranks_of_the_real_mpi_also_inside_a_rank_of_another_launch(clean_en
     ],
 )
 @pytest.mark.usefixtures("mpi4py")
-def test_an_mpiexec_that_is_anothers_fails_or_hangs(clean_env, tmp_path, body, seconds, said):
-    program(tmp_path / "bin" / "mpiexec", body)
-    path = f"{tmp_path}/bin:{clean_env['PATH']}"
-    result = check_mpi(seconds, {**clean_env, "PATH": path})
+def test_an_mpiexec_that_is_anothers_fails_or_hangs(clean_env, program, body, seconds, said):
+    path = os.path.dirname(program("bin/mpiexec", body))
+    result = check_mpi(seconds, {**clean_env, "PATH": f"{path}:{clean_env['PATH']}"})
     assert (result.status, said in result.message) == ("error", True), result.message
     assert ("first on PATH" in result.remedy) == ("another MPI" in said)
 
 
-def test_an_mpiexec_that_is_not_known(clean_env, tmp_path, monkeypatch):
-    program(tmp_path / "bin" / "mpiexec", "echo Acme MPI 1.0")
+def test_an_mpiexec_that_is_not_known(clean_env, program, tmp_path, monkeypatch):
+    program("bin/mpiexec", "echo Acme MPI 1.0")
     # no MPI's follows
     monkeypatch.setattr("sys.executable", str(tmp_path / "python" / "bin" / "python"))
     result = check_mpi(60, {**clean_env, "PATH": f"{tmp_path}/bin"})
@@ -119,14 +110,14 @@ def test_mpi4py_without_a_library_and_none_at_all(clean_env, mpiexec, mpi4py, tm
     assert (result.status, "mpi4py is not installed" in result.message) == ("ok", True)
 
 
-def test_without_an_mpiexec(elsewhere, tmp_path):
+def test_without_an_mpiexec(elsewhere, program):
     result = check_mpi(60, elsewhere)
     assert result.status == "warning"
     assert "no mpiexec on PATH or in this environment" in result.message
     assert "pip install mpich" in result.remedy
-    program(tmp_path / "bin" / "srun", "exit 0")
+    srun = program("bin/srun", "exit 0")
     with_srun = check_mpi(60, elsewhere)
-    assert (with_srun.status, with_srun.details["srun"]) == ("ok", f"{tmp_path}/bin/srun")
+    assert (with_srun.status, with_srun.details["srun"]) == ("ok", srun)
 
 
 def test_a_workstation_without_any_mpi_needs_none(elsewhere, tmp_path):
@@ -143,9 +134,11 @@ def test_a_workstation_without_any_mpi_needs_none(elsewhere, tmp_path):
     ("library", "status"),
     [("CRAY MPICH version 8.1.28", "ok"), ("Open MPI v5.0.11", "error")],
 )
-def test_pals_outside_of_a_job_is_judged_by_name(library, status, tmp_path, clean_env, monkeypatch):
-    monkeypatch.setattr("ezpz_launch._launchers.pals.Pals.folder", str(tmp_path / "pals"))
-    program(tmp_path / "pals" / "mpiexec", "exit 9")
+def test_pals_outside_of_a_job_is_judged_by_name(
+    *, library, status, tmp_path, clean_env, program, monkeypatch
+):
+    pals = os.path.dirname(program("pals/mpiexec", "exit 9"))
+    monkeypatch.setattr("ezpz_launch._launchers.pals.Pals.folder", pals)
     (tmp_path / "mpi4py").mkdir()
     (tmp_path / "mpi4py" / "__init__.py").write_text("class rc: pass\n")
     (tmp_path / "mpi4py" / "MPI.py").write_text(
@@ -153,8 +146,7 @@ def test_pals_outside_of_a_job_is_judged_by_name(library, status, tmp_path, clea
         "def Init_thread(): pass\nFinalize = Init_thread\n"
         f"def Get_library_version(): return {library!r}\n"
     )
-    env = {**clean_env, "PATH": str(tmp_path / "pals"), "PYTHONPATH": str(tmp_path)}
-    result = check_mpi(60, env)
+    result = check_mpi(60, {**clean_env, "PATH": pals, "PYTHONPATH": str(tmp_path)})
     assert (result.status, result.details["library"]) == (status, library)
 
 

@@ -75,6 +75,9 @@ def test_a_module_and_code(launch):
         # of each room one: what it refuses is tested there
         (["--tee", "true"], "--tee: expected --log-dir DIR beside it"),
         (["-np", "2", "true"], "unknown option '-np'; did you mean -n?"),
+        (["-n", "0", "true"], "-n 0: expected at least 1 rank"),
+        (["-n", "None", "true"], "-n None: expected a whole number"),
+        ([], "no command"),
         (["--ppn", "1", "-n", "3", "true"], "-n 3 with --ppn 1 on 1 hosts"),
         (["--include", "nid[1-", "true"], "not closed"),
         (["--hostfile", "/nonexistent", "true"], "/nonexistent"),
@@ -82,19 +85,32 @@ def test_a_module_and_code(launch):
         (["--cpu-bind", "near", "true"], "--cpu-bind near: expected none"),
         (["--option", "fast", "true"], "--option fast: workstation has no such option"),
         (["--dry-run", "--machine", "aurora", "--hostfile", "f", "true"], "expected no --hostfile"),
+        (["true"], "half-set pmi environment: PMI_RANK=1 without PMI_SIZE"),
     ],
 )
 def test_what_makes_no_sense_is_one_line(launch, words, what):
-    done = launch(*words)
+    done = launch(*words, env={"PMI_RANK": "1"} if "half" in what else {})
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
+    assert line.startswith("ezpz-launch: ")
     assert what in line
 
 
-def test_a_launcher_that_is_not_here(launch, tmp_path):
-    done = launch("--launcher", "srun", sys.executable, env={"PATH": str(tmp_path)})
-    assert (done.returncode, done.stdout) == (127, "")
-    assert "no srun on PATH" in done.stderr
+@pytest.mark.parametrize(
+    ("words", "status", "what"),
+    [
+        (["no-such-program"], 127, "'no-such-program': not found on PATH"),
+        (["./no-such-program"], 127, "no such file"),
+        (["./train.py"], 126, "try: ezpz-launch python ./train.py"),
+        (["--launcher", "srun", sys.executable], 127, "no srun on PATH"),
+    ],
+)
+def test_what_cannot_be_started_is_one_line(launch, tmp_path, words, status, what):
+    (tmp_path / "train.py").touch()
+    done = launch(*words, env={"PATH": str(tmp_path)}, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (status, "")
+    (line,) = done.stderr.splitlines()
+    assert what in line
 
 
 def test_what_is_requested_of_a_running_launch_is_explained(launch):
@@ -118,14 +134,9 @@ def shell(clean_env):
 
     def run(script, *words):
         return subprocess.run(
-            ["sh", "-c", script, "sh", *words],
-            env=clean_env,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+            ["sh", "-c", script, "sh", *words], env=clean_env, stdin=subprocess.DEVNULL,
+            capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
 
     return run
 
@@ -133,10 +144,6 @@ def shell(clean_env):
 @pytest.mark.parametrize(
     ("words", "status"),
     [
-        (["--version"], 0),
-        (["--help"], 0),
-        (["--frobnicate"], 2),
-        (["no-such-program"], 127),
         (["/"], 127),
         (["/etc/passwd"], 126),
         (["-n", "2", "true"], 0),
@@ -150,11 +157,10 @@ def test_exit_statuses(shell, words, status):
     assert shell('"$@"', *SPAWN, *words).returncode == status
 
 
-def test_the_script_and_the_module_are_the_same(shell):
-    script = shell('ezpz-launch "$@"', "--version")
-    module = shell('"$@"', *OURS, "--version")
-    assert (script.returncode, script.stdout, script.stderr) == (0, f"{__version__}\n", "")
-    assert (module.returncode, module.stdout, module.stderr) == (0, f"{__version__}\n", "")
+@pytest.mark.parametrize("ours", [["ezpz-launch"], OURS], ids=["script", "module"])
+def test_the_script_and_the_module_are_the_same(shell, ours):
+    done = shell('"$@"', *ours, "--version")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{__version__}\n", "")
 
 
 @pytest.mark.parametrize(
@@ -251,15 +257,17 @@ def test_its_mpi_joins_the_inner_world(launch):
     assert (done.returncode, sorted(done.stdout.split())) == (0, ["3"] * 12), done.stderr
 
 
-def test_a_failure_inside_is_the_outer_ones(launch):
-    words = [*OURS, "--launcher", "spawn", "--nested", "-n", "2", "sh", "-c", "exit 9"]
-    assert launch("--launcher", "spawn", "-n", "2", *words).returncode == 9
+def test_a_failure_inside_is_the_outer_ones(spawned):
+    assert spawned("-n", "2", *SPAWN, "--nested", "-n", "2", "sh", "-c", "exit 9").returncode == 9
 
 
-def test_a_world_of_one_needs_no_leave(launch):
-    words = [*OURS, "--launcher", "spawn", "-n", "2", sys.executable, "-c", SHOW]
-    ((first, second),) = worlds(launch("--launcher", "spawn", "-n", "1", *words))
+def test_a_world_of_one_needs_no_leave_and_one_of_two_is_refused(spawned):
+    words = [*SPAWN, "-n", "2", sys.executable, "-c", SHOW]
+    ((first, second),) = worlds(spawned("-n", "1", *words))
     assert {first["RANK"], second["RANK"]} == {"0", "1"}
+    done = spawned("-n", "2", *words)
+    assert done.returncode == 2
+    assert "this process is rank 0 of 2 already (EZPZ_RANK)" in done.stderr
 
 
 @pytest.fixture
@@ -273,7 +281,7 @@ def four(background, tmp_path, until):
         return len(list(folder.glob("*[0-9]"))) == 4
 
     def start():
-        inner = [*OURS, "--launcher", "spawn", "--nested", "-n", "2", "sh", "-c", script]
+        inner = [*SPAWN, "--nested", "-n", "2", "sh", "-c", script]
         outer = background("-n", "2", *inner, stderr=-1)
         until(ready)
         return outer, [int(path.name) for path in folder.iterdir()]
@@ -284,15 +292,11 @@ def four(background, tmp_path, until):
             os.kill(int(path.name), signal.SIGKILL)
 
 
-def test_sigterm_ends_all_of_it(four, until):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_to_the_outer_one_ends_all_of_it(four, until, number):
+    if number == signal.SIGKILL and not os.path.isdir("/proc/self"):
+        pytest.skip("the guardian finds them by /proc")
     outer, pids = four()
-    outer.send_signal(signal.SIGTERM)
-    assert outer.wait(120) == 143
+    outer.send_signal(number)
+    assert outer.wait(120) == (143 if number == signal.SIGTERM else -number)
     until(lambda: not any(map(is_running, pids)))
-
-
-@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="the guardian finds them by /proc")
-def test_kill_9_of_the_outer_one_ends_all_of_it(four, until):
-    outer, pids = four()
-    outer.kill()
-    until(lambda: not any(map(is_running, pids)), 10)

@@ -2,10 +2,7 @@
 
 import json
 import os
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -19,24 +16,12 @@ START = 1795227043.25
 def record(number=0, *, took=None, **changes):
     start = START + 60 * number
     plain = Record(
-        id=new_id(start),
-        command=("python", "train.py", "--lr", "1e-4", "a b"),
-        cwd="/home/alice/run",
-        machine="m",
-        scheduler="slurm",
-        job_id="12",
-        hosts="nid[001-004]",
-        nproc=16,
-        ppn=4,
-        launcher="srun",
-        argv=("srun",),
-        environment={},
-        host=get_hostname(),
-        pid=os.getpid(),
-        pid_start=process_start(os.getpid()),
-        start=iso_time(start),
+        id=new_id(start), command=("python", "train.py", "--lr", "1e-4", "a b"),
+        cwd="/home/alice/run", machine="m", scheduler="slurm", job_id="12", hosts="nid[001-004]",
+        nproc=16, ppn=4, launcher="srun", argv=("srun",), environment={}, host=get_hostname(),
+        pid=os.getpid(), pid_start=process_start(os.getpid()), start=iso_time(start),
         end=None if took is None else iso_time(start + took),
-    )
+    )  # fmt: skip
     return plain._replace(**changes)
 
 
@@ -125,14 +110,6 @@ def test_json_has_the_whole_record(env, write):
     assert found["command"] == ["x", "\\xff", "\x1b[2J"]
 
 
-def test_no_launches(env, tmp_path):
-    no_launches = f"no launches so far; they are recorded in {tmp_path}/launches"
-    assert (command([], env), told(env)) == (no_launches, [])
-    assert os.listdir(tmp_path) == []
-    (tmp_path / "launches").mkdir()
-    assert (command([], env), told(env)) == (no_launches, [])
-
-
 def test_a_command_does_not_move_the_cursor(env, write):
     write(record(**ENDED, command=("\x1b[2J", "a\nb", "\u202eevil", "é")))
     table = command([], env)
@@ -144,16 +121,8 @@ def test_a_command_does_not_move_the_cursor(env, write):
 # Whether it runs.
 
 
-@pytest.fixture
-def child():
-    running = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    yield running
-    running.kill()
-    running.wait()
-    running.stdin.close()
-
-
-def test_one_that_runs_and_is_killed(env, write, child):
+def test_one_that_runs_and_is_killed(env, write, process):
+    child = process("sleep", "600")
     one = record(pid=child.pid, pid_start=process_start(child.pid))
     write(one)
     assert told(env)[0]["state"] == "running"
@@ -209,13 +178,11 @@ RUNS = """echo '{"Jobs":{"12":{"job_state":"R","exec_host":"x1n0/0*2"}}}'"""
         ("pbs", "echo cannot connect to server pbs-0001 >&2; exit 111", "unknown"),
     ],
 )
-def test_another_host_whose_job_is_over(env, write, scheduler, answer, state):
+def test_another_host_whose_job_is_over(*, env, write, program, tmp_path, scheduler, answer, state):
     write(record(host="some-other-host", scheduler=scheduler))
-    path = Path(env["EZPZ_STATE_DIR"], OVER[scheduler][0])
-    path.write_text(f"#!/bin/sh\n{answer}\n")
-    path.chmod(0o755)
+    program(OVER[scheduler][0], answer)
     # asked in a shell of another job
-    env |= {"PATH": f"{path.parent}:/usr/bin:/bin", "PBS_JOBID": "3", "PBS_NODEFILE": "/none"}
+    env |= {"PATH": f"{tmp_path}:/usr/bin:/bin", "PBS_JOBID": "3", "PBS_NODEFILE": "/none"}
     assert told(env)[0]["state"] == state
     assert state in command([], env)
 
@@ -243,7 +210,12 @@ def test_a_damaged_file_is_left_out_and_counted(env, write, tmp_path, damage):
     assert [one["id"] for one in told(env)] == [good.id]
 
 
-def test_files_that_are_no_records(env, write):
+def test_no_launches_and_files_that_are_no_records(env, write, tmp_path):
+    no_launches = f"no launches so far; they are recorded in {tmp_path}/launches"
+    assert (command([], env), told(env)) == (no_launches, [])
+    assert os.listdir(tmp_path) == []
+    (tmp_path / "launches").mkdir()
+    assert (command([], env), told(env)) == (no_launches, [])
     folder = write(b"?").parent
     os.mkfifo(folder / f"{new_id(START + 1)}.json")
     (folder / f"{new_id(START + 9)}.json").mkdir()

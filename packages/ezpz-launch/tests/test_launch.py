@@ -25,14 +25,6 @@ def shown(done):
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def test_each_rank_sees_its_place(launch):
-    done = launch("-n", "3", sys.executable, "-c", SHOW)
-    assert done.returncode == 0, done.stderr
-    seen = sorted((env["RANK"], env["WORLD_SIZE"], env["LOCAL_RANK"]) for _, env in shown(done))
-    assert seen == [("0", "3", "0"), ("1", "3", "1"), ("2", "3", "2")]
-    assert len({env["MASTER_PORT"] for _, env in shown(done)}) == 1
-
-
 def test_a_place_to_meet_that_the_shell_names_is_set_aside_in_a_line(launch):
     env = {"MASTER_ADDR": "elsewhere", "MASTER_PORT": "1"}
     done = launch("-n", "2", sys.executable, "-c", SHOW, env=env)
@@ -57,9 +49,16 @@ ARGUMENTS = ["--lr", "1e-4", "-n", "5", "--", "--x", "a b", "", "$(id)", "it's",
 
 
 @pytest.mark.parametrize("more", [[], [":", "+", "--escaped"]])
-def test_arguments_byte_for_byte(launch, more):
-    done = launch("-n", "2", sys.executable, "-c", SHOW, *ARGUMENTS, *more)
-    assert [words for words, _ in shown(done)] == [[*ARGUMENTS, *more]] * 2
+def test_each_rank_has_its_place_the_arguments_and_the_environment(launch, more):
+    value = 'a b "q" $(id)\nnext'
+    words = (sys.executable, "-c", SHOW, *ARGUMENTS, *more)
+    done = launch("-n", "3", *words, env={"TEST_VALUE": value})
+    assert done.returncode == 0, done.stderr
+    assert [words for words, _ in shown(done)] == [[*ARGUMENTS, *more]] * 3
+    seen = sorted((env["RANK"], env["WORLD_SIZE"], env["LOCAL_RANK"]) for _, env in shown(done))
+    assert seen == [("0", "3", "0"), ("1", "3", "1"), ("2", "3", "2")]
+    assert len({env["MASTER_PORT"] for _, env in shown(done)}) == 1
+    assert {env["TEST_VALUE"] for _, env in shown(done)} == {value}
 
 
 def test_arguments_that_are_no_text(launch):
@@ -68,21 +67,16 @@ def test_arguments_that_are_no_text(launch):
     assert done.stdout == b"\xff\xfe"
 
 
-def test_environment_values_pass_unharmed(launch):
-    value = 'a b "q" $(id)\nnext'
-    done = launch("-n", "1", sys.executable, "-c", SHOW, env={"TEST_VALUE": value})
-    assert shown(done)[0][1]["TEST_VALUE"] == value
-
-
 @pytest.mark.parametrize("host", [get_hostname(), "x1n7"])
-def test_a_shell_on_a_jobs_node_is_told_of_the_job(launch, process, until, tmp_path, host):
+def test_a_shell_on_a_jobs_node_is_told_of_the_job(
+    *, launch, process, program, until, tmp_path, host
+):
     shutil.copy(shutil.which("sleep"), tmp_path / "pbs_mom")
     daemon = process(str(tmp_path / "pbs_mom"), "600")
     until(lambda: Path(f"/proc/{daemon.pid}/comm").read_text() == "pbs_mom\n")
     answer = json.dumps({"Jobs": {"7.pbs": {"exec_host": f"{host}/0*2+x1n8/0*2"}}})
-    for name, text in (("qselect", "7.pbs"), ("qstat", answer)):
-        (tmp_path / name).write_text(f"#!/bin/sh\necho '{text}'\n")
-        (tmp_path / name).chmod(0o755)
+    program("qselect", "echo 7.pbs")
+    program("qstat", f"echo '{answer}'")
     env = {"PATH": f"{os.environ['PATH']}:{tmp_path}", "USER": "alice"}
     done = launch("-n", "1", "true", env=env)
     hint = "this host is a node of your job 7.pbs ("
@@ -90,12 +84,21 @@ def test_a_shell_on_a_jobs_node_is_told_of_the_job(launch, process, until, tmp_p
     assert ("for the job's: export PBS_JOBID=7.pbs" in done.stderr) is (host != "x1n7")
 
 
-def test_the_first_failing_rank_gives_the_exit_status(launch):
-    code = "import sys, os; sys.exit(7 if os.environ['RANK'] == '1' else 0)"
-    done = launch("-n", "3", sys.executable, "-c", code)
-    assert done.returncode == 7
-    assert done.stderr.count("rank 1 on") == 1
-    assert "exited with status 7, first of all ranks" in done.stderr
+@pytest.mark.parametrize(
+    ("script", "status", "said"),
+    [
+        ("[ $RANK = 1 ] && exit 7; exit 0", 7, "status 7, first of all ranks"),
+        # Hydra by itself would say 1 | 6 = 7
+        ("[ $RANK = 1 ] && exit 6; sleep 0.5; exit 1", 6, "status 6, first of all"),
+        ("[ $RANK = 1 ] && kill -9 $$; exec sleep 600", 137, "was killed by SIGKILL"),
+    ],
+    ids=["one fails", "statuses are not mixed", "kill -9"],
+)
+def test_the_first_rank_that_fails_gives_the_exit_status(launch, script, status, said):
+    done = launch("-n", "2", "sh", "-c", script)
+    assert done.returncode == status
+    (line,) = (line for line in done.stderr.splitlines() if said in line)
+    assert "rank 1 on" in line
 
 
 def test_ranks_do_not_cut_each_others_lines(launch):
@@ -107,25 +110,6 @@ def test_ranks_do_not_cut_each_others_lines(launch):
     assert done.stdout.count("\n") == 15_000
 
 
-def test_statuses_are_not_mixed(launch):
-    # Hydra by itself would say 1 | 6 = 7
-    code = (
-        "import sys, os, time\n"
-        "first = os.environ['RANK'] == '1'\n"
-        "time.sleep(0 if first else 0.5)\n"
-        "sys.exit(6 if first else 1)"
-    )
-    assert launch("-n", "2", sys.executable, "-c", code).returncode == 6
-
-
-def test_kill_9_of_a_rank(launch):
-    code = "import os, time; os.environ['RANK'] == '1' and os.kill(os.getpid(), 9); time.sleep(600)"
-    done = launch("-n", "2", sys.executable, "-c", code)
-    assert done.returncode == 137
-    assert "rank 1 on" in done.stderr
-    assert "killed by SIGKILL" in done.stderr
-
-
 WAIT = """
 import os, pathlib, sys, time
 path = pathlib.Path(sys.argv[1], os.environ["RANK"])
@@ -133,7 +117,12 @@ path.with_suffix(".new").write_text(str(os.getpid()))
 path.with_suffix(".new").rename(path)
 time.sleep(600)
 """
-DEAF = f"import signal; [signal.signal(s, signal.SIG_IGN) for s in (2, 15)]; {WAIT}"
+HEARS = f"""
+import pathlib, signal, sys
+for number in (2, 15):  # and does not end
+    signal.signal(number, lambda *_: pathlib.Path(sys.argv[1], "told.first").touch())
+{WAIT}
+"""
 
 
 @pytest.fixture
@@ -159,20 +148,14 @@ def test_a_signal_ends_every_rank(waiting, number):
     assert started.wait(timeout=120) == 128 + number
 
 
-def test_ctrl_c_twice_says_one_line(waiting, until):
-    started, _ = waiting(DEAF)
+def test_ctrl_c_twice_says_one_line(waiting, until, tmp_path):
+    started, _ = waiting(HEARS)
     started.send_signal(signal.SIGINT)
-    # Two at once would be one.
-    until(lambda: not pending(started.pid, signal.SIGINT))
+    # Two at once would be one, for the kernel as for Python: wait until the first is passed on.
+    until((tmp_path / "told.first").exists, 120)
     started.send_signal(signal.SIGINT)
-    said = started.communicate(timeout=60)
+    said = started.communicate(timeout=120)
     assert (started.returncode, said) == (130, (b"", b"ezpz-launch: ended by SIGINT\n"))
-
-
-def pending(pid, number):
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    masks = [int(line.split()[1], 16) for line in lines if line.startswith(("SigPnd", "ShdPnd"))]
-    return any(mask >> (number - 1) & 1 for mask in masks)
 
 
 def test_nohup_is_respected(waiting):
@@ -197,53 +180,6 @@ def test_a_folder_that_is_gone_is_told_in_one_line(clean_env, mpiexec, tmp_path)
     assert "the current directory cannot be read" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("words", "status", "message"),
-    [
-        (["--frobnicate", "true"], 2, "unknown option '--frobnicate'"),
-        (["-n", "0", "true"], 2, "-n 0: expected at least 1 rank"),
-        (["-n", "two", "true"], 2, "-n two: expected a whole number"),
-        (["-n", "1.5", "true"], 2, "-n 1.5: expected a whole number"),
-        (["-n", "None", "true"], 2, "-n None: expected a whole number"),
-        ([], 2, "no command"),
-        (["no-such-program"], 127, "'no-such-program': not found on PATH"),
-        (["./no-such-program"], 127, "no such file"),
-    ],
-)
-def test_bad_input_is_one_line(launch, words, status, message):
-    done = launch(*words)
-    assert (done.returncode, done.stdout) == (status, "")
-    assert done.stderr.startswith("ezpz-launch: ")
-    assert message in done.stderr
-    assert len(done.stderr.splitlines()) == 1
-
-
-def test_a_half_set_rank_environment(launch):
-    done = launch("true", env={"PMI_RANK": "1"})
-    assert done.returncode == 2
-    assert "half-set pmi environment: PMI_RANK=1 without PMI_SIZE" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
-
-
-def test_a_script_that_is_not_executable(launch, tmp_path):
-    (tmp_path / "train.py").write_text("print(1)")
-    done = launch("./train.py", cwd=tmp_path)
-    assert done.returncode == 126
-    assert "try: ezpz-launch python ./train.py" in done.stderr
-    assert launch("train.py", cwd=tmp_path).returncode == 127
-
-
-def test_a_launch_inside_a_rank_is_refused(launch):
-    done = launch("-n", "2", sys.executable, "-m", "ezpz_launch", "-n", "2", "true")
-    assert done.returncode == 2
-    assert "this process is rank 0 of 2 already (EZPZ_RANK)" in done.stderr
-
-
-def test_the_program_is_run_not_the_shells_own(launch):
-    # dash's own echo would print two lines
-    assert launch("-n", "1", "echo", r"a\nb").stdout == "a\\nb\n"
-
-
 def test_on_one_host_no_temporary_directory_is_needed(launch, tmp_path):
     done = launch("-n", "1", "true", env={"TMPDIR": str(tmp_path / "absent")})
     assert (done.returncode, done.stderr) == (0, "")
@@ -261,15 +197,6 @@ def test_dry_run_explains_and_starts_nothing(launch, tmp_path):
     assert (tmp_path / "started").exists()
 
 
-def test_help_is_one_screen_with_examples(launch):
-    done = launch("--help")
-    assert done.returncode == 0
-    assert len(done.stdout.splitlines()) <= 45
-    assert max(map(len, done.stdout.splitlines())) <= 100
-    assert "ezpz-launch python train.py" in done.stdout
-    assert launch("--version").stdout.strip() == __import__("ezpz_launch").__version__
-
-
 def test_the_launcher_imports_nothing_heavy(clean_env, mpiexec):
     code = (
         "import sys, ezpz_launch\n"
@@ -280,12 +207,6 @@ def test_the_launcher_imports_nothing_heavy(clean_env, mpiexec):
         [sys.executable, "-c", code], env=clean_env, capture_output=True, text=True, check=True
     )
     assert out.stdout.strip() == "set()"
-
-
-def test_ten_megabytes_of_any_bytes(launch):
-    code = "import os, sys; sys.stdout.buffer.write(os.urandom(1 << 20) * 10)"
-    done = launch("-n", "1", sys.executable, "-c", code, text=False)
-    assert len(done.stdout) == 10 << 20
 
 
 # what the ranks' shims are told
@@ -377,9 +298,10 @@ def test_everything_is_as_before_and_what_was_ignored_stays_ignored():
 
 
 @pytest.mark.parametrize("number", ENDING)
-def test_a_pause_is_ended_by_a_signal(number):
+def test_a_pause_is_ended_by_a_signal_but_not_by_sigusr1(number):
     began = time.monotonic()
     with signals() as heard:
+        os.kill(os.getpid(), signal.SIGUSR1)
         assert pause(0.1, heard) == pause(0, heard) == 0
         assert time.monotonic() - began >= 0.1
         timer = threading.Timer(0.1, os.kill, (os.getpid(), number))
@@ -387,11 +309,3 @@ def test_a_pause_is_ended_by_a_signal(number):
         assert pause(60, heard) == number
         timer.join()
         assert pause(60, heard) == number, "one that has come before"
-
-
-def test_a_pause_is_not_ended_by_sigusr1():
-    with signals() as heard:
-        timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1))
-        timer.start()
-        assert pause(0.5, heard) == 0
-        timer.join()

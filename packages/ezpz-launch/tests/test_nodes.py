@@ -18,12 +18,6 @@ import ezpz_launch._launch
 from ezpz_launch._agent import is_running, proof
 from ezpz_launch._launch import Control, Launch, Nodes
 
-COUNTS = (
-    "import os, signal, time\n"
-    "signal.signal(signal.SIGUSR1, lambda *_: os.write(1, b'heard\\n'))\n"
-    "print('ready', flush=True)\n"
-    "while True: time.sleep(600)\n"
-)
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /proc")
 HERE = os.uname().nodename
 
@@ -47,7 +41,15 @@ class Side:
         return bool(ready)
 
     def is_reached(self, node):
+        self.serve()
         return not self.nodes.unreached([2 * node])
+
+    def start_agent(self, node=0, where=None, **options):
+        """Start the agent of a node, as the shim does."""
+        control = Control(self.id, 5, where=where or self.nodes.where, secret=self.nodes.secret)
+        words = [sys.executable, "-I", "-S", ezpz_launch._agent.__file__, str(node)]
+        env = {**os.environ, "EZPZ_CONTROL": control.value()}
+        subprocess.run(words, env=env, check=True, timeout=120, **options)
 
     def close(self, *, farewell):
         if self.is_open:
@@ -99,20 +101,11 @@ def side():
 
 @pytest.fixture
 def agent(side, until):
-    """Start the agent of a node, as the shim does."""
+    """Start the agent of a node, and wait for it."""
 
-    def start(node=0, where=None, wait=True, **options):
-        nodes = side.nodes
-        control = Control(side.id, 5, where=where or nodes.where, secret=nodes.secret)
-        subprocess.run(
-            [sys.executable, "-I", "-S", ezpz_launch._agent.__file__, str(node)],
-            env={**os.environ, "EZPZ_CONTROL": control.value()},
-            check=True,
-            timeout=120,
-            **options,
-        )
-        if wait:
-            until(lambda: side.is_reached(node) or (side.serve() and side.is_reached(node)))
+    def start(node=0, **options):
+        side.start_agent(node, **options)
+        until(lambda: side.is_reached(node))
 
     return start
 
@@ -121,33 +114,19 @@ def agent(side, until):
 def reached(request, until):
     """Nodes whose node 0 has an agent: on this host a child of ours, elsewhere the program."""
     side = Side((HERE,), on_this_host=request.param == "here")
+    launcher = None
     if request.param == "here":
         launcher = subprocess.Popen(["sleep", "600"], start_new_session=True)
         side.nodes.watch(launcher.pid)
     else:
-        launcher = None
-        control = Control(side.id, 5, where=side.nodes.where, secret=side.nodes.secret)
-        words = [sys.executable, "-I", "-S", ezpz_launch._agent.__file__, "0"]
-        env = {**os.environ, "EZPZ_CONTROL": control.value()}
-        subprocess.run(words, env=env, check=True, timeout=120)
-    until(lambda: side.is_reached(0) or (side.serve() and side.is_reached(0)))
+        side.start_agent()
+    until(lambda: side.is_reached(0))
     yield side
     side.close(farewell=True)
     if launcher:
         assert launcher.poll() is None, "it is not the agent's to end while we are there"
         launcher.kill()
         launcher.wait()
-
-
-@pytest.fixture
-def rank(process):
-    def start(*words, **env):
-        words = words or (sys.executable, "-c", COUNTS)
-        child = process(*words, stdout=-1, env={**os.environ, **env})
-        assert child.stdout.readline() == b"ready\n"
-        return child
-
-    return start
 
 
 # orders
@@ -182,7 +161,7 @@ def test_ranks_are_released_and_killed(reached, rank):
 @pytest.mark.parametrize("farewell", [True, False])
 def test_the_end_of_a_launch(reached, rank, farewell):
     """Ranks that run are killed; after a farewell what is marked as ours is named and ended."""
-    child, marked = rank(), rank(EZPZ_LAUNCH_ID=reached.id)
+    child, marked = rank(), rank(env={"EZPZ_LAUNCH_ID": reached.id})
     reached.nodes.start(0, child.pid)
     reached.close(farewell=farewell)
     assert marked.wait(120) == (-signal.SIGTERM if farewell else -signal.SIGKILL)
@@ -198,7 +177,7 @@ def test_the_end_of_a_launch(reached, rank, farewell):
 
 def test_what_ranks_left_is_named_once_and_killed_in_the_end(reached, rank, until):
     script = "trap 'echo heard' TERM; echo ready; while :; do sleep 0.05; done"
-    left = rank("sh", "-c", script, EZPZ_LAUNCH_ID=reached.id)
+    left = rank("sh", "-c", script, env={"EZPZ_LAUNCH_ID": reached.id})
     reached.nodes.end_left()
     until(lambda: reached.serve() and reached.nodes.left)
     # what the shell is just running is named, too
@@ -272,7 +251,7 @@ def test_an_agent_that_comes_late_hears_all_of_it_once(side, agent, rank):
 
 
 def test_a_connection_that_is_reset_kills(side, agent, rank, until):
-    child, marked = rank(), rank(EZPZ_LAUNCH_ID=side.id)
+    child, marked = rank(), rank(env={"EZPZ_LAUNCH_ID": side.id})
     agent()
     side.nodes.start(0, child.pid)
     # wait until it has taken that: what it has not read is lost with the connection
@@ -328,7 +307,7 @@ def test_what_an_agent_has_said_is_of_no_use_to_another(side, until):
     with first:
         said = side.hello(1, challenge)
         first.sendall(said.encode())
-        until(lambda: side.serve() and side.is_reached(1))
+        until(lambda: side.is_reached(1))
         second, _ = side.challenged()
         with second:
             second.sendall(said.encode())
@@ -360,7 +339,7 @@ def test_hello_and_stacks_in_pieces(side, until):
         for byte in side.hello(3, challenge).encode() + b"stacks 7\nab\ncd\n!":
             connection.sendall(bytes([byte]))
             side.serve()
-        until(lambda: side.nodes.stacks or (side.serve() and side.nodes.stacks))
+        until(lambda: side.is_reached(3) and side.nodes.stacks)
         expected = proof(side.nodes.secret, 3, "launch", "ab", challenge)
         assert connection.recv(1000) == f"welcome {expected}\n".encode()
     assert side.nodes.stacks == ["ab\ncd\n!"]
@@ -381,12 +360,12 @@ def test_an_agent_that_says_anything_else_is_dropped(side, until, said):
     assert side.nodes.lost == [6]
 
 
-def test_an_agent_tells_an_impostor_nothing(agent, rank):
+def test_an_agent_tells_an_impostor_nothing(side, rank):
     """Whoever took our port does not know what the agent wants to hear."""
     child = rank()
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(20)
-        agent(where=(f"127.0.0.1:{server.getsockname()[1]}",), wait=False)
+        side.start_agent(where=(f"127.0.0.1:{server.getsockname()[1]}",))
         connection, _ = server.accept()
         with connection:
             connection.settimeout(20)
@@ -405,9 +384,7 @@ def test_an_agent_tries_every_address_and_holds_no_pipe(side, agent):
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     read, write = os.pipe()
-    null = subprocess.DEVNULL
-    where = (f"127.0.0.1:{port}", *side.nodes.where)
-    agent(where=where, pass_fds=[write], stdout=null, stderr=null)
+    agent(where=(f"127.0.0.1:{port}", *side.nodes.where), pass_fds=[write], stdout=-3, stderr=-3)
     os.close(write)
     assert select.select([read], [], [], 20)[0]
     assert os.read(read, 1) == b""
@@ -498,8 +475,8 @@ def watched(process, tmp_path):
     """Start a process that watches a launcher and a rank; return it, their pids and its agent."""
     known = []
 
-    def start(where="here", script="sleep 600 & wait", scratch=tmp_path / "hosts"):
-        scratch.touch()
+    def start(where="here", script="sleep 600 & wait"):
+        (scratch := tmp_path / "hosts").touch()
         words = [where, scratch, f"nodes-test.{os.urandom(8).hex()}", script]
         parent = process(sys.executable, "-c", WATCHED, *words, stdin=-1, stdout=-1)
         known.extend(map(int, parent.stdout.readline().split()))
@@ -515,18 +492,15 @@ def tell(parent, word):
     parent.stdin.flush()
 
 
-@pytest.mark.parametrize(
-    ("where", "script", "number"),
-    [
-        ("here", "trap '' TERM; sleep 600; sleep 600", 0),  # a deaf launcher
-        ("elsewhere", "sleep 600 & wait", 0),
-        *(("here", "sleep 600 & wait", number) for number in (0, 1, 2, 10, 15)),
-    ],
-)
-def test_kill_9_of_the_parent_ends_all(watched, until, where, script, number):
-    parent, pids, agent, scratch = watched(where, script)
+@pytest.mark.parametrize("where", ["here", "elsewhere"])
+@pytest.mark.parametrize("deaf", [False, True])
+def test_kill_9_of_the_parent_ends_all(watched, until, tmp_path, where, deaf):
+    tells = f"trap 'echo yes >{tmp_path}/told; exit' TERM; sleep 600 & wait"
+    deaf_one = "trap '' TERM; sleep 600; sleep 600"
+    parent, pids, agent, scratch = watched(where, deaf_one if deaf else tells)
     until(lambda: ignores(agent, signal.SIGUSR2))  # it has set itself up
-    os.kill(agent, number)  # none of them ends it
+    for number in (1, 2, 10, 15):  # none of them ends it
+        os.kill(agent, number)
     assert all(map(is_running, [*pids, agent]))
     parent.kill()
     ours = pids if where == "here" else pids[:2]  # elsewhere the node's agent ends its ranks
@@ -534,20 +508,14 @@ def test_kill_9_of_the_parent_ends_all(watched, until, where, script, number):
     # nothing holds its pipes
     assert parent.stdout.read() == b""
     assert not scratch.exists()
+    # a launcher is first told to end
+    assert deaf or (tmp_path / "told").read_text() == "yes\n"
 
 
 def ignores(pid, number):
     with open(f"/proc/{pid}/status") as file:
         lines = dict(line.split(":", 1) for line in file)
     return int(lines["SigIgn"], 16) & 1 << number - 1
-
-
-def test_a_launcher_is_first_told_to_end(watched, until, tmp_path):
-    path = tmp_path / "told"
-    parent, pids, *_ = watched(script=f"trap 'echo yes >{path}; exit' TERM; sleep 600 & wait")
-    parent.kill()
-    until(lambda: not any(map(is_running, pids)))
-    assert path.read_text() == "yes\n"
 
 
 @pytest.mark.parametrize("where", ["here", "elsewhere"])

@@ -50,12 +50,6 @@ def folder(tmp_path):
     return tmp_path / "state" / "launches"
 
 
-def history(env):
-    words = [sys.executable, "-m", "ezpz_launch", "history", "--json"]
-    done = subprocess.run(words, env=env, capture_output=True, check=True, timeout=60)
-    return json.loads(done.stdout)
-
-
 def test_from_the_start_to_the_end(env, folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     keeper = Keeper(env)
@@ -88,7 +82,10 @@ def test_from_the_start_to_the_end(env, folder, tmp_path, monkeypatch, capsys):
     assert (os.listdir(folder), capsys.readouterr().err) == ([path.name], "")
 
 
-def test_only_this_user_can_read_it(env, folder):
+def test_only_this_user_can_read_it_also_where_the_directory_is_gone(env, folder, monkeypatch):
+    (gone := folder.parents[1] / "gone").mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
     previous = os.umask(0)
     try:
         Keeper(env).start(PLAN, [], JOB)
@@ -96,15 +93,7 @@ def test_only_this_user_can_read_it(env, folder):
         os.umask(previous)
     (path,) = folder.iterdir()
     modes = [one.stat().st_mode & 0o777 for one in (folder.parent, folder, path)]
-    assert modes == [0o700, 0o700, 0o600]
-
-
-def test_a_working_directory_that_is_gone(tmp_path, monkeypatch):
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    monkeypatch.chdir(gone)
-    gone.rmdir()
-    assert record_of(PLAN, [], JOB).cwd == ""
+    assert (modes, json.loads(path.read_bytes())["cwd"]) == ([0o700, 0o700, 0o600], "")
 
 
 def test_no_secret_is_ever_written():
@@ -114,12 +103,7 @@ def test_no_secret_is_ever_written():
             *("srun", "--export=WANDB_API_KEY=s3cr3t-3", "sh", "shim", "--escaped"),
             *("+python", "+--api-key", "+s3cr3t-1", "+password=s3cr3t-6"),
         ),
-        environment={
-            "HF_TOKEN": "s3cr3t-4",
-            "MYPASS": "s3cr3t-7",
-            "URL": "http://u:s3cr3t-5@proxy:1",
-            "LEVEL": "7",
-        },
+        environment={"HF_TOKEN": "s3cr3t-4", "URL": "http://u:s3cr3t-5@proxy:1", "LEVEL": "7"},
         first_failure={"rank": 0, "host": "h", "status": 1, "how": "token=s3cr3t-7"},
     )
     text = to_json(secrets)
@@ -161,13 +145,12 @@ def test_ids_sort_by_time_and_are_unique():
         ({"EZPZ_STATE_DIR": "", "XDG_STATE_HOME": "", "HOME": "alice"}, "HOME='alice'; expected"),
     ],
 )
-def test_nowhere_to_write_is_one_warning(launch, tmp_path, env, why):
+def test_nowhere_to_write_is_one_warning(spawned, tmp_path, env, why):
     (tmp_path / "file").touch()
     env = {name: value.format(tmp=tmp_path) for name, value in env.items()}
     script = 'echo "[${EZPZ_PROGRESS_FILE-unset}]"'
-    words = ("--launcher", "spawn", "-n", "1", "--retries", "1", "sh", "-c", script)
     before = sorted(os.listdir(tmp_path))
-    done = launch(*words, env=env, cwd=tmp_path)
+    done = spawned("-n", "1", "--retries", "1", "sh", "-c", script, env=env, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "[unset]\n")
     assert done.stderr.startswith(f"ezpz-launch: no job record: {why.format(tmp=tmp_path)}")
     assert "set EZPZ_STATE_DIR to another" in done.stderr or "or EZPZ_STATE_DIR to" in done.stderr
@@ -235,11 +218,11 @@ def test_old_records_go_once_there_are_a_tenth_too_many(env, folder):
     assert sorted(os.listdir(folder)) == sorted(["notes.json", *(f"{one}.json" for one in ids)])
 
 
-def test_many_launches_at_once_make_one_folder(background, clean_env, tmp_path):
+def test_many_launches_at_once_make_one_folder(background, history, tmp_path):
     env = {"EZPZ_STATE_DIR": str(tmp_path / "a" / "b")}
     launches = [background("-n", "1", "true", env=env, stderr=-1) for _ in range(4)]
     assert [(one.stderr.read(), one.wait(120)) for one in launches] == [(b"", 0)] * 4
-    assert [one["exit_status"] for one in history({**clean_env, **env})] == [0] * 4
+    assert [one["exit_status"] for one in history(env=env)] == [0] * 4
 
 
 # What a script reports of its progress.
@@ -263,9 +246,6 @@ def test_what_counts_as_a_step(tmp_path, text, step):
     path = tmp_path / "progress"
     path.write_bytes(text)
     assert read_progress(str(path)) == step
-
-
-def test_nothing_to_read(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     for path in (tmp_path / "absent", tmp_path, tmp_path / "fifo", ""):
         assert read_progress(str(path)) is None
@@ -275,20 +255,17 @@ def test_the_lines_of_the_readme_report_progress(tmp_path):
     path = tmp_path / "a b.progress"
     readme = (Path(__file__).parents[1] / "README.md").read_text("utf-8")
     (code,) = re.findall(r"```python\n(.*?EZPZ_PROGRESS_FILE.*?)```", readme, re.DOTALL)
-    subprocess.run(
-        [sys.executable, "-c", f"{code}\nreport(1300)"],
-        env={**os.environ, "EZPZ_PROGRESS_FILE": str(path)},
-        check=True,
-        timeout=60,
-    )
+    env = {**os.environ, "EZPZ_PROGRESS_FILE": str(path)}
+    words = [sys.executable, "-c", f"{code}\nreport(1300)"]
+    subprocess.run(words, env=env, check=True, timeout=60)
     assert read_progress(str(path)) == 1300
     assert os.listdir(tmp_path) == [path.name]
 
 
-def test_the_progress_file_lives_as_long_as_the_launch(launch, clean_env):
+def test_the_progress_file_lives_as_long_as_the_launch(spawned, history, clean_env):
     script = 'echo 3 >"$EZPZ_PROGRESS_FILE"; echo "$EZPZ_PROGRESS_FILE"; exit 75'
-    done = launch("--launcher", "spawn", "-n", "1", "--retries", "1", "sh", "-c", script)
-    (record,) = history(clean_env)
+    done = spawned("-n", "1", "--retries", "1", "sh", "-c", script)
+    (record,) = history()
     path = Path(done.stdout.strip())
     assert (done.returncode, path.name) == (75, f"{record['id']}.progress")
     assert path.parent == Path(clean_env["EZPZ_STATE_DIR"], "launches")

@@ -34,26 +34,22 @@ from ezpz_topo import Allocation, detect, get_allocation
 
 
 @pytest.mark.parametrize(
-    ("exit_status", "more", "why"),
+    ("exit_status", "more", "pause", "why"),
     [
-        (2, {}, "usage error"),
-        (75, {}, "means checkpointed, to be requeued"),
-        (126, {}, "cannot be executed"),
-        (127, {}, "not found"),
-        (143, {"told": True}, "told to end"),
-        (1, {"told": True}, "told to end"),
-        (1, {"import_error": True}, "failed import"),
+        (2, {}, None, "usage error"),
+        (75, {}, None, "means checkpointed, to be requeued"),
+        (126, {}, None, "cannot be executed"),
+        (127, {}, None, "not found"),
+        (143, {"told": True}, None, "told to end"),
+        (1, {"told": True}, None, "told to end"),
+        (1, {"import_error": True}, None, "failed import"),
+        *((status, {}, 1.0, f"exit status {status}: retry 1 of 5 in 1 s")
+          for status in (1, 3, 124, 134, 137, 139, 143, 255)),
     ],
-)
-def test_what_another_attempt_does_not_mend(exit_status, more, why):
-    pause, said = Retries(5).decide(exit_status, **more)
-    assert pause is None
-    assert why in said
-
-
-@pytest.mark.parametrize("status", [1, 3, 124, 134, 137, 139, 143, 255])
-def test_what_another_attempt_can_mend(status):
-    assert Retries(1).decide(status) == (1.0, f"exit status {status}: retry 1 of 1 in 1 s")
+)  # fmt: skip
+def test_what_another_attempt_may_mend(exit_status, more, pause, why):
+    waited, said = Retries(5).decide(exit_status, **more)
+    assert (waited, why in said) == (pause, True), said
 
 
 def test_the_pause_doubles_up_to_a_minute_and_no_more_than_allowed():
@@ -104,25 +100,14 @@ def test_two_attempts_in_a_row_without_progress_are_the_last(steps, retried):
     ],
 )
 def test_python_that_cannot_import(code, expected):
-    stderr = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, check=False, timeout=60
-    ).stderr
+    words = [sys.executable, "-c", code]
+    stderr = subprocess.run(words, capture_output=True, check=False, timeout=60).stderr
     assert ends_with_import_error(stderr) is expected
     prefixed = b"".join(b"[3@nid001] " + line for line in stderr.splitlines(keepends=True))
     assert ends_with_import_error(prefixed) is expected
 
 
 # Attempts.
-
-
-@pytest.fixture
-def spawned(launch):
-    """Run ezpz-launch with the spawner."""
-
-    def run(*words, **options):
-        return launch("--launcher", "spawn", *words, **options)
-
-    return run
 
 
 def test_retries_until_it_succeeds(spawned):
@@ -143,12 +128,6 @@ def test_retries_until_it_succeeds(spawned):
     assert "exit status 9: retry 1 of 3 in 1 s" in done.stderr
 
 
-def test_without_retries_there_is_one_attempt(spawned):
-    done = spawned("-n", "1", "sh", "-c", "echo attempt $EZPZ_ATTEMPT; exit 9")
-    assert (done.returncode, done.stdout) == (9, "attempt 0\n")
-    assert "retry" not in done.stderr
-
-
 @pytest.mark.parametrize("options", [(), ("--prefix",), ("--log-dir", "logs")], ids=str)
 def test_a_failed_import_is_not_tried_again(spawned, tmp_path, options):
     words = (sys.executable, "-c", "import no_such_module")
@@ -167,7 +146,7 @@ def test_progress_is_what_keeps_it_going(spawned):
 
 
 @pytest.mark.parametrize("after", [0.3, 0])
-def test_a_signal_during_the_pause_ends_it(background, clean_env, after):
+def test_a_signal_during_the_pause_ends_it(background, history, after):
     script = 'echo $EZPZ_ATTEMPT >"$EZPZ_PROGRESS_FILE"; exit 9'
     launch = background("-n", "1", "--retries", "9", "sh", "-c", script, stderr=-1)
     for line in launch.stderr:
@@ -177,9 +156,7 @@ def test_a_signal_during_the_pause_ends_it(background, clean_env, after):
     launch.terminate()
     assert launch.wait(120) == 143
     assert b"retry 3" not in launch.stderr.read()
-    words = [sys.executable, "-m", "ezpz_launch", "history", "--json"]
-    told = subprocess.run(words, env=clean_env, capture_output=True, check=True)
-    (record,) = json.loads(told.stdout)
+    (record,) = history()
     assert (record["state"], record["exit_status"], record["attempt"]) == ("ended", 143, 1)
     how = {"host": os.uname().nodename, "status": 9, "how": "exited with status 9"}
     assert record["first_failure"] == {"rank": 0, **how}
@@ -358,47 +335,43 @@ def test_old_logs_decide_nothing(spawned, tmp_path):
     assert "retry 1 of 1" in done.stderr
 
 
-def test_a_log_folder_that_cannot_be_made(spawned, tmp_path):
-    (tmp_path / "file").touch()
-    done = spawned("-n", "1", "--log-dir", str(tmp_path / "file"), "touch", str(tmp_path / "ran"))
-    assert done.returncode == 2
-    said = f"--log-dir {tmp_path}/file: File exists; expected a folder that can be written"
-    assert done.stderr == f"ezpz-launch: {said}\n"
+@pytest.mark.parametrize("why", ["File exists", "Permission denied"])
+def test_a_log_folder_that_is_none_or_not_ours(spawned, tmp_path, why):
+    folder = tmp_path / "logs"
+    if why == "File exists":
+        folder.touch()
+    elif os.geteuid() == 0:
+        pytest.skip("root may write everywhere")
+    else:
+        folder.mkdir(0o500)
+    done = spawned("-n", "1", "--log-dir", str(folder), "touch", str(tmp_path / "ran"))
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert f"--log-dir {folder}: {why}; expected a folder that can be written" in done.stderr
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_log_folder_that_cannot_be_written(spawned, tmp_path):
-    tmp_path.chmod(0o500)
-    done = spawned("-n", "1", "--log-dir", str(tmp_path), "true")
-    assert (done.returncode, "Permission denied" in done.stderr) == (2, True)
+FILL = "head -c 4000000 /dev/zero >x 2>/dev/null"
 
 
-FULL = """
-mount -t tmpfs -o size=2m none "$1" && mkdir "$1/logs" && cd "$1" && shift
-exec "$@"
-"""
-FILL = "head -c 4000000 /dev/zero >x 2>/dev/null; echo why; exit 3"
-
-
-@pytest.mark.parametrize("begins", ["full", "with room", "without a file"])
-def test_a_log_folder_on_a_full_disk_is_told(clean_env, tmp_path, begins):
+@pytest.mark.parametrize(
+    ("begins", "status", "why"),
+    [
+        (FILL, 2, "--log-dir logs: No space left on device; expected a folder"),
+        ("true", 3, "--log-dir logs: No space left on device; the ranks' last words may"),
+        ("ln -s /absent/x logs/rank-0.out", 2, "rank-0.out"),
+    ],
+    ids=["full", "with room", "without a file"],
+)
+def test_a_log_folder_on_a_full_disk_is_told(clean_env, tmp_path, begins, status, why):
     words = ["unshare", "--mount", "--map-root-user", "sh", "-c"]
-    if subprocess.run([*words, 'mount -t tmpfs none "$0"', tmp_path], check=False).returncode:
+    small = 'mount -t tmpfs -o size=2m none "$0"'
+    if subprocess.run([*words, small, tmp_path], check=False).returncode:
         pytest.skip("this user may mount nothing")
     (tmp_path / "disk").mkdir()
-    full = {"full": FULL.replace("exec", "head -c 4000000 /dev/zero >x 2>/dev/null; exec")}
-    full["without a file"] = FULL.replace("exec", "ln -s /absent/x logs/rank-0.out; exec")
-    words += [full.get(begins, FULL), "sh", str(tmp_path / "disk"), sys.executable, "-m"]
-    words += ["ezpz_launch", "--launcher", "spawn", "-n", "1", "--log-dir", "logs"]
-    done = subprocess.run(
-        [*words, "sh", "-c", FILL], env=clean_env, capture_output=True, text=True, check=False
-    )
-    status, why = {
-        "full": (2, "--log-dir logs: No space left on device; expected a folder"),
-        "with room": (3, "--log-dir logs: No space left on device; the ranks' last words may"),
-        "without a file": (2, "rank-0.out"),
-    }[begins]
+    words += [f'{small} && mkdir "$0/logs" && cd "$0" && {begins}; exec "$@"', tmp_path / "disk"]
+    words += [sys.executable, "-m", "ezpz_launch", "--launcher", "spawn", "-n", "1"]
+    words += ["--log-dir", "logs", "sh", "-c", f"{FILL}; echo why; exit 3"]
+    done = subprocess.run(words, env=clean_env, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr.count(why)) == (status, 1), done.stderr
 
 
@@ -419,41 +392,27 @@ JobId=12 JobName=probe
    NodeList=nid[001-002]
 """
 PBS = {"PBS_JOBID": "1.pbs-0001", "PBS_ENVIRONMENT": "PBS_BATCH", "PBS_JOBNAME": "probe"}
-QSTAT = """\
-{{
-    "timestamp":1795227100,
-    "pbs_version":"23.06.06",
-    "Jobs":{{
-        "1.pbs-0001":{{
-            "job_state":"R",
-            "exec_host":"x1n0/0*2+x1n1/0*2",
-            "Resource_List":{{
-                "ncpus":4,
-                "nodect":2{walltime}
-            }},
-            "stime":"Sat Nov 21 02:10:43 2026"
-        }}
-    }}
-}}
-"""
+
+
+def qstat(stime="Sat Nov 21 02:10:43 2026", **resources):
+    job = {"job_state": "R", "exec_host": "x1n0/0*2+x1n1/0*2", "stime": stime}
+    told = {**job, "Resource_List": {"ncpus": 4, "nodect": 2, **resources}}
+    return json.dumps({"timestamp": 1795227100, "Jobs": {"1.pbs-0001": told}})
 
 
 @pytest.fixture
-def scheduler(tmp_path):
+def scheduler(program, tmp_path):
     """Make a PATH where a command prints this answer, and notes that it was asked."""
 
     def serve(command, answer):
         (tmp_path / "answer").write_text(answer)
-        path = tmp_path / command
-        path.write_text(f"#!/bin/sh\necho x >> '{tmp_path}/asked'\ncat '{tmp_path}/answer'\n")
-        path.chmod(0o755)
+        program(command, f"echo x >> '{tmp_path}/asked'; cat '{tmp_path}/answer'")
         return {"PATH": f"{tmp_path}:/usr/bin:/bin", "USER": "alice"}
 
     return serve
 
 
 EXTENDED = SCONTROL.format(end="2026-11-21T02:15:43")
-WALLTIME = ',\n                "walltime":{}'
 
 
 @pytest.mark.parametrize(
@@ -464,9 +423,8 @@ WALLTIME = ',\n                "walltime":{}'
         ({**SLURM, "SLURM_JOB_END_TIME": str(int(END) - 3600)}, ("scontrol", EXTENDED), END),
         ({**SLURM, "SLURM_JOB_END_TIME": str(2**32 - 1)}, ("scontrol", EXTENDED), END),
         (SLURM, ("scontrol", EXTENDED), END),
-        (PBS, ("qstat", QSTAT.format(walltime=WALLTIME.format('"00:05:00"'))), END),
-        (PBS, ("qstat", QSTAT.format(walltime=WALLTIME.format("300"))), END),
-        (PBS, ("qstat", QSTAT.format(walltime=WALLTIME.format("60"))), END - 240),
+        (PBS, ("qstat", qstat(walltime="00:05:00")), END),
+        (PBS, ("qstat", qstat(walltime=60)), END - 240),
     ],
 )
 def test_the_end(tmp_path, scheduler, env, served, end):
@@ -481,7 +439,7 @@ def test_the_end(tmp_path, scheduler, env, served, end):
     [
         (SLURM, ("scontrol", SCONTROL.format(end="Unknown")), "job 12 has no time limit", False),
         (SLURM, ("scontrol", "slurm_load_jobs error: Invalid"), "the end of job 12", True),
-        (PBS, ("qstat", QSTAT.format(walltime="")), "job 1.pbs-0001 has no time limit", False),
+        (PBS, ("qstat", qstat()), "job 1.pbs-0001 has no time limit", False),
         (PBS, ("qstat", "qstat: Unknown Job Id"), "end is not known: .* qstat -f -F json", True),
         ({}, ("squeue", ""), "no job here", False),
         ({}, ("qselect", "?"), "end is not known: PBS job id", False),
@@ -527,31 +485,21 @@ def test_the_limit_by_slurms_variables(start, end, limit):
 )
 def test_when(left, before, limit, wait, note):
     waited, said = when_to_signal(END, before, END - left, limit=limit)
-    assert waited == wait
-    assert note in said
-    assert bool(said) == bool(note)
-
-
-@pytest.mark.parametrize("before", [300, 301])
-def test_longer_than_the_whole_job(before):
-    with pytest.raises(UsageError, match="the whole job has 300 s; expected less"):
-        when_to_signal(END, before, NOW, limit=300)
-
-
-ANSWERS_LATE = """#!/bin/sh
-[ -e "{folder}/up" ] || {down}
-printf '{{"Jobs": {{"1.pbs": {{"stime": "{stime}", "Resource_List": {{"walltime": "60"}}}}}}}}'
-"""
+    assert (waited, note in said, bool(said)) == (wait, True, bool(note))
+    for longer in (300, 301):
+        with pytest.raises(UsageError, match="the whole job has 300 s; expected less"):
+            when_to_signal(END, longer, NOW, limit=300)
 
 
 @pytest.mark.parametrize("down", ["exit 1", "exec sleep 60"])
-def test_a_scheduler_that_does_not_answer_is_asked_again_while_ranks_run(spawned, tmp_path, down):
+def test_a_scheduler_that_does_not_answer_is_asked_again_while_ranks_run(
+    spawned, program, tmp_path, down
+):
     stime = time.strftime("%a %b %d %H:%M:%S %Y", time.gmtime())
-    (tmp_path / "qstat").write_text(ANSWERS_LATE.format(folder=tmp_path, down=down, stime=stime))
-    (tmp_path / "qstat").chmod(0o755)
+    program("qstat", f"[ -e '{tmp_path}/up' ] || {down}; echo '{qstat(stime, walltime='60')}'")
     (tmp_path / "nodes").write_text(os.uname().nodename)
     env = {
-        "PBS_JOBID": "1.pbs", "PBS_NODEFILE": str(tmp_path / "nodes"),
+        "PBS_JOBID": "1.pbs-0001", "PBS_NODEFILE": str(tmp_path / "nodes"),
         "PATH": f"{tmp_path}:{os.environ['PATH']}", "EZPZ_SCHEDULER_TIMEOUT": "1",
     }  # fmt: skip
     # Its rank runs, and qstat answers only then.
