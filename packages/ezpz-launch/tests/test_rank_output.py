@@ -1,6 +1,5 @@
 """The pump, as the rank shim starts it and as the smallest launcher: around real commands."""
 
-import contextlib
 import os
 import select
 import signal
@@ -25,32 +24,26 @@ def words_of(*command, options=("--prefix",)):
     return [*PUMP, *options, "--", *command]
 
 
+def run(*words, **kwargs):
+    return subprocess.run(words, capture_output=True, check=False, timeout=120, **kwargs)
+
+
 def pump(*command, options=("--prefix",), **kwargs):
-    return subprocess.run(
-        words_of(*command, options=options), capture_output=True, check=False, timeout=60, **kwargs
-    )
+    return run(*words_of(*command, options=options), **kwargs)
 
 
 def python(code, *words):
     return (sys.executable, "-c", code, *words)
 
 
-@contextlib.contextmanager
-def running(*command, options=("--prefix",), **kwargs):
-    """The pump in a process group of its own, which is killed at the end."""
-    process = subprocess.Popen(
-        words_of(*command, options=options),
-        stdout=subprocess.PIPE,
-        start_new_session=True,
-        **kwargs,
-    )
-    try:
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.stdout.close()
-        process.wait()
+@pytest.fixture
+def running(process):
+    """Start the pump in a process group of its own, which is killed at the end."""
+
+    def start(*command, options=("--prefix",), **kwargs):
+        return process(*words_of(*command, options=options), stdout=-1, **kwargs)
+
+    return start
 
 
 def text_until(stream, end):
@@ -95,75 +88,60 @@ def test_a_progress_bar_gets_its_prefix_back():
     )
 
 
-def test_a_progress_bar_that_takes_its_time():
+def test_a_progress_bar_that_takes_its_time(running):
     code = (
         "import os, sys\n"
         "for text in (b'\\r 10%', b'\\r 20%', b' of 9', b'\\r\\n', b'50%\\r', b'\\n', b'end\\n'):\n"
         "    os.write(1, text)\n"
         "    sys.stdin.readline()"
     )
-    with running(*python(code), stdin=subprocess.PIPE) as process:
-        for shown in (
-            b"\r" + HEAD + b" 10%",
-            b"\r" + HEAD + b" 20%",
-            b" of 9",
-            b"\r\n",
-            HEAD + b"50%\r",
-            b"\n",
-            HEAD + b"end\n",
-        ):
-            assert text_until(process.stdout, shown) == shown
-            process.stdin.write(b"\n")
-            process.stdin.flush()
-        assert process.wait(timeout=120) == 0
-        process.stdin.close()
+    pump = running(*python(code), stdin=-1)
+    for shown in (
+        *(b"\r" + HEAD + b" 10%", b"\r" + HEAD + b" 20%", b" of 9", b"\r\n"),
+        *(HEAD + b"50%\r", b"\n", HEAD + b"end\n"),
+    ):
+        assert text_until(pump.stdout, shown) == shown
+        pump.stdin.write(b"\n")
+        pump.stdin.flush()
+    assert pump.wait(120) == 0
 
 
-def test_a_prompt_is_shown_and_can_be_answered():
+def test_a_prompt_is_shown_and_can_be_answered(running):
     code = "import sys; sys.stdout.write('name? '); sys.stdout.flush(); print(input())"
-    with running(*python(code), stdin=subprocess.PIPE) as process:
-        assert text_until(process.stdout, b"? ") == HEAD + b"name? "
-        process.stdin.write(b"Ann\n")
-        process.stdin.close()
-        assert text_until(process.stdout, b"Ann\n") == b"Ann\n"
+    pump = running(*python(code), stdin=-1)
+    assert text_until(pump.stdout, b"? ") == HEAD + b"name? "
+    pump.stdin.write(b"Ann\n")
+    pump.stdin.close()
+    assert text_until(pump.stdout, b"Ann\n") == b"Ann\n"
 
 
-def test_a_line_that_never_rests_is_shown_too():
+def test_a_line_that_never_rests_is_shown_too(running):
     code = "import os, time\nwhile True: os.write(1, b'.'); time.sleep(0.05)"
-    with running(*python(code)) as process:
-        assert text_until(process.stdout, b".").startswith(HEAD)
+    assert text_until(running(*python(code)).stdout, b".").startswith(HEAD)
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="no /proc tells the peak")
-def test_a_line_of_64_megabytes_costs_no_memory():
-    with running("head", "-c", str(64 << 20), "/dev/zero") as process:
-        seen = len(text_until(process.stdout, HEAD))
-        peak = ""
-        while data := os.read(process.stdout.fileno(), 1 << 20):
-            seen += len(data)
-            if seen > 60 << 20 and not peak:
-                # Not getrusage's, which counts what the parent of a fork had.
-                status = Path(f"/proc/{process.pid}/status").read_text()
-                peak = status.partition("VmHWM:")[2].split()[0]
+def test_a_line_of_64_megabytes_costs_no_memory(running):
+    pump = running("head", "-c", str(64 << 20), "/dev/zero")
+    seen, peak = len(text_until(pump.stdout, HEAD)), ""
+    while data := os.read(pump.stdout.fileno(), 1 << 20):
+        seen += len(data)
+        if seen > 60 << 20 and not peak:
+            # Not getrusage's, which counts what the parent of a fork had.
+            status = Path(f"/proc/{pump.pid}/status").read_text()
+            peak = status.partition("VmHWM:")[2].split()[0]
     assert seen == len(HEAD) + (64 << 20) + 1
     assert int(peak) < 48 << 10
 
 
-def test_lines_of_ranks_that_share_a_pipe_stay_whole():
+def test_lines_of_ranks_that_share_a_pipe_stay_whole(process):
     code = "import os\nfor n in range(3000): os.write(1, b'x' * 200 + b'\\n')"
     read, write = os.pipe()
-    ranks = [
-        subprocess.Popen(words_of(*python(code), options=["--prefix"]), stdout=write)
-        for _ in range(3)
-    ]
+    for _ in range(3):
+        process(*words_of(*python(code)), stdout=write)
     os.close(write)
-    try:
-        with open(read, "rb") as file:
-            lines = file.read().splitlines()
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+    with open(read, "rb") as file:
+        lines = file.read().splitlines()
     assert (len(lines), set(lines)) == (9000, {HEAD + b"x" * 200})
 
 
@@ -225,52 +203,43 @@ def test_a_full_disk_is_said_once_and_harms_nobody(tmp_path):
 
 
 @pytest.mark.parametrize("options", [["--prefix"], []])
-def test_a_terminal_that_is_gone_does_not_stop_the_command(tmp_path, options):
+def test_a_terminal_that_is_gone_does_not_stop_the_command(running, tmp_path, options):
     code = "import sys; sys.stdout.buffer.write(b'line\\n' * 200000); sys.exit(5)"
-    options = [*options, "--files", str(tmp_path)]
-    with running(*python(code), options=options) as process:
-        process.stdout.close()
-        assert process.wait(timeout=120) == 5
+    pump = running(*python(code), options=[*options, "--files", str(tmp_path)])
+    pump.stdout.close()
+    assert pump.wait(120) == 5
     assert (tmp_path / "rank-3.out").read_bytes() == b"line\n" * 200000
 
 
 # how it ends
 
 
-@pytest.mark.parametrize("status", [0, 1, 75, 255])
-def test_the_commands_own_exit_status(status):
-    assert pump("sh", "-c", f"exit {status}").returncode == status
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGPIPE])
-def test_a_signal_is_128_more(number):
-    assert pump("sh", "-c", f"kill -{number.value} $$; echo alive").returncode == 128 + number
-
-
-def test_a_command_that_closes_its_output_and_goes_on():
-    assert pump("sh", "-c", "exec >&- 2>&-; sleep 0.3; exit 6").returncode == 6
+@pytest.mark.parametrize(
+    ("script", "status"),
+    [
+        *((f"exit {status}", status) for status in (0, 1, 75, 255)),
+        # a signal is 128 more
+        *((f"kill -{number} $$; echo alive", 128 + number) for number in (9, 15, 11, 13)),
+        ("exec >&- 2>&-; sleep 0.3; exit 6", 6),
+    ],
+)
+def test_the_commands_own_exit_status(script, status):
+    assert pump("sh", "-c", script).returncode == status
 
 
 @pytest.mark.parametrize("leftover", ["sleep 600", "yes", "exec 2>&-; sleep 600"])
-def test_a_child_that_keeps_the_pipe_open_is_not_waited_for(tmp_path, leftover):
-    path = tmp_path / "pid"
-    script = f"({leftover}) & echo $! >{path}; echo said; exit 4"
-    began = time.monotonic()
-    with running("sh", "-c", script) as process:
-        with open(process.stdout.fileno(), "rb", closefd=False) as file:
-            seen = file.read()
-        assert process.wait(timeout=120) == 4
-    assert HEAD + b"said\n" in seen
-    assert time.monotonic() - began < 120
+def test_a_child_that_keeps_the_pipe_open_is_not_waited_for(running, leftover):
+    pump = running("sh", "-c", f"({leftover}) & echo said; exit 4")
+    assert HEAD + b"said\n" in pump.stdout.read()
+    assert pump.wait(120) == 4
 
 
-def test_output_written_last_is_not_lost_to_a_slow_reader():
+def test_output_written_last_is_not_lost_to_a_slow_reader(running):
     code = "import os; os.write(1, b'line\\n' * 12000)"  # what a pipe holds
-    with running(*python(code), options=[]) as process:
-        time.sleep(1.5)  # longer than what is waited for after the command's end
-        with open(process.stdout.fileno(), "rb", closefd=False) as file:
-            assert file.read() == b"line\n" * 12000
-        assert process.wait(timeout=120) == 0
+    pump = running(*python(code), options=[])
+    time.sleep(1.5)  # longer than what is waited for after the command's end
+    assert pump.stdout.read() == b"line\n" * 12000
+    assert pump.wait(120) == 0
 
 
 # signals
@@ -288,13 +257,12 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2"])
-def test_a_signal_to_the_group_is_the_commands(name):
-    number = signal.Signals[name]
-    with running(*python(NOTE)) as process:
-        text_until(process.stdout, b"ready\n")
-        os.killpg(process.pid, number)
-        assert text_until(process.stdout, b"\n") == HEAD + b"got %d\n" % number
-        assert process.wait(timeout=120) == 9
+def test_a_signal_to_the_group_is_the_commands(running, name):
+    pump, number = running(*python(NOTE)), signal.Signals[name]
+    text_until(pump.stdout, b"ready\n")
+    os.killpg(pump.pid, number)
+    assert text_until(pump.stdout, b"\n") == HEAD + b"got %d\n" % number
+    assert pump.wait(120) == 9
 
 
 SHOW = """
@@ -316,15 +284,12 @@ def test_what_was_ignored_stays_ignored_and_nothing_else(ignored):
 
 
 @ON_LINUX
-def test_a_killed_pump_takes_the_command_with_it():
+def test_a_killed_pump_takes_the_command_with_it(running, until):
     code = "import os, time; os.write(1, b'%d\\n' % os.getpid()); time.sleep(600)"
-    with running(*python(code)) as process:
-        pid = int(text_until(process.stdout, b"\n").removeprefix(HEAD))
-        process.kill()
-        end = time.monotonic() + 120
-        while is_running(pid):
-            assert time.monotonic() < end, "the command goes on"
-            time.sleep(0.02)
+    pump = running(*python(code))
+    pid = int(text_until(pump.stdout, b"\n").removeprefix(HEAD))
+    pump.kill()
+    until(lambda: not is_running(pid), 120)
 
 
 # the command
@@ -381,7 +346,7 @@ def test_it_is_found_as_a_shell_finds_it(tmp_path):
      ["-n", "two", "true"]],
 )  # fmt: skip
 def test_a_wrong_call_is_one_line(words):
-    done = subprocess.run([*PUMP[:4], *words], capture_output=True, check=False, timeout=60)
+    done = run(*PUMP[:4], *words)
     assert (done.returncode, done.stdout) == (2, b"")
     assert len(done.stderr.splitlines()) == 1
 
@@ -392,9 +357,7 @@ def test_it_imports_next_to_nothing():
         "heavy = {'signal', 'enum', 're', 'typing', 'collections', 'subprocess', 'selectors'}\n"
         "print(heavy & set(sys.modules))"
     )
-    words = [sys.executable, "-I", "-S", "-c", code, SPAWN]
-    out = subprocess.run(words, capture_output=True, text=True, check=True).stdout
-    assert out.strip() == "set()"
+    assert run(sys.executable, "-I", "-S", "-c", code, SPAWN).stdout == b"set()\n"
 
 
 # several ranks of this host
@@ -404,8 +367,7 @@ SPAWNER = [*PUMP[:4], "-n"]
 
 
 def spawned(size, *command):
-    words = [*SPAWNER, str(size), *command]
-    return subprocess.run(words, capture_output=True, check=False, timeout=60)
+    return run(*SPAWNER, str(size), *command)
 
 
 def test_each_rank_knows_its_place_and_has_none_of_our_files():
