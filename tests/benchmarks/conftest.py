@@ -1,11 +1,8 @@
 """The modules of ``benchmarks/``, which is no package, and a result of a whole run."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,11 +12,11 @@ if str(BENCHMARKS) not in sys.path:
 
 
 @pytest.fixture(scope="session")
-def recorded() -> str:
+def recorded():
     """The path of what ``bench:all --json`` once wrote; its ``machine`` and ``date`` say where."""
     return str(Path(__file__).with_name("recorded.json"))
 
 
 @pytest.fixture(scope="session")
-def document(recorded: str) -> dict[str, Any]:
+def document(recorded):
     return json.loads(Path(recorded).read_text(encoding="utf-8"))

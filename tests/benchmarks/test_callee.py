@@ -1,7 +1,5 @@
 """Processes that are measured: real ones."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time
@@ -87,7 +85,7 @@ def test_one_that_says_much_is_not_kept_waiting():
 
 def test_a_peer_that_does_not_begin_is_noted_and_ours_has_to():
     good, bad = (sys.executable, "def call(): pass"), (sys.executable, "raise OSError('no device')")
-    failed: dict[str, str] = {}
+    failed = {}
     with ExitStack() as running:
         callees = begin({"ours": good, "x": bad, "y": good}, running=running, failed=failed)
         assert list(callees) == ["ours", "y"]

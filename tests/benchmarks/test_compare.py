@@ -1,7 +1,5 @@
 """What is worse beyond its own noise, and what is not."""
 
-from __future__ import annotations
-
 import platform
 import random
 import subprocess
@@ -17,7 +15,7 @@ from paired import Spread, alone, beside
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
-def spread(median: float, quarter: float = 0.0, count: int = 20) -> Spread:
+def spread(median, quarter=0.0, count=20):
     return Spread(median, median - quarter, median + quarter, median - 2 * quarter, count)
 
 
@@ -51,7 +49,7 @@ def test_the_standard_error_of_a_median():
 def test_equal_machines_rarely_raise_an_alarm(count):
     draw = random.Random(8)
 
-    def one() -> Spread:
+    def one():
         return Spread.of([draw.gauss(1.0, 0.3) for _ in range(count)])
 
     alarms = sum(kind(one(), one(), FLOOR) == "worse" for _ in range(5000))
@@ -59,7 +57,7 @@ def test_equal_machines_rarely_raise_an_alarm(count):
 
 
 def test_ratios_are_compared_across_machines_and_times_are_not():
-    def rows(slow: float):
+    def rows(slow):
         return [
             beside("s/w/p", "w", "ms", ([1.0 * slow] * 3, [2.0 * slow] * 3), "p"),
             alone("s/alone", "w", "ms", [slow] * 3),
@@ -102,7 +100,7 @@ def test_another_version_of_the_peer_is_said():
     assert (change.kind, change.note) == ("worse", "  (p 1.0 -> p 2.0)")
 
 
-def compare(*words: Path | str) -> subprocess.CompletedProcess[str]:
+def compare(*words):
     script = str(BENCHMARKS / "compare.py")
     return subprocess.run(
         [sys.executable, script, *map(str, words)], capture_output=True, text=True, check=False

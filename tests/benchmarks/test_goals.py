@@ -1,7 +1,5 @@
 """No goal without a row, none hidden, none that a figure next to the limit slips past."""
 
-from __future__ import annotations
-
 import calendar
 import re
 from pathlib import Path

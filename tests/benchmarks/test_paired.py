@@ -1,7 +1,5 @@
 """Medians of neighbours in time, and what a drifting machine does to them."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -52,7 +50,7 @@ def test_pairs_of_unequal_length_are_refused():
 
 
 def test_ways_take_turns_and_none_is_always_first():
-    order: list[str] = []
+    order = []
     clock = itertools.count()
 
     def way(name):
@@ -66,12 +64,12 @@ def test_ways_take_turns_and_none_is_always_first():
 def test_a_peer_that_fails_is_left_out_with_its_reason_and_the_others_go_on():
     turns = iter([1.0, 2.0])
 
-    def breaks() -> float:
+    def breaks():
         for figure in turns:
             return figure
         raise MeasureError("it broke")
 
-    failed: dict[str, str] = {}
+    failed = {}
     ways = {"ours": lambda: 1.0, "x": breaks, "y": lambda: 2.0}
     samples = interleaved(ways, runs=3, failed=failed)
     assert samples == {"ours": [1.0] * 3, "y": [2.0] * 3}
@@ -83,7 +81,7 @@ def test_a_peer_that_fails_is_left_out_with_its_reason_and_the_others_go_on():
 
 
 def test_ours_may_not_fail():
-    def breaks() -> float:
+    def breaks():
         raise MeasureError("it broke")
 
     with pytest.raises(MeasureError, match="it broke"):

@@ -1,7 +1,5 @@
 """Environments by real venv and pip, offline; a peer that cannot be had is said."""
 
-from __future__ import annotations
-
 import subprocess
 import zipfile
 from pathlib import Path
@@ -14,7 +12,7 @@ from peers import Recipe, peer, present
 
 
 @pytest.fixture
-def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def alone(tmp_path, monkeypatch):
     """Peers in a folder of the test's, from a folder of wheels and nowhere else."""
     wheel = tmp_path / "toy-1.5-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as file:
@@ -38,7 +36,7 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def asked(python: str, code: str) -> str:
+def asked(python, code):
     return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout
 
 

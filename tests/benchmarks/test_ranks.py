@@ -1,7 +1,5 @@
 """Worlds of ranks: who failed is said at once, whoever waits for it."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

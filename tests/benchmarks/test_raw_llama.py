@@ -1,7 +1,5 @@
 """What ezpz.models' Llama is compared with on an accelerator is the same network."""
 
-from __future__ import annotations
-
 import accelerator
 import torch
 from raw_llama import RawLlama

@@ -1,7 +1,5 @@
 """The arithmetic of the scale simulation: fits, verdicts, what is parsed and what is shown."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -15,11 +13,11 @@ from scaling.growth import NODES, Absent, Curve, Fact, fit
 from scaling.strace import Call, kind_of, kinds, looked_at
 
 
-def curve(goal: float | None, cost: dict[int, list[float]]) -> Curve:
+def curve(goal, cost):
     return Curve("groups", "making them", "ms", "nodes", "measured", cost, goal)
 
 
-def power(exponent: float, wobble: float = 0.0) -> dict[int, list[float]]:
+def power(exponent, wobble=0.0):
     """Return three samples a size, of which two wobble to either side."""
     return {
         size: [3 * size**exponent * factor for factor in (1 - wobble, 1, 1 + wobble)]
@@ -28,13 +26,13 @@ def power(exponent: float, wobble: float = 0.0) -> dict[int, list[float]]:
 
 
 @pytest.mark.parametrize("exponent", [0.0, 0.5, 1.0, 2.0])
-def test_the_exponent_of_a_power_is_found(exponent: float) -> None:
+def test_the_exponent_of_a_power_is_found(exponent):
     found = fit([(size, some[1]) for size, some in power(exponent).items()])
     assert found.exponent == pytest.approx(exponent)
     assert found.low == pytest.approx(found.high)
 
 
-def test_the_interval_is_that_of_least_squares() -> None:
+def test_the_interval_is_that_of_least_squares():
     # The reference is scipy's linregress of the logarithms, and its t.ppf(0.975, 2).
     found = fit([(1, 1.0), (10, 12.0), (100, 80.0), (1000, 1100.0)])
     assert found.exponent == pytest.approx(0.994809, abs=1e-6)
@@ -42,7 +40,7 @@ def test_the_interval_is_that_of_least_squares() -> None:
 
 
 @pytest.mark.parametrize("points", [[(5.0, 1.0)], [(5.0, 1.0), (5.0, 2.0)], [(1, 1), (2, 0)]])
-def test_what_has_no_fit_is_an_error(points: list[tuple[float, float]]) -> None:
+def test_what_has_no_fit_is_an_error(points):
     with pytest.raises(ValueError, match="at least two sizes"):
         fit(points)
 
@@ -59,11 +57,11 @@ def test_what_has_no_fit_is_an_error(points: list[tuple[float, float]]) -> None:
         (None, 2.0, 0.0, ""),
     ],
 )
-def test_verdicts(goal: float | None, exponent: float, wobble: float, verdict: str) -> None:
+def test_verdicts(goal, exponent, wobble, verdict):
     assert curve(goal, power(exponent, wobble)).verdict == verdict
 
 
-def test_a_fixed_cost_does_not_hide_growth() -> None:
+def test_a_fixed_cost_does_not_hide_growth():
     """Over all sizes it would: the verdict is that of the largest ones."""
     cost = {size: [1 + 1e-5 * size**2] for size in NODES}
     whole = curve(1, cost).fitted()
@@ -73,7 +71,7 @@ def test_a_fixed_cost_does_not_hide_growth() -> None:
 
 
 @pytest.mark.parametrize(("exponent", "verdict"), [(1, "met"), (2, "MISSED")])
-def test_nor_does_one_that_is_as_large(exponent: int, verdict: str) -> None:
+def test_nor_does_one_that_is_as_large(exponent, verdict):
     """Beside it the exponent of the whole cost is far below 1, whatever is added."""
     cost = {
         size: [10 * wobble + 10 * (size / NODES[-1]) ** exponent for wobble in (0.999, 1, 1.001)]
@@ -88,13 +86,13 @@ def test_nor_does_one_that_is_as_large(exponent: int, verdict: str) -> None:
     assert found.verdict == verdict
 
 
-def test_noise_that_is_added_is_no_growth() -> None:
+def test_noise_that_is_added_is_no_growth():
     cost = {size: [10.0, 10.0 + size % 3, 9.5] for size in NODES}
     assert curve(1, cost).added is None
 
 
 @pytest.mark.parametrize(("longest", "verdict"), [(131_071.0, "met"), (131_072.0, "MISSED")])
-def test_a_limit_of_the_system(longest: float, verdict: str) -> None:
+def test_a_limit_of_the_system(longest, verdict):
     cost = {size: [400.0] for size in NODES} | {NODES[-1]: [longest]}
     found = Curve("planning", "word", "bytes", "nodes", "counted", cost, most=131_071)
     assert found.verdict == verdict
@@ -102,11 +100,11 @@ def test_a_limit_of_the_system(longest: float, verdict: str) -> None:
     assert f"{int(verdict == 'met')} of 1 goals of growth hold" in next(report.summary([found]))
 
 
-def test_what_has_no_fit_has_no_verdict() -> None:
+def test_what_has_no_fit_has_no_verdict():
     assert curve(0, {size: [0.0] for size in NODES}).verdict == "unclear"
 
 
-def test_calls_that_name_a_file_are_found() -> None:
+def test_calls_that_name_a_file_are_found():
     lines = [
         '77 openat(AT_FDCWD</home>, "/opt/a.py", O_RDONLY|O_CLOEXEC) = 3</opt/a.py>',
         '77 newfstatat(AT_FDCWD</home>, "/opt/../opt/b", 0x7f, 0) = -1 ENOENT (No such file)',
@@ -122,7 +120,7 @@ def test_calls_that_name_a_file_are_found() -> None:
     ]
 
 
-def test_paths_are_relative_to_where_the_process_is_or_to_an_open_folder() -> None:
+def test_paths_are_relative_to_where_the_process_is_or_to_an_open_folder():
     lines = [
         '77 stat("b.py", 0x7f) = 0',
         '77 openat(AT_FDCWD</home>, "c.py", O_RDONLY) = 3</home/c.py>',
@@ -135,7 +133,7 @@ def test_paths_are_relative_to_where_the_process_is_or_to_an_open_folder() -> No
     ]  # fmt: skip
 
 
-def test_a_folder_is_not_what_begins_like_it() -> None:
+def test_a_folder_is_not_what_begins_like_it():
     folders = kinds("/tmp/job")
     assert kind_of(sys.prefix + "/lib/x.py", folders) == "environment"
     assert kind_of("/tmp/job", folders) == kind_of("/tmp/job/train.py", folders) == "job"
@@ -143,7 +141,7 @@ def test_a_folder_is_not_what_begins_like_it() -> None:
     assert kind_of("/etc/ld.so.preload", folders) == "node"
 
 
-def test_calls_that_another_thread_cuts_in_two_are_whole() -> None:
+def test_calls_that_another_thread_cuts_in_two_are_whole():
     lines = [
         '77  openat(AT_FDCWD</>, "/opt/a", O_RDONLY <unfinished ...>',
         '78  access("/opt/b", R_OK) = 0',
@@ -154,7 +152,7 @@ def test_calls_that_another_thread_cuts_in_two_are_whole() -> None:
     ]  # fmt: skip
 
 
-def test_a_missed_goal_is_said_in_red() -> None:
+def test_a_missed_goal_is_said_in_red():
     found = [
         curve(1, power(2.0)),
         Fact("groups", "keys", 1234567.0, "keys", "extrapolated", "linear"),

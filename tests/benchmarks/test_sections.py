@@ -1,7 +1,5 @@
 """Single sections: what fails is a line of the table, or fails the section; never a figure."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 
@@ -18,7 +16,7 @@ from peers import Peer
 HERE = {"x": Peer("x 1.0", sys.executable)}
 
 
-def shell(text: str) -> list[str]:
+def shell(text):
     return ["sh", "-c", text]
 
 
@@ -84,7 +82,7 @@ class SandboxError(Exception):
     pass
 
 
-def sandbox(monkeypatch, *, starts: bool) -> None:
+def sandbox(monkeypatch, *, starts):
     class Sandbox:
         def __enter__(self):
             if not starts:

@@ -1,7 +1,5 @@
 """bench:all, whole: one section really measured, and sections that fail."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -19,7 +17,7 @@ from plots import draw
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
-def bench(*words: str) -> subprocess.CompletedProcess[str]:
+def bench(*words):
     return subprocess.run(
         [sys.executable, str(BENCHMARKS / "side_by_side.py"), *words],
         capture_output=True, text=True, check=False, timeout=300,
@@ -92,7 +90,7 @@ finally:
 """
 
 
-def leaving(tmp_path, monkeypatch, then: str) -> None:
+def leaving(tmp_path, monkeypatch, then):
     text = LEAVES.format(pids=str(tmp_path / "pids"), then=then)
     (tmp_path / "leaves.py").write_text(text)
     (tmp_path / "temporary").mkdir()
@@ -102,7 +100,7 @@ def leaving(tmp_path, monkeypatch, then: str) -> None:
     monkeypatch.setitem(side_by_side.SECTIONS, "leaves", lambda _: [])
 
 
-def nothing_is_left(tmp_path) -> bool:
+def nothing_is_left(tmp_path):
     pids = [int(word) for word in (tmp_path / "pids").read_text().split()]
     deadline = time.monotonic() + 30
     while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
@@ -110,7 +108,7 @@ def nothing_is_left(tmp_path) -> bool:
     return not any(alive(pid) for pid in pids) and not list((tmp_path / "temporary").iterdir())
 
 
-def alive(pid: int) -> bool:
+def alive(pid):
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

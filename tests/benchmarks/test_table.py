@@ -1,7 +1,5 @@
 """A table that fits, says what was missed without colour too, and JSON that can be read back."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -88,7 +86,7 @@ def test_result_and_rows_survive_a_file(tmp_path):
 
 
 def test_files_that_differ_from_their_commit_are_said(tmp_path, monkeypatch):
-    def git(*words: str) -> None:
+    def git(*words):
         who = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
         subprocess.run(["git", *who, *words], cwd=tmp_path, check=True, capture_output=True)
 

@@ -43,22 +43,22 @@ class Block:
     marker: str
 
     @property
-    def place(self) -> str:
+    def place(self):
         """File and line, as editors open them."""
         return f"{self.page.relative_to(ROOT)}:{self.line}"
 
-    def marked(self, kind: str) -> str | None:
+    def marked(self, kind):
         """What follows ``kind`` in the comment; None where the comment is not of that kind."""
         if self.marker == kind:
             return ""
         return self.marker[len(kind) + 1 :].strip() if self.marker.startswith(f"{kind}:") else None
 
 
-def blocks_of(page: Path) -> list[Block]:
+def blocks_of(page):
     """All fenced blocks of a page, in order."""
-    found: list[Block] = []
-    before: list[str] = []
-    inside: list[str] | None = None
+    found = []
+    before = []
+    inside = None
     fence, indent, language, start = "", "", "", 0
     for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
         match = _FENCE.match(line)
@@ -78,6 +78,6 @@ def blocks_of(page: Path) -> list[Block]:
     return found
 
 
-def name_of(page: Path) -> str:
+def name_of(page):
     """A page's name in the tests' names."""
     return str(page.relative_to(ROOT))

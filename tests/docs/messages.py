@@ -1,15 +1,11 @@
 """All the texts of a package's sources, with ``…`` for what is put into them."""
 
-from __future__ import annotations
-
 import ast
-from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 
 
 @cache
-def texts_of(folder: Path) -> tuple[str, ...]:
+def texts_of(folder):
     """Every string of the Python files under a folder, put together as the parser does."""
     return tuple(
         text
@@ -18,7 +14,7 @@ def texts_of(folder: Path) -> tuple[str, ...]:
     )
 
 
-def missing(message: str, texts: tuple[str, ...]) -> list[str]:
+def missing(message, texts):
     """The fixed parts of a message that no text has, one after another.
 
     Parts of one text may be left out of a message's end or start, but not of its middle: where a
@@ -28,7 +24,7 @@ def missing(message: str, texts: tuple[str, ...]) -> list[str]:
     return [part for part in parts if part and not any(part in text for text in texts)]
 
 
-def _texts(tree: ast.AST) -> Iterator[str]:
+def _texts(tree):
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
             yield "".join(

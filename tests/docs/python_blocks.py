@@ -1,7 +1,5 @@
 """Run a page's Python: in one process, or on ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import multiprocessing
@@ -15,8 +13,6 @@ import subprocess
 import sys
 import sysconfig
 import traceback
-from collections.abc import Mapping, Sequence
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 PRELOADED = ["torch", "torch.distributed", "ezpz_dist", "ezpz_tp", "ezpz_obs"]
@@ -35,7 +31,7 @@ class BlockError(AssertionError):
     """A block of a page raised, or a script of it failed."""
 
 
-def run_in_order(blocks: Sequence[tuple[str, str]], folder: Path) -> list[str]:
+def run_in_order(blocks, folder):
     """Run (place, code) one after another in a namespace of their own; return what each printed.
 
     The process is forked from one that has imported torch: a page costs no second import.
@@ -61,15 +57,13 @@ def run_in_order(blocks: Sequence[tuple[str, str]], folder: Path) -> list[str]:
     return printed
 
 
-def _run(
-    blocks: Sequence[tuple[str, str]], folder: str, env: Mapping[str, str], answer: Connection
-) -> None:
+def _run(blocks, folder, env, answer):
     os.environ.clear()
     os.environ.update(env)
     os.chdir(folder)
     # The classes of a block find their module, as those of a script do.
     names = vars(sys.modules["__main__"])
-    printed: list[str] = []
+    printed = []
     for place, code in blocks:
         try:
             with contextlib.redirect_stdout(io.StringIO()) as out:
@@ -83,7 +77,7 @@ def _run(
     answer.send((printed, ""))
 
 
-def run_on_ranks(name: str, code: str, folder: Path, *, ranks: int = 2) -> str:
+def run_on_ranks(name, code, folder, *, ranks=2):
     """Save a script and run it by ezpz-launch; return its output."""
     (folder / name).write_text(code, encoding="utf-8")
     words = [sys.executable, "-m", "ezpz_launch", "-n", str(ranks), sys.executable, name]
@@ -95,13 +89,13 @@ def run_on_ranks(name: str, code: str, folder: Path, *, ranks: int = 2) -> str:
     return done.stdout
 
 
-def command_before(code: str) -> list[str]:
+def command_before(code):
     """The words of a shell's line that ends with ``# before``; none where there is no such line."""
     line = re.search(r"^(.+?) +# before$", code, re.MULTILINE)
     return shlex.split(line[1]) if line else []
 
 
-def run_before(words: Sequence[str], code: str, folder: Path) -> str | None:
+def run_before(words, code, folder):
     """Run a script as it was before it used ezpz, on two ranks; return its output.
 
     Args:
@@ -143,7 +137,7 @@ def run_before(words: Sequence[str], code: str, folder: Path) -> str | None:
     return printed
 
 
-def sides_of(diff: str) -> tuple[str, str, int]:
+def sides_of(diff):
     """What a diff is made from, what it makes, and how many lines it adds."""
     lines = diff.splitlines()
     before = [line[1:] for line in lines if not line.startswith("+")]

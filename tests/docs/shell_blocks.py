@@ -1,7 +1,5 @@
 """What the shell blocks of pages may hold, and what of it is run here."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import shlex
@@ -30,16 +28,16 @@ _COMMANDS = {
 }
 
 
-def commands_of(code: str, *, console: bool = False) -> list[list[str]]:
+def commands_of(code, *, console=False):
     """The words of each simple command of a block; of a console, what stands behind a ``$``."""
     if console:
         code = "\n".join(line[2:] for line in code.splitlines() if line.startswith("$ "))
-    found: list[list[str]] = []
+    found = []
     for line in code.replace("\\\n", " ").splitlines():
         reader = shlex.shlex(line, posix=True, punctuation_chars=";&|")
         reader.commenters = "#"
         reader.whitespace_split = True
-        words: list[str] = []
+        words = []
         for word in [*reader, ";"]:
             if word.strip(";&|"):
                 words.append(word)
@@ -49,7 +47,7 @@ def commands_of(code: str, *, console: bool = False) -> list[list[str]]:
     return [_after_assignments(words) for words in found]
 
 
-def check_syntax(code: str) -> str:
+def check_syntax(code):
     """What bash says of a block that it cannot parse."""
     done = subprocess.run(
         ["bash", "-n"], input=code, capture_output=True, text=True, timeout=20, check=False
@@ -57,7 +55,7 @@ def check_syntax(code: str) -> str:
     return done.stderr
 
 
-def problem_of(words: list[str], folder: Path) -> str:  # noqa: PLR0911  # one a kind of command
+def problem_of(words, folder):  # noqa: PLR0911  # one a kind of command
     """What is wrong with a command; empty where all that can be checked of it holds."""
     first, *rest = words
     if first in ("then", "else", "do", "time") and rest:
@@ -81,13 +79,13 @@ def problem_of(words: list[str], folder: Path) -> str:  # noqa: PLR0911  # one a
     return "" if first in FOREIGN else "no known command"
 
 
-def _after_assignments(words: list[str]) -> list[str]:
+def _after_assignments(words):
     while len(words) > 1 and re.match(r"\w+=", words[0]):
         words = words[1:]
     return words
 
 
-def _problem_of_ours(name: str, words: list[str], folder: Path) -> str:
+def _problem_of_ours(name, words, folder):
     for word, instead in {"ezpz": "", "launch": "ezpz-launch"}.items():
         if name == "ezpz" and words[:1] == [word]:
             return _problem_of_ours(instead, words[1:], folder)
@@ -107,7 +105,7 @@ def _problem_of_ours(name: str, words: list[str], folder: Path) -> str:
     return f"status {status}\n{said}" if status else ""
 
 
-def _problem_of_options(name: str, words: list[str], folder: Path) -> str:
+def _problem_of_options(name, words, folder):
     """Its help page has the sub-command and every option; the command itself takes too long."""
     sub = words[:1] if name != "ezpz-test" and words[:1] and words[0][0] != "-" else []
     status, page = _run(name, [*sub, "--help"], folder)
@@ -122,7 +120,7 @@ def _problem_of_options(name: str, words: list[str], folder: Path) -> str:
     return ""
 
 
-def _run(name: str, words: list[str], folder: Path) -> tuple[int, str]:
+def _run(name, words, folder):
     """Run a command of ours by what its console script calls."""
     module, _, function = _COMMANDS[name].partition(":")
     code = f"import sys; from {module} import {function}; sys.exit({function}())"
@@ -133,7 +131,7 @@ def _run(name: str, words: list[str], folder: Path) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def _problem_of_install(words: list[str]) -> str:
+def _problem_of_install(words):
     for word in words:
         match = re.fullmatch(r"(ezpz[\w-]*)(?:\[([\w,-]+)\])?", word)
         if not match:
@@ -147,13 +145,13 @@ def _problem_of_install(words: list[str]) -> str:
     return ""
 
 
-def _problem_of_module(words: list[str]) -> str:
+def _problem_of_module(words):
     if words[:1] != ["-m"] or not words[1].startswith("ezpz"):
         return ""
     return "" if importlib.util.find_spec(words[1]) else f"no module {words[1]}"
 
 
-def _problem_of_hatch(words: list[str]) -> str:
+def _problem_of_hatch(words):
     known = tomllib.loads((ROOT / "hatch.toml").read_text(encoding="utf-8"))["envs"]
     env, _, script = words[1].partition(":") if words[:1] == ["run"] else ("", "", "")
     scripts = known.get(env, {}).get("scripts", {})

@@ -1,7 +1,5 @@
 """Every code block of the pages and the READMEs is run, or type-checked; ``blocks`` tells how."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
@@ -11,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.docs.blocks import PAGES, ROOT, Block, blocks_of, name_of
+from tests.docs.blocks import PAGES, ROOT, blocks_of, name_of
 from tests.docs.messages import missing, texts_of
 from tests.docs.python_blocks import (
     BlockError,
@@ -27,17 +25,17 @@ BLOCKS = {page: blocks_of(page) for page in PAGES}
 SHELLS = ("bash", "console", "sh")
 
 
-def pages_with(*languages: str) -> pytest.MarkDecorator:
+def pages_with(*languages):
     pages = [page for page in PAGES if any(each.language in languages for each in BLOCKS[page])]
     return pytest.mark.parametrize("page", pages, ids=name_of)
 
 
-def on_ranks(block: Block) -> tuple[int, str] | None:
+def on_ranks(block):
     words = (block.marked("ranks") or "").split()
     return (int(words[0]), words[1]) if words else None
 
 
-def in_order(page: Path) -> list[Block]:
+def in_order(page):
     marked = ("ranks", "given")
     return [
         block
@@ -46,7 +44,7 @@ def in_order(page: Path) -> list[Block]:
     ]
 
 
-def output_after(block: Block) -> str | None:
+def output_after(block):
     """The ``text`` that follows a block; a shell may stand between a script and what it prints."""
     blocks = BLOCKS[block.page]
     following = iter(blocks[blocks.index(block) + 1 :])
@@ -58,7 +56,7 @@ def output_after(block: Block) -> str | None:
     )
 
 
-def has_lines(printed: str, expected: str | None) -> bool:
+def has_lines(printed, expected):
     """Whether ranks printed these lines and no others; lines, and their ends, come in any order."""
     for line in (expected or "").splitlines():
         before, found, after = printed.partition(line)
@@ -68,7 +66,7 @@ def has_lines(printed: str, expected: str | None) -> bool:
     return not printed.strip()
 
 
-def matches(expected: str, printed: str) -> bool:
+def matches(expected, printed):
     """Whether the lines are these, where ``...`` alone on a line stands for any others."""
     parts = re.split(r"^\.\.\.\n", expected.rstrip(), flags=re.MULTILINE)
     pattern = r"(?:.*\n)*?".join(map(re.escape, parts))
@@ -79,7 +77,7 @@ RANKS = [block for blocks in BLOCKS.values() for block in blocks if on_ranks(blo
 
 
 @pages_with("python")
-def test_python_prints_what_stands_below_it(page: Path, tmp_path: Path) -> None:
+def test_python_prints_what_stands_below_it(page, tmp_path):
     blocks = in_order(page)
     if not blocks:
         return
@@ -92,7 +90,7 @@ def test_python_prints_what_stands_below_it(page: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("block", RANKS, ids=lambda block: block.place)
-def test_scripts_run_on_ranks(block: Block, tmp_path: Path) -> None:
+def test_scripts_run_on_ranks(block, tmp_path):
     ranks, name = on_ranks(block)
     printed = run_on_ranks(name, block.code, tmp_path, ranks=ranks)
     if (expected := output_after(block)) is not None:
@@ -105,7 +103,7 @@ def test_scripts_run_on_ranks(block: Block, tmp_path: Path) -> None:
 
 
 @pages_with("diff")
-def test_a_few_lines_of_diff_change_a_script_that_runs(page: Path, tmp_path: Path) -> None:
+def test_a_few_lines_of_diff_change_a_script_that_runs(page, tmp_path):
     for block in (each for each in BLOCKS[page] if each.language == "diff"):
         before, after, added = sides_of(block.code)
         compile(before, block.place, "exec")
@@ -115,7 +113,7 @@ def test_a_few_lines_of_diff_change_a_script_that_runs(page: Path, tmp_path: Pat
 
 
 @pages_with("diff")
-def test_the_script_before_a_diff_runs_and_prints_the_same(page: Path, tmp_path: Path) -> None:
+def test_the_script_before_a_diff_runs_and_prints_the_same(page, tmp_path):
     shells = [each.code for each in BLOCKS[page] if each.language == "bash"]
     words = next(filter(None, map(command_before, shells)))
     for block in (each for each in BLOCKS[page] if each.language == "diff"):
@@ -127,7 +125,7 @@ def test_the_script_before_a_diff_runs_and_prints_the_same(page: Path, tmp_path:
 
 
 @pages_with(*SHELLS)
-def test_every_command_is_known_and_its_options_are_there(page: Path, tmp_path: Path) -> None:
+def test_every_command_is_known_and_its_options_are_there(page, tmp_path):
     for block in (each for each in BLOCKS[page] if each.language in SHELLS):
         if block.language != "console":
             assert check_syntax(block.code) == "", block.place
@@ -136,7 +134,7 @@ def test_every_command_is_known_and_its_options_are_there(page: Path, tmp_path: 
             assert not problem, f"{block.place}: {' '.join(words)}: {problem}"
 
 
-def test_what_is_not_run_is_type_checked(tmp_path: Path) -> None:
+def test_what_is_not_run_is_type_checked(tmp_path):
     checked = 0
     for page, blocks in BLOCKS.items():
         for block in blocks:
@@ -156,7 +154,7 @@ def test_what_is_not_run_is_type_checked(tmp_path: Path) -> None:
     assert report["generalDiagnostics"] == []
 
 
-def test_a_text_is_something_that_is_printed() -> None:
+def test_a_text_is_something_that_is_printed():
     for blocks in BLOCKS.values():
         for before, block in zip([None, *blocks], blocks, strict=False):
             if block.language != "text" or block.marker:
@@ -168,7 +166,7 @@ def test_a_text_is_something_that_is_printed() -> None:
             assert shown, f"{block.place}: what prints it? If nothing does, mark it"
 
 
-def test_messages_are_those_of_the_sources() -> None:
+def test_messages_are_those_of_the_sources():
     ours = tuple(text for path in ROOT.glob("packages/*/src") for text in texts_of(path))
     theirs = texts_of(Path(torch.__file__).parent / "nn" / "parallel")
     quoted = 0
@@ -183,7 +181,7 @@ def test_messages_are_those_of_the_sources() -> None:
     assert quoted > 20
 
 
-def test_every_block_is_of_a_kind_that_is_checked() -> None:
+def test_every_block_is_of_a_kind_that_is_checked():
     known = {"python", "py", "text", "diff", "toml", "markdown", *SHELLS}
     markers = ("ranks", "given", "message", "drawing")
     for blocks in BLOCKS.values():
@@ -195,7 +193,7 @@ def test_every_block_is_of_a_kind_that_is_checked() -> None:
                 assert any(block.marked(kind) is not None for kind in markers), block.place
 
 
-def test_a_wrong_page_is_seen(tmp_path: Path) -> None:
+def test_a_wrong_page_is_seen(tmp_path):
     """The checks above find what they are for."""
     with pytest.raises(BlockError, match="ZeroDivisionError"):
         run_in_order([("x.md:1", "1 / 0")], tmp_path)

@@ -1,7 +1,5 @@
 """The page on layouts: its table is the zoo, and its pictures are drawn so."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from pathlib import Path
@@ -13,7 +11,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "layouts.md").read_text(encoding="utf-8")
 
 
-def test_the_table_is_the_zoo() -> None:
+def test_the_table_is_the_zoo():
     rows = re.findall(r"^\| `(.*?)` \| (.*?) \| (.*?) \|$", PAGE, re.MULTILINE)
     assert [name for name, _, _ in rows] == list(layouts.names())
     for name, mesh, when in rows:
@@ -23,7 +21,7 @@ def test_the_table_is_the_zoo() -> None:
         assert layout.when == when
 
 
-def test_the_pictures_are_drawn_so() -> None:
+def test_the_pictures_are_drawn_so():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         drawn = {

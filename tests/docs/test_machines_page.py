@@ -1,7 +1,5 @@
 """The page on machines: its example works, and it explains every key."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -11,7 +9,7 @@ from ezpz_topo import Machine, get_machine_info, known_machines
 PAGE = (Path(__file__).parents[2] / "docs" / "machines.md").read_text(encoding="utf-8")
 
 
-def test_the_example_is_a_machine(tmp_path: Path) -> None:
+def test_the_example_is_a_machine(tmp_path):
     example = re.search(r"```toml\n(.*?)```", PAGE, re.DOTALL)
     assert example
     (tmp_path / "utopia.toml").write_text(example[1], encoding="utf-8")
@@ -24,7 +22,7 @@ def test_the_example_is_a_machine(tmp_path: Path) -> None:
         assert get_machine_info({**env, **more}, hostname=hostname).name == "utopia"
 
 
-def test_every_key_and_machine_is_explained() -> None:
+def test_every_key_and_machine_is_explained():
     named = set(re.findall(r"`\[?([a-z_-]+)", PAGE))
     own = {"name", "path", "matched_by", "notes"}
     assert {field.name for field in fields(Machine)} - own <= named

@@ -1,7 +1,5 @@
 """The launchers of the fault table: each with an environment in which ezpz-launch finds it."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shutil
@@ -9,17 +7,10 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, NoReturn
 
 import pytest
-
-if TYPE_CHECKING:
-    from tests.faults.launches import Launch, Place
-    from tests.slurm.sandbox import SlurmSandbox
 
 HERE = Path(__file__).resolve().parent
 OPENMPI = HERE.parents[1] / ".hatch" / "openmpi" / "bin"
@@ -34,14 +25,13 @@ _FOREIGN = (
 )  # fmt: skip
 
 
-def _load(qualified: str, path: Path) -> ModuleType:
+def _load(qualified, path):
     """Import a module by path: no folder of tests is on ``sys.path``."""
     if qualified not in sys.modules:
         # An assert that fails there shows its values, too.
         pytest.register_assert_rewrite(qualified)
         finders = (finder.find_spec(qualified, [str(path.parent)]) for finder in sys.meta_path)
         spec = next(filter(None, finders))
-        assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[qualified] = module
         spec.loader.exec_module(module)
@@ -52,16 +42,16 @@ def _load(qualified: str, path: Path) -> ModuleType:
 _load("tests.faults.launches", HERE / "launches.py")
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser):
     parser.addoption("--launchers", default="", help="the rows of these alone, such as hydra,srun")
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     config.addinivalue_line("markers", "with_torchrun: a row that torchrun can keep, too")
     config.addinivalue_line("markers", "without(launcher, ...): a row that these have not")
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+def pytest_generate_tests(metafunc):
     if "place" not in metafunc.fixturenames:
         return
     row = metafunc.definition
@@ -72,7 +62,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("place", names, indirect=True)
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config, items):
     if asked := config.getoption("--launchers"):
         names = {f"[{name}" for name in asked.split(",")}
         others = [item for item in items if not any(name in item.name for name in names)]
@@ -81,48 +71,47 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture
-def place(request: pytest.FixtureRequest) -> Place:
+def place(request):
     """Return a launcher's place; three ranks have room there."""
-    place: Place = request.getfixturevalue(f"{request.param}_place")
-    return place
+    return request.getfixturevalue(f"{request.param}_place")
 
 
 @pytest.fixture
-def launch(place: Place, tmp_path: Path) -> Iterator[Callable[..., Launch]]:
+def launch(place, tmp_path):
     """Start ezpz-launch with these options and words; at the end nothing is left of it."""
     from tests.faults.launches import Launch
 
     with ExitStack() as stack:
 
-        def start(options: Sequence[str], command: Sequence[str], **more: object) -> Launch:
-            return stack.enter_context(Launch(place, tmp_path, options, command, **more))  # type: ignore[arg-type]
+        def start(options, command, **more):
+            return stack.enter_context(Launch(place, tmp_path, options, command, **more))
 
         yield start
 
 
 @pytest.fixture(scope="session")
-def own_environment() -> dict[str, str]:
+def own_environment():
     """The environment of a user outside of any job, with this environment's commands first."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
     scripts = sysconfig.get_path("scripts")
     return {**clean, "PATH": os.pathsep.join([scripts, clean.get("PATH", os.defpath)])}
 
 
-def _place(launcher: str, environment: dict[str, str]) -> Place:
+def _place(launcher, environment):
     from tests.faults.launches import Place
 
     return Place(launcher, environment, [os.uname().nodename] * 3, ["-n", "3"])
 
 
 @pytest.fixture(scope="session")
-def hydra_place(own_environment: dict[str, str]) -> Place:
+def hydra_place(own_environment):
     if shutil.which("mpiexec", path=own_environment["PATH"]) is None:
         _lacking("no mpiexec here: pip install mpich")
     return _place("hydra", own_environment)
 
 
 @pytest.fixture(scope="session")
-def openmpi_place(own_environment: dict[str, str]) -> Place:
+def openmpi_place(own_environment):
     if not (OPENMPI / "mpirun").exists():
         _lacking(f"no mpirun in {OPENMPI}: hatch env create openmpi")
     path = os.pathsep.join([str(OPENMPI), own_environment["PATH"]])
@@ -130,12 +119,12 @@ def openmpi_place(own_environment: dict[str, str]) -> Place:
 
 
 @pytest.fixture(scope="session")
-def spawn_place(own_environment: dict[str, str]) -> Place:
+def spawn_place(own_environment):
     return _place("spawn", own_environment)
 
 
 @pytest.fixture(scope="session")
-def torchrun_place(own_environment: dict[str, str]) -> Place:
+def torchrun_place(own_environment):
     if shutil.which("torchrun", path=own_environment["PATH"]) is None:
         _lacking("no torchrun here: pip install torch")
     # Its agent's folder of logs, which is empty.
@@ -143,7 +132,7 @@ def torchrun_place(own_environment: dict[str, str]) -> Place:
 
 
 @pytest.fixture(scope="session")
-def slurm() -> Iterator[SlurmSandbox]:
+def slurm():
     """The sandbox of ``tests/slurm``: four nodes."""
     sandbox = _load("tests.slurm.sandbox", HERE.parent / "slurm" / "sandbox.py")
     if missing := sandbox.missing():
@@ -155,7 +144,7 @@ def slurm() -> Iterator[SlurmSandbox]:
 
 
 @pytest.fixture(scope="session")
-def srun_place(slurm: SlurmSandbox, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+def srun_place(slurm, tmp_path_factory):
     """A job of three nodes, as the shell of salloc sees it; each launch is a step of it."""
     from tests.faults.launches import Place
 
@@ -175,7 +164,7 @@ def srun_place(slurm: SlurmSandbox, tmp_path_factory: pytest.TempPathFactory) ->
         scripts = sysconfig.get_path("scripts")
         environment["PATH"] = os.pathsep.join([scripts, environment["PATH"]])
 
-        def steps() -> str:
+        def steps():
             words = ["squeue", "--noheader", "--steps", "--jobs", environment["SLURM_JOB_ID"]]
             return slurm.run(words, expect=None).stdout
 
@@ -183,7 +172,7 @@ def srun_place(slurm: SlurmSandbox, tmp_path_factory: pytest.TempPathFactory) ->
         yield Place("srun", environment, nodes, ["-n", "3", "--ppn", "1"], leftovers=steps)
 
 
-def _lacking(reason: str) -> NoReturn:
+def _lacking(reason):
     if os.environ.get("CI") == "true":
         pytest.fail(f"{reason}: these tests must not be skipped where they are relied upon")
     pytest.skip(reason)

@@ -16,10 +16,9 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
 
 PROGRAMS = Path(__file__).resolve().parent / "programs"
 
@@ -74,14 +73,14 @@ class Launch:
     on_terminal: bool = False
     bare: Sequence[str] = ()
 
-    def __enter__(self) -> Self:
+    def __enter__(self):
         self.said = self.folder / "said"
         self.temporary = self.folder / "tmp"
         for folder in (self.said, self.temporary):
             folder.mkdir()
         # The folder is this test's alone.
         self.mark = f"{MARK}={self.folder}"
-        self._terminal: int | None = None
+        self._terminal = None
         stdin = subprocess.DEVNULL
         if self.on_terminal:
             self._terminal, stdin = os.openpty()
@@ -110,7 +109,7 @@ class Launch:
             os.close(stdin)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self.process.kill()
         self.process.wait()
         if self._terminal is not None:
@@ -125,18 +124,18 @@ class Launch:
             time.sleep(0.05)
 
     @property
-    def stdout(self) -> bytes:
+    def stdout(self):
         return (self.folder / "out").read_bytes()
 
     @property
-    def stderr(self) -> str:
+    def stderr(self):
         return (self.folder / "err").read_text(encoding="utf-8", errors="replace")
 
-    def ranks(self, count: int = 3) -> list[dict[str, Any]]:
+    def ranks(self, count=3):
         """Wait until this many ranks have started, and return what they say of themselves."""
         files = [self.said / f"{rank}.started" for rank in range(count)]
 
-        def are_there() -> bool:
+        def are_there():
             # Asked first: who has ended has written nothing since.
             ended = self.process.poll() is not None
             found = all(file.exists() for file in files)
@@ -146,20 +145,19 @@ class Launch:
         self.until(are_there, f"{count} ranks start", 120)
         return [json.loads(file.read_text(encoding="utf-8")) for file in files]
 
-    def heard(self, rank: int) -> list[str]:
+    def heard(self, rank):
         """Return the names of the signals that a rank has heard, in their order."""
         file = self.said / f"{rank}.signals"
         return file.read_text(encoding="ascii").split() if file.exists() else []
 
-    def done(self) -> list[int]:
+    def done(self):
         """Return the ranks that came to the end of their work."""
         return sorted(int(file.stem) for file in self.said.glob("*.done"))
 
-    def press_ctrl_c(self) -> None:
-        assert self._terminal is not None
+    def press_ctrl_c(self):
         os.write(self._terminal, b"\x03")
 
-    def ends(self, within: float) -> int:
+    def ends(self, within):
         """Wait for the end of ezpz-launch and return its exit status.
 
         Args:
@@ -170,17 +168,17 @@ class Launch:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"no end within {within} + {SLACK} s\n{self._state()}") from None
 
-    def until(self, is_so: Callable[[], bool], what: str, seconds: float) -> None:
+    def until(self, is_so, what, seconds):
         end = time.monotonic() + seconds
         while not is_so():
             assert time.monotonic() < end, f"waited {seconds} s until {what}\n{self._state()}"
             time.sleep(0.02)
 
-    def left(self) -> list[int]:
+    def left(self):
         """Return the processes of this launch that are there."""
         return [pid for pid, environment in _environments() if self.mark in environment]
 
-    def leaves_nothing(self, within: float = 2.0, *, files: bool = False) -> None:
+    def leaves_nothing(self, within=2.0, *, files=False):
         """Assert that no process of the launch is left, on no host, nor a file.
 
         Args:
@@ -192,20 +190,20 @@ class Launch:
         if not files:
             self.until(lambda: not self.files(), "no file is left", within + SLACK)
 
-    def files(self) -> list[str]:
+    def files(self):
         """Return the names of what lies in the launch's TMPDIR."""
         return [path.name for path in self.temporary.iterdir()]
 
-    def find(self, word: str) -> list[int]:
+    def find(self, word):
         """Return the processes of this launch that have a word that ends so."""
         return [pid for pid in self.left() if any(each.endswith(word) for each in _words(pid))]
 
-    def silence(self, host: str) -> None:
+    def silence(self, host):
         """Let the agent of a host, and all that its kernel says for it, be heard no more."""
         node = str(list(dict.fromkeys(self.place.hosts)).index(host))
-        found: list[int] = []
+        found = []
 
-        def is_connected() -> bool:
+        def is_connected():
             agents = [pid for pid in self.find("_agent.py") if _words(pid)[-1] == node]
             # The first process is its shim's child, and ends.
             found[:] = [pid for pid in agents if _sockets(pid)]
@@ -215,7 +213,7 @@ class Launch:
         for descriptor in _sockets(found[0]):
             _drop_all_packets(found[0], descriptor)
 
-    def parent(self, pid: int) -> int:
+    def parent(self, pid):
         """Return the process that started another, 0 where that is gone."""
         with contextlib.suppress(OSError):
             status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
@@ -223,7 +221,7 @@ class Launch:
                 return int(found[1])
         return 0
 
-    def shim(self, rank: int) -> int:
+    def shim(self, rank):
         """Return the process that runs a rank: the nearest above it that is the shim."""
         shims, pid = self.find("rank_shim.sh"), int(self.ranks()[rank]["pid"])
         while pid not in shims:
@@ -234,14 +232,14 @@ class Launch:
             pid = self.parent(pid)
         return pid
 
-    def launcher(self) -> int:
+    def launcher(self):
         """Return the process that ezpz-launch started to start the ranks."""
         children = [pid for pid in self.left() if self.parent(pid) == self.process.pid]
         # A child that is still ezpz-launch itself is not the one.
         (pid,) = (pid for pid in children if _words(pid)[1:3] != ["-m", "ezpz_launch"])
         return pid
 
-    def _state(self) -> str:
+    def _state(self):
         lines = [f"status {self.process.poll()}", f"--- stderr\n{self.stderr[-4000:]}"]
         lines += [f"--- processes of the launch {self.place.leftovers()}"]
         lines += [f"{pid} of {self.parent(pid)}: {shlex.join(_words(pid))}" for pid in self.left()]
@@ -252,19 +250,19 @@ MEET_HERE = ["--env", "MASTER_ADDR=127.0.0.1"]
 """The names of Slurm's nodes are no host's here, and a line says so."""
 
 
-def rank_program(behaviour: str, *arguments: str) -> list[str]:
+def rank_program(behaviour, *arguments):
     """Return the words of a rank that does this; it writes to ``said`` in its folder."""
     return [sys.executable, str(PROGRAMS / "rank.py"), "said", behaviour, *arguments]
 
 
-def _sockets(pid: int) -> list[int]:
+def _sockets(pid):
     with contextlib.suppress(OSError):
         entries = list(Path(f"/proc/{pid}/fd").iterdir())
         return [int(each.name) for each in entries if str(each.readlink()).startswith("socket:")]
     return []
 
 
-def _drop_all_packets(pid: int, descriptor: int) -> None:
+def _drop_all_packets(pid, descriptor):
     """Give another process's socket a filter that takes nothing; needs root."""
     # Linux: pidfd_getfd is 438 everywhere; SO_ATTACH_FILTER 26; BPF_RET|BPF_K 6, of 0 bytes.
     libc = ctypes.CDLL(None, use_errno=True)
@@ -279,7 +277,7 @@ def _drop_all_packets(pid: int, descriptor: int) -> None:
         )
 
 
-def _words(pid: int) -> list[str]:
+def _words(pid):
     """Return the command line of a process; nothing where it is gone."""
     with contextlib.suppress(OSError):
         text = Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -287,11 +285,11 @@ def _words(pid: int) -> list[str]:
     return []
 
 
-def _take_terminal() -> None:
+def _take_terminal():
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
-def _environments() -> Iterator[tuple[int, list[str]]]:
+def _environments():
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             # Gone meanwhile; a zombie has no environment, and is its parent's to collect.

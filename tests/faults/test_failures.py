@@ -1,24 +1,15 @@
 """A rank fails: the exit status is its own, it is named, and the others are ended."""
 
-from __future__ import annotations
-
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import pytest
 from tests.faults.launches import MEET_HERE, rank_program
-
-if TYPE_CHECKING:
-    from tests.faults.launches import Launch
-
-Start = Callable[..., "Launch"]
 
 SETTLE = 1.0
 """Seconds that the others have to end by themselves."""
 
 
-def assert_first(launch: Launch, how: str) -> None:
+def assert_first(launch, how):
     """Assert that rank 1 is named once, and no other."""
     name = launch.place.hosts[1]
     said = [line for line in launch.stderr.splitlines() if "first of all ranks" in line]
@@ -26,7 +17,7 @@ def assert_first(launch: Launch, how: str) -> None:
     assert said[0].startswith(f"ezpz-launch: rank 1 on {name} {how}, first of all ranks")
 
 
-def fails(launch: Launch, status: int, how: str, grace: float = 2.0) -> None:
+def fails(launch, status, how, grace=2.0):
     """Assert how a launch ends in which rank 1 fails and the others would go on."""
     launch.ranks()
     assert launch.ends(within=SETTLE + grace + 2) == status, launch.stderr
@@ -35,42 +26,42 @@ def fails(launch: Launch, status: int, how: str, grace: float = 2.0) -> None:
 
 
 @pytest.mark.with_torchrun
-def test_exits_3(launch: Start) -> None:
+def test_exits_3(launch):
     fails(launch(["--grace", "2"], rank_program("exits", "3")), 3, "exited with status 3")
 
 
 @pytest.mark.with_torchrun
-def test_kill_9(launch: Start) -> None:
+def test_kill_9(launch):
     how = "was killed by SIGKILL (exit status 137)"
     fails(launch(["--grace", "2"], rank_program("dies", "SIGKILL")), 137, how)
 
 
-def test_segfault(launch: Start) -> None:
+def test_segfault(launch):
     how = "was killed by SIGSEGV (exit status 139)"
     fails(launch(["--grace", "2"], rank_program("segfaults")), 139, how)
 
 
-def test_kill_9_of_a_rank_whose_output_is_labelled(launch: Start) -> None:
+def test_kill_9_of_a_rank_whose_output_is_labelled(launch):
     """Another process stands between the shim and the rank."""
     how = "was killed by SIGKILL (exit status 137)"
     fails(launch(["--grace", "2", "--prefix"], rank_program("dies", "SIGKILL")), 137, how)
 
 
-def test_survivors_that_ignore_sigterm_are_killed(launch: Start) -> None:
+def test_survivors_that_ignore_sigterm_are_killed(launch):
     started = launch(["--grace", "1"], rank_program("stays_deaf"))
     fails(started, 3, "exited with status 3", grace=1)
     # It is asked first, and once.
     assert [started.heard(rank) for rank in range(3)] == [["SIGTERM"], [], ["SIGTERM"]]
 
 
-def test_survivors_have_the_grace(launch: Start) -> None:
+def test_survivors_have_the_grace(launch):
     """The others need longer than any launcher gives by itself, and get it."""
     started = launch(["--grace", "600"], rank_program("exits_beside_checkpoints", "3", "1.2"))
     fails(started, 3, "exited with status 3", grace=1.2)
     assert started.done() == [0, 2]
 
 
-def test_ranks_that_all_fail_end_by_themselves(launch: Start) -> None:
+def test_ranks_that_all_fail_end_by_themselves(launch):
     # Hydra by itself would say 3 | 9 = 11; nobody needs to be ended.
     started = launch([], rank_program("all_exit", "3"))
     assert started.ends(within=3) == 3
@@ -79,13 +70,13 @@ def test_ranks_that_all_fail_end_by_themselves(launch: Start) -> None:
     started.leaves_nothing()
 
 
-def test_a_failure_in_a_flood_of_errors_is_seen(launch: Start) -> None:
+def test_a_failure_in_a_flood_of_errors_is_seen(launch):
     started = launch(["--grace", "2"], rank_program("shouts"))
     fails(started, 3, "exited with status 3")
     assert not {"\x1e", "\x1f"} & set(started.stderr)
 
 
-def test_the_first_ends_well_and_the_others_go_on(launch: Start) -> None:
+def test_the_first_ends_well_and_the_others_go_on(launch):
     started = launch(MEET_HERE, rank_program("first_ends"))
     started.ranks()
     began = time.monotonic()
@@ -95,7 +86,7 @@ def test_the_first_ends_well_and_the_others_go_on(launch: Start) -> None:
     started.leaves_nothing()
 
 
-def test_a_missing_program_is_127(launch: Start) -> None:
+def test_a_missing_program_is_127(launch):
     started = launch([], ["no-such-program"])
     assert started.ends(within=10) == 127
     (line,) = started.stderr.splitlines()
@@ -103,7 +94,7 @@ def test_a_missing_program_is_127(launch: Start) -> None:
     started.leaves_nothing()
 
 
-def test_a_program_that_the_ranks_do_not_find_is_127(launch: Start) -> None:
+def test_a_program_that_the_ranks_do_not_find_is_127(launch):
     # It is on PATH here, and goes away: as on a host without the environment.
     started = launch(["--grace", "2"], ["sh", "-c", "exec no-such-program"])
     assert started.ends(within=SETTLE + 4) == 127, started.stderr
@@ -111,7 +102,7 @@ def test_a_program_that_the_ranks_do_not_find_is_127(launch: Start) -> None:
     started.leaves_nothing()
 
 
-def test_usage_is_2(launch: Start) -> None:
+def test_usage_is_2(launch):
     started = launch(["--grace", "no"], rank_program("exits", "3"))
     assert started.ends(within=10) == 2
     (line,) = started.stderr.splitlines()
@@ -120,7 +111,7 @@ def test_usage_is_2(launch: Start) -> None:
 
 
 @pytest.mark.without("hydra", "openmpi", "spawn")  # each on one host here, without agents
-def test_a_lost_node_is_named(launch: Start) -> None:
+def test_a_lost_node_is_named(launch):
     started = launch(
         ["--grace", "1"], rank_program("goes_on"), environment={"EZPZ_NODE_TIMEOUT": "5"}
     )

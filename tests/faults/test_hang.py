@@ -1,18 +1,9 @@
 """No rank says anything for too long: where each hangs is shown, and the launch is ended."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import pytest
 from tests.faults.launches import PROGRAMS, rank_program
-
-if TYPE_CHECKING:
-    from tests.faults.launches import Launch, Place
-
-Start = Callable[..., "Launch"]
 
 SOURCE = (PROGRAMS / "rank.py").read_text(encoding="utf-8").splitlines()
 (HANGS,) = (number for number, line in enumerate(SOURCE, 1) if "# the line that hangs" in line)
@@ -22,7 +13,7 @@ FRAME = re.compile(rf'stuck_here \(\S*rank\.py:{HANGS}\)|rank\.py", line {HANGS}
 
 
 @pytest.mark.with_torchrun
-def test_hang(launch: Start, place: Place) -> None:
+def test_hang(launch, place):
     # Nothing is said until Python has started: on a busy machine, for seconds.
     idle = 15
     started = launch(["--idle-timeout", str(idle), "--grace", "2"], rank_program("hangs"))
@@ -40,7 +31,7 @@ def test_hang(launch: Start, place: Place) -> None:
 
 
 @pytest.mark.without("openmpi", "srun")
-def test_what_is_said_now_and_then_is_no_hang(launch: Start) -> None:
+def test_what_is_said_now_and_then_is_no_hang(launch):
     # Each is silent for longer; one of them speaks every 1.5 s, once their Python has started.
     started = launch(["--idle-timeout", "4"], rank_program("mumbles", "10"))
     assert started.ends(within=16) == 0, started.stderr

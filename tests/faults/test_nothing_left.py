@@ -1,25 +1,16 @@
 """Whatever dies, no process is left: on no host, and not for long."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from tests.faults.launches import rank_program
 
-if TYPE_CHECKING:
-    from tests.faults.launches import Launch
-
-Start = Callable[..., "Launch"]
-
 
 @pytest.mark.with_torchrun
-def test_ezpz_launch_is_killed(launch: Start) -> None:
+def test_ezpz_launch_is_killed(launch):
     started = launch(["--grace", "1"], rank_program("waits"))
     started.ranks()
     os.kill(started.process.pid, signal.SIGKILL)
@@ -27,7 +18,7 @@ def test_ezpz_launch_is_killed(launch: Start) -> None:
     started.leaves_nothing(within=3)
 
 
-def test_ezpz_launch_is_killed_before_deaf_ranks(launch: Start) -> None:
+def test_ezpz_launch_is_killed_before_deaf_ranks(launch):
     started = launch(["--grace", "1"], rank_program("goes_on"))
     started.ranks()
     os.kill(started.process.pid, signal.SIGKILL)
@@ -36,7 +27,7 @@ def test_ezpz_launch_is_killed_before_deaf_ranks(launch: Start) -> None:
 
 
 @pytest.mark.with_torchrun
-def test_the_launcher_is_killed(launch: Start) -> None:
+def test_the_launcher_is_killed(launch):
     started = launch(["--grace", "1"], rank_program("waits"))
     started.ranks()
     os.kill(started.launcher(), signal.SIGKILL)
@@ -47,7 +38,7 @@ def test_the_launcher_is_killed(launch: Start) -> None:
 
 # It takes two waits for the launcher's end: one launcher does for all.
 @pytest.mark.without("openmpi", "spawn", "srun")
-def test_the_launcher_is_stopped_and_ezpz_launch_told_to_end(launch: Start) -> None:
+def test_the_launcher_is_stopped_and_ezpz_launch_told_to_end(launch):
     """As where it hangs: the ranks are told without it, and in the end it is killed."""
     started = launch(["--grace", "1"], rank_program("checkpoints", "0.5"))
     started.ranks()
@@ -58,7 +49,7 @@ def test_the_launcher_is_stopped_and_ezpz_launch_told_to_end(launch: Start) -> N
     started.leaves_nothing()
 
 
-def test_a_rank_s_shim_is_killed(launch: Start) -> None:
+def test_a_rank_s_shim_is_killed(launch):
     started = launch(["--grace", "1"], rank_program("waits"))
     started.ranks()
     os.kill(started.shim(1), signal.SIGKILL)
@@ -69,7 +60,7 @@ def test_a_rank_s_shim_is_killed(launch: Start) -> None:
 
 # On one host the launcher is its own daemon; and Slurm's node would be out of order for good.
 @pytest.mark.without("openmpi", "spawn", "srun")
-def test_the_launcher_s_daemon_is_killed(launch: Start) -> None:
+def test_the_launcher_s_daemon_is_killed(launch):
     """What stands between the launcher and the ranks: Hydra itself does not see that it is gone."""
     started = launch(["--grace", "1"], rank_program("waits"))
     started.ranks()
@@ -79,7 +70,7 @@ def test_the_launcher_s_daemon_is_killed(launch: Start) -> None:
 
 
 @pytest.mark.without("openmpi")
-def test_a_killed_rank_s_workers_go_with_it(launch: Start) -> None:
+def test_a_killed_rank_s_workers_go_with_it(launch):
     """One that is in its process group, and one that has a session of its own."""
     started = launch(["--grace", "1"], rank_program("dies_with_workers"))
     workers = [Path("/proc", str(pid)) for said in started.ranks() for pid in said["workers"]]
@@ -91,7 +82,7 @@ def test_a_killed_rank_s_workers_go_with_it(launch: Start) -> None:
 # Slurm itself kills what is left of a step.
 @pytest.mark.without("srun")
 @pytest.mark.parametrize(("holds", "deaf_to"), [("holds", ""), ("holds", "TERM"), ("not", "")])
-def test_what_a_rank_leaves_is_ended_and_named(launch: Start, holds: str, deaf_to: str) -> None:
+def test_what_a_rank_leaves_is_ended_and_named(launch, holds, deaf_to):
     """After a success, too, though it has left the rank's process group."""
     started = launch([], rank_program("leaves_a_helper", holds, deaf_to))
     (helper,) = started.ranks()[1]["workers"]
@@ -102,7 +93,7 @@ def test_what_a_rank_leaves_is_ended_and_named(launch: Start, holds: str, deaf_t
     started.leaves_nothing()
 
 
-def test_sigterm_before_the_ranks_are_there(launch: Start) -> None:
+def test_sigterm_before_the_ranks_are_there(launch):
     started = launch(["--grace", "1"], rank_program("goes_on"))
     started.until(lambda: len(started.left()) > 1, "something is started", 120)
     started.process.send_signal(signal.SIGTERM)
@@ -112,14 +103,14 @@ def test_sigterm_before_the_ranks_are_there(launch: Start) -> None:
     assert started.done() == []
 
 
-def ticks(pid: int) -> int:
+def ticks(pid):
     """Return the processor time that a process has used, in hundredths of a second."""
     fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
     return int(fields[11]) + int(fields[12])
 
 
 @pytest.mark.without("openmpi", "spawn", "srun")
-def test_hydra_s_proxy_sleeps_when_a_rank_has_ended(launch: Start) -> None:
+def test_hydra_s_proxy_sleeps_when_a_rank_has_ended(launch):
     """By itself it uses all of a core until the last one has."""
     started = launch(["--grace", "1"], rank_program("hangs"))
     first = started.ranks()[0]["pid"]

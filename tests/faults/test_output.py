@@ -1,25 +1,16 @@
 """What the ranks write arrives, byte for byte, and nothing else does."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import pytest
 from tests.faults.launches import MEET_HERE, rank_program
 
-if TYPE_CHECKING:
-    from tests.faults.launches import Launch
 
-Start = Callable[..., "Launch"]
-
-
-def counts(text: bytes) -> dict[bytes, int]:
+def counts(text):
     return {bytes([byte]): text.count(bytes([byte])) for byte in set(text)}
 
 
-def expected(size: int) -> dict[bytes, int]:
+def expected(size):
     lines, rest = divmod(size, 1000)
     found = {b"%c" % letter: 996 * lines for letter in b"abc"}
     found |= {b"%c" % end: 3 * lines for end in b"\xff\x00\r\n"}
@@ -27,7 +18,7 @@ def expected(size: int) -> dict[bytes, int]:
 
 
 @pytest.mark.with_torchrun
-def test_10_mb_a_rank(launch: Start) -> None:
+def test_10_mb_a_rank(launch):
     size = 10 << 20
     started = launch(MEET_HERE, rank_program("writes", str(size)))
     assert started.ends(within=40) == 0, started.stderr[-2000:]
@@ -39,7 +30,7 @@ def test_10_mb_a_rank(launch: Start) -> None:
     started.leaves_nothing()
 
 
-def test_any_bytes(launch: Start) -> None:
+def test_any_bytes(launch):
     started = launch(MEET_HERE, rank_program("writes_odd_bytes"))
     assert started.ends(within=10) == 0, started.stderr
     odd = bytes(range(256)) + b"\x1e\x1e\x1f\n\x1eezpz \x1f\x1e"
@@ -66,7 +57,7 @@ VALUES = {
 
 
 @pytest.mark.with_torchrun
-def test_words_and_values_pass_unharmed(launch: Start) -> None:
+def test_words_and_values_pass_unharmed(launch):
     told = [f"--env={name}_TOLD={value}" for name, value in VALUES.items()]
     started = launch(told, rank_program("says", *WORDS), environment=VALUES)
     assert started.ends(within=15) == 0, started.stderr
@@ -79,7 +70,7 @@ def test_words_and_values_pass_unharmed(launch: Start) -> None:
     started.leaves_nothing()
 
 
-def test_each_rank_sees_its_place(launch: Start) -> None:
+def test_each_rank_sees_its_place(launch):
     leaked = {"MASTER_ADDR": "elsewhere", "MASTER_PORT": "1", "GROUP_RANK": "7"}
     started = launch([], rank_program("says"), environment=leaked)
     assert started.ends(within=15) == 0, started.stderr
@@ -102,7 +93,7 @@ def test_each_rank_sees_its_place(launch: Start) -> None:
 
 
 @pytest.mark.with_torchrun
-def test_standard_input_is_empty(launch: Start) -> None:
+def test_standard_input_is_empty(launch):
     """Of every rank, for itself and for what it starts; mpiexec's pipe would never end."""
     script = "cat && sh -c 'cat && echo read'"
     started = launch([], ["sh", "-c", script])

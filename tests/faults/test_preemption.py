@@ -1,23 +1,16 @@
 """Told to end, a training saves on all ranks at one step and says 75; started again, it goes on."""
 
-from __future__ import annotations
-
 import signal
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from tests.faults.launches import PROGRAMS, Launch
-
-if TYPE_CHECKING:
-    from tests.faults.launches import Place
 
 
 # openmpi is as hydra, and each launch costs seconds; in the sandbox of srun no rank 0 is found,
 # because its hosts' names do not resolve.
 @pytest.mark.without("openmpi", "srun")
-def test_a_preempted_training_saves_and_goes_on(place: Place, tmp_path: Path) -> None:
+def test_a_preempted_training_saves_and_goes_on(place, tmp_path):
     words = [sys.executable, str(PROGRAMS / "preempted.py"), str(tmp_path / "state")]
     folders = tmp_path / "first", tmp_path / "again"
     for folder in folders:

@@ -1,21 +1,12 @@
 """A signal to ezpz-launch reaches the ranks as such, and they have the grace that was promised."""
 
-from __future__ import annotations
-
 import signal
-from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import pytest
 from tests.faults.launches import rank_program
 
-if TYPE_CHECKING:
-    from tests.faults.launches import Launch
 
-Start = Callable[..., "Launch"]
-
-
-def all_hear(launch: Launch, *names: str) -> None:
+def all_hear(launch, *names):
     """Assert that every rank hears just these, at once, and each once."""
     launch.until(
         lambda: all(len(launch.heard(rank)) >= len(names) for rank in range(3)),
@@ -26,7 +17,7 @@ def all_hear(launch: Launch, *names: str) -> None:
 
 
 @pytest.mark.with_torchrun
-def test_sigterm_leaves_5_s_for_a_checkpoint(launch: Start) -> None:
+def test_sigterm_leaves_5_s_for_a_checkpoint(launch):
     started = launch([], rank_program("checkpoints", "5"))
     started.ranks()
     started.process.send_signal(signal.SIGTERM)
@@ -37,7 +28,7 @@ def test_sigterm_leaves_5_s_for_a_checkpoint(launch: Start) -> None:
     started.leaves_nothing()
 
 
-def test_sigterm_to_ranks_whose_output_is_labelled(launch: Start) -> None:
+def test_sigterm_to_ranks_whose_output_is_labelled(launch):
     """Another process stands between the shim and the rank: it neither ends nor tells twice."""
     started = launch(["--prefix"], rank_program("checkpoints", "1"))
     started.ranks()
@@ -48,7 +39,7 @@ def test_sigterm_to_ranks_whose_output_is_labelled(launch: Start) -> None:
     started.leaves_nothing()
 
 
-def test_sigterm_to_ranks_below_a_shell_script(launch: Start) -> None:
+def test_sigterm_to_ranks_below_a_shell_script(launch):
     """A shell that only waits for the training must not die of what is meant for that."""
     script = 'export X=1; "$@"; exit $?'
     started = launch([], ["bash", "-c", script, "bash", *rank_program("checkpoints", "1")])
@@ -68,7 +59,7 @@ ENDING = {
 
 
 @pytest.mark.parametrize("name", ENDING)
-def test_it_ends_the_ranks_as_itself(launch: Start, name: str) -> None:
+def test_it_ends_the_ranks_as_itself(launch, name):
     number, status = ENDING[name]
     started = launch([], rank_program("checkpoints", "0.3"))
     started.ranks()
@@ -79,7 +70,7 @@ def test_it_ends_the_ranks_as_itself(launch: Start, name: str) -> None:
     started.leaves_nothing()
 
 
-def test_ctrl_c(launch: Start) -> None:
+def test_ctrl_c(launch):
     """From the keyboard of a real terminal, to ranks that do nothing about it."""
     started = launch([], rank_program("waits"), on_terminal=True)
     started.ranks()
@@ -91,7 +82,7 @@ def test_ctrl_c(launch: Start) -> None:
 
 
 @pytest.mark.with_torchrun
-def test_a_second_ctrl_c_does_not_wait(launch: Start) -> None:
+def test_a_second_ctrl_c_does_not_wait(launch):
     started = launch(["--grace", "600"], rank_program("checkpoints", "600"), on_terminal=True)
     started.ranks()
     started.press_ctrl_c()
@@ -102,7 +93,7 @@ def test_a_second_ctrl_c_does_not_wait(launch: Start) -> None:
     started.leaves_nothing()
 
 
-def test_the_grace_ends(launch: Start) -> None:
+def test_the_grace_ends(launch):
     started = launch(["--grace", "1"], rank_program("checkpoints", "600"))
     started.ranks()
     started.process.send_signal(signal.SIGTERM)
@@ -112,7 +103,7 @@ def test_the_grace_ends(launch: Start) -> None:
 
 
 @pytest.mark.with_torchrun
-def test_sigusr1_and_sigusr2_end_nothing(launch: Start) -> None:
+def test_sigusr1_and_sigusr2_end_nothing(launch):
     started = launch([], rank_program("goes_on"))
     started.ranks()
     started.process.send_signal(signal.SIGUSR1)
@@ -126,7 +117,7 @@ def test_sigusr1_and_sigusr2_end_nothing(launch: Start) -> None:
     started.leaves_nothing()
 
 
-def test_a_checkpoint_that_asks_to_be_requeued(launch: Start) -> None:
+def test_a_checkpoint_that_asks_to_be_requeued(launch):
     # sbatch --signal=USR1 reaches the ranks, which save and end together, as one does.
     started = launch([], rank_program("requeues", "75"))
     started.ranks()

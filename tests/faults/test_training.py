@@ -1,22 +1,13 @@
 """One rank of a training script fails: all end, and it is named, under every launcher."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket
 import sys
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import pytest
 from tests.faults.launches import MEET_HERE, PROGRAMS, SLACK
-
-if TYPE_CHECKING:
-    from tests.faults.launches import Launch, Place
-
-Start = Callable[..., "Launch"]
 
 SOURCE = (PROGRAMS / "train.py").read_text(encoding="utf-8").splitlines()
 (HANGS,) = (number for number, line in enumerate(SOURCE, 1) if "# the line that hangs" in line)
@@ -38,7 +29,7 @@ GUILTY = {"hydra": 0, "openmpi": 1, "srun": 1, "spawn": 0, "torchrun": 1}
 """Under ezpz-launch; without it, it is the other one. Rank 0 holds the store."""
 
 
-def train(launch: Start, what: str, guilty: int, **more: object) -> Launch:
+def train(launch, what, guilty, **more):
     script = [sys.executable, str(PROGRAMS / "train.py"), ".", what, str(guilty)]
     # Long enough for the others to have ended by themselves.
     options = ["--env", "OMP_NUM_THREADS=1", "--grace", "600"]
@@ -47,7 +38,7 @@ def train(launch: Start, what: str, guilty: int, **more: object) -> Launch:
     return started
 
 
-def ends_at_once(started: Launch, guilty: int, *, mpi: bool = False) -> None:
+def ends_at_once(started, guilty, *, mpi=False):
     status = started.ends(within=30)
     began = float((started.folder / "time").read_text())
     assert time.time() - began < 2 + SLACK, started.stderr
@@ -67,13 +58,13 @@ def ends_at_once(started: Launch, guilty: int, *, mpi: bool = False) -> None:
 
 
 @pytest.mark.with_torchrun
-def test_an_exception_ends_all_at_once(launch: Start, place: Place) -> None:
+def test_an_exception_ends_all_at_once(launch, place):
     guilty = GUILTY[place.launcher]
     ends_at_once(train(launch, "raises", guilty), guilty)
 
 
 @pytest.mark.with_torchrun
-def test_a_rank_that_takes_long_to_end_is_named(launch: Start, place: Place) -> None:
+def test_a_rank_that_takes_long_to_end_is_named(launch, place):
     """The others, which leave because of it, have ended before it has."""
     started = train(launch, "lingers", 1)
     assert started.ends(within=30) == 1, started.stderr
@@ -88,7 +79,7 @@ def test_a_rank_that_takes_long_to_end_is_named(launch: Start, place: Place) -> 
 
 @pytest.mark.with_torchrun
 @pytest.mark.without("openmpi")
-def test_an_exception_ends_all_at_once_without_ezpz_launch(launch: Start, place: Place) -> None:
+def test_an_exception_ends_all_at_once_without_ezpz_launch(launch, place):
     guilty, mpi = 1 - GUILTY[place.launcher], place.launcher == "hydra"
     env = {"OMP_NUM_THREADS": "1"}
     if not mpi:
@@ -103,7 +94,7 @@ def test_an_exception_ends_all_at_once_without_ezpz_launch(launch: Start, place:
 
 @pytest.mark.with_torchrun
 @pytest.mark.without("openmpi", "spawn")
-def test_a_missing_rank_is_named_with_host_and_line(launch: Start) -> None:
+def test_a_missing_rank_is_named_with_host_and_line(launch):
     started = train(launch, "hangs", 2)
     started.ends(within=30)
     began = float((started.folder / "time").read_text())
@@ -116,7 +107,7 @@ def test_a_missing_rank_is_named_with_host_and_line(launch: Start) -> None:
 
 
 @pytest.mark.without("openmpi", "srun", "spawn")
-def test_a_rank_that_never_comes_ends_all(launch: Start) -> None:
+def test_a_rank_that_never_comes_ends_all(launch):
     """Not even MPI_Finalize waits for it, of a script that has initialised MPI itself."""
     env = {"OMP_NUM_THREADS": "1"}
     started = train(launch, "never-comes", 2, environment=env, bare=BARE["hydra"])

@@ -1,31 +1,21 @@
 """The two hosts for a session, and the programs that the tests start on them."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shutil
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING
 
 import pytest
-
-if TYPE_CHECKING:
-    from tests.hosts.sandbox import TwoHosts
 
 HERE = Path(__file__).resolve().parent
 
 
 @pytest.fixture(scope="session")
-def sandbox() -> ModuleType:
+def sandbox():
     """The module ``sandbox.py``, by path: no folder of tests is on ``sys.path``."""
     spec = importlib.util.spec_from_file_location("tests.hosts.sandbox", HERE / "sandbox.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
@@ -33,7 +23,7 @@ def sandbox() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
-def session_hosts(sandbox: ModuleType) -> Iterator[TwoHosts]:
+def session_hosts(sandbox):
     """Two hosts, started once."""
     if reason := sandbox.missing():
         pytest.skip(reason)
@@ -42,23 +32,23 @@ def session_hosts(sandbox: ModuleType) -> Iterator[TwoHosts]:
 
 
 @pytest.fixture
-def hosts(session_hosts: TwoHosts) -> Iterator[TwoHosts]:
+def hosts(session_hosts):
     """The two hosts; what a test starts or writes there ends with it, also if it fails."""
     yield session_hosts
     session_hosts.reset()
 
 
 @pytest.fixture(scope="session")
-def program() -> Callable[[str], list[str]]:
+def program():
     """Return the words that start a program of the folder ``programs``."""
     return lambda name: [sys.executable, str(HERE / "programs" / f"{name}.py")]
 
 
 @pytest.fixture(scope="session")
-def tool() -> Callable[[str], str]:
+def tool():
     """Return the path of a command: this environment's own first, then ``PATH``'s."""
 
-    def find(name: str) -> str:
+    def find(name):
         own = [str(Path(sys.executable).parent), sysconfig.get_path("scripts")]
         for path in (*own, os.environ.get("PATH", os.defpath)):
             if found := shutil.which(name, path=path):

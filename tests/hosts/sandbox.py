@@ -7,8 +7,6 @@ range it uses, the hosts' addresses cannot collide with it, nor with another san
 Verified with iproute2 6.1, util-linux 2.38 and MPICH 5.0.2, as root.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shlex
@@ -17,10 +15,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 ADDRESSES = {"nodeA": "198.18.0.1", "nodeB": "198.18.0.2"}
 """Of 198.18.0.0/15, which RFC 2544 sets apart for tests."""
@@ -72,11 +67,11 @@ class TwoHosts:
         environment: For commands on the hosts: a little of ours, and how Hydra reaches a host.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.directory = Path()
-        self.environment: dict[str, str] = {}
+        self.environment = {}
 
-    def __enter__(self) -> Self:
+    def __enter__(self):
         # Its name is nobody else's, also where a killed sandbox had our process id.
         self.directory = Path(tempfile.mkdtemp(prefix=f"hosts-{os.getpid()}-", dir="/tmp"))
         try:
@@ -86,23 +81,10 @@ class TwoHosts:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind, value, trace):
         self._stop()
 
-    def run(
-        self,
-        command: Sequence[str],
-        *,
-        on: str = "nodeA",
-        env: Mapping[str, str] | None = None,
-        expect: int | None = 0,
-        timeout: float = 60.0,
-    ) -> subprocess.CompletedProcess[str]:
+    def run(self, command, *, on="nodeA", env=None, expect=0, timeout=60.0):
         """Run a command on a host and return what it said.
 
         Args:
@@ -146,7 +128,7 @@ class TwoHosts:
             )
         return subprocess.CompletedProcess(command, started.returncode, stdout, stderr)
 
-    def reset(self) -> None:
+    def reset(self):
         """Kill every process of both hosts, empty their disks, and bring their links up.
 
         Raises:
@@ -158,11 +140,11 @@ class TwoHosts:
             shutil.rmtree(self.directory / host)
             (self.directory / host).mkdir()
 
-    def set_link(self, host: str, state: str) -> None:
+    def set_link(self, host, state):
         """Take a host's link ``"down"``, or ``"up"`` again."""
         _ip("-n", f"{self.directory.name}-{_SWITCH}", "link", "set", host, state)
 
-    def _start(self) -> None:
+    def _start(self):
         name = self.directory.name
         self.environment = {key: os.environ[key] for key in _INHERITED if key in os.environ} | {
             "PATH": search_path(),
@@ -192,7 +174,7 @@ class TwoHosts:
             _ip("-n", node, "link", "set", "eth0", "up")
             _ip("-n", node, "link", "set", "lo", "up")
 
-    def _stop(self) -> None:
+    def _stop(self):
         try:
             remove(self.directory)
         except KeyboardInterrupt:
@@ -200,7 +182,7 @@ class TwoHosts:
             raise
 
 
-def remove(directory: Path) -> None:
+def remove(directory):
     """Remove the sandbox that has this directory, however far it came to be, or is gone.
 
     Raises:
@@ -214,13 +196,13 @@ def remove(directory: Path) -> None:
         shutil.rmtree(directory)
 
 
-def namespaces(directory: Path) -> list[str]:
+def namespaces(directory):
     """Return the names of the network namespaces of the sandbox that has this directory."""
     names = (f"{directory.name}-{each}" for each in (*ADDRESSES, _SWITCH))
     return [name for name in names if (_NAMESPACES / name).exists()]
 
 
-def missing() -> str:
+def missing():
     """Return why there can be no sandbox here; an empty text where there can."""
     commands = ("ip", "unshare", "mount", "hostname", "bash")
     lacking = [name for name in commands if shutil.which(name, path=search_path()) is None]
@@ -239,13 +221,13 @@ def missing() -> str:
     return f"no namespaces here: {done.stderr.strip()}" if done.returncode else ""
 
 
-def search_path() -> str:
+def search_path():
     """Return ``PATH`` with the directories of daemons, which an ordinary user's may lack."""
     directories = os.environ.get("PATH", os.defpath).split(os.pathsep)
     return os.pathsep.join([*directories, "/usr/local/sbin", "/usr/sbin", "/sbin"])
 
 
-def _end_processes(name: str) -> None:
+def _end_processes(name):
     deadline = time.monotonic() + STOP_TIMEOUT
     while left := _processes(name):
         if time.monotonic() > deadline:
@@ -256,7 +238,7 @@ def _end_processes(name: str) -> None:
         time.sleep(0.02)
 
 
-def _processes(name: str) -> list[int]:
+def _processes(name):
     return [
         int(pid)
         for host in ADDRESSES
@@ -265,14 +247,14 @@ def _processes(name: str) -> list[int]:
     ]
 
 
-def _ip(*words: str) -> str:
+def _ip(*words):
     done = _done("ip", *words)
     if done.returncode:
         raise SandboxError(f"ip {shlex.join(words)}: {done.stderr.strip()}")
     return done.stdout
 
 
-def _done(*command: str) -> subprocess.CompletedProcess[str]:
+def _done(*command):
     return subprocess.run(
         command, env={**os.environ, "PATH": search_path()}, stdin=subprocess.DEVNULL,
         capture_output=True, text=True, check=False,

@@ -1,22 +1,15 @@
 """ezpz_dist on two hosts under bare mpiexec: every function, and a rank that is missing."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from tests.hosts.sandbox import TwoHosts
 
 PROGRAM = Path(__file__).resolve().parents[1] / "worlds" / "every_function.py"
 STAYS = PROGRAM.read_text(encoding="utf-8").partition("# the missing rank")[0].count("\n") + 1
 
 
-def test_every_function(hosts: TwoHosts, tool: Callable[[str], str], tmp_path: Path) -> None:
+def test_every_function(hosts, tool, tmp_path):
     hostfile = tmp_path / "hostfile"
     hostfile.write_text("nodeA\nnodeB\n", encoding="utf-8")
     hosts.run(

@@ -3,8 +3,6 @@
 Hydra reaches a host as by ssh: with a login's environment, not with that of the launch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import json
@@ -14,16 +12,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
 
 import pytest
-
-if TYPE_CHECKING:
-    from tests.faults.launches import Launch
-    from tests.hosts.sandbox import TwoHosts
 
 FAULTS = Path(__file__).resolve().parents[1] / "faults"
 PLACES = [("nodeA", 0, 0), ("nodeA", 0, 1), ("nodeB", 1, 0), ("nodeB", 1, 1)]
@@ -35,13 +26,11 @@ exec env -i PATH=/usr/local/bin:/usr/bin:/bin HOME="$HOME" {launcher} "$@"
 """
 
 
-def _load(name: str) -> ModuleType:
+def _load(name):
     """Import a module of the fault table by path."""
     qualified = f"tests.faults.{name}"
     if qualified not in sys.modules:
         spec = importlib.util.spec_from_file_location(qualified, FAULTS / f"{name}.py")
-        assert spec is not None
-        assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[qualified] = module
         spec.loader.exec_module(module)
@@ -52,9 +41,7 @@ launches = _load("launches")
 
 
 @pytest.fixture
-def launch(
-    hosts: TwoHosts, tool: Callable[[str], str], tmp_path: Path
-) -> Iterator[Callable[..., Launch]]:
+def launch(hosts, tool, tmp_path):
     """Start ezpz-launch on nodeA with four ranks, two a host; rank 1 is on nodeA, 2 on nodeB."""
     login = tmp_path / "login"
     login.write_text(_LOGIN.format(launcher=hosts.environment["HYDRA_LAUNCHER_EXEC"]))
@@ -68,7 +55,7 @@ def launch(
         "PATH": f"{commands}:{hosts.environment['PATH']}",
     }
 
-    def processes() -> str:
+    def processes():
         """Those of both hosts, though they have no variable of ours."""
         found = [
             f"{entry.name}: {(entry / 'cmdline').read_bytes().replace(bytes(1), b' ')!r}"
@@ -87,30 +74,28 @@ def launch(
         enter=[str(hosts.directory / "enter"), "nodeA"],
         leftovers=processes,
     )
-    running: list[Any] = []
+    running = []
 
-    def start(options: list[str], command: list[str], **more: Any) -> Launch:
+    def start(options, command, **more):
         running.append(launches.Launch(place, tmp_path, options, command, **more))
-        started: Launch = running[-1].__enter__()
-        return started
+        return running[-1].__enter__()
 
     yield start
     for each in running:
         each.__exit__()
 
 
-def _in_namespace(name: str) -> list[str]:
+def _in_namespace(name):
     answer = subprocess.run(
         ["ip", "netns", "pids", name], capture_output=True, text=True, check=True
     )
     return [f"/proc/{pid}" for pid in answer.stdout.split()]
 
 
-Start = Callable[..., "Launch"]
-rank_program: Callable[..., list[str]] = launches.rank_program
+rank_program = launches.rank_program
 
 
-def place_of(said: dict[str, Any]) -> tuple[str, int, int]:
+def place_of(said):
     env = said["environment"]
     return said["host"], int(env["NODE_RANK"]), int(env["LOCAL_RANK"])
 
@@ -118,7 +103,7 @@ def place_of(said: dict[str, Any]) -> tuple[str, int, int]:
 WORDS = ["", "a b", "it's", '"q"', "$(touch executed)", "`touch executed`", "new\nline", "*", ":"]
 
 
-def test_places_words_and_values(launch: Start) -> None:
+def test_places_words_and_values(launch):
     values = {"TEST_VALUE": "a 'b' \"c\" $(touch executed)\nnext"}
     options = ["--env", f"TEST_TOLD={values['TEST_VALUE']}"]
     started = launch(options, rank_program("says", *WORDS), environment=values)
@@ -136,7 +121,7 @@ def test_places_words_and_values(launch: Start) -> None:
     started.leaves_nothing()
 
 
-def test_a_place_to_meet_that_is_no_host_is_told_once_and_early(launch: Start) -> None:
+def test_a_place_to_meet_that_is_no_host_is_told_once_and_early(launch):
     started = launch(["--env", "MASTER_ADDR=nodeX"], rank_program("waits"))
     started.ranks(4)
     line = "MASTER_ADDR=nodeX (--env) cannot be looked up on this host"
@@ -146,7 +131,7 @@ def test_a_place_to_meet_that_is_no_host_is_told_once_and_early(launch: Start) -
     assert started.stderr.count(line) == 1
 
 
-def test_an_unmodified_torchrun_script_trains(launch: Start) -> None:
+def test_an_unmodified_torchrun_script_trains(launch):
     script = [sys.executable, str(FAULTS / "programs" / "ddp_tutorial.py"), "report.json"]
     started = launch(["--env", "OMP_NUM_THREADS=1"], script)
     assert started.ends(within=90) == 0, started.stderr
@@ -171,7 +156,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("row", FAILURES)
-def test_a_rank_fails(launch: Start, row: str) -> None:
+def test_a_rank_fails(launch, row):
     behaviour, status, how = FAILURES[row]
     started = launch(["--grace", "2"], rank_program(*behaviour))
     started.ranks(4)
@@ -181,7 +166,7 @@ def test_a_rank_fails(launch: Start, row: str) -> None:
     started.leaves_nothing()
 
 
-def test_survivors_that_ignore_sigterm_are_killed_on_both_hosts(launch: Start) -> None:
+def test_survivors_that_ignore_sigterm_are_killed_on_both_hosts(launch):
     started = launch(["--grace", "1.5"], rank_program("stays_deaf"))
     started.ranks(4)
     assert started.ends(within=4.5) == 3, started.stderr
@@ -190,7 +175,7 @@ def test_survivors_that_ignore_sigterm_are_killed_on_both_hosts(launch: Start) -
 
 
 @pytest.mark.parametrize("holds", ["holds", "not"])
-def test_what_a_rank_leaves_is_ended(launch: Start, holds: str, tmp_path: Path) -> None:
+def test_what_a_rank_leaves_is_ended(launch, holds, tmp_path):
     """After a success, too; where mpiexec waits for its output, it is named."""
     # On a terminal: elsewhere what it has is our own pump's, which mpiexec does not wait for.
     master, slave = os.openpty()
@@ -211,7 +196,7 @@ def test_what_a_rank_leaves_is_ended(launch: Start, holds: str, tmp_path: Path) 
     os.close(slave)
 
 
-def test_sigterm_leaves_5_s_for_a_checkpoint(launch: Start) -> None:
+def test_sigterm_leaves_5_s_for_a_checkpoint(launch):
     started = launch([], rank_program("checkpoints", "5"))
     started.ranks(4)
     began = time.monotonic()
@@ -224,9 +209,7 @@ def test_sigterm_leaves_5_s_for_a_checkpoint(launch: Start) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
-def test_it_reaches_the_ranks_of_both_hosts_and_ends_nothing(
-    launch: Start, number: signal.Signals
-) -> None:
+def test_it_reaches_the_ranks_of_both_hosts_and_ends_nothing(launch, number):
     started = launch([], rank_program("goes_on"))
     started.ranks(4)
     started.process.send_signal(number)
@@ -237,7 +220,7 @@ def test_it_reaches_the_ranks_of_both_hosts_and_ends_nothing(
     started.leaves_nothing()
 
 
-def test_ctrl_c(launch: Start) -> None:
+def test_ctrl_c(launch):
     started = launch([], rank_program("waits"))
     started.ranks(4)
     started.process.send_signal(signal.SIGINT)
@@ -245,7 +228,7 @@ def test_ctrl_c(launch: Start) -> None:
     started.leaves_nothing()
 
 
-def test_hang(launch: Start) -> None:
+def test_hang(launch):
     started = launch(["--idle-timeout", "3", "--grace", "2"], rank_program("hangs"))
     started.ranks(4)
     assert started.ends(within=15) == 124, started.stderr
@@ -256,7 +239,7 @@ def test_hang(launch: Start) -> None:
     started.leaves_nothing()
 
 
-def test_ezpz_launch_is_killed(launch: Start) -> None:
+def test_ezpz_launch_is_killed(launch):
     started = launch(["--grace", "1"], rank_program("goes_on"))
     started.ranks(4)
     os.kill(started.process.pid, signal.SIGKILL)
@@ -264,7 +247,7 @@ def test_ezpz_launch_is_killed(launch: Start) -> None:
     assert started.done() == []
 
 
-def test_the_launcher_is_killed(launch: Start) -> None:
+def test_the_launcher_is_killed(launch):
     started = launch(["--grace", "1"], rank_program("waits"))
     started.ranks(4)
     os.kill(started.launcher(), signal.SIGKILL)
@@ -272,7 +255,7 @@ def test_the_launcher_is_killed(launch: Start) -> None:
     started.leaves_nothing()
 
 
-def test_the_other_host_s_launcher_is_killed(launch: Start) -> None:
+def test_the_other_host_s_launcher_is_killed(launch):
     """As where the ssh to it breaks, or somebody ends the proxy there."""
     started = launch(["--grace", "1"], rank_program("waits"))
     started.ranks(4)
@@ -281,7 +264,7 @@ def test_the_other_host_s_launcher_is_killed(launch: Start) -> None:
     started.leaves_nothing()
 
 
-def test_a_lost_host_is_named(launch: Start, hosts: TwoHosts) -> None:
+def test_a_lost_host_is_named(launch, hosts):
     started = launch(["--grace", "1"], rank_program("goes_on"))
     started.ranks(4)
     # Signals go through the agents, so they are there.
@@ -300,7 +283,7 @@ def test_a_lost_host_is_named(launch: Start, hosts: TwoHosts) -> None:
     started.leaves_nothing(within=20)
 
 
-def test_a_host_that_is_back_in_time_is_not_lost(launch: Start, hosts: TwoHosts) -> None:
+def test_a_host_that_is_back_in_time_is_not_lost(launch, hosts):
     started = launch([], rank_program("goes_on"), environment={"EZPZ_NODE_TIMEOUT": "60"})
     started.ranks(4)
     hosts.set_link("nodeB", "down")

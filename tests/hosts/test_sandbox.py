@@ -1,7 +1,5 @@
 """The two hosts themselves: apart, in reach of each other, and nothing left behind."""
 
-from __future__ import annotations
-
 import ipaddress
 import json
 import os
@@ -9,16 +7,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING
 
 import pytest
-
-if TYPE_CHECKING:
-    from tests.hosts.sandbox import TwoHosts
 
 OTHER = {"nodeA": "nodeB", "nodeB": "nodeA"}
 
@@ -37,12 +29,12 @@ with sandbox.TwoHosts() as hosts:
 """
 
 
-def interfaces() -> list[str]:
+def interfaces():
     """Return the names of this machine's own network interfaces."""
     return sorted(path.name for path in Path("/sys/class/net").iterdir())
 
 
-def processes_in(inodes: set[int]) -> list[int]:
+def processes_in(inodes):
     """Return the processes that are in one of these network namespaces, named or not."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
@@ -54,13 +46,13 @@ def processes_in(inodes: set[int]) -> list[int]:
     return found
 
 
-def inodes_of(sandbox: ModuleType, directory: Path) -> set[int]:
+def inodes_of(sandbox, directory):
     names = sandbox.namespaces(directory)
     assert len(names) == 3
     return {Path("/run/netns", name).stat().st_ino for name in names}
 
 
-def wait_until(so: Callable[[], bool]) -> None:
+def wait_until(so):
     deadline = time.monotonic() + 120
     while not so():
         assert time.monotonic() < deadline
@@ -68,15 +60,12 @@ def wait_until(so: Callable[[], bool]) -> None:
 
 
 @pytest.fixture
-def waiting(
-    hosts: TwoHosts, sandbox: ModuleType
-) -> Iterator[tuple[subprocess.Popen[str], Path, set[int]]]:
+def waiting(hosts, sandbox):
     """Another Python's sandbox with a process on each host: it, directory and namespaces."""
     words = [sys.executable, "-c", WAIT, str(sandbox.__file__)]
     with subprocess.Popen(
         words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as started:
-        assert started.stdout is not None
         directory = Path(started.stdout.readline().strip())
         assert directory.is_absolute()
         try:
@@ -89,7 +78,7 @@ def waiting(
 
 
 @pytest.mark.parametrize("host", OTHER)
-def test_a_host_has_its_own_name_and_reaches_the_other(hosts: TwoHosts, host: str) -> None:
+def test_a_host_has_its_own_name_and_reaches_the_other(hosts, host):
     ours = os.uname().nodename
     assert hosts.run(["hostname"], on=host).stdout == f"{host}\n"
     listen = (
@@ -108,7 +97,6 @@ def test_a_host_has_its_own_name_and_reaches_the_other(hosts: TwoHosts, host: st
         stdout=subprocess.PIPE,
         text=True,
     ) as server:
-        assert server.stdout is not None
         port = server.stdout.readline().strip()
         said = hosts.run([sys.executable, "-c", ask, other, port], on=host).stdout.split()
     addresses = {"nodeA": "198.18.0.1", "nodeB": "198.18.0.2"}
@@ -116,7 +104,7 @@ def test_a_host_has_its_own_name_and_reaches_the_other(hosts: TwoHosts, host: st
     assert os.uname().nodename == ours
 
 
-def test_the_hosts_reach_nothing_else(hosts: TwoHosts) -> None:
+def test_the_hosts_reach_nothing_else(hosts):
     routes = json.loads(hosts.run(["ip", "-json", "route"]).stdout)
     assert [route["dst"] for route in routes] == ["198.18.0.0/24"]
     devices = json.loads(hosts.run(["ip", "-json", "link"]).stdout)
@@ -133,15 +121,13 @@ def test_the_hosts_reach_nothing_else(hosts: TwoHosts) -> None:
             assert not ipaddress.IPv4Network(route["dst"]).overlaps(here), route
 
 
-def test_a_host_has_a_disk_of_its_own(hosts: TwoHosts) -> None:
+def test_a_host_has_a_disk_of_its_own(hosts):
     (hosts.directory / "nodeA" / "note").write_text("only here")
     assert hosts.run(["cat", "local/note"]).stdout == "only here"
     assert hosts.run(["cat", "local/note"], on="nodeB", expect=1).stdout == ""
 
 
-def test_two_sandboxes_run_at_once_and_leave_nothing(
-    hosts: TwoHosts, sandbox: ModuleType, waiting: tuple[subprocess.Popen[str], Path, set[int]]
-) -> None:
+def test_two_sandboxes_run_at_once_and_leave_nothing(hosts, sandbox, waiting):
     started, _, elsewhere = waiting
     before = interfaces()
     with sandbox.TwoHosts() as other:
@@ -157,9 +143,7 @@ def test_two_sandboxes_run_at_once_and_leave_nothing(
     assert processes_in(elsewhere), "another process's live on"
 
 
-def test_an_interrupted_run_leaves_nothing(
-    sandbox: ModuleType, waiting: tuple[subprocess.Popen[str], Path, set[int]]
-) -> None:
+def test_an_interrupted_run_leaves_nothing(sandbox, waiting):
     started, directory, inodes = waiting
     started.send_signal(signal.SIGINT)
     assert started.wait() != 0
@@ -168,9 +152,7 @@ def test_an_interrupted_run_leaves_nothing(
     assert not directory.exists()
 
 
-def test_what_a_killed_run_leaves_is_in_nobodys_way_and_can_be_removed(
-    sandbox: ModuleType, waiting: tuple[subprocess.Popen[str], Path, set[int]]
-) -> None:
+def test_what_a_killed_run_leaves_is_in_nobodys_way_and_can_be_removed(sandbox, waiting):
     started, directory, inodes = waiting
     started.kill()
     started.wait()
@@ -184,9 +166,7 @@ def test_what_a_killed_run_leaves_is_in_nobodys_way_and_can_be_removed(
 
 
 @pytest.mark.parametrize("wrong", ["", "198.18.0.1.2"])
-def test_hosts_that_do_not_start_say_why_and_leave_nothing(
-    hosts: TwoHosts, sandbox: ModuleType, monkeypatch: pytest.MonkeyPatch, wrong: str
-) -> None:
+def test_hosts_that_do_not_start_say_why_and_leave_nothing(hosts, sandbox, monkeypatch, wrong):
     before = interfaces()
     monkeypatch.setitem(sandbox.ADDRESSES, "nodeB", wrong)
     broken = sandbox.TwoHosts()
@@ -197,18 +177,14 @@ def test_hosts_that_do_not_start_say_why_and_leave_nothing(
     assert interfaces() == before
 
 
-def test_a_command_that_hangs_is_ended_with_all_that_it_started(
-    hosts: TwoHosts, sandbox: ModuleType
-) -> None:
+def test_a_command_that_hangs_is_ended_with_all_that_it_started(hosts, sandbox):
     # The child holds the output open, as a launcher's proxies do.
     with pytest.raises(sandbox.SandboxError, match=r"did not end within 1 s"):
         hosts.run(["sh", "-c", "sleep 300 & sleep 300"], timeout=1)
     assert processes_in(inodes_of(sandbox, hosts.directory)) == []
 
 
-def test_a_reset_ends_the_ranks_of_both_hosts(
-    hosts: TwoHosts, sandbox: ModuleType, tool: Callable[[str], str], tmp_path: Path
-) -> None:
+def test_a_reset_ends_the_ranks_of_both_hosts(hosts, sandbox, tool, tmp_path):
     (tmp_path / "both").write_text("nodeA\nnodeB\n")
     wait = ["sh", "-c", 'touch "$0/$(hostname)"; sleep 300', str(tmp_path)]
     launch = [tool("mpiexec"), "--envall", "--np=2", "--ppn=1", f"--hostfile={tmp_path}/both"]
@@ -223,7 +199,7 @@ def test_a_reset_ends_the_ranks_of_both_hosts(
     assert processes_in(inodes_of(sandbox, hosts.directory)) == []
 
 
-def test_a_command_that_fails_says_what_it_said(hosts: TwoHosts, sandbox: ModuleType) -> None:
+def test_a_command_that_fails_says_what_it_said(hosts, sandbox):
     with pytest.raises(sandbox.SandboxError, match=r"(?s)ended with 7, expected 0.*stderr\nno"):
         hosts.run(["sh", "-c", "echo no >&2; exit 7"])
     assert hosts.run(["sh", "-c", "exit 7"], expect=None).returncode == 7

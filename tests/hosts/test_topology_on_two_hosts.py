@@ -1,33 +1,19 @@
 """Ranks of Hydra on two hosts: who they are, where they are, and what they cannot know."""
 
-from __future__ import annotations
-
 import json
 import re
-from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
 
 import pytest
-
-if TYPE_CHECKING:
-    from tests.hosts.sandbox import TwoHosts
-
-Report = dict[str, Any]
-Say = Callable[..., list[Report]]
 
 TWO_EACH = ["nodeA:2", "nodeB:2"]
 JOB = {"PBS_JOBID": "7.pbs-0001"}
 
 
 @pytest.fixture
-def say(
-    hosts: TwoHosts, tool: Callable[[str], str], program: Callable[[str], list[str]], tmp_path: Path
-) -> Say:
+def say(hosts, tool, program, tmp_path):
     """Start say.py on the ranks that Hydra's hostfile gives; return what each said, by rank."""
 
-    def run(slots: list[str], *options: str, env: dict[str, str] | None = None) -> list[Report]:
+    def run(slots, *options, env=None):
         hostfile, said = tmp_path / "hostfile", tmp_path / "said"
         hostfile.write_text("".join(f"{line}\n" for line in slots), encoding="utf-8")
         said.mkdir()
@@ -53,10 +39,10 @@ def say(
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Callable[..., dict[str, str]]:
+def job(tmp_path):
     """Return the variables of a PBS job whose node file, seen by both hosts, has these lines."""
 
-    def write(*lines: str) -> dict[str, str]:
+    def write(*lines):
         path = tmp_path / "nodefile"
         path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
         return {**JOB, "PBS_NODEFILE": str(path)}
@@ -64,31 +50,31 @@ def job(tmp_path: Path) -> Callable[..., dict[str, str]]:
     return write
 
 
-def place(said: Report) -> tuple[int, int, int, int]:
+def place(said):
     """Return rank, world size, local rank, local world size."""
     info = said["rank_info"]
     assert info["launcher"] == "pmi"
     return info["rank"], info["world_size"], info["local_rank"], info["local_world_size"]
 
 
-def row(said: Report, name: str) -> Any:
+def row(said, name):
     """Return the value that detect() gives this name where it explains itself."""
     return said["topology"]["explained"][name][0]
 
 
-def is_untold(said: Report) -> bool:
+def is_untold(said):
     """Whether the index of the node is an error, and a gap where detect() explains itself."""
     error = "IncompleteLauncherError: pmi does not tell which node this is"
     return str(said["node_index"]).startswith(error) and row(said, "node index") is None
 
 
-def are_uncounted(said: Report) -> bool:
+def are_uncounted(said):
     """Whether the number of nodes is an error: no rank can see whether the others are as many."""
     error = "IncompleteLauncherError: pmi: "
     return str(said["num_nodes"]).startswith(error) and row(said, "nodes") is None
 
 
-def test_ranks_without_a_job_agree_with_mpi(say: Say) -> None:
+def test_ranks_without_a_job_agree_with_mpi(say):
     said = say(TWO_EACH, "--mpi")
     assert [place(one) for one in said] == [(0, 4, 0, 2), (1, 4, 1, 2), (2, 4, 0, 2), (3, 4, 1, 2)]
     for one in said:
@@ -106,9 +92,7 @@ def test_ranks_without_a_job_agree_with_mpi(say: Say) -> None:
 
 @pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize("order", [("nodeA", "nodeB"), ("nodeB", "nodeA")])
-def test_the_node_file_gives_nodes_and_indices_by_name(
-    say: Say, job: Callable[..., dict[str, str]], order: tuple[str, ...], slots: int
-) -> None:
+def test_the_node_file_gives_nodes_and_indices_by_name(say, job, order, slots):
     names = [f"{host}.example" for host in order]
     env = job(*(name for name in names for _ in range(slots)))
     for one in say(TWO_EACH, env=env):
@@ -129,9 +113,7 @@ def test_the_node_file_gives_nodes_and_indices_by_name(
         }
 
 
-def test_ranks_on_one_host_of_the_job_are_all_on_the_first_node_with_ranks(
-    say: Say, job: Callable[..., dict[str, str]]
-) -> None:
+def test_ranks_on_one_host_of_the_job_are_all_on_the_first_node_with_ranks(say, job):
     # Its own launcher says so: no guess, though the job names that host second.
     for one in say(["nodeB:2"], env=job("nodeA.example", "nodeB.example")):
         assert place(one)[1:] == (2, one["rank"], 2)
@@ -141,18 +123,14 @@ def test_ranks_on_one_host_of_the_job_are_all_on_the_first_node_with_ranks(
         assert one["topology"]["allocation"]["node_name"] == "nodeB.example"
 
 
-def test_ranks_on_two_hosts_of_three_do_not_guess_their_node(
-    say: Say, job: Callable[..., dict[str, str]]
-) -> None:
+def test_ranks_on_two_hosts_of_three_do_not_guess_their_node(say, job):
     env = job("nodeA.example", "nodeX.example", "nodeB.example")
     for one in say(TWO_EACH, env=env):
         assert is_untold(one)
         assert one["num_nodes"] == 3, "those of the job"
 
 
-def test_a_host_that_is_not_in_the_node_file_does_not_guess_its_node(
-    say: Say, job: Callable[..., dict[str, str]]
-) -> None:
+def test_a_host_that_is_not_in_the_node_file_does_not_guess_its_node(say, job):
     # What nodeA says is not looked at: it cannot know that nodeB is no node of the job.
     for one in say(TWO_EACH, env=job("nodeA.example", "nodeX.example"))[2:]:
         assert is_untold(one)
@@ -162,9 +140,7 @@ def test_a_host_that_is_not_in_the_node_file_does_not_guess_its_node(
 
 
 @pytest.mark.parametrize("in_a_job", [False, True])
-def test_uneven_ranks_do_not_guess_their_node(
-    say: Say, job: Callable[..., dict[str, str]], in_a_job: bool
-) -> None:
+def test_uneven_ranks_do_not_guess_their_node(say, job, in_a_job):
     env = job("nodeA.example", "nodeA.example", "nodeB.example") if in_a_job else {}
     said = say(["nodeA:2", "nodeB:1"], env=env)
     assert [place(one) for one in said] == [(0, 3, 0, 2), (1, 3, 1, 2), (2, 3, 0, 1)]
@@ -175,22 +151,18 @@ def test_uneven_ranks_do_not_guess_their_node(
             assert one["topology"]["allocation"]["slots"] == [2, 1]
 
 
-def test_uneven_ranks_without_a_job_do_not_guess_how_many_nodes(say: Say) -> None:
+def test_uneven_ranks_without_a_job_do_not_guess_how_many_nodes(say):
     for one in say(["nodeA:2", "nodeB:1"]):
         assert are_uncounted(one)
 
 
-def test_uneven_ranks_on_two_hosts_of_three_do_not_guess_their_node(
-    say: Say, job: Callable[..., dict[str, str]]
-) -> None:
+def test_uneven_ranks_on_two_hosts_of_three_do_not_guess_their_node(say, job):
     env = job("nodeX.example", "nodeA.example", "nodeB.example")
     for one in say(["nodeA:2", "nodeB:4"], env=env):
         assert is_untold(one)
 
 
-def test_a_node_without_the_node_file_says_what_it_can_and_asks_nobody(
-    say: Say, hosts: TwoHosts, tmp_path: Path
-) -> None:
+def test_a_node_without_the_node_file_says_what_it_can_and_asks_nobody(say, hosts, tmp_path):
     # As PBS does it: the variable on every node, the file on the first one's own disk.
     (hosts.directory / "nodeA" / "nodefile").write_text("nodeA.example\nnodeB.example\n")
     qstat = tmp_path / "bin" / "qstat"
@@ -223,7 +195,7 @@ def test_a_node_without_the_node_file_says_what_it_can_and_asks_nobody(
 
 
 @pytest.mark.parametrize("first", ["nodeA", "nodeB"])
-def test_torch_sums_over_both_hosts_under_bare_mpiexec(say: Say, first: str) -> None:
+def test_torch_sums_over_both_hosts_under_bare_mpiexec(say, first):
     # Hydra itself runs on nodeA: rank 0 need not.
     second = "nodeB" if first == "nodeA" else "nodeA"
     said = [one["torch"] for one in say([f"{first}:2", f"{second}:2"], "--torch")]
@@ -232,9 +204,7 @@ def test_torch_sums_over_both_hosts_under_bare_mpiexec(say: Say, first: str) -> 
         assert (one["backend"], one["sums"], one["address"]) == ("gloo", [10.0], first)
 
 
-def test_hosts_that_gloo_cannot_connect_are_an_error_of_set_up(
-    say: Say, sandbox: ModuleType
-) -> None:
+def test_hosts_that_gloo_cannot_connect_are_an_error_of_set_up(say, sandbox):
     # As where Debian gives a host's own name the address 127.0.1.1: the store is reached.
     with pytest.raises(sandbox.SandboxError) as caught:
         say(["nodeA:1", "nodeB:1"], "--torch", "--timeout=20", env={"GLOO_SOCKET_IFNAME": "lo"})

@@ -1,22 +1,13 @@
 """``ezpz test`` over nodeA and nodeB: trains on both, and measures the pair that they are."""
 
-from __future__ import annotations
-
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from tests.hosts.sandbox import TwoHosts
 
 SMALL = ["--steps=6", "--layers=2", "--dim=64", "--seq=32", "--batch=4", "--sizes=64K"]
 
 
-def test_ranks_of_two_hosts_train_and_are_measured(
-    hosts: TwoHosts, tool: Callable[[str], str], tmp_path: Path
-) -> None:
+def test_ranks_of_two_hosts_train_and_are_measured(hosts, tool, tmp_path):
     hostfile = tmp_path / "hostfile"
     hostfile.write_text("nodeA\nnodeB\n")
     path = f"{Path(tool('mpiexec')).parent}:{hosts.environment['PATH']}"

@@ -1,7 +1,5 @@
 """Each wheel is built, installed alone in a fresh environment, imported, and tested there."""
 
-from __future__ import annotations
-
 import ast
 import importlib.metadata
 import importlib.util
@@ -12,8 +10,7 @@ import sys
 import tarfile
 import tomllib
 import zipfile
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -61,7 +58,7 @@ SIBLINGS = {
 NOT_OURS = {"PYTHONPATH", "PYTHONDONTWRITEBYTECODE"}
 
 
-def run(words: list[str], *, cwd: Path | None = None, more: dict[str, str] | None = None) -> str:
+def run(words, *, cwd=None, more=None):
     env = {name: value for name, value in os.environ.items() if name not in NOT_OURS}
     done = subprocess.run(
         words, capture_output=True, text=True, check=False, timeout=900, cwd=cwd,
@@ -72,7 +69,7 @@ def run(words: list[str], *, cwd: Path | None = None, more: dict[str, str] | Non
 
 
 @pytest.fixture(scope="session")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def built(tmp_path_factory):
     """A folder with the sdist of every package, and the wheel built from that sdist."""
     out = tmp_path_factory.mktemp("dist")
     build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out)]
@@ -81,13 +78,13 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def wheel_of(built: Path, name: str) -> Path:
+def wheel_of(built, name):
     (wheel,) = built.glob(f"{name.replace('-', '_')}-*.whl")
     return wheel
 
 
 @pytest.mark.parametrize("name", IMPORTS)
-def test_wheel_holds_the_package_and_nothing_else(built: Path, name: str) -> None:
+def test_wheel_holds_the_package_and_nothing_else(built, name):
     package = IMPORTS[name]
     source = ROOT / "packages" / name / "src" / package
     held = {n for n in zipfile.ZipFile(wheel_of(built, name)).namelist() if ".dist-info/" not in n}
@@ -101,7 +98,7 @@ def test_wheel_holds_the_package_and_nothing_else(built: Path, name: str) -> Non
 
 
 @pytest.mark.parametrize("name", IMPORTS)
-def test_sdist_can_be_tested(built: Path, name: str) -> None:
+def test_sdist_can_be_tested(built, name):
     (sdist,) = built.glob(f"{name.replace('-', '_')}-*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
@@ -112,17 +109,17 @@ def test_sdist_can_be_tested(built: Path, name: str) -> None:
 class Environment:
     """A virtual environment without pip: the one here installs into it, and sooner."""
 
-    def __init__(self, folder: Path, built: Path) -> None:
+    def __init__(self, folder, built):
         self.folder, self.built = folder, built
         run([sys.executable, "-m", "venv", "--without-pip", str(folder)])
         self.python = str(folder / "bin" / "python")
         (self.packages,) = folder.glob("lib/python*/site-packages")
 
-    def install(self, *what: str) -> None:
+    def install(self, *what):
         pip = [sys.executable, "-m", "pip", "--python", self.python, "install", "--quiet"]
         run([*pip, "--no-compile", "--find-links", str(self.built), *what])
 
-    def link(self, other: Path, words: str) -> None:
+    def link(self, other, words):
         """Take over a package and what it asks for: files by links, commands with this Python."""
         (packages,) = other.glob("lib/python*/site-packages")
         for name in asked_for(words, packages):
@@ -140,16 +137,16 @@ class Environment:
                     here.write_text(text, "utf-8")
                     here.chmod(0o755)
 
-    def installed(self) -> set[str]:
+    def installed(self):
         return {
             canonicalize_name(each.name)
             for each in importlib.metadata.distributions(path=[str(self.packages)])
         }
 
 
-def asked_for(words: str, packages: Path) -> set[str]:
+def asked_for(words, packages):
     """Return a package, what it asks for, what that asks for, and so on: all is installed."""
-    found: set[tuple[str, frozenset[str]]] = set()
+    found = set()
     left = [Requirement(words)]
     while left:
         wanted = left.pop()
@@ -165,7 +162,7 @@ def asked_for(words: str, packages: Path) -> set[str]:
     return {name for name, _ in found}
 
 
-def _link(source: Path, target: Path) -> None:
+def _link(source, target):
     if source.exists() and not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         os.link(source, target)
@@ -174,10 +171,10 @@ def _link(source: Path, target: Path) -> None:
 class Environments:
     """An environment for each wheel, with it and with what it asks for, and nothing else."""
 
-    def __init__(self, built: Path, folder: Path) -> None:
+    def __init__(self, built, folder):
         self.built, self.folder = built, folder
 
-    def make(self, name: str) -> Environment:
+    def make(self, name):
         """Make the environment of a package, with what its tests need."""
         package = IMPORTS[name]
         made = Environment(self.folder / name, self.built)
@@ -200,9 +197,7 @@ class Environments:
 
 
 @pytest.fixture(scope="session")
-def environments(
-    built: Path, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, Future[Environment]]]:
+def environments(built, request, tmp_path_factory):
     """The environments of the packages to be tested: one after the other, ahead of the tests."""
     making = Environments(built, tmp_path_factory.mktemp("alone"))
     names = [item.callspec.params["name"] for item in request.session.items
@@ -213,7 +208,7 @@ def environments(
 
 
 @pytest.mark.parametrize("name", IMPORTS)
-def test_alone(environments: dict[str, Future[Environment]], name: str, tmp_path: Path) -> None:
+def test_alone(environments, name, tmp_path):
     python = environments[name].result().python
     # Away from the source tree, so that nothing but the wheel can be imported.
     shutil.copytree(ROOT / "packages" / name / "tests", tmp_path / "tests")
@@ -242,7 +237,7 @@ SENT = {"ezpz-launch": {"node_ranks", "proc"}}
 
 
 @pytest.mark.parametrize("name", IMPORTS)
-def test_what_is_imported_is_asked_for(name: str) -> None:
+def test_what_is_imported_is_asked_for(name):
     """In functions, too: a library that only happens to be there would be missing for a user."""
     package = ROOT / "packages" / name
     project = tomllib.loads((package / "pyproject.toml").read_text("utf-8"))["project"]

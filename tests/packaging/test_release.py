@@ -1,7 +1,5 @@
 """Releases of a clone, by real git, towncrier, build, twine and pip; nothing of ours moves."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -20,7 +18,7 @@ IDENTITY = {
 }  # fmt: skip
 
 
-def call(*words: str | Path, cwd: Path, status: int = 0, env: dict[str, str] | None = None) -> str:
+def call(*words, cwd, status=0, env=None):
     done = subprocess.run(
         [str(word) for word in words], cwd=cwd, env={**os.environ, **IDENTITY, **(env or {})},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300, check=False,
@@ -29,13 +27,13 @@ def call(*words: str | Path, cwd: Path, status: int = 0, env: dict[str, str] | N
     return done.stdout
 
 
-def release(clone: Path, *words: str, status: int = 0, env: dict[str, str] | None = None) -> str:
+def release(clone, *words, status=0, env=None):
     # What Python itself keeps beside modules is no trace of a release.
     command = (sys.executable, "-B", "scripts/releases/release.py", *words)
     return call(*command, cwd=clone, status=status, env=env)
 
 
-def commit(clone: Path, files: dict[str, str] | None = None) -> None:
+def commit(clone, files=None):
     """Write files, and commit whatever has changed."""
     for name, text in (files or {}).items():
         (clone / name).write_text(text, "utf-8")
@@ -43,14 +41,14 @@ def commit(clone: Path, files: dict[str, str] | None = None) -> None:
     call("git", "commit", "-q", "-m", "a change", cwd=clone)
 
 
-def state(clone: Path) -> tuple[str, ...]:
+def state(clone):
     """All that a release may change, and all that it may leave behind."""
     asked = ("rev-parse HEAD", "status --porcelain --ignored", "tag", "worktree list", "branch -a")
     return tuple(call("git", *words.split(), cwd=clone) for words in asked)
 
 
 @pytest.fixture(scope="session")
-def origin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def origin(tmp_path_factory):
     """A repository of what is in the tree here, before any release."""
     here = tmp_path_factory.mktemp("origin")
     left_out = shutil.ignore_patterns("__pycache__", "*.egg-info", ".*_cache", "tests", "dist")
@@ -68,12 +66,12 @@ def origin(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def clone(origin: Path, tmp_path: Path) -> Path:
+def clone(origin, tmp_path):
     call("git", "clone", "-q", origin, tmp_path / "clone", cwd=tmp_path)
     return tmp_path / "clone"
 
 
-def test_first_release_and_the_next_one(clone: Path) -> None:
+def test_first_release_and_the_next_one(clone):
     before = call("git", "rev-parse", "HEAD", cwd=clone).strip()
     said = release(clone, "ezpz-topo", "0.1.0")
     assert "git push --atomic origin main ezpz-topo-v0.1.0" in said
@@ -107,7 +105,7 @@ def test_first_release_and_the_next_one(clone: Path) -> None:
     assert "ezpz-launch-v0.1.0" in call("git", "tag", cwd=clone).split()
 
 
-def test_a_version_that_siblings_exclude(clone: Path) -> None:
+def test_a_version_that_siblings_exclude(clone):
     before = state(clone)
     said = release(clone, "ezpz-topo", "minor", status=1)
     assert "ezpz-topo 0.2.0 is outside of what siblings allow: ezpz-device needs ezpz-topo" in said
@@ -133,7 +131,7 @@ def test_a_version_that_siblings_exclude(clone: Path) -> None:
     assert '"ezpz-tp>=0.1,<0.2"' in dist
 
 
-def test_command_takes_words_and_options(clone: Path) -> None:
+def test_command_takes_words_and_options(clone):
     """With a hatch that is there already: it is told to run ``release:make``."""
     tools = clone / ".hatch" / "tools"
     (tools / "bin").mkdir(parents=True)
@@ -150,48 +148,48 @@ def test_command_takes_words_and_options(clone: Path) -> None:
     assert "usage: scripts/release PACKAGE BUMP" in call(command, "--help", cwd=clone)
 
 
-def broken_import(clone: Path) -> None:
+def broken_import(clone):
     name = "packages/ezpz-topo/src/ezpz_topo/__init__.py"
     text = (clone / name).read_text("utf-8")
     commit(clone, {name: text.replace("__all__ = [", '__all__ = [\n    "missing",')})
 
 
-def broken_readme(clone: Path) -> None:
+def broken_readme(clone):
     name = "packages/ezpz-topo/pyproject.toml"
     text = (clone / name).read_text("utf-8")
     readme = '{ text = "a `b\\n===", content-type = "text/x-rst" }'
     commit(clone, {name: text.replace('"README.md"\nrequires', f"{readme}\nrequires")})
 
 
-def unknown_fragment(clone: Path) -> None:
+def unknown_fragment(clone):
     commit(clone, {"packages/ezpz-topo/news/8.feature.md": "What kind is this?\n"})
 
 
-def no_fragment(clone: Path) -> None:
+def no_fragment(clone):
     for path in (clone / "packages/ezpz-topo/news").glob("+*.md"):
         path.unlink()
     commit(clone)
 
 
-def other_branch(clone: Path) -> None:
+def other_branch(clone):
     call("git", "switch", "-q", "-c", "topic", cwd=clone)
 
 
-def unclean(clone: Path) -> None:
+def unclean(clone):
     (clone / "packages/ezpz-topo/new.txt").write_text("not committed", "utf-8")
 
 
-def hook_refuses(clone: Path) -> None:
+def hook_refuses(clone):
     hook = clone / ".git/hooks/pre-commit"
     hook.write_text("#!/bin/sh\necho 'the hook says no'\nexit 1\n", "utf-8")
     hook.chmod(0o755)
 
 
-def tag_is_there(clone: Path) -> None:
+def tag_is_there(clone):
     call("git", "tag", "ezpz-topo-v0.1.0", cwd=clone)
 
 
-def branch_cannot_move(clone: Path) -> None:
+def branch_cannot_move(clone):
     """A lock that another git has left: found when everything else is done."""
     (clone / ".git/refs/heads/main.lock").write_text("", "utf-8")
 
@@ -215,9 +213,7 @@ def branch_cannot_move(clone: Path) -> None:
         (("ezpz-topo", "0.1.0"), branch_cannot_move, "main.lock"),
     ],
 )
-def test_what_fails_leaves_no_trace(
-    clone: Path, words: tuple[str, ...], spoil: object, said: str
-) -> None:
+def test_what_fails_leaves_no_trace(clone, words, spoil, said):
     if callable(spoil):
         spoil(clone)
     before = state(clone)
@@ -228,7 +224,7 @@ def test_what_fails_leaves_no_trace(
     assert list(scratch.iterdir()) == []
 
 
-def test_news_of_this_repository_can_be_released() -> None:
+def test_news_of_this_repository_can_be_released():
     """Fragments have kinds that towncrier knows, and nobody writes into the changelog by hand."""
     for package in sorted((ROOT / "packages").iterdir()):
         assert "(unreleased)" not in (package / "CHANGELOG.md").read_text("utf-8"), (

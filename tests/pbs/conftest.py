@@ -8,8 +8,6 @@ EZPZ_TEST_PBS names a command with these verbs; hosts are pbs-0001 (server, logi
     lose HOST, find HOST    take a node's link down, and up
 """
 
-from __future__ import annotations
-
 import io
 import os
 import shlex
@@ -17,7 +15,6 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Iterator
 from importlib.metadata import distribution
 from pathlib import Path
 
@@ -35,12 +32,12 @@ class Pbs:
     home = "/home/alice/ezpz-tests"
     """A folder that all hosts share; in its ``env`` is a virtual environment with ezpz-launch."""
 
-    def __init__(self, command: str) -> None:
+    def __init__(self, command):
         self._command = shlex.split(command)
-        self.jobs: list[str] = []
-        self.lost: set[str] = set()
+        self.jobs = []
+        self.lost = set()
 
-    def run(self, *words: str, stdin: bytes = b"", timeout: float = 120) -> str:
+    def run(self, *words, stdin=b"", timeout=120):
         """Run the command with a verb and its words; return what it prints."""
         ended = subprocess.run(
             [*self._command, *words], input=stdin, capture_output=True, timeout=timeout, check=False
@@ -49,11 +46,11 @@ class Pbs:
         assert ended.returncode == 0, (words, ended.returncode, said, ended.stderr.decode())
         return said
 
-    def on(self, host: str, text: str, **more: bytes) -> str:
+    def on(self, host, text, **more):
         """Run a text on a host in a login shell of alice; return what it prints."""
-        return self.run("on", host, "@alice", text, **more)  # type: ignore[arg-type]
+        return self.run("on", host, "@alice", text, **more)
 
-    def sub(self, text: str, *options: str) -> str:
+    def sub(self, text, *options):
         """Submit a job that runs a text in the environment; return its id."""
         begin = f". {self.home}/env/bin/activate; cd {self.home}; "
         # -f: no helper of qsub in /var/tmp, which may be another PBS's.
@@ -62,16 +59,16 @@ class Pbs:
         self.jobs.append(job)
         return job
 
-    def output(self, job: str) -> str:
+    def output(self, job):
         """Return what a job has written up to now."""
         return self.on(SERVER, f"cat ~/*.o{job.partition('.')[0]} 2>/dev/null || true")
 
-    def ended(self, job: str, timeout: float = 180) -> str:
+    def ended(self, job, timeout=180):
         """Wait for a job's end; return what it has written."""
         self.run("wait", job, timeout=timeout)
         return self.output(job)
 
-    def writes(self, job: str, words: str, timeout: float = 120) -> str:
+    def writes(self, job, words, timeout=120):
         """Wait until a job has written these words; return what it has written."""
         until = time.monotonic() + timeout
         while words not in (said := self.output(job)):
@@ -79,18 +76,18 @@ class Pbs:
             time.sleep(0.2)
         return said
 
-    def write(self, name: str, text: str) -> str:
+    def write(self, name, text):
         """Write a file in the shared folder; return its path."""
         path = f"{self.home}/{name}"
         self.on(SERVER, f"cat >{shlex.quote(path)}", stdin=text.encode())
         return path
 
-    def lose(self, host: str) -> None:
+    def lose(self, host):
         """Take a node's link down, until the test ends."""
         self.lost.add(host)
         self.run("lose", host)
 
-    def reset(self) -> None:
+    def reset(self):
         """Find the lost nodes, and delete the jobs."""
         for host in self.lost:
             self.run("find", host)
@@ -101,7 +98,7 @@ class Pbs:
         self.jobs, self.lost = [], set()
 
 
-def _until_nodes_are_back(pbs: Pbs) -> None:
+def _until_nodes_are_back(pbs):
     until = time.monotonic() + 120
     while "down" in (said := pbs.on(SERVER, "pbsnodes -aS")):
         assert time.monotonic() < until, said
@@ -109,7 +106,7 @@ def _until_nodes_are_back(pbs: Pbs) -> None:
 
 
 @pytest.fixture(scope="session")
-def pbs_session() -> Iterator[Pbs]:
+def pbs_session():
     command = os.environ.get("EZPZ_TEST_PBS", "")
     if not command:
         pytest.skip("EZPZ_TEST_PBS names no command of a PBS to test with")
@@ -126,13 +123,13 @@ def pbs_session() -> Iterator[Pbs]:
 
 
 @pytest.fixture
-def pbs(pbs_session: Pbs) -> Iterator[Pbs]:
+def pbs(pbs_session):
     """The PBS; what a test submits or loses there ends with it."""
     yield pbs_session
     pbs_session.reset()
 
 
-def _environment(python: str, prefix: str) -> bytes:
+def _environment(python, prefix):
     """Return a tar file of what the environment holds: our sources, and what they need."""
     made = io.BytesIO()
     site = f"lib/{python}/site-packages"
@@ -158,5 +155,5 @@ def _environment(python: str, prefix: str) -> bytes:
     return made.getvalue()
 
 
-def _without_bytecode(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
+def _without_bytecode(entry):
     return None if "__pycache__" in entry.name else entry

@@ -1,14 +1,8 @@
 """What a job of PBS asked for decides ranks, cores and threads."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING
 
 import pytest
-
-if TYPE_CHECKING:
-    from tests.pbs.conftest import Pbs
 
 CHUNKS = {
     # select: ranks of each node, CPUs of the node with the fewest
@@ -22,7 +16,7 @@ CHUNKS = {
 
 
 @pytest.mark.parametrize("select", CHUNKS)
-def test_chunks_decide_ranks_and_threads(pbs: Pbs, select: str) -> None:
+def test_chunks_decide_ranks_and_threads(pbs, select):
     ranks, cpus = CHUNKS[select]
     job = pbs.sub("ezpz-launch --launcher hydra --dry-run --json true", "-l", f"select={select}")
     text = pbs.ended(job)
@@ -33,7 +27,7 @@ def test_chunks_decide_ranks_and_threads(pbs: Pbs, select: str) -> None:
     assert told["environment"]["OMP_NUM_THREADS"] == str(threads), told["sources"]
 
 
-def test_launches_at_once_in_a_job_have_a_port_each(pbs: Pbs) -> None:
+def test_launches_at_once_in_a_job_have_a_port_each(pbs):
     launch = "ezpz-launch -n 2 --launcher spawn sh -c 'sleep 1; echo port $MASTER_PORT'"
     job = pbs.sub(f"{launch} & {launch} & {launch} & wait", "-l", "select=1:ncpus=4")
     ports = [line for line in pbs.ended(job).splitlines() if line.startswith("port ")]

@@ -1,12 +1,6 @@
 """A real PBS: what its profile, its node file and its signals make of our commands."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from tests.pbs.conftest import Pbs
 
 DEAF = """
 import os, pathlib, signal, time
@@ -17,13 +11,13 @@ while True:
 """
 
 
-def history(pbs: Pbs, job: str) -> dict[str, object]:
+def history(pbs, job):
     """Return the newest launch of a job, as the login node tells of it."""
     told = json.loads(pbs.on("pbs-0001", f"{pbs.home}/env/bin/ezpz-launch history --json"))
-    return [one for one in told if one["job_id"] == job][-1]  # type: ignore[no-any-return]
+    return [one for one in told if one["job_id"] == job][-1]
 
 
-def test_its_own_mpiexec_is_passed_over(pbs: Pbs) -> None:
+def test_its_own_mpiexec_is_passed_over(pbs):
     # a login shell has PBS's on PATH, and not the environment's
     said = pbs.on("x1n0", f"command -v mpiexec; {pbs.home}/env/bin/ezpz-launch -n 2 printenv RANK")
     first, *ranks = said.split()
@@ -32,7 +26,7 @@ def test_its_own_mpiexec_is_passed_over(pbs: Pbs) -> None:
     assert sorted(ranks) == ["0", "1"]
 
 
-def test_a_shell_that_knows_nothing_of_its_nodes_job(pbs: Pbs) -> None:
+def test_a_shell_that_knows_nothing_of_its_nodes_job(pbs):
     job = pbs.sub("echo started; sleep 600", "-l", "select=2:ncpus=1:mpiprocs=2")
     pbs.writes(job, "started")
     plain = f". {pbs.home}/env/bin/activate; PATH={pbs.home}/env/bin:/usr/bin:/bin; "
@@ -47,13 +41,13 @@ def test_a_shell_that_knows_nothing_of_its_nodes_job(pbs: Pbs) -> None:
         assert (f"export PBS_JOBID={job}" in hint) is on_node
 
 
-def test_the_node_file_lies_on_every_node(pbs: Pbs) -> None:
+def test_the_node_file_lies_on_every_node(pbs):
     other = "pbs_tmrsh x1n1 /bin/bash -c '. /etc/profile; cat $PBS_NODEFILE; uname -n'"
     job = pbs.sub(other, "-l", "select=2:ncpus=1")
     assert pbs.ended(job).split()[-3:] == ["x1n0", "x1n1", "x1n1"]
 
 
-def test_deleted_its_end_is_on_record_before_pbs_kills(pbs: Pbs) -> None:
+def test_deleted_its_end_is_on_record_before_pbs_kills(pbs):
     deaf = pbs.write("deaf.py", DEAF)
     job = pbs.sub(f"ezpz-launch -n 2 python {deaf}", "-l", "select=1:ncpus=2")
     pbs.writes(job, "deaf 1")
@@ -63,7 +57,7 @@ def test_deleted_its_end_is_on_record_before_pbs_kills(pbs: Pbs) -> None:
     assert (told["state"], told["exit_status"]) == ("ended", 143)
 
 
-def test_killed_with_its_job_it_was_ended_by_the_scheduler(pbs: Pbs) -> None:
+def test_killed_with_its_job_it_was_ended_by_the_scheduler(pbs):
     deaf = pbs.write("deaf.py", DEAF)
     job = pbs.sub(f"ezpz-launch -n 2 --grace 600 python {deaf}", "-l", "select=1:ncpus=2")
     pbs.writes(job, "deaf 1")

@@ -1,25 +1,19 @@
 """ezpz-launch in a job of a real PBS, by MPICH: ranks on other nodes, and a node that is lost."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import time
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from tests.pbs.conftest import Pbs
 
 SAYS = 'echo "here $RANK $(hostname) $MASTER_ADDR $EZPZ_NUM_NODES $1"'
 
 
-def launched(pbs: Pbs, *words: str) -> str:
+def launched(pbs, *words):
     """Submit a job of two nodes that launches these words, two ranks a node; return its id."""
     launch = shlex.join(["ezpz-launch", "-n", "4", "--ppn", "2", *words])
     return pbs.sub(f"{launch}; echo exit $?", "-l", "select=2:ncpus=2")
 
 
-def test_ranks_on_other_nodes(pbs: Pbs) -> None:
+def test_ranks_on_other_nodes(pbs):
     said = pbs.ended(launched(pbs, "sh", "-c", SAYS, "-", "$HOME 'it' \"is\""))
     assert "exit 0" in said
     found = sorted(re.findall(r"here (\d) (\w+) (\w+) 2 \$HOME 'it' \"is\"$", said, re.MULTILINE))
@@ -29,18 +23,18 @@ def test_ranks_on_other_nodes(pbs: Pbs) -> None:
     assert set(first) == {hosts[0]}
 
 
-def test_a_rank_on_another_node_fails(pbs: Pbs) -> None:
+def test_a_rank_on_another_node_fails(pbs):
     said = pbs.ended(launched(pbs, "sh", "-c", '[ "$RANK" != 2 ] || exit 3; sleep 300'))
     assert re.search(r"rank 2 on \w+ exited with status 3, first of all ranks", said), said
     assert "exit 3" in said.splitlines()
 
 
-def test_what_reaches_the_other_nodes_is_told(pbs: Pbs) -> None:
+def test_what_reaches_the_other_nodes_is_told(pbs):
     said = pbs.ended(launched(pbs, "--dry-run", "true"))
     assert re.search(r"launcher +hydra.*other nodes by /.*/pbs_tmrsh", said), said
 
 
-def test_a_lost_node_is_named(pbs: Pbs) -> None:
+def test_a_lost_node_is_named(pbs):
     job = launched(pbs, "--grace", "2", "sh", "-c", f"{SAYS}; sleep 300")
     (second,) = re.findall(r"here 2 (\w+)", pbs.writes(job, "here 2"))
     # Nobody hears of a node before its agent is connected.

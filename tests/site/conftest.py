@@ -1,7 +1,5 @@
 """The site, built once; and a browser that looks at it."""
 
-from __future__ import annotations
-
 import functools
 import http.server
 import json
@@ -10,9 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,7 +17,7 @@ MAKE = ROOT / "docs" / "make"
 
 
 @pytest.fixture(scope="session")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def built(tmp_path_factory):
     """The folder with ``pages`` and ``site``, built as a person builds it: warnings are errors."""
     out = tmp_path_factory.mktemp("docs")
     sources = os.pathsep.join(map(str, ROOT.glob("packages/*/src")))
@@ -34,20 +30,20 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def in_browser(built: Path, tmp_path: Path) -> Iterator[Callable[[str], Any]]:
+def in_browser(built, tmp_path):
     """Run a script in a page beside the site's; it ends by ``tell(value)``, which is returned."""
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
     if chromium is None and not os.environ.get("CI"):
         pytest.skip("Chromium is not installed")
-    told: list[Any] = []
+    told = []
     came = threading.Event()
     page = ""
 
     class Handler(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, *args: object) -> None:
+        def log_message(self, *args):
             """Say nothing."""
 
-        def do_GET(self) -> None:
+        def do_GET(self):
             if self.path != "/probe":
                 return super().do_GET()
             self.send_response(200)
@@ -56,21 +52,21 @@ def in_browser(built: Path, tmp_path: Path) -> Iterator[Callable[[str], Any]]:
             self.wfile.write(page.encode())
             return None
 
-        def do_POST(self) -> None:
+        def do_POST(self):
             told.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
             self.send_response(204)
             self.end_headers()
             came.set()
 
     class Server(http.server.ThreadingHTTPServer):
-        def handle_error(self, request: object, client_address: object) -> None:
+        def handle_error(self, request, client_address):
             """A browser that has seen enough of a file hangs up."""
 
     site = functools.partial(Handler, directory=str(built / "site"))
     with Server(("127.0.0.1", 0), site) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
 
-        def run(script: str) -> Any:
+        def run(script):
             nonlocal page
             tell = "tell = value => fetch('/', {method: 'POST', body: JSON.stringify(value)});"
             tell += "onerror = message => tell(message);"

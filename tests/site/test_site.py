@@ -1,15 +1,11 @@
 """The built site: complete, without a link to nowhere, and readable on a phone."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re
 import sys
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,7 +14,7 @@ MAKE = ROOT / "docs" / "make"
 
 
 @pytest.fixture
-def links(monkeypatch: pytest.MonkeyPatch) -> Any:
+def links(monkeypatch):
     monkeypatch.syspath_prepend(str(MAKE))
     import links
 
@@ -26,7 +22,7 @@ def links(monkeypatch: pytest.MonkeyPatch) -> Any:
     del sys.modules["links"]
 
 
-def public_names(package: Path) -> list[str]:
+def public_names(package):
     """The names of ``__all__``, or those imported as themselves, read and not imported."""
     text = (package / "__init__.py").read_text(encoding="utf-8")
     for node in ast.parse(text).body:
@@ -39,11 +35,11 @@ def public_names(package: Path) -> list[str]:
     return re.findall(r"^ +from \S+ import (\w+) as \1$", text, re.MULTILINE)
 
 
-def test_every_link_leads_somewhere(built: Path, links: Any) -> None:
+def test_every_link_leads_somewhere(built, links):
     assert links.problems_of(built / "site") == []
 
 
-def test_a_broken_link_is_found(links: Any, tmp_path: Path) -> None:
+def test_a_broken_link_is_found(links, tmp_path):
     (tmp_path / "a.css").write_text("@import url(https://fonts.invalid/x.css);")
     (tmp_path / "a.html").write_text(
         '<h1 id="top">A</h1><a href="#top">1</a><a href="b.html">2</a><a href="#no">3</a>'
@@ -60,7 +56,7 @@ def test_a_broken_link_is_found(links: Any, tmp_path: Path) -> None:
     ]
 
 
-def test_every_page_is_in_the_navigation(built: Path) -> None:
+def test_every_page_is_in_the_navigation(built):
     configuration = tomllib.loads((built / "zensical.toml").read_text(encoding="utf-8"))
     named = set(re.findall(r"[\w./-]+\.md", json.dumps(configuration["project"]["nav"])))
     assert named == {
@@ -68,7 +64,7 @@ def test_every_page_is_in_the_navigation(built: Path) -> None:
     }
 
 
-def test_every_package_has_its_page_and_every_public_name_its_place(built: Path) -> None:
+def test_every_package_has_its_page_and_every_public_name_its_place(built):
     packages = sorted(ROOT.glob("packages/*/src/*/__init__.py"))
     assert {path.parents[2].name for path in packages} == {
         page.stem for page in (built / "pages" / "api").glob("*.md")
@@ -84,7 +80,7 @@ def test_every_package_has_its_page_and_every_public_name_its_place(built: Path)
     assert counted > 200
 
 
-def test_every_machine_has_its_page_with_its_facts(built: Path) -> None:
+def test_every_machine_has_its_page_with_its_facts(built):
     files = sorted(ROOT.glob("packages/ezpz-topo/src/ezpz_topo/machines/*.toml"))
     assert len(files) > 10
     for file in files:
@@ -99,7 +95,7 @@ def test_every_machine_has_its_page_with_its_facts(built: Path) -> None:
         assert ("Not run on this machine" in page) == (facts.get("site") != "any")
 
 
-def test_no_page_is_wider_than_a_phone(built: Path, in_browser: Callable[[str], Any]) -> None:
+def test_no_page_is_wider_than_a_phone(built, in_browser):
     site, width = built / "site", 360
     pages = [path.relative_to(site).as_posix() for path in sorted(site.rglob("*.html"))]
     found = in_browser(f"""
@@ -121,7 +117,7 @@ def test_no_page_is_wider_than_a_phone(built: Path, in_browser: Callable[[str], 
     assert {page: wide for page, wide in found.items() if wide > width} == {}
 
 
-def test_search_finds_without_any_network(in_browser: Callable[[str], Any]) -> None:
+def test_search_finds_without_any_network(in_browser):
     found = in_browser("""
         const frame = document.createElement("iframe");
         frame.width = 1200; frame.height = 800;

@@ -1,7 +1,5 @@
 """The sandbox for a session, and the programs that the tests start in it."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shlex
@@ -9,21 +7,14 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
 
 import pytest
-
-if TYPE_CHECKING:
-    from tests.slurm.sandbox import SlurmSandbox
-    from tests.slurm.topology import Say
 
 HERE = Path(__file__).resolve().parent
 
 
-def _load(name: str) -> ModuleType:
+def _load(name):
     """Import a module of this folder by path: no folder of tests is on ``sys.path``."""
     qualified = f"tests.slurm.{name}"
     if qualified in sys.modules:
@@ -32,7 +23,6 @@ def _load(name: str) -> ModuleType:
     pytest.register_assert_rewrite(qualified)
     found = (finder.find_spec(qualified, [str(HERE)]) for finder in sys.meta_path)
     spec = next(filter(None, found))
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[qualified] = module
     spec.loader.exec_module(module)
@@ -44,13 +34,13 @@ _load("topology")
 
 
 @pytest.fixture(scope="session")
-def sandbox() -> ModuleType:
+def sandbox():
     """The module ``sandbox.py``."""
     return _load("sandbox")
 
 
 @pytest.fixture(scope="session")
-def slurm(sandbox: ModuleType) -> Iterator[SlurmSandbox]:
+def slurm(sandbox):
     """A Slurm of four nodes, started once."""
     reason = _why_not(sandbox)
     if reason and os.environ.get("CI") == "true":
@@ -61,7 +51,7 @@ def slurm(sandbox: ModuleType) -> Iterator[SlurmSandbox]:
         yield running
 
 
-def _why_not(sandbox: ModuleType) -> str:
+def _why_not(sandbox):
     if missing := sandbox.missing():
         return f"{', '.join(missing)} not installed (Debian: slurm-wlm and munge)"
     if os.geteuid() != 0:
@@ -70,16 +60,16 @@ def _why_not(sandbox: ModuleType) -> str:
 
 
 @pytest.fixture(scope="session")
-def program() -> Callable[[str], list[str]]:
+def program():
     """Return the words that start a program of the folder ``programs``."""
     return lambda name: [sys.executable, str(HERE / "programs" / f"{name}.py")]
 
 
 @pytest.fixture(scope="session")
-def tool() -> Callable[[str], str]:
+def tool():
     """Return the path of a command: this environment's own first, then ``PATH``'s."""
 
-    def find(name: str) -> str:
+    def find(name):
         own = [str(Path(sys.executable).parent), sysconfig.get_path("scripts")]
         for path in (*own, os.environ.get("PATH", os.defpath)):
             if found := shutil.which(name, path=path):
@@ -93,22 +83,22 @@ def tool() -> Callable[[str], str]:
 
 
 @pytest.fixture
-def said_in(tmp_path: Path) -> Path:
+def said_in(tmp_path):
     directory = tmp_path / "said"
     directory.mkdir()
     return directory
 
 
 @pytest.fixture
-def words(program: Callable[[str], list[str]], said_in: Path) -> list[str]:
+def words(program, said_in):
     return [*program("say_topology"), str(said_in)]
 
 
 @pytest.fixture
-def say(slurm: SlurmSandbox, sandbox: ModuleType, words: list[str], said_in: Path) -> Say:
+def say(slurm, sandbox, words, said_in):
     """Start say_topology by the words given, and return what each process said."""
 
-    def run(*launcher: str, then: tuple[str, ...] = (), env: dict[str, str] | None = None) -> Any:
+    def run(*launcher, then=(), env=None):
         # Whatever devices this host has, they are not the sandbox's.
         slurm.run([*launcher, *words, *then], env={"TORCH_DEVICE": "cpu", **(env or {})})
         return sandbox.reports(said_in)
@@ -117,16 +107,14 @@ def say(slurm: SlurmSandbox, sandbox: ModuleType, words: list[str], said_in: Pat
 
 
 @pytest.fixture
-def batch(
-    slurm: SlurmSandbox, sandbox: ModuleType, words: list[str], said_in: Path, tmp_path: Path
-) -> Say:
+def batch(slurm, sandbox, words, said_in, tmp_path):
     """Run a batch script that finds say_topology as ``say``, and return what each said."""
     program = tmp_path / "bin" / "say"
     program.parent.mkdir()
     program.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n', encoding="utf-8")
     program.chmod(0o755)
 
-    def run(body: str, *options: str, env: dict[str, str] | None = None) -> Any:
+    def run(body, *options, env=None):
         script = f'PATH={shlex.quote(str(program.parent))}:"$PATH"\n{body}'
         slurm.batch(script, *options, env={"TORCH_DEVICE": "cpu", **(env or {})})
         return sandbox.reports(said_in)
@@ -135,7 +123,7 @@ def batch(
 
 
 @pytest.fixture
-def renamed() -> Callable[[str], tuple[str, ...]]:
+def renamed():
     """Return words that go on where the host's name is a node's, as it is on a real machine."""
     # A namespace is this process's own: nobody else sees the name.
     if subprocess.run(["unshare", "--uts", "true"], capture_output=True, check=False).returncode:

@@ -6,8 +6,6 @@ moment; nothing is a system service, and nothing outlives the ``with``.
 Verified with Slurm 22.05.8 and munge 0.5.15 (Debian 12), as root.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -18,10 +16,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
 
 NODES = ("nid001", "nid002", "nid003", "nid004")
 CPUS_PER_NODE = 2
@@ -99,12 +94,12 @@ class SlurmSandbox:
             with ``SLURM_CONF`` and a ``PATH`` to Slurm's commands.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.directory = Path()
-        self.environment: dict[str, str] = {}
-        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+        self.environment = {}
+        self._daemons = {}
 
-    def __enter__(self) -> Self:
+    def __enter__(self):
         # Directly below /tmp: a socket's path has at most 107 bytes.
         self.directory = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
         try:
@@ -114,22 +109,10 @@ class SlurmSandbox:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind, value, trace):
         self._stop()
 
-    def run(
-        self,
-        command: Sequence[str],
-        *,
-        env: Mapping[str, str] | None = None,
-        expect: int | None = 0,
-        timeout: float = 60.0,
-    ) -> subprocess.CompletedProcess[str]:
+    def run(self, command, *, env=None, expect=0, timeout=60.0):
         """Run a command in the sandbox and return what it said.
 
         Args:
@@ -166,9 +149,7 @@ class SlurmSandbox:
             )
         return done
 
-    def batch(
-        self, body: str, *options: str, env: Mapping[str, str] | None = None, timeout: float = 60.0
-    ) -> str:
+    def batch(self, body, *options, env=None, timeout=60.0):
         """Run a batch script to its end and return its output, stdout and stderr together.
 
         An array's end is that of its last task.
@@ -205,7 +186,7 @@ class SlurmSandbox:
             )
         return said
 
-    def _start(self) -> None:
+    def _start(self):
         # munged wants every user to be able to reach its socket, and only root to write there.
         self.directory.chmod(0o755)
         (self.directory / "state").mkdir(mode=0o700)
@@ -250,7 +231,7 @@ class SlurmSandbox:
             self._daemon(f"slurmd-{name}", "slurmd", "-D", "-N", name, "-f", str(configuration))
         self._wait("every node is idle", self._all_idle, deadline)
 
-    def _daemon(self, name: str, *command: str) -> None:
+    def _daemon(self, name, *command):
         with (self.directory / f"{name}.out").open("wb") as output:
             self._daemons[name] = subprocess.Popen(
                 command,
@@ -263,7 +244,7 @@ class SlurmSandbox:
                 start_new_session=True,
             )
 
-    def _wait(self, what: str, is_so: Callable[[], bool], deadline: float) -> None:
+    def _wait(self, what, is_so, deadline):
         while not is_so():
             dead = [
                 f"{name} ended with {daemon.returncode}; "
@@ -276,11 +257,11 @@ class SlurmSandbox:
                 )
             time.sleep(0.05)
 
-    def _all_idle(self) -> bool:
+    def _all_idle(self):
         answer = self._ask("sinfo", "--noheader", "--Node", "--format=%N %T")
         return answer.split("\n") == [f"{name} idle" for name in NODES]
 
-    def _ask(self, *command: str) -> str:
+    def _ask(self, *command):
         try:
             done = subprocess.run(
                 command, env=self.environment, capture_output=True, text=True, timeout=120,
@@ -290,7 +271,7 @@ class SlurmSandbox:
             return ""
         return done.stdout.strip()
 
-    def _logs(self) -> str:
+    def _logs(self):
         # A daemon says the same in its log; before there is one, only on its output.
         said = {file.stem: file for suffix in ("out", "log") for file in self._written(suffix)}
         return "\n".join(
@@ -298,13 +279,13 @@ class SlurmSandbox:
             for _, file in sorted(said.items())
         )
 
-    def _written(self, suffix: str) -> list[Path]:
+    def _written(self, suffix):
         return [file for file in self.directory.glob(f"*.{suffix}") if file.stat().st_size]
 
-    def _cancel_jobs(self) -> None:
+    def _cancel_jobs(self):
         self._ask("scancel", "--quiet", "--user=root")
 
-    def _stop(self) -> None:
+    def _stop(self):
         deadline = time.monotonic() + STOP_TIMEOUT
         controller = self._daemons.get("slurmctld")
         if controller is not None and controller.poll() is None:
@@ -325,7 +306,7 @@ class SlurmSandbox:
         self._end_leftovers()
         shutil.rmtree(self.directory)
 
-    def _end_leftovers(self) -> None:
+    def _end_leftovers(self):
         """End what a step left: all that runs in the sandbox inherits its ``SLURM_CONF``."""
         mark = b"SLURM_CONF=" + os.fsencode(self.directory / "slurm.conf")
         deadline = time.monotonic() + STOP_TIMEOUT
@@ -338,7 +319,7 @@ class SlurmSandbox:
             time.sleep(0.05)
 
 
-def reports(directory: Path) -> list[dict[str, Any]]:
+def reports(directory):
     """Return what each process of a program reported there, in the order of their ranks.
 
     Files, because launchers mix the output of ranks within a line: srun where a line is
@@ -348,20 +329,20 @@ def reports(directory: Path) -> list[dict[str, Any]]:
     return sorted(found, key=lambda report: int(report["rank"]))
 
 
-def missing(commands: Sequence[str] = ("munged", "slurmctld", "slurmd", "srun")) -> list[str]:
+def missing(commands=("munged", "slurmctld", "slurmd", "srun")):
     """Return those of the commands that are not installed."""
     return [name for name in commands if shutil.which(name, path=search_path()) is None]
 
 
-def search_path() -> str:
+def search_path():
     """Return ``PATH`` with the directories of daemons, which an ordinary user's may lack."""
     directories = os.environ.get("PATH", os.defpath).split(os.pathsep)
     return os.pathsep.join([*directories, "/usr/local/sbin", "/usr/sbin", "/sbin"])
 
 
-def free_ports(count: int) -> list[int]:
+def free_ports(count):
     """Return that many TCP ports on which nothing listens."""
-    found: list[int] = []
+    found = []
     with contextlib.ExitStack() as held:
         for port in random.sample(PORTS, len(PORTS)):
             probe = held.enter_context(socket.socket())
@@ -376,7 +357,7 @@ def free_ports(count: int) -> list[int]:
     )
 
 
-def _every_task(facts: str, *states: str) -> bool:
+def _every_task(facts, *states):
     """Whether there is a job, and each of its tasks (one a line) is in one of the states."""
     tasks = facts.splitlines()
     return bool(tasks) and all(
@@ -384,16 +365,16 @@ def _every_task(facts: str, *states: str) -> bool:
     )
 
 
-def _clean(env: Mapping[str, str]) -> dict[str, str]:
+def _clean(env):
     return {name: value for name, value in env.items() if not name.startswith(_FOREIGN)}
 
 
-def _listens(port: int) -> bool:
+def _listens(port):
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def _processes_with(variable: bytes) -> Iterator[int]:
+def _processes_with(variable):
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
@@ -403,5 +384,5 @@ def _processes_with(variable: bytes) -> Iterator[int]:
                 yield int(entry.name)
 
 
-def _text(output: str | bytes | None) -> str:
+def _text(output):
     return output.decode(errors="replace") if isinstance(output, bytes) else output or ""

@@ -1,27 +1,17 @@
 """What ezpz_topo asks of scontrol and squeue: walltime, and whatever no variable tells."""
 
-from __future__ import annotations
-
 import shlex
-from collections.abc import Callable
 from datetime import datetime
-from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING
 
 import pytest
 from tests.slurm.topology import (
     HET_JOB,
-    Say,
     assert_one_process_of_the_job,
     assert_ranks_of_a_step,
     ends,
     hosts,
     row,
 )
-
-if TYPE_CHECKING:
-    from tests.slurm.sandbox import SlurmSandbox
 
 BARE = ("sh", "-c", 'exec env -i PATH="$PATH" SLURM_CONF="$SLURM_CONF" "$@"', "sh")
 """Go on as a shell that Slurm did not start, with none of a job's variables."""
@@ -36,14 +26,14 @@ NO_COMMANDS = ("env", "PATH=/nonexistent")
      {"SLURM_TIME_FORMAT": "%s", "TZ": "IST-5:30"}],
     ids=["plain", "east", "west", "relative", "seconds"],
 )  # fmt: skip
-def test_the_end_of_the_walltime_is_scontrols(say: Say, env: dict[str, str]) -> None:
+def test_the_end_of_the_walltime_is_scontrols(say, env):
     (said,) = say("salloc", "-Q", "-N", "1", "-t", "7", then=("--ask",), env=env)
     assert ends(said) == int(said["scontrol"]["end"])
     assert said["allocation"]["sources"]["ends_at"] == "scontrol show job"
 
 
 @pytest.mark.parametrize("limit", ["3", "UNLIMITED"])
-def test_a_time_limit_that_was_changed(say: Say, limit: str) -> None:
+def test_a_time_limit_that_was_changed(say, limit):
     update = f'scontrol update job "$SLURM_JOB_ID" TimeLimit={limit} && exec "$@"'
     (said,) = say("salloc", "-Q", "-N", "1", "sh", "-c", update, "sh", then=("--ask",))
     if limit == "UNLIMITED":
@@ -53,26 +43,26 @@ def test_a_time_limit_that_was_changed(say: Say, limit: str) -> None:
         assert ends(said) == int(said["scontrol"]["end"])
 
 
-def test_a_rank_may_ask_too(say: Say) -> None:
+def test_a_rank_may_ask_too(say):
     said = say("srun", "-N", "2", "-n", "2", then=("--ask",))
     assert [ends(one) for one in said] == [int(one["scontrol"]["end"]) for one in said]
     assert_ranks_of_a_step(said)
 
 
-def test_who_does_not_ask_starts_no_command(say: Say) -> None:
+def test_who_does_not_ask_starts_no_command(say):
     for one in say("srun", "-N", "2", "-n", "4"):
         assert one["started_commands"] is False
         assert one["allocation"]["ends_at"] is None
 
 
 @pytest.mark.parametrize("launcher", [("salloc", "-Q"), ("srun",)], ids=["shell", "step"])
-def test_who_does_not_ask_needs_no_command(say: Say, launcher: tuple[str, ...]) -> None:
+def test_who_does_not_ask_needs_no_command(say, launcher):
     (said,) = say(*launcher, "-w", "nid002", "-n", "1", *NO_COMMANDS, then=("--no-scontrol",))
     assert hosts(said) == ["nid002"]
     assert said["allocation"]["notes"] == []
 
 
-def test_an_end_that_nobody_tells_is_noted(say: Say) -> None:
+def test_an_end_that_nobody_tells_is_noted(say):
     (said,) = say("salloc", "-Q", "-w", "nid002", *NO_COMMANDS, then=("--ask", "--no-scontrol"))
     assert hosts(said) == ["nid002"]
     assert said["allocation"]["ends_at"] is None
@@ -80,7 +70,7 @@ def test_an_end_that_nobody_tells_is_noted(say: Say) -> None:
     assert note.startswith("end of the walltime: 'scontrol' cannot be started")
 
 
-def test_variables_without_a_nodelist(say: Say) -> None:
+def test_variables_without_a_nodelist(say):
     (said,) = say("salloc", "-Q", "-N", "3", "-J", "two words", *NO_LIST)
     assert_one_process_of_the_job(said, None, on_node=False)
     job = said["allocation"]
@@ -89,20 +79,20 @@ def test_variables_without_a_nodelist(say: Say) -> None:
     assert ends(said) == int(said["scontrol"]["end"])
 
 
-def test_a_heterogeneous_job_without_a_nodelist(say: Say) -> None:
+def test_a_heterogeneous_job_without_a_nodelist(say):
     (said,) = say(*HET_JOB, "env", "-u", "SLURM_JOB_NODELIST_HET_GROUP_1")
     assert_one_process_of_the_job(said, None, on_node=False)
     assert len(hosts(said)) == 3
 
 
-def test_variables_without_a_nodelist_and_no_scontrol(say: Say) -> None:
+def test_variables_without_a_nodelist_and_no_scontrol(say):
     (said,) = say("salloc", "-Q", "-N", "2", *NO_LIST, *NO_COMMANDS, then=("--no-scontrol",))
     for answer in (said["allocation"], said["num_nodes"], said["hosts"]):
         assert answer.startswith("SchedulerError: 'scontrol' cannot be started")
         assert "PATH='/nonexistent'" in answer
 
 
-def test_an_array_task_without_a_nodelist(batch: Say, tmp_path: Path) -> None:
+def test_an_array_task_without_a_nodelist(batch, tmp_path):
     # The last task has the array's own id, and for that scontrol tells of every task.
     end = shlex.quote(str(tmp_path / "end"))
     body = f"""
@@ -119,7 +109,7 @@ def test_an_array_task_without_a_nodelist(batch: Say, tmp_path: Path) -> None:
     assert hosts(said) == [node]
 
 
-def test_a_step_without_a_nodelist_is_not_taken_for_the_whole_job(say: Say) -> None:
+def test_a_step_without_a_nodelist_is_not_taken_for_the_whole_job(say):
     job = ("salloc", "-Q", "-w", "nid001,nid002", "-n", "4")
     step = ("srun", "-w", "nid002", "-N", "1", "-n", "1")
     (said,) = say(*job, *step, "env", "-u", "SLURM_STEP_NODELIST", then=("--no-scontrol",))
@@ -130,13 +120,13 @@ def test_a_step_without_a_nodelist_is_not_taken_for_the_whole_job(say: Say) -> N
         assert answer["hosts"] == ["nid002"]
 
 
-def test_a_name_of_several_lines(say: Say) -> None:
+def test_a_name_of_several_lines(say):
     name = "two\n   NodeList=nid004"
     (said,) = say("salloc", "-Q", "-w", "nid001", "-J", name, *NO_LIST)
     assert hosts(said) == ["nid001"]
 
 
-def test_a_shell_without_variables_finds_the_job_of_its_node(say: Say) -> None:
+def test_a_shell_without_variables_finds_the_job_of_its_node(say):
     job = ("salloc", "-Q", "-w", "nid001,nid002", "-J", "two words", "-t", "7")
     (said,) = say(*job, *BARE, then=("--job-of", "nid001", "--job-of", "nid002.cluster.example",
                                      "--job-of", "nid003"))  # fmt: skip
@@ -151,9 +141,7 @@ def test_a_shell_without_variables_finds_the_job_of_its_node(say: Say) -> None:
     assert said["allocation"]["scheduler"] == "none", "nobody was asked"
 
 
-def test_a_shell_without_variables_on_a_node_asks_by_itself(
-    say: Say, renamed: Callable[[str], tuple[str, ...]]
-) -> None:
+def test_a_shell_without_variables_on_a_node_asks_by_itself(say, renamed):
     job = ("salloc", "-Q", "-w", "nid001,nid002")
     (said,) = say(*job, *BARE, *renamed("nid002"), then=("--ask",))
     assert said["allocation"]["scheduler"] == "slurm"
@@ -162,16 +150,14 @@ def test_a_shell_without_variables_on_a_node_asks_by_itself(
     assert row(said) == ("none", 0, 1, 0, 1, 0)
 
 
-def test_a_shell_without_variables_and_without_a_job(say: Say) -> None:
+def test_a_shell_without_variables_and_without_a_job(say):
     (said,) = say(then=("--ask", "--job-of", "nid001"))
     assert said["job_of"] == {"nid001": None}
     assert said["allocation"]["scheduler"] == "none"
     assert "no scheduler here has a running job" in said["allocation"]["sources"]["scheduler"]
 
 
-def test_two_jobs_on_one_node(
-    slurm: SlurmSandbox, sandbox: ModuleType, words: list[str], said_in: Path
-) -> None:
+def test_two_jobs_on_one_node(slurm, sandbox, words, said_in):
     job = ("salloc", "-Q", "-w", "nid001", "-n", "1", "sh", "-c")
     outer = (*job, 'echo "$SLURM_JOB_ID"; unset SLURM_JOB_ID; exec "$@"', "sh")
     inner = (*job, 'echo "$SLURM_JOB_ID"; exec "$@"', "sh", *BARE)
@@ -183,7 +169,7 @@ def test_two_jobs_on_one_node(
     assert all(job in error for job in jobs)
 
 
-def test_a_heterogeneous_job_is_whole_from_each_of_its_nodes(say: Say) -> None:
+def test_a_heterogeneous_job_is_whole_from_each_of_its_nodes(say):
     each = ("--job-of", "nid001", "--job-of", "nid002", "--job-of", "nid003")
     job = ("salloc", "-Q", "-w", "nid001", "-n", "1", ":", "-w", "nid002,nid003", "-n", "3")
     (said,) = say(*job, *BARE, then=each)
@@ -192,7 +178,7 @@ def test_a_heterogeneous_job_is_whole_from_each_of_its_nodes(say: Say) -> None:
     ] * 3
 
 
-def test_ezpz_topo_asks_in_a_batch_script(slurm: SlurmSandbox, tool: Callable[[str], str]) -> None:
+def test_ezpz_topo_asks_in_a_batch_script(slurm, tool):
     end = 'SLURM_TIME_FORMAT=%s squeue --noheader --jobs="$SLURM_JOB_ID" --format=%e'
     options = ("-N", "2", "-n", "3", "-J", "two words")
     *table, seconds = slurm.batch(f"{tool('ezpz-topo')} --ask\n{end}", *options).splitlines()

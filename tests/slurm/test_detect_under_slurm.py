@@ -1,18 +1,13 @@
 """What ezpz_topo says of jobs, steps and their hosts, held to what scontrol says of them."""
 
-from __future__ import annotations
-
 import json
 import shlex
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from tests.slurm.topology import (
     HET_JOB,
     JOB,
-    Say,
     assert_one_process_of_the_job,
     assert_ranks_of_a_step,
     ends,
@@ -20,30 +15,27 @@ from tests.slurm.topology import (
     row,
 )
 
-if TYPE_CHECKING:
-    from tests.slurm.sandbox import SlurmSandbox
-
 
 @pytest.fixture
-def own_name(renamed: Callable[[str], tuple[str, ...]]) -> tuple[str, ...]:
+def own_name(renamed):
     """Words that go on where the host's name is that of the process's own node."""
     return ("sh", "-c", f'exec {shlex.join(renamed("")[:-1])} "$SLURMD_NODENAME" "$@"', "sh")
 
 
-def test_a_batch_script(batch: Say) -> None:
+def test_a_batch_script(batch):
     (said,) = batch("say", "-N", "2", "-n", "3", "-J", "two words", "-p", "all")
     assert_one_process_of_the_job(said, [2, 1], on_node=True)
     assert (said["allocation"]["name"], said["allocation"]["queue"]) == ("two words", "all")
     assert said["allocation"]["ends_at"] is None, "22.05.8 tells it by no variable"
 
 
-def test_a_batch_script_that_asked_for_nodes_only(batch: Say) -> None:
+def test_a_batch_script_that_asked_for_nodes_only(batch):
     (said,) = batch("say", "-N", "3")
     # SLURM_TASKS_PER_NODE is 1(x3) all the same.
     assert_one_process_of_the_job(said, None, on_node=True)
 
 
-def test_a_batch_script_that_a_step_has_submitted(batch: Say, say: Say, said_in: Path) -> None:
+def test_a_batch_script_that_a_step_has_submitted(batch, say, said_in):
     # sbatch hands on the variables of the step that it runs in.
     (step,) = say("srun", "-N", "1", "-n", "1")
     for file in said_in.iterdir():
@@ -55,25 +47,23 @@ def test_a_batch_script_that_a_step_has_submitted(batch: Say, say: Say, said_in:
     assert len(hosts(said)) == 2
 
 
-def test_a_salloc_shell_is_on_no_node(say: Say) -> None:
+def test_a_salloc_shell_is_on_no_node(say):
     (said,) = say("salloc", "-Q", "-N", "3", "-n", "5")
     assert_one_process_of_the_job(said, [2, 2, 1], on_node=False)
 
 
-def test_a_salloc_shell_on_a_node_of_its_own_job(
-    say: Say, renamed: Callable[[str], tuple[str, ...]]
-) -> None:
+def test_a_salloc_shell_on_a_node_of_its_own_job(say, renamed):
     (said,) = say("salloc", "-Q", "-w", "nid001,nid002", "-n", "4", *renamed("nid002"))
     assert_one_process_of_the_job(said, [2, 2], on_node=True)
 
 
-def test_an_interactive_step_stands_for_the_whole_job(say: Say) -> None:
+def test_an_interactive_step_stands_for_the_whole_job(say):
     (said,) = say(*JOB, "srun", "--interactive", "-N", "1", "-n", "1")
     assert said["scontrol"]["step"] == said["scontrol"]["job"][:1], "Slurm's trap"
     assert_one_process_of_the_job(said, None, on_node=True)
 
 
-def test_a_step_within_an_interactive_step(say: Say) -> None:
+def test_a_step_within_an_interactive_step(say):
     said = say(*JOB, "srun", "--interactive", "-N", "1", "-n", "1", "srun", "-N", "2", "-n", "4")
     assert_ranks_of_a_step(said)
     assert hosts(said[0]) == said[0]["scontrol"]["job"]
@@ -91,13 +81,13 @@ def test_a_step_within_an_interactive_step(say: Say) -> None:
     ],
     ids=["block", "cyclic", "pmi2", "uneven", "arbitrary", "one task"],
 )
-def test_the_ranks_of_a_step(say: Say, options: tuple[str, ...]) -> None:
+def test_the_ranks_of_a_step(say, options):
     said = say("srun", *options)
     assert_ranks_of_a_step(said)
     assert hosts(said[0]) == said[0]["scontrol"]["job"]
 
 
-def test_a_step_on_other_nodes_than_the_first(say: Say) -> None:
+def test_a_step_on_other_nodes_than_the_first(say):
     job = ("salloc", "-Q", "-w", "nid001,nid002,nid003", "-n", "6")
     said = say(*job, "srun", "-w", "nid002,nid003", "-N", "2", "-n", "3")
     assert_ranks_of_a_step(said)
@@ -105,7 +95,7 @@ def test_a_step_on_other_nodes_than_the_first(say: Say) -> None:
     assert said[0]["scontrol"]["job"] == ["nid001", "nid002", "nid003"]
 
 
-def test_the_shell_of_a_heterogeneous_job(say: Say) -> None:
+def test_the_shell_of_a_heterogeneous_job(say):
     (said,) = say(*HET_JOB, then=("--ask",))
     assert_one_process_of_the_job(said, None, on_node=False)
     assert len(hosts(said)) == 3
@@ -114,14 +104,14 @@ def test_the_shell_of_a_heterogeneous_job(say: Say) -> None:
 
 
 @pytest.mark.parametrize(("groups", "nodes"), [("1", 2), ("0,1", 3)])
-def test_a_step_of_a_heterogeneous_job(say: Say, groups: str, nodes: int) -> None:
+def test_a_step_of_a_heterogeneous_job(say, groups, nodes):
     said = say(*HET_JOB, "srun", f"--het-group={groups}")
     assert_ranks_of_a_step(said)
     assert len(hosts(said[0])) == nodes
     assert hosts(said[0]) == said[0]["scontrol"]["job"][-nodes:]
 
 
-def test_mpiexec_across_nodes(say: Say, tool: Callable[[str], str]) -> None:
+def test_mpiexec_across_nodes(say, tool):
     said = say(*JOB, tool("mpiexec"), "-iface", "lo", "-n", "4")
     assert [row(one)[:3] for one in said] == [("pmi", rank, 4) for rank in range(4)]
     for one in said:
@@ -130,9 +120,7 @@ def test_mpiexec_across_nodes(say: Say, tool: Callable[[str], str]) -> None:
         assert one["in_use"] == one["total"] == 4
 
 
-def test_mpiexec_across_nodes_finds_its_node_by_the_hosts_name(
-    say: Say, tool: Callable[[str], str], own_name: tuple[str, ...]
-) -> None:
+def test_mpiexec_across_nodes_finds_its_node_by_the_hosts_name(say, tool, own_name):
     # As it starts over ssh: no slurmd tells the node's name.
     unnamed = ("env", "-u", "SLURMD_NODENAME")
     said = say(*JOB, tool("mpiexec"), "-iface", "lo", "-n", "4", *own_name, *unnamed)
@@ -141,7 +129,7 @@ def test_mpiexec_across_nodes_finds_its_node_by_the_hosts_name(
         assert hosts(one)[one["node_index"]] == one["hostname"]
 
 
-def test_the_hostfile_of_a_job(say: Say, slurm: SlurmSandbox, tmp_path: Path) -> None:
+def test_the_hostfile_of_a_job(say, slurm, tmp_path):
     place = tmp_path / "place"
     place.mkdir()
     before = set(slurm.directory.iterdir())
@@ -149,7 +137,7 @@ def test_the_hostfile_of_a_job(say: Say, slurm: SlurmSandbox, tmp_path: Path) ->
     steps = '"$@"; srun -N 2 -n 4 "$@"; srun -N 1 -n 2 "$@"'
     said = say(*JOB, "sh", "-ec", steps, "sh", then=("--hostfile",), env=env)
     assert set(slurm.directory.iterdir()) == before, "nothing in the working directory"
-    files: dict[str | None, set[str]] = {}
+    files = {}
     for one in said:
         file = one["hostfile"]
         assert file["lines"] == hosts(one)
@@ -160,9 +148,7 @@ def test_the_hostfile_of_a_job(say: Say, slurm: SlurmSandbox, tmp_path: Path) ->
     assert files[None] == files["0"] != files["1"], "the same hosts, the same file"
 
 
-def test_ezpz_topo_of_every_rank(
-    slurm: SlurmSandbox, tool: Callable[[str], str], tmp_path: Path
-) -> None:
+def test_ezpz_topo_of_every_rank(slurm, tool, tmp_path):
     slurm.run(["srun", "-w", "nid001,nid003", "-n", "2", "--output", str(tmp_path / "%t"),
                tool("ezpz-topo"), "--json"])  # fmt: skip
     for rank in range(2):

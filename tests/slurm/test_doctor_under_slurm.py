@@ -1,17 +1,10 @@
 """ezpz doctor inside a real job: its controller, its hosts, and what is installed on each."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pytest
-
-if TYPE_CHECKING:
-    from tests.slurm.sandbox import SlurmSandbox
 
 DOCTOR = [
     sys.executable, "-P", "-c", "import sys; from ezpz.doctor import main; sys.exit(main())",
@@ -28,10 +21,10 @@ if os.environ.get("SLURMD_NODENAME") == "nid002":
 
 
 @pytest.fixture
-def checked(slurm: SlurmSandbox) -> Any:
+def checked(slurm):
     """Run these checks in a job of two nodes; return the exit status and each result."""
 
-    def run(only: str, before: list[str] | None = None, **env: str) -> tuple[int, Any]:
+    def run(only, before=None, **env):
         # Whatever devices this host has, they are not the sandbox's.
         more = {"TORCH_DEVICE": "cpu", **env}
         words = [*(TWO_NODES if before is None else before), *DOCTOR, f"--only={only}"]
@@ -42,11 +35,11 @@ def checked(slurm: SlurmSandbox) -> Any:
     return run
 
 
-def path_with(folder: Path) -> str:
+def path_with(folder):
     return os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH", "")]))
 
 
-def test_a_job_that_is_well(checked: Any) -> None:
+def test_a_job_that_is_well(checked):
     # The nodes of the sandbox are one host, and meet on its loopback.
     every = "scheduler,hostfile,versions,network,mpi"
     status, found = checked(every, GLOO_SOCKET_IFNAME="", FI_TCP_IFACE="")
@@ -58,13 +51,13 @@ def test_a_job_that_is_well(checked: Any) -> None:
     assert set(found["versions"]["details"]["versions"]) == {"nid001", "nid002"}
 
 
-def test_loopback_alone_is_an_error_between_nodes(checked: Any) -> None:
+def test_loopback_alone_is_an_error_between_nodes(checked):
     status, found = checked("network", GLOO_SOCKET_IFNAME="lo")
     assert status == 1, found
     assert "loopback alone does not reach the other hosts" in found["network"]["message"]
 
 
-def test_a_hostfile_of_other_nodes_is_an_error(checked: Any, tmp_path: Path) -> None:
+def test_a_hostfile_of_other_nodes_is_an_error(checked, tmp_path):
     hostfile = tmp_path / "hosts"
     hostfile.write_text("nid001\nnid004\n", encoding="utf-8")
     status, found = checked("hostfile", HOSTFILE=str(hostfile))
@@ -73,7 +66,7 @@ def test_a_hostfile_of_other_nodes_is_an_error(checked: Any, tmp_path: Path) -> 
     assert "(slurm's server)" in found["hostfile"]["message"]
 
 
-def test_a_package_that_differs_on_one_node_is_an_error(checked: Any, tmp_path: Path) -> None:
+def test_a_package_that_differs_on_one_node_is_an_error(checked, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(SKEW, encoding="utf-8")
     old = tmp_path / "old" / "ezpz_topo-0.0.1.dist-info"
     old.mkdir(parents=True)
@@ -87,7 +80,7 @@ def test_a_package_that_differs_on_one_node_is_an_error(checked: Any, tmp_path: 
     assert " on nid001" in message
 
 
-def test_a_rank_of_the_job_does_not_launch(checked: Any) -> None:
+def test_a_rank_of_the_job_does_not_launch(checked):
     first = 'if [ "$SLURM_PROCID" = 0 ]; then exec "$@"; fi'
     before = ["srun", "-N", "2", "-n", "2", "sh", "-c", first, "sh"]
     status, found = checked("versions", before)
@@ -95,7 +88,7 @@ def test_a_rank_of_the_job_does_not_launch(checked: Any) -> None:
     assert found["versions"]["message"] == "not compared: this is one of several ranks"
 
 
-def test_a_job_that_is_over_is_an_error(checked: Any, slurm: SlurmSandbox) -> None:
+def test_a_job_that_is_over_is_an_error(checked, slurm):
     words = ["salloc", "-Q", "-N", "1", "sh", "-c", "echo $SLURM_JOB_ID"]
     job = slurm.run(words).stdout.strip()
     left_over = {"SLURM_JOB_ID": job, "SLURM_JOB_NODELIST": "nid001", "SLURM_NODELIST": "nid001"}

@@ -1,23 +1,16 @@
 """ezpz_dist on four nodes under srun: every function, and a rank that is missing."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import sys
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from tests.slurm.sandbox import SlurmSandbox
 
 PROGRAM = Path(__file__).resolve().parents[1] / "worlds" / "every_function.py"
 STAYS = PROGRAM.read_text(encoding="utf-8").partition("# the missing rank")[0].count("\n") + 1
 
 
-def test_every_function(slurm: SlurmSandbox, sandbox: ModuleType, tmp_path: Path) -> None:
+def test_every_function(slurm, sandbox, tmp_path):
     # The names of the sandbox's nodes resolve to nothing: nobody else can name the address.
     (port,) = sandbox.free_ports(1)
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

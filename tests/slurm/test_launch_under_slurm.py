@@ -1,42 +1,28 @@
 """ezpz-launch inside a real job: srun starts its ranks on the job's nodes, as many as are asked."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
 
 import pytest
-
-if TYPE_CHECKING:
-    from tests.slurm.sandbox import SlurmSandbox
 
 FOUR = ["nid001", "nid002", "nid003", "nid004"]
 PROGRAMS = Path(__file__).resolve().parents[1] / "faults" / "programs"
 
 
 @pytest.fixture
-def ezpz(tool: Callable[[str], str]) -> str:
+def ezpz(tool):
     return tool("ezpz-launch")
 
 
 @pytest.fixture
-def salloc(
-    slurm: SlurmSandbox,
-    sandbox: ModuleType,
-    program: Callable[[str], list[str]],
-    ezpz: str,
-    tmp_path: Path,
-) -> Callable[..., list[tuple[str, int, int, int]]]:
+def salloc(slurm, sandbox, program, ezpz, tmp_path):
     """Launch in a job of four nodes of two tasks each; where each rank says that it is."""
 
-    def run(*options: str, before: tuple[str, ...] = ()) -> list[tuple[str, int, int, int]]:
+    def run(*options, before=()):
         job = ["salloc", "-Q", "-N", "4", "-n", "8", *before]
         slurm.run([*job, ezpz, *options, *program("say_rank"), str(tmp_path)])
         return places(sandbox.reports(tmp_path))
@@ -44,7 +30,7 @@ def salloc(
     return run
 
 
-def places(said: list[dict[str, Any]]) -> list[tuple[str, int, int, int]]:
+def places(said):
     """Return node, node rank, local rank and local world size of each rank, in their order."""
     assert [one["rank"] for one in said] == list(range(len(said)))
     assert {(one["world_size"], one["launcher"]) for one in said} == {(len(said), "ezpz")}
@@ -52,13 +38,11 @@ def places(said: list[dict[str, Any]]) -> list[tuple[str, int, int, int]]:
     return [tuple(one[name] for name in names) for one in said]
 
 
-def filled(nodes: list[str], ranks: list[int]) -> list[tuple[str, int, int, int]]:
+def filled(nodes, ranks):
     """Return the places of so many ranks on each of these nodes."""
     counted = enumerate(zip(nodes, ranks, strict=True))
     return [(node, at, local, of) for at, (node, of) in counted for local in range(of)]
 
-
-Salloc = Callable[..., list[tuple[str, int, int, int]]]
 
 REQUESTS = {
     "as the job says": ((), FOUR, [2, 2, 2, 2]),
@@ -71,21 +55,19 @@ REQUESTS = {
 
 
 @pytest.mark.parametrize("asked", REQUESTS)
-def test_a_salloc_shell_starts_ranks_on_all_its_nodes(salloc: Salloc, asked: str) -> None:
+def test_a_salloc_shell_starts_ranks_on_all_its_nodes(salloc, asked):
     options, nodes, ranks = REQUESTS[asked]
     assert salloc(*options) == filled(nodes, ranks)
 
 
-def test_a_hostfile_gives_the_order(salloc: Salloc, tmp_path: Path) -> None:
+def test_a_hostfile_gives_the_order(salloc, tmp_path):
     hostfile = tmp_path.with_suffix(".hosts")
     hostfile.write_text("nid003\nnid001\n")
     said = salloc("--hostfile", str(hostfile), "--ppn", "2")
     assert said == filled(["nid003", "nid001"], [2, 2])
 
 
-def test_a_host_outside_of_the_job_is_refused(
-    slurm: SlurmSandbox, ezpz: str, tmp_path: Path
-) -> None:
+def test_a_host_outside_of_the_job_is_refused(slurm, ezpz, tmp_path):
     hostfile = tmp_path / "hosts"
     hostfile.write_text("nid001\nnid004\n")
     launch = [ezpz, "--hostfile", str(hostfile), "echo", "started"]
@@ -95,25 +77,19 @@ def test_a_host_outside_of_the_job_is_refused(
     assert "nid004" in line
 
 
-def test_an_interactive_step_starts_ranks_on_all_its_job_s_nodes(salloc: Salloc) -> None:
+def test_an_interactive_step_starts_ranks_on_all_its_job_s_nodes(salloc):
     # As where LaunchParameters=use_interactive_step gives salloc's shell.
     interactive = ("srun", "--interactive", "-Q", "-N", "1", "-n", "1")
     assert salloc("-n", "4", "--ppn", "1", before=interactive) == filled(FOUR, [1, 1, 1, 1])
 
 
-def test_a_batch_script_starts_ranks_on_all_its_nodes(
-    slurm: SlurmSandbox,
-    sandbox: ModuleType,
-    program: Callable[[str], list[str]],
-    ezpz: str,
-    tmp_path: Path,
-) -> None:
+def test_a_batch_script_starts_ranks_on_all_its_nodes(slurm, sandbox, program, ezpz, tmp_path):
     command = shlex.join([ezpz, "--ppn", "2", *program("say_rank"), str(tmp_path)])
     slurm.batch(command, "-N", "4", "-n", "8")
     assert places(sandbox.reports(tmp_path)) == filled(FOUR, [2, 2, 2, 2])
 
 
-def test_the_exit_status_is_the_script_s(slurm: SlurmSandbox, ezpz: str) -> None:
+def test_the_exit_status_is_the_script_s(slurm, ezpz):
     ranks = ["sh", "-c", '[ "$RANK" != 2 ] || exit 7; exec sleep 30']
     command = shlex.join([ezpz, "-n", "4", "--ppn", "1", *ranks])
     output = slurm.batch(f"{command} || echo status $?", "-N", "4")
@@ -129,9 +105,7 @@ time.sleep(100)
 """
 
 
-def test_ranks_are_told_before_the_job_ends_and_ask_to_be_requeued(
-    slurm: SlurmSandbox, ezpz: str
-) -> None:
+def test_ranks_are_told_before_the_job_ends_and_ask_to_be_requeued(slurm, ezpz):
     # a job of one minute, of which some seconds are left for the ranks to start
     words = ["--signal-before", "50s", sys.executable, "-c", SAVE_AND_REQUEUE]
     job = ["salloc", "-Q", "-t", "1", "-N", "2", "-n", "2", ezpz, *words]
@@ -140,32 +114,26 @@ def test_ranks_are_told_before_the_job_ends_and_ask_to_be_requeued(
     assert "the job's end is near (--signal-before)" in done.stderr
 
 
-def test_a_batch_script_of_one_node_starts_its_ranks(
-    slurm: SlurmSandbox,
-    sandbox: ModuleType,
-    program: Callable[[str], list[str]],
-    ezpz: str,
-    tmp_path: Path,
-) -> None:
+def test_a_batch_script_of_one_node_starts_its_ranks(slurm, sandbox, program, ezpz, tmp_path):
     command = shlex.join([ezpz, "-n", "2", *program("say_rank"), str(tmp_path)])
     slurm.batch(command, "-N", "1", "-n", "2")
     assert places(sandbox.reports(tmp_path)) == filled(["nid001"], [2])
 
 
-def test_a_step_of_one_task_starts_its_ranks_on_its_node(slurm: SlurmSandbox, ezpz: str) -> None:
+def test_a_step_of_one_task_starts_its_ranks_on_its_node(slurm, ezpz):
     step = ["srun", "-w", "nid002", "-N", "1", "-n", "1"]
     launch = [ezpz, "-n", "2", "printenv", "SLURMD_NODENAME"]
     done = slurm.run(["salloc", "-Q", "-N", "4", "-n", "8", *step, *launch])
     assert done.stdout.split() == ["nid002", "nid002"]
 
 
-def test_a_step_of_a_job_of_one_node_starts_its_ranks(slurm: SlurmSandbox, ezpz: str) -> None:
+def test_a_step_of_a_job_of_one_node_starts_its_ranks(slurm, ezpz):
     step = ["srun", "-w", "nid001", "-n", "1", "-c", "2"]
     done = slurm.run([*step, ezpz, "-n", "2", "printenv", "SLURMD_NODENAME"])
     assert done.stdout.split() == ["nid001", "nid001"]
 
 
-def test_a_rank_of_srun_does_not_launch(slurm: SlurmSandbox, ezpz: str) -> None:
+def test_a_rank_of_srun_does_not_launch(slurm, ezpz):
     done = slurm.run(["srun", "-n", "2", ezpz, "-n", "2", "echo", "started"], expect=None)
     assert done.returncode == 2
     assert done.stdout == ""
@@ -173,16 +141,14 @@ def test_a_rank_of_srun_does_not_launch(slurm: SlurmSandbox, ezpz: str) -> None:
         assert f"this process is rank {rank} of 2 already (SLURM_PROCID)" in done.stderr
 
 
-def test_slurm_s_own_signal_reaches_each_rank_once(
-    slurm: SlurmSandbox, ezpz: str, tmp_path: Path
-) -> None:
+def test_slurm_s_own_signal_reaches_each_rank_once(slurm, ezpz, tmp_path):
     """As with ``sbatch --signal=USR1@300``, which signals what the steps run."""
     said = tmp_path / "said"
     said.mkdir()
     ranks = [sys.executable, str(PROGRAMS / "rank.py"), str(said), "goes_on"]
     command = shlex.join([ezpz, "-n", "4", "--ppn", "1", *ranks])
 
-    def wait_for(suffix: str) -> list[Path]:
+    def wait_for(suffix):
         end = time.monotonic() + 120
         while len(found := sorted(said.glob(f"*.{suffix}"))) < 4:
             assert time.monotonic() < end, f"{len(found)} of 4 ranks have {suffix}"
@@ -202,9 +168,7 @@ def test_slurm_s_own_signal_reaches_each_rank_once(
     assert len(wait_for("done")) == 4
 
 
-def test_an_unmodified_torchrun_script_trains_on_four_nodes(
-    slurm: SlurmSandbox, ezpz: str, tmp_path: Path
-) -> None:
+def test_an_unmodified_torchrun_script_trains_on_four_nodes(slurm, ezpz, tmp_path):
     # The sandbox's node names are no host's: the ranks could not find MASTER_ADDR by it.
     report = tmp_path / "report.json"
     launch = [ezpz, "--ppn", "1", "--env", "MASTER_ADDR=127.0.0.1", "--env", "OMP_NUM_THREADS=1"]

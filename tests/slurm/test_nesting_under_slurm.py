@@ -1,18 +1,13 @@
 """What ezpz_topo says of launchers inside launchers: the innermost counts, not what it inherits."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
-from tests.slurm.topology import JOB, Say, assert_ranks_of_a_step, hosts, row
+from tests.slurm.topology import JOB, assert_ranks_of_a_step, hosts, row
 
 
-def slurm_row(rank: int, size: int, local: int, local_size: int, node: int) -> Any:
+def slurm_row(rank, size, local, local_size, node):
     return ("slurm", rank, size, local, local_size, node)
 
 
-def test_srun_within_a_rank_of_ezpz_launch(batch: Say, tool: Callable[[str], str]) -> None:
+def test_srun_within_a_rank_of_ezpz_launch(batch, tool):
     launch = f"{tool('ezpz-launch')} -n 1"
     said = batch(f"{launch} srun --overlap -N 1 -n 2 say", "-N", "1", "-n", "2")
     assert [row(one) for one in said] == [slurm_row(0, 2, 0, 2, 0), slurm_row(1, 2, 1, 2, 0)]
@@ -22,7 +17,7 @@ def test_srun_within_a_rank_of_ezpz_launch(batch: Say, tool: Callable[[str], str
         assert "slurm before ezpz" in one["rank_info"]["notes"][0]
 
 
-def test_srun_across_nodes_within_mpiexec(say: Say, tool: Callable[[str], str]) -> None:
+def test_srun_across_nodes_within_mpiexec(say, tool):
     outer = (tool("mpiexec"), "-iface", "lo", "-n", "1")
     said = say(*JOB, *outer, "srun", "--overlap", "-N", "2", "-n", "4")
     assert {one["env"]["PMI_SIZE"] for one in said} == {"1"}, "inherited"
@@ -30,7 +25,7 @@ def test_srun_across_nodes_within_mpiexec(say: Say, tool: Callable[[str], str]) 
     assert hosts(said[0]) == said[0]["scontrol"]["job"]
 
 
-def test_srun_with_pmi2_within_mpiexec(say: Say, tool: Callable[[str], str]) -> None:
+def test_srun_with_pmi2_within_mpiexec(say, tool):
     # PMI_RANK is srun's, beside it MPI_LOCALRANKID of the rank above.
     outer = (tool("mpiexec"), "-iface", "lo", "-n", "1")
     said = say(*JOB, *outer, "srun", "--mpi=pmi2", "--overlap", "-N", "2", "-n", "4")
@@ -40,9 +35,7 @@ def test_srun_with_pmi2_within_mpiexec(say: Say, tool: Callable[[str], str]) -> 
     assert_ranks_of_a_step(said)
 
 
-def test_steps_that_give_ranks_the_numbers_that_they_inherit(
-    say: Say, tool: Callable[[str], str]
-) -> None:
+def test_steps_that_give_ranks_the_numbers_that_they_inherit(say, tool):
     # Rank 1 of 2 starts a step, and that has a rank 1 of 2 on another node.
     outer = (tool("mpiexec"), "-iface", "lo", "-n", "2", "-ppn", "2")
     said = say(*JOB, *outer, "srun", "--overlap", "-N", "2", "-n", "2")
@@ -50,7 +43,7 @@ def test_steps_that_give_ranks_the_numbers_that_they_inherit(
         assert row(one) == slurm_row(one["rank"], 2, 0, 1, one["rank"])
 
 
-def test_mpiexec_within_a_step_of_one_task(say: Say, tool: Callable[[str], str]) -> None:
+def test_mpiexec_within_a_step_of_one_task(say, tool):
     # Hydra would start its proxies by srun, which waits for what this step has.
     inner = (tool("mpiexec"), "-launcher", "fork", "-iface", "lo", "-n", "2")
     said = say("srun", "-N", "1", "-n", "1", "-c", "2", *inner)
@@ -59,21 +52,21 @@ def test_mpiexec_within_a_step_of_one_task(say: Say, tool: Callable[[str], str])
     assert {one["num_nodes"] for one in said} == {1}
 
 
-def test_mpiexec_within_each_rank_of_a_step(say: Say, tool: Callable[[str], str]) -> None:
+def test_mpiexec_within_each_rank_of_a_step(say, tool):
     inner = (tool("mpiexec"), "-launcher", "fork", "-iface", "lo", "-n", "1")
     said = say("srun", "-N", "1", "-n", "2", *inner)
     assert [row(one) for one in said] == [("pmi", 0, 1, 0, 1, 0)] * 2
     assert {one["env"]["SLURM_PROCID"] for one in said} == {"0", "1"}, "inherited"
 
 
-def test_mpiexec_within_a_stamped_rank(batch: Say, tool: Callable[[str], str]) -> None:
+def test_mpiexec_within_a_stamped_rank(batch, tool):
     inner = f"{tool('mpiexec')} -launcher fork -iface lo -n 2"
     said = batch(f"{tool('ezpz-launch')} -n 1 {inner} say", "-N", "1", "-n", "2")
     assert [row(one) for one in said] == [("pmi", 0, 2, 0, 2, 0), ("pmi", 1, 2, 1, 2, 0)]
     assert {one["env"]["EZPZ_WORLD_SIZE"] for one in said} == {"1"}, "inherited"
 
 
-def test_ezpz_launch_within_a_step_of_one_task(say: Say, tool: Callable[[str], str]) -> None:
+def test_ezpz_launch_within_a_step_of_one_task(say, tool):
     job = ("salloc", "-Q", "-w", "nid001,nid002", "-n", "4")
     step = ("srun", "-w", "nid002", "-N", "1", "-n", "1", "-c", "2")
     said = say(*job, *step, tool("ezpz-launch"), "-n", "2")

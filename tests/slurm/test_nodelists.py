@@ -1,26 +1,20 @@
 """What ezpz_topo makes of a nodelist is what ``scontrol show hostnames`` makes of it."""
 
-from __future__ import annotations
-
 import random
-from typing import TYPE_CHECKING
 
 from ezpz_topo import expand_nodelist, fold_nodelist
-
-if TYPE_CHECKING:
-    from tests.slurm.sandbox import SlurmSandbox
 
 LISTS = 500
 
 
-def a_range(draw: random.Random) -> str:
+def a_range(draw):
     width = draw.choice((1, 1, 2, 3))
     low = draw.randint(0, 30)
     high = low + draw.randint(0, 12)
     return f"{low:0{width}d}" if low == high else f"{low:0{width}d}-{high}"
 
 
-def a_name(draw: random.Random) -> str:
+def a_name(draw):
     # This Slurm takes no text after a bracket, unless another bracket follows.
     brackets = draw.choice((0, 1, 1, 1, 2, 2, 3, 4))
     name = draw.choice(("n", "nid", "x1000c", "a-b", "login7"))
@@ -31,7 +25,7 @@ def a_name(draw: random.Random) -> str:
     return name.rstrip("bcs") if brackets else name
 
 
-def test_five_hundred_lists(slurm: SlurmSandbox) -> None:
+def test_five_hundred_lists(slurm):
     draw = random.Random(22_05_8)  # the same lists each time
     lists = [
         draw.choice((",", ",,", " ")).join(a_name(draw) for _ in range(draw.randint(1, 4)))
@@ -43,7 +37,7 @@ def test_five_hundred_lists(slurm: SlurmSandbox) -> None:
         assert expand_nodelist(text) == said, text
 
 
-def test_what_we_fold_slurm_expands(slurm: SlurmSandbox) -> None:
+def test_what_we_fold_slurm_expands(slurm):
     draw = random.Random(1)
     for _ in range(100):
         hosts = [f"{draw.choice(('n', 'x0c'))}{draw.randint(0, 120)}" for _ in range(20)]

@@ -1,21 +1,14 @@
 """The sandbox itself: two at once, nothing left behind."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import time
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING
 
 import pytest
 
-if TYPE_CHECKING:
-    from tests.slurm.sandbox import SlurmSandbox
 
-
-def processes_of(directory: Path) -> list[str]:
+def processes_of(directory):
     """Return the command lines of processes that have the sandbox's configuration."""
     mark = b"SLURM_CONF=" + bytes(directory / "slurm.conf")
     found = []
@@ -28,14 +21,14 @@ def processes_of(directory: Path) -> list[str]:
     return found
 
 
-def test_four_nodes_answer(slurm: SlurmSandbox) -> None:
+def test_four_nodes_answer(slurm):
     said = slurm.run(["srun", "-N", "4", "--label", "printenv", "SLURMD_NODENAME"]).stdout
     assert sorted(said.split("\n")[:-1]) == [
         f"{task}: {name}" for task, name in enumerate(("nid001", "nid002", "nid003", "nid004"))
     ]
 
 
-def test_two_sandboxes_run_at_once(slurm: SlurmSandbox, sandbox: ModuleType) -> None:
+def test_two_sandboxes_run_at_once(slurm, sandbox):
     job = ["srun", "-n", "1", "printenv", "SLURM_JOB_ID"]
     with sandbox.SlurmSandbox() as other:
         ours, theirs = slurm.run(job).stdout, other.run(job).stdout
@@ -44,9 +37,7 @@ def test_two_sandboxes_run_at_once(slurm: SlurmSandbox, sandbox: ModuleType) -> 
     assert slurm.run(job).stdout != ours
 
 
-def test_a_sandbox_with_a_running_job_leaves_nothing(
-    slurm: SlurmSandbox, sandbox: ModuleType
-) -> None:
+def test_a_sandbox_with_a_running_job_leaves_nothing(slurm, sandbox):
     with sandbox.SlurmSandbox() as other:
         other.run(["sbatch", "-N", "2", "--wrap", "srun -n 2 sleep 300"])
         deadline = time.monotonic() + 120
@@ -61,9 +52,7 @@ def test_a_sandbox_with_a_running_job_leaves_nothing(
     assert processes_of(slurm.directory), "the other sandbox lives on"
 
 
-def test_a_sandbox_that_does_not_start_says_why_and_leaves_nothing(
-    slurm: SlurmSandbox, sandbox: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sandbox_that_does_not_start_says_why_and_leaves_nothing(slurm, sandbox, monkeypatch):
     monkeypatch.setattr(sandbox, "CONFIGURATION", sandbox.CONFIGURATION + "SelectType=select/no\n")
     broken = sandbox.SlurmSandbox()
     with pytest.raises(sandbox.SandboxError, match=r"(?s)slurmctld ended with 1.*select/no"):
@@ -72,16 +61,14 @@ def test_a_sandbox_that_does_not_start_says_why_and_leaves_nothing(
     assert not broken.directory.exists()
 
 
-def test_a_command_that_hangs_is_ended_and_its_job_cancelled(
-    slurm: SlurmSandbox, sandbox: ModuleType
-) -> None:
+def test_a_command_that_hangs_is_ended_and_its_job_cancelled(slurm, sandbox):
     with pytest.raises(sandbox.SandboxError, match=r"did not end within 1 s"):
         slurm.run(["srun", "-N", "4", "-n", "8", "sleep", "300"], timeout=1)
     # All eight cores are needed again.
     slurm.run(["srun", "-N", "4", "-n", "8", "true"], timeout=120)
 
 
-def test_it_listens_on_loopback_only(slurm: SlurmSandbox) -> None:
+def test_it_listens_on_loopback_only(slurm):
     ports = [
         int(line.split("Port=")[1].split()[0])
         for line in (slurm.directory / "slurm.conf").read_text().splitlines()

@@ -1,24 +1,14 @@
 """ezpz_dist under srun: ranks that nobody told where to meet, meet and train."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
-
 import pytest
-
-if TYPE_CHECKING:
-    from tests.slurm.sandbox import SlurmSandbox
 
 
 @pytest.fixture
-def words(program: Callable[[str], list[str]], said_in: Path) -> list[str]:
+def words(program, said_in):
     return [*program("take_step"), str(said_in)]
 
 
-def assert_trained(said: list[dict[str, Any]], size: int) -> None:
+def assert_trained(said, size):
     assert [one["rank"] for one in said] == list(range(size))
     for one in said:
         assert one["ranks"] == size
@@ -28,9 +18,7 @@ def assert_trained(said: list[dict[str, Any]], size: int) -> None:
         assert one["group_is_gone"]
 
 
-def test_ranks_of_one_node_derive_the_address_from_their_step(
-    slurm: SlurmSandbox, sandbox: ModuleType, words: list[str], said_in: Path
-) -> None:
+def test_ranks_of_one_node_derive_the_address_from_their_step(slurm, sandbox, words, said_in):
     done = slurm.run(["srun", "-N", "1", "-n", "2", *words])
     said = sandbox.reports(said_in)
     assert_trained(said, 2)
@@ -41,9 +29,7 @@ def test_ranks_of_one_node_derive_the_address_from_their_step(
     assert done.stderr.count(f"address by derived from Slurm step {said[0]['step']}") == 2
 
 
-def test_two_steps_of_one_job_meet_at_different_ports(
-    slurm: SlurmSandbox, sandbox: ModuleType, words: list[str], said_in: Path, tmp_path: Path
-) -> None:
+def test_two_steps_of_one_job_meet_at_different_ports(slurm, sandbox, words, said_in, tmp_path):
     meeting = tmp_path / "meeting"
     meeting.mkdir()
     both = (
@@ -62,9 +48,7 @@ def test_two_steps_of_one_job_meet_at_different_ports(
     assert len(ports) == len({address for _, address in ports}) == 2
 
 
-def test_ranks_of_two_nodes_meet_at_the_address_that_was_exported(
-    slurm: SlurmSandbox, sandbox: ModuleType, words: list[str], said_in: Path
-) -> None:
+def test_ranks_of_two_nodes_meet_at_the_address_that_was_exported(slurm, sandbox, words, said_in):
     # The names of the sandbox's nodes resolve to nothing: nobody else can name the address.
     (port,) = sandbox.free_ports(1)
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -76,9 +60,7 @@ def test_ranks_of_two_nodes_meet_at_the_address_that_was_exported(
     assert [one["node"] for one in said] == [first, first, second, second]
 
 
-def test_a_rank_that_fails_fails_the_step(
-    slurm: SlurmSandbox, words: list[str], said_in: Path
-) -> None:
+def test_a_rank_that_fails_fails_the_step(slurm, words, said_in):
     # Well within the 60 s of set-up's timeout: the peer learns of it, it does not wait.
     command = ["srun", "-N", "1", "-n", "2", *words, "--fail", "1", "3"]
     done = slurm.run(command, expect=None, timeout=300)

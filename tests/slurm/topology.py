@@ -1,39 +1,32 @@
 """What the processes of say_topology.py report, and what must hold of it however they started."""
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Callable
 from datetime import datetime
-from typing import Any
-
-Report = dict[str, Any]
-Say = Callable[..., list[Report]]
 
 JOB = ("salloc", "-Q", "-N", "2", "-n", "4")
 HET_JOB = ("salloc", "-Q", "-N", "1", "-n", "1", ":", "-N", "2", "-n", "3")
 
 
-def row(said: Report) -> tuple[str, int, int, int, int | None, int | None]:
+def row(said):
     """Return launcher, rank, world size, local rank, local world size, node rank."""
     names = ("launcher", "rank", "world_size", "local_rank", "local_world_size", "node_rank")
     launcher, *numbers = (said["rank_info"][name] for name in names)
     return (launcher, *numbers)
 
 
-def hosts(said: Report) -> list[str]:
+def hosts(said):
     """Return the hosts that every answer agrees on."""
-    found: list[str] = said["allocation"]["hosts"]
+    found = said["allocation"]["hosts"]
     assert [entry["host"] for entry in said["hosts"]["entries"]] == found
     assert said["num_nodes"] == len(found)
     return found
 
 
-def ends(said: Report) -> float:
+def ends(said):
     return datetime.fromisoformat(said["allocation"]["ends_at"]).timestamp()
 
 
-def assert_one_process_of_the_job(said: Report, slots: list[int] | None, *, on_node: bool) -> None:
+def assert_one_process_of_the_job(said, slots, *, on_node):
     assert row(said) == ("none", 0, 1, 0, 1, 0)
     assert hosts(said) == said["scontrol"]["job"]
     job = said["allocation"]
@@ -43,7 +36,7 @@ def assert_one_process_of_the_job(said: Report, slots: list[int] | None, *, on_n
     assert said["total"] == (sum(slots) if slots else len(hosts(said)))
 
 
-def assert_ranks_of_a_step(said: list[Report]) -> None:
+def assert_ranks_of_a_step(said):
     """Every rank knows the step's hosts in Slurm's order, its own among them, and their tasks."""
     assert [one["rank"] for one in said] == list(range(len(said)))
     tasks = Counter(one["env"]["SLURMD_NODENAME"] for one in said)

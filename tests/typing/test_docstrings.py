@@ -1,11 +1,8 @@
 """Every public name has a docstring, and the docstring has a form; private ones are free."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import re
-from collections.abc import Iterator
 
 import pytest
 
@@ -15,7 +12,7 @@ PACKAGES = [
 ]
 
 
-def contracts(name: str, value: object) -> Iterator[tuple[str, object]]:
+def contracts(name, value):
     """Return a function, or a class and its public methods and properties."""
     yield name, value
     for member, held in vars(value).items() if inspect.isclass(value) else ():
@@ -24,7 +21,7 @@ def contracts(name: str, value: object) -> Iterator[tuple[str, object]]:
             yield f"{name}.{member}", method
 
 
-def fault(value: object) -> str:
+def fault(value):
     """Return what is wrong with the docstring; empty if nothing is."""
     text = inspect.getdoc(value) or ""
     summary, _, rest = text.partition("\n")
@@ -46,7 +43,7 @@ def fault(value: object) -> str:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_public_names_have_docstrings(package: str) -> None:
+def test_public_names_have_docstrings(package):
     """A name in a package's `__all__` is a contract: with its methods and properties."""
     module = importlib.import_module(package)
     values = {name: getattr(module, name) for name in module.__all__}

@@ -1,14 +1,11 @@
 """What type checkers and editors see of the public packages: everything, with its type."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,7 +24,7 @@ ezpz.setup_torch(sead=42)
 """
 
 
-def pyright(*words: str) -> dict[str, Any]:
+def pyright(*words):
     """Run pyright with the Python of these tests; return its answer."""
     # It takes the packages of the first `python` on PATH.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
@@ -36,12 +33,11 @@ def pyright(*words: str) -> dict[str, Any]:
         env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.stdout.startswith("{"), done.stdout + done.stderr
-    answer: dict[str, Any] = json.loads(done.stdout)
-    return answer
+    return json.loads(done.stdout)
 
 
 @pytest.fixture(scope="session")
-def answers() -> dict[str, Future[dict[str, Any]]]:
+def answers():
     """Ask about all packages, two at a time."""
     with ThreadPoolExecutor(2) as pool:
         return {
@@ -51,9 +47,7 @@ def answers() -> dict[str, Future[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_every_public_name_has_a_known_type(
-    answers: dict[str, Future[dict[str, Any]]], package: str
-) -> None:
+def test_every_public_name_has_a_known_type(answers, package):
     answer = answers[package].result()["typeCompleteness"]
     # A package that was not found is complete, too.
     assert answer["exportedSymbolCounts"]["withKnownType"] > 0
@@ -67,15 +61,13 @@ def test_every_public_name_has_a_known_type(
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_every_public_name_has_a_docstring(
-    answers: dict[str, Future[dict[str, Any]]], package: str
-) -> None:
+def test_every_public_name_has_a_docstring(answers, package):
     answer = answers[package].result()["typeCompleteness"]
     assert answer["missingFunctionDocStringCount"] == 0
     assert answer["missingClassDocStringCount"] == 0
 
 
-def test_documented_usage_is_typed_as_documented() -> None:
+def test_documented_usage_is_typed_as_documented():
     answer = pyright(str(HERE / "api.py"))
     assert [
         f"{Path(each['file']).name}:{each['range']['start']['line'] + 1}: {each['message']}"
@@ -84,7 +76,7 @@ def test_documented_usage_is_typed_as_documented() -> None:
     assert answer["summary"]["filesAnalyzed"] == 1
 
 
-def test_a_mistake_is_told(tmp_path: Path) -> None:
+def test_a_mistake_is_told(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(MISTAKES, encoding="utf-8")
     answer = pyright(str(script))

@@ -28,7 +28,7 @@ LEFT_OUT = {
 ROWS = 12  # divides by 1, 2, 3 and 4 ranks
 
 
-def collectives(rank: int, size: int, implementation: str) -> None:
+def collectives(rank, size, implementation):
     """Numbers, tensors, dicts and objects come together on every rank."""
     by = {"implementation": implementation}
     assert ez.all_reduce(rank, **by) == size * (size - 1) // 2
@@ -45,7 +45,7 @@ def collectives(rank: int, size: int, implementation: str) -> None:
     ez.barrier(timeout=30, **by)
 
 
-def this_world(rank: int, size: int) -> None:
+def this_world(rank, size):
     """What it says of itself, and its seeds."""
     info = ez.get_dist_info()
     assert (info["rank"], info["world_size"]) == (rank, size), info
@@ -57,7 +57,7 @@ def this_world(rank: int, size: int) -> None:
     assert len(set(ez.all_gather_object(torch.rand(1).item()))) == size
 
 
-def steps(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> list[float]:
+def steps(model, optimizer, x):
     """Train, and return the losses."""
     losses = []
     for _ in range(5):
@@ -69,12 +69,12 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -
     return losses
 
 
-def adamw(parameters: object) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2)  # type: ignore[arg-type]
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-2)
 
 
-def zero1(parameters: object) -> torch.optim.Optimizer:
-    return ez.wrap_optimizer_for_zero1(torch.optim.AdamW, parameters, lr=1e-2)  # type: ignore[arg-type]
+def zero1(parameters):
+    return ez.wrap_optimizer_for_zero1(torch.optim.AdamW, parameters, lr=1e-2)
 
 
 WRAPPERS: tuple[tuple[Callable[[nn.Module], nn.Module], Callable[..., torch.optim.Optimizer]], ...]
@@ -87,7 +87,7 @@ WRAPPERS = (
 )
 
 
-def training(rank: int, size: int, folder: Path) -> None:
+def training(rank, size, folder):
     """Each wrapper follows one rank's curve; checkpoints are loaded into another's model."""
     torch.manual_seed(0)
     bare = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1)).double()
@@ -128,10 +128,10 @@ def training(rank: int, size: int, folder: Path) -> None:
         snapshot.step(6)
 
 
-def data(rank: int, size: int, folder: Path) -> None:
+def data(rank, size, folder):
     """Every sample, file and row is some rank's, once."""
 
-    def together(mine: list[int]) -> list[int]:
+    def together(mine):
         return sorted(one for theirs in ez.all_gather_object(mine) for one in theirs)
 
     assert together(list(ez.DataParallelSampler(ROWS))) == list(range(ROWS))
@@ -152,7 +152,7 @@ def data(rank: int, size: int, folder: Path) -> None:
     assert ez.share_on_node(lambda: torch.tensor([ranks[0]])).item() == ranks[0]
 
 
-def times() -> None:
+def times():
     """The timers run, and the ranks compare theirs."""
     stragglers, timers = ez.Stragglers(window=2), ez.Timers()
     for _ in range(3):
@@ -163,7 +163,7 @@ def times() -> None:
     stragglers.close()
 
 
-def exercise(rank: int, size: int, folder: Path, *, mpi: bool) -> None:
+def exercise(rank, size, folder, *, mpi):
     """Call all of it. Collective: every rank calls this, set up."""
     this_world(rank, size)
     collectives(rank, size, "torch")
@@ -174,14 +174,14 @@ def exercise(rank: int, size: int, folder: Path, *, mpi: bool) -> None:
     times()
 
 
-def load_batch(folder: Path, others: int) -> None:
+def load_batch(folder, others):
     """Stay here until the others have said what they are told."""
     deadline = time.monotonic() + 30
     while len(list(folder.glob("*.json"))) < others and time.monotonic() < deadline:
         time.sleep(0.05)  # the missing rank
 
 
-def main() -> None:
+def main():
     folder = Path(sys.argv[1])
     rank = ez.setup_torch(seed=1, timeout=60)
     info = ez.get_dist_info()

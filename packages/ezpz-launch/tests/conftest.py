@@ -66,12 +66,9 @@ def launch(clean_env, mpiexec, tmp_path):
     def run(*words, env=None, timeout=180, **kwargs):
         return subprocess.run(
             [sys.executable, "-m", "ezpz_launch", *words],
-            env={**clean_env, "TMPDIR": str(reports), **(env or {})},
-            capture_output=True,
-            timeout=timeout,
-            check=False,
-            **{"text": True, **kwargs},
-        )
+            env={**clean_env, "TMPDIR": str(reports), **(env or {})}, capture_output=True,
+            timeout=timeout, check=False, **{"text": True, **kwargs},
+        )  # fmt: skip
 
     yield run
     assert list(reports.iterdir()) == []

@@ -67,15 +67,10 @@ def test_options_that_cannot_be(machine, names, kind, message):
 def planned(machine, kind, *, env=None, **options):
     topology = imagine(machine, options.get("nodes", 2), {})
     return plan(
-        topology,
-        Request(("true",), **options),
-        Launcher("x", kind, ""),
-        hosts=topology.allocation.hosts,
-        hosts_source="the job",
-        hostfile="f",
-        port=29500,
+        topology, Request(("true",), **options), Launcher("x", kind, ""),
+        hosts=topology.allocation.hosts, hosts_source="the job", hostfile="f", port=29500,
         user_env=env or {},
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -129,12 +124,9 @@ def test_threads_are_the_cores_that_a_rank_is_bound_to(machine, kind, options, t
 # Variables.
 
 PBS = {
-    "PBS_ENVIRONMENT": "PBS_BATCH",
-    "PBS_JOBID": "1.pbs-0001",
-    "NCPUS": "64",
-    "OMP_NUM_THREADS": "64",
-    "TMPDIR": "/var/tmp/pbs.1.pbs-0001",
-}
+    "PBS_ENVIRONMENT": "PBS_BATCH", "PBS_JOBID": "1.pbs-0001", "NCPUS": "64",
+    "OMP_NUM_THREADS": "64", "TMPDIR": "/var/tmp/pbs.1.pbs-0001",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

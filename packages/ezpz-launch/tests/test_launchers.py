@@ -14,15 +14,12 @@ from ezpz_topo import imagine
 def planned(launcher, machine="generic-slurm", of=4, *, hosts=None, env=None, **options):
     topology = imagine(machine, of, {})
     return plan(
-        topology,
-        Request(("true",), **options),
+        topology, Request(("true",), **options),
         launcher if isinstance(launcher, Launcher) else Launcher(launcher, launcher, ""),
         hosts=topology.allocation.hosts if hosts is None else hosts,
-        hosts_source="argument" if hosts else "the job",
-        hostfile="/tmp/hosts",
-        port=1,
+        hosts_source="argument" if hosts else "the job", hostfile="/tmp/hosts", port=1,
         user_env=env or {},
-    )
+    )  # fmt: skip
 
 
 def own_words(told):

@@ -23,15 +23,10 @@ PALS = Launcher("mpiexec", "pals", "")
 
 def planned(topology, nproc=None, *, env=None, launcher=HYDRA, added=(), **options):
     return plan(
-        topology,
-        Request(("python", "train.py"), nproc, env=added, **options),
-        launcher,
-        hosts=topology.allocation.hosts,
-        hosts_source="no job is running",
-        hostfile="/tmp/hosts",
-        port=29500,
-        user_env=env or {},
-    )
+        topology, Request(("python", "train.py"), nproc, env=added, **options), launcher,
+        hosts=topology.allocation.hosts, hosts_source="no job is running", hostfile="/tmp/hosts",
+        port=29500, user_env=env or {},
+    )  # fmt: skip
 
 
 def test_a_plan_for_this_host():

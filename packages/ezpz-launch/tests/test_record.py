@@ -28,15 +28,10 @@ from ezpz_topo import get_hostname, imagine
 TOPOLOGY = imagine("perlmutter", 2, {})
 JOB = TOPOLOGY.allocation
 PLAN = plan(
-    TOPOLOGY,
-    Request(("python", "train.py"), retries=2),
-    Launcher("/usr/bin/srun", "srun", "srun on PATH"),
-    hosts=JOB.hosts,
-    hosts_source="made up",
-    hostfile="/tmp/hosts",
-    port=29500,
-    user_env={},
-)
+    TOPOLOGY, Request(("python", "train.py"), retries=2),
+    Launcher("/usr/bin/srun", "srun", "srun on PATH"), hosts=JOB.hosts, hosts_source="made up",
+    hostfile="/tmp/hosts", port=29500, user_env={},
+)  # fmt: skip
 RECORD = record_of(PLAN, ["srun", "sh"], JOB)
 
 

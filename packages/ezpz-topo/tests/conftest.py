@@ -1,13 +1,10 @@
-from __future__ import annotations
-
 import os
-from collections.abc import Iterator
 
 import pytest
 
 
 @pytest.fixture
-def unprivileged() -> Iterator[None]:
+def unprivileged():
     """Run the test without root's right to everything, as another user where we are root."""
     me = os.geteuid()
     if me != 0:

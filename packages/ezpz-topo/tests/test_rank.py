@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -413,7 +412,7 @@ LINUX = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="the kernel s
 SAY = "from ezpz_topo import launching_ancestors as a; print(*[x.family for x in a()])"
 
 
-def below(words: list[str], *inner: str) -> list[str]:
+def below(words, *inner):
     """Return what a Python says that is started by these processes, outermost first."""
     said = subprocess.run([*words, *inner], capture_output=True, text=True, check=True, timeout=60)
     # Above the test itself there may be real launchers: they are in every answer.
@@ -425,12 +424,11 @@ def below(words: list[str], *inner: str) -> list[str]:
 
 
 @pytest.fixture
-def process(tmp_path: Path):
+def process(tmp_path):
     """Return the words that run a command below a process of that name."""
     shell = shutil.which("sh")
-    assert shell is not None
 
-    def named(name: str) -> list[str]:
+    def named(name):
         path = tmp_path / name
         shutil.copy(os.path.realpath(shell), path)
         # "$@" and not the last command: else the shell would become it.

@@ -21,17 +21,17 @@ STEPS = 20
 
 
 class ToyModel(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.net1 = nn.Linear(10, 10)
         self.relu = nn.ReLU()
         self.net2 = nn.Linear(10, 5)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.net2(self.relu(self.net1(x)))
 
 
-def main() -> None:
+def main():
     local_rank, rank = int(os.environ["LOCAL_RANK"]), int(os.environ["RANK"])
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
@@ -62,7 +62,7 @@ def main() -> None:
         "losses": losses,
         "weights": weights.tolist(),
     }
-    found: list[object] = [None] * dist.get_world_size()
+    found = [None] * dist.get_world_size()
     dist.gather_object(mine, found if rank == 0 else None)
     if rank == 0:
         with open(sys.argv[1], "w", encoding="utf-8") as file:

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import FrameType
 
 FOLDER = Path(sys.argv[1])
 RANK = int(os.environ["RANK"])
@@ -23,13 +22,13 @@ WORLD_SIZE = int(os.environ["WORLD_SIZE"])
 FAILING = 1
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-heard: list[int] = []
+heard = []
 
 
-def hear(*numbers: int) -> None:
+def hear(*numbers):
     """Note these signals instead of ending by them."""
 
-    def note(number: int, _frame: FrameType | None) -> None:
+    def note(number, _frame):
         with (FOLDER / f"{RANK}.signals").open("a", encoding="ascii") as file:
             file.write(f"{signal.Signals(number).name}\n")
         heard.append(number)
@@ -38,7 +37,7 @@ def hear(*numbers: int) -> None:
         signal.signal(number, note)
 
 
-def started(**more: object) -> None:
+def started(**more):
     facts = {
         "pid": os.getpid(),
         "host": os.environ.get("SLURMD_NODENAME", os.uname().nodename),
@@ -52,21 +51,21 @@ def started(**more: object) -> None:
     draft.rename(FOLDER / f"{RANK}.started")
 
 
-def done() -> None:
+def done():
     (FOLDER / f"{RANK}.done").touch()
 
 
-def all_started() -> bool:
+def all_started():
     return all((FOLDER / f"{rank}.started").exists() for rank in range(WORLD_SIZE))
 
 
-def wait(until=lambda: False, seconds: float = 600) -> None:
+def wait(until=lambda: False, seconds=600):
     end = time.monotonic() + seconds
     while not until() and time.monotonic() < end:
         time.sleep(0.02)
 
 
-def others_wait() -> None:
+def others_wait():
     """Go on as the rank that fails, when all are there; the others stay."""
     started()
     wait(all_started)
@@ -75,24 +74,24 @@ def others_wait() -> None:
         sys.exit("rank.py: nobody ended this rank")
 
 
-def exits(status: str) -> None:
+def exits(status):
     others_wait()
     sys.exit(int(status))
 
 
-def dies(name: str) -> None:
+def dies(name):
     others_wait()
     os.kill(os.getpid(), signal.Signals[name])
     wait()
 
 
-def segfaults() -> None:
+def segfaults():
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     others_wait()
     ctypes.string_at(0)
 
 
-def dies_with_workers() -> None:
+def dies_with_workers():
     """As a rank with data loaders that is killed: they do not end by themselves."""
     workers = [
         subprocess.Popen(["sleep", "60"], stdin=subprocess.DEVNULL, start_new_session=apart).pid
@@ -105,7 +104,7 @@ def dies_with_workers() -> None:
     wait()
 
 
-def leaves_a_helper(holds: str, number: str) -> None:
+def leaves_a_helper(holds, number):
     """Rank 1 ends and leaves one that has a session of its own, and holds the output or not."""
     pids = []
     if RANK == FAILING:
@@ -122,20 +121,20 @@ def leaves_a_helper(holds: str, number: str) -> None:
     started(workers=pids)
 
 
-def stays_deaf() -> None:
+def stays_deaf():
     """Rank 1 exits 3; the others hear SIGTERM and go on."""
     hear(signal.SIGTERM)
     exits("3")
 
 
-def exits_beside_checkpoints(status: str, seconds: str) -> None:
+def exits_beside_checkpoints(status, seconds):
     """Rank 1 exits; the others, told to end, work for so long and then end well."""
     if RANK == FAILING:
         exits(status)
     checkpoints(seconds)
 
 
-def requeues(status: str) -> None:
+def requeues(status):
     """At SIGUSR1 all save, and end with this status."""
     hear(signal.SIGUSR1)
     started()
@@ -144,7 +143,7 @@ def requeues(status: str) -> None:
     sys.exit(int(status))
 
 
-def mumbles(seconds: str) -> None:
+def mumbles(seconds):
     """Now one rank says something, now another, for so long."""
     started()
     end = time.monotonic() + float(seconds)
@@ -157,7 +156,7 @@ def mumbles(seconds: str) -> None:
     done()
 
 
-def shouts() -> None:
+def shouts():
     """Rank 1 exits 3 while the others fill standard error."""
     started()
     wait(all_started)
@@ -173,7 +172,7 @@ def shouts() -> None:
             os.write(2, bytes([97 + RANK]) * length + b"\n")
 
 
-def all_exit(status: str) -> None:
+def all_exit(status):
     """Every rank fails by itself, one a moment after the other, rank 1 first."""
     started()
     wait(all_started)
@@ -182,7 +181,7 @@ def all_exit(status: str) -> None:
     sys.exit(int(status) if RANK == FAILING else 9)
 
 
-def checkpoints(seconds: str) -> None:
+def checkpoints(seconds):
     """At a signal to end, work for so long, and then end well."""
     hear(*ENDING)
     started()
@@ -192,7 +191,7 @@ def checkpoints(seconds: str) -> None:
     done()
 
 
-def goes_on() -> None:
+def goes_on():
     """Note every signal until the file "go" is there."""
     hear(*ENDING, signal.SIGUSR1, signal.SIGUSR2)
     started()
@@ -200,12 +199,12 @@ def goes_on() -> None:
     done()
 
 
-def waits() -> None:
+def waits():
     started()
     wait()
 
 
-def hangs() -> None:
+def hangs():
     """Rank 0 ends; the others say that they began, and then nothing."""
     started()
     print("began", flush=True)
@@ -213,11 +212,11 @@ def hangs() -> None:
         stuck_here()
 
 
-def stuck_here() -> None:
+def stuck_here():
     time.sleep(600)  # the line that hangs
 
 
-def first_ends() -> None:
+def first_ends():
     """Rank 0 is done at once; the others need longer than the time to settle."""
     started()
     if RANK:
@@ -225,7 +224,7 @@ def first_ends() -> None:
     done()
 
 
-def writes(count: str) -> None:
+def writes(count):
     """That many bytes on standard output, and a tenth on standard error: each rank its letter."""
     started()
     for descriptor, left in ((1, int(count)), (2, int(count) // 10)):
@@ -236,7 +235,7 @@ def writes(count: str) -> None:
     done()
 
 
-def writes_odd_bytes() -> None:
+def writes_odd_bytes():
     """All 256 bytes, and the separators alone and doubled, without a newline at the end."""
     started()
     odd = bytes(range(256)) + b"\x1e\x1e\x1f\n\x1eezpz \x1f\x1e"
@@ -245,7 +244,7 @@ def writes_odd_bytes() -> None:
     done()
 
 
-def says() -> None:
+def says():
     started()
 
 

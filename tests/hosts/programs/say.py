@@ -9,13 +9,11 @@ import argparse
 import json
 import os
 import resource
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import ezpz_topo
-from ezpz_topo import TopoError, Topology
+from ezpz_topo import TopoError
 
 parser = argparse.ArgumentParser()
 parser.add_argument("directory", type=Path)
@@ -25,18 +23,18 @@ parser.add_argument("--timeout", type=float, default=60, help="that long the ran
 args = parser.parse_args()
 
 
-def answer(question: Callable[[], Any]) -> Any:
+def answer(question):
     try:
         return question()
     except TopoError as error:
         return f"{type(error).__name__}: {error}"
 
 
-def as_said(topology: Topology) -> dict[str, Any]:
+def as_said(topology):
     return {**asdict(topology), "explained": {row[0]: row[1:] for row in topology.explain()}}
 
 
-def by_mpi() -> dict[str, Any]:
+def by_mpi():
     from mpi4py import MPI
 
     node = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
@@ -50,7 +48,7 @@ def by_mpi() -> dict[str, Any]:
     }
 
 
-def by_torch() -> dict[str, Any]:
+def by_torch():
     import torch
     import torch.distributed as dist
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from ezpz_topo import get_rank_info
 
 info = get_rank_info()
-said: dict[str, object] = {
+said = {
     "rank": info.rank,
     "world_size": info.world_size,
     "local_rank": info.local_rank,

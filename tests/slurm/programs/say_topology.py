@@ -12,14 +12,12 @@ import os
 import re
 import resource
 import subprocess
-from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import ezpz_topo
-from ezpz_topo import Allocation, TopoError, _slurm
+from ezpz_topo import TopoError, _slurm
 
 parser = argparse.ArgumentParser()
 parser.add_argument("directory", type=Path)
@@ -30,18 +28,18 @@ parser.add_argument("--no-scontrol", action="store_true", help="start no command
 args = parser.parse_args()
 
 
-def answer(question: Callable[[], Any]) -> Any:
+def answer(question):
     try:
         return question()
     except TopoError as error:
         return f"{type(error).__name__}: {error}"
 
 
-def as_said(job: Allocation) -> dict[str, Any]:
+def as_said(job):
     return {**asdict(job), "on_node": job.on_node}
 
 
-def hostfile() -> dict[str, Any]:
+def hostfile():
     path = ezpz_topo.get_hostfile_with_fallback()
     return {
         "path": str(path),
@@ -50,12 +48,12 @@ def hostfile() -> dict[str, Any]:
     }
 
 
-def job_of(node: str) -> dict[str, Any] | None:
+def job_of(node):
     job = _slurm.job_of_this_host(os.environ, node)
     return None if job is None else as_said(job)
 
 
-def scontrol(*words: str) -> str:
+def scontrol(*words):
     plain = {**os.environ, "SLURM_TIME_FORMAT": "%s"}
     done = subprocess.run(
         ["scontrol", *words], env=plain, check=True, capture_output=True, text=True
@@ -63,11 +61,11 @@ def scontrol(*words: str) -> str:
     return done.stdout
 
 
-def hostnames(nodelists: list[str]) -> list[str]:
+def hostnames(nodelists):
     return [host for part in nodelists for host in scontrol("show", "hostnames", part).split()]
 
 
-def facts_of(job_id: str) -> dict[str, Any]:
+def facts_of(job_id):
     # Of an array its other tasks are told as well.
     mine = re.compile(rf"(JobId=|.* HetJobId=){job_id} ")
     records = scontrol("--oneliner", "show", "job", job_id).splitlines()
@@ -80,7 +78,7 @@ def facts_of(job_id: str) -> dict[str, Any]:
 topology = answer(lambda: ezpz_topo.detect(ask=args.ask or None))
 rank = answer(ezpz_topo.get_rank_info)
 known = not isinstance(rank, str)
-said: dict[str, Any] = {
+said = {
     "rank": rank.rank if known else -1,
     "rank_info": asdict(rank) if known else rank,
     "allocation": topology if isinstance(topology, str) else as_said(topology.allocation),
