@@ -27,6 +27,11 @@ def test_a_batch_script(batch):
     assert_one_process_of_the_job(said, [2, 1], on_node=True)
     assert (said["allocation"]["name"], said["allocation"]["queue"]) == ("two words", "all")
     assert said["allocation"]["ends_at"] is None, "22.05.8 tells it by no variable"
+    assert (said["env"]["SLURM_PROCID"], said["env"]["SLURM_NTASKS"]) == ("0", "3"), "Slurm's trap"
+
+
+def test_a_step_of_a_batch_script(batch):
+    assert_ranks_of_a_step(batch("srun -N 1 -n 2 say", "-N", "2", "-n", "4"))
 
 
 def test_a_batch_script_that_asked_for_nodes_only(batch):
@@ -60,6 +65,7 @@ def test_a_salloc_shell_on_a_node_of_its_own_job(say, renamed):
 def test_an_interactive_step_stands_for_the_whole_job(say):
     (said,) = say(*JOB, "srun", "--interactive", "-N", "1", "-n", "1")
     assert said["scontrol"]["step"] == said["scontrol"]["job"][:1], "Slurm's trap"
+    assert said["env"]["SLURM_STEP_ID"] == "4294967290"
     assert_one_process_of_the_job(said, None, on_node=True)
 
 
@@ -70,21 +76,26 @@ def test_a_step_within_an_interactive_step(say):
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "nodes"),
     [
-        ("-N", "2", "-n", "4"),
-        ("-N", "2", "-n", "4", "--distribution", "cyclic"),
-        ("-N", "2", "-n", "4", "--mpi=pmi2"),
-        ("-N", "3", "-n", "5"),
-        ("-n", "5", "--distribution", "arbitrary", "-w", "nid003,nid001,nid001,nid004,nid003"),
-        ("-N", "1", "-n", "1"),
+        ("-N 2 -n 4", [0, 0, 1, 1]),
+        ("-N 2 -n 4 --distribution cyclic", [0, 1, 0, 1]),
+        ("-N 2 -n 4 --mpi=pmi2", [0, 0, 1, 1]),
+        ("-N 3 -n 5", [0, 0, 1, 1, 2]),
+        # in whatever order Slurm chooses
+        ("-n 5 --distribution arbitrary -w nid003,nid001,nid001,nid004,nid003", None),
+        ("-N 1 -n 1", [0]),
     ],
     ids=["block", "cyclic", "pmi2", "uneven", "arbitrary", "one task"],
 )
-def test_the_ranks_of_a_step(say, options):
-    said = say("srun", *options)
+def test_the_ranks_of_a_step(say, options, nodes):
+    has_mpi = "pmi2" in options
+    leftover = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}  # of the user's shell
+    said = say("srun", *options.split(), then=("--mpi",) * has_mpi, env=leftover)
     assert_ranks_of_a_step(said)
     assert hosts(said[0]) == said[0]["scontrol"]["job"]
+    assert nodes is None or [one["node_index"] for one in said] == nodes
+    assert not has_mpi or [one["mpi"] for one in said] == [[rank, 4] for rank in range(4)]
 
 
 def test_a_step_on_other_nodes_than_the_first(say):
@@ -111,13 +122,31 @@ def test_a_step_of_a_heterogeneous_job(say, groups, nodes):
     assert hosts(said[0]) == said[0]["scontrol"]["job"][-nodes:]
 
 
-def test_mpiexec_across_nodes(say, tool):
-    said = say(*JOB, tool("mpiexec"), "-iface", "lo", "-n", "4")
-    assert [row(one)[:3] for one in said] == [("pmi", rank, 4) for rank in range(4)]
+def test_mpiexec_across_nodes_outranks_the_slurm_step_of_its_proxies(say, tool):
+    said = say(*JOB, tool("mpiexec"), "-iface", "lo", "-n", "4", then=("--mpi",))
+    assert [row(one)[:5] for one in said] == [("pmi", n, 4, n % 2, 2) for n in range(4)]
+    assert [one["mpi"] for one in said] == [[rank, 4] for rank in range(4)], "MPI itself agrees"
     for one in said:
         assert hosts(one) == one["scontrol"]["job"]
         assert hosts(one)[one["node_index"]] == one["env"]["SLURMD_NODENAME"]
         assert one["in_use"] == one["total"] == 4
+    # A valid step, and in it the rank of the proxy.
+    assert [one["env"]["SLURM_PROCID"] for one in said] == ["0", "0", "1", "1"]
+    assert {one["env"]["SLURM_STEP_ID"] for one in said} == {"0"}
+
+
+def test_launchers_on_one_node_of_a_job(*, slurm, sandbox, say, words, said_in, tool):
+    mpiexec = (tool("mpiexec"), "-iface", "lo", "-n", "2")
+    said = say("salloc", "-Q", "-N", "1", "-n", "2", *mpiexec, then=("--mpi",))
+    assert [row(one) for one in said] == [("pmi", 0, 2, 0, 2, 0), ("pmi", 1, 2, 1, 2, 0)]
+    assert [one["mpi"] for one in said] == [[0, 2], [1, 2]], "MPI itself agrees"
+    for file in said_in.iterdir():
+        file.unlink()
+    torchrun = [tool("torchrun"), "--standalone", "--nproc-per-node", "2", *words[1:]]
+    slurm.batch(shlex.join(torchrun), "-N", "1", "-n", "2")
+    said = sandbox.reports(said_in)
+    assert [row(one) for one in said] == [("torchrun", 0, 2, 0, 2, 0), ("torchrun", 1, 2, 1, 2, 0)]
+    assert [one["env"]["SLURM_PROCID"] for one in said] == ["0", "0"], "Slurm's trap"
 
 
 def test_mpiexec_across_nodes_finds_its_node_by_the_hosts_name(say, tool, own_name):

@@ -51,21 +51,6 @@ def test_a_job_that_is_well(checked):
     assert set(found["versions"]["details"]["versions"]) == {"nid001", "nid002"}
 
 
-def test_loopback_alone_is_an_error_between_nodes(checked):
-    status, found = checked("network", GLOO_SOCKET_IFNAME="lo")
-    assert status == 1, found
-    assert "loopback alone does not reach the other hosts" in found["network"]["message"]
-
-
-def test_a_hostfile_of_other_nodes_is_an_error(checked, tmp_path):
-    hostfile = tmp_path / "hosts"
-    hostfile.write_text("nid001\nnid004\n", encoding="utf-8")
-    status, found = checked("hostfile", HOSTFILE=str(hostfile))
-    assert status == 1, found
-    assert f"HOSTFILE={hostfile} names nid004, which job " in found["hostfile"]["message"]
-    assert "(slurm's server)" in found["hostfile"]["message"]
-
-
 def test_a_package_that_differs_on_one_node_is_an_error(checked, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(SKEW, encoding="utf-8")
     old = tmp_path / "old" / "ezpz_topo-0.0.1.dist-info"

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from tests.slurm.topology import row
 
 FOUR = ["nid001", "nid002", "nid003", "nid004"]
 PROGRAMS = Path(__file__).resolve().parents[1] / "faults" / "programs"
@@ -18,75 +19,46 @@ def ezpz(tool):
     return tool("ezpz-launch")
 
 
-@pytest.fixture
-def salloc(slurm, sandbox, program, ezpz, tmp_path):
-    """Launch in a job of four nodes of two tasks each; where each rank says that it is."""
-
-    def run(*options, before=()):
-        job = ["salloc", "-Q", "-N", "4", "-n", "8", *before]
-        slurm.run([*job, ezpz, *options, *program("say_rank"), str(tmp_path)])
-        return places(sandbox.reports(tmp_path))
-
-    return run
-
-
-def places(said):
-    """Return node, node rank, local rank and local world size of each rank, in their order."""
-    assert [one["rank"] for one in said] == list(range(len(said)))
-    assert {(one["world_size"], one["launcher"]) for one in said} == {(len(said), "ezpz")}
-    names = ("node", "node_rank", "local_rank", "local_world_size")
-    return [tuple(one[name] for name in names) for one in said]
-
-
-def filled(nodes, ranks):
-    """Return the places of so many ranks on each of these nodes."""
+def assert_places(said, nodes, ranks):
+    """Assert that so many ranks are on each of these nodes, in their order."""
     counted = enumerate(zip(nodes, ranks, strict=True))
-    return [(node, at, local, of) for at, (node, of) in counted for local in range(of)]
+    size = sum(ranks)
+    rows = [(node, at, local, of) for at, (node, of) in counted for local in range(of)]
+    expected = [("ezpz", rank, size, local, of, at) for rank, (_, at, local, of) in enumerate(rows)]
+    assert [row(one) for one in said] == expected
+    assert [one["env"]["SLURMD_NODENAME"] for one in said] == [node for node, *_ in rows]
 
 
-REQUESTS = {
-    "as the job says": ((), FOUR, [2, 2, 2, 2]),
-    "ranks": (("-n", "4", "--ppn", "1"), FOUR, [1, 1, 1, 1]),
-    "nodes": (("-N", "2"), FOUR[:2], [2, 2]),
-    "the last nodes": (("--include", "nid[003-004]"), FOUR[2:], [2, 2]),
-    "not the first": (("--exclude", "nid001", "--ppn", "1"), FOUR[1:], [1, 1, 1]),
-    "uneven": (("-n", "5", "--ppn", "2"), FOUR[:3], [2, 2, 1]),
-}
+ALL = ("salloc", "-Q", "-N", "4", "-n", "8")
+# As where LaunchParameters=use_interactive_step gives salloc's shell.
+INTERACTIVE = (*ALL, "srun", "--interactive", "-Q", "-N", "1", "-n", "1")
 
 
-@pytest.mark.parametrize("asked", REQUESTS)
-def test_a_salloc_shell_starts_ranks_on_all_its_nodes(salloc, asked):
-    options, nodes, ranks = REQUESTS[asked]
-    assert salloc(*options) == filled(nodes, ranks)
+@pytest.mark.parametrize(
+    ("job", "options", "nodes", "ranks"),
+    [
+        (ALL, "", FOUR, [2, 2, 2, 2]),
+        (ALL, "--include nid[003-004]", FOUR[2:], [2, 2]),
+        (ALL, "--exclude nid001 --ppn 1", FOUR[1:], [1, 1, 1]),
+        (ALL, "-n 5 --ppn 2", FOUR[:3], [2, 2, 1]),
+        (ALL, "--hostfile hosts --ppn 2", ["nid003", "nid001"], [2, 2]),
+        (INTERACTIVE, "-n 4 --ppn 1", FOUR, [1, 1, 1, 1]),
+    ],
+    ids=["as the job says", "the last nodes", "not the first", "uneven", "hostfile", "interactive"],
+)
+def test_a_shell_of_a_job_starts_ranks_on_its_nodes(
+    *, say, ezpz, tmp_path, job, options, nodes, ranks
+):
+    (tmp_path / "hosts").write_text("nid003\nnid001\n")
+    words = options.replace("hosts", str(tmp_path / "hosts")).split()
+    assert_places(say(*job, ezpz, *words, then=("--no-scontrol",)), nodes, ranks)
 
 
-def test_a_hostfile_gives_the_order(salloc, tmp_path):
-    hostfile = tmp_path.with_suffix(".hosts")
-    hostfile.write_text("nid003\nnid001\n")
-    said = salloc("--hostfile", str(hostfile), "--ppn", "2")
-    assert said == filled(["nid003", "nid001"], [2, 2])
-
-
-def test_a_host_outside_of_the_job_is_refused(slurm, ezpz, tmp_path):
-    hostfile = tmp_path / "hosts"
-    hostfile.write_text("nid001\nnid004\n")
-    launch = [ezpz, "--hostfile", str(hostfile), "echo", "started"]
-    done = slurm.run(["salloc", "-Q", "-N", "2", "-w", "nid[001-002]", *launch], expect=None)
-    assert (done.returncode, done.stdout) == (2, "")
-    (line,) = done.stderr.splitlines()
-    assert "nid004" in line
-
-
-def test_an_interactive_step_starts_ranks_on_all_its_job_s_nodes(salloc):
-    # As where LaunchParameters=use_interactive_step gives salloc's shell.
-    interactive = ("srun", "--interactive", "-Q", "-N", "1", "-n", "1")
-    assert salloc("-n", "4", "--ppn", "1", before=interactive) == filled(FOUR, [1, 1, 1, 1])
-
-
-def test_a_batch_script_starts_ranks_on_all_its_nodes(slurm, sandbox, program, ezpz, tmp_path):
-    command = shlex.join([ezpz, "--ppn", "2", *program("say_rank"), str(tmp_path)])
-    slurm.batch(command, "-N", "4", "-n", "8")
-    assert places(sandbox.reports(tmp_path)) == filled(FOUR, [2, 2, 2, 2])
+@pytest.mark.parametrize(("options", "nodes"), [("--ppn 2", FOUR), ("-n 2", FOUR[:1])])
+def test_a_batch_script_starts_ranks_on_all_its_nodes(batch, ezpz, options, nodes):
+    size = len(nodes)
+    said = batch(f"{ezpz} {options} say --no-scontrol", "-N", str(size), "-n", str(2 * size))
+    assert_places(said, nodes, [2] * size)
 
 
 def test_the_exit_status_is_the_script_s(slurm, ezpz):
@@ -114,23 +86,16 @@ def test_ranks_are_told_before_the_job_ends_and_ask_to_be_requeued(slurm, ezpz):
     assert "the job's end is near (--signal-before)" in done.stderr
 
 
-def test_a_batch_script_of_one_node_starts_its_ranks(slurm, sandbox, program, ezpz, tmp_path):
-    command = shlex.join([ezpz, "-n", "2", *program("say_rank"), str(tmp_path)])
-    slurm.batch(command, "-N", "1", "-n", "2")
-    assert places(sandbox.reports(tmp_path)) == filled(["nid001"], [2])
-
-
-def test_a_step_of_one_task_starts_its_ranks_on_its_node(slurm, ezpz):
-    step = ["srun", "-w", "nid002", "-N", "1", "-n", "1"]
-    launch = [ezpz, "-n", "2", "printenv", "SLURMD_NODENAME"]
-    done = slurm.run(["salloc", "-Q", "-N", "4", "-n", "8", *step, *launch])
-    assert done.stdout.split() == ["nid002", "nid002"]
-
-
-def test_a_step_of_a_job_of_one_node_starts_its_ranks(slurm, ezpz):
-    step = ["srun", "-w", "nid001", "-n", "1", "-c", "2"]
+@pytest.mark.parametrize(
+    ("step", "node"),
+    [
+        ((*ALL, "srun", "-w", "nid002", "-N", "1", "-n", "1"), "nid002"),
+        (("srun", "-w", "nid001", "-n", "1", "-c", "2"), "nid001"),  # of a job of one node
+    ],
+)
+def test_a_step_of_one_task_starts_its_ranks_on_its_node(slurm, ezpz, step, node):
     done = slurm.run([*step, ezpz, "-n", "2", "printenv", "SLURMD_NODENAME"])
-    assert done.stdout.split() == ["nid001", "nid001"]
+    assert done.stdout.split() == [node, node]
 
 
 def test_a_rank_of_srun_does_not_launch(slurm, ezpz):

@@ -39,6 +39,7 @@ def assert_one_process_of_the_job(said, slots, *, on_node):
 def assert_ranks_of_a_step(said):
     """Every rank knows the step's hosts in Slurm's order, its own among them, and their tasks."""
     assert [one["rank"] for one in said] == list(range(len(said)))
+    seen = Counter()
     tasks = Counter(one["env"]["SLURMD_NODENAME"] for one in said)
     for one in said:
         assert one["rank_info"]["launcher"] == "slurm"
@@ -47,4 +48,8 @@ def assert_ranks_of_a_step(said):
         assert one["allocation"]["slots"] == [tasks[host] for host in hosts(one)]
         assert one["allocation"]["on_node"] is True
         assert one["in_use"] == one["total"] == len(said)
-        assert one["rank_info"]["local_world_size"] == tasks[one["env"]["SLURMD_NODENAME"]]
+        node = one["env"]["SLURMD_NODENAME"]
+        assert one["rank_info"]["local_world_size"] == tasks[node]
+        assert one["rank_info"]["local_rank"] == seen[node]
+        assert one["rank_info"]["node_rank"] == one["node_index"]
+        seen[node] += 1

@@ -1,6 +1,6 @@
 """Report what ezpz_topo says of this process, its job and its hosts into a directory.
 
-usage: say_topology.py DIRECTORY [--ask] [--job-of NODE]... [--hostfile] [--no-scontrol]
+usage: say_topology.py DIRECTORY [--ask] [--job-of NODE]... [--hostfile] [--no-scontrol] [--mpi]
 
 Errors are reported as text. What scontrol says of the same is reported with it; its times are
 seconds since 1970, so no time zone is involved.
@@ -25,6 +25,7 @@ parser.add_argument("--ask", action="store_true", help="the scheduler may be ask
 parser.add_argument("--job-of", action="append", default=[], metavar="NODE")
 parser.add_argument("--hostfile", action="store_true", help="have a hostfile written")
 parser.add_argument("--no-scontrol", action="store_true", help="start no command ourselves")
+parser.add_argument("--mpi", action="store_true", help="also what MPI itself says")
 args = parser.parse_args()
 
 
@@ -98,6 +99,10 @@ said = {
     # Memory of the largest child that has ended: 0 where there was none.
     "started_commands": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss > 0,
 }
+if args.mpi:
+    from mpi4py import MPI
+
+    said["mpi"] = [MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size]
 if not args.no_scontrol:
     found = [job["job_id"] for job in said["job_of"].values() if isinstance(job, dict)]
     job_id = os.environ.get("SLURM_JOB_ID") or next(iter(found), None)
