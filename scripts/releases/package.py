@@ -12,6 +12,7 @@ from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
 BUMPS = ("major", "minor", "patch")
+_VERSION = re.compile(r'(?<=^__version__ = ")[^"]+(?="$)', re.MULTILINE)
 
 
 class ReleaseError(Exception):
@@ -31,14 +32,20 @@ class Package:
 
     @property
     def version_file(self) -> Path:
-        """The one file that holds the version."""
-        (found,) = self.folder.glob("src/*/_version.py")
-        return found
+        """The one file that holds the version: Hatch reads it there."""
+        tool = tomllib.loads(self.pyproject.read_text("utf-8"))["tool"]
+        return self.folder / str(tool["hatch"]["version"]["path"])
 
     @property
     def version(self) -> Version:
         """The version in the tree."""
-        return Version(self.version_file.read_text("utf-8").split('"')[1])
+        (found,) = _VERSION.findall(self.version_file.read_text("utf-8"))
+        return Version(found)
+
+    def write_version(self, version: Version) -> None:
+        """Write another version into the tree."""
+        text = self.version_file.read_text("utf-8")
+        self.version_file.write_text(_VERSION.sub(str(version), text), "utf-8")
 
     @property
     def import_name(self) -> str:

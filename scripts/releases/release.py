@@ -65,7 +65,7 @@ class Release:
                 "write one (CONTRIBUTING.md says how)"
             )
         self.check_ranges(wide=wide)
-        package.version_file.write_text(f'__version__ = "{self.version}"\n', "utf-8")
+        package.write_version(self.version)
         today = datetime.now(UTC).date().isoformat()
         run(
             sys.executable, "-m", "towncrier", "build", "--yes", "--date", today,

@@ -152,10 +152,10 @@ def describe_missing_ranks() -> str | None:
 
     ezpz_obs calls it, where this package is loaded. It takes two seconds at most.
     """
-    responder = find_responder()
+    responder = _diagnosis.find_responder()
     if responder is None:
         return None
-    return describe_missing(call_roll(responder), responder.side.rank)[0]
+    return describe_missing(_diagnosis.call_roll(responder), responder.side.rank)[0]
 
 
 def first_line(error: BaseException) -> str:
