@@ -155,7 +155,8 @@ class EmbeddingTable(ParallelModule):
     def make_weight(
         self, *shape: int, device: torch.device | str | None, dtype: torch.dtype | None
     ) -> None:
-        self.weight = empty_parameter(*shape, device=device, dtype=dtype)
+        """Make this rank's part of the weight, and fill it."""
+        self.weight: nn.Parameter = empty_parameter(*shape, device=device, dtype=dtype)
         set_tensor_model_parallel_attributes(self.weight, self.tp_size > 1, self.partition_dim, 1)
         full_shape = (self.num_embeddings, self.embedding_dim)
         set_whole(self.weight, full_shape, padded=self.partition_dim == 0)
@@ -196,6 +197,7 @@ class EmbeddingTable(ParallelModule):
         )
 
     def padding_row(self) -> int | None:
+        """Return the row here that gets no gradient."""
         return self.padding_idx
 
     def look_up_whole(self, ids: Tensor) -> Tensor:
@@ -222,6 +224,7 @@ class EmbeddingTable(ParallelModule):
             )
 
     def outside(self, ids: Tensor) -> IndexError:
+        """Return what to raise once a lookup has failed."""
         low, high = (int(bound) for bound in ids.aminmax())
         return IndexError(
             f"{type(self).__name__}({self.extra_repr()}): id {low if low < 0 else high} is not in "

@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, distributed_c10d
 
-from . import _current
 from ._current import (
     current_state,
+    get_context_parallel_rank,
+    get_context_parallel_world_size,
     get_state,
     index_or_alone,
     notes,
@@ -25,6 +26,9 @@ from ._current import (
     size_or_alone,
     tensor_parallel_is_initialized,
 )
+from ._current import get_expert_parallel_src_rank as get_expert_model_parallel_src_rank
+from ._current import get_pipeline_parallel_first_rank as get_pipeline_model_parallel_first_rank
+from ._current import get_tensor_parallel_src_rank as get_tensor_model_parallel_src_rank
 from ._errors import DegreeError, NotInitializedError, ParallelError
 from ._groups import Alone
 from ._ranks import RankLayout
@@ -209,11 +213,6 @@ def get_virtual_pipeline_model_parallel_rank() -> int | None:
 
 is_initialized = tensor_parallel_is_initialized
 model_parallel_is_initialized = tensor_parallel_is_initialized
-get_context_parallel_world_size = _current.get_context_parallel_world_size
-get_context_parallel_rank = _current.get_context_parallel_rank
-get_tensor_model_parallel_src_rank = _current.get_tensor_parallel_src_rank
-get_pipeline_model_parallel_first_rank = _current.get_pipeline_parallel_first_rank
-get_expert_model_parallel_src_rank = _current.get_expert_parallel_src_rank
 
 
 def found_group(check_initialized: bool, *axes: str) -> ProcessGroup | None:

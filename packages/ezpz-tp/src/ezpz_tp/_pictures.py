@@ -24,6 +24,8 @@ LAUNCHED = ("RANK", "GROUP_RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE")
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
+    """The node of every rank."""
+
     of: tuple[int, ...]
     sizes: tuple[int, ...]
     names: tuple[str, ...] = ()

@@ -72,6 +72,7 @@ class MeshGroups:
         self._dims = dims
 
     def by_axis(self) -> dict[tuple[str, ...], ProcessGroup | None]:
+        """Return the groups of the dims, by axis."""
         return {(axis,): self.mesh.get_group(dim) for axis, dim in self._dims.items()}
 
     def layout(self) -> RankLayout | None:
@@ -118,6 +119,7 @@ class MeshGroups:
         return None
 
     def advice(self, axes: tuple[str, ...]) -> str:
+        """Say how to get the group that `known` did not find."""
         dims = tuple(dim for axis, dim in self._dims.items() if axis in axes)
         return (
             f"this state is from_mesh's, which makes none: flatten these dims of the mesh, as in "

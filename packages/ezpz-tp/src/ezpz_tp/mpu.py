@@ -23,9 +23,26 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.init import xavier_normal_
 
-from . import _current, _embedding, _linear, _mappings, _random, parallel_state
+from . import _embedding, _linear, parallel_state
 from ._cross_entropy import vocab_parallel_cross_entropy
-from ._current import get_state, index_or_alone, size_or_alone, tensor_parallel_is_initialized
+from ._current import get_context_parallel_group as get_sequence_parallel_group
+from ._current import get_context_parallel_rank as get_sequence_parallel_rank
+from ._current import get_context_parallel_src_rank as get_sequence_parallel_src_rank
+from ._current import get_context_parallel_world_size as get_sequence_parallel_world_size
+from ._current import get_data_parallel_ranks as get_data_parallel_group_ranks
+from ._current import get_pipeline_parallel_group as get_pipe_parallel_group
+from ._current import get_pipeline_parallel_rank as get_pipe_parallel_rank
+from ._current import (
+    get_pipeline_parallel_world_size,
+    get_state,
+    index_or_alone,
+    size_or_alone,
+    tensor_parallel_is_initialized,
+)
+from ._current import get_pipeline_parallel_world_size as get_pipe_parallel_world_size
+from ._current import get_tensor_parallel_group as get_slice_parallel_group
+from ._current import get_tensor_parallel_rank as get_slice_parallel_rank
+from ._current import get_tensor_parallel_world_size as get_slice_parallel_world_size
 from ._data import broadcast_data
 from ._init import InitMethod
 from ._linear import (
@@ -34,11 +51,27 @@ from ._linear import (
     set_defaults_if_not_set_tensor_model_parallel_attributes,
     set_tensor_model_parallel_attributes,
 )
+from ._mappings import copy_to_tensor_parallel_region as copy_to_model_parallel_region
+from ._mappings import copy_to_tensor_parallel_region as copy_to_tensor_model_parallel_region
+from ._mappings import divide_and_check_no_remainder as divide
+from ._mappings import gather_from_tensor_parallel_region as gather_from_model_parallel_region
+from ._mappings import (
+    gather_from_tensor_parallel_region as gather_from_tensor_model_parallel_region,
+)
 from ._mappings import (
     gather_split_1d_tensor,
     split_tensor_along_last_dim,
     split_tensor_into_1d_equal_chunks,
 )
+from ._mappings import reduce_from_tensor_parallel_region as reduce_from_model_parallel_region
+from ._mappings import (
+    reduce_from_tensor_parallel_region as reduce_from_tensor_model_parallel_region,
+)
+from ._mappings import scatter_to_tensor_parallel_region as scatter_to_model_parallel_region
+from ._mappings import scatter_to_tensor_parallel_region as scatter_to_tensor_model_parallel_region
+from ._random import checkpoint_activations as checkpoint
+from ._random import get_rng_tracker as get_cuda_rng_tracker
+from ._random import seed_as_megatron as model_parallel_cuda_manual_seed
 from .parallel_state import *  # noqa: F403 - all of it, by intention
 
 __all__ = [
@@ -235,36 +268,6 @@ def _read(layer: str, neox_args: Any, options: dict[str, Any]) -> dict[str, Any]
 def is_unitialized() -> bool:
     """Return whether there are no groups yet. The name is spelled as it was."""
     return not tensor_parallel_is_initialized()
-
-
-# What it was called before Megatron-LM said tensor model parallel, and after.
-copy_to_tensor_model_parallel_region = _mappings.copy_to_tensor_parallel_region
-reduce_from_tensor_model_parallel_region = _mappings.reduce_from_tensor_parallel_region
-scatter_to_tensor_model_parallel_region = _mappings.scatter_to_tensor_parallel_region
-gather_from_tensor_model_parallel_region = _mappings.gather_from_tensor_parallel_region
-copy_to_model_parallel_region = copy_to_tensor_model_parallel_region
-reduce_from_model_parallel_region = reduce_from_tensor_model_parallel_region
-scatter_to_model_parallel_region = scatter_to_tensor_model_parallel_region
-gather_from_model_parallel_region = gather_from_tensor_model_parallel_region
-
-divide = _mappings.divide_and_check_no_remainder
-checkpoint = _random.checkpoint_activations
-get_cuda_rng_tracker = _random.get_rng_tracker
-model_parallel_cuda_manual_seed = _random.seed_as_megatron
-
-# Slice parallel is the tensor axis, pipe parallel the pipeline, sequence parallel the context axis.
-get_slice_parallel_group = _current.get_tensor_parallel_group
-get_slice_parallel_rank = _current.get_tensor_parallel_rank
-get_slice_parallel_world_size = _current.get_tensor_parallel_world_size
-get_pipe_parallel_group = _current.get_pipeline_parallel_group
-get_pipe_parallel_rank = _current.get_pipeline_parallel_rank
-get_pipe_parallel_world_size = _current.get_pipeline_parallel_world_size
-get_sequence_parallel_group = _current.get_context_parallel_group
-get_sequence_parallel_rank = _current.get_context_parallel_rank
-get_sequence_parallel_world_size = _current.get_context_parallel_world_size
-get_sequence_parallel_src_rank = _current.get_context_parallel_src_rank
-get_data_parallel_group_ranks = _current.get_data_parallel_ranks
-get_pipeline_parallel_world_size = _current.get_pipeline_parallel_world_size
 
 
 def get_model_parallel_rank() -> int:

@@ -19,6 +19,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from . import _current, _megatron
+
+# Which also forgets what was set by hand, and the buffers: these are notes of the state.
+from ._current import destroy_model_parallel
 from ._errors import NotInitializedError, ParallelError
 from ._groups import EMBEDDING, EmbeddingRanks, live_world
 from ._megatron import *  # noqa: F403 - names of this module
@@ -206,10 +209,6 @@ def _handles_cpu() -> bool:
     world = live_world()
     backends = "" if world is None else dist.get_backend_config(world)
     return any(word in backends for word in ("gloo", "mpi", "fake"))
-
-
-# It also forgets what was set by hand, and the buffers: these are notes of the state.
-destroy_model_parallel = _current.destroy_tensor_parallel
 
 
 def get_data_parallel_group_gloo(

@@ -314,7 +314,7 @@ class VocabParallelEmbedding(ShardedStateDict, _embedding.VocabParallelEmbedding
         settings = read_settings("VocabParallelEmbedding", config, tp_group, pg_collection)
         # Known before the parameters are reset, at the end of the parent's constructor.
         self.config: Any = config
-        self.initialize = settings.initialize
+        self.initialize: bool = settings.initialize
         super().__init__(
             num_embeddings,
             embedding_dim,
@@ -498,7 +498,7 @@ class ColumnParallelLinear(ExtraState, _layers.ColumnParallelLinear):
             )
         # Known before the parameters are reset, at the end of the parent's constructor.
         self.config: Any = config
-        self.initialize = settings.initialize
+        self.initialize: bool = settings.initialize
         super().__init__(
             input_size,
             output_size,
@@ -640,7 +640,7 @@ class RowParallelLinear(ExtraState, _layers.RowParallelLinear):
                 "products, and the bias comes after the sum"
             )
         self.config: Any = config
-        self.initialize = settings.initialize
+        self.initialize: bool = settings.initialize
         super().__init__(
             input_size,
             output_size,
