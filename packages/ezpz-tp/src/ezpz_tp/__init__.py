@@ -19,8 +19,6 @@ user's own layers. One implementation lies beneath them all.
 import importlib
 from typing import TYPE_CHECKING
 
-from ._check import check, declare_type, type_of
-from ._check.replicated import verify_replicated
 from ._cross_entropy import vocab_parallel_cross_entropy
 from ._current import (
     current_state,
@@ -64,7 +62,6 @@ from ._current import (
     use_state,
 )
 from ._data import broadcast_data, sequence_positions, shard_sequence, unshard_sequence
-from ._describe import Description, describe
 from ._embedding import ParallelEmbedding, VocabParallelEmbedding
 from ._errors import (
     DegreeError,
@@ -120,18 +117,29 @@ from ._random import (
 from ._ranks import AXES, EXPERT_AXES, RankLayout
 from ._ring import ring_attention
 from ._shard import Piece, Shard, set_shard, shard_of
-from ._sharding import EinsumSharding, einsum_sharding
 from ._state import ParallelState
 from ._ulysses import split_context, ulysses_attention, unified_attention
 
 if TYPE_CHECKING:
+    from ._check import check, declare_type, type_of
+    from ._check.replicated import verify_replicated
+    from ._describe import Description, describe
     from ._formats.dcp import dtensor_state_dict, load_dtensor_state_dict
     from ._reshard import reshard, save_huggingface, save_llama
+    from ._sharding import EinsumSharding, einsum_sharding
     from ._state_dict import gather_state_dict, shard_state_dict
 
 __version__ = "0.1.0"
 
 _LATER = {
+    "check": "_check",
+    "declare_type": "_check",
+    "type_of": "_check",
+    "verify_replicated": "_check.replicated",
+    "Description": "_describe",
+    "describe": "_describe",
+    "EinsumSharding": "_sharding",
+    "einsum_sharding": "_sharding",
     "dtensor_state_dict": "_formats.dcp",
     "load_dtensor_state_dict": "_formats.dcp",
     "save_huggingface": "_reshard",
@@ -140,7 +148,7 @@ _LATER = {
     "gather_state_dict": "_state_dict",
     "shard_state_dict": "_state_dict",
 }
-"""What works on files, and is imported when it is first used."""
+"""What designs and checks, and what works on files: imported when it is first used."""
 
 
 def __getattr__(name: str) -> object:
