@@ -17,7 +17,7 @@ from ._ranks import ORDER
 from ._state import ParallelState
 
 _default: ParallelState | None = None
-_nobodys: dict[str, Any] = {}
+_notes_without_state: dict[str, Any] = {}
 _arguments: dict[str, object] = {}
 
 
@@ -129,7 +129,7 @@ def destroy_tensor_parallel() -> None:
     """
     global _default, _arguments
     state, _default, _arguments = _default, None, {}
-    _nobodys.clear()
+    _notes_without_state.clear()
     if state is not None:
         state.destroy()
 
@@ -168,15 +168,23 @@ def notes() -> dict[str, Any]:
     """Return what others keep for the state in use; it ends with the state."""
     # Without a state it is kept until groups are made or destroyed.
     state = current_state()
-    return _nobodys if state is None else state.notes
+    return _notes_without_state if state is None else state.notes
 
 
-def _checked() -> ParallelState | None:
-    """Return `current_state`, after a look at its world."""
+def _checked(axes: tuple[str, ...] = ()) -> ParallelState | None:
+    """Return `current_state`, if its world is there; None only where axes are of one rank."""
     state = current_state()
     if state is not None:
         state.check_world()
-    return state
+        return state
+    world = live_world() if axes else None
+    if world is not None and world.size() > 1:
+        raise NotInitializedError(
+            f"{' x '.join(axes)} parallel size, rank or ranks asked for in a world of "
+            f"{world.size()} ranks without parallel groups; call initialize_tensor_parallel on "
+            "every rank first"
+        )
+    return None
 
 
 @contextmanager
@@ -214,7 +222,7 @@ def _shared(given: ProcessGroup | None, axis: str) -> ProcessGroup | None:
     """Return the group that is given, or an axis's of the state in use; None of one rank."""
     # Of a group, torch.compile guards the type alone: what it learnt of one group's rank and size
     # it takes for another's. A comparison with a string is guarded, so each group, and each state,
-    # is traced anew.
+    # is traced for itself.
     if given is not None:
         group = member(given, axis)
         if group is None or (torch.compiler.is_compiling() and group.group_name == ""):
@@ -231,40 +239,20 @@ def _shared(given: ProcessGroup | None, axis: str) -> ProcessGroup | None:
 
 def index_or_alone(*axes: str) -> int:
     """Return this rank's position along axes; 0 before there are groups, if it is alone."""
-    state = _checked()
-    if state is None:
-        _nobody_else(axes)
-        return 0
-    return state.index(*axes)
+    state = _checked(axes)
+    return 0 if state is None else state.index(*axes)
 
 
 def size_or_alone(*axes: str) -> int:
     """Return the degree of axes; 1 before there are groups, if this rank is alone."""
-    state = _checked()
-    if state is None:
-        _nobody_else(axes)
-        return 1
-    return state.size(*axes)
+    state = _checked(axes)
+    return 1 if state is None else state.size(*axes)
 
 
 def ranks_or_alone(*axes: str) -> tuple[int, ...]:
     """Return the global ranks along axes; rank 0 before there are groups, if it is alone."""
-    state = _checked()
-    if state is None:
-        _nobody_else(axes)
-        return (0,)
-    return state.ranks(*axes)
-
-
-def _nobody_else(axes: tuple[str, ...]) -> None:
-    """Before there are groups, a rank is alone only if the world says so."""
-    world = live_world()
-    if world is not None and world.size() > 1:
-        raise NotInitializedError(
-            f"{' x '.join(axes)} parallel size, rank or ranks asked for in a world of "
-            f"{world.size()} ranks without parallel groups; call initialize_tensor_parallel on "
-            "every rank first"
-        )
+    state = _checked(axes)
+    return (0,) if state is None else state.ranks(*axes)
 
 
 # The module-level getters: one line each over the state in use.

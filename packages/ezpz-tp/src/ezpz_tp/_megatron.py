@@ -207,7 +207,7 @@ def get_virtual_pipeline_model_parallel_rank() -> int | None:
 # The rules of `ezpz_tp`'s own getters hold: before there are groups, sizes are 1 and ranks 0 if
 # this rank is alone in the world, and all else is a NotInitializedError. Megatron's arguments
 # ``with_gtp_remat`` and ``partial_*`` change nothing here: without weights that are gathered
-# anew and without several optimizer instances, what they choose from is the same group.
+# again and without several optimizer instances, what they choose from is the same group.
 #
 # Source: NVIDIA/Megatron-LM megatron/core/parallel_state.py, 2026-08-22.
 

@@ -17,7 +17,7 @@ AXES = ("tensor", "context", "data", "pipeline")
 """The axes of the model, in the default order: from the fastest varying to the slowest."""
 
 EXPERT_AXES = ("expert_tensor", "expert", "expert_data")
-"""The axes of its experts, which divide the ranks of a pipeline stage anew."""
+"""The axes of its experts, which divide the ranks of a pipeline stage once more."""
 
 ORDER = "tp-cp-ep-dp-pp"
 

@@ -571,7 +571,7 @@ def _plan(
     end = cheapest_way("y", equation.output, result, moves, cost)
     price = sum(way.sent for way in (*ways, end))
     for axis, where in output.items():
-        if where == PARTIAL:  # somebody has to sum it
+        if where == PARTIAL:  # it has to be summed later
             price += cost.sent("all-reduce", axis, equation.output, output)
     return Plan(tuple(gradients), output, tuple(ways), end, price)
 

@@ -395,7 +395,7 @@ def _apply(original: Callable[..., Any], function: type, *args: Any, **kwargs: A
     if function is CheckpointFunction:  # its first argument is looked into
         return original(function, Rerun(args[0], operands, checkers), *args[1:], **kwargs)
     records = [_result(checker, function, args, kwargs) for checker in checkers]
-    for checker in checkers:  # what is inside is the function's affair
+    for checker in checkers:  # what is inside is not checked
         checker.paused = True
     try:
         output = original(function, *args, **kwargs)

@@ -103,7 +103,7 @@ FRESH = frozenset(
         *("zeros", "empty", "empty_strided"),
     }
 )
-"""Room to be written into: its value is zero or nobody's."""
+"""Room to be written into: its value is zero, or not set yet."""
 
 SHAPED = frozenset({"ones_like", "full_like", "new_ones", "new_full", "new_tensor", "fill_"})
 """What takes of its tensor no value."""
@@ -179,7 +179,7 @@ KEEPING_DIMS = frozenset(
 
 _OURS = str(Path(__file__).resolve().parents[1]) + os.sep
 _TORCH = str(Path(torch.__file__).resolve().parent) + os.sep
-# Not the standard library's: a call through it (contextlib, functools) is nobody's line.
+# Not the standard library's: a call through it (contextlib, functools) is not the user's line.
 _STANDARD = str(Path(linecache.__file__).resolve().parent) + os.sep
 
 
