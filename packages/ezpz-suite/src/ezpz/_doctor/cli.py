@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import shutil
 import signal
 import sys
@@ -220,17 +219,18 @@ def _answer(words: list[str]) -> int:
         _print(__version__)
         return 0
     asked = _asked(words)
-    only = [name for name in asked["only"].split(",") if name]
-    if asked["list"]:
+    only = [name for name in asked.get("only", "").split(",") if name]
+    timeout = _seconds(asked.get("timeout", f"{TIMEOUT}"))
+    if "list" in asked:
         _print(listing(find_checks(only)))
         return 0
     begun = time.monotonic()
     try:
-        results = run_checks(only, timeout=_seconds(asked), watch=progress(sys.stderr))
+        results = run_checks(only, timeout=timeout, watch=progress(sys.stderr))
     finally:
         clear(sys.stderr)
     took = time.monotonic() - begun
-    if asked["json"]:
+    if "json" in asked:
         sys.stdout.buffer.write(as_json(results, took) + b"\n")
         sys.stdout.flush()
     else:
@@ -238,10 +238,9 @@ def _answer(words: list[str]) -> int:
     return int(any(result.status == "error" for result in results))
 
 
-def _seconds(asked: dict[str, str]) -> float:
-    text = asked["timeout"]
+def _seconds(text: str) -> float:
     try:
-        seconds = float(text) if text else TIMEOUT
+        seconds = float(text)
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < 1e6:
@@ -249,34 +248,9 @@ def _seconds(asked: dict[str, str]) -> float:
     return seconds
 
 
-def _asked(words: list[str]) -> dict[str, str]:
-    """Let Fire read the options; return what was asked for, by name."""
-    _refuse(words)
-    import fire  # noqa: PLC0415  # 50 ms, and only who runs checks pays for it
-    from fire.core import FireExit  # noqa: PLC0415
-
+def _asked(words: Sequence[str]) -> dict[str, str]:
+    """Return the value of each option that is given, of a flag its name."""
     asked: dict[str, str] = {}
-
-    # It returns nothing, so that Fire has no member to look left-over words up in.
-    def doctor(*, only: str = "", timeout: str = "", json: str = "", list: str = "") -> None:  # noqa: A002
-        asked.update(only=only, timeout=timeout, json=json, list=list)
-
-    complaint = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(complaint):
-            fire.Fire(fire.decorators.SetParseFn(str)(doctor), command=words, name="ezpz doctor")
-    except FireExit as error:
-        first = next((line for line in complaint.getvalue().splitlines() if line.strip()), "")
-        raise DoctorError(
-            f"{' '.join(words)!r}: {first.removeprefix('ERROR: ') or 'not understood'}; expected "
-            "one of the forms of ezpz doctor --help"
-        ) from error
-    return asked
-
-
-def _refuse(words: Sequence[str]) -> None:
-    """Fire takes a missing value for True, and of two the last: none of that, nor its options."""
-    given: set[str] = set()
     for word in words:
         name, equals, value = word.removeprefix("--").partition("=")
         if not word.startswith("--") or name not in (*_FLAGS, *_VALUES):
@@ -285,9 +259,10 @@ def _refuse(words: Sequence[str]) -> None:
         if (name in _FLAGS) == bool(equals) or (name in _VALUES and not value):
             form = f"--{name}" if name in _FLAGS else f"--{name}=VALUE"
             raise DoctorError(f"{word!r}; expected {form}; see ezpz doctor --help")
-        if name in given:
+        if name in asked:
             raise DoctorError(f"--{name} is given twice; expected once; see ezpz doctor --help")
-        given.add(name)
+        asked[name] = value or name
+    return asked
 
 
 def _print(text: str) -> None:

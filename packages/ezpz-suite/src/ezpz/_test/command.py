@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from ezpz import _streams
 from ezpz._version import __version__
@@ -17,13 +17,7 @@ class UsageError(Exception):
 
 
 class Option(NamedTuple):
-    """One option of ours.
-
-    Attributes:
-        name: Its name, after ``--``.
-        value: What it takes; empty for a switch.
-        help: What it does, in one line.
-    """
+    """One option of ours: its name, what it takes (nothing: a switch), and what it does."""
 
     name: str
     value: str
@@ -52,14 +46,7 @@ _BY_FLAG: Final = {f"--{option.name}": option for option in OPTIONS}
 
 
 def take(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Part the words that are ours from those that are not.
-
-    Returns:
-        Ours, each as ``--name=value`` or ``--name``; and all others in their order.
-
-    Raises:
-        UsageError: One of ours is given twice, lacks its value, or has one and takes none.
-    """
+    """Part the words that are ours, as ``--name=value`` or ``--name``, from all others."""
     ours: dict[str, str] = {}
     others: list[str] = []
     left = list(words)
@@ -103,25 +90,7 @@ _LARGEST: Final = 2**31 - 1
 
 @dataclass(frozen=True)
 class Settings:
-    """A test, as asked. A number that is 0 is chosen by the device.
-
-    Attributes:
-        tp: Tensor-parallel degree.
-        pp: Pipeline-parallel degree.
-        cp: Context-parallel degree.
-        wrap: One of `WRAPS`.
-        steps: Steps of the training.
-        batch: Sequences a step of each data-parallel rank.
-        seq: Tokens of a sequence.
-        layers: Layers of the model.
-        dim: Width of the model.
-        dtype: ``fp32`` or ``bf16``; empty: by the device.
-        seed: Of weights and data.
-        sizes: Bytes of the messages to all-reduce; None: by the device.
-        pairs: Whether to measure each pair of nodes.
-        json: Whether the result is written for programs.
-        outdir: Where the run is kept; empty: nowhere.
-    """
+    """A test, as asked. A number that is 0 is chosen by the device, as are empty texts and None."""
 
     tp: int = 1
     pp: int = 1
@@ -134,7 +103,7 @@ class Settings:
     dim: int = 0
     dtype: str = ""
     seed: int = 42
-    sizes: tuple[int, ...] | None = None
+    sizes: tuple[int, ...] | None = None  # bytes of the messages; None: by the device
     pairs: bool = False
     json: bool = False
     outdir: str = ""
@@ -178,42 +147,29 @@ class Settings:
 
 
 def parse(words: Sequence[str]) -> Settings:
-    """Let Fire parse the words of `options.take`.
+    """Return the settings that the words of `take` ask for."""
+    found: dict[str, Any] = {}
+    for word in words:
+        name, _, text = word.removeprefix("--").partition("=")
+        default = getattr(Settings, name)
+        if name == "sizes":
+            found[name] = _sizes(text)
+        elif type(default) is int:
+            found[name] = _number(name, text)
+        else:
+            found[name] = text if type(default) is str else True
+    return Settings(**found)
 
-    Raises:
-        UsageError: A value is not what its option takes, or options contradict each other.
-    """
-    import fire  # noqa: PLC0415  # 50 ms, which a page of help need not wait for
 
-    found: list[Settings] = []
-
-    def test(
-        *,
-        tp: int = 1, pp: int = 1, cp: int = 1, steps: int = 40, batch: int = 8,
-        seq: int = 0, layers: int = 0, dim: int = 0, seed: int = 42,
-        pairs: bool = False, json: bool = False,
-        wrap: str = "auto", dtype: str = "", sizes: str = "", outdir: str = "",
-    ) -> None:  # fmt: skip
-        numbers = {
-            "tp": tp, "pp": pp, "cp": cp, "steps": steps, "batch": batch, "seq": seq,
-            "layers": layers, "dim": dim, "seed": seed,
-        }  # fmt: skip
-        given = {word[2:].partition("=")[0] for word in words}
-        for name in given & numbers.keys():
-            fewest, number = _FEWEST.get(name, 1), numbers[name]
-            if type(number) is not int or not fewest <= number <= _LARGEST:
-                raise UsageError(f"--{name}={number}; expected a whole number, {fewest} or more")
-        found.append(
-            Settings(
-                **numbers, wrap=wrap, dtype=dtype, sizes=_sizes(sizes), pairs=pairs, json=json,
-                outdir=outdir,
-            )
-        )  # fmt: skip
-
-    # Text stays text: Fire would make a number of --outdir=2024.
-    command = fire.decorators.SetParseFns(wrap=str, dtype=str, sizes=str, outdir=str)(test)
-    fire.Fire(command, command=list(words), name="ezpz test")
-    return found[0]
+def _number(name: str, text: str) -> int:
+    fewest = _FEWEST.get(name, 1)
+    try:
+        number = int(text)
+    except ValueError:
+        number = -1
+    if not fewest <= number <= _LARGEST:
+        raise UsageError(f"--{name}={text}; expected a whole number, {fewest} or more")
+    return number
 
 
 def _sizes(text: str) -> tuple[int, ...] | None:

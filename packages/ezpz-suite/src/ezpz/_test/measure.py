@@ -24,15 +24,7 @@ _SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Bandwidth:
-    """What one size of message took.
-
-    Attributes:
-        size: Bytes of the message on each rank.
-        ranks: How many they were.
-        seconds: Median over the repeats of the time of the slowest rank.
-        repeats: How many there were.
-        is_right: Whether the sums were right on every rank.
-    """
+    """What one size of message took: the median over repeats of the slowest rank's seconds."""
 
     size: int
     ranks: int
@@ -47,11 +39,8 @@ class Bandwidth:
 
     @property
     def bus(self) -> float:
-        """Bytes a second through each rank's link, which can be compared with the hardware's.
-
-        ``algorithm * 2 (n - 1) / n``: what each of n ranks has to send and receive (NCCL
-        tests, PERFORMANCE.md).
-        """
+        """Bytes a second through each rank's link: what each of n ranks has to send and receive."""
+        # NCCL tests, PERFORMANCE.md: it can be compared with the hardware's.
         return self.algorithm * 2 * (self.ranks - 1) / self.ranks
 
     def facts(self) -> dict[str, Any]:
@@ -69,39 +58,13 @@ def default_sizes(device_type: str) -> tuple[int, ...]:
     return tuple(1 << power for power in range(10, largest + 1, 2))
 
 
-def measure(
-    sizes: Sequence[int], device: torch.device, say: Callable[[Bandwidth], object]
-) -> list[Bandwidth]:
-    """Time all-reduces of these sizes over all ranks. Collective: every rank calls this.
-
-    Args:
-        sizes: Bytes, multiples of 4.
-        device: Where the messages lie.
-        say: Told of each size when it is done.
-    """
-    found = []
-    for size in sizes:
-        found.append(measure_one(size, device))
-        say(found[-1])
-    return found
-
-
-def measure_one(
-    size: int, device: torch.device, group: dist.ProcessGroup | None = None
-) -> Bandwidth:
-    """Time all-reduces (sums) of fp32 messages of a size. Collective: every rank of the group.
-
-    Each is timed by itself, from a device that is idle to one that has the result, on the host.
-
-    Args:
-        size: Bytes, a multiple of 4.
-        device: Where the messages lie.
-        group: The ranks; None: all.
-    """
+def measure(size: int, device: torch.device, group: dist.ProcessGroup | None = None) -> Bandwidth:
+    """Time all-reduces (sums) of fp32 messages of so many bytes. Collective in the group."""
     message = torch.empty(size // 4, device=device)
     ranks = dist.get_world_size(group)
 
     def once() -> float:
+        # From a device that is idle to one that has the result, on the host.
         message.fill_(1.0)
         ezpz_dist.synchronize()
         begun = time.perf_counter()
@@ -136,12 +99,7 @@ Pair = tuple[int, int]
 
 
 class Node(NamedTuple):
-    """A node of the job.
-
-    Attributes:
-        host: Its name.
-        ranks: Those that run there.
-    """
+    """A node of the job, and the ranks that run there."""
 
     host: str
     ranks: list[int]
@@ -149,12 +107,7 @@ class Node(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """The bandwidth within each pair of nodes.
-
-    Attributes:
-        hosts: The name of each node, by its number.
-        found: By pair.
-    """
+    """The bandwidth within each pair of nodes, and the nodes' names."""
 
     hosts: tuple[str, ...]
     found: dict[Pair, Bandwidth]
@@ -181,17 +134,9 @@ class Pairs:
 
 
 def rounds(nodes: int) -> list[list[Pair]]:
-    """Return all pairs of nodes, in rounds in which no node is in two pairs.
-
-    The circle method of round-robin tournaments: one stays, the others turn. That makes n - 1
-    rounds of n / 2 pairs; with an odd n, n rounds in each of which another node rests.
-
-    >>> rounds(4)
-    [[(0, 3), (1, 2)], [(0, 2), (1, 3)], [(0, 1), (2, 3)]]
-
-    Args:
-        nodes: How many there are.
-    """
+    """Return all pairs of nodes, in rounds in which no node is in two pairs."""
+    # The circle method of round-robin tournaments: one stays, the others turn. That makes n - 1
+    # rounds of n / 2 pairs; with an odd n, n rounds in each of which another node rests.
     places: list[int | None] = [*range(nodes)]
     if nodes % 2:
         places.append(None)
@@ -205,10 +150,8 @@ def rounds(nodes: int) -> list[list[Pair]]:
 
 
 def find_nodes() -> list[Node]:
-    """Return the nodes of all ranks, in the order of their first. Collective: every rank calls it.
-
-    Not every launcher says how many there are, or numbers them: the ranks ask each other.
-    """
+    """Return the nodes of all ranks, in the order of their first. Collective."""
+    # Not every launcher says how many there are, or numbers them: the ranks ask each other.
     info, host = get_rank_info(), get_hostname()
     node = host if info.node_rank is None else info.node_rank
     found: dict[int | str, Node] = {}
@@ -220,19 +163,7 @@ def find_nodes() -> list[Node]:
 def measure_pairs(
     nodes: Sequence[Node], size: int, device: torch.device, say: Callable[[int, int], object]
 ) -> Pairs | None:
-    """Time all-reduces of a size within each pair of nodes. Collective: every rank calls this.
-
-    All ranks of both nodes take part, and disjoint pairs run at the same time.
-
-    Args:
-        nodes: As of `find_nodes`.
-        size: Bytes, a multiple of 4.
-        device: Where the messages lie.
-        say: Told of the rounds that are done and of their number.
-
-    Returns:
-        What was found, on every rank; None where there is one node only.
-    """
+    """Time all-reduces within each pair of nodes; None of one node. Collective."""
     ranks = [node.ranks for node in nodes]
     if len(ranks) < 2:
         return None
@@ -257,6 +188,6 @@ def _within(ranks: Sequence[int], size: int, device: torch.device) -> Bandwidth:
     # The other ranks make their own at the same time, so nobody waits for all.
     group = dist.new_group(list(ranks), use_local_synchronization=True)
     try:
-        return measure_one(size, device, group)
+        return measure(size, device, group)
     finally:
         dist.destroy_process_group(group)

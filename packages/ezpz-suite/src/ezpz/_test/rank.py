@@ -30,7 +30,7 @@ from ezpz_device import DeviceError, get_device_properties, get_torch_backend, g
 from ezpz_topo import TopoError, get_rank, get_world_size
 
 from .command import Settings, UsageError, complain, parse, take
-from .measure import Bandwidth, default_sizes, find_nodes, measure, measure_pairs
+from .measure import default_sizes, find_nodes, measure, measure_pairs
 from .result import Place, Result, write_page
 
 _BYTES = 2 << 20
@@ -49,10 +49,8 @@ def load_text() -> Tensor:
 
 
 def batch(text: Tensor, step: int, *, seed: int, sequences: int, length: int) -> Tensor:
-    """Return the tokens of a step, int64 ``[sequences, length + 1]``, on the host.
-
-    Ranks of another data-parallel index get others; those that split one model get the same.
-    """
+    """Return the tokens of a step, int64 ``[sequences, length + 1]``, on the host."""
+    # Those that split one model get the same.
     replica = ezpz_tp.get_data_parallel_rank()
     # Any two steps of any two replicas draw by themselves.
     drawn = hashlib.blake2b(f"{seed} {step} {replica}".encode(), digest_size=7).digest()
@@ -66,58 +64,37 @@ _LARGEST_NORM = 1.0
 
 
 class Trainer(Protocol):
-    """A model in training.
-
-    Attributes:
-        model: What this rank holds of it.
-        wrap: How it is wrapped, in the words of ``--wrap``.
-    """
+    """A model in training: what this rank holds of it, and how it is wrapped."""
 
     model: nn.Module
     wrap: str
 
     def step(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Train on a batch, ``[batch, s]`` each. Collective: every rank calls this.
-
-        Returns:
-            The loss, the mean over this rank's tokens, where this rank knows it; and the norm
-            of the whole gradient.
-        """
+        """Train on ``[batch, s]``; return the loss where this rank knows it, and the norm."""
         ...
 
 
 def make_trainer(settings: Settings, config: LlamaConfig, *, device: torch.device) -> Trainer:
-    """Return the trainer that the settings ask for. Collective: every rank calls this.
-
-    Args:
-        settings: With a ``dtype``.
-        config: Of the model.
-        device: This rank's.
-    """
+    """Return the trainer that the settings, with a dtype, ask for. Collective."""
     wrap = settings.wrap
     if wrap == "auto":
         replicas = ezpz_tp.get_state().size("data") * settings.cp
         wrap = "ddp" if replicas > 1 and settings.pp == 1 else "none"
     if settings.pp > 1:
         return _Pipelined(settings, config, device, wrap)
-    model = Llama(config, parallel=_is_split(settings), seed=settings.seed)
+    model = Llama(config, parallel=settings.tp * settings.cp > 1, seed=settings.seed)
     if wrap == "deepspeed":
         return _DeepSpeed(settings, model)
     return _Whole(settings, model, device, wrap)
 
 
-def _is_split(settings: Settings) -> bool:
-    return settings.tp * settings.cp > 1
-
-
-def _axes(settings: Settings) -> tuple[str, ...]:
-    """Return the axes whose ranks see other tokens."""
-    return ("data", "context") if settings.cp > 1 else ("data",)
-
-
 def _learning_rate(config: LlamaConfig) -> float:
     """Return the step width, smaller for wider models (3e-3 at 128, 3e-4 at 1280 and beyond)."""
     return max(3e-4, 3e-3 * min(1.0, 128 / config.dim))
+
+
+def _wrapped_in(settings: Settings) -> str | None:
+    return "bf16" if settings.dtype == "bf16" else None
 
 
 def _computing(settings: Settings, device: torch.device, wrap: str) -> AbstractContextManager[Any]:
@@ -127,6 +104,13 @@ def _computing(settings: Settings, device: torch.device, wrap: str) -> AbstractC
     return torch.autocast(device.type, torch.bfloat16)
 
 
+def _reduced(model: nn.Module, settings: Settings, wrap: str) -> Tensor:
+    """Reduce gradients over the ranks that no wrapper reduces over, clip them; return the norm."""
+    axes = ("data", "context") if settings.cp > 1 else ("data",)  # whose ranks see other tokens
+    ezpz_tp.finalize_grads(model, average_over=axes if wrap == "none" else ())
+    return ezpz_tp.clip_grad_norm_(model.parameters(), _LARGEST_NORM)
+
+
 class _Whole:
     """All layers on each rank, whole or split by tensor and context parallel ranks."""
 
@@ -134,7 +118,7 @@ class _Whole:
         self._settings, self._bare, self._device, self.wrap = settings, model, device, wrap
         self.model: nn.Module = model
         rate = _learning_rate(model.config)
-        dtype = "bf16" if settings.dtype == "bf16" else None
+        dtype = _wrapped_in(settings)
         if wrap == "none":
             model.to(device)
         elif wrap == "fsdp2":
@@ -152,7 +136,6 @@ class _Whole:
             self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=rate)
 
     def step(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor | None, Tensor]:
-        """See `Trainer`."""
         own = [self._bare.shard_sequence(each) for each in (tokens, targets)]
         with _computing(self._settings, self._device, self.wrap):
             loss: Tensor = self.model(*own)
@@ -160,9 +143,7 @@ class _Whole:
         if self.wrap == "fsdp":
             norm: Tensor = self.model.clip_grad_norm_(_LARGEST_NORM)  # type: ignore[operator]  # FSDP1's own, which knows its shards
         else:
-            axes = _axes(self._settings) if self.wrap == "none" else ()
-            ezpz_tp.finalize_grads(self.model, average_over=axes)
-            norm = ezpz_tp.clip_grad_norm_(self.model.parameters(), _LARGEST_NORM)
+            norm = _reduced(self.model, self._settings, self.wrap)
         self._optimizer.step()
         self._optimizer.zero_grad()
         return loss.detach(), norm
@@ -180,20 +161,15 @@ class _Pipelined:
         self._pipeline = llama_pipeline(config, microbatches=parts, seed=settings.seed)
         self.model = self._pipeline.module.to(device)
         if wrap == "fsdp2":
-            ezpz_dist.wrap_model_for_fsdp2(
-                self.model, dtype="bf16" if settings.dtype == "bf16" else None
-            )
+            ezpz_dist.wrap_model_for_fsdp2(self.model, dtype=_wrapped_in(settings))
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=_learning_rate(config))
 
     def step(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor | None, Tensor]:
-        """See `Trainer`."""
         if self._settings.cp > 1:
             tokens, targets = (ezpz_tp.shard_sequence(each, 1) for each in (tokens, targets))
         with _computing(self._settings, self._device, self.wrap):
             losses = self._pipeline.step(tokens, targets)
-        axes = _axes(self._settings) if self.wrap == "none" else ()
-        ezpz_tp.finalize_grads(self.model, average_over=axes)
-        norm = ezpz_tp.clip_grad_norm_(self.model.parameters(), _LARGEST_NORM)
+        norm = _reduced(self.model, self._settings, self.wrap)
         self._optimizer.step()
         self._optimizer.zero_grad()
         return (None if losses is None else losses.mean()), norm
@@ -210,13 +186,12 @@ class _DeepSpeed:
             model,
             torch.optim.AdamW(model.parameters(), lr=_learning_rate(model.config)),
             zero_stage=1,
-            dtype="bf16" if settings.dtype == "bf16" else None,
+            dtype=_wrapped_in(settings),
             micro_batch_size=settings.batch,
             gradient_clipping=_LARGEST_NORM,
         )[0]
 
     def step(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor | None, Tensor]:
-        """See `Trainer`."""
         loss: Tensor = self._engine(tokens, targets)
         self._engine.backward(loss)
         self._engine.step()
@@ -234,18 +209,7 @@ def train(
     result: Result,
     folder: Path | None,
 ) -> None:
-    """Train, until a value is not finite at the latest. Collective: every rank calls this.
-
-    Args:
-        settings: Without numbers that are chosen by the device.
-        trainer: Of the model.
-        config: Of the model.
-        result: Takes the losses and times of the steps; on the rank with a folder the rates too.
-        folder: Where rank 0 writes the metrics; None on the others, which write and say nothing.
-
-    Raises:
-        UsageError: A sequence is longer than the text.
-    """
+    """Train, until a value is not finite at the latest; fill in the result. Collective."""
     log = ezpz_obs.get_logger("test")
     text = load_text()
     if len(text) <= settings.seq:
@@ -332,10 +296,7 @@ _LARGE: dict[str, int | str] = {"seq": 1024, "layers": 12, "dim": 1024, "dtype":
 
 
 def run(words: Sequence[str]) -> int:
-    """Run the test that the words ask for; return the exit status, the same on every rank.
-
-    Collective: every rank calls this, with the same words.
-    """
+    """Run the test that the words ask for; return its exit status, on every rank. Collective."""
     try:
         ours, others = take(words)
         if others:
@@ -417,11 +378,10 @@ def _test(settings: Settings, device: torch.device, folder: Path | None) -> Resu
     result.disagreement = find_disagreement(trainer)
     if place.ranks > 1:
         sizes = default_sizes(device.type) if settings.sizes is None else settings.sizes
-
-        def say(one: Bandwidth) -> None:
-            _say(log, "all-reduce", bytes=one.size, seconds=float(f"{one.seconds:.3g}"))
-
-        result.bandwidths = measure(sizes, device, say)
+        for size in sizes:
+            one = measure(size, device)
+            _say(log, "all-reduce", bytes=size, seconds=float(f"{one.seconds:.3g}"))
+            result.bandwidths.append(one)
         if settings.pairs:
             largest = max(sizes, default=default_sizes(device.type)[-1])
 
@@ -493,8 +453,7 @@ def _folder(settings: Settings) -> Iterator[Path | None]:
         yield Path(settings.outdir).absolute()
     else:
         with tempfile.TemporaryDirectory(prefix="ezpz-test-") as made:
-            folder = Path(made) / "test"
-            yield folder
+            yield Path(made) / "test"
 
 
 @contextlib.contextmanager

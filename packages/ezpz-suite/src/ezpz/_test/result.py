@@ -16,17 +16,7 @@ from .measure import Bandwidth, Pairs
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a test ran.
-
-    Attributes:
-        ranks: How many there were.
-        nodes: On how many nodes.
-        device: A device's name, or its type.
-        backend: Of torch.distributed.
-        degrees: Degree of each axis: tensor, pipeline, context, data.
-        wrap: How the model was wrapped.
-        parameters: Of the whole model.
-    """
+    """Where a test ran, and how the model was wrapped."""
 
     ranks: int
     nodes: int
@@ -39,27 +29,15 @@ class Place:
 
 @dataclass
 class Result:
-    """What a test has found.
-
-    Attributes:
-        place: Where it ran.
-        tokens_per_step: Over all ranks.
-        losses: Mean over all ranks, by step.
-        seconds: Of each step.
-        rates: Of the median step: tokens_per_s, tflops and mfu where they are known.
-        not_finite: What was not finite in the last step, with the ranks that said so; or empty.
-        disagreement: In what ranks differ that should not; or empty.
-        bandwidths: By size of the message; none of one rank.
-        pairs: Of pairs of nodes; None where there is one node, or nobody asked.
-    """
+    """What a test has found."""
 
     place: Place
     tokens_per_step: int
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    rates: dict[str, float] = field(default_factory=dict)
-    not_finite: str = ""
-    disagreement: str = ""
+    rates: dict[str, float] = field(default_factory=dict)  # of the median step, where known
+    not_finite: str = ""  # what was not, and on how many ranks
+    disagreement: str = ""  # in what ranks differ that should not
     bandwidths: list[Bandwidth] = field(default_factory=list)
     pairs: Pairs | None = None
 
@@ -122,14 +100,7 @@ _MOST_PAIRS = 10
 
 
 def write_page(result: Result, run: Path, out: TextIO, *, pairs_asked: bool) -> None:
-    """Write the loss curve, the throughput, the bandwidths and the verdict.
-
-    Args:
-        result: Of the test.
-        run: The folder of its History.
-        out: Where to.
-        pairs_asked: Whether to say why there are no pairs.
-    """
+    """Write the loss curve, the throughput, the bandwidths and the verdict."""
     place = result.place
     degrees = ", ".join(f"{axis} {degree}" for axis, degree in place.degrees.items() if degree > 1)
     out.write("\n")
@@ -182,16 +153,13 @@ def _throughput(result: Result) -> str:
 
 
 def _bandwidth_lines(found: list[Bandwidth], ranks: int) -> list[str]:
-    lines = [
-        f"all-reduce over {ranks} ranks, fp32; 1 GB is 10^9 bytes",
-        f"{'message':>12}{'time':>12}{'algorithm':>14}{'bus':>14}{'repeats':>9}",
-    ]
-    lines += [
+    rows = (
         f"{_size(one.size):>12}{_time(one.seconds):>12}{_rate(one.algorithm):>14}"
         f"{_rate(one.bus):>14}{one.repeats:>9}"
         for one in found
-    ]
-    return lines
+    )
+    heads = f"{'message':>12}{'time':>12}{'algorithm':>14}{'bus':>14}{'repeats':>9}"
+    return [f"all-reduce over {ranks} ranks, fp32; 1 GB is 10^9 bytes", heads, *rows]
 
 
 def _pair_lines(pairs: Pairs) -> list[str]:

@@ -39,15 +39,7 @@ class UsageError(Exception):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What every example can be told.
-
-    Attributes:
-        seed: Seed of the run.
-        outdir: Where metrics.jsonl goes; default: outputs/NAME-DATE-TIME.
-
-    Raises:
-        UsageError: A value is of another type than its default, or not positive.
-    """
+    """What every example can be told; a value of another type than its default is refused."""
 
     seed: int = dataclasses.field(default=42, metadata={"least": 0})
     outdir: str = ""
@@ -77,11 +69,7 @@ S = TypeVar("S", bound=Settings)
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """Return the type that products are computed in, of bf16, fp16 or fp32.
-
-    Raises:
-        UsageError: It is none of them.
-    """
+    """Return the type that products are computed in, of bf16, fp16 or fp32."""
     if name not in ("bf16", "fp16", "fp32"):
         raise UsageError(f"--dtype={name}; expected bf16, fp16 or fp32")
     return TORCH_DTYPES_MAP[name]
@@ -95,12 +83,7 @@ def require(*packages: str) -> None:
 
 
 def main(settings: type[S], train: Callable[[S], object]) -> None:
-    """Run an example; what the user can mend is one line and exit status 2, not a traceback.
-
-    Args:
-        settings: What can be set on the command line.
-        train: Called with what was set.
-    """
+    """Run an example; what the user can mend is one line and exit status 2, not a traceback."""
     name = Path(sys.argv[0]).stem
     try:
         texts = [one.name for one in dataclasses.fields(settings) if type(one.default) is str]

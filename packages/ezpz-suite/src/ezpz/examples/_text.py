@@ -30,15 +30,7 @@ HELD_OUT = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(_settings.Settings):
-    """What every example that trains on text can be told.
-
-    Attributes:
-        steps: Optimizer steps.
-        batch_size: Blocks of text a step, over all ranks together; rounded to as many on each.
-        block: Tokens (bytes) in a block of text.
-        lr: Learning rate of AdamW.
-        data: A text file, or a folder of them; default: the Python standard library's sources.
-    """
+    """What every example that trains on text can be told."""
 
     steps: int = 60
     batch_size: int = 16
@@ -49,13 +41,7 @@ class Settings(_settings.Settings):
 
 @dataclass(frozen=True)
 class Text:
-    """Blocks to train on, and some of the text's end that every rank evaluates, the same ones.
-
-    Attributes:
-        blocks: Tokens and targets (block,), int64.
-        tokens: (blocks, block), int64, on this rank's device.
-        targets: The token after each.
-    """
+    """Blocks to train on, and some of the text's end that every rank evaluates, the same ones."""
 
     blocks: Dataset[tuple[Tensor, Tensor]]
     tokens: Tensor
@@ -63,11 +49,7 @@ class Text:
 
 
 def load(settings: Settings) -> Text:
-    """Write the text as tokens into the output folder, and map it. Collective: every rank calls.
-
-    Raises:
-        DataError: There is no text, or too little of it.
-    """
+    """Write the text as tokens into the output folder, and map it. Collective."""
 
     def files() -> list[Path]:
         # On the rank that writes, whose errors every rank is told.
@@ -94,16 +76,8 @@ def load(settings: Settings) -> Text:
 
 
 def batches(text: Text, settings: Settings, replicas: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield step (from 1), tokens and targets (share, block), pass after pass through the text.
-
-    Collective: every rank calls this. Ranks of one tensor-, context- or pipeline-parallel group
-    get the same blocks, which one of them reads.
-
-    Args:
-        text: Of `load`.
-        settings: How many steps, and blocks in each.
-        replicas: Data-parallel ranks.
-    """
+    """Yield step (from 1), tokens and targets, pass after pass through the text. Collective."""
+    # Ranks of one tensor-, context- or pipeline-parallel group get what one of them reads.
     share = max(1, settings.batch_size // replicas)
     loader = ezpz.DataLoader(
         text.blocks, share, shuffle=True, seed=settings.seed, drop_last=True, one_reader=True,

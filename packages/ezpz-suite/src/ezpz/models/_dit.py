@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss, silu
 
 from ._errors import ModelError
-from ._transformer import FeedForward, Patches, SelfAttention, check_sizes, checked_images, waves
+from ._transformer import FeedForward, Patches, SelfAttention, check_images, check_sizes, waves
 
 _TIME = 256
 """Size of the sinusoidal embedding of the time."""
@@ -152,7 +152,7 @@ class DiT(nn.Module):
             ModelError: The images have another shape.
         """
         config = self.config
-        checked_images(images, config.channels, config.image_size)
+        check_images(images, config.channels, config.image_size)
         if self.training and config.label_dropout:
             dropped = torch.rand(labels.shape, device=labels.device) < config.label_dropout
             labels = labels.masked_fill(dropped, config.classes)

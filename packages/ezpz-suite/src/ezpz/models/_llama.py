@@ -154,6 +154,9 @@ class LlamaConfig:
         return transformer_flops(self.parameters(), self.layers, self.dim, length)
 
 
+# Source: the ``config.json`` of each model on the Hugging Face Hub (meta-llama/Llama-2-7b-hf,
+# Llama-3.2-1B, Llama-3.1-8B, Llama-3.1-70B), which say what tables 1 and 3 of arXiv:2307.09288 and
+# arXiv:2407.21783 say. ``debug`` is ours: bytes as tokens, trained in seconds on a CPU.
 _LONG = {"max_seq_len": 131072, "rope_theta": 5e5}
 
 LLAMA_SIZES: dict[str, LlamaConfig] = {
@@ -169,28 +172,23 @@ LLAMA_SIZES: dict[str, LlamaConfig] = {
 """Sizes by name: Llama 2 7B, Llama 3.2 1B, Llama 3.1 8B and 70B, and one to try things with."""
 
 
+# Rotary position embeddings (Su et al., arXiv:2104.09864), in Hugging Face's order of features:
+# feature i of a head turns with feature i + head_dim / 2. (Meta's own files pair neighbors; their
+# weights are permuted when they are converted.)
+
+
 class Rotation:
-    """By what the features of each token are turned.
+    """By what the features of each token are turned: fp32 ``[tokens, head_dim]``."""
 
-    No tuple and no dataclass: FSDP2 would look into them, and cast the tensors to the 16 bits
-    that it computes in.
-
-    Attributes:
-        cos: ``[tokens, head_dim]``, fp32.
-        sin: ``[tokens, head_dim]``, fp32.
-    """
+    # No tuple and no dataclass: FSDP2 would look into them, and cast the tensors to the 16 bits
+    # that it computes in.
 
     def __init__(self, angles: Tensor) -> None:
         self.cos, self.sin = angles.cos(), angles.sin()
 
 
 def rotation(config: LlamaConfig, positions: Tensor) -> Rotation:
-    """Return what `rotate` turns tokens at these positions by.
-
-    Args:
-        config: Of the model.
-        positions: ``[tokens]``, int64.
-    """
+    """Return what `rotate` turns tokens at these positions, ``[tokens]``, by."""
     steps = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32)
     frequencies = 1.0 / (config.rope_theta ** (steps / config.head_dim))
     if config.rope_scaling is not None:
@@ -221,16 +219,7 @@ _STD = 0.02
 
 @dataclass(frozen=True)
 class Build:
-    """How a Llama's layers are made.
-
-    Attributes:
-        config: Sizes.
-        parallel: By ezpz_tp, over its groups.
-        sequence_parallel: Norms and residuals are of ``1/tp`` of the sequence, which is dim 0.
-        seed: Of the model's weights.
-        device: As torch's; of the meta device nothing is filled.
-        dtype: As torch's.
-    """
+    """How a Llama's layers are made: by torch or by ezpz_tp, all from one seed."""
 
     config: LlamaConfig
     parallel: bool = False
@@ -240,12 +229,10 @@ class Build:
     dtype: torch.dtype | None = None
 
     def column(self, outputs: int, tensor: int, *, pad_output: bool = False) -> nn.Module:
-        """Return a projection out of the residual stream, its outputs split over ranks.
-
-        Its gradient is not summed over the ranks: that `enter` does, once for several of them.
-        """
+        """Return a projection out of the residual stream, its outputs split over ranks."""
         if not self.parallel:
             return self._plain(nn.Linear, self.config.dim, outputs, tensor, _STD)
+        # Its gradient is not summed over the ranks: that `enter` does, once for several of them.
         options = self._options(tensor, _STD)
         made = ezpz_tp.ColumnParallelLinear(
             self.config.dim, outputs, bias=False, gather_output=False, pad_output=pad_output,
@@ -286,10 +273,7 @@ class Build:
         return made
 
     def enter(self, hidden: Tensor) -> Tensor:
-        """Hand the residual stream to column-parallel layers: gather or copy it, once for all.
-
-        In backward their gradients are summed over the ranks.
-        """
+        """Hand the residual stream to column-parallel layers: gather or copy it, once for all."""
         if self.sequence_parallel:
             return ezpz_tp.gather_from_sequence_parallel_region(hidden)
         return ezpz_tp.copy_to_tensor_parallel_region(hidden) if self.parallel else hidden
@@ -311,12 +295,8 @@ class Build:
         return made
 
     def _options(self, tensor: int, std: float) -> dict[str, Any]:
-        return {
-            "init_method": partial(nn.init.normal_, std=std),
-            "seed": self.seed * 2**24 + tensor,
-            "device": self.device,
-            "dtype": self.dtype,
-        }
+        where = {"device": self.device, "dtype": self.dtype, "seed": self.seed * 2**24 + tensor}
+        return {"init_method": partial(nn.init.normal_, std=std), **where}
 
 
 def _fill(module: nn.Module, init_method: Any, seed: int) -> None:
@@ -332,15 +312,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class SequenceShare:
-    """Which part of each sequence this rank has, and how it attends to the whole.
-
-    Args:
-        kind: ``ring``, ``ulysses``, ``unified``; None: whole sequences.
-        ulysses: Of ``unified``: ranks that share heads.
-
-    Raises:
-        ModelError: ``kind`` is unknown, or ``ulysses`` is missing or given in vain.
-    """
+    """Which part of each sequence this rank has, and how it attends to the whole."""
 
     def __init__(self, kind: str | None, ulysses: int | None) -> None:
         if kind is not None and kind not in KINDS:
@@ -445,12 +417,7 @@ class Block(nn.Module):
         self.mlp = FeedForward(build, layer)
 
     def forward(self, hidden: Tensor, by: Rotation) -> Tensor:
-        """Return the residual stream after this layer.
-
-        Args:
-            hidden: ``[batch, s, dim]``; sequence parallel ``[s / tp, batch, dim]``.
-            by: Of this rank's tokens.
-        """
+        """Return the residual stream after this layer."""
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), by)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))  # type: ignore[no-any-return]
 
@@ -679,11 +646,7 @@ class Llama(nn.Module):
 
 
 def llamas(module: nn.Module) -> Iterator[Llama]:
-    """Yield the Llamas in a module: itself, or the chunks of a pipeline's rank.
-
-    Raises:
-        ModelError: There is none, or it is wrapped.
-    """
+    """Yield the Llamas in a module: itself, or the chunks of a pipeline's rank."""
     chunks = list(module) if isinstance(module, nn.ModuleList) else [module]
     for one in chunks:
         if not isinstance(one, Llama):
@@ -692,11 +655,9 @@ def llamas(module: nn.Module) -> Iterator[Llama]:
 
 
 def mean_loss(logits: Tensor, targets: Tensor, vocab_size: int, *, parallel: bool) -> Tensor:
-    """Return the mean cross entropy of logits ``[batch, s, vocabulary or this rank's part]``.
-
-    Where sequences are shared, the average of it over the context-parallel ranks is the mean of
-    all of their tokens, also where some have more targets that are left out than others.
-    """
+    """Return the mean cross entropy of logits ``[batch, s, vocabulary or this rank's part]``."""
+    # Where sequences are shared, the average of it over the context-parallel ranks is the mean of
+    # all of their tokens, also where some have more targets that are left out than others.
     if not parallel:
         return cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
     losses = ezpz_tp.vocab_parallel_cross_entropy(logits, targets, vocab_size=vocab_size)

@@ -55,25 +55,16 @@ class Patches(nn.Module):
         return self.projection(images).flatten(2).transpose(1, 2)  # type: ignore[no-any-return]
 
 
-def checked_images(images: Tensor, channels: int, size: int) -> Tensor:
-    """Return images after checking their shape.
-
-    Raises:
-        ModelError: They are not ``[batch, channels, size, size]``.
-    """
+def check_images(images: Tensor, channels: int, size: int) -> None:
+    """Refuse images of another shape than ``[batch, channels, size, size]``."""
     if tuple(images.shape[1:]) != (channels, size, size) or images.dim() != 4:
         raise ModelError(
             f"images of shape {tuple(images.shape)}; expected (batch, {channels}, {size}, {size})"
         )
-    return images
 
 
 def check_sizes(config: object) -> None:
-    """Refuse sizes that do not fit: of images and patches, of a model and its heads.
-
-    Raises:
-        ModelError: Names them.
-    """
+    """Refuse sizes that do not fit: of images and patches, of a model and its heads."""
     kind = type(config).__name__
     values: dict[str, int] = {
         name: getattr(config, name)
@@ -93,13 +84,7 @@ def check_sizes(config: object) -> None:
 
 
 def waves(positions: Tensor, size: int, base: float = 10000.0) -> Tensor:
-    """Return sinusoidal embeddings ``[positions, size]``, fp32 (arXiv:1706.03762, section 3.5).
-
-    Args:
-        positions: ``[positions]``, any real dtype.
-        size: Even.
-        base: Of the frequencies.
-    """
+    """Return sinusoidal embeddings ``[positions, size]``, fp32 (arXiv:1706.03762, section 3.5)."""
     steps = torch.arange(size // 2, device=positions.device, dtype=torch.float32)
     angles = torch.outer(positions.float(), base ** (-steps / (size // 2)))
     return torch.cat([angles.cos(), angles.sin()], dim=-1)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ._transformer import FeedForward, Patches, SelfAttention, check_sizes, checked_images
+from ._transformer import FeedForward, Patches, SelfAttention, check_images, check_sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class VisionTransformer(nn.Module):
         Raises:
             ModelError: The images have another shape.
         """
-        checked_images(images, self.config.channels, self.config.image_size)
+        check_images(images, self.config.channels, self.config.image_size)
         hidden = self.patches(images)
         first = self.class_token.expand(len(images), -1, -1)
         hidden = self.dropout(torch.cat([first, hidden], dim=1) + self.positions)

@@ -1,19 +1,18 @@
-"""Bandwidths: their arithmetic, and all-reduces of real ranks."""
+"""Bandwidths: their arithmetic, all-reduces of real ranks, and the rounds of pairs of nodes."""
 
 import json
+from itertools import combinations
 
 import pytest
 
-from ezpz._test.measure import Bandwidth, default_sizes
+from ezpz._test.measure import Bandwidth, Pairs, default_sizes, rounds
 
 MEASURE = """
 import json, torch, ezpz_dist
 from ezpz._test.measure import measure
 rank = ezpz_dist.setup_torch()
-heard = []
 {before}
-found = measure([4, 4096, 1 << 20], torch.device("cpu"), heard.append)
-assert heard == found
+found = [measure(size, torch.device("cpu")) for size in (4, 4096, 1 << 20)]
 print(json.dumps([one.facts() for one in found]))
 ezpz_dist.cleanup()
 """
@@ -71,3 +70,29 @@ torch.distributed.all_reduce = all_reduce
     for status, out, said in ranks(2, MEASURE.format(before=wrong)):
         assert status == 0, said
         assert [one["is_right"] for one in json.loads(out)] == [True, False, True]
+
+
+@pytest.mark.parametrize("nodes", range(2, 34))
+def test_every_pair_once_and_no_node_twice_in_a_round(nodes):
+    found = rounds(nodes)
+    assert sorted(pair for pairs in found for pair in pairs) == list(combinations(range(nodes), 2))
+    for pairs in found:
+        assert len({node for pair in pairs for node in pair}) == 2 * len(pairs)
+        assert len(pairs) == nodes // 2
+    assert len(found) == (nodes if nodes % 2 else nodes - 1)
+
+
+def test_the_slowest_pair_and_node_are_found():
+    rates = {(0, 1): 10e9, (0, 2): 3e9, (1, 2): 2e9, (0, 3): 10e9, (1, 3): 11e9, (2, 3): 4e9}
+    found = {
+        pair: Bandwidth(1 << 20, 2, (1 << 20) / rate, 5, is_right=True)
+        for pair, rate in rates.items()
+    }
+    pairs = Pairs(("a", "b", "c", "d"), found)
+    assert pairs.slowest() == (1, 2)
+    assert pairs.median() == pytest.approx(7e9)
+    assert min(range(4), key=pairs.of_node) == 2
+    assert pairs.of_node(2) == pytest.approx(3e9)
+    facts = pairs.facts()
+    assert facts["slowest"] == [1, 2]
+    assert [each["hosts"] for each in facts["pairs"]][:2] == [["a", "b"], ["a", "c"]]
