@@ -58,7 +58,7 @@ def ranks(fork_server, clean_env, tmp_path):
     """
     started = []
 
-    def run(n, script, *, check=True, timeout=180, each=None, nodes=1, cwd=None):
+    def run(n, script, *, check=True, timeout=240, each=None, nodes=1, cwd=None):
         with socket.socket() as probe:
             # Held, without listening, so that no test beside this one is given the same port.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -78,18 +78,18 @@ def test_a_command_is_what_the_packages_own_script_calls(name, script):
     assert found.load() is importlib.import_module(COMMANDS[name][0]).main
 
 
-def test_words_reach_the_command_to_the_last_byte(tmp_path):
+def test_words_reach_the_command_to_the_last_byte(clean_env, tmp_path):
     words = ["--x", "1e-4", "", "a b", "--", "-n", "--help", "'q'", "ü"]
     show = "import sys, json; print(json.dumps(sys.argv[1:]))"
-    env = {**_clean(), "EZPZ_STATE_DIR": str(tmp_path)}
+    env = {**clean_env, "EZPZ_STATE_DIR": str(tmp_path)}
     launch = ["launch", "--launcher", "spawn", "-n", "1"]
     done = ezpz_process(*launch, sys.executable, "-c", show, *words, env=env)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == words
 
 
-def test_the_exit_status_is_the_commands(tmp_path):
-    env = {**_clean(), "EZPZ_STATE_DIR": str(tmp_path)}
+def test_the_exit_status_is_the_commands(clean_env, tmp_path):
+    env = {**clean_env, "EZPZ_STATE_DIR": str(tmp_path)}
     launch = ["launch", "--launcher", "spawn", "-n", "2"]
     assert ezpz_process(*launch, "sh", "-c", "exit 75", env=env).returncode == 75
     assert ezpz_process("launch", "--zzz", env=env).returncode == 2
@@ -161,13 +161,3 @@ def test_a_page_that_cannot_be_written(words, whose):
         )  # fmt: skip
     assert done.returncode == 1
     assert done.stderr == f"{whose}: standard output: No space left on device\n"
-
-
-def _clean():
-    launchers = ("SLURM_", "PBS_", "PMI", "OMPI_", "EZPZ_", "TORCHELASTIC", "MASTER_")
-    place = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(launchers) and name not in place
-    }

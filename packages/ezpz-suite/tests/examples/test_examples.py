@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import ezpz.examples
+from ezpz.examples import _settings
 
 from .conftest import curve, records
 
@@ -115,9 +116,10 @@ def run_here(monkeypatch, name, *words):
     """Run an example in this process as ``python -m ezpz.examples.NAME WORDS`` does."""
     module = importlib.import_module(f"ezpz.examples.{name}")
     monkeypatch.setattr(sys, "argv", [str(FOLDER / f"{name}.py"), *words])
-    from ezpz.examples import _settings
-
-    _settings.main(module.Settings, module.train)
+    if name == "megatron_style":
+        module.main()
+    else:
+        _settings.main(module.Settings, module.train)
 
 
 @pytest.mark.parametrize("name", SMALL)
