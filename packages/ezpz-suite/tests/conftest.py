@@ -54,11 +54,11 @@ def clean_env():
 def ranks(fork_server, clean_env, tmp_path):
     """Run a script on n real ranks; return what each printed, or (status, output, errors).
 
-    ``each`` has variables for single ranks; ``nodes`` share the ranks evenly.
+    ``nodes`` share the ranks evenly.
     """
     started = []
 
-    def run(n, script, *, check=True, timeout=240, each=None, nodes=1, cwd=None):
+    def run(n, script, *, check=True, timeout=240, nodes=1, cwd=None):
         with socket.socket() as probe:
             # Held, without listening, so that no test beside this one is given the same port.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -73,7 +73,6 @@ def ranks(fork_server, clean_env, tmp_path):
                     "RANK": str(rank), "WORLD_SIZE": str(n), "LOCAL_RANK": str(rank % local),
                     "LOCAL_WORLD_SIZE": str(local), "GROUP_RANK": str(rank // local),
                     "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-                    **((each or {}).get(rank, {})),
                 }  # fmt: skip
                 text = PRELUDE.format(
                     out=str(files[0]), err=str(files[1]), env=env, cwd=str(cwd or os.getcwd())

@@ -199,24 +199,6 @@ def test_what_is_known_of_a_broken_check_is_told(broken):
     assert not any(is_left(pid) for pid in pids), "nothing that a check started"
 
 
-@pytest.mark.parametrize("hangs_at", ["--version", "-n"])
-def test_an_mpiexec_that_hangs_is_an_error_and_nothing_of_it_is_left(tmp_path, hangs_at):
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    (folder / "mpiexec").write_text(
-        "#!/bin/sh\n"
-        f'case "$1" in {hangs_at}) sleep 3600 & echo $$ $! > {tmp_path}/pids; wait ;; esac\n'
-        "echo HYDRA\n"
-    )
-    (folder / "mpiexec").chmod(0o755)
-    done = doctor("--json", "--only=mpi", "--timeout=4", PATH=f"{folder}:{os.environ['PATH']}")
-    assert done.returncode == 1
-    assert "did not end in" in results_of(done)["mpi"]["message"]
-    pids = (tmp_path / "pids").read_text().split()
-    assert len(pids) == 2
-    assert not any(is_left(int(pid)) for pid in pids)
-
-
 def test_an_mpi4py_that_takes_long_to_import_is_a_warning(tmp_path):
     pytest.importorskip("mpi4py", reason="two ranks of mpi4py are what is tried")
     found = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])

@@ -40,6 +40,13 @@ def test_bytes_and_documents(path):
     assert blocks.documents.tolist() == [0, 6, 13]
     with pytest.raises(IndexError, match="block 3 of 3"):
         blocks[3]
+    raw = pickle.dumps(blocks)
+    assert len(raw) < 1000, "a copy for a worker maps the file itself"
+    assert torch.equal(pickle.loads(raw)[1][0], blocks[1][0])
+    assert len(TokenBlocks(path, 18)) == 1
+    for block in (0, 19):
+        with pytest.raises(DataError, match="expected 1 to 18"):
+            TokenBlocks(path, block)
 
 
 def test_real_files_come_back_as_they_were(tmp_path):
@@ -83,13 +90,6 @@ def test_a_real_tokenizer(tmp_path):
     blocks = TokenBlocks(path, 200)
     assert texts[0].startswith(learned.decode(blocks[0][0].tolist()))
     assert blocks.header.tokens < sum(map(len, texts)) / 1.5
-
-
-def test_a_copy_for_a_worker_maps_the_file_itself(path):
-    blocks = TokenBlocks(path, 5)
-    raw = pickle.dumps(blocks)
-    assert len(raw) < 1000
-    assert torch.equal(pickle.loads(raw)[1][0], blocks[1][0])
 
 
 def change(path, at, by):
@@ -148,13 +148,6 @@ def test_damage_is_looked_for_unless_it_was_already(path):
         read_header(path, verify=True)
 
 
-def test_blocks_that_are_too_long_are_refused(path):
-    assert len(TokenBlocks(path, 18)) == 1
-    for block in (0, 19):
-        with pytest.raises(DataError, match="expected 1 to 18"):
-            TokenBlocks(path, block)
-
-
 def test_a_writer_that_fails_leaves_what_was_there(path, tmp_path):
     before = path.read_bytes()
 
@@ -190,17 +183,13 @@ def test_a_place_that_cannot_be_written_is_named(path):
         write_tokens(path / "below", texts=["a"], progress=False)
 
 
-def test_others_may_read_it_as_the_umask_says(tmp_path):
+def test_others_may_read_it_as_the_umask_says_and_progress_is_shown(tmp_path, capfd):
     old = os.umask(0o027)
     try:
-        path = write_tokens(tmp_path / "a", texts=["a"], progress=False)
+        path = write_tokens(tmp_path / "a.tokens", texts=["a", "b"])
     finally:
         os.umask(old)
     assert [each.stat().st_mode & 0o777 for each in (path, index_of(path))] == [0o640] * 2
-
-
-def test_progress_is_shown(tmp_path, capfd):
-    write_tokens(tmp_path / "a.tokens", texts=["a", "b"])
     assert "writing a.tokens" in "".join(capfd.readouterr())
 
 
@@ -265,7 +254,8 @@ def test_a_writer_that_fails_or_is_late_is_everybodys_error(ranks, tmp_path):
     script = """
     import time
     from ezpz.data import *
-    ezpz_dist.setup_torch()
+    from ezpz.data import _tokens
+    rank = ezpz_dist.setup_torch()
     def late():
         while True:
             time.sleep(0.2)
@@ -276,37 +266,26 @@ def test_a_writer_that_fails_or_is_late_is_everybodys_error(ranks, tmp_path):
             write_tokens_once({path!r}, progress=False, **more)
         except ezpz_dist.DataError as error:
             print(error)
-    ezpz_dist.cleanup()
-    """
-    target = tmp_path / "once"
-    first, second = ranks(2, textwrap.dedent(script).format(path=str(target)))
-    assert first == second
-    failed, late, one = first.splitlines()
-    start = f"rank 0, which writes {target}, failed: "
-    assert failed == f"{start}DataError: write_tokens: /nowhere/a.txt: No such file or directory"
-    assert late == f"{start}DataError: it is not done after 1.5 s; give a longer timeout="
-    assert one == f"{start}DataError: write_tokens: texts='a'; expected a list of them"
-    assert list(tmp_path.glob("*once*")) == []
-
-
-def test_a_file_that_the_writer_loses_is_everybodys_error(ranks, tmp_path):
-    script = """
-    from ezpz.data import *
-    from ezpz.data import _tokens
-    rank = ezpz_dist.setup_torch()
     def lost(path, **options):
         raise ezpz_dist.DataError("it is gone")
     if rank == 0:
         _tokens.read_header = lost
     try:
-        write_tokens_once({path!r}, texts=["a"], progress=False)
+        write_tokens_once({path!r} + "-lost", texts=["a"], progress=False)
     except ezpz_dist.DataError as error:
         print(error)
     ezpz_dist.cleanup()
     """
-    first, second = ranks(2, textwrap.dedent(script).format(path=str(tmp_path / "once")))
+    target = tmp_path / "once"
+    first, second = ranks(2, textwrap.dedent(script).format(path=str(target)))
     assert first == second
-    assert first.endswith("failed: DataError: it is gone\n")
+    failed, late, one, lost = first.splitlines()
+    start = f"rank 0, which writes {target}, failed: "
+    assert failed == f"{start}DataError: write_tokens: /nowhere/a.txt: No such file or directory"
+    assert late == f"{start}DataError: it is not done after 1.5 s; give a longer timeout="
+    assert one == f"{start}DataError: write_tokens: texts='a'; expected a list of them"
+    assert lost.endswith("failed: DataError: it is gone")
+    assert not {"once", "once.index.npz"} & {each.name for each in tmp_path.iterdir()}
 
 
 def test_reuse_takes_what_is_there_and_whole(ranks, path):

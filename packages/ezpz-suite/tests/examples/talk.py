@@ -15,13 +15,10 @@ class Autoencoder(torch.nn.Module):
     def __init__(self, width: int, hidden: list[int]):
         super().__init__()
         sizes = [width, *hidden, width]
-        pairs = list(pairwise(sizes))
         modules: list[torch.nn.Module] = []
-        for number, (before, after) in enumerate(pairs):
-            modules.append(torch.nn.Linear(before, after))
-            if number < len(pairs) - 1:
-                modules.append(torch.nn.ReLU())
-        self.layers = torch.nn.Sequential(*modules)
+        for before, after in pairwise(sizes):
+            modules += [torch.nn.Linear(before, after), torch.nn.ReLU()]
+        self.layers = torch.nn.Sequential(*modules[:-1])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers(x)
@@ -34,19 +31,18 @@ def build():
         log.info("no W&B")
     elif rank == 0:
         try:
-            ezpz.setup_wandb(project_name=os.environ.get("PROJECT_NAME", "talk"))
+            ezpz.setup_wandb(project_name="talk")
         except Exception:  # as people write it
             log.exception("without W&B")
-    model = Autoencoder(32, [int(word) for word in os.environ.get("SIZES", "64,32").split(",")])
+    model = Autoencoder(32, [64, 32])
     model.to(ezpz.get_torch_device_type())
-    model.to(os.environ.get("DTYPE", torch.bfloat16))
+    model.to(torch.bfloat16)
     log.info(f"{model=}")
     optimizer = torch.optim.Adam(model.parameters())
     if ezpz.get_world_size() > 1:
         if os.environ.get("WRAP") == "ezpz":
             return ezpz.wrap_model(model), optimizer
-        given = {"device_ids": [ezpz.get_local_rank()]} if os.environ.get("WRAP") == "ids" else {}
-        model = torch.nn.parallel.DistributedDataParallel(model, **given)
+        model = torch.nn.parallel.DistributedDataParallel(model)
     return model, optimizer
 
 
@@ -58,7 +54,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> ezpz.Hist
     device_type = ezpz.get_torch_device_type()
     dtype = bare.layers[0].weight.dtype
     model.train()
-    for step in range(int(os.environ.get("STEPS", "200"))):
+    for step in range(200):
         with torch.autocast(device_type=device_type, dtype=dtype):
             began = time.perf_counter()
             x = torch.rand((64, bare.layers[0].in_features), dtype=dtype).to(device_type)
