@@ -1,4 +1,4 @@
-"""The command ``ezpz test``: what it launches, and what it refuses before."""
+"""The command ``ezpz test``: what its words mean, what it refuses, and what it launches."""
 
 import json
 import signal
@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from ezpz._test.command import OPTIONS, help_page, main
+from ezpz._test.command import OPTIONS, Settings, closest, help_page, main, parse, take
 
 SMALL = ("--steps=6", "--layers=1", "--dim=64", "--seq=32", "--batch=4", "--sizes=4K")
 SPAWN = ("--launcher", "spawn")
@@ -78,8 +78,28 @@ def test_a_rank_that_is_killed_is_the_launchers_to_report(ezpz, clean_env, tmp_p
         (["--nprocs", "2"], "unknown option '--nprocs'; did you mean --nproc?"),
         (["python", "train.py"], "'python train.py' has a command in it; expected options only"),
         (["-m", "train"], "'-m train' has a command in it"),
-        (["--tp=x"], "--tp=x; expected a whole number, 1 or more"),
-        (["--tp"], "--tp needs a value"),
+        (["--tp"], "--tp needs a value; expected --tp=N"),
+        (["--tp", "--pp=2"], "--tp needs a value"),
+        (["--tp="], "--tp= is empty"),
+        (["--tp=1", "--tp", "2"], "--tp is given twice"),
+        (["--json=yes"], "--json=yes: --json takes no value"),
+        (["--tp=0"], "--tp=0; expected a whole number, 1 or more"),
+        (["--tp=two"], "--tp=two; expected a whole number"),
+        (["--tp=1.5"], "--tp=1.5; expected a whole number"),
+        (["--seq=0"], "--seq=0; expected"),
+        (["--steps=3"], "--steps=3; expected a whole number, 4 or more"),
+        (["--seed=-1"], "--seed=-1; expected a whole number, 0 or more"),
+        (["--seed=9999999999"], "--seed=9999999999; expected a whole number"),
+        (["--wrap=dpp"], "--wrap=dpp; expected one of auto, ddp, fsdp, fsdp2"),
+        (["--dtype=fp8"], "--dtype=fp8; expected fp32 or bf16"),
+        (["--sizes=4K,x"], "'x'; expected sizes in bytes such as 4K,1M,64M"),
+        (["--sizes=5"], "expected a multiple of 4 bytes"),
+        (["--sizes=0"], "expected a multiple of 4 bytes"),
+        (["--sizes=K"], "'K'; expected sizes"),
+        (["--pp=2", "--wrap=ddp"], "--wrap=ddp with --pp=2; expected none or fsdp2"),
+        (["--pp=3"], "--batch=8 with --pp=3; expected a multiple of 3"),
+        (["--tp=2", "--wrap=fsdp"], "--wrap=fsdp with --tp=2; expected fsdp2"),
+        (["--cp=2", "--wrap=deepspeed"], "--wrap=deepspeed with --cp=2; expected ddp"),
     ],
 )
 def test_words_are_refused_before_anything_is_started(words, said, capfd):
@@ -104,3 +124,38 @@ def test_the_page_of_help_has_every_option(capfd):
     assert max(map(len, page.splitlines())) <= 94
     assert "examples:" in page
     assert "exit status:" in page
+
+
+@pytest.mark.parametrize(
+    ("words", "ours", "others"),
+    [
+        ([], [], []),
+        (["--tp=2", "-n", "4"], ["--tp=2"], ["-n", "4"]),
+        (["-n", "4", "--tp", "2", "--json", "--tee"], ["--tp=2", "--json"], ["-n", "4", "--tee"]),
+        (["--outdir=a=b"], ["--outdir=a=b"], []),
+    ],
+)  # fmt: skip
+def test_words_are_parted(words, ours, others):
+    assert take(words) == (ours, others)
+
+
+def test_a_misspelt_option_is_guessed():
+    assert closest("--step=4") == "--steps"
+    assert closest("--nprocs") == "--pairs"
+    assert closest("--nprocs", ["--nproc"]) == "--nproc"
+    assert closest("--zzz") == ""
+
+
+def test_settings_and_words_are_the_same():
+    assert {option.name for option in OPTIONS} == set(Settings.__dataclass_fields__)
+    assert parse([]) == Settings()
+    assert Settings().words() == []
+    every = Settings(
+        tp=2, pp=2, cp=4, wrap="fsdp2", steps=10, batch=4, seq=64, layers=2, dim=64, dtype="bf16",
+        seed=0, sizes=(4096, 1 << 20), pairs=True, json=True, outdir="2024",
+    )  # fmt: skip
+    assert all(value != getattr(Settings, name) for name, value in vars(every).items())
+    assert parse(every.words()) == every
+    assert parse(Settings(sizes=()).words()).sizes == ()
+    assert parse(["--sizes=1M,4K,4096,2G"]).sizes == (4096, 1 << 20, 2 << 30)
+    assert parse(["--sizes=1024"]).sizes == (1024,)
