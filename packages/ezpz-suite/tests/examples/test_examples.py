@@ -21,19 +21,12 @@ FOLDER = Path(ezpz.examples.__file__).parent
 
 @dataclass(frozen=True)
 class Expected:
-    """What an example reaches with its defaults.
+    """What an example reaches with its defaults."""
 
-    Attributes:
-        metric: Of the last record that has it; equal on all ranks.
-        best: It is at least this high (``accuracy``), or at most (a loss).
-        needs: Packages that it imports.
-        loss: How much the training loss falls, at least, from its first record to its last.
-    """
-
-    metric: str
-    best: float
-    needs: tuple[str, ...] = ()
-    loss: float = 1.0
+    metric: str  # of the last record that has it; equal on all ranks
+    best: float  # it is at least this high (accuracy), or at most (a loss)
+    needs: tuple[str, ...] = ()  # packages that it imports
+    loss: float = 1.0  # how much the training loss falls, at least
 
 
 PARALLEL = {"fsdp": 1e-2, "fsdp_tp": 1e-4, "long_context": 1e-4, "pipeline": 1e-4}

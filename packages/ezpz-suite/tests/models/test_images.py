@@ -1,10 +1,49 @@
-"""The diffusion transformer, the noise that it learns to see, and the sampler."""
+"""Models of images: the vision and the diffusion transformer, its noise, the perceptron."""
 
 import pytest
 import torch
 
 from ezpz.data import digits
-from ezpz.models import DiT, DiTConfig, ModelError, NoiseSchedule
+from ezpz.models import MLP, DiT, DiTConfig, ModelError, NoiseSchedule, VisionTransformer, ViTConfig
+
+
+def test_it_learns_the_digits():
+    pytest.importorskip("sklearn")
+    torch.manual_seed(0)
+    model = VisionTransformer(ViTConfig(dim=32, layers=2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    images, labels = digits("train").tensors
+    for start in [*range(0, 1438, 16)] * 3:
+        part = slice(start, start + 16)
+        loss = torch.nn.functional.cross_entropy(model(images[part]), labels[part])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    images, labels = digits("test").tensors
+    assert (model.eval()(images).argmax(1) == labels).float().mean() > 0.7
+
+
+def test_patches_are_the_image_cut_up():
+    model = VisionTransformer(ViTConfig(image_size=8, patch_size=4, channels=2, dim=16))
+    image = torch.arange(128.0).view(1, 2, 8, 8)
+    tokens = model.patches(image)
+    assert tokens.shape == (1, 4, 16)
+    projection = model.patches.projection
+    corner = (image[:, :, :4, 4:] * projection.weight).sum((1, 2, 3)) + projection.bias
+    torch.testing.assert_close(tokens[0, 1], corner)
+
+
+def test_layers_of_the_perceptron():
+    model = MLP((64, 32, 16, 10))
+    assert model(torch.zeros(5, 1, 8, 8)).shape == (5, 10)
+    assert sum(one.numel() for one in model.parameters()) == 64 * 32 + 32 + 32 * 16 + 16 + 170
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+    by_hand = x
+    for number, layer in enumerate(model.layers):
+        by_hand = layer(by_hand)
+        by_hand = by_hand.relu() if number < 2 else by_hand
+    torch.testing.assert_close(model(x), by_hand)
+    assert model(x).min() < 0, "no ReLU behind the last"
 
 
 def test_at_first_it_predicts_no_noise():
@@ -102,7 +141,7 @@ def test_guidance_goes_away_from_no_label():
     torch.testing.assert_close(found, torch.full((1, 3), 0.3), atol=1e-2, rtol=0)
 
 
-def test_it_learns_and_samples():
+def test_diffusion_learns_and_samples():
     pytest.importorskip("sklearn")
     torch.manual_seed(0)
     model, schedule = DiT(DiTConfig(dim=32, layers=2)), NoiseSchedule(100)
@@ -129,24 +168,47 @@ def test_it_learns_and_samples():
     assert found[..., 0].mean() < found[..., 3:5].mean() - 0.4
 
 
-def test_from_the_meta_device():
-    wanted = DiT(DiTConfig()).positions
+@pytest.mark.parametrize(
+    ("kind", "config"), [(DiT, DiTConfig()), (VisionTransformer, ViTConfig(dropout=0.1))]
+)
+def test_from_the_meta_device(kind, config):
+    wanted = kind(config)
     with torch.device("meta"):
-        model = DiT(DiTConfig())
+        model = kind(config)
     model.to_empty(device="cpu")
+    with torch.no_grad():
+        for one in model.parameters():
+            one.fill_(torch.nan)
     for module in model.modules():
         if hasattr(module, "reset_parameters"):
             module.reset_parameters()
-    assert torch.equal(model.positions, wanted)
-    assert not model.head.weight.any()
+    assert all(one.isfinite().all() for one in model.parameters())
+    if kind is DiT:
+        assert torch.equal(model.positions, wanted.positions)
+        assert not model.head.weight.any()
+    else:
+        assert model.class_token.std() < 0.03
 
 
-def test_what_does_not_fit_is_refused():
-    for function, words in (
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: ViTConfig(patch_size=3), r"patch_size=3\); expected a patch_size that divides"),
+        (lambda: ViTConfig(dim=30), "dim=30, heads=4"),
+        (lambda: ViTConfig(layers=0), "layers=0"),
+        (
+            lambda: VisionTransformer(ViTConfig())(torch.zeros(2, 1, 9, 9)),
+            r"\(2, 1, 9, 9\); expected \(batch, 1, 8, 8\)",
+        ),
         (lambda: DiTConfig(dim=66, heads=3), "expected a multiple of 4"),
         (lambda: NoiseSchedule(1), "at least 2 steps"),
         (lambda: NoiseSchedule(10).sample(None, None, (1,), steps=11), "expected 1 to 10"),
         (lambda: NoiseSchedule().sample(None, None, (1,), guidance=2.0), "without no_label"),
-    ):
-        with pytest.raises(ModelError, match=words):
-            function()
+        (lambda: MLP(()), "at least two widths"),
+        (lambda: MLP((3,)), "at least two widths"),
+        (lambda: MLP((3, 0)), "at least two widths"),
+    ],
+)
+def test_what_does_not_fit_is_refused(make, words):
+    with pytest.raises(ModelError, match=words):
+        make()
