@@ -27,7 +27,6 @@ ROOM: Final = 200
 
 _GRAVE: Final = frozenset({"warning", "error", "critical", "exception", "fatal", "alarm"})
 _LIGHT: Final = (b'"level":"info"', b'"level":"debug"')
-_QUIET: Final = frozenset({"end"})
 _ENOUGH: Final = 300
 
 
@@ -44,22 +43,42 @@ class Notice:
     times: int = 1
 
 
-@dataclass
 class Notices:
-    """What was said, in order."""
+    """What was said, the first and the last of many."""
 
-    shown: list[Notice]
-    left_out: int
-    """Different ones between the first and the last of those shown."""
-    unreadable: int
-    """Lines of logs that are no JSON."""
+    def __init__(self) -> None:
+        self._first: dict[tuple[str, str], Notice] = {}
+        self._last: dict[tuple[str, str], Notice] = {}
+        self.left_out = 0
+        """Different ones between the first and the last of those shown."""
+        self.unreadable = 0
+        """Lines of logs that are no JSON."""
+
+    def put(self, notice: Notice) -> None:
+        key = (notice.kind, notice.text)
+        known = self._first.get(key) or self._last.get(key)
+        if known is not None:
+            known.times += notice.times
+            known.ranks |= notice.ranks
+        elif len(self._first) < ROOM:
+            self._first[key] = notice
+        else:
+            self._last[key] = notice
+            if len(self._last) > ROOM:
+                del self._last[next(iter(self._last))]
+                self.left_out += 1
+
+    @property
+    def shown(self) -> list[Notice]:
+        found = [*self._first.values(), *self._last.values()]
+        return sorted(found, key=lambda one: float("inf") if one.time is None else one.time)
 
 
 def collect(events: Iterable[dict[str, Any]], folder: Path) -> Notices:
     """Read what a run's events and ``folder/logs/*.jsonl`` say, from WARNING upward."""
-    found = _Collection()
+    found = Notices()
     for event in events:
-        if event["event"] not in _QUIET:
+        if event["event"] != "end":
             found.put(_of_event(event))
     for path in filter(Path.is_file, sorted((folder / "logs").glob("*.jsonl"))):
         for line in _lines(path):
@@ -67,33 +86,7 @@ def collect(events: Iterable[dict[str, Any]], folder: Path) -> Notices:
                 found.unreadable += 1
             else:
                 found.put(line)
-    return found.done()
-
-
-class _Collection:
-    def __init__(self) -> None:
-        self.kept: dict[tuple[str, str], Notice] = {}
-        self.late: dict[tuple[str, str], Notice] = {}
-        self.left_out = self.unreadable = 0
-
-    def put(self, notice: Notice) -> None:
-        key = (notice.kind, notice.text)
-        known = self.kept.get(key) or self.late.get(key)
-        if known is not None:
-            known.times += notice.times
-            known.ranks |= notice.ranks
-        elif len(self.kept) < ROOM:
-            self.kept[key] = notice
-        else:
-            self.late[key] = notice
-            if len(self.late) > ROOM:
-                del self.late[next(iter(self.late))]
-                self.left_out += 1
-
-    def done(self) -> Notices:
-        shown = [*self.kept.values(), *self.late.values()]
-        shown.sort(key=lambda notice: float("inf") if notice.time is None else notice.time)
-        return Notices(shown, self.left_out, self.unreadable)
+    return found
 
 
 def _of_event(event: dict[str, Any]) -> Notice:
@@ -154,6 +147,34 @@ def _seconds(value: Any) -> float | None:
 
 Floats = NDArray[np.float64]
 
+
+class Waiting:
+    """Arrays of a few records each, which are counted many at a time."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[NDArray[np.int64], Floats]] = []
+        self._waiting_count = 0
+
+    def add(self, steps: NDArray[np.int64], values: Floats) -> None:
+        """Take the steps and values of further records; (n,) each."""
+        if len(steps):
+            self._waiting.append((steps, values))
+            self._waiting_count += len(steps)
+        if self._waiting_count >= _WAIT:
+            self.settle()
+
+    def settle(self) -> None:
+        """Count what waits: call it before reading anything."""
+        if self._waiting:
+            steps, values = map(np.concatenate, zip(*self._waiting, strict=True))
+            self._waiting.clear()
+            self._waiting_count = 0
+            self._count(steps, values)
+
+    def _count(self, steps: NDArray[np.int64], values: Floats) -> None:
+        raise NotImplementedError
+
+
 BUCKETS: Final = 2048
 """At most so many are kept; when there are more, each two become one."""
 
@@ -163,13 +184,14 @@ COUNT, MEAN, LEAST, GREATEST, LAST, FROM, TO, SIZE = range(8)
 (finite or not), the first and last step, how many values of any kind."""
 
 
-class Series:
+class Series(Waiting):
     """The values of a metric, met once and in order."""
 
     # Exact are the counts, the first and last value, minimum, maximum, mean and standard deviation
     # (of the population, of the finite values). The curve is kept as consecutive buckets.
 
     def __init__(self, name: str) -> None:
+        super().__init__()
         self.name = name
         self.count = 0
         """Values of any kind."""
@@ -188,41 +210,19 @@ class Series:
         # Wider than double where there is such a thing: squares of 1e200 are numbers too.
         self._mean = self._squares = np.longdouble(0)
         self._finite = 0
-        self._width = 1
-        self._rows: Floats = np.empty((8, 0))
-        self._waiting: list[tuple[NDArray[np.int64], Floats]] = []
-        self._waiting_count = 0
-
-    def add(self, steps: NDArray[np.int64], values: Floats) -> None:
-        """Take further values; (n,) each."""
-        if not len(steps):
-            return
-        self._waiting.append((steps, values))
-        self._waiting_count += len(steps)
-        if self._waiting_count >= _WAIT:
-            self._settle()
-
-    @property
-    def buckets(self) -> Floats:
-        """The curve, (8, at most `BUCKETS`): see `COUNT` and those after it."""
-        self._settle()
-        return self._rows
-
-    @property
-    def width(self) -> int:
+        self.width = 1
         """How many values make a bucket."""
-        return self._width
+        self.buckets: Floats = np.empty((8, 0))
+        """The curve, (8, at most `BUCKETS`): see `COUNT` and those after it."""
 
     @property
     def mean(self) -> float | None:
         """The mean of the finite values; None where there are none."""
-        self._settle()
         return float(self._mean) if self._finite else None
 
     @property
     def std(self) -> float | None:
         """The standard deviation of the finite values."""
-        self._settle()
         return float(np.sqrt(self._squares / self._finite)) if self._finite else None
 
     def curve(self, points: int) -> Floats:
@@ -231,17 +231,7 @@ class Series:
         each = -(-rows.shape[1] // points)
         return rows if each <= 1 else _join(rows, np.arange(0, rows.shape[1], each))
 
-    def settle(self) -> None:
-        """Count what waits: call it before reading the counts."""
-        self._settle()
-
-    def _settle(self) -> None:
-        if not self._waiting:
-            return
-        steps = np.concatenate([steps for steps, _ in self._waiting])
-        values = np.concatenate([values for _, values in self._waiting])
-        self._waiting.clear()
-        self._waiting_count = 0
+    def _count(self, steps: NDArray[np.int64], values: Floats) -> None:
         finite = np.isfinite(values)
         self._measure(steps, values, finite)
         self._keep(steps, values, finite)
@@ -282,20 +272,20 @@ class Series:
         numbers = values if finite.all() else np.where(finite, values, np.nan)
         ones = np.ones(len(values))
         rows = np.stack([finite, numbers, numbers, numbers, values, steps, steps, ones])
-        begun = self.count % self._width
-        first = self._width - begun if begun else 0
-        starts = np.arange(first, len(values), self._width)
-        kept = self._rows
+        begun = self.count % self.width
+        first = self.width - begun if begun else 0
+        starts = np.arange(first, len(values), self.width)
+        kept = self.buckets
         if begun:
             # The last bucket is not full: it is taken up again.
             rows, kept = np.concatenate([kept[:, -1:], rows], axis=1), kept[:, :-1]
             starts = np.concatenate([[0], starts + 1])
-        if self._width > 1:
+        if self.width > 1:
             rows = _join(rows, starts)
-        self._rows = np.concatenate([kept, rows], axis=1)
-        while self._rows.shape[1] > BUCKETS:
-            self._rows = _join(self._rows, np.arange(0, self._rows.shape[1], 2))
-            self._width *= 2
+        self.buckets = np.concatenate([kept, rows], axis=1)
+        while self.buckets.shape[1] > BUCKETS:
+            self.buckets = _join(self.buckets, np.arange(0, self.buckets.shape[1], 2))
+            self.width *= 2
 
 
 def _join(rows: Floats, starts: NDArray[np.int64]) -> Floats:
@@ -339,38 +329,23 @@ class Reached:
     last_time: float | None = None
 
 
-class StepTimes:
+class StepTimes(Waiting):
     """Seconds a step, of all records of a run, met once and in order."""
 
     # Between the first records of two steps; where only one step in so many is recorded, their time
     # divided by the steps. What lies between two attempts is no step.
 
     def __init__(self, begins: list[float]) -> None:
+        super().__init__()
         self.histogram: NDArray[np.int64] = np.zeros(len(EDGES) - 1, np.int64)
         """How many steps took so long, by `EDGES`."""
         self.pauses: list[tuple[float, int]] = []
         """The longest: seconds, and the step that came after."""
         self.attempts = [Reached() for _ in begins] or [Reached()]
         self._begins = np.maximum.accumulate(np.array(begins[1:], np.float64))
-        self._waiting: list[tuple[NDArray[np.int64], NDArray[np.float64]]] = []
-        self._waiting_count = 0
         self._before: tuple[int, float] | None = None
 
-    def add(self, steps: NDArray[np.int64], times: NDArray[np.float64]) -> None:
-        """Take the steps and times of further records; (n,) each."""
-        self._waiting.append((steps, times))
-        self._waiting_count += len(steps)
-        if self._waiting_count >= _WAIT:
-            self.settle()
-
-    def settle(self) -> None:
-        """Count what waits: call it before reading anything."""
-        if not self._waiting:
-            return
-        steps = np.concatenate([steps for steps, _ in self._waiting])
-        times = np.concatenate([times for _, times in self._waiting])
-        self._waiting.clear()
-        self._waiting_count = 0
+    def _count(self, steps: NDArray[np.int64], times: Floats) -> None:
         attempts = np.searchsorted(self._begins, times, side="right")
         self._reach(steps, times, attempts)
         if self._before is not None:
