@@ -304,7 +304,10 @@ class Copies:
 
 # The file of one writer: every line one write, whatever was there before continued.
 
+logger = logging.getLogger("ezpz_obs")
+
 _BLOCK = 1 << 20
+_LOOK = 1.0  # seconds between looks whether the file is still where it was
 
 
 @dataclass(frozen=True)
@@ -316,15 +319,22 @@ class Before:
     """The highest step of all."""
 
 
-class LineFile:
-    """A file that only grows, one whole line at a time."""
+class Writer:
+    """The file of a `History`: every line one write, which training never fails for."""
 
     # A last line that was torn by a crash is cut off when the file is opened. What has been written
     # is in the kernel: the end of the process, of whatever kind, does not lose it; the end of the
-    # host may, unless ``sync`` is called (fdatasync, about 130 µs on a local disk).
+    # host may, unless the disk confirms (fdatasync, about 130 µs on a local one). Of what cannot be
+    # written there is one warning and, at the end, the number.
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, checksum: bool, sync: bool | float) -> None:
         self.path = path
+        self._checksum = checksum
+        self._sync_every = (0.0 if sync is True else float(sync)) if sync is not False else None
+        self._synced = self._looked = time.time()
+        self._said = False
+        self.lost = 0
+        """Lines that are not in the file."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._fd = open_to_append(path)
         self._torn = 0  # bytes of a line at the end that are still to be cut off
@@ -335,8 +345,35 @@ class LineFile:
             os.close(self._fd)
             raise
 
-    def write(self, line: bytes) -> None:
-        """Append a line by one write."""
+    def put(self, line: Mapping[str, Any], now: float, *, look: bool = True) -> None:
+        """Write a header, event or record; with ``look``, make a folder anew that is gone."""
+        text = encode_record(line) or encode_anything(line)
+        try:
+            self._write(seal(text) if self._checksum else text)
+        except OSError as error:
+            self.lost += 1
+            self._fail(error)
+        try:
+            if look and not 0 <= now - self._looked < _LOOK:
+                self._looked = now
+                if not is_at(self.path, self._fd):
+                    self._restore()
+            if self._sync_every is not None and now - self._synced >= self._sync_every:
+                getattr(os, "fdatasync", os.fsync)(self._fd)  # macOS has fsync only
+                self._synced = now
+        except OSError as error:
+            self._fail(error)
+
+    def close(self) -> None:
+        """Close the file, and say how many lines are not in it. Harmless twice."""
+        if self.lost:
+            logger.warning("%d lines are missing in %s", self.lost, self.path)
+            self.lost = 0
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _write(self, line: bytes) -> None:
         if self._torn:
             self._cut()
         written = os.write(self._fd, line)
@@ -350,15 +387,7 @@ class LineFile:
         os.ftruncate(self._fd, os.fstat(self._fd).st_size - self._torn)
         self._torn = 0
 
-    def sync(self) -> None:
-        """Wait until what was written is on the disk."""
-        getattr(os, "fdatasync", os.fsync)(self._fd)  # macOS has fsync only
-
-    def is_there(self) -> bool:
-        """Say whether the path still leads to this file."""
-        return is_at(self.path, self._fd)
-
-    def restore(self) -> None:
+    def _restore(self) -> None:
         """Make the file anew where somebody removed it, with all that was in it."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         anew = open_to_append(self.path, anew=True)
@@ -372,12 +401,19 @@ class LineFile:
             raise
         os.close(self._fd)
         self._fd = anew
+        logger.warning(
+            "%s was removed while it was being written; it is there again, with all records",
+            self.path,
+        )
 
-    def close(self) -> None:
-        """Close the file. Harmless twice."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+    def _fail(self, error: OSError) -> None:
+        if not self._said:
+            self._said = True
+            logger.warning(
+                "metrics cannot be written to %s (%s); expected room and permission there: "
+                "training goes on, and so do the attempts to write",
+                self.path, os.strerror(error.errno) if error.errno else error,
+            )  # fmt: skip
 
 
 def _claim(fd: int, path: Path) -> None:
@@ -450,74 +486,6 @@ def _step_of(line: bytes) -> int:
     if type(step) is not int:
         raise HistoryError(f"{line[:60]!r}; expected a step that is an integer")
     return step
-
-
-# The file of a `History`, which training never waits for and never fails for.
-
-logger = logging.getLogger("ezpz_obs")
-
-_LOOK = 1.0  # seconds between looks whether the file is still where it was
-
-
-class Writer:
-    """Writes lines as they come; of what cannot be written, one warning and the number."""
-
-    def __init__(self, file: LineFile, *, checksum: bool, sync: bool | float) -> None:
-        self._file = file
-        self._checksum = checksum
-        self._sync_every = (0.0 if sync is True else float(sync)) if sync is not False else None
-        self._synced = self._looked = time.time()
-        self._said = False
-        self.lost = 0
-        """Lines that are not in the file."""
-
-    def put(self, line: Mapping[str, Any], now: float, *, look: bool = True) -> None:
-        """Write a header, event or record; with ``look``, make a folder anew that is gone."""
-        text = encode_record(line) or encode_anything(line)
-        try:
-            self._file.write(seal(text) if self._checksum else text)
-        except OSError as error:
-            self.lost += 1
-            self._fail(error)
-        try:
-            if self._sync_every is not None and now - self._synced >= self._sync_every:
-                self._file.sync()
-                self._synced = now
-        except OSError as error:
-            self._fail(error)
-        if look and (now - self._looked >= _LOOK or now < self._looked):
-            self._look(now)
-
-    def _look(self, now: float) -> None:
-        """Where somebody removed the folder, what is written goes nowhere: make it anew."""
-        self._looked = now
-        if self._file.is_there():
-            return
-        try:
-            self._file.restore()
-        except OSError as error:
-            self._fail(error)
-        else:
-            logger.warning(
-                "%s was removed while it was being written; it is there again, with all records",
-                self._file.path,
-            )
-
-    def _fail(self, error: OSError) -> None:
-        if not self._said:
-            self._said = True
-            logger.warning(
-                "metrics cannot be written to %s (%s); expected room and permission there: "
-                "training goes on, and so do the attempts to write",
-                self._file.path, os.strerror(error.errno) if error.errno else error,
-            )  # fmt: skip
-
-    def close(self) -> None:
-        """Close the file, and say how many lines are not in it. Harmless twice."""
-        if self.lost:
-            logger.warning("%d lines are missing in %s", self.lost, self._file.path)
-            self.lost = 0
-        self._file.close()
 
 
 # The first line of each attempt: where, with what, and of which commit it ran.

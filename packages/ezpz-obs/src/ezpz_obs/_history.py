@@ -24,7 +24,6 @@ from ._file import (
     STATISTICS,
     Before,
     Copies,
-    LineFile,
     Writer,
     as_float,
     flatten,
@@ -459,9 +458,8 @@ class History:
             self.path = Path(outdir).absolute() / (
                 FILE_NAME if first else rank_file_name(place.rank)
             )
-            lines = LineFile(self.path)
-            before = lines.before
-            places.writer = Writer(lines, checksum=checksum, sync=sync)
+            places.writer = Writer(self.path, checksum=checksum, sync=sync)
+            before = places.writer.before
         try:
             run = name or (Path(outdir).absolute().name if outdir is not None else "run")
             header: dict[str, Any] = {}
