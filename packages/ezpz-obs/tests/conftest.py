@@ -2,9 +2,12 @@
 
 import importlib.util
 import json
+import logging
 import multiprocessing
 import os
 import socket
+import subprocess
+import sys
 import textwrap
 
 import pytest
@@ -48,6 +51,39 @@ def one_process(monkeypatch):
         if name.startswith(LAUNCHERS) or name in RANK_VARIABLES:
             monkeypatch.delenv(name)
     monkeypatch.setattr(NOW, "step", None)
+
+
+@pytest.fixture
+def rank_1(monkeypatch):
+    """Be the second rank of two."""
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def python(tmp_path):
+    """Run a program in a process of its own, which ends with this status."""
+
+    def run(code, *words, status=0, shell="", **given):
+        """In a shell such as ``2>&-``, it has no standard error."""
+        command = [sys.executable, "-c", textwrap.dedent(code), *map(str, words)]
+        if shell:
+            command = ["sh", "-c", f'exec "$@" {shell}', "sh", *command]
+        env = {**os.environ, **given.pop("env", {})}
+        done = subprocess.run(
+            command, cwd=tmp_path, env=env, text=True, timeout=120, check=False,
+            **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **given},
+        )  # fmt: skip
+        assert done.returncode == status, done.stderr
+        return done
+
+    return run
+
+
+@pytest.fixture
+def warned(caplog):
+    """Return what was logged from WARNING upward, as texts."""
+    return lambda: [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
 
 
 @pytest.fixture(scope="session")

@@ -1,46 +1,164 @@
+"""Where the lines of a process go: as text or JSON, to a terminal, to a log file."""
+
 import io
+import json
+import math
 import os
 import pty
 import subprocess
 import sys
 import termios
 import textwrap
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timedelta
 
+import numpy as np
 import pytest
 
-from ezpz_obs import get_logger
+from ezpz_obs import configure_logs, get_logger
+from ezpz_obs._context import NOW, Place
+from ezpz_obs._terminal import Console, Event, LogFile, json_line, traceback_text
+
+ONE, FOUR = Place(0, 1, "n0"), Place(2, 4, "n0")
+BOTH = pytest.mark.parametrize("colours", [False, True])
+HELLO = "from ezpz_obs import get_logger; get_logger('x').error('hello'); print('done')"
 
 
-def run(code, **given):
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        check=False, timeout=60, text=True, **{"capture_output": True, **given},
-    )  # fmt: skip
+def event(text="hello", **fields):
+    return Event(20, "info", "train", text, fields)
 
 
-def test_a_reader_that_has_gone_changes_no_exit_status():
-    code = """
-        import sys
-        from ezpz_obs import get_logger
-        logger = get_logger("x")
-        for _ in range(3):
-            logger.warning("hello")
-        print("done")
-    """
+def shown(said, place=ONE, *, colours=False):
+    return Console(colours=colours).line(said, place, 0.0)
+
+
+def read(text="hello", **fields):
+    line = json_line(event(text, **fields), FOUR, 1732100000.000001)
+    assert line.count(b"\n") == 1
+    return json.loads(line)
+
+
+class Rude:
+    def __repr__(self):
+        raise RuntimeError("no")
+
+
+class Loud:
+    def __repr__(self):
+        return "x" * 10_000
+
+
+CYCLE = {}
+CYCLE["self"] = CYCLE
+
+
+def test_the_time_is_utc_with_microseconds():
+    for seconds, fraction in ((1732100000.0, ".000000"), (1732100000.25, ".250000")):
+        stamp = json.loads(json_line(event(), FOUR, seconds))["time"]
+        assert stamp == f"2024-11-20T10:53:20{fraction}+00:00"
+        assert datetime.fromisoformat(stamp).utcoffset() == timedelta(0)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (math.nan, "NaN"), (math.inf, "Infinity"), (-math.inf, "-Infinity"), (2**70, str(2**70)),
+        (None, None), ([1, (2, math.nan)], [1, [2, "NaN"]]), ({3}, [3]), ("\ud800", "\\ud800"),
+        ({1: {"a": math.inf}}, {"1": {"a": "Infinity"}}), (np.float32(0.5), 0.5),
+        (np.float64("nan"), "NaN"), (np.array(math.nan), "NaN"), (np.int64(3), 3),
+        (b"raw", "b'raw'"), (Rude(), "<Rude, which cannot be shown>"), (int, "<class 'int'>"),
+    ],
+)  # fmt: skip
+def test_what_json_has_no_word_for(value, said):
+    assert read(value=value)["value"] == said
+
+
+def test_what_has_no_end():
+    assert "..." in json.dumps(read(value=CYCLE))
+    assert len(read(value=Loud())["value"]) < 3000
+
+
+def test_no_field_hides_what_the_line_says_itself():
+    line = read(time=3, level="mine", logger="mine", timestamp=1, exception="e", rank=7, host="n3")
+    assert (line["rank"], line["host"], line["level"], line["logger"]) == (2, "n0", "info", "train")
+    assert (line["rank_"], line["host_"], line["level_"], line["time_"]) == (7, "n3", "mine", 3)
+    assert line["exception_"] == "e"
+    assert "rank_" not in read(rank=2), "the same is not said twice"
+
+
+def test_the_step_of_a_summary_is_said_once(monkeypatch):
+    monkeypatch.setattr(NOW, "step", 3)
+    assert shown(event("step=3 loss=0.5"), FOUR).count("step=3") == 1
+    assert shown(event("saved"), FOUR).count("step=3") == 1
+
+
+@BOTH
+def test_a_line_for_people(colours):
+    alone = shown(event("saved", path="a b", loss=0.25, rank=3), colours=colours)
+    assert alone.endswith("\n")
+    assert ("\x1b" in alone) == colours
+    if not colours:
+        fields = "path='a b' loss=0.25 rank=3"
+        assert alone[19:] == f" [info     ] {'saved':30} [train] {fields}\n"
+        assert shown(event(a="two\nlines")).endswith(" a='two\\nlines'\n")
+    assert "host" not in alone
+    several = shown(event(), FOUR, colours=colours)
+    assert "rank" in several
+    assert "n0" in several
+
+
+@BOTH
+def test_what_cannot_be_shown_to_people(colours):
+    line = shown(event(a=Rude(), b=[Rude()], d="", e="\ud800"), colours=colours)
+    assert line.count("cannot be shown") == 2
+    assert line.count("\n") == 1
+
+
+@BOTH
+def test_tracebacks_and_further_lines_of_a_text_have_lines_of_their_own(colours):
+    said = Event(40, "error", None, "failed", {}, exception="Traceback\nE: x", stack="Stack\n  f")
+    line = shown(said, colours=colours)
+    assert "\nStack\n  f" in line
+    assert line.endswith("\nTraceback\nE: x\n")
+    first, *rest = shown(event("[config]:\n- lr=0.1\n- x=2", a=1), FOUR, colours=colours).split(
+        "\n"
+    )
+    assert "train" in first
+    assert "a" in first
+    assert rest == ["- lr=0.1", "- x=2", ""]
+
+
+def test_tracebacks_of_all_that_exc_info_may_be():
+    class OddError(Exception):
+        def __str__(self):
+            raise RuntimeError("no")
+
+    error = ValueError("boom")
+    assert traceback_text(error) == "ValueError: boom"
+    assert traceback_text((ValueError, error, None)) == "ValueError: boom"
+    assert [traceback_text(none) for none in (True, None, (None, None, None))] == [None] * 3
+    assert "OddError" in traceback_text(OddError())
+
+
+# The stream where people read.
+
+
+def test_a_reader_that_has_gone_changes_no_exit_status(python):
     reader, writer = os.pipe()
     os.close(reader)
-    done = run(code, capture_output=False, stdout=subprocess.PIPE, stderr=writer)
+    assert python(HELLO.replace("get_logger('x').", "x = get_logger('x'); x.info(1); x."),
+                  stderr=writer).stdout == "done\n"  # fmt: skip
     os.close(writer)
-    assert (done.returncode, done.stdout) == (0, "done\n")
 
 
-def test_a_full_disk_behind_standard_error():
+def test_a_full_disk_behind_standard_error(python):
     with open("/dev/full", "w") as full:
-        done = run(
-            "from ezpz_obs import get_logger; get_logger('x').error('hello'); print('done')",
-            capture_output=False, stdout=subprocess.PIPE, stderr=full,
-        )  # fmt: skip
-    assert (done.returncode, done.stdout) == (0, "done\n")
+        assert python(HELLO, stderr=full).stdout == "done\n"
+
+
+def test_without_a_standard_error(python):
+    assert python(HELLO, shell="2>&-").stdout == "done\n"
 
 
 def test_a_full_pipe_that_does_not_wait():
@@ -62,27 +180,24 @@ def test_a_full_pipe_that_does_not_wait():
     assert "log lines before this one were lost: Resource temporarily unavailable" in told
 
 
-def test_a_closed_stream(tmp_path):
-    with open(tmp_path / "log", "w") as stream:
-        logger = get_logger(env={}, file=stream)
-    logger.error("hello")
-
-
-def test_a_stream_that_raises():
+def test_streams_that_are_closed_raise_or_are_patched(tmp_path):
     class Broken(io.StringIO):
         def write(self, text):
             raise RuntimeError("no")
 
     get_logger(env={}, file=Broken()).error("hello")
-
-
-def test_what_the_script_prints_comes_first(tmp_path):
+    seen = []
     with open(tmp_path / "log", "w") as stream:
+        logger = get_logger(env={}, file=stream)
         stream.write("before\n")
-        get_logger(env={}, file=stream).info("between")
+        logger.info("what the script printed comes first")
         stream.write("after\n")
+        stream.write = seen.append
+        get_logger(env={}, file=stream).info("who patches write sees it")
+    logger.error("closed")
     lines = (tmp_path / "log").read_text().splitlines()
-    assert (lines[0], lines[2]) == ("before", "after")
+    assert (lines[0], lines[2], len(lines)) == ("before", "after", 3)
+    assert "who patches write sees it" in seen[0]
 
 
 @pytest.mark.parametrize("form", ["console", "json"])
@@ -93,14 +208,6 @@ def test_letters_that_the_stream_does_not_have(tmp_path, form):
     get_logger(env={}, file=raw).info("5 µs")
     assert b"5 \\xb5s" in raw.buffer.getvalue()
     assert b" \\xb5s" in (tmp_path / "log").read_bytes() or form == "json"
-
-
-def test_who_patches_write_sees_the_lines(tmp_path):
-    seen = []
-    with open(tmp_path / "log", "w") as stream:
-        stream.write = seen.append
-        get_logger(env={}, file=stream).info("hello")
-    assert "hello" in seen[0]
 
 
 def on_a_terminal(code, env=None, columns=100):
@@ -122,9 +229,6 @@ def on_a_terminal(code, env=None, columns=100):
     os.close(terminal)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     return seen.decode()
-
-
-HELLO = "from ezpz_obs import get_logger; get_logger('x').info('hello')"
 
 
 def test_colours_on_a_terminal():
@@ -151,3 +255,156 @@ def test_lines_leave_a_bar_whole(columns):
         assert line.rsplit("\r", 2)[-2].startswith("20"), line
     assert "train: 100%" in seen
     assert "3/3" in seen
+
+
+# A rank's log file.
+
+
+@pytest.fixture
+def said():
+    return []
+
+
+@pytest.fixture
+def make(said, tmp_path):
+    files = []
+
+    def make(path=tmp_path / "logs" / "rank-00000.jsonl"):
+        files.append(LogFile(path, level=20, complain=said.append))
+        return files[-1]
+
+    yield make
+    for file in files:
+        file.close()
+
+
+def test_a_restarted_run_goes_on_and_a_half_written_line_is_ended(make, said):
+    file = make()
+    assert file.write(b'{"a":1}\n', 1.0)
+    assert file.path.read_bytes() == b'{"a":1}\n', "at once"
+    assert not os.get_inheritable(file._descriptor)
+    again = make()
+    again.write(b'{"a":2}\n', 1.0)
+    assert file.path.read_bytes() == b'{"a":1}\n{"a":2}\n'
+    file.path.write_bytes(b'{"a":1}\n{"a"')
+    make().write(b'{"a":2}\n', 1.0)
+    assert file.path.read_bytes().splitlines() == [b'{"a":1}', b'{"a"', b'{"a":2}']
+    assert said == []
+
+
+@pytest.mark.parametrize(("before", "after"), [(1.0, 3.0), (1e9, 1.0)], ids=["later", "clock back"])
+def test_a_removed_folder(make, said, before, after):
+    file = make()
+    file.write(b"{}\n", before)
+    file.path.unlink()
+    file.path.parent.rmdir()
+    file.write(b'{"a":2}\n', after)
+    assert file.path.read_bytes() == b'{"a":2}\n'
+    assert len(said) == 1
+    assert "was removed" in said[0]
+
+
+def test_no_folder_can_be_made(make, said, tmp_path):
+    (tmp_path / "in-the-way").write_text("")
+    file = make(tmp_path / "in-the-way" / "rank-00000.jsonl")
+    file.open(1.0)
+    for second in range(3):
+        assert not file.write(b"{}\n", 1.0 + second)
+    assert len(said) == 1
+    assert "in-the-way" in said[0]
+    assert "the run goes on" in said[0]
+    (tmp_path / "in-the-way").unlink()
+    assert file.write(b"{}\n", 9.0)
+    assert file.lost == 3
+
+
+def test_dev_full(make, said):
+    file = make()
+    file.path.parent.mkdir()
+    file.path.symlink_to("/dev/full")
+    assert not file.write(b"{}\n", 1.0)
+    assert not file.write(b"{}\n", 1.1)
+    assert len(said) == 1
+    assert "No space left on device" in said[0]
+
+
+def test_a_full_disk_warns_once_and_the_run_goes_on(python, tmp_path):
+    # A limit that the process sets itself fails as a full disk does: in the middle of a line.
+    done = python(
+        """
+        import resource
+        from ezpz_obs import configure_logs, get_logger
+        configure_logs(directory="logs")
+        logger = get_logger("train")
+        logger.info("before")
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (300, hard))
+        for step in range(20):
+            logger.info("step", number=step, padding="x" * 50)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        logger.info("there is room again")
+        print("done")
+        """
+    )
+    assert done.stdout == "done\n"
+    (warning,) = [line for line in done.stderr.splitlines() if "[warning" in line]
+    assert "cannot be written (File too large)" in warning
+    found, torn = [], 0
+    for line in (tmp_path / "logs" / "rank-00000.jsonl").read_bytes().splitlines():
+        try:
+            found.append(json.loads(line)["event"])
+        except ValueError:
+            torn += 1
+    assert torn <= 1
+    assert found[0] == "before"
+    assert found[-2] == "there is room again"
+    assert "log lines before this one were lost: File too large" in found[-1]
+
+
+def test_it_is_never_standard_error(python, tmp_path):
+    python(
+        """
+        import os
+        from ezpz_obs import configure_logs, get_logger
+        configure_logs(directory=".")
+        get_logger("x").info("hello")
+        for descriptor in (1, 2):
+            try: os.write(descriptor, b"what native code prints")
+            except OSError: pass
+        """,
+        shell="0<&- 1>&- 2>&-",
+    )
+    (line,) = (tmp_path / "rank-00000.jsonl").read_text().splitlines()
+    assert json.loads(line)["event"] == "hello"
+
+
+def test_kill_9_loses_nothing(tmp_path):
+    code = (
+        "import itertools, os, sys\n"
+        "from ezpz_obs import configure_logs, get_logger\n"
+        "configure_logs(directory=sys.argv[1])\n"
+        "for step in itertools.count():\n"
+        "    get_logger('train').info('step', number=step)\n"
+        "    os.write(1, b'%d\\n' % step)\n"
+    )
+    words = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        process.stdout.readline()
+        time.sleep(0.05)
+        process.kill()
+        told = process.stdout.read().split(b"\n")
+    lines = (tmp_path / "rank-00000.jsonl").read_text().splitlines()
+    numbers = [json.loads(line)["number"] for line in lines]
+    assert numbers == list(range(len(numbers)))
+    # What the process said it had logged is there.
+    assert int(told[-2]) in numbers[-2:]
+
+
+def test_threads_do_not_mix_their_lines(tmp_path):
+    with configure_logs(directory=tmp_path, level="ERROR") as logs:
+        logger = get_logger("train")
+        with ThreadPoolExecutor(4) as pool:
+            for number in range(400):
+                pool.submit(logger.info, "x" * 5000, number=number)
+        lines = logs.path.read_text().splitlines()
+    assert sorted(json.loads(line)["number"] for line in lines) == list(range(400))

@@ -1,0 +1,596 @@
+"""Loggers, the standard library's, and one place where a process's logs are configured."""
+
+import asyncio
+import copy
+import io
+import json
+import logging
+import logging.handlers
+import pickle
+import queue
+import sys
+import threading
+import warnings
+
+import pytest
+import structlog
+
+from ezpz_obs import _logs, configure_logs, get_log_level, get_logger, log_dict_as_bulleted_list
+from ezpz_obs._context import NOW
+
+RANK_1 = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
+RANK_0 = {**RANK_1, "RANK": "0", "LOCAL_RANK": "0"}
+
+
+@pytest.fixture(autouse=True)
+def undone():
+    yield
+    if _logs._active is not None:
+        _logs._active.undo()
+
+
+def read(logs):
+    return [json.loads(line) for line in logs.path.read_text().splitlines()]
+
+
+def events(logs):
+    return [line["event"] for line in read(logs)]
+
+
+def fail(logger, **fields):
+    try:
+        1 / 0  # noqa: B018
+    except ZeroDivisionError:
+        logger.exception("failed", **fields)
+
+
+# Loggers that know their rank.
+
+
+def lines(env, *calls):
+    file = io.StringIO()
+    logger = get_logger("train", env=env, file=file)
+    for level in calls:
+        getattr(logger, level)("hello", step=3)
+    return file.getvalue().splitlines()
+
+
+def json_lines(env, *calls):
+    file = io.StringIO()
+    logger = get_logger("train", env={"EZPZ_LOG_FORMAT": "json", **env}, file=file)
+    for call in calls:
+        call(logger)
+    return [json.loads(line) for line in file.getvalue().splitlines()]
+
+
+def test_rank_0_speaks_and_the_others_from_warning():
+    (line,) = lines(RANK_0, "debug", "info")
+    assert all(part in line for part in ("hello", "step=3", "rank=0", "[train]"))
+    warning, error = lines(RANK_1, "debug", "info", "warning", "error")
+    assert "[warning" in warning
+    assert "[error" in error
+    assert len(lines({**RANK_1, "LOG_FROM_ALL_RANKS": "1"}, "info")) == 1
+    assert len(lines({**RANK_1, "LOG_FROM_ALL_RANKS": "0"}, "info")) == 0
+    (alone,) = lines({}, "info")
+    assert "rank" not in alone
+    assert "\x1b" not in alone, "a file is no terminal"
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [("", "INFO"), ("warn", "WARNING"), ("FATAL", "CRITICAL"), ("debug", "DEBUG")],
+)
+def test_what_people_call_levels(said, meant):
+    assert get_log_level({"EZPZ_LOG_LEVEL": said}, rank=0) == getattr(logging, meant)
+
+
+def test_levels_of_the_environment(monkeypatch, capsys):
+    assert len(lines({"EZPZ_LOG_LEVEL": "debug"}, "debug")) == 1
+    assert lines({"EZPZ_LOG_LEVEL": "ERROR"}, "warning") == []
+    assert get_log_level({"EZPZ_LOG_LEVEL": "ERROR"}, rank=1) == logging.ERROR
+    logger = get_logger(env=RANK_1, file=io.StringIO())
+    assert logger.get_effective_level() == logging.WARNING
+    assert logger.is_enabled_for(logging.WARNING)
+    for name, value, expected in (
+        ("EZPZ_LOG_LEVEL", "loud", "EZPZ_LOG_LEVEL='LOUD'; expected one of DEBUG"),
+        ("EZPZ_LOG_FORMAT", "XML", "EZPZ_LOG_FORMAT='xml'; expected console"),
+    ):
+        with pytest.raises(ValueError, match=expected):
+            get_logger(env={name: value})
+    # It may change after the first logger.
+    first = get_logger("first")
+    monkeypatch.setenv("EZPZ_LOG_LEVEL", "ERROR")
+    get_logger("second")
+    first.warning("hello")
+    assert capsys.readouterr().err == ""
+
+
+def test_a_traceback_shows_no_local_variables():
+    file = io.StringIO()
+    password = "hunter2"  # noqa: F841  # a local variable that must not be printed
+    fail(get_logger(env={}, file=file))
+    assert "ZeroDivisionError" in file.getvalue()
+    assert "hunter2" not in file.getvalue()
+    (line,) = json_lines({}, fail)
+    assert line["level"] == "error"
+    assert line["exception"].startswith("Traceback (most recent call last):")
+    assert line["exception"].endswith("ZeroDivisionError: division by zero")
+
+
+def test_nothing_global_is_configured(python):
+    done = python(
+        """
+        import logging, sys, threading, warnings, structlog
+        def state():
+            return (logging.root.handlers[:], logging.root.level, sys.excepthook,
+                    threading.excepthook, warnings.showwarning, structlog.is_configured())
+        before = state()
+        import ezpz_obs
+        ezpz_obs.configure_logs
+        ezpz_obs.get_logger("x").info("hello")
+        assert state() == before
+        assert not {"tqdm", "torch", "matplotlib"} & set(sys.modules)
+        """
+    )
+    assert "hello" in done.stderr
+    assert done.stdout == ""
+
+
+def test_json_lines_name_rank_and_host():
+    (line,) = json_lines(RANK_0, lambda log: log.info("hello", loss=0.25))
+    assert list(line) == ["time", "level", "logger", "event", "rank", "host", "loss"]
+    assert (line["level"], line["logger"], line["event"]) == ("info", "train", "hello")
+    assert (line["rank"], line["loss"]) == (0, 0.25)
+
+
+def test_the_step_that_history_recorded_last(monkeypatch):
+    monkeypatch.setattr(NOW, "step", 7)
+    bare, given = json_lines({}, lambda log: log.info("a"), lambda log: log.info("b", step=3))
+    assert (bare["step"], given["step"]) == (7, 3)
+    file = io.StringIO()
+    get_logger(env={}, file=file).info("hello")
+    assert "step=7" in file.getvalue()
+
+
+def test_arguments_and_fields():
+    with structlog.contextvars.bound_contextvars(epoch=2):
+        put_in, mapping, mistake, named, bound = json_lines(
+            {},
+            lambda log: log.info("%d%%", 3),
+            lambda log: log.info("%(a)s", {"a": 1}),
+            lambda log: log.info("%d of %d", 3),  # noqa: PLE1206
+            lambda log: log.info("x", event="y", method_name="z", level=3),
+            lambda log: log.bind(phase="eval").info("hello"),
+        )
+    assert (put_in["event"], mapping["event"]) == ("3%", "1")
+    assert mistake["event"] == "%d of %d (3,)", "which ends nothing"
+    assert (named["event"], named["event_"], named["method_name"]) == ("x", "y", "z")
+    assert (named["level"], named["level_"]) == ("info", 3)
+    assert (bound["phase"], bound["epoch"]) == ("eval", 2)
+
+
+def test_all_its_methods():
+    calls = [
+        lambda log: log.warn("1"),
+        lambda log: log.fatal("2"),
+        lambda log: log.msg("3"),
+        lambda log: log.log(logging.ERROR, "4"),
+        lambda log: log.log(logging.DEBUG, "5"),
+        lambda log: log.info("6", stack_info=True),
+        lambda log: asyncio.run(log.ainfo("7")),
+        lambda log: asyncio.run(log.adebug("8")),
+    ]
+    found = json_lines({}, *calls)
+    assert [line["event"] for line in found] == ["1", "2", "3", "4", "6", "7"]
+    assert [line["level"] for line in found[:4]] == ["warning", "critical", "info", "error"]
+    assert "lambda log" in found[4]["stack"]
+
+
+def test_loggers_are_copied_with_what_holds_them(capsys):
+    logger = get_logger("model").bind(part=1)
+    copy.deepcopy({"logger": logger})["logger"].info("copied")
+    pickle.loads(pickle.dumps(logger)).info("sent")
+    err = capsys.readouterr().err
+    assert "copied" in err
+    assert "sent" in err
+    assert err.count("part=1") == 2
+
+
+def test_standard_error_is_looked_up_at_each_line(capsys, monkeypatch):
+    logger = get_logger("x")
+    logger.info("first")
+    assert "first" in capsys.readouterr().err
+    monkeypatch.setattr("sys.stderr", io.StringIO())
+    logger.info("second")
+    assert "second" in sys.stderr.getvalue()
+
+
+def bulleted(*words):
+    (line,) = json_lines({}, lambda log: log_dict_as_bulleted_list(*words, logger=log))
+    return line["event"]
+
+
+def test_a_mapping_as_a_bulleted_list(capsys):
+    config = {"lr": 0.1, "model": {"layers": 2, "width": {"inner": 8}}, "empty": {}, 3: "a\nb"}
+    assert bulleted(config, "config").splitlines() == [
+        "[config]:", "- lr=0.1", "- model:", "  - layers=2", "  - width:", "    - inner=8",
+        "- empty={}", "- 3=a", "  b",
+    ]  # fmt: skip
+    assert bulleted({"a": ""}) == "[dict]:\n- a="
+    ring = {"a": {}}
+    ring["a"]["b"] = ring["c"] = ring
+    assert bulleted(ring, "ring") == "[ring]:\n- a:\n  - b=...\n- c=..."
+    log_dict_as_bulleted_list({"a": 1})
+    assert "- a=1" in capsys.readouterr().err
+
+
+# The standard library's handlers that others have put there: they hear our events too.
+
+
+class Rude:
+    def __repr__(self):
+        raise RuntimeError("no")
+
+
+@pytest.fixture
+def listen():
+    """Put a handler on a standard logger; taken off after the test."""
+    given = []
+
+    def listen(handler, name=None, level=logging.INFO):
+        logger = logging.getLogger(name)
+        given.append((logger, handler, logger.level))
+        logger.addHandler(handler)
+        logger.setLevel(level)
+        return handler
+
+    yield listen
+    for logger, handler, level in reversed(given):
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        handler.close()
+
+
+@pytest.fixture
+def heard(listen):
+    """What a handler on the root logger hears."""
+    stream = io.StringIO()
+    stream.handler = listen(logging.StreamHandler(stream))
+    return stream
+
+
+def logger(name="train", **env):
+    return get_logger(name, env=env, file=io.StringIO())
+
+
+def test_caplog_hears_us(caplog):
+    logger().info("the root's is WARNING")
+    assert caplog.records == []
+    with caplog.at_level(logging.DEBUG, logger="train"):
+        logger(EZPZ_LOG_LEVEL="ERROR").debug("wanted by caplog alone")
+    assert caplog.messages == ["wanted by caplog alone"]
+    caplog.clear()
+    caplog.set_level(logging.INFO)
+    logger().info("hello", loss=0.25, name="a b")
+    (record,) = caplog.records
+    assert record.getMessage() == "hello loss=0.25 name=a b"
+    assert (record.name, record.levelname) == ("train", "INFO")
+    assert (record.filename, record.funcName) == ("test_logs.py", "test_caplog_hears_us")
+    assert getattr(record, _logs.MARK).fields == {"loss": 0.25, "name": "a b"}
+
+
+def test_a_file_handler_hears_us_once(tmp_path, listen):
+    listen(logging.FileHandler(tmp_path / "a.log"))
+    listen(logging.FileHandler(tmp_path / "b.log"), "train")
+    with configure_logs(directory=tmp_path / "logs") as logs:
+        get_logger("train.part").info("hello")
+        assert events(logs) == ["hello"]
+    logger().info("and now")
+    for name in ("a.log", "b.log"):
+        assert (tmp_path / name).read_text() == "hello\nand now\n"
+
+
+def test_a_handler_of_a_higher_level_and_one_on_our_own_stream(heard, listen, capsys):
+    heard.handler.setLevel(logging.ERROR)
+    listen(logging.StreamHandler())
+    logger().info("hello")
+    logger().error("failed")
+    assert heard.getvalue() == "failed\n"
+    capsys.readouterr()
+    get_logger("train").info("hello")
+    assert capsys.readouterr().err.count("hello") == 1
+
+
+def test_filters_and_loggers_that_do_not_propagate(heard):
+    own = logging.getLogger("train.quiet")
+    own.propagate = False
+    try:
+        logger("train.quiet").info("kept")
+    finally:
+        own.propagate = True
+    own.addFilter(lambda record: "secret" not in record.getMessage())
+    try:
+        logger("train.quiet").info("a secret")
+        logger("train.quiet").info("heard")
+    finally:
+        own.filters.clear()
+    assert heard.getvalue() == "heard\n"
+
+
+def test_exceptions_reach_them(heard):
+    fail(logger(), value=Rude())
+    assert heard.getvalue().startswith("failed value=<Rude, which cannot be shown>\nTraceback")
+    assert heard.getvalue().count("Traceback") == 1
+
+
+def test_a_queue_that_brings_records_back(tmp_path, listen):
+    waiting = queue.Queue()
+    listen(logging.handlers.QueueHandler(waiting), "train")
+    with configure_logs(directory=tmp_path) as logs:
+        get_logger("train").info("hello")
+        logging.getLogger("elsewhere").handle(waiting.get_nowait())
+    assert events(logs) == ["hello"]
+
+
+# The standard library's records, brought to our outputs.
+
+
+@pytest.fixture
+def mine():
+    """A standard logger with what a test gives it; taken back after it."""
+    logger = logging.getLogger("mine")
+    yield logger
+    for handler in logger.handlers[:]:
+        logger.removeHandler(handler)
+        handler.close()
+    logger.setLevel(logging.NOTSET)
+    logger.propagate = True
+
+
+def test_records_of_the_standard_library(tmp_path, capsys, mine):
+    logging.addLevelName(25, "NOTICE")
+    with configure_logs(directory=tmp_path, level="INFO") as logs:
+        mine.warning("%d of %d", 1, 2, extra={"loss": 0.25})
+        fail(mine, stack_info=True)
+        mine.log(25, "hello")
+    first, second, third = read(logs)
+    assert (first["event"], first["level"], first["logger"]) == ("1 of 2", "warning", "mine")
+    assert first["loss"] == 0.25
+    assert "pathname" not in first
+    assert second["exception"].endswith("ZeroDivisionError: division by zero")
+    assert "test_records_of_the_standard_library" in second["stack"]
+    assert third["level"] == "notice"
+    err = capsys.readouterr().err
+    assert "1 of 2" in err
+    assert "[mine]" in err
+    assert err.count("Traceback") == 1
+
+
+def test_ours_speak_from_info_and_the_chatty_from_warning(tmp_path):
+    chatty = logging.getLogger("urllib3")
+    with configure_logs(directory=tmp_path, level="INFO") as logs:
+        logging.getLogger("ezpz_dist").info("ours")
+        logging.getLogger("mine").info("a script's")
+        logging.getLogger("urllib3.pool").info("chatty")
+        logging.getLogger("urllib3.pool").warning("trouble")
+    assert events(logs) == ["ours", "a script's", "trouble"]
+    chatty.setLevel(logging.DEBUG)  # which somebody has set
+    try:
+        with configure_logs(directory=tmp_path / "b", level="DEBUG") as logs:
+            chatty.debug("wanted")
+        assert chatty.level == logging.DEBUG
+    finally:
+        chatty.setLevel(logging.NOTSET)
+    assert events(logs) == ["wanted"]
+
+
+def test_warnings(tmp_path, capsys):
+    with pytest.warns(UserWarning, match="before"):
+        warnings.warn("before", UserWarning, stacklevel=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        with configure_logs(directory=tmp_path) as logs:
+            warnings.warn("careful", UserWarning, stacklevel=1)
+    (line,) = read(logs)
+    assert (line["logger"], line["level"]) == ("py.warnings", "warning")
+    assert "UserWarning: careful" in line["event"]
+    assert not line["event"].endswith("\n")
+    assert capsys.readouterr().err.count("careful") == 2  # the text, and the line of code
+
+
+def test_warnings_that_somebody_captures_stay_captured():
+    logging.captureWarnings(capture=True)
+    try:
+        captured = warnings.showwarning
+        with configure_logs():
+            pass
+        assert warnings.showwarning is captured
+    finally:
+        logging.captureWarnings(capture=False)
+
+
+def test_loggers_that_keep_their_records(tmp_path, mine):
+    mine.propagate = False
+    mine.addHandler(logging.FileHandler(tmp_path / "mine.log"))
+    with configure_logs(directory=tmp_path) as logs:
+        mine.warning("hello")
+    assert len(mine.handlers) == 1
+    assert events(logs) == ["hello"]
+    assert (tmp_path / "mine.log").read_text() == "hello\n"
+
+
+def test_a_handler_on_the_same_stream_shows_them_alone(tmp_path, mine, capsys):
+    mine.addHandler(logging.StreamHandler())
+    with configure_logs(directory=tmp_path) as logs:
+        mine.warning("hello")
+        mine.handlers[0].setLevel(logging.ERROR)
+        mine.warning("not theirs")
+    assert events(logs) == ["hello", "not theirs"]
+    err = capsys.readouterr().err
+    assert err.count("hello") == 1
+    assert err.count("not theirs") == 1
+
+
+def test_a_bare_root_is_lowered_and_a_record_that_does_not_fit_its_arguments_is_no_end(python):
+    done = python(
+        """
+        import logging
+        from ezpz_obs import configure_logs
+        with configure_logs():
+            logging.getLogger("mine").warning("%d", "no number")
+            logging.getLogger("mine").info("next")
+        assert logging.root.level == logging.WARNING
+        """
+    )
+    assert "Logging error" in done.stderr
+    assert "next" in done.stderr
+
+
+def test_what_torch_logs(python, tmp_path):
+    pytest.importorskip("torch", reason="torch is not installed")
+    done = python(
+        """
+        import logging, torch
+        from ezpz_obs import configure_logs
+        configure_logs(directory=".")
+        logging.getLogger("torch.distributed").warning("from torch")
+        """
+    )
+    assert done.stderr.count("from torch") == 1
+    (line,) = (tmp_path / "rank-00000.jsonl").read_text().splitlines()
+    assert json.loads(line)["logger"] == "torch.distributed"
+
+
+def test_a_root_level_that_somebody_has_set():
+    root = logging.getLogger()
+    before = root.level
+    root.setLevel(logging.ERROR)
+    try:
+        with configure_logs():
+            assert root.level == logging.ERROR
+        with configure_logs(level="DEBUG"):
+            assert root.level == logging.DEBUG
+        assert root.level == logging.ERROR
+    finally:
+        root.setLevel(before)
+
+
+# All of it configured, and undone.
+
+
+def state():
+    root = logging.getLogger()
+    named = [logging.getLogger(name) for name in ("urllib3", "ezpz_dist", "torch", "mine")]
+    return (
+        root.handlers[:], root.level, warnings.showwarning, sys.excepthook, threading.excepthook,
+        [(logger.level, logger.handlers[:], logger.propagate) for logger in named],
+    )  # fmt: skip
+
+
+def test_all_is_undone_and_the_same_call_again_changes_nothing(tmp_path):
+    before = state()
+    with configure_logs(directory=tmp_path, level="DEBUG"):
+        assert state() != before
+    assert state() == before
+    first = configure_logs(directory=tmp_path)
+    then = state()
+    assert configure_logs(directory=tmp_path) is first
+    assert state() == then
+
+
+def test_another_call_takes_its_place(tmp_path):
+    before = state()
+    first = configure_logs(directory=tmp_path / "a")
+    with configure_logs(directory=tmp_path / "b", level="ERROR") as second:
+        get_logger("x").info("hello")
+        logging.getLogger("y").warning("hello")
+        first.undo()
+        get_logger("x").info("still")
+    assert state() == before
+    assert events(second) == ["hello", "hello", "still"]
+    assert first.path.read_text() == ""
+
+
+def test_the_handlers_of_others_stay(tmp_path, listen):
+    handler = listen(logging.FileHandler(tmp_path / "mine.log"))
+    with configure_logs():
+        assert handler in logging.root.handlers
+    assert handler in logging.root.handlers
+    assert handler.level == logging.NOTSET
+
+
+def test_loggers_that_were_made_before(tmp_path, capsys):
+    logger = get_logger("early")
+    with configure_logs(directory=tmp_path, level="WARNING") as logs:
+        logger.info("to the file")
+        logger.warning("to both")
+    logger.info("to the terminal")
+    assert events(logs) == ["to the file", "to both"]
+    err = capsys.readouterr().err
+    assert "to the file" not in err
+    assert "to both" in err
+    assert "to the terminal" in err
+
+
+def test_files_of_rank_0_and_of_every_rank(tmp_path, capsys):
+    with configure_logs(directory=tmp_path / "logs", env=RANK_1) as logs:
+        assert logs.path is None
+    assert not (tmp_path / "logs").exists()
+    with configure_logs(directory=tmp_path / "logs", env=RANK_1, per_rank=True) as logs:
+        get_logger("train").info("hello", loss=0.25)
+        get_logger("train").debug("too much")
+    assert capsys.readouterr().err == ""
+    assert logs.path == tmp_path / "logs" / "rank-00001.jsonl"
+    (line,) = read(logs)
+    assert (line["rank"], line["event"], line["loss"]) == (1, "hello", 0.25)
+
+
+@pytest.mark.parametrize(
+    ("given", "in_file"),
+    [
+        ({}, ["info", "error"]),
+        ({"level": "ERROR"}, ["info", "error"]),
+        ({"level": logging.DEBUG}, ["debug", "info", "error"]),
+        ({"file_level": "ERROR"}, ["error"]),
+        ({"level": "ERROR", "file_level": "DEBUG"}, ["debug", "info", "error"]),
+    ],
+)
+def test_levels_of_the_file(tmp_path, given, in_file):
+    with configure_logs(directory=tmp_path, **given) as logs:
+        for level in ("debug", "info", "error"):
+            getattr(get_logger("x"), level)(level)
+    assert events(logs) == in_file
+
+
+def test_json_on_the_terminal(capsys):
+    with configure_logs(as_json=True):
+        get_logger("x").info("hello")
+        logging.getLogger("y").warning("hello %d", 3)
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [line["event"] for line in lines] == ["hello", "hello 3"]
+
+
+def test_what_is_no_level_and_a_folder_that_cannot_be_made(tmp_path, capsys):
+    before = state()
+    with pytest.raises(ValueError, match="level='LOUD'; expected one of DEBUG"):
+        configure_logs(level="loud")
+    with pytest.raises(ValueError, match="file_level='LOUD'"):
+        configure_logs(file_level="loud")
+    assert state() == before
+    (tmp_path / "logs").write_text("")
+    with configure_logs(directory=tmp_path / "logs"):
+        get_logger("x").info("hello")
+        get_logger("x").info("again")
+    err = capsys.readouterr().err
+    assert err.count("cannot be written") == 1
+    assert "hello" in err
+
+
+def test_an_exception_that_leaves_the_block(tmp_path, capsys):
+    with pytest.raises(ZeroDivisionError), configure_logs(directory=tmp_path) as logs:
+        1 / 0  # noqa: B018
+    (line,) = read(logs)
+    assert line["level"] == "critical"
+    assert line["event"] == "uncaught ZeroDivisionError: division by zero"
+    assert "Traceback" in line["exception"]
+    assert "Traceback" not in capsys.readouterr().err
