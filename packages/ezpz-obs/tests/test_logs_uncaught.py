@@ -1,39 +1,43 @@
+"""Exceptions that nobody catches, and what is left of the logs of real ranks."""
+
 import json
+import os
+import signal
+import socket
 import subprocess
 import sys
 import textwrap
 
 import pytest
 
+HOST = socket.gethostname().partition(".")[0]
 RANK_1 = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
-
-
-@pytest.fixture
-def run(tmp_path):
-    def run(code, status=1, **env):
-        prelude = f"""
-import os, sys
-os.environ.update({env!r})
-from ezpz_obs import configure_logs, get_logger
-"""
-        done = subprocess.run(
-            [sys.executable, "-c", prelude + textwrap.dedent(code)],
-            capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path,
-        )  # fmt: skip
-        assert done.returncode == status, done.stderr
-        files = sorted(tmp_path.glob("logs/*.jsonl"))
-        lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
-        return done.stderr, lines
-
-    return run
-
-
+IMPORTS = "import os, signal, sys, threading\nfrom ezpz_obs import configure_logs, get_logger\n"
 FAIL = """
 configure_logs(directory="logs", per_rank=True)
 def deep():
     raise ValueError("boom\\nand more")
 deep()
 """
+IN_A_THREAD = """
+configure_logs(directory="logs")
+thread = threading.Thread(target=lambda: 1 / 0, name="feeder")
+thread.start()
+thread.join()
+"""
+
+
+@pytest.fixture
+def run(python, tmp_path):
+    """Run a program; return its errors and the lines of its log."""
+
+    def run(code, status=1, **env):
+        done = python(IMPORTS + textwrap.dedent(code), status=status, env=env)
+        files = sorted(tmp_path.glob("logs/*.jsonl"))
+        lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+        return done.stderr, lines
+
+    return run
 
 
 def test_it_is_logged_with_its_rank(run):
@@ -74,55 +78,29 @@ def test_the_hook_before_is_called(run, form):
     assert "Traceback" in line["exception"]
 
 
-def test_an_exception_in_a_thread(run):
-    err, (line,) = run(
-        """
-        import threading
-        configure_logs(directory="logs")
-        thread = threading.Thread(target=lambda: 1 / 0, name="feeder")
-        thread.start()
-        thread.join()
-        """,
-        status=0,
-    )
+@pytest.mark.parametrize("form", ["console", "json"])
+def test_an_exception_in_a_thread(run, form):
+    err, (line,) = run(IN_A_THREAD, status=0, EZPZ_LOG_FORMAT=form)
     assert line["event"] == "uncaught ZeroDivisionError: division by zero"
     assert line["thread"] == "feeder"
     assert err.count("Traceback") == 1
-    assert "Exception in thread feeder" in err
+    if form == "json":
+        (line,) = [json.loads(shown) for shown in err.splitlines()]
+        assert line["thread"] == "feeder"
+        assert "Traceback" in line["exception"]
+    else:
+        assert "Exception in thread feeder" in err
 
 
-def test_an_exception_in_a_thread_as_json(run):
-    err, _ = run(
-        """
-        import threading
-        configure_logs()
-        thread = threading.Thread(target=lambda: 1 / 0, name="feeder")
-        thread.start()
-        thread.join()
-        """,
-        status=0,
-        EZPZ_LOG_FORMAT="json",
-    )
-    (line,) = [json.loads(shown) for shown in err.splitlines()]
-    assert line["thread"] == "feeder"
-    assert "Traceback" in line["exception"]
-
-
-def test_an_interrupt_is_no_error(run):
-    err, lines = run(
-        """
-        configure_logs(directory="logs")
-        raise KeyboardInterrupt
-        """,
-        status=-2,
-    )
+@pytest.mark.parametrize(
+    ("code", "status", "tracebacks"),
+    [("raise KeyboardInterrupt", -2, 1), ("sys.exit(3)", 3, 0)],
+)
+def test_what_is_no_error(run, code, status, tracebacks):
+    err, lines = run(f"configure_logs(directory='logs'); {code}", status=status)
     assert lines == []
-    assert err.count("Traceback") == 1
-
-
-def test_sys_exit_is_no_error(run):
-    err, lines = run("configure_logs(directory='logs'); sys.exit(3)", status=3)
-    assert (err, lines) == ("", [])
+    assert err.count("Traceback") == tracebacks
+    assert tracebacks or err == ""
 
 
 def test_undone_under_another_hook(run):
@@ -139,7 +117,7 @@ def test_undone_under_another_hook(run):
     assert err.count("Traceback") == 1
 
 
-def test_a_closed_standard_error(run, tmp_path):
+def test_a_closed_standard_error(run):
     # Python's own status: 120 where it keeps the traceback for which there is no room.
     plain = subprocess.run([sys.executable, "-c", "import os; os.close(2); 1 / 0"], check=False)
     err, (line,) = run("os.close(2)\n" + FAIL, plain.returncode)
@@ -159,3 +137,127 @@ def test_an_exception_that_cannot_say_what_it_is(run):
     )
     assert line["event"] == "uncaught Odd"
     assert err.count("Traceback") == 1
+
+
+# Real ranks, one of which fails or is killed.
+
+
+@pytest.fixture
+def run_ranks(tmp_path):
+    """Run a program on so many ranks; return their exit statuses, errors and logs."""
+    started = []
+
+    def run(size, code, **env):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        program = tmp_path / "program.py"
+        program.write_text(IMPORTS + textwrap.dedent(code))
+        for rank in range(size):
+            place = {
+                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size),
+                "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+            }  # fmt: skip
+            with open(tmp_path / f"err.{rank}", "w") as err:
+                process = subprocess.Popen(
+                    [sys.executable, str(program)], cwd=tmp_path, stderr=err,
+                    env={**os.environ, **place, **env},
+                )  # fmt: skip
+            started.append(process)
+        statuses = [process.wait(60) for process in started]
+        errors = [(tmp_path / f"err.{rank}").read_text() for rank in range(size)]
+        logs = []
+        for rank in range(size):
+            lines = (tmp_path / "logs" / f"rank-{rank:05}.jsonl").read_bytes()
+            assert lines == b"" or lines.endswith(b"\n")
+            logs.append([json.loads(line) for line in lines.splitlines()])
+        return statuses, errors, logs
+
+    yield run
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def first_error(logs):
+    failed = [line for log in logs for line in log if line["level"] in ("error", "critical")]
+    return min(failed, key=lambda line: line["time"])
+
+
+def test_one_of_four_is_killed(run_ranks):
+    statuses, errors, logs = run_ranks(
+        4,
+        """
+        configure_logs(directory="logs", per_rank=True)
+        rank, logger = int(os.environ["RANK"]), get_logger("train")
+        for step in range(200):
+            logger.info("step", number=step)
+            if rank == 2 and step == 100:
+                os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 3:
+            raise ValueError("no rank 2")
+        """,
+    )
+    assert statuses == [0, 0, -signal.SIGKILL, 1]
+    for rank, log in enumerate(logs):
+        steps = [line["number"] for line in log if line["event"] == "step"]
+        assert steps == list(range(101 if rank == 2 else 200))
+        assert {(line["rank"], line["host"]) for line in log} == {(rank, HOST)}
+    first = first_error(logs)
+    assert (first["rank"], first["event"]) == (3, "uncaught ValueError: no rank 2")
+    assert "Traceback" in first["exception"]
+    # The terminal has rank 0's steps, and the error of whoever had one.
+    assert errors[0].count("step") == 200
+    assert errors[1] == errors[2] == ""
+    assert "rank=3" in errors[3]
+
+
+LOGS = 'configure_logs(directory="logs", per_rank=True)\n'
+GROUP = "import ezpz_dist; rank = ezpz_dist.setup_torch(timeout=30)\n"
+
+
+@pytest.mark.parametrize("form", ["console", "json"])
+@pytest.mark.parametrize("start", [LOGS + GROUP, GROUP + LOGS], ids=["logs first", "group first"])
+def test_one_of_two_raises_in_a_group(run_ranks, start, form):
+    pytest.importorskip("ezpz_dist", reason="ezpz_dist is not installed")
+    code = f"""{start}
+ezpz_dist.barrier()
+if rank == 1:
+    raise ValueError("boom")
+ezpz_dist.barrier()
+"""
+    statuses, errors, logs = run_ranks(2, code, EZPZ_LOG_FORMAT=form)
+    assert statuses == [1, 1]
+    first = first_error(logs)
+    assert (first["rank"], first["host"]) == (1, HOST)
+    assert first["event"] == "uncaught ValueError: boom"
+    assert sum(line["event"] == first["event"] for line in logs[1]) == 1
+    assert "Traceback" in first["exception"]
+    assert errors[1].count("uncaught ValueError: boom") == 1
+    assert errors[1].count("Traceback") == 1
+    if form == "json" and start == LOGS + GROUP:
+        (line,) = [json.loads(line) for line in errors[1].splitlines() if "uncaught" in line]
+        assert "Traceback" in line["exception"]
+    # What ezpz_dist's own hook does is done: the other rank was told.
+    assert "rank 1 on" in errors[0]
+    assert "ValueError: boom" in errors[0]
+
+
+def test_one_of_four_is_killed_in_a_group(run_ranks):
+    pytest.importorskip("ezpz_dist", reason="ezpz_dist is not installed")
+    code = f"""{LOGS}{GROUP}
+for step in range(100):
+    ezpz_dist.barrier()
+    get_logger("train").info("step", number=step)
+    if rank == 2 and step == 10:
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+    statuses, errors, logs = run_ranks(4, code)
+    assert statuses == [1, 1, -signal.SIGKILL, 1]
+    for log in logs:
+        steps = [line["number"] for line in log if line["event"] == "step"]
+        assert steps == list(range(11))
+    assert "rank 2 on" in first_error(logs)["event"]
+    assert any("rank 2 on" in error for error in errors)
