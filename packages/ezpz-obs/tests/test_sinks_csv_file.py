@@ -1,10 +1,7 @@
 import csv
 import itertools
-import logging
 import math
 import shutil
-import subprocess
-import sys
 import time
 
 import pytest
@@ -92,14 +89,13 @@ def test_another_table_is_left_alone(tmp_path):
     assert (tmp_path / "metrics.csv").read_text() == "name,value\na,1\n"
 
 
-def test_a_run_without_a_folder_is_told(caplog):
+def test_a_run_without_a_folder_is_told(warned):
     with History(sinks=["csv"]) as history:
         history.record({"loss": 1})
-    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert "expected History(outdir=...)" in said[0]
+    assert "expected History(outdir=...)" in warned()[0]
 
 
-def test_a_folder_that_is_removed_is_said(tmp_path, caplog):
+def test_a_folder_that_is_removed_is_said(tmp_path, warned):
     with History(tmp_path / "run", sinks=["csv"], summary=False) as history:
         history.record({"loss": 1})
         until = time.monotonic() + 120
@@ -108,9 +104,9 @@ def test_a_folder_that_is_removed_is_said(tmp_path, caplog):
             time.sleep(0.05)
         shutil.rmtree(tmp_path / "run")
         history.record({"loss": 2})
-    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert any("metrics.csv was removed while it was written" in text for text in said)
-    assert any("ezpz-obs replay" in text for text in said)
+    said = "; ".join(warned())
+    assert "metrics.csv was removed while it was written" in said
+    assert "ezpz-obs replay" in said
 
 
 def test_a_replay_makes_it_anew(tmp_path):
@@ -122,22 +118,21 @@ def test_a_replay_makes_it_anew(tmp_path):
     assert [int(row["loss"]) for row in rows(tmp_path)] == list(range(2500))
 
 
-def test_a_full_disk(tmp_path):
+def test_a_full_disk(tmp_path, python):
     with History(tmp_path) as history:
         for step in range(1000):
             history.record({"loss": step})
-    program = (
-        "import logging, resource; logging.basicConfig(format='%(message)s')\n"
-        "from ezpz_obs import History\n"
-        "from ezpz_obs._sinks import Feeder, make_sinks\n"
-        "from pathlib import Path\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
-        "feeder = Feeder(make_sinks(['csv'])[0], {}, Path())\n"
-        "for record in History.read('.'): feeder.put(record)\n"
-        "feeder.close()\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True
+    done = python(
+        """
+        import logging, resource; logging.basicConfig(format="%(message)s")
+        from ezpz_obs import History
+        from ezpz_obs._sinks import Feeder, make_sinks
+        from pathlib import Path
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+        feeder = Feeder(make_sinks(["csv"])[0], {}, Path())
+        for record in History.read("."): feeder.put(record)
+        feeder.close()
+        """
     )
     first, last = done.stderr.splitlines()
     assert "sink csv failed to write: OSError: [Errno 27] File too large" in first

@@ -3,8 +3,6 @@
 import json
 import math
 import os
-import subprocess
-import sys
 
 import pytest
 
@@ -35,10 +33,6 @@ def train(folder, sink, first=0, last=200, factor=1.0):
             )  # fmt: skip
 
 
-def warnings(caplog):
-    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-
-
 class TestTensorboard:
     @pytest.fixture(autouse=True)
     def installed(self):
@@ -55,10 +49,10 @@ class TestTensorboard:
             for tag in events.Tags()["scalars"]
         }
 
-    def test_all_is_there(self, tmp_path, caplog):
+    def test_all_is_there(self, tmp_path, warned):
         train(tmp_path, "tensorboard")
         found = self.scalars(tmp_path)
-        assert warnings(caplog) == []
+        assert warned() == []
         assert [step for step, _ in found["loss"]] == list(range(200))
         assert found["loss"][9][1] == pytest.approx(0.1)
         assert math.isnan(found["nan"][0][1])
@@ -97,10 +91,10 @@ class TestMlflow:
         return client, client.search_runs(numbers)
 
     @pytest.mark.filterwarnings("ignore")  # its own
-    def test_all_is_there_and_a_restarted_run_is_the_same(self, tmp_path, caplog):
+    def test_all_is_there_and_a_restarted_run_is_the_same(self, tmp_path, warned):
         train(tmp_path, "mlflow", last=60)
         train(tmp_path, "mlflow", first=50, last=70, factor=-1.0)
-        assert warnings(caplog) == []
+        assert warned() == []
         client, (run,) = self.runs(tmp_path)
         assert run.info.status == "FINISHED"
         assert run.info.run_name == tmp_path.name
@@ -139,17 +133,14 @@ class TestTrackio:
         monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "kept"))
         monkeypatch.setenv("TRACKIO_PROJECT", "tests")
 
-    def test_all_is_there_and_a_restarted_run_is_the_same(self, tmp_path, caplog):
+    def test_all_is_there_and_a_restarted_run_is_the_same(self, tmp_path, warned, python):
         train(tmp_path / "run", "trackio", last=60)
         train(tmp_path / "run", "trackio", first=60, last=70)
-        assert warnings(caplog) == []
+        assert warned() == []
         # A process of its own: trackio reads where its folder is when it is imported.
-        program = (
+        done = python(
             "import json; from trackio.sqlite_storage import SQLiteStorage as s; "
             "runs = s.get_runs('tests'); print(json.dumps([runs, s.get_logs('tests', runs[0])]))"
-        )
-        done = subprocess.run(
-            [sys.executable, "-c", program], capture_output=True, text=True, check=True
         )
         runs, logs = json.loads(done.stdout)
         assert len(runs) == 1

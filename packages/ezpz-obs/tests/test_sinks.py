@@ -1,12 +1,14 @@
-import logging
+"""Sinks by name, and what feeds one: a queue that never blocks, a thread, and one that watches."""
+
 import sys
 import threading
 import time
 
 import pytest
 
-from ezpz_obs import History
-from ezpz_obs._sinks import _IDLE, Feeder, close_all
+from ezpz_obs import History, SinkError
+from ezpz_obs._sinks import _IDLE, Feeder, close_all, make_sinks
+from ezpz_obs._sinks.libraries import LIBRARY_SINKS
 
 HEADER = {"ezpz_obs": 1, "attempt": 0, "run": "r", "time": 1.0}
 
@@ -42,10 +44,6 @@ def records(count):
     return [{"step": step, "time": float(step), "loss": 1.0} for step in range(count)]
 
 
-def warnings(caplog):
-    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-
-
 @pytest.fixture
 def hang():
     """A call that hangs until the test is over."""
@@ -54,7 +52,7 @@ def hang():
     over.set()
 
 
-def test_all_records_arrive_in_order(caplog):
+def test_all_records_arrive_in_order(warned):
     sink = Keeping()
     feeder = Feeder(sink, HEADER, None)
     for record in records(5000):
@@ -64,7 +62,7 @@ def test_all_records_arrive_in_order(caplog):
     assert [record["step"] for record in sink.records] == list(range(5000))
     assert sink.said[0] == "open"
     assert sink.said[-1] == "close"
-    assert not warnings(caplog)
+    assert not warned()
 
 
 def test_what_comes_while_it_opens_waits():
@@ -79,7 +77,7 @@ def test_what_comes_while_it_opens_waits():
 
 
 @pytest.mark.parametrize("where", ["open", "write", "close"])
-def test_one_that_fails_is_said_once_and_the_others_go_on(where, caplog, tmp_path):
+def test_one_that_fails_is_said_once_and_the_others_go_on(where, warned, tmp_path):
     bad, good = Keeping(**{where: fail}), Keeping()
     with History(tmp_path, sinks=[bad, good], summary=False) as history:
         for step in range(100):
@@ -88,21 +86,19 @@ def test_one_that_fails_is_said_once_and_the_others_go_on(where, caplog, tmp_pat
                 time.sleep(2 * _IDLE)
     assert len(good.records) == 100
     assert len(History.read(tmp_path)) == 100
-    first, last = warnings(caplog)
+    first, last = warned()
     assert f"sink keeping failed to {where}: OSError" in first
     assert f"ezpz_obs.replay({str(tmp_path)!r}, sink)" in last
     if where != "close":
         assert "100 records were not sent" in last
 
 
-def test_one_that_ends_the_interpreter_ends_itself(caplog):
-    sink = Keeping(open=lambda: sys.exit(3))
-    feeder = Feeder(sink, HEADER, None)
-    feeder.close()
-    assert "failed to open: SystemExit: 3" in warnings(caplog)[0]
+def test_one_that_ends_the_interpreter_ends_itself(warned):
+    Feeder(Keeping(open=lambda: sys.exit(3)), HEADER, None).close()
+    assert "failed to open: SystemExit: 3" in warned()[0]
 
 
-def test_a_slow_one_loses_the_oldest_and_says_how_many(caplog, tmp_path):
+def test_a_slow_one_loses_the_oldest_and_says_how_many(warned, tmp_path):
     inside = threading.Event()
     go_on = threading.Event()
 
@@ -121,11 +117,11 @@ def test_a_slow_one_loses_the_oldest_and_says_how_many(caplog, tmp_path):
     feeder.close()
     steps = [record["step"] for record in sink.records]
     assert steps == [0, *range(901, 1001)]
-    (said,) = warnings(caplog)
+    (said,) = warned()
     assert "900 records were not sent" in said
 
 
-def test_one_that_hangs_is_left_behind(caplog, hang):
+def test_one_that_hangs_is_left_behind(warned, hang):
     abandoned = threading.Event()
     sink = Keeping(open=hang)
     sink.open_seconds = 0.3
@@ -135,12 +131,12 @@ def test_one_that_hangs_is_left_behind(caplog, hang):
     for record in records(1000):
         feeder.put(record)
     feeder.close(0.0)
-    first, last = warnings(caplog)
+    first, last = warned()
     assert "hangs: open takes more than 0.3 s" in first
     assert "1,000 records were not sent" in last
 
 
-def test_several_that_hang_are_waited_for_together(caplog, hang):
+def test_several_that_hang_are_waited_for_together(warned, hang):
     feeders = [Feeder(Keeping(close=hang), HEADER, None) for _ in range(4)]
     good = Keeping()
     feeders.append(Feeder(good, HEADER, None))
@@ -151,15 +147,68 @@ def test_several_that_hang_are_waited_for_together(caplog, hang):
     close_all(feeders, 9.0)
     assert time.monotonic() - began < 18, "together: one after the other they take 36 s"
     assert good.said[-1] == "close"
-    assert len(warnings(caplog)) == 2 * 4
+    assert len(warned()) == 2 * 4
 
 
-def test_what_can_be_replayed_and_how(caplog, tmp_path):
+def test_what_can_be_replayed_and_how(warned, tmp_path):
     """The command knows no object of a user's, and without a folder there is no file."""
     for folder in (tmp_path, None):
         feeder = Feeder(Keeping(open=fail), HEADER, folder)
         feeder.put({"step": 0, "time": 0.0})
         feeder.close()
-    texts = [text for text in warnings(caplog) if "not sent" in text]
+    texts = [text for text in warned() if "not sent" in text]
     assert texts[0].endswith(f"all are in the run's file: ezpz_obs.replay({str(tmp_path)!r}, sink)")
     assert texts[1].endswith("1 records were not sent; the run has no file to replay")
+
+
+# Their names.
+
+
+def test_names_and_objects():
+    mine = Keeping()
+    named, given = make_sinks(["csv", "jsonl", mine])
+    assert named.name == "csv"
+    assert given is mine
+
+
+@pytest.mark.parametrize(
+    ("sinks", "message"),
+    [
+        (["tensorbord"], "'tensorbord'; expected one of csv, mlflow, tensorboard"),
+        ([print], "an object with name, open, write and close"),
+        ("csv", r"expected a list: sinks=\['csv'\]"),
+    ],
+)
+def test_what_is_no_sink(sinks, message):
+    with pytest.raises(SinkError, match=message):
+        make_sinks(sinks)
+
+
+@pytest.mark.parametrize("name", LIBRARY_SINKS)
+def test_what_is_not_installed_is_named_with_the_command(name, tmp_path, python):
+    needed = LIBRARY_SINKS[name][0]
+    (tmp_path / needed).mkdir()  # W&B's own ./wandb is no package
+    done = python(
+        f"""
+        import sys, importlib.machinery as m
+        class Hide(m.PathFinder):
+            @classmethod
+            def find_spec(cls, name, path=None, target=None):
+                path = ['.'] if name == {needed!r} else path
+                return m.PathFinder.find_spec(name, path, target)
+        sys.meta_path = [f for f in sys.meta_path if f is not m.PathFinder] + [Hide]
+        from ezpz_obs import History
+        History(sinks=[{name!r}])
+        """,
+        status=1,
+    )
+    assert f'pip install "ezpz-obs[{name}]"' in done.stderr
+    assert "SinkError" in done.stderr
+
+
+def test_making_sinks_imports_no_library(python):
+    done = python(
+        "import sys; from ezpz_obs._sinks import make_sinks; "
+        "print({'wandb', 'mlflow', 'tensorboard', 'trackio', 'requests'} & set(sys.modules))"
+    )
+    assert done.stdout == "set()\n"
