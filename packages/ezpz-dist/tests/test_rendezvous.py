@@ -232,7 +232,7 @@ STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "local
     ],
 )  # fmt: skip
 def test_no_address(monkeypatch, launcher, env, said):
-    monkeypatch.setattr(_rendezvous, "_RETRIED", 0.1)  # the whole time is tested below
+    monkeypatch.setattr(_addresses, "_RETRIED", 0.1)  # the whole time is tested below
     with pytest.raises(SetupError, match=re.escape(said)):
         rendezvous(info(launcher, local_world_size=1), timedelta(seconds=60), env)
 
