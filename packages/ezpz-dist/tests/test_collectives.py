@@ -14,9 +14,7 @@ pytest_n = pytest.mark.parametrize("n", [1, 3])
 
 @pytest.mark.parametrize("n", [1, 2, 3])  # of two, rows are combined in one go
 def test_numbers_tensors_and_dicts(ranks, n):
-    ranks(
-        n,
-        """
+    script = """
         import collections, math
         from ezpz_dist._collectives import OPS
         from ezpz_dist._collectives import DTYPES
@@ -95,16 +93,14 @@ def test_numbers_tensors_and_dicts(ranks, n):
         assert all_reduce(many, "max") == many and all_reduce({}) == {}
         assert all_reduce(collections.OrderedDict(a=1)) == {"a": n}
         cleanup()
-        """,
-    )
+        """
+    ranks(n, script)
 
 
 @pytest_n
 def test_numpy(ranks, n):
     pytest.importorskip("numpy")
-    ranks(
-        n,
-        """
+    script = """
         import numpy as np
         rank, n = setup_torch(timeout=60), dist.get_world_size()
         fixed = np.arange(4, dtype=np.float32).reshape(2, 2)
@@ -128,15 +124,13 @@ def test_numpy(ranks, n):
         mixed = all_reduce(1 if rank else np.float16(1), "max")
         assert type(mixed) is (float if rank else np.float16)
         cleanup()
-        """,
-    )
+        """
+    ranks(n, script)
 
 
 @pytest_n
 def test_objects(ranks, n):
-    ranks(
-        n,
-        """
+    script = """
         import dataclasses, types
         from ezpz_dist._collectives import synchronize
         from ezpz_dist._collectives import all_gather_object
@@ -192,15 +186,13 @@ def test_objects(ranks, n):
         synchronize(), synchronize("cpu")
         assert "mpi4py.MPI" not in sys.modules
         cleanup()
-        """,
-    )
+        """
+    ranks(n, script)
 
 
 @pytest_n
 def test_before_set_up_no_local_answer_in_a_world_of_several(ranks, n):
-    ranks(
-        n,
-        """
+    script = """
         from ezpz_dist._collectives import all_gather_object
         n = int(os.environ.get("WORLD_SIZE", 1))
         calls = (barrier, lambda: all_reduce(1), lambda: broadcast(1), lambda: all_gather_object(1),
@@ -234,8 +226,8 @@ def test_before_set_up_no_local_answer_in_a_world_of_several(ranks, n):
             calls = calls[:-1]
             all_refuse(f"on rank {rank} of {n}, in a process group that setup_torch() did not make")
             dist.destroy_process_group()
-        """,
-    )
+        """
+    ranks(n, script)
 
 
 @pytest.mark.parametrize("bad", ["1", None, True, [1], 1j, {"a": {"b": "x"}}])

@@ -158,15 +158,13 @@ def test_workers_outlive_the_signals_that_end_a_job():
 
 @pytest.mark.parametrize("degree", [1, 2])
 def test_ranks_of_one_data_parallel_rank_get_the_same(ranks, degree):
-    done = ranks(
-        4,
-        f"""
+    script = f"""
         rank = setup_torch(timeout=30, tensor_parallel_size={degree})
         loader = DataLoader(range(16), 2, shuffle=True)
         got = [batch.tolist() for batch in loader]
         print([data_share(), got, share_of("abcde"), list(DataParallelSampler(4))])
-        """,
-    )
+        """
+    done = ranks(4, script)
     said = [eval(out) for out in done]
     parts = 4 // degree
     assert [each[0] for each in said] == [(rank // degree, parts) for rank in range(4)]

@@ -45,9 +45,7 @@ def test_sizes_are_written_for_people():
 
 
 def test_wrapped_models(ranks):
-    seen = ranks(
-        2,
-        """
+    script = """
 import warnings
 from torch import nn
 class Net(nn.Module):
@@ -102,8 +100,8 @@ for wrap, on_both in (
         assert "blocks.0.1 ... blocks.3.1 (4x) " in str(found)
         assert len(str(found).splitlines()) == 5, found
 cleanup()
-""",
-    )
+"""
+    seen = ranks(2, script)
     print(seen[0])
     assert seen[0].strip("\n") == table(
         """

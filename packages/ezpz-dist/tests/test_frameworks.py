@@ -442,9 +442,7 @@ def stand_in(tmp_path):
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_horovod_is_called_and_compared(ranks, stand_in, n):
-    ranks(
-        n,
-        f"""
+    script = f"""
         sys.path.insert(0, {stand_in!r})
         rank = setup_torch(framework="horovod", timeout=60)
         n = dist.get_world_size()
@@ -489,14 +487,12 @@ def test_horovod_is_called_and_compared(ranks, stand_in, n):
             setup_torch(framework="horovod", tensor_parallel_size=2, timeout=60)
             refused("Horovod averages over all 2 ranks, and 1 hold the same", build(), None)
         cleanup()
-        """,
-    )
+        """
+    ranks(n, script)
 
 
 def test_horovod_sees_another_world(ranks, stand_in):
-    done = ranks(
-        2,
-        f"""
+    script = f"""
         sys.path.insert(0, {stand_in!r})
         rank = setup_torch(timeout=60)
         os.environ["STAND_IN_RANK"] = str(1 - rank)
@@ -506,7 +502,7 @@ def test_horovod_sees_another_world(ranks, stand_in):
         except SetupError as error:
             print(error)
         cleanup()
-        """,
-    )
+        """
+    done = ranks(2, script)
     assert "Horovod sees rank 1 of 2, the launcher (torchrun) says 0 of 2" in done[0]
     assert "start with horovodrun" in done[0]

@@ -263,10 +263,7 @@ def caught(kind, *calls):
 
 
 def test_what_differs_is_named_on_every_rank(ranks):
-    ranks(
-        3,
-        CAUGHT
-        + """
+    script = """
 def vector(size, dtype=torch.float32):
     return torch.ones(size, dtype=dtype)
 
@@ -337,15 +334,12 @@ if rank == 0:
     assert store.num_keys() == keys_before, (store.num_keys(), keys_before)
 barrier()
 cleanup()
-""",
-    )
+"""
+    ranks(3, CAUGHT + script)
 
 
 def test_a_rank_that_cannot_take_part_does_not_leave_the_others_waiting(ranks):
-    ranks(
-        3,
-        CAUGHT
-        + """
+    script = """
 import threading
 lock = threading.Lock()
 good = lambda: all_reduce(1.0)
@@ -406,15 +400,12 @@ else:
     assert rank < 2 and got.shape == sent.shape
 assert all_reduce(1) == 3
 cleanup()
-""",
-    )
+"""
+    ranks(3, CAUGHT + script)
 
 
 def test_the_ranks_are_named_though_the_store_is_gone(ranks):
-    ranks(
-        2,
-        CAUGHT
-        + """
+    script = """
 class Gone:
     def set(self, *arguments):
         raise dist.DistNetworkError("gone")
@@ -424,15 +415,12 @@ from ezpz_dist import _world
 _world.enter(dataclasses.replace(find_world(), store=Gone()))
 who, text = caught(MismatchError, lambda: barrier(), lambda: all_reduce(1.0))
 assert who == (1,) and "calls something else at ?" in text, text
-""",
-    )
+"""
+    ranks(2, CAUGHT + script)
 
 
 def test_groups(ranks):
-    ranks(
-        3,
-        CAUGHT
-        + """
+    script = """
 import ezpz_tp
 pair, alone = dist.new_group([0, 2]), dist.new_group([1])
 mine = alone if rank == 1 else pair
@@ -474,16 +462,14 @@ error = raises(HangError, "", barrier, groups[rank % 2], timeout=0.5 if rank == 
 assert error.ranks == (0, 2) if rank == 1 else 1 in error.ranks, error
 assert rank != 1 or f", in barrier() in group {groups[0].group_name}" in str(error), error
 barrier()  # whoever ends is gone for those who still ask
-""",
-    )
+"""
+    ranks(3, CAUGHT + script)
 
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_mpi_that_knows_nothing_of_this_job(ranks, n):
     pytest.importorskip("mpi4py")
-    ranks(
-        n,
-        """
+    script = """
         rank, n = setup_torch(timeout=60), dist.get_world_size()
 
         def refused(text):
@@ -524,14 +510,12 @@ def test_mpi_that_knows_nothing_of_this_job(ranks, n):
             MPI.Finalize()
         refused("implementation='mpi' where MPI was finalized; expected the script to leave that")
         cleanup()
-        """,
-    )
+        """
+    ranks(n, script)
 
 
 def test_a_barrier_that_one_rank_does_not_come_to(ranks):
-    ranks(
-        3,
-        """
+    script = """
         import time
         rank = setup_torch(timeout=60)
         barrier(timeout=30)
@@ -552,5 +536,5 @@ def test_a_barrier_that_one_rank_does_not_come_to(ranks):
         if rank == 1:
             time.sleep(3.5)
         barrier(impatient, timeout=60)
-        """,
-    )
+        """
+    ranks(3, script)

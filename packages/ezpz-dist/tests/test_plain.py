@@ -30,9 +30,7 @@ def test_one_rank_reads_and_all_have_it(ranks, tmp_path, n):
     torch.save(make_state(), tmp_path / "new.pt")
     torch.save(make_state(), tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     torch.save({"a": torch.ones(2)}, tmp_path / "again.pt")
-    ranks(
-        n,
-        """
+    script = """
         import os, pathlib, warnings
         from ezpz_dist import load_on_one_rank
         rank, n = setup_torch(timeout=30), int(os.environ.get("WORLD_SIZE", 1))
@@ -73,9 +71,8 @@ def test_one_rank_reads_and_all_have_it(ranks, tmp_path, n):
             barrier()
             said = "root 3; expected one of the group's ranks, [0, 1, 2]"
             raises(ValueError, said, load_on_one_rank, folder / "new.pt", root=3)
-        """,
-        env={"FOLDER": str(tmp_path)},
-    )
+        """
+    ranks(n, script, env={"FOLDER": str(tmp_path)})
 
 
 class Hostile:
@@ -94,9 +91,7 @@ def test_what_cannot_be_read_is_an_error_on_every_rank_and_runs_nothing(
     whole = (tmp_path / "cut.pt").read_bytes()
     (tmp_path / "cut.pt").write_bytes(whole[: len(whole) // 2])
     (tmp_path / "cut.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
-    done = ranks(
-        n,
-        """
+    script = """
         import os
         from ezpz_dist import load_on_one_rank
         from ezpz_dist import load_into
@@ -112,9 +107,8 @@ def test_what_cannot_be_read_is_an_error_on_every_rank_and_runs_nothing(
                 else:
                     raise AssertionError(name)
         assert not os.path.exists(f"{folder}/sprung")
-        """,
-        env={"FOLDER": str(tmp_path)},
-    )
+        """
+    done = ranks(n, script, env={"FOLDER": str(tmp_path)})
     assert len(set(done)) == 1, "the same words on every rank"
     for words in (
         "hostile.pt: it asks for posix.mkdir, and what it holds beyond tensors and plain values",
@@ -136,9 +130,7 @@ def test_a_model_is_filled_whatever_wraps_it(ranks, tmp_path, n):
     torch.save({"model": model.state_dict(), "step": 3}, tmp_path / "model.pt")
     extra = {**model.state_dict(), "more": torch.ones(1)}
     torch.save(extra, tmp_path / "extra.pt")
-    ranks(
-        n,
-        """
+    script = """
         import os
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
@@ -206,9 +198,8 @@ def test_a_model_is_filled_whatever_wraps_it(ranks, tmp_path, n):
         loose = build()
         load_into(loose, os.environ["FOLDER"] + "/extra.pt", strict=False)
         check(loose)
-        """,
-        env={"FOLDER": str(tmp_path)},
-    )
+        """
+    ranks(n, script, env={"FOLDER": str(tmp_path)})
 
 
 def test_safetensors_and_urls(tmp_path):

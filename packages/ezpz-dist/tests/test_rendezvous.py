@@ -291,10 +291,7 @@ def test_whoever_holds_the_port_the_ranks_meet_elsewhere(ranks, listener, store)
         "torch": store.port,
         "another job": others.port,
     }
-    said = ranks(
-        2,
-        MEET
-        + f"""
+    script = f"""
     for kind, port in {ports}.items():
         env = {{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "SLURM_JOB_ID": "7"}}
         start = time.monotonic()
@@ -304,9 +301,8 @@ def test_whoever_holds_the_port_the_ranks_meet_elsewhere(ranks, listener, store)
         assert met.connect(sixty).get("rank 1") == kind.encode()
         print("met", kind, met.master_port, time.monotonic() - start)
     leave(met.store)
-    """,
-        env=QUICK_NAMES,
-    )
+    """
+    said = ranks(2, MEET + script, env=QUICK_NAMES)
     met = [re.findall(r"met (.+) (\d+) (\S+)", one) for one in said]
     for zero, one in zip(*met, strict=True):
         assert zero[:2] == one[:2]
@@ -323,10 +319,7 @@ def test_whoever_holds_the_port_the_ranks_meet_elsewhere(ranks, listener, store)
 def test_addresses_of_ipv6_and_names(ranks):
     if not socket.has_ipv6:
         pytest.skip("no IPv6 here")
-    said = ranks(
-        2,
-        MEET
-        + """
+    script = """
     for host, port in ("[::1]", 0), ("::1", 0), ("localhost", 1):
         port += int(os.environ["MASTER_PORT"])
         met = rendezvous(info, sixty, {"MASTER_ADDR": host, "MASTER_PORT": str(port)})
@@ -334,8 +327,8 @@ def test_addresses_of_ipv6_and_names(ranks):
         assert met.store.get(f"{host} 0") == met.store.get(f"{host} 1") == host.encode()
         print(met.master_addr)
     leave(met.store)
-    """,
-    )
+    """
+    said = ranks(2, MEET + script)
     assert said == ["::1\n::1\nlocalhost\n"] * 2
 
 
@@ -560,9 +553,7 @@ def test_rank_0_on_another_host_than_it_is_looked_for(caplog):
 
 
 def test_rank_0_may_hold_connections_of_all_ranks(ranks):
-    ((_, _, errors),) = ranks(
-        1,
-        """
+    script = """
         import resource
         from ezpz_dist._rendezvous import raise_file_limit
         def raised(world_size):
@@ -573,9 +564,8 @@ def test_rank_0_may_hold_connections_of_all_ranks(ranks):
         assert (raised(10), raised(200)) == (600, 1112)
         resource.setrlimit(resource.RLIMIT_NOFILE, (600, 700))
         assert raised(1000) == 700
-        """,
-        check=False,
-    )
+        """
+    ((_, _, errors),) = ranks(1, script, check=False)
     assert "rank 0 may open 700 files, and holds up to three connections" in errors
     assert "Error" not in errors
 

@@ -72,9 +72,7 @@ def test_set_up_twice_clean_up_and_again(ranks, n):
 def test_many_set_ups_with_a_model_that_outlives_the_group(ranks):
     # torch's gloo destructor can wait for the GIL for ever (see _cleanup._retired), and a
     # store that a model still holds keeps the keys of the group before.
-    ranks(
-        2,
-        """
+    script = """
         import faulthandler
         kept = None
         for i in range(40):
@@ -86,8 +84,8 @@ def test_many_set_ups_with_a_model_that_outlives_the_group(ranks):
             cleanup()
             kept = model if i % 2 else kept
         faulthandler.cancel_dump_traceback_later()
-        """,
-    )
+        """
+    ranks(2, script)
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -124,32 +122,27 @@ def test_a_degree_of_one_has_its_groups_too(ranks, n):
 
 def test_ranks_that_are_functions_of_multiprocessing_clean_up_too(ranks):
     # As notebooks start them. Rank 0, which holds the store, is done long before the other.
-    done = ranks(
-        2,
-        """
+    script = """
         import time
         rank = setup_torch(timeout=30)
         if rank == 1:
             time.sleep(1)
             dist.distributed_c10d._get_default_store().add("late", 1)
             print("still there")
-        """,
-    )
+        """
+    done = ranks(2, script)
     assert done == ["", "still there\n"]
 
 
 def test_a_function_of_multiprocessing_that_raises_ends_all_ranks(ranks):
-    ends = ranks(
-        2,
-        """
+    script = """
         import time
         rank = setup_torch(timeout=30)
         if rank == 1:
             raise ValueError("no such file")
         time.sleep(50)
-        """,
-        check=False,
-    )
+        """
+    ends = ranks(2, script, check=False)
     assert [status for status, _, _ in ends] == [1, 1]
     assert re.search(r"rank 1 on .+ failed at .+ ValueError: no such file", ends[0][2])
 

@@ -29,10 +29,7 @@ PARTS = """
 
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_one_reader_and_the_others_have_it_from_there(ranks, n):
-    done = ranks(
-        n,
-        PARTS
-        + """
+    script = """
     group = node_group()
     assert group is node_group() and dist.get_world_size(group) == n
     calls = []
@@ -72,16 +69,13 @@ def test_one_reader_and_the_others_have_it_from_there(ranks, n):
         if n < 0 else torch.zeros(1).expand(1 << 48)), "No space left on device")
     barrier()
     assert left() == []
-    """,
-    )
+    """
+    done = ranks(n, PARTS + script)
     assert len(set(done)) == 1, "the same words on every rank"
 
 
 def test_two_nodes_have_a_reader_each(ranks):
-    ranks(
-        4,
-        PARTS
-        + """
+    script = """
     # One host cannot have several names: what set-up found is replaced.
     import dataclasses
     from ezpz_dist import _world
@@ -95,8 +89,8 @@ def test_two_nodes_have_a_reader_each(ranks):
     assert scatter_from_one_reader(lambda: [rank]) == rank
     assert share_on_node(lambda: torch.tensor(rank)) == rank
     barrier()
-    """,
-    )
+    """
+    ranks(4, PARTS + script)
 
 
 READ = """
@@ -193,16 +187,14 @@ def test_by_mpi_io(clean_env, folder):
 
 
 def test_mpi_where_there_is_none(ranks, folder):
-    done = ranks(
-        2,
-        f"""
+    script = f"""
         setup_torch(timeout=30)
         try:
             read_share("{folder}/7", torch.int32, (7, 6), implementation="mpi")
         except CollectiveError as error:
             print(error)
-        """,
-    )
+        """
+    done = ranks(2, script)
     assert all("expected MPI's world to be this job's; start the ranks with" in out for out in done)
 
 

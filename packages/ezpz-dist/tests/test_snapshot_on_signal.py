@@ -28,10 +28,7 @@ SOME_RANKS = {0: {2: "SIGTERM"}, 3: {3: "SIGUSR1", 5: "SIGTERM"}}
     ids=["alone", "one", "some", "all"],
 )
 def test_all_ranks_save_at_one_step_whoever_got_the_signal(ranks, n, signals):
-    done = ranks(
-        n,
-        BEGIN
-        + f"""
+    script = f"""
     signals = {signals}
     with SnapshotOnSignal(saved) as snapshot:
         for step in range(1000):
@@ -40,9 +37,8 @@ def test_all_ranks_save_at_one_step_whoever_got_the_signal(ranks, n, signals):
             assert all_reduce(1) == n
             time.sleep(0.002)
             snapshot.step(step)
-    """,
-        check=False,
-    )
+    """
+    done = ranks(n, BEGIN + script, check=False)
     assert [code for code, _, _ in done] == [75] * n, done
     assert len({out for _, out, _ in done}) == 1
     assert int(done[0][1].split()[1]) < 500
@@ -50,10 +46,7 @@ def test_all_ranks_save_at_one_step_whoever_got_the_signal(ranks, n, signals):
 
 
 def test_who_is_behind_catches_up_and_later_signals_change_nothing(ranks, tmp_path):
-    done = ranks(
-        3,
-        BEGIN
-        + """
+    script = """
     def save(step):
         send("SIGTERM"), time.sleep(0.05), send("SIGUSR1"), saved(step)
     if rank == 2:
@@ -73,7 +66,10 @@ def test_who_is_behind_catches_up_and_later_signals_change_nothing(ranks, tmp_pa
             if rank != 1:
                 time.sleep(0.005)
             snapshot.step(step)
-    """,
+    """
+    done = ranks(
+        3,
+        BEGIN + script,
         check=False,
         env={"AHEAD": str(tmp_path / "ahead"), "ASKED": str(tmp_path / "asked")},
     )
@@ -81,10 +77,7 @@ def test_who_is_behind_catches_up_and_later_signals_change_nothing(ranks, tmp_pa
 
 
 def test_undisturbed_it_sends_nothing_and_puts_handlers_back(ranks):
-    done = ranks(
-        2,
-        BEGIN
-        + """
+    script = """
     handler = lambda number, frame: heard.append(number)
     heard = []
     signal.signal(signal.SIGUSR1, handler)
@@ -120,19 +113,15 @@ def test_undisturbed_it_sends_nothing_and_puts_handlers_back(ranks):
         snapshot.step(1), snapshot.step(2)
         snapshot.close(), snapshot.close()
     barrier()
-    """,
-        check=False,
-    )
+    """
+    done = ranks(2, BEGIN + script, check=False)
     assert [code for code, _, _ in done] == [0, 0], done
     said = [err.count("saves nothing: a rank is done with its steps") for _, _, err in done]
     assert said == [0, 1], "the second time, on the rank that was not done"
 
 
 def test_a_save_that_fails_on_one_rank_fails_on_all(ranks):
-    done = ranks(
-        2,
-        BEGIN
-        + """
+    script = """
     def save(step):
         if rank == 1:
             raise OSError("disk full")
@@ -146,8 +135,8 @@ def test_a_save_that_fails_on_one_rank_fails_on_all(ranks):
     except (OSError, CheckpointError) as error:
         print(type(error).__name__, error)
     barrier()
-    """,
-    )
+    """
+    done = ranks(2, BEGIN + script)
     assert done[1] == "OSError disk full\n"
     assert "CheckpointError the snapshot at step" in done[0]
     assert "failed on rank 1 on" in done[0]
@@ -155,10 +144,7 @@ def test_a_save_that_fails_on_one_rank_fails_on_all(ranks):
 
 
 def test_steps_of_two_names_are_told(ranks):
-    done = ranks(
-        2,
-        BEGIN
-        + """
+    script = """
     try:
         with SnapshotOnSignal(saved) as snapshot:
             send("SIGUSR1")
@@ -169,17 +155,14 @@ def test_steps_of_two_names_are_told(ranks):
     except (MismatchError, CheckpointError) as error:
         print(error)
     barrier()
-    """,
-    )
+    """
+    done = ranks(2, BEGIN + script)
     assert all("where another rank calls step(" in out for out in done), done
     assert sum("the snapshot at step" in out for out in done) == 1
 
 
 def test_it_gives_up_after_a_while_and_says_where_it_stands(ranks):
-    done = ranks(
-        2,
-        BEGIN
-        + """
+    script = """
     def save(step):
         if rank == 1:
             time.sleep(30)
@@ -189,10 +172,8 @@ def test_it_gives_up_after_a_while_and_says_where_it_stands(ranks):
             time.sleep(0.002)
             all_reduce(1)
             snapshot.step(step)
-    """,
-        check=False,
-        timeout=120,
-    )
+    """
+    done = ranks(2, BEGIN + script, check=False, timeout=120)
     assert [code for code, _, _ in done] == [124, 124], done
     text = "".join(err for _, _, err in done)
     assert "has not saved 1 s after SIGTERM (within=1); it stands at <string>:" in text
@@ -203,10 +184,7 @@ def test_an_interrupted_run_ends_as_the_uninterrupted(ranks, tmp_path):
     """In the middle of an epoch, with workers that fetch ahead, and dropout: bit for bit."""
 
     def run(name, stop):
-        return ranks(
-            2,
-            BEGIN
-            + f"""
+        script = f"""
     where = "{tmp_path}/{name}"
     torch.manual_seed(7 + rank)
     model = wrap_model(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5)))
@@ -226,9 +204,8 @@ def test_an_interrupted_run_ends_as_the_uninterrupted(ranks, tmp_path):
                 snapshot.step(step)
                 step += 1
     print(step, [part.tolist() for part in model.parameters()])
-    """,
-            check=False,
-        )
+    """
+        return ranks(2, BEGIN + script, check=False)
 
     whole = run("whole", -1)
     assert [code for code, _, _ in whole] == [0, 0], whole

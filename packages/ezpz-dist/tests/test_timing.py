@@ -154,9 +154,7 @@ def test_what_cannot_be_timed_is_refused():
 
 
 def test_each_rank_logs_for_itself_or_one_for_all(ranks):
-    outs = ranks(
-        2,
-        """
+    script = """
         import logging, io
         log = io.StringIO()
         logging.basicConfig(stream=log, level=logging.INFO, format="%(message)s")
@@ -175,8 +173,8 @@ def test_each_rank_logs_for_itself_or_one_for_all(ranks):
         setup(); one(); first()
         print(*[line for line in log.getvalue().splitlines() if " took " in line], sep="\\n")
         cleanup()
-        """,
-    )
+        """
+    outs = ranks(2, script)
     said = [[line.split(" took ")[0] for line in out.splitlines()] for out in outs]
     assert said == [["setup", "first"], ["setup", "one"]]
     assert outs[1].count("on rank 1") == 2

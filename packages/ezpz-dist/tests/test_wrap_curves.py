@@ -65,10 +65,7 @@ def off(curve):
 
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_the_curve_of_one_process_in_fp32(ranks, n):
-    ranks(
-        n,
-        (TASK if n == 2 else TASK.replace("STEPS = 30", "STEPS = 10"))
-        + """
+    script = """
 def ddp_and_zero1(model):
     wrapped = wrap_model_for_ddp(model)
     optimizer = wrap_optimizer_for_zero1(torch.optim.AdamW, wrapped.parameters(), lr=3e-3)
@@ -103,15 +100,12 @@ for name, way in ways.items():
     difference = off(way(copy.deepcopy(model)))
     assert difference <= 1e-5, (name, difference)
 cleanup()
-""",
-    )
+"""
+    ranks(n, (TASK if n == 2 else TASK.replace("STEPS = 30", "STEPS = 10")) + script)
 
 
 def test_bf16_trains_with_gradients_in_fp32(ranks):
-    ranks(
-        2,
-        TASK.replace("STEPS = 30", "STEPS = 8")
-        + """
+    script = """
 wrapped = wrap_model_for_fsdp2(copy.deepcopy(model), dtype="bf16")
 seen = []
 wrapped.head.register_forward_pre_hook(lambda _, given: seen.append(given[0].dtype))
@@ -131,14 +125,12 @@ groups = [g for m in summed.modules() if hasattr(m, "_get_fsdp_state")
 assert len(groups) == 5 and all(g.force_sum_reduction_for_comms for g in groups)
 assert off(losses(summed, adamw(summed.parameters()), mine)) <= 1e-5
 cleanup()
-""",
-    )
+"""
+    ranks(2, TASK.replace("STEPS = 30", "STEPS = 8") + script)
 
 
 def test_a_wrapped_model_can_be_compiled_and_a_compiled_one_wrapped(ranks):
-    ranks(
-        2,
-        """
+    script = """
 import copy, warnings
 from torch import nn
 warnings.simplefilter("ignore")
@@ -159,5 +151,5 @@ for wrap in (wrap_model_for_ddp, wrap_model_for_fsdp2):
         for one in (compiled, within):
             raises(WrapError, "is wrapped already: it", again, one)
 cleanup()
-""",
-    )
+"""
+    ranks(2, script)

@@ -61,10 +61,7 @@ def test_groups_for_some_ranks_are_not_made_by_those_who_do_not_know_of_the_othe
 
 
 def test_tensor_by_data_parallel_follows_the_curve(ranks):
-    ranks(
-        4,
-        PARALLEL
-        + """
+    script = """
 rank = setup_torch(timeout=60)
 with ezpz_tp.use_state(ezpz_tp.ParallelState.from_groups()):
     whole = built()
@@ -142,5 +139,5 @@ assert both.mesh_dim_names == ("replicate", "shard") and both.shape == (2, 1)
 assert both.mesh.flatten().tolist() == list(ezpz_tp.get_state().ranks("data"))
 ezpz_tp.destroy_tensor_parallel()
 cleanup()
-""",
-    )
+"""
+    ranks(4, PARALLEL + script)

@@ -59,10 +59,7 @@ def direct(*args):
 
 
 def test_shards_are_parts_of_what_one_process_draws(ranks):
-    ranks(
-        4,
-        MODELS
-        + """
+    script = """
 tokens = torch.arange(12).view(3, 4) % 7
 wraps = {
     "FSDP2": wrap_model_for_fsdp2,
@@ -134,8 +131,8 @@ class Depends(Redraws):
 refused("torch.bernoulli of a parameter that is sharded by then, in the reset_parameters()",
         wrap_model_for_fsdp2, on_meta(lambda: nn.ModuleDict({"of": Depends()})["of"]))
 cleanup()
-""",
-    )
+"""
+    ranks(4, MODELS + script)
 
 
 BODY = """

@@ -133,10 +133,7 @@ cleanup()
 
 
 def test_ranks_that_differ_are_named_on_every_rank(ranks):
-    ranks(
-        3,
-        REFUSED
-        + """
+    script = """
 rank = setup_torch(timeout=60)
 odd = rank == 1
 here = ezpz_dist._world.find_world().hosts[1]
@@ -196,5 +193,5 @@ assert time.monotonic() - start < 150
 # And after all this the ranks are still together.
 assert wrap_model_for_ddp(net())(torch.ones(1, 4)).shape == (1, 2)
 cleanup()
-""",
-    )
+"""
+    ranks(3, REFUSED + script)
