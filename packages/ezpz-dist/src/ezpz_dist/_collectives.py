@@ -148,8 +148,7 @@ def broadcast(obj: T, root: int = 0, group: dist.ProcessGroup | None = None) -> 
         call = Call(f"broadcast(root={root})")  # one of numpy's ints has another repr
         sends = members is not None and members.ranks[members.place] == root
         payload, data = _packed(obj) if sends else (b"", None)
-    except Exception as error:
-        # Whatever it is: the others must not wait for it.
+    except Exception as error:  # whatever it is: the others must not wait for it
         if members is not None:
             exchange(call, members, refusal=error)
         raise
@@ -263,8 +262,7 @@ def all_gather_object(obj: object, group: dist.ProcessGroup | None = None) -> li
     call = Call("all_gather_object()")
     try:
         mine = dump(own_result(obj))
-    except Exception as error:
-        # Whatever it is: the others must not wait for it.
+    except Exception as error:  # whatever it is: the others must not wait for it
         exchange(call, members, refusal=error)
         raise
     room = _members.ROOM - _LENGTH.size
@@ -364,8 +362,7 @@ def all_reduce(
         summands = _Summands(obj, "mean" if op == "avg" else op)
         if channel is not None:
             summands.load(channel)
-    except Exception as error:
-        # Whatever it is, a device out of memory too: the others must not wait for it.
+    except Exception as error:  # a device out of memory too: the others must not wait for it
         if channel is not None:
             exchange(Call("all_reduce()"), channel, refusal=error)
         raise
@@ -564,17 +561,9 @@ def _total(mixed: Sequence[int | float], share: int) -> float:
 # Tensors and arrays as few flat ones, which ranks combine in one go.
 
 _TRAVELS_AS: dict[torch.dtype, torch.dtype] = {
-    torch.float16: torch.float32,
-    torch.bfloat16: torch.float32,
-    torch.float32: torch.float32,
-    torch.float64: torch.float64,
-    torch.complex64: torch.float32,
-    torch.complex128: torch.float64,
-    torch.uint8: torch.int64,
-    torch.int8: torch.int64,
-    torch.int16: torch.int64,
-    torch.int32: torch.int64,
-    torch.int64: torch.int64,
+    **dict.fromkeys((torch.float16, torch.bfloat16, torch.float32, torch.complex64), torch.float32),
+    **dict.fromkeys((torch.float64, torch.complex128), torch.float64),
+    **dict.fromkeys((torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64), torch.int64),
 }
 """Three types for all: every backend and MPI has them, and a dict needs few collectives.
 
@@ -586,11 +575,8 @@ DTYPES = tuple(_TRAVELS_AS)  # what `all_reduce` takes, in every world
 _BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "sum": torch.add,
-    "min": torch.minimum,
-    "max": torch.maximum,
-    "product": torch.mul,
-}
+    "sum": torch.add, "min": torch.minimum, "max": torch.maximum, "product": torch.mul,
+}  # fmt: skip
 
 
 def as_summand(value: object, op: str) -> Tensor | None:

@@ -283,12 +283,8 @@ def _describe_twice(store: Store, info: RankInfo, process: Process) -> str:
 
 # The ranks of a collective, and how torch carries what they tell each other.
 
-REDUCE_OPS: dict[str, dist.ReduceOp.RedOpType] = {
-    "sum": dist.ReduceOp.SUM,
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-    "product": dist.ReduceOp.PRODUCT,
-}
+_OPS = dist.ReduceOp
+REDUCE_OPS = {"sum": _OPS.SUM, "min": _OPS.MIN, "max": _OPS.MAX, "product": _OPS.PRODUCT}
 """What every backend can do: oneCCL and gloo have no AVG."""
 
 _DIRECT = 1 << 20
