@@ -69,28 +69,29 @@ def test_ratios_are_compared_across_machines_and_times_are_not():
     assert [change.kind for change in here] == ["same", "worse"]
 
 
-@pytest.mark.parametrize(("unit", "said"), [("ms", "same"), ("MB", "worse"), ("", "worse")])
-def test_a_time_alone_may_rise_further_than_memory_or_a_count(unit, said):
-    rise = 1 + (FLOOR + FLOOR_OF_TIMES) / 2
-    before, after = alone("s/w", "w", unit, [100.0] * 3), alone("s/w", "w", unit, [100 * rise] * 3)
-    assert [change.kind for change in changes([before], [after], True)] == [said]
+RISE = 1 + (FLOOR + FLOOR_OF_TIMES) / 2
 
 
 @pytest.mark.parametrize(
-    ("unit", "said"), [("", "worse"), ("MB", "worse"), ("ms", "once"), ("s", "once")]
+    ("unit", "before", "after", "count", "said"),
+    [
+        # a time alone may rise further than memory or a count
+        ("ms", 100.0, 100 * RISE, 3, "same"),
+        *((unit, 100.0, 100 * RISE, 3, "worse") for unit in ("MB", "")),
+        # a count or memory measured once is judged, and a time is not
+        *((unit, 4.0, 5.0, 1, "worse") for unit in ("MB", "")),
+        *((unit, 4.0, 5.0, 1, "once") for unit in ("ms", "s")),
+        # memory measured once may rise by a tenth
+        ("MB", 83.9, 88.3, 1, "same"),
+        ("MB", 83.9, 100.0, 1, "worse"),
+    ],
 )
-def test_a_count_or_memory_measured_once_is_judged_and_a_time_is_not(unit, said):
-    for row in (
-        lambda figure: alone("s/w", "w", unit, [figure]),
-        lambda figure: beside("s/w/p", "w", unit, ([figure], [7.0]), "p"),
-    ):
-        assert [change.kind for change in changes([row(4.0)], [row(5.0)], True)] == [said]
-
-
-def test_memory_measured_once_may_rise_by_a_tenth():
-    rows = [alone("s/w", "w", "MB", [figure]) for figure in (83.9, 88.3, 100.0)]
-    assert [change.kind for change in changes([rows[0]], [rows[1]], True)] == ["same"]
-    assert [change.kind for change in changes([rows[0]], [rows[2]], True)] == ["worse"]
+def test_what_may_rise(unit, before, after, count, said):
+    rows = [alone("s/w", "w", unit, [figure] * count) for figure in (before, after)]
+    assert [change.kind for change in changes(rows[:1], rows[1:], True)] == [said]
+    if count == 1 and said != "same":
+        rows = [beside("s/w/p", "w", unit, ([each], [7.0]), "p") for each in (before, after)]
+        assert [change.kind for change in changes(rows[:1], rows[1:], True)] == [said]
 
 
 def test_another_version_of_the_peer_is_said():
@@ -113,14 +114,10 @@ def test_the_command(tmp_path, recorded):
     assert same.returncode == 0, same.stderr
     assert "within the noise" in same.stdout
     key = "nodelists/expand-plain/python-hostlist"
-    slower = [
-        beside(row.key, row.what, row.unit, ([3.0] * 9, [2.0] * 9), row.peer)
-        if row.key == key
-        else row
-        for row in rows
-        if row.key != "topology/detect"
-    ]
-    table.write(str(tmp_path / "b.json"), slower)
+    (slow,) = (row for row in rows if row.key == key)
+    slower = beside(key, slow.what, slow.unit, ([3.0] * 9, [2.0] * 9), slow.peer)
+    others = [row for row in rows if row.key not in (key, "topology/detect")]
+    table.write(str(tmp_path / "b.json"), [*others, slower])
     worse = compare(recorded, tmp_path / "b.json")
     assert worse.returncode == 1
     assert f"worse  {key}" in worse.stdout
@@ -138,21 +135,16 @@ def test_a_section_that_failed_is_no_good_result(tmp_path, recorded):
     assert "gone   dist/barrier/torch: no such row" in done.stdout
 
 
-def test_what_else_differs_is_said(tmp_path, recorded):
+def test_what_else_differs_is_said_and_a_file_that_is_no_result(tmp_path, recorded):
     document, rows = table.read(recorded)
-    table.write(str(tmp_path / "b.json"), rows)
-    text = (tmp_path / "b.json").read_text()
-    other = text.replace(f'"python": "{platform.python_version()}"', '"python": "9.9"')
-    (tmp_path / "b.json").write_text(other)
-    before = document["machine"]["python"]
-    said = compare(recorded, tmp_path / "b.json").stdout
-    assert f"between python: {before} -> 9.9" in said
+    path = tmp_path / "b.json"
+    table.write(str(path), rows)
+    python = f'"python": "{platform.python_version()}"'
+    path.write_text(path.read_text().replace(python, '"python": "9.9"'))
+    said = compare(recorded, path).stdout
+    assert f"between python: {document['machine']['python']} -> 9.9" in said
     assert f"between load: {document['load']} -> None" in said
-
-
-def test_a_file_that_is_no_result(tmp_path, recorded):
-    (tmp_path / "b.json").write_text("no")
-    done = compare(recorded, tmp_path / "b.json")
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
+    path.write_text("no")
+    done = compare(recorded, path)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "b.json: not a result of bench:all" in done.stderr

@@ -18,20 +18,12 @@ from paired import (
 
 def test_a_spread_is_median_quartiles_least_and_count():
     assert Spread.of([5, 1, 3, 2, 4]) == Spread(3.0, 2.0, 4.0, 1.0, 5)
-
-
-@pytest.mark.parametrize(
-    ("samples", "low", "high"), [([2.0], 2.0, 2.0), ([1.0, 3.0], 1.0, 3.0)], ids=["one", "two"]
-)
-def test_of_few_samples_the_ends_are_the_quartiles(samples, low, high):
-    spread = Spread.of(samples)
-    assert (spread.median, spread.low, spread.high) == (2.0, low, high)
-
-
-@pytest.mark.parametrize("samples", [[], [1.0, float("nan")]], ids=["none", "nan"])
-def test_samples_that_say_nothing_are_refused(samples):
-    with pytest.raises(ValueError, match="expected at least one, and no NaN"):
-        Spread.of(samples)
+    # of few samples the ends are the quartiles
+    assert Spread.of([2.0]) == Spread(2.0, 2.0, 2.0, 2.0, 1)
+    assert Spread.of([1.0, 3.0]) == Spread(2.0, 1.0, 3.0, 1.0, 2)
+    for samples in ([], [1.0, float("nan")]):
+        with pytest.raises(ValueError, match="expected at least one, and no NaN"):
+            Spread.of(samples)
 
 
 def test_the_ratio_is_that_of_neighbours_however_the_machine_drifts():
@@ -42,11 +34,6 @@ def test_the_ratio_is_that_of_neighbours_however_the_machine_drifts():
     other = beside("s/w/p", "w", "ms", ([2, 2, 20], [1, 10, 10]), "p")
     assert other.ratio.median == 2.0
     assert other.ours.median / other.theirs.median == 0.2
-
-
-def test_pairs_of_unequal_length_are_refused():
-    with pytest.raises(ValueError, match="zip"):
-        beside("s/w/p", "w", "ms", ([1.0], [1.0, 2.0]), "p")
 
 
 def test_ways_take_turns_and_none_is_always_first():
@@ -75,22 +62,17 @@ def test_a_peer_that_fails_is_left_out_with_its_reason_and_the_others_go_on():
     assert samples == {"ours": [1.0] * 3, "y": [2.0] * 3}
     assert failed == {"x": "it fails: it broke"}
     titles = {"x": "x 1.0", "y": "y 1.0"}
+    for ways, more in (({"ours": breaks}, {"failed": {}}), ({"x": breaks}, {})):
+        with pytest.raises(MeasureError, match="it broke"):  # ours may not fail
+            interleaved(ways, runs=1, **more)
     measured, gone = against("s/w", "w", "ms", samples, titles, missing=failed)
     assert measured.peer == "y 1.0"
     assert (gone.key, gone.peer, gone.missing) == ("s/w/x", "x 1.0", "it fails: it broke")
 
 
-def test_ours_may_not_fail():
-    def breaks():
-        raise MeasureError("it broke")
-
-    with pytest.raises(MeasureError, match="it broke"):
-        interleaved({"ours": breaks}, runs=1, failed={})
-    with pytest.raises(MeasureError, match="it broke"):
-        interleaved({"x": breaks}, runs=1)
-
-
-def test_nothing_is_divided_by_nothing():
+def test_nothing_is_divided_by_nothing_and_pairs_are_of_one_length():
+    with pytest.raises(ValueError, match="zip"):
+        beside("s/w/p", "w", "ms", ([1.0], [1.0, 2.0]), "p")
     with pytest.raises(ValueError, match=r"s/w/p: p took 0.0 MB"):
         beside("s/w/p", "w", "MB", ([1.0], [0.0]), "p")
 
@@ -106,18 +88,11 @@ def test_rows_of_peers_and_of_those_that_are_not_here():
     assert rows[1].ours is None
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        alone("s/w", "w", "ms", [1.0, 2.0]),
+def test_a_row_survives_json():
+    for row in (
+        alone("s/w", "w", "ms", times(1e3, [0.5, 2.0])),
         beside("s/w/p", "w", "ms", ([1.0], [3.0]), "p"),
         absent("s/w/p", "w", "p", "why"),
-    ],
-    ids=["alone", "beside", "absent"],
-)
-def test_a_row_survives_json(row):
-    assert Row.from_json(row.to_json()) == row
-
-
-def test_units():
+    ):
+        assert Row.from_json(row.to_json()) == row
     assert times(1e3, [0.5, 2.0]) == [500.0, 2000.0]

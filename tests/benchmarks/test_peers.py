@@ -17,20 +17,15 @@ def alone(tmp_path, monkeypatch):
     wheel = tmp_path / "toy-1.5-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as file:
         file.writestr("toy.py", "said = 'here'\n")
-        file.writestr(
-            "toy-1.5.dist-info/METADATA", "Metadata-Version: 2.1\nName: toy\nVersion: 1.5\n"
-        )
-        file.writestr(
-            "toy-1.5.dist-info/WHEEL",
-            "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-        )
-        file.writestr("toy-1.5.dist-info/RECORD", "")
+        for name, text in {
+            "METADATA": "Metadata-Version: 2.1\nName: toy\nVersion: 1.5\n",
+            "WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+            "RECORD": "",
+        }.items():
+            file.writestr(f"toy-1.5.dist-info/{name}", text)
     monkeypatch.setattr(peers, "HOME", tmp_path / "peers")
-    monkeypatch.setattr(
-        peers,
-        "RECIPES",
-        {"toy": Recipe("toy"), "by torch": Recipe("toy", torch=True), "nobody": Recipe("nobody-9")},
-    )
+    recipes = {"toy": Recipe("toy"), "by torch": Recipe("toy", torch=True)}
+    monkeypatch.setattr(peers, "RECIPES", {**recipes, "nobody": Recipe("nobody-9")})
     for name, value in {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path)}.items():
         monkeypatch.setenv(name, value)
     return tmp_path
@@ -45,14 +40,16 @@ def test_a_peer_has_an_environment_of_its_own_which_is_kept(alone):
     assert toy.name == "toy 1.5"
     assert asked(toy.python, "import toy; print(toy.__file__)").startswith(str(alone))
     assert (Path(toy.site_packages) / "toy.py").is_file()
+    for left in (None, "", '{"key": ['):  # an interrupted installation is made again
+        made = alone / "peers" / "toy" / "made.json"
+        made.unlink() if left is None else made.write_text(left)
+        (Path(toy.site_packages) / "toy.py").unlink()
+        assert asked(peer("toy").python, "import toy; print(toy.said)") == "here\n"
     (alone / "toy-1.5-py3-none-any.whl").unlink()  # nothing is installed again
     assert peer("toy") == toy
     # Neither our packages nor what the tests have.
-    found = asked(
-        toy.python,
-        "import importlib.util as u; print(u.find_spec('ezpz_topo'), u.find_spec('fire'))",
-    )
-    assert found.split() == ["None", "None"]
+    code = "import importlib.util as u; print(u.find_spec('ezpz_topo'), u.find_spec('fire'))"
+    assert asked(toy.python, code) == "None None\n"
 
 
 def test_a_peer_of_torch_sees_the_tests_own_behind_its_own_and_none_of_ours(alone):
@@ -72,18 +69,8 @@ def test_one_that_cannot_be_installed_is_reported_in_the_table(alone):
     assert list(there) == ["toy"]
     assert "nobody-9" in missing["nobody"]
     assert not (alone / "peers" / "nobody").exists()
-    rows = against(
-        "s/w", "w", "ms", {"ours": [1.0], "toy": [2.0]}, {"toy": there["toy"].name}, missing=missing
-    )
+    samples, titles = {"ours": [1.0], "toy": [2.0]}, {"toy": there["toy"].name}
+    rows = against("s/w", "w", "ms", samples, titles, missing=missing)
     text = "\n".join(table.lines(rows, []))
     assert "/ nobody: not measured: not installable: " in text
     assert "/ toy 1.5" in text
-
-
-@pytest.mark.parametrize("left", [None, "", '{"key": ['], ids=["none", "empty", "torn"])
-def test_an_interrupted_installation_is_made_again(alone, left):
-    toy = peer("toy")
-    made = alone / "peers" / "toy" / "made.json"
-    made.unlink() if left is None else made.write_text(left)
-    (Path(toy.site_packages) / "toy.py").unlink()
-    assert asked(peer("toy").python, "import toy; print(toy.said)") == "here\n"

@@ -1,12 +1,8 @@
 """The arithmetic of the scale simulation: fits, verdicts, what is parsed and what is shown."""
 
 import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
 from scaling import report
 from scaling.fresh import whole
 from scaling.growth import NODES, Absent, Curve, Fact, fit
@@ -64,9 +60,7 @@ def test_verdicts(goal, exponent, wobble, verdict):
 def test_a_fixed_cost_does_not_hide_growth():
     """Over all sizes it would: the verdict is that of the largest ones."""
     cost = {size: [1 + 1e-5 * size**2] for size in NODES}
-    whole = curve(1, cost).fitted()
-    assert whole is not None
-    assert whole.exponent < 1
+    assert curve(1, cost).fitted().exponent < 1
     assert curve(1, cost).verdict == "MISSED"
 
 
@@ -78,17 +72,15 @@ def test_nor_does_one_that_is_as_large(exponent, verdict):
         for size in NODES
     }
     found = curve(1, cost)
-    of_the_last = found.fitted(32)
-    assert of_the_last is not None
-    assert of_the_last.high < 0.5
-    assert found.added is not None
+    assert found.fitted(32).high < 0.5
     assert found.added.exponent == pytest.approx(exponent, rel=0.02)
     assert found.verdict == verdict
 
 
-def test_noise_that_is_added_is_no_growth():
+def test_noise_that_is_added_is_no_growth_and_what_has_no_fit_has_no_verdict():
     cost = {size: [10.0, 10.0 + size % 3, 9.5] for size in NODES}
     assert curve(1, cost).added is None
+    assert curve(0, {size: [0.0] for size in NODES}).verdict == "unclear"
 
 
 @pytest.mark.parametrize(("longest", "verdict"), [(131_071.0, "met"), (131_072.0, "MISSED")])
@@ -98,10 +90,6 @@ def test_a_limit_of_the_system(longest, verdict):
     assert found.verdict == verdict
     assert f"at most 131,071: {verdict}" in "\n".join(report.lines([found]))
     assert f"{int(verdict == 'met')} of 1 goals of growth hold" in next(report.summary([found]))
-
-
-def test_what_has_no_fit_has_no_verdict():
-    assert curve(0, {size: [0.0] for size in NODES}).verdict == "unclear"
 
 
 def test_calls_that_name_a_file_are_found():

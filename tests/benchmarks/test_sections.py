@@ -100,13 +100,18 @@ def sandbox(monkeypatch, *, starts):
     monkeypatch.setattr("os.geteuid", lambda: 0)
 
 
-def test_a_slurm_that_does_not_start_is_a_missing_peer(monkeypatch):
+def test_a_slurm_that_is_not_there_or_does_not_start_is_a_missing_peer(monkeypatch):
+    with monkeypatch.context() as changed:
+        changed.setattr("os.geteuid", lambda: 1)
+        rows = launch.under_slurm(1)
+        assert all("not root" in row.missing or "not installed" in row.missing for row in rows)
     sandbox(monkeypatch, starts=False)
     rows = launch.under_slurm(1)
-    assert len(rows) == 3
-    assert {row.missing for row in rows} == {
-        "a private Slurm does not start: slurmd ended with 1; waited up to 30 s"
-    }
+    assert [row.key for row in rows] == [
+        f"launch/{n}/srun" for n in ("first-line", "ready", "true")
+    ]
+    why = "a private Slurm does not start: slurmd ended with 1; waited up to 30 s"
+    assert {row.missing for row in rows} == {why}
 
 
 def test_what_fails_in_a_slurm_fails_the_section(monkeypatch):

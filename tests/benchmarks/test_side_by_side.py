@@ -71,12 +71,6 @@ def test_a_section_that_fails_is_a_row_and_the_others_go_on(monkeypatch, capsys)
     assert "detect()" in said
 
 
-def test_a_section_that_takes_too_long_is_ended(monkeypatch):
-    monkeypatch.setattr(side_by_side, "LIMIT", 0.1)
-    (row,) = side_by_side.run_section("nodelists", 1)
-    assert "not done after" in row.missing
-
-
 # What a section leaves if nobody takes care: a process of another session, one of its own, a file.
 LEAVES = """
 import subprocess, tempfile, time
@@ -100,12 +94,13 @@ def leaving(tmp_path, monkeypatch, then):
     monkeypatch.setitem(side_by_side.SECTIONS, "leaves", lambda _: [])
 
 
-def nothing_is_left(tmp_path):
+def assert_nothing_is_left(tmp_path):
     pids = [int(word) for word in (tmp_path / "pids").read_text().split()]
-    deadline = time.monotonic() + 30
-    while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
+    deadline = time.monotonic() + 120
+    while any(alive(pid) for pid in pids):
+        assert time.monotonic() < deadline
         time.sleep(0.05)
-    return not any(alive(pid) for pid in pids) and not list((tmp_path / "temporary").iterdir())
+    assert not list((tmp_path / "temporary").iterdir())
 
 
 def alive(pid):
@@ -127,7 +122,7 @@ def test_a_section_that_hangs_or_fails_leaves_nothing(tmp_path, monkeypatch, the
     monkeypatch.setattr(side_by_side, "LIMIT", 5)
     (row,) = side_by_side.run_section("leaves", 1)
     assert said in row.missing
-    assert nothing_is_left(tmp_path)
+    assert_nothing_is_left(tmp_path)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
@@ -149,38 +144,32 @@ side_by_side.main(only="leaves")
             time.sleep(0.05)
         process.send_signal(number)
     assert process.returncode != 0
-    assert nothing_is_left(tmp_path)
+    assert_nothing_is_left(tmp_path)
 
 
-def test_a_section_that_gives_no_row_for_a_goal_is_a_failure(tmp_path, monkeypatch, capsys):
+def test_a_section_without_a_goals_row_or_a_result_is_a_failure(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(side_by_side, "HERE", tmp_path)
     (tmp_path / "nodelists.py").write_text(
         f"import sys; sys.path.append({str(BENCHMARKS)!r})\n"
         "import table; table.write(sys.argv[-1].removeprefix('--json='), [])\n"
     )
-    monkeypatch.setattr(side_by_side, "HERE", tmp_path)
     with pytest.raises(SystemExit) as status:
         side_by_side.main(only="nodelists", runs=1)
     assert status.value.code == 1
     assert "no benchmark gave this row" in capsys.readouterr().out
-
-
-def test_a_section_that_writes_something_else_is_a_failure(tmp_path, monkeypatch):
     (tmp_path / "nodelists.py").write_text("")
-    monkeypatch.setattr(side_by_side, "HERE", tmp_path)
     (row,) = side_by_side.run_section("nodelists", 1)
-    assert row.key == "nodelists/section"
-    assert "not a result" in row.missing
-
-
-def test_a_peer_that_is_not_here_has_its_line_in_the_plot(tmp_path):
-    rows = [beside("s/w/p", "w", "ms", ([1.0], [2.0]), "p 1.0"), absent("s/w/q", "w", "q", "why")]
-    (path,) = draw([*rows, absent("t/w/q", "w", "q", "why")], tmp_path)
-    said = "".join(ET.parse(path).getroot().itertext())
-    assert "w / q" in said
-    assert "not measured" in said
+    assert (row.key, "not a result" in row.missing) == ("nodelists/section", True)
 
 
 def test_plots_are_svg_with_the_names_of_what_is_compared(recorded, tmp_path):
+    rows = [beside("s/w/p", "w", "ms", ([1.0], [2.0]), "p 1.0"), absent("s/w/q", "w", "q", "why")]
+    rows.append(absent("t/w/q", "w", "q", "why"))
+    (path,), (again,) = draw(rows, tmp_path / "few"), draw(rows, tmp_path / "again")
+    assert path.read_bytes() == again.read_bytes()
+    said = "".join(ET.parse(path).getroot().itertext())
+    assert "w / q" in said, "a peer that is not here has its line, too"
+    assert "not measured" in said
     _, rows = table.read(recorded)
     paths = draw(rows, tmp_path)
     assert {"nodelists.svg", "launch.svg", "tp.svg"} <= {path.name for path in paths}
@@ -189,30 +178,14 @@ def test_plots_are_svg_with_the_names_of_what_is_compared(recorded, tmp_path):
         said = "".join(root.itertext())
         shown = [row for row in rows if row.key.startswith(f"{path.stem}/") and row.ratio]
         assert all(row.peer in said for row in shown)
-    again = draw(rows, tmp_path / "again")
-    assert [path.read_bytes() for path in again] == [path.read_bytes() for path in paths]
 
 
 def test_scripts_bench_says_what_it_takes():
     script = str(BENCHMARKS.parent / "scripts" / "bench")
     for words, said in ((["--quick"], "'--quick'; expected"), (["--compare", "a"], "1 words")):
         done = subprocess.run([script, *words], capture_output=True, text=True, check=False)
-        assert done.returncode == 2
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
         assert said in done.stderr
-        assert done.stderr.count("\n") == 1
     shown = subprocess.run([script, "--help"], capture_output=True, text=True, check=True)
     assert "usage: scripts/bench" in shown.stdout
     assert Path(script).stat().st_mode & 0o111
-
-
-def test_without_slurm_its_rows_say_so(monkeypatch):
-    import launch
-
-    monkeypatch.setattr("os.geteuid", lambda: 1)
-    rows = launch.under_slurm(1)
-    assert [row.key for row in rows] == [
-        "launch/first-line/srun",
-        "launch/ready/srun",
-        "launch/true/srun",
-    ]
-    assert all("not root" in row.missing or "not installed" in row.missing for row in rows)

@@ -123,11 +123,23 @@ def test_ranks_on_one_host_of_the_job_are_all_on_the_first_node_with_ranks(say, 
         assert one["topology"]["allocation"]["node_name"] == "nodeB.example"
 
 
-def test_ranks_on_two_hosts_of_three_do_not_guess_their_node(say, job):
-    env = job("nodeA.example", "nodeX.example", "nodeB.example")
-    for one in say(TWO_EACH, env=env):
+UNEVEN = ["nodeA:2", "nodeB:1"]
+
+
+@pytest.mark.parametrize(
+    ("slots", "lines", "num_nodes"),
+    [
+        (TWO_EACH, ["nodeA", "nodeX", "nodeB"], 3),
+        (UNEVEN, ["nodeA", "nodeA", "nodeB"], 2),
+        (UNEVEN, [], None),
+        (["nodeA:2", "nodeB:4"], ["nodeX", "nodeA", "nodeB"], 3),
+    ],
+    ids=["two hosts of three", "uneven", "uneven, without a job", "uneven, two hosts of three"],
+)
+def test_who_cannot_tell_its_node_does_not_guess(say, job, slots, lines, num_nodes):
+    for one in say(slots, env=job(*(f"{host}.example" for host in lines)) if lines else {}):
         assert is_untold(one)
-        assert one["num_nodes"] == 3, "those of the job"
+        assert are_uncounted(one) if num_nodes is None else one["num_nodes"] == num_nodes
 
 
 def test_a_host_that_is_not_in_the_node_file_does_not_guess_its_node(say, job):
@@ -137,29 +149,6 @@ def test_a_host_that_is_not_in_the_node_file_does_not_guess_its_node(say, job):
         assert one["topology"]["allocation"]["node_name"] is None
         (note,) = one["topology"]["allocation"]["notes"]
         assert "host nodeB is no node of job 7.pbs-0001" in note
-
-
-@pytest.mark.parametrize("in_a_job", [False, True])
-def test_uneven_ranks_do_not_guess_their_node(say, job, in_a_job):
-    env = job("nodeA.example", "nodeA.example", "nodeB.example") if in_a_job else {}
-    said = say(["nodeA:2", "nodeB:1"], env=env)
-    assert [place(one) for one in said] == [(0, 3, 0, 2), (1, 3, 1, 2), (2, 3, 0, 1)]
-    for one in said:
-        assert is_untold(one)
-        if in_a_job:
-            assert one["num_nodes"] == 2
-            assert one["topology"]["allocation"]["slots"] == [2, 1]
-
-
-def test_uneven_ranks_without_a_job_do_not_guess_how_many_nodes(say):
-    for one in say(["nodeA:2", "nodeB:1"]):
-        assert are_uncounted(one)
-
-
-def test_uneven_ranks_on_two_hosts_of_three_do_not_guess_their_node(say, job):
-    env = job("nodeX.example", "nodeA.example", "nodeB.example")
-    for one in say(["nodeA:2", "nodeB:4"], env=env):
-        assert is_untold(one)
 
 
 def test_a_node_without_the_node_file_says_what_it_can_and_asks_nobody(say, hosts, tmp_path):
@@ -194,14 +183,12 @@ def test_a_node_without_the_node_file_says_what_it_can_and_asks_nobody(say, host
     assert not (tmp_path / "asked").exists()
 
 
-@pytest.mark.parametrize("first", ["nodeA", "nodeB"])
-def test_torch_sums_over_both_hosts_under_bare_mpiexec(say, first):
+def test_torch_sums_over_both_hosts_under_bare_mpiexec(say):
     # Hydra itself runs on nodeA: rank 0 need not.
-    second = "nodeB" if first == "nodeA" else "nodeA"
-    said = [one["torch"] for one in say([f"{first}:2", f"{second}:2"], "--torch")]
+    said = [one["torch"] for one in say(["nodeB:2", "nodeA:2"], "--torch")]
     assert [one["rank"] for one in said] == [0, 1, 2, 3]
     for one in said:
-        assert (one["backend"], one["sums"], one["address"]) == ("gloo", [10.0], first)
+        assert (one["backend"], one["sums"], one["address"]) == ("gloo", [10.0], "nodeB")
 
 
 def test_hosts_that_gloo_cannot_connect_are_an_error_of_set_up(say, sandbox):
