@@ -26,18 +26,17 @@ exec env -i PATH=/usr/local/bin:/usr/bin:/bin HOME="$HOME" {launcher} "$@"
 """
 
 
-def _load(name):
+def _load(qualified, path):
     """Import a module of the fault table by path."""
-    qualified = f"tests.faults.{name}"
     if qualified not in sys.modules:
-        spec = importlib.util.spec_from_file_location(qualified, FAULTS / f"{name}.py")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[qualified] = module
-        spec.loader.exec_module(module)
+        spec = importlib.util.spec_from_file_location(qualified, path)
+        sys.modules[qualified] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[qualified])
     return sys.modules[qualified]
 
 
-launches = _load("launches")
+launches = _load("tests.faults.launches", FAULTS / "launches.py")
+rank_program = launches.rank_program
 
 
 @pytest.fixture
@@ -57,15 +56,12 @@ def launch(hosts, tool, tmp_path):
 
     def processes():
         """Those of both hosts, though they have no variable of ours."""
-        found = [
-            f"{entry.name}: {(entry / 'cmdline').read_bytes().replace(bytes(1), b' ')!r}"
-            for name in namespaces
-            for entry in map(Path, _in_namespace(name))
-            if entry.exists()
-        ]
-        return "\n".join(found)
+        names = (f"{hosts.directory.name}-{host}" for host in ("nodeA", "nodeB"))
+        words = (["ip", "netns", "pids", name] for name in names)
+        told = (subprocess.run(each, capture_output=True, text=True, check=True) for each in words)
+        entries = (Path("/proc", pid, "cmdline") for done in told for pid in done.stdout.split())
+        return "\n".join(f"{each}: {each.read_bytes()!r}" for each in entries if each.exists())
 
-    namespaces = [f"{hosts.directory.name}-{host}" for host in ("nodeA", "nodeB")]
     place = launches.Place(
         launcher="hydra",
         environment=environment,
@@ -74,25 +70,24 @@ def launch(hosts, tool, tmp_path):
         enter=[str(hosts.directory / "enter"), "nodeA"],
         leftovers=processes,
     )
-    running = []
+    with contextlib.ExitStack() as stack:
+
+        def start(options, command, **more):
+            return stack.enter_context(launches.Launch(place, tmp_path, options, command, **more))
+
+        yield start
+
+
+@pytest.fixture
+def running(launch):
+    """As launch, when every rank has started."""
 
     def start(options, command, **more):
-        running.append(launches.Launch(place, tmp_path, options, command, **more))
-        return running[-1].__enter__()
+        started = launch(options, command, **more)
+        started.ranks()
+        return started
 
-    yield start
-    for each in running:
-        each.__exit__()
-
-
-def _in_namespace(name):
-    answer = subprocess.run(
-        ["ip", "netns", "pids", name], capture_output=True, text=True, check=True
-    )
-    return [f"/proc/{pid}" for pid in answer.stdout.split()]
-
-
-rank_program = launches.rank_program
+    return start
 
 
 def place_of(said):
@@ -108,7 +103,7 @@ def test_places_words_and_values(launch):
     options = ["--env", f"TEST_TOLD={values['TEST_VALUE']}"]
     started = launch(options, rank_program("says", *WORDS), environment=values)
     assert started.ends(within=10) == 0, started.stderr
-    said = started.ranks(4)
+    said = started.ranks()
     assert [place_of(one) for one in said] == PLACES
     for rank, one in enumerate(said):
         env = one["environment"]
@@ -121,9 +116,8 @@ def test_places_words_and_values(launch):
     started.leaves_nothing()
 
 
-def test_a_place_to_meet_that_is_no_host_is_told_once_and_early(launch):
-    started = launch(["--env", "MASTER_ADDR=nodeX"], rank_program("waits"))
-    started.ranks(4)
+def test_a_place_to_meet_that_is_no_host_is_told_once_and_early(running):
+    started = running(["--env", "MASTER_ADDR=nodeX"], rank_program("waits"))
     line = "MASTER_ADDR=nodeX (--env) cannot be looked up on this host"
     started.until(lambda: line in started.stderr, "the name is told", 60)
     started.process.send_signal(signal.SIGTERM)
@@ -148,34 +142,29 @@ def test_an_unmodified_torchrun_script_trains(launch):
     started.leaves_nothing(files=True)
 
 
-def test_a_rank_fails(launch):
-    started = launch(["--grace", "2"], rank_program("dies", "SIGKILL"))
-    started.ranks(4)
-    assert started.ends(within=5) == 137, started.stderr
+def test_a_rank_fails(running):
+    started = running(["--grace", "2"], rank_program("dies", "SIGKILL"))
+    started.ends_with(137, within=5)
     (line,) = (line for line in started.stderr.splitlines() if "first of all ranks" in line)
     how = "was killed by SIGKILL (exit status 137), first of all ranks"
     assert line.startswith(f"ezpz-launch: rank 1 on nodeA {how}")
-    started.leaves_nothing()
 
 
-def test_survivors_that_ignore_sigterm_are_killed_on_both_hosts(launch):
-    started = launch(["--grace", "1.5"], rank_program("stays_deaf"))
-    started.ranks(4)
-    assert started.ends(within=4.5) == 3, started.stderr
+def test_survivors_that_ignore_sigterm_are_killed_on_both_hosts(running):
+    started = running(["--grace", "1.5"], rank_program("stays_deaf"))
+    started.ends_with(3, within=4.5)
     assert [started.heard(rank) for rank in range(4)] == [["SIGTERM"], [], ["SIGTERM"], ["SIGTERM"]]
-    started.leaves_nothing()
 
 
 @pytest.mark.parametrize("holds", ["holds", "not"])
-def test_what_a_rank_leaves_is_ended(launch, holds, tmp_path):
+def test_what_a_rank_leaves_is_ended(running, holds, tmp_path):
     """After a success, too; where mpiexec waits for its output, it is named."""
     # On a terminal: elsewhere what it has is our own pump's, which mpiexec does not wait for.
     master, slave = os.openpty()
     os.set_blocking(master, False)
     words = ["sh", "-c", 'exec "$@" >"$0" 2>&1', os.ttyname(slave), sys.executable, "-m"]
     words += ["ezpz_launch", "--hostfile", str(tmp_path / "hostfile"), "-n", "4", "--ppn", "2"]
-    started = launch([], rank_program("leaves_a_helper", holds, ""), bare=words)
-    started.ranks(4)
+    started = running([], rank_program("leaves_a_helper", holds, ""), bare=words)
     assert started.ends(within=10) == 0, started.stderr
     said = ""
     with contextlib.suppress(BlockingIOError):
@@ -188,91 +177,74 @@ def test_what_a_rank_leaves_is_ended(launch, holds, tmp_path):
     os.close(slave)
 
 
-def test_sigterm_leaves_5_s_for_a_checkpoint(launch):
-    started = launch([], rank_program("checkpoints", "5"))
-    started.ranks(4)
+def test_sigterm_leaves_5_s_for_a_checkpoint(running):
+    started = running([], rank_program("checkpoints", "5"))
     began = time.monotonic()
     started.process.send_signal(signal.SIGTERM)
-    assert started.ends(within=7) == 143, started.stderr
+    started.ends_with(143, within=7, done=range(4))
     assert time.monotonic() - began > 4.9
-    assert started.done() == [0, 1, 2, 3]
-    assert [started.heard(rank) for rank in range(4)] == [["SIGTERM"]] * 4
-    started.leaves_nothing()
+    started.all_hear("SIGTERM")
 
 
-def test_sigusr1_and_sigusr2_reach_the_ranks_of_both_hosts_and_end_nothing(launch):
-    started = launch([], rank_program("goes_on"))
-    started.ranks(4)
-    for number in (signal.SIGUSR1, signal.SIGUSR2):
-        started.process.send_signal(number)
-        started.all_hear(number.name)
+def test_sigusr1_and_sigusr2_reach_the_ranks_of_both_hosts_and_end_nothing(running):
+    started = running([], rank_program("goes_on"))
+    started.process.send_signal(signal.SIGUSR1)
+    started.all_hear("SIGUSR1")
+    started.process.send_signal(signal.SIGUSR2)
+    started.all_hear("SIGUSR1", "SIGUSR2")
     (started.said / "go").touch()
-    assert started.ends(within=5) == 0, started.stderr
-    assert [started.heard(rank) for rank in range(4)] == [["SIGUSR1", "SIGUSR2"]] * 4
-    started.leaves_nothing()
+    started.ends_with(0, within=5)
 
 
-def test_hang(launch):
-    started = launch(["--idle-timeout", "3", "--grace", "2"], rank_program("hangs"))
-    started.ranks(4)
-    assert started.ends(within=15) == 124, started.stderr
+def test_hang(running):
+    started = running(["--idle-timeout", "3", "--grace", "2"], rank_program("hangs"))
+    started.ends_with(124, within=15)
     assert len(re.findall(r"stuck_here \(|in stuck_here", started.stderr)) == 3, started.stderr
     (line,) = (line for line in started.stderr.splitlines() if "no output for 3 s" in line)
     named = [("1", "nodeA"), ("2", "nodeB"), ("3", "nodeB")]
     assert re.findall(r"(\d) on (node\w)", line) == named
-    started.leaves_nothing()
 
 
-def test_ezpz_launch_is_killed(launch):
-    started = launch(["--grace", "1"], rank_program("goes_on"))
-    started.ranks(4)
+def test_ezpz_launch_is_killed(running):
+    started = running(["--grace", "1"], rank_program("goes_on"))
     os.kill(started.process.pid, signal.SIGKILL)
     started.leaves_nothing(within=3, files=True)
     assert started.done() == []
 
 
-def test_the_launcher_is_killed(launch):
-    started = launch(["--grace", "1"], rank_program("waits"))
-    started.ranks(4)
+def test_the_launcher_is_killed(running):
+    started = running(["--grace", "1"], rank_program("waits"))
     os.kill(started.launcher(), signal.SIGKILL)
-    assert started.ends(within=4) == 137, started.stderr
-    started.leaves_nothing()
+    started.ends_with(137, within=4)
 
 
-def test_the_other_host_s_launcher_is_killed(launch):
+def test_the_other_host_s_launcher_is_killed(running):
     """As where the ssh to it breaks, or somebody ends the proxy there."""
-    started = launch(["--grace", "1"], rank_program("waits"))
-    started.ranks(4)
+    started = running(["--grace", "1"], rank_program("waits"))
     os.kill(started.parent(started.shim(2)), signal.SIGKILL)
     assert started.ends(within=6) != 0, started.stderr
     started.leaves_nothing()
 
 
-def test_a_lost_host_is_named(launch, hosts):
-    started = launch(["--grace", "1"], rank_program("goes_on"))
-    started.ranks(4)
+def test_a_lost_host_is_named(running, hosts):
+    env = {"EZPZ_NODE_TIMEOUT": "5"}
+    started = running(["--grace", "1"], rank_program("goes_on"), environment=env)
     # Signals go through the agents, so they are there.
     started.process.send_signal(signal.SIGUSR1)
     started.all_hear("SIGUSR1")
     assert "no agent on" not in started.stderr
     hosts.set_link("nodeB", "down")
-    began = time.monotonic()
-    started.until(lambda: "nodeB is lost" in started.stderr, "it is named", 60)
-    # 15 s are promised; the rest is for a busy machine.
-    assert time.monotonic() - began < 25
-    assert started.ends(within=10) == 137, started.stderr
-    assert "no answer within 15 s (EZPZ_NODE_TIMEOUT)" in started.stderr
+    assert started.ends(within=20) == 137, started.stderr
+    assert "no answer within 5 s (EZPZ_NODE_TIMEOUT)" in started.stderr
     assert "rank 2 on nodeB is lost with its node; ending the other ranks" in started.stderr
     # What is on the lost host ends there, by its agent.
     started.leaves_nothing(within=20)
 
 
-def test_a_host_that_is_back_in_time_is_not_lost(launch, hosts):
-    started = launch([], rank_program("goes_on"), environment={"EZPZ_NODE_TIMEOUT": "60"})
-    started.ranks(4)
+def test_a_host_that_is_back_in_time_is_not_lost(running, hosts):
+    started = running([], rank_program("goes_on"), environment={"EZPZ_NODE_TIMEOUT": "30"})
     hosts.set_link("nodeB", "down")
-    time.sleep(16)
+    time.sleep(5)
     hosts.set_link("nodeB", "up")
     (started.said / "go").touch()
-    assert started.ends(within=30) == 0, started.stderr
-    started.leaves_nothing()
+    started.ends_with(0, within=30)

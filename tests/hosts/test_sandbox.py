@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-
 # Says where it is, and waits with a process on each host.
 WAIT = """
 import importlib.util, sys, threading
