@@ -89,6 +89,18 @@ def launch(place, tmp_path):
         yield start
 
 
+@pytest.fixture
+def running(launch):
+    """As launch, when every rank has started."""
+
+    def start(options, command, **more):
+        started = launch(options, command, **more)
+        started.ranks()
+        return started
+
+    return start
+
+
 @pytest.fixture(scope="session")
 def own_environment():
     """The environment of a user outside of any job, with this environment's commands first."""

@@ -38,7 +38,7 @@ class Place:
         launcher: The word after --launcher.
         environment: Of the launch, complete.
         options: More options of ezpz-launch.
-        hosts: The host of each of three ranks.
+        hosts: The host of each rank.
         enter: Words before ezpz-launch, which they must become by exec.
         leftovers: What beside processes is left; empty where nothing is.
     """
@@ -131,8 +131,9 @@ class Launch:
     def stderr(self):
         return (self.folder / "err").read_text(encoding="utf-8", errors="replace")
 
-    def ranks(self, count=3):
-        """Wait until this many ranks have started, and return what they say of themselves."""
+    def ranks(self):
+        """Wait until every rank has started, and return what they say of themselves."""
+        count = len(self.place.hosts)
         files = [self.said / f"{rank}.started" for rank in range(count)]
 
         def are_there():
@@ -149,6 +150,13 @@ class Launch:
         """Return the names of the signals that a rank has heard, in their order."""
         file = self.said / f"{rank}.signals"
         return file.read_text(encoding="ascii").split() if file.exists() else []
+
+    def all_hear(self, *names):
+        """Wait until every rank has heard as many signals; it has to be these, each once."""
+        every = range(len(self.place.hosts))
+        are_there = lambda: all(len(self.heard(rank)) >= len(names) for rank in every)  # noqa: E731
+        self.until(are_there, f"every rank hears {names}", SLACK)
+        assert [self.heard(rank) for rank in every] == [list(names)] * len(every)
 
     def done(self):
         """Return the ranks that came to the end of their work."""
@@ -167,6 +175,19 @@ class Launch:
             return self.process.wait(within + SLACK)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"no end within {within} + {SLACK} s\n{self._state()}") from None
+
+    def ends_with(self, status, *, within, done=None, files=False):
+        """Assert how ezpz-launch ends, which ranks have done their work, and that nothing is left.
+
+        Args:
+            status: Its exit status.
+            within: Seconds that it may take at most, beside the slack.
+            done: These ranks; None for any.
+            files: Whether files may be left in TMPDIR.
+        """
+        assert self.ends(within) == status, self.stderr[-4000:]
+        assert done is None or self.done() == list(done), self.stderr
+        self.leaves_nothing(files=files)
 
     def until(self, is_so, what, seconds):
         end = time.monotonic() + seconds

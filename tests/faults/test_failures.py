@@ -1,7 +1,5 @@
 """A rank fails: the exit status is its own, it is named, and the others are ended."""
 
-import time
-
 import pytest
 from tests.faults.launches import MEET_HERE, rank_program
 
@@ -20,20 +18,22 @@ def assert_first(launch, how):
 def fails(launch, status, how, grace=2.0):
     """Assert how a launch ends in which rank 1 fails and the others would go on."""
     launch.ranks()
-    assert launch.ends(within=SETTLE + grace + 2) == status, launch.stderr
+    launch.ends_with(status, within=SETTLE + grace + 2)
     assert_first(launch, how)
-    launch.leaves_nothing()
+
+
+EXITED_3 = "exited with status 3"
+KILLED = "was killed by SIGKILL (exit status 137)"
 
 
 @pytest.mark.with_torchrun
-def test_exits_3(launch):
-    fails(launch(["--grace", "2"], rank_program("exits", "3")), 3, "exited with status 3")
-
-
-@pytest.mark.with_torchrun
-def test_kill_9(launch):
-    how = "was killed by SIGKILL (exit status 137)"
-    fails(launch(["--grace", "2"], rank_program("dies", "SIGKILL")), 137, how)
+@pytest.mark.parametrize(
+    ("behaviour", "status", "how"),
+    [(("exits", "3"), 3, EXITED_3), (("dies", "SIGKILL"), 137, KILLED)],
+    ids=["exits 3", "kill -9"],
+)
+def test_a_rank_fails(launch, behaviour, status, how):
+    fails(launch(["--grace", "2"], rank_program(*behaviour)), status, how)
 
 
 def test_segfault(launch):
@@ -43,13 +43,12 @@ def test_segfault(launch):
 
 def test_kill_9_of_a_rank_whose_output_is_labelled(launch):
     """Another process stands between the shim and the rank."""
-    how = "was killed by SIGKILL (exit status 137)"
-    fails(launch(["--grace", "2", "--prefix"], rank_program("dies", "SIGKILL")), 137, how)
+    fails(launch(["--grace", "2", "--prefix"], rank_program("dies", "SIGKILL")), 137, KILLED)
 
 
 def test_survivors_that_ignore_sigterm_are_killed(launch):
     started = launch(["--grace", "1"], rank_program("stays_deaf"))
-    fails(started, 3, "exited with status 3", grace=1)
+    fails(started, 3, EXITED_3, grace=1)
     # It is asked first, and once.
     assert [started.heard(rank) for rank in range(3)] == [["SIGTERM"], [], ["SIGTERM"]]
 
@@ -57,65 +56,40 @@ def test_survivors_that_ignore_sigterm_are_killed(launch):
 def test_survivors_have_the_grace(launch):
     """The others need longer than any launcher gives by itself, and get it."""
     started = launch(["--grace", "600"], rank_program("exits_beside_checkpoints", "3", "1.2"))
-    fails(started, 3, "exited with status 3", grace=1.2)
+    fails(started, 3, EXITED_3, grace=1.2)
     assert started.done() == [0, 2]
 
 
 def test_ranks_that_all_fail_end_by_themselves(launch):
     # Hydra by itself would say 3 | 9 = 11; nobody needs to be ended.
     started = launch([], rank_program("all_exit", "3"))
-    assert started.ends(within=3) == 3
-    assert_first(started, "exited with status 3")
-    assert started.done() == [0, 1, 2]
-    started.leaves_nothing()
+    started.ends_with(3, within=3, done=range(3))
+    assert_first(started, EXITED_3)
 
 
 def test_a_failure_in_a_flood_of_errors_is_seen(launch):
     started = launch(["--grace", "2"], rank_program("shouts"))
-    fails(started, 3, "exited with status 3")
+    fails(started, 3, EXITED_3)
     assert not {"\x1e", "\x1f"} & set(started.stderr)
 
 
-def test_the_first_ends_well_and_the_others_go_on(launch):
-    started = launch(MEET_HERE, rank_program("first_ends"))
-    started.ranks()
-    began = time.monotonic()
-    assert started.ends(within=5) == 0, started.stderr
-    assert started.done() == [0, 1, 2], f"ended after {time.monotonic() - began:.1f} s"
+def test_the_first_ends_well_and_the_others_go_on(running):
+    started = running(MEET_HERE, rank_program("first_ends"))
+    started.ends_with(0, within=5, done=range(3))
     assert started.stderr == ""
-    started.leaves_nothing()
-
-
-def test_a_missing_program_is_127(launch):
-    started = launch([], ["no-such-program"])
-    assert started.ends(within=10) == 127
-    (line,) = started.stderr.splitlines()
-    assert "no-such-program" in line
-    started.leaves_nothing()
 
 
 def test_a_program_that_the_ranks_do_not_find_is_127(launch):
     # It is on PATH here, and goes away: as on a host without the environment.
     started = launch(["--grace", "2"], ["sh", "-c", "exec no-such-program"])
-    assert started.ends(within=SETTLE + 4) == 127, started.stderr
+    started.ends_with(127, within=SETTLE + 4)
     assert "exited with status 127, first of all ranks" in started.stderr
-    started.leaves_nothing()
-
-
-def test_usage_is_2(launch):
-    started = launch(["--grace", "no"], rank_program("exits", "3"))
-    assert started.ends(within=10) == 2
-    (line,) = started.stderr.splitlines()
-    assert line.startswith("ezpz-launch: --grace 'no'")
-    started.leaves_nothing()
 
 
 @pytest.mark.without("hydra", "openmpi", "spawn")  # each on one host here, without agents
-def test_a_lost_node_is_named(launch):
-    started = launch(
-        ["--grace", "1"], rank_program("goes_on"), environment={"EZPZ_NODE_TIMEOUT": "5"}
-    )
-    started.ranks()
+def test_a_lost_node_is_named(running):
+    env = {"EZPZ_NODE_TIMEOUT": "5"}
+    started = running(["--grace", "1"], rank_program("goes_on"), environment=env)
     started.silence("nid002")
     assert started.ends(within=60) == 137, started.stderr
     assert "nid002 is lost: no answer within 5 s (EZPZ_NODE_TIMEOUT)" in started.stderr

@@ -10,60 +10,44 @@ from tests.faults.launches import rank_program
 
 
 @pytest.mark.with_torchrun
-def test_ezpz_launch_is_killed(launch):
-    started = launch(["--grace", "1"], rank_program("waits"))
-    started.ranks()
-    os.kill(started.process.pid, signal.SIGKILL)
-    # Also no file, where the launcher needs none.
-    started.leaves_nothing(within=3)
-
-
-def test_ezpz_launch_is_killed_before_deaf_ranks(launch):
-    started = launch(["--grace", "1"], rank_program("goes_on"))
-    started.ranks()
+def test_ezpz_launch_is_killed(running):
+    """Before ranks that go on at every signal; also no file is left."""
+    started = running(["--grace", "1"], rank_program("goes_on"))
     os.kill(started.process.pid, signal.SIGKILL)
     started.leaves_nothing(within=3)
     assert started.done() == []
 
 
 @pytest.mark.with_torchrun
-def test_the_launcher_is_killed(launch):
-    started = launch(["--grace", "1"], rank_program("waits"))
-    started.ranks()
+def test_the_launcher_is_killed(running):
+    started = running(["--grace", "1"], rank_program("waits"))
     os.kill(started.launcher(), signal.SIGKILL)
-    assert started.ends(within=4) == 137, started.stderr
     # Open MPI's own session folder has nobody left to remove it.
-    started.leaves_nothing(files=started.place.launcher == "openmpi")
+    started.ends_with(137, within=4, files=started.place.launcher == "openmpi")
 
 
 # It takes two waits for the launcher's end: one launcher does for all.
 @pytest.mark.without("openmpi", "spawn", "srun")
-def test_the_launcher_is_stopped_and_ezpz_launch_told_to_end(launch):
+def test_the_launcher_is_stopped_and_ezpz_launch_told_to_end(running):
     """As where it hangs: the ranks are told without it, and in the end it is killed."""
-    started = launch(["--grace", "1"], rank_program("checkpoints", "0.5"))
-    started.ranks()
+    started = running(["--grace", "1"], rank_program("checkpoints", "0.5"))
     os.kill(started.launcher(), signal.SIGSTOP)
     started.process.send_signal(signal.SIGTERM)
-    assert started.ends(within=3) == 143, started.stderr
-    assert started.done() == [0, 1, 2]
-    started.leaves_nothing()
+    started.ends_with(143, within=3, done=range(3))
 
 
-def test_a_rank_s_shim_is_killed(launch):
-    started = launch(["--grace", "1"], rank_program("waits"))
-    started.ranks()
+def test_a_rank_s_shim_is_killed(running):
+    started = running(["--grace", "1"], rank_program("waits"))
     os.kill(started.shim(1), signal.SIGKILL)
-    assert started.ends(within=4) == 137, started.stderr
+    started.ends_with(137, within=4, files=started.place.launcher == "openmpi")
     assert f"1 on {started.place.hosts[1]}" in started.stderr
-    started.leaves_nothing(files=started.place.launcher == "openmpi")
 
 
 # On one host the launcher is its own daemon; and Slurm's node would be out of order for good.
 @pytest.mark.without("openmpi", "spawn", "srun")
-def test_the_launcher_s_daemon_is_killed(launch):
+def test_the_launcher_s_daemon_is_killed(running):
     """What stands between the launcher and the ranks: Hydra itself does not see that it is gone."""
-    started = launch(["--grace", "1"], rank_program("waits"))
-    started.ranks()
+    started = running(["--grace", "1"], rank_program("waits"))
     os.kill(started.parent(started.shim(1)), signal.SIGKILL)
     assert started.ends(within=5) != 0, started.stderr
     started.leaves_nothing()
@@ -74,8 +58,7 @@ def test_a_killed_rank_s_workers_go_with_it(launch):
     """One that is in its process group, and one that has a session of its own."""
     started = launch(["--grace", "1"], rank_program("dies_with_workers"))
     workers = [Path("/proc", str(pid)) for said in started.ranks() for pid in said["workers"]]
-    assert started.ends(within=5) == 137, started.stderr
-    started.leaves_nothing()
+    started.ends_with(137, within=5)
     started.until(lambda: not any(worker.exists() for worker in workers), "they are gone", 60)
 
 
@@ -86,11 +69,10 @@ def test_what_a_rank_leaves_is_ended_and_named(launch, holds, deaf_to):
     """After a success, too, though it has left the rank's process group."""
     started = launch([], rank_program("leaves_a_helper", holds, deaf_to))
     (helper,) = started.ranks()[1]["workers"]
-    assert started.ends(within=10) == 0, started.stderr
+    started.ends_with(0, within=10)
     (line,) = started.stderr.splitlines()
     name = f"pid {helper} (sleep 60) on {os.uname().nodename}"
     assert line.startswith(f"ezpz-launch: a rank left {name} running; ended"), started.stderr
-    started.leaves_nothing()
 
 
 def test_sigterm_before_the_ranks_are_there(launch):
@@ -121,5 +103,4 @@ def test_hydra_s_proxy_sleeps_when_a_rank_has_ended(launch):
     time.sleep(2)
     assert ticks(proxy) - before < 20
     started.process.send_signal(signal.SIGTERM)
-    assert started.ends(within=3) == 143, started.stderr
-    started.leaves_nothing()
+    started.ends_with(143, within=3)
