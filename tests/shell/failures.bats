@@ -8,8 +8,6 @@ load test_helper
 load site_helper
 
 setup_file() {
-  load test_helper
-  load site_helper
   PYTHON=$(base_python)
   export PYTHON
   export BIN=$BATS_FILE_TMPDIR/bin BARE=$BATS_FILE_TMPDIR/bare UV=$BATS_FILE_TMPDIR/uv CLONE="$BATS_FILE_TMPDIR/it's a clone"
@@ -19,11 +17,7 @@ setup_file() {
   make_clone "$CLONE"
 }
 
-setup() {
-  HOME_DIR=$BATS_TEST_TMPDIR/home VARS=(PIP_CONFIG_FILE=/dev/null PIP_RETRIES=0)
-  mkdir "$HOME_DIR"
-  cd "$BATS_TEST_TMPDIR" || return 1
-}
+setup() { fresh_home PIP_CONFIG_FILE=/dev/null PIP_RETRIES=0; }
 
 # The shell after a call that failed: alive, as it was, nothing on stdout, nothing activated or exported.
 # shellcheck disable=SC2016

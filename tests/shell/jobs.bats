@@ -10,16 +10,13 @@ load site_helper
 FACTS='EZPZ_GPUS_PER_NODE EZPZ_HOSTFILE EZPZ_JOB EZPZ_NODES EZPZ_SCHEDULER'
 
 setup_file() {
-  load test_helper
-  load site_helper
   export BIN=$BATS_FILE_TMPDIR/bin
   make_site_bin "$BIN"
   make_topo "$BIN"
 }
 
 setup() {
-  HOME_DIR=$BATS_TEST_TMPDIR/home VARS=()
-  cd "$BATS_TEST_TMPDIR" && mkdir "$HOME_DIR" elsewhere
+  fresh_home && mkdir elsewhere
   # as PBS writes it: a line for each slot, full names
   printf '%s\n' x1n0.site.gov x1n0.site.gov x1n1.site.gov x1n1.site.gov >nodes
   # captured from a real OpenPBS 23.06

@@ -8,8 +8,6 @@ load test_helper
 load site_helper
 
 setup_file() {
-  load test_helper
-  load site_helper
   PYTHON=$(base_python)
   export PYTHON
   MINOR=$("$PYTHON" -c 'import sys; print("%d.%d" % sys.version_info[:2])')

@@ -7,8 +7,6 @@ load test_helper
 load site_helper
 
 setup_file() {
-  load test_helper
-  load site_helper
   export BIN=$BATS_FILE_TMPDIR/bin SITES=$BATS_FILE_TMPDIR/sites
   make_site_bin "$BIN"
   make_sites "$SITES"
@@ -27,9 +25,7 @@ setup_file() {
 
 setup() {
   need_lmod
-  HOME_DIR=$BATS_TEST_TMPDIR/home VARS=(SITES="$SITES" LMOD_PAGER=none)
-  mkdir "$HOME_DIR"
-  cd "$BATS_TEST_TMPDIR" || return 1
+  fresh_home SITES="$SITES" LMOD_PAGER=none
 }
 
 # In a shell with Lmod, with utils.sh; $2 are its options, set when Lmod is there.

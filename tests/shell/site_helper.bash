@@ -48,9 +48,6 @@ here() { # SCRIPT [ARGUMENT...]
   [ "$status" = "${EXPECT:-0}" ]
 }
 
-# A test as two: in bash and in zsh.
-in_zsh() { need_zsh && SH=zsh "$@"; }
-
 # What a person's shell keeps, whatever our functions do: options, traps, IFS, working directory, aliases, umask.
 # shellcheck disable=SC2016,SC2034 # for the shells under test
 KEPT='kept() { set +o; trap; alias; umask; pwd; printf "%s|" "$IFS"; if [ -n "${ZSH_VERSION-}" ]; then setopt; else shopt -p; fi; }

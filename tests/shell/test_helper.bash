@@ -89,6 +89,13 @@ in_shell() { # SCRIPT [ARGUMENT...]
   [ "$status" = "${EXPECT:-0}" ]
 }
 
+# A HOME and a working directory of the test's own; VARS are for the shells under test.
+fresh_home() { # VARIABLE...
+  HOME_DIR=$BATS_TEST_TMPDIR/home VARS=("$@")
+  mkdir "$HOME_DIR"
+  cd "$BATS_TEST_TMPDIR" || return 1
+}
+
 # zsh is optional on a laptop, not in CI.
 need_zsh() {
   command -v zsh >/dev/null && return 0
@@ -98,6 +105,8 @@ need_zsh() {
   }
   skip 'zsh is not installed'
 }
+# A test as two: in bash and in zsh.
+in_zsh() { need_zsh && SH=zsh "$@"; }
 
 has() { [[ $output == *"$1"* ]] || { printf 'no "%s" in:\n%s\n' "$1" "$output" && return 1; }; }
 has_not() { [[ $output != *"$1"* ]] || { printf '"%s" in:\n%s\n' "$1" "$output" && return 1; }; }

@@ -6,7 +6,6 @@ bats_require_minimum_version 1.5.0
 load test_helper
 
 setup_file() {
-  load test_helper
   PYTHON=$(base_python)
   export PYTHON
   export WHEELS=$BATS_FILE_TMPDIR/wheels BIN=$BATS_FILE_TMPDIR/bin BARE=$BATS_FILE_TMPDIR/bare
@@ -23,9 +22,8 @@ setup_file() {
 }
 
 setup() {
-  HOME_DIR=$BATS_TEST_TMPDIR/home NEW=$BATS_TEST_TMPDIR/clone VARS=()
-  mkdir "$HOME_DIR"
-  cd "$BATS_TEST_TMPDIR" || return 1
+  NEW=$BATS_TEST_TMPDIR/clone
+  fresh_home
 }
 
 # --- sourcing
@@ -46,7 +44,7 @@ sourcing_only_defines_functions() {
   has ezpz_setup_env
 }
 @test "bash: sourcing, twice, adds functions and nothing else" { sourcing_only_defines_functions; }
-@test "zsh: sourcing, twice, adds functions and nothing else" { need_zsh && SH=zsh sourcing_only_defines_functions; }
+@test "zsh: sourcing, twice, adds functions and nothing else" { in_zsh sourcing_only_defines_functions; }
 
 finds_its_clone() {
   mkdir -p "a b/it's" elsewhere
@@ -61,7 +59,7 @@ finds_its_clone() {
   done
 }
 @test "bash: knows its directory: relative path, symbolic links, quotes and spaces" { finds_its_clone; }
-@test "zsh: knows its directory: relative path, symbolic links, quotes and spaces" { need_zsh && SH=zsh finds_its_clone; }
+@test "zsh: knows its directory: relative path, symbolic links, quotes and spaces" { in_zsh finds_its_clone; }
 
 @test "executed instead of sourced: says so and exits 2" {
   local shell
@@ -122,7 +120,7 @@ from_a_pipe() {
   [ "${lines[-1]}" = 1 ]
 }
 @test "bash: from a pipe, without a clone: the released packages, once; else an error with the remedy" { from_a_pipe; }
-@test "zsh: from a pipe, without a clone: the released packages, once; else an error with the remedy" { need_zsh && SH=zsh from_a_pipe; }
+@test "zsh: from a pipe, without a clone: the released packages, once; else an error with the remedy" { in_zsh from_a_pipe; }
 
 # --- the environment
 
@@ -158,7 +156,7 @@ second_call() {
   done
 }
 @test "bash: a second call changes neither PATH nor options, and is silent at WARNING" { second_call; }
-@test "zsh: a second call changes neither PATH nor options, and is silent at WARNING" { need_zsh && SH=zsh second_call; }
+@test "zsh: a second call changes neither PATH nor options, and is silent at WARNING" { in_zsh second_call; }
 
 @test "pip fails: its last lines, the log, no stamp, no activation; the next call repairs" {
   make_clone "$NEW"
