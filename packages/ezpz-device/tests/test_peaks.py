@@ -1,5 +1,6 @@
 import math
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -107,41 +108,26 @@ def test_an_override_that_is_no_rate(text):
         get_peak_flops(device="cpu", env={"EZPZ_PEAK_FLOPS": text})
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, "bf16", "bfloat16", "tf32", "int8", torch.int8, torch.float8_e4m3fn]
-)
-def test_the_dtypes_that_have_rates(dtype):
-    assert get_peak_flops(dtype, "cpu", env={}) is None
+RATED = [torch.bfloat16, "bf16", "bfloat16", "tf32", "int8", torch.int8, torch.float8_e4m3fn]
 
 
-@pytest.mark.parametrize("dtype", ["bf15", torch.int64, torch.complex64])
-def test_a_dtype_that_has_none(dtype):
-    with pytest.raises(ValueError, match=r"expected one of fp64, fp32, tf32"):
-        get_peak_flops(dtype, "cpu")
-
-
-@pytest.mark.parametrize("device", ["gpu", "meta"])
-def test_a_device_that_is_none(device):
-    with pytest.raises(DeviceError, match=f"device='{device}'.*expected one of xpu"):
-        get_peak_flops("bf16", device)
+def test_the_dtypes_that_have_rates_and_a_device_that_is_none():
+    assert [get_peak_flops(dtype, "cpu", env={}) for dtype in RATED] == [None] * len(RATED)
+    for dtype in ("bf15", torch.int64, torch.complex64):
+        with pytest.raises(ValueError, match=r"expected one of fp64, fp32, tf32"):
+            get_peak_flops(dtype, "cpu")
+    for device in ("gpu", "meta"):
+        with pytest.raises(DeviceError, match=f"device='{device}'.*expected one of xpu"):
+            get_peak_flops("bf16", device)
 
 
 # What torch's properties of an accelerator look like, as of torch 2.13: captured, not run here.
 
 
-class Cuda:
-    name = "NVIDIA H200"
-    multi_processor_count = 132
-
-
-class Xpu:
-    name = "Intel(R) Data Center GPU Max 1550"
-    max_compute_units = 512
-
-
-@pytest.mark.parametrize(("properties", "units"), [(Cuda(), 132), (Xpu(), 512)])
-def test_compute_units(properties, units):
-    assert compute_units(properties) == units
+def test_compute_units():
+    h200 = SimpleNamespace(name="NVIDIA H200", multi_processor_count=132)
+    pvc = SimpleNamespace(name="Intel(R) Data Center GPU Max 1550", max_compute_units=512)
+    assert [compute_units(each) for each in (h200, pvc)] == [132, 512]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

@@ -10,10 +10,3 @@ def test_all_is_what_is_there():
         if not name.startswith("_") and not isinstance(value, types.ModuleType)
     }
     assert set(ezpz_device.__all__) == public | {"__version__"}
-
-
-def test_public_names_have_docstrings():
-    for name in set(ezpz_device.__all__) - {"__version__"}:
-        value = getattr(ezpz_device, name)
-        if callable(value):
-            assert value.__doc__, name

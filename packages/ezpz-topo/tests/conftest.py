@@ -15,3 +15,14 @@ def unprivileged():
         yield
     finally:
         os.seteuid(me)
+
+
+@pytest.fixture
+def command(tmp_path):
+    """Make a command of these lines of sh in the test's folder."""
+
+    def make(name, body):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+
+    return make

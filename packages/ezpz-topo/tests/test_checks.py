@@ -31,34 +31,27 @@ IN_JOB = {
 NOTHING = {"PATH": "/nonexistent"}
 
 
-def command(folder, name, body):
-    path = folder / name
-    path.write_text(f"#!/bin/sh\n{body}\n")
-    path.chmod(0o755)
-
-
 @pytest.fixture
-def slurm(tmp_path):
+def slurm(tmp_path, command):
     """A PATH with a scontrol that knows job 7 on nid001 and nid002."""
 
     def make(state="UP", status=0):
         (tmp_path / "job").write_text(JOB)
-        body = SCONTROL.format(state=state, status=status, folder=tmp_path)
-        command(tmp_path, "scontrol", body)
+        command("scontrol", SCONTROL.format(state=state, status=status, folder=tmp_path))
         return {"PATH": f"{tmp_path}:/usr/bin:/bin"}
 
     return make
 
 
 @pytest.fixture
-def pbs(tmp_path):
+def pbs(tmp_path, command):
     """A PATH with a qstat that knows job 1 on x1n0 and x1n1."""
     job = {
         "Job_Name": "probe", "job_state": "R", "queue": "workq", "exec_host": "x1n0/0*2+x1n1/0*2",
         "Resource_List": {"select": "2:ncpus=2:mpiprocs=2", "mpiprocs": "4"},
     }  # fmt: skip
     (tmp_path / "answer").write_text(json.dumps({"Jobs": {"1.pbs-0001": job}}))
-    command(tmp_path, "qstat", f'[ "$1" = -B ] && exit 0; cat "{tmp_path}/answer"')
+    command("qstat", f'[ "$1" = -B ] && exit 0; cat "{tmp_path}/answer"')
     return {
         "PATH": f"{tmp_path}:/usr/bin:/bin", "PBS_JOBID": "1.pbs-0001",
         "PBS_ENVIRONMENT": "PBS_BATCH",
@@ -117,16 +110,16 @@ def test_outside_of_a_job_the_controller_is_asked(slurm):
     assert "'Slurmctld(primary) at head is DOWN'" in down.message
 
 
-def test_a_controller_that_hangs_is_not_waited_for(tmp_path):
-    command(tmp_path, "scontrol", "exec sleep 100")
+def test_a_controller_that_hangs_is_not_waited_for(tmp_path, command):
+    command("scontrol", "exec sleep 100")
     result = check_scheduler(0.5, {"PATH": f"{tmp_path}:/usr/bin:/bin"})
     assert result.status == "warning"
     assert "'scontrol ping' gave no answer in 0.4 s" in result.message
 
 
-def test_another_schedulers_client_that_is_not_set_up_hides_none_that_answers(tmp_path):
-    command(tmp_path, "scontrol", "echo Could not establish a configuration source >&2; exit 1")
-    command(tmp_path, "qstat", "exit 0")
+def test_another_schedulers_client_that_is_not_set_up_hides_none_that_answers(tmp_path, command):
+    command("scontrol", "echo Could not establish a configuration source >&2; exit 1")
+    command("qstat", "exit 0")
     result = check_scheduler(5, {"PATH": f"{tmp_path}:/usr/bin:/bin"})
     assert (result.status, result.message) == ("ok", "PBS answers; no job in this shell")
 

@@ -16,12 +16,6 @@ def env(tmp_path):
     return {"PATH": f"{tmp_path}:/usr/bin:/bin", "HERE": str(tmp_path)}
 
 
-def command(tmp_path, body, name="qstat"):
-    path = tmp_path / name
-    path.write_text(f"#!/bin/sh\n{body}\n")
-    path.chmod(0o755)
-
-
 def calls(tmp_path):
     return (tmp_path / "calls").read_text().split()
 
@@ -43,15 +37,15 @@ def wait_until_dead(pid):
     pytest.fail(f"process {pid} outlived its command")
 
 
-def test_an_answer(tmp_path, env):
-    command(tmp_path, 'cat; echo "$1|$2|$TZ"; echo warning >&2; printf "\\377" >&2')
+def test_an_answer(tmp_path, env, command):
+    command("qstat", 'cat; echo "$1|$2|$TZ"; echo warning >&2; printf "\\377" >&2')
     answer = ask(["qstat", "a b", "$HOME;*"], env={**env, "TZ": "UTC0"})
     assert (answer.status, answer.stdout) == (0, "a b|$HOME;*|UTC0\n")
     assert answer.stderr == "warning\n\ufffd"
 
 
-def test_much_output_on_both_ends(tmp_path, env):
-    command(tmp_path, "head -c 300000 /dev/zero >&2; head -c 300000 /dev/zero")
+def test_much_output_on_both_ends(tmp_path, env, command):
+    command("qstat", "head -c 300000 /dev/zero >&2; head -c 300000 /dev/zero")
     answer = ask(["qstat"], env=env)
     assert (len(answer.stdout), len(answer.stderr)) == (300000, 300000)
 
@@ -71,15 +65,15 @@ def test_a_missing_command_names_path_and_place(tmp_path):
         ask(["echo", "a\0b"], env=env)
 
 
-def test_path_is_that_of_the_environment_given(tmp_path, env):
-    command(tmp_path, "echo here", name="true")
+def test_path_is_that_of_the_environment_given(tmp_path, env, command):
+    command("true", "echo here")
     assert ask(["true"], env=env).stdout == "here\n"
     assert find("true", env) == str(tmp_path / "true")
     assert find("true", {"PATH": "/nonexistent"}) is None
 
 
-def test_a_failure_is_tried_again(tmp_path, env):
-    command(tmp_path, 'echo x >> "$HERE/calls"; [ -e "$HERE/up" ] || { : > "$HERE/up"; exit 1; }')
+def test_a_failure_is_tried_again(tmp_path, env, command):
+    command("qstat", 'echo x >> "$HERE/calls"; [ -e "$HERE/up" ] || { : > "$HERE/up"; exit 1; }')
     assert ask(["qstat"], env=env).status == 0
     assert len(calls(tmp_path)) == 2
 
@@ -96,8 +90,8 @@ def test_a_failure_is_tried_again(tmp_path, env):
         ("exit 153", 1, None),
     ],
 )  # fmt: skip
-def test_failures_and_how_often_they_are_tried(tmp_path, env, body, times, message):
-    command(tmp_path, f'echo x >> "$HERE/calls"; {body}')
+def test_failures_and_how_often_they_are_tried(*, tmp_path, env, command, body, times, message):
+    command("qstat", f'echo x >> "$HERE/calls"; {body}')
     if message is None:
         assert ask(["qstat"], env=env, good=(0, 153)).status == 153
     else:
@@ -124,26 +118,26 @@ def hang(tmp_path, env):
         'echo $$ > "$HERE/calls"; exec sleep 600 >/dev/null 2>&1',
     ],
 )
-def test_a_hanging_command_is_ended_with_its_children(tmp_path, env, body):
-    command(tmp_path, body)
+def test_a_hanging_command_is_ended_with_its_children(tmp_path, env, command, body):
+    command("qstat", body)
     for pid in hang(tmp_path, env):
         wait_until_dead(pid)
 
 
-def test_a_hanging_command_is_tried_again(tmp_path, env):
-    command(tmp_path, "exec sleep 600")
+def test_a_hanging_command_is_tried_again(tmp_path, env, command):
+    command("qstat", "exec sleep 600")
     with pytest.raises(SchedulerError, match=r"no answer in 0.1 s \(3 attempts\); .* try again"):
         ask(["qstat"], env=env, time_limit=0.1, attempts=3)
 
 
-def test_a_child_that_left_the_group_does_not_keep_us(tmp_path, env):
-    command(tmp_path, 'setsid sleep 600 & echo $! > "$HERE/calls"; sleep 600')
+def test_a_child_that_left_the_group_does_not_keep_us(tmp_path, env, command):
+    command("qstat", 'setsid sleep 600 & echo $! > "$HERE/calls"; sleep 600')
     for pid in hang(tmp_path, env):
         os.kill(pid, signal.SIGKILL)
 
 
-def test_an_interrupt_ends_the_command(tmp_path, env):
-    command(tmp_path, 'echo $$ > "$HERE/started"; mv "$HERE/started" "$HERE/calls"; sleep 600')
+def test_an_interrupt_ends_the_command(tmp_path, env, command):
+    command("qstat", 'echo $$ > "$HERE/started"; mv "$HERE/started" "$HERE/calls"; sleep 600')
 
     def interrupt():
         while not (tmp_path / "calls").exists():
@@ -158,8 +152,8 @@ def test_an_interrupt_ends_the_command(tmp_path, env):
     wait_until_dead(int(calls(tmp_path)[0]))
 
 
-def test_time_limit_from_the_environment(tmp_path, env):
-    command(tmp_path, "exec sleep 600")
+def test_time_limit_from_the_environment(tmp_path, env, command):
+    command("qstat", "exec sleep 600")
     with pytest.raises(SchedulerError, match=r"no answer in 0.1 s.*EZPZ_SCHEDULER_TIMEOUT"):
         ask(["qstat"], env={**env, "EZPZ_SCHEDULER_TIMEOUT": "0.1"})
     assert get_time_limit({}) == get_time_limit({"EZPZ_SCHEDULER_TIMEOUT": ""}) == 10

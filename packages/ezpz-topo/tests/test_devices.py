@@ -416,44 +416,40 @@ def fake(bare):
     return make
 
 
-def test_the_tool_knows_better_than_dev(bare, fake):
-    # /dev of the host is bound into a container that may use one device
-    env = fake("nvidia-smi", "GPU 0: NVIDIA A100 (UUID: GPU-5d5b)\n")
-    devices = look(env, nvidia(bare, 4))
-    assert (devices.count, devices.source) == (1, "nvidia-smi -L")
-    assert devices.notes == ("set aside: 4 x /dev/nvidia<N>, because nvidia-smi -L lists 1",)
-
-
-def test_a_tool_that_fails_is_a_note_and_dev_counts(bare, fake):
-    said = "Failed to initialize NVML: Driver/library version mismatch"
-    env = fake("nvidia-smi", said, status=18)
-    devices = look(env, nvidia(bare, 4))
-    assert (devices.device_type, devices.count) == ("cuda", 4)
-    assert devices.source == "4 x /dev/nvidia<N>"
-    assert devices.notes == (
-        f"nvidia-smi -L failed with exit status 18: {said}",
-        "counted instead: 4 x /dev/nvidia<N>",
-    )
-
-
-def test_a_job_that_was_given_no_gpu_on_a_node_that_has_some(bare, fake):
-    env = fake("nvidia-smi", "No devices found.")
-    devices = look(env, nvidia(bare, 4), fallback=("cuda", 4, "machines/polaris.toml"))
-    assert (devices.device_type, devices.count) == ("cpu", 0)
-    assert devices.source == "nvidia-smi -L lists no device"
-    assert devices.notes == ("set aside: 4 x /dev/nvidia<N>, because nvidia-smi -L lists 0",)
+FAILED = "Failed to initialize NVML: Driver/library version mismatch"
+DEV = "4 x /dev/nvidia<N>"
 
 
 @pytest.mark.parametrize(
-    "case",
+    ("said", "status", "expected", "notes"),
+    [
+        # /dev of the host is bound into a container that may use one device
+        ("GPU 0: NVIDIA A100 (UUID: GPU-5d5b)\n", 0, ("cuda", 1, "nvidia-smi -L"),
+         (f"set aside: {DEV}, because nvidia-smi -L lists 1",)),
+        (FAILED, 18, ("cuda", 4, DEV),
+         (f"nvidia-smi -L failed with exit status 18: {FAILED}", f"counted instead: {DEV}")),
+        # a job that was given no GPU on a node that has some
+        ("No devices found.", 0, ("cpu", 0, "nvidia-smi -L lists no device"),
+         (f"set aside: {DEV}, because nvidia-smi -L lists 0",)),
+    ],
+    ids=["fewer", "it fails", "none"],
+)  # fmt: skip
+def test_the_tool_knows_better_than_dev(*, bare, fake, said, status, expected, notes):
+    env = fake("nvidia-smi", said, status=status)
+    devices = look(env, nvidia(bare, 4), fallback=("cuda", 4, "machines/polaris.toml"))
+    assert (devices.device_type, devices.count, devices.source) == expected
+    assert devices.notes == notes
+
+
+@pytest.mark.parametrize(
+    ("gpus", "env", "options", "expected"),
     [
         (4, {"CUDA_VISIBLE_DEVICES": "0,1"}, {}, ("cuda", 2)),  # a variable tells
         (4, {}, {"tools": False}, ("cuda", 4)),  # told so
         (None, {}, {}, ("cpu", 0)),  # no driver
     ],
 )
-def test_where_no_tool_is_started(bare, fake, case):
-    gpus, env, options, expected = case
+def test_where_no_tool_is_started(*, bare, fake, gpus, env, options, expected):
     for name in ("nvidia-smi", "amd-smi", "rocm-smi", "xpu-smi"):
         path = fake(name, "", status=1)
     root = bare if gpus is None else nvidia(bare, gpus)
@@ -571,15 +567,11 @@ def test_a_failure_is_told_with_its_status_and_words(vendor, tool, fake):
     assert hanging.notes[0].endswith(" failed: no answer in 0.3 s")
 
 
-def test_a_tool_that_cannot_be_started(fake, tmp_path):
+def test_a_tool_that_cannot_be_started_and_rocm_smi_where_amd_smi_fails(fake, tmp_path):
     env = fake("nvidia-smi", NVIDIA)
     (tmp_path / "bin/nvidia-smi").write_text("#!/nonexistent/sh\n")
     told = ask_vendor_tool("nvidia", env)
-    assert told.count is None
-    assert "nvidia-smi -L failed: " in told.notes[0]
-
-
-def test_rocm_smi_where_amd_smi_fails(fake):
+    assert (told.count, "nvidia-smi -L failed: " in told.notes[0]) == (None, True)
     fake("amd-smi", "AMDSMI_STATUS_INIT_ERROR\n", status=1)
     told = ask_vendor_tool("amd", fake("rocm-smi", ROCM))
     assert told.count == 2

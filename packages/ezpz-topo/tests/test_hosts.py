@@ -56,15 +56,13 @@ NOT_SET_UP = {
 
 
 @pytest.mark.parametrize("client", NOT_SET_UP)
-def test_a_client_that_is_not_set_up_hides_no_other_schedulers_answer(tmp_path, client):
+def test_a_client_that_is_not_set_up_hides_no_other_schedulers_answer(tmp_path, command, client):
     for name, words in NOT_SET_UP.items():
-        body = words if name == client else "exit 0"  # no job of this user
-        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
-        (tmp_path / name).chmod(0o755)
+        command(name, words if name == client else "exit 0")  # no job of this user
     env = {"PATH": f"{tmp_path}:/bin", "USER": "alice"}
     assert get_allocation(env, ask=True).scheduler == "none"
     # one that is set up, and does not answer, is told
-    (tmp_path / "squeue").write_text("#!/bin/sh\necho squeue: Unable to contact >&2; exit 1\n")
+    command("squeue", "echo squeue: Unable to contact >&2; exit 1")
     with pytest.raises(SchedulerError, match="Unable to contact"):
         get_allocation(env, ask=True)
 

@@ -26,7 +26,7 @@ from ezpz_topo import (
 FAKE = Path(__file__).parent / "pbs" / "fake.py"
 HERE = short_name(get_hostname())
 NODES = "x1n0.site.gov\nx1n0.site.gov\nx1n1.site.gov\nx1n1.site.gov\n"
-STARTED = 1795227043  # Sat Nov 21 02:10:43 2026, UTC
+STARTED, STARTED_TEXT = 1795227043, "Sat Nov 21 02:10:43 2026"  # UTC
 QSTAT = "qstat -f -F json"
 
 BATCH = {
@@ -61,7 +61,7 @@ def job(**attributes):
 
 
 @pytest.fixture
-def pbs(tmp_path):
+def pbs(tmp_path, command):
     """A PBS client on a PATH of its own; call it with the server's jobs."""
 
     def serve(**jobs):
@@ -69,19 +69,10 @@ def pbs(tmp_path):
             json.dumps({k.replace("_", "."): v for k, v in jobs.items()})
         )
         for name in ("qstat", "qselect"):
-            script(
-                tmp_path,
-                name,
-                f'exec "{sys.executable}" -SE "{FAKE}" "{tmp_path}/jobs" {name} "$@"',
-            )
+            command(name, f'exec "{sys.executable}" -SE "{FAKE}" "{tmp_path}/jobs" {name} "$@"')
         return {"PATH": f"{tmp_path}:/usr/bin:/bin", "USER": "alice"}
 
     return serve
-
-
-def script(tmp_path, name, body):
-    (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
-    (tmp_path / name).chmod(0o755)
 
 
 def asked(tmp_path):
@@ -273,13 +264,13 @@ WAITS = {key: JOB[key] for key in ("Job_Name", "Job_Owner", "queue", "Resource_L
           for text in ("{}", '{"Jobs":7}', '{"Jobs":{"1.pbs-0001":7}}')),
     ],
 )  # fmt: skip
-def test_what_qstat_may_say_instead(tmp_path, pbs, told, message):
+def test_what_qstat_may_say_instead(tmp_path, pbs, command, told, message):
     env = {
         **pbs(**({"1_pbs-0001": told} if isinstance(told, dict) else {})),
         "PBS_JOBID": "1.pbs-0001",
     }
     if isinstance(told, str):
-        script(tmp_path, "qstat", told)
+        command("qstat", told)
     if "sleep" in str(told):
         env["EZPZ_SCHEDULER_TIMEOUT"] = "0.4"
     with pytest.raises(SchedulerError, match=message):
@@ -327,7 +318,7 @@ TEXT = """{
                 "select":"2:ncpus=2:mpiprocs=2",
                 "walltime":"00:05:00"
             },
-            "stime":"Sat Nov 21 02:10:43 2026",
+            "stime":"STIME",
             "Variable_List":{
                 "PBS_O_HOME":"/home/alice",
                 VARIABLE,
@@ -340,11 +331,23 @@ TEXT = """{
 """
 
 
-def print_json(tmp_path, env, name='"probe"', variable='"A":"b"', arguments='"run.sh"'):
-    text = TEXT.replace("NAME", name).replace("VARIABLE", variable).replace("ARGUMENTS", arguments)
-    (tmp_path / "answer").write_bytes(text.encode("utf-8", "surrogateescape"))
-    script(tmp_path, "qstat", f'cat "{tmp_path}/answer"')
-    return {**env, "PBS_JOBID": "1.pbs-0001"}
+@pytest.fixture
+def print_json(tmp_path, pbs, command):
+    """Make qstat print the text above; return a job's environment."""
+
+    def make(
+        name='"probe"', variable='"A":"b"', arguments='"run.sh"', stime="Sat Nov 21 02:10:43 2026"
+    ):
+        parts = {"NAME": name, "VARIABLE": variable, "ARGUMENTS": arguments, "STIME": stime}
+        text = TEXT
+        for word, part in parts.items():
+            text = text.replace(word, part)
+        (tmp_path / "answer").write_bytes(text.encode("utf-8", "surrogateescape"))
+        env = pbs()
+        command("qstat", f'cat "{tmp_path}/answer"')
+        return {**env, "PBS_JOBID": "1.pbs-0001"}
+
+    return make
 
 
 @pytest.mark.parametrize(
@@ -359,8 +362,8 @@ def print_json(tmp_path, env, name='"probe"', variable='"A":"b"', arguments='"ru
         ("arguments", '"-v X=\x01\n2 run.sh"'),
     ],
 )  # fmt: skip
-def test_what_openpbs_does_not_escape(tmp_path, pbs, part, text):
-    found = get_allocation(print_json(tmp_path, pbs(), **{part: text}))
+def test_what_openpbs_does_not_escape(print_json, part, text):
+    found = get_allocation(print_json(**{part: text}))
     name = text.strip('"') if part == "name" else "probe"
     assert (found.hosts, found.slots, found.name) == (("x1n0", "x1n1"), (2, 2), name)
 
@@ -389,12 +392,9 @@ def test_forms_of_walltime(pbs, walltime, seconds):
 @pytest.mark.parametrize(
     "stime", ["soon", "Sat Nov 31 02:10:43 2026", "Sab Nov 21 2026", "1795227043"]
 )
-def test_a_start_that_does_not_parse(tmp_path, pbs, stime):
-    env = print_json(tmp_path, pbs())
-    answer = tmp_path / "answer"
-    answer.write_text(answer.read_text().replace("Sat Nov 21 02:10:43 2026", stime))
+def test_a_start_that_does_not_parse(print_json, stime):
     with pytest.raises(SchedulerError, match="stime"):
-        _pbs.end_time("1.pbs-0001", env)
+        _pbs.end_time("1.pbs-0001", print_json(stime=stime))
 
 
 @pytest.mark.parametrize("walltime", ["soon", "1:2:3:4:5", "-1", "999999999:00:00:00"])
@@ -443,13 +443,13 @@ def test_jobs_of_a_host(tmp_path, pbs, jobs, host, found):
 
 
 @pytest.mark.parametrize("qselect", ["echo 1.pbs-0001; echo 8.pbs-0001", "exit 111", None])
-def test_a_qselect_of_old_news_that_fails_or_is_not_there(tmp_path, pbs, qselect):
+def test_a_qselect_of_old_news_that_fails_or_is_not_there(tmp_path, pbs, command, qselect):
     env = pbs(**{"1_pbs-0001": JOB})
     if qselect is None:
         (tmp_path / "qselect").unlink()
         assert _pbs.job_of_this_host(env, "x1n0") is None
         return
-    script(tmp_path, "qselect", qselect)
+    command("qselect", qselect)
     if "exit" in qselect:
         with pytest.raises(SchedulerError, match="exit status 111"):
             _pbs.job_of_this_host(env, "x1n0")
@@ -465,10 +465,10 @@ def test_two_jobs_on_this_host_are_named(pbs):
         _pbs.job_of_this_host(env, "x1n0")
 
 
-def test_a_qstat_that_tells_only_the_first_of_several_jobs(tmp_path, pbs):
+def test_a_qstat_that_tells_only_the_first_of_several_jobs(tmp_path, pbs, command):
     env = pbs(**{"1_pbs-0001": JOB, "2_pbs-0001": job(exec_host="x1n2/0*2+x1n3/0*2")})
     (tmp_path / "qstat").rename(tmp_path / "real")
-    script(tmp_path, "qstat", f'exec "{tmp_path}/real" "$1" "$2" "$3" "$4"')
+    command("qstat", f'exec "{tmp_path}/real" "$1" "$2" "$3" "$4"')
     assert _pbs.job_of_this_host(env, "x1n2").job_id == "2.pbs-0001"
 
 
