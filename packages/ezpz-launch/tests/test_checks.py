@@ -182,8 +182,8 @@ def test_there_is_room_here(tmp_path, monkeypatch):
 def test_a_folder_that_may_not_be_written_is_an_error(unprivileged, monkeypatch):
     monkeypatch.chdir("/")
     result = disk(5, {"HOME": "/", "TMPDIR": "/"})
-    assert result.status == "error"
-    assert "/ (the working directory) cannot be written: Permission denied" in result.message
+    why = "/ (the working directory) cannot be written: Permission denied"
+    assert (result.status, why in result.message) == ("error", True)
 
 
 def on_a_small_disk(size, call, folder):

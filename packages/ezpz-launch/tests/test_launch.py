@@ -25,8 +25,12 @@ def shown(done):
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def test_a_place_to_meet_that_the_shell_names_is_set_aside_in_a_line(launch):
+def test_a_place_to_meet_of_the_shell_is_set_aside_in_a_line_and_one_asked_for_is_not(launch):
     env = {"MASTER_ADDR": "elsewhere", "MASTER_PORT": "1"}
+    asked = [f"--env={name}={value}" for name, value in env.items()]
+    done = launch("-n", "2", *asked, sys.executable, "-c", SHOW, env={**env, "MASTER_PORT": "2"})
+    seen = {(seen["MASTER_ADDR"], seen["MASTER_PORT"]) for _, seen in shown(done)}
+    assert (seen, done.stderr) == ({("elsewhere", "1")}, "")
     done = launch("-n", "2", sys.executable, "-c", SHOW, env=env)
     line = "MASTER_ADDR=elsewhere and MASTER_PORT=1 of the environment are not used: "
     assert done.stderr.count(line) == 1, done.stderr
@@ -35,14 +39,6 @@ def test_a_place_to_meet_that_the_shell_names_is_set_aside_in_a_line(launch):
     explained = launch("-n", "2", "--dry-run", "true", env=env)
     assert f"note: {line}" in explained.stdout
     assert "--env MASTER_ADDR=elsewhere --env MASTER_PORT=1" in explained.stdout
-
-
-def test_a_place_to_meet_that_is_asked_for(launch):
-    asked = ["--env", "MASTER_ADDR=elsewhere", "--env", "MASTER_PORT=1"]
-    env = {"MASTER_ADDR": "a", "MASTER_PORT": "2"}
-    done = launch("-n", "2", *asked, sys.executable, "-c", SHOW, env=env)
-    seen = {(seen["MASTER_ADDR"], seen["MASTER_PORT"]) for _, seen in shown(done)}
-    assert (seen, done.stderr) == ({("elsewhere", "1")}, "")
 
 
 ARGUMENTS = ["--lr", "1e-4", "-n", "5", "--", "--x", "a b", "", "$(id)", "it's", "new\nline", "*"]
@@ -261,18 +257,14 @@ def test_ranks_as_ranges(ranks, text):
 # signals
 
 
-def readable(fd, seconds=0.0):
-    return bool(select.select([fd], [], [], seconds)[0])
-
-
 def test_what_arrives_is_kept_in_order_and_wakes():
     with signals() as (arrived, wake):
         subprocess.run(["true"], check=True)  # the end of a child wakes
-        assert readable(wake, 20)
+        assert select.select([wake], [], [], 20)[0]
         os.read(wake, 100)
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
             os.kill(os.getpid(), number)
-        assert readable(wake, 20)
+        assert select.select([wake], [], [], 20)[0]
         assert arrived == [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT]
         for _ in range(70_000):  # more than the pipe holds
             signal.raise_signal(signal.SIGUSR1)
