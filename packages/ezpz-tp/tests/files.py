@@ -1,15 +1,83 @@
-"""Folders of files: what torch finds in its own, and those of the release before."""
+"""Folders of files: how they are made, what is in them, and what is said of damaged ones."""
 
 import json
+import os
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from ezpz_tp._formats.safetensors import TensorWriter, name_of
-from ezpz_tp._shard import parameter_of
+from ezpz_tp import ParallelError
+from ezpz_tp._formats.safetensors import name_of, write_safetensors
+from ezpz_tp._shard import parameter_of, whole
 
 INDEX = "shards.json"
+
+
+def some(dtype, *shape):
+    """Values of any bits: NaNs with payloads, negative zeros and denormals; of bool 0 and 1."""
+    size = torch.Size(shape).numel() * dtype.itemsize
+    generator = torch.Generator().manual_seed(size)
+    high = 2 if dtype is torch.bool else 256
+    bytes_ = torch.randint(high, (size,), generator=generator, dtype=torch.uint8)
+    return bytes_.view(dtype).view(shape) if size else torch.empty(shape, dtype=dtype)
+
+
+def bits(tensor):
+    return tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+
+
+def assert_same(found, expected):
+    """Compare tensors by name, to the last bit."""
+    assert set(found) == set(expected)
+    for name, value in expected.items():
+        assert (found[name].dtype, found[name].shape) == (value.dtype, value.shape), name
+        assert torch.equal(bits(found[name]), bits(value)), name
+
+
+def assert_refused(folder, message, *writes):
+    """Whether ``folder/in`` is refused, and nothing is written beside it."""
+    for write in writes:
+        with pytest.raises(ParallelError, match=message):
+            write(folder / "in", folder / "out")
+        assert os.listdir(folder) == ["in"]
+
+
+def transformer(layers, width, heads, groups, inner, vocabulary, dtype=torch.bfloat16, biases=()):
+    """A whole model by Hugging Face's names; a head has 8 channels."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = {"model.embed_tokens.weight": (vocabulary, width)}
+    for layer in range(layers):
+        of_layer = {
+            "self_attn.q_proj": (8 * heads, width),
+            "self_attn.k_proj": (8 * groups, width),
+            "self_attn.v_proj": (8 * groups, width),
+            "self_attn.o_proj": (width, 8 * heads),
+            "mlp.gate_proj": (inner, width),
+            "mlp.up_proj": (inner, width),
+            "mlp.down_proj": (width, inner),
+            "input_layernorm": (width,),
+            "post_attention_layernorm": (width,),
+        }
+        for name, shape in of_layer.items():
+            shapes[f"model.layers.{layer}.{name}.weight"] = shape
+            if name.partition(".")[2] in biases:
+                shapes[f"model.layers.{layer}.{name}.bias"] = shape[:1]
+    shapes |= {"model.norm.weight": (width,), "lm_head.weight": (vocabulary, width)}
+    return {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+        for name, shape in shapes.items()
+    }
+
+
+def full(source):
+    """Every tensor of a source."""
+    found = {}
+    for name, entry in source.entries.items():
+        found[name] = torch.empty(entry.shard.full_shape, dtype=entry.dtype)
+        source.read(name, whole(entry.shard.full_shape), found[name])
+    return found
 
 
 def torch_finds(folder):
@@ -36,6 +104,12 @@ def pieces_in(folder):
     }
 
 
+def write_tensors(path, tensors, metadata=None):
+    said = {name: (value.dtype, tuple(value.shape), [value]) for name, value in tensors.items()}
+    write_safetensors(path, said, metadata)
+    return path
+
+
 def write_old_shards(folder, full, held, tp, pp=1, groups=None, values=(), extra=()):
     """Write what ``save_shards`` wrote: ``held`` has each tensor's `Held`, ``full`` its values."""
     folder.mkdir()
@@ -43,33 +117,34 @@ def write_old_shards(folder, full, held, tp, pp=1, groups=None, values=(), extra
     rest = {"values": dict(values), "extra": dict(extra)}
     if groups is not None:
         rest["param_groups"] = groups
-    tensors = {name: _said(one) for name, one in held.items()}
     for stage in range(pp):
         own = {name: one.entry for name, one in held.items() if stage in one.stages}
         for rank in range(tp):
-            place = {"tp": rank, "tp_size": tp, "pp": stage, "pp_size": pp}
-            stamp = {**said, **place}
-            local = {
-                name: (entry.dtype, entry.shard.local_shape(rank, tp))
-                for name, entry in own.items()
-            }
+            stamp = {**said, "tp": rank, "tp_size": tp, "pp": stage, "pp_size": pp}
+            tensors, size = {}, 0
+            for name, entry in own.items():
+                shape = entry.shard.local_shape(rank, tp)
+                size += torch.Size(shape).numel() * entry.dtype.itemsize if full is None else 0
+                values_ = [] if full is None else [part_of(full, entry, rank, tp)]
+                tensors[name] = entry.dtype, shape, values_
             path = folder / f"pp{stage:02}-tp{rank:02}.safetensors"
-            with TensorWriter(path, local, {"format": "pt", "ezpz_tp": json.dumps(stamp)}) as file:
-                for name, entry in own.items() if full else ():
-                    dim = entry.shard.dim or 0
-                    for at, start, length in entry.shard.pieces(rank, tp):
-                        whole = value_of(full, name)
-                        part = whole.narrow(dim, start, length) if whole.dim() else whole
-                        file.write(name, part, dim, at)
+            write_safetensors(path, tensors, {"format": "pt", "ezpz_tp": json.dumps(stamp)})
+            os.truncate(path, path.stat().st_size + size)  # without values all holes: no disk
+    tensors = {name: _said(one) for name, one in held.items()}
     (folder / INDEX).write_text(json.dumps({**said, **rest, "tensors": tensors}))
 
 
-def value_of(full, name):
-    """A tensor of what `gather_state_dict` returns, by its name in files."""
-    parameter, key = parameter_of(name)
+def part_of(full, entry, rank, tp):
+    """A rank's part, of what `gather_state_dict` returns."""
+    parameter, key = parameter_of(entry.name)
     if key is not None:
-        return full["optimizer"]["state"][parameter][key]
-    return full["model"][parameter] if "model" in full else full[parameter]
+        value = full["optimizer"]["state"][parameter][key]
+    else:
+        value = full["model"][parameter] if "model" in full else full[parameter]
+    part = torch.zeros(entry.shard.local_shape(rank, tp), dtype=entry.dtype)
+    for own, box in entry.shard.boxes(rank, tp):
+        part[own.slices] = value[box.slices]
+    return part
 
 
 def _said(held):

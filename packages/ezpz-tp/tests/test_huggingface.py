@@ -1,12 +1,14 @@
 """Hugging Face's layout, in and out, against the library that its files are made with."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
-from files import pieces_in, torch_finds
+from files import assert_refused, assert_same, pieces_in, torch_finds, transformer
 
-from ezpz_tp import DegreeError, ParallelError, Piece, _formats
+import ezpz_tp._formats
+from ezpz_tp import DegreeError, ParallelError, Piece
 from ezpz_tp._formats import Options
 from ezpz_tp._reshard import open_source, reshard, save_huggingface
 from ezpz_tp._shard import Shard
@@ -15,32 +17,8 @@ safetensors = pytest.importorskip("safetensors.torch")
 pytest.importorskip("numpy")  # by which that library writes
 
 LAYERS, WIDTH, HEADS, GROUPS, CHANNELS, INNER, VOCABULARY = 2, 16, 4, 2, 8, 24, 43
-
-
-def model(dtype=torch.bfloat16):
-    generator = torch.Generator().manual_seed(2)
-    shapes = {"model.embed_tokens.weight": (VOCABULARY, WIDTH)}
-    for layer in range(LAYERS):
-        shapes |= {
-            f"model.layers.{layer}.{name}.weight": shape
-            for name, shape in {
-                "self_attn.q_proj": (HEADS * CHANNELS, WIDTH),
-                "self_attn.k_proj": (GROUPS * CHANNELS, WIDTH),
-                "self_attn.v_proj": (GROUPS * CHANNELS, WIDTH),
-                "self_attn.o_proj": (WIDTH, HEADS * CHANNELS),
-                "mlp.gate_proj": (INNER, WIDTH),
-                "mlp.up_proj": (INNER, WIDTH),
-                "mlp.down_proj": (WIDTH, INNER),
-                "input_layernorm": (WIDTH,),
-                "post_attention_layernorm": (WIDTH,),
-            }.items()
-        }
-        shapes[f"model.layers.{layer}.self_attn.q_proj.bias"] = (HEADS * CHANNELS,)
-        shapes[f"model.layers.{layer}.self_attn.o_proj.bias"] = (WIDTH,)
-    shapes |= {"model.norm.weight": (WIDTH,), "lm_head.weight": (VOCABULARY, WIDTH)}
-    return {
-        name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()
-    }
+SIZES = LAYERS, WIDTH, HEADS, GROUPS, INNER, VOCABULARY
+model = partial(transformer, *SIZES, biases=("q_proj", "o_proj"))
 
 
 def dim_of(name):
@@ -73,17 +51,6 @@ def load(folder):
     return found
 
 
-def assert_same(found, expected):
-    assert set(found) == set(expected)
-    for name, value in expected.items():
-        assert found[name].dtype == value.dtype
-        assert torch.equal(bits(found[name]), bits(value)), name
-
-
-def bits(tensor):
-    return tensor.contiguous().view(torch.uint8)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn], ids=str)
 def test_in_at_any_degree_and_out_again(tmp_path, dtype):
     whole = model(dtype)
@@ -94,8 +61,8 @@ def test_in_at_any_degree_and_out_again(tmp_path, dtype):
         for (name, rank), (offsets, sizes) in pieces_in(ours).items():
             value, dim = whole[name], dim_of(name)
             expected = value if dim is None else value.split(-(-value.shape[dim] // degree), dim)
-            held = bits(value[Piece(offsets, sizes).slices])
-            assert torch.equal(held, bits(value if dim is None else expected[rank])), name
+            held = value[Piece(offsets, sizes).slices]
+            assert_same({name: held}, {name: value if dim is None else expected[rank]})
         assert_same(torch_finds(ours), whole)
         save_huggingface(ours, out)
         assert_same(load(out), whole)
@@ -113,7 +80,7 @@ def test_a_single_file_or_its_folder(tmp_path):
 
 
 def test_files_of_a_size_and_their_index(tmp_path, monkeypatch):
-    monkeypatch.setattr(_formats, "_AT_A_TIME", 300)  # so that tensors are written in pieces
+    monkeypatch.setattr(ezpz_tp._formats, "CHUNK", 300)  # so that tensors are written in pieces
     whole = {**model(), "model.layers.0.mlp.gate_proj.bias": torch.zeros(0)}
     total = sum(value.nbytes for value in whole.values())
     save_huggingface(save(tmp_path / "in", whole), tmp_path / "out", max_shard_size=3000)
@@ -184,78 +151,40 @@ def test_the_plan_comes_before_the_rules_and_keeps_a_vocabulary_padded(tmp_path)
     assert trimmed["lm_head.weight"].shard.full_shape == (40, WIDTH)
 
 
-def first_file(path):
-    return path / "model-00001-of-00003.safetensors"
-
-
-def index_of(path):
-    return path / "model.safetensors.index.json"
-
-
-def remove(path):
-    first_file(path).unlink()
-
-
-def truncate(path):
-    first_file(path).write_bytes(first_file(path).read_bytes()[:-10])
+FIRST, INDEX = "model-00001-of-00003.safetensors", "model.safetensors.index.json"
 
 
 def lose(path):
-    held = safetensors.load_file(first_file(path))
+    held = safetensors.load_file(path / FIRST)
     del held["model.embed_tokens.weight"]
-    safetensors.save_file(held, first_file(path))
+    safetensors.save_file(held, path / FIRST)
 
 
 def add(path):
-    held = safetensors.load_file(first_file(path))
-    safetensors.save_file({**held, "more.norm.weight": torch.ones(3)}, first_file(path))
+    held = safetensors.load_file(path / FIRST)
+    safetensors.save_file({**held, "more.norm.weight": torch.ones(3)}, path / FIRST)
 
 
-def unname(path):
-    said = json.loads(index_of(path).read_text())
-    index_of(path).write_text(json.dumps({"metadata": said["metadata"]}))
-
-
-def scribble(path):
-    index_of(path).write_text("{")
-
-
-def bracket(path):
-    index_of(path).write_text("[]")
-
-
-WRONG = [
-    (remove, r"model-00001-of-00003\.safetensors: there is no such file"),
-    (truncate, r"model-00001-of-00003\.safetensors: has \d+ bytes; expected \d+"),
-    (lose, r"model-00001-of-00003\.safetensors: has no tensor model\.embed_tokens\.weight, which"),
-    (
-        add,
-        (
-            r"model-00001-of-00003\.safetensors: has a tensor more\.norm\.weight of shape \(3,\), "
-            r"which model\.safetensors\.index\.json says is in no file"
-        ),
+WRONG = {
+    rf"{FIRST}: there is no such file": lambda path: (path / FIRST).unlink(),
+    rf"{FIRST}: has \d+ bytes; expected \d+": lambda path: (path / FIRST).write_bytes(
+        (path / FIRST).read_bytes()[:-10]
     ),
-    (unname, r"index\.json: has no weight_map"),
-    (scribble, r"index\.json: not JSON"),
-    (bracket, r"index\.json: holds a list; expected a JSON object"),
-]
+    rf"{FIRST}: has no tensor model\.embed_tokens\.weight, which": lose,
+    rf"{FIRST}: has a tensor more\.norm\.weight of shape \(3,\), which {INDEX} says is in no": add,
+    rf"{INDEX}: has no weight_map": lambda path: (path / INDEX).write_text('{"metadata": {}}'),
+    rf"{INDEX}: not JSON": lambda path: (path / INDEX).write_text("{"),
+    rf"{INDEX}: holds a list; expected a JSON object": lambda path: (path / INDEX).write_text("[]"),
+}
 
 
-@pytest.mark.parametrize(("damage", "message"), WRONG, ids=[each.__name__ for each, _ in WRONG])
-def test_a_wrong_file_is_named_and_nothing_is_written(tmp_path, damage, message):
-    path = save(tmp_path / "in", model())
-    damage(path)
-    for write in (
-        lambda out: reshard(path, out, tp=2),
-        lambda out: save_huggingface(path, out),
-    ):
-        with pytest.raises(ParallelError, match=message):
-            write(tmp_path / "out")
-        assert [each.name for each in tmp_path.iterdir()] == ["in"]
+@pytest.mark.parametrize("message", WRONG, ids=range(len(WRONG)))
+def test_a_wrong_file_is_named_and_nothing_is_written(tmp_path, message):
+    WRONG[message](save(tmp_path / "in", model()))
+    assert_refused(tmp_path, message, partial(reshard, tp=2), save_huggingface)
 
 
 def test_two_tensors_of_one_name(tmp_path):
-    path = save(tmp_path / "in", model())
-    with pytest.raises(ParallelError, match=r"would both be mine"):
-        save_huggingface(path, tmp_path / "out", names=lambda name: "mine")
-    assert [each.name for each in tmp_path.iterdir()] == ["in"]
+    save(tmp_path / "in", model())
+    write = partial(save_huggingface, names=lambda name: "mine")
+    assert_refused(tmp_path, r"would both be mine", write)

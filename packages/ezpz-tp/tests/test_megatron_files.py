@@ -4,12 +4,13 @@ import argparse
 import enum
 import io
 import random
+from functools import partial
 
 import pytest
 import torch
-from files import pieces_in, torch_finds
+from files import assert_refused, assert_same, full, pieces_in, torch_finds, transformer
 
-from ezpz_tp import DegreeError, ParallelError
+from ezpz_tp import ParallelError
 from ezpz_tp._formats import Options
 from ezpz_tp._reshard import open_source, reshard, save_huggingface
 
@@ -44,31 +45,9 @@ def arguments(**others):
 
 def hugging_face(*, gated=True):
     """A whole model by Hugging Face's names, its vocabulary padded."""
-    generator = torch.Generator().manual_seed(1)
-    shapes = {"model.embed_tokens.weight": (PADDED, WIDTH)}
-    for layer in range(LAYERS):
-        shapes |= {
-            f"model.layers.{layer}.{name}": shape
-            for name, shape in {
-                "input_layernorm.weight": (WIDTH,),
-                "self_attn.q_proj.weight": (HEADS * CHANNELS, WIDTH),
-                "self_attn.q_proj.bias": (HEADS * CHANNELS,),
-                "self_attn.k_proj.weight": (GROUPS * CHANNELS, WIDTH),
-                "self_attn.k_proj.bias": (GROUPS * CHANNELS,),
-                "self_attn.v_proj.weight": (GROUPS * CHANNELS, WIDTH),
-                "self_attn.v_proj.bias": (GROUPS * CHANNELS,),
-                "self_attn.o_proj.weight": (WIDTH, HEADS * CHANNELS),
-                "post_attention_layernorm.weight": (WIDTH,),
-                **({"mlp.gate_proj.weight": (INNER, WIDTH)} if gated else {}),
-                "mlp.up_proj.weight": (INNER, WIDTH),
-                "mlp.down_proj.weight": (WIDTH, INNER),
-                "mlp.down_proj.bias": (WIDTH,),
-            }.items()
-        }
-    shapes |= {"model.norm.weight": (WIDTH,), "lm_head.weight": (PADDED, WIDTH)}
-    return {
-        name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()
-    }
+    biases = ("q_proj", "k_proj", "v_proj", "down_proj")
+    found = transformer(LAYERS, WIDTH, HEADS, GROUPS, INNER, PADDED, biases=biases)
+    return {name: value for name, value in found.items() if gated or "gate_proj" not in name}
 
 
 def fused(whole, layer, kind, groups):
@@ -158,21 +137,6 @@ def save(folder, whole, args, *, chunks=1, **others):
     return folder
 
 
-def full(source):
-    found = {}
-    for name, entry in source.entries.items():
-        found[name] = torch.empty(entry.shard.full_shape, dtype=entry.dtype)
-        source.read_into(name, 0, found[name])
-    return found
-
-
-def assert_same(found, expected):
-    assert set(found) == set(expected)
-    for name, value in expected.items():
-        assert found[name].dtype == value.dtype
-        assert torch.equal(found[name], value), name
-
-
 def own(whole, **others):
     """The whole model by Megatron-LM's names, as one rank has it."""
     found = stage(whole, range(LAYERS), 0, 1, **others)
@@ -211,9 +175,7 @@ def test_without_a_gate_and_without_arguments(tmp_path):
     assert_same(full(source), own(whole, gated=False))
     with pytest.raises(ParallelError, match=r"fc1\.weight is one matrix; .*names=\"keep\""):
         save_huggingface(tmp_path / "in", tmp_path / "out")
-    for file in (tmp_path / "in").rglob("*.pt"):
-        held = torch.load(file, weights_only=False)
-        torch.save({"model": held["model"]}, file)
+    without_arguments(tmp_path / "in")
     with pytest.raises(
         ParallelError, match=r"decoder\.layers\.0\.mlp\.linear_fc1\.weight \[16, 24\]"
     ):
@@ -225,9 +187,7 @@ def test_without_a_gate_and_without_arguments(tmp_path):
 def test_the_plan_says_what_the_arguments_do_not(tmp_path):
     whole = hugging_face()
     path = save(tmp_path / "in", whole, arguments())
-    for file in path.rglob("*.pt"):
-        held = torch.load(file, weights_only=False)
-        torch.save({"model": held["model"]}, file)
+    without_arguments(path)
     found = full(open_source(path, Options({"*.linear_fc1.weight": (0, 2)})))
     assert_same(found, own(whole))
     sizes = Options({"*.linear_fc1.weight": (0, (INNER, INNER))})
@@ -297,145 +257,109 @@ def file_of(path, name="mp_rank_01_001"):
     return path / "iter_0000010" / name / "model_optim_rng.pt"
 
 
-def change(path, edit, name="mp_rank_01_001"):
-    held = torch.load(file_of(path, name), weights_only=False)
-    edit(held)
-    torch.save(held, file_of(path, name))
+LAST = ("mp_rank_01_001",)
+STAGE = ("mp_rank_00_001", "mp_rank_01_001")
+ALL = ("mp_rank_00_000", "mp_rank_01_000", *STAGE)
 
 
-def change_all(path, edit):
+def changed(names, edit):
+    """Change what some files hold."""
+
+    def change(path):
+        for name in names:
+            held = torch.load(file_of(path, name), weights_only=False)
+            edit(held)
+            torch.save(held, file_of(path, name))
+
+    return change
+
+
+def with_tensor(names, name, value):
+    return changed(names, lambda held: held["model"].update({name: value}))
+
+
+def with_arguments(**said):
+    return changed(ALL, lambda held: vars(held["args"]).update(said))
+
+
+def without_arguments(path):
     for file in path.rglob("*.pt"):
-        change(path, edit, file.parent.name)
-
-
-def remove(path):
-    file_of(path).unlink()
-
-
-def remove_folder(path):
-    file_of(path).unlink()
-    file_of(path).parent.rmdir()
+        torch.save({"model": torch.load(file, weights_only=False)["model"]}, file)
 
 
 def add_folder(path):
     file_of(path).parent.rename(file_of(path, "mp_rank_02_001").parent)
-    (path / "iter_0000010" / "mp_rank_01_001").mkdir()
+    file_of(path).parent.mkdir()
 
 
-def truncate(path):
-    file_of(path).write_bytes(file_of(path).read_bytes()[:-100])
+def differ(held):
+    held["model"]["decoder.layers.0.self_attention.linear_qkv.layer_norm_weight"][0].add_(1)
 
 
-def lose(path):
-    change(path, lambda held: held["model"].pop("decoder.layers.1.mlp.linear_fc2.weight"))
-
-
-def reshape(path):
-    fc2 = {"decoder.layers.1.mlp.linear_fc2.weight": torch.zeros(24, 15).bfloat16()}
-    change(path, lambda held: held["model"].update(fc2))
-
-
-def differ(path):
-    name = "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight"
-    change(path, lambda held: held["model"][name][0].add_(1))
-
-
-def forget(path):
-    change(path, lambda held: held.pop("model"))
-
-
-def forget_all(path):
-    change_all(path, lambda held: held.pop("model"))
-
-
-def age(path):
-    change_all(path, lambda held: held.update(checkpoint_version=1.0))
-
-
-def nest(path):
-    model = {"language_model": {"encoder": {"layers.0.a": torch.ones(3)}}}
-    change_all(path, lambda held: held.update(model=model))
-
-
-def experts(path):
-    change_all(path, lambda held: setattr(held["args"], "expert_model_parallel_size", 2))
-
-
-def expert_folder(path):
-    file_of(path).parent.rename(path / "iter_0000010" / "mp_rank_01_001_000")
-
-
-def more_chunks(path):
-    for name in ("mp_rank_00_001", "mp_rank_01_001"):
-        change(path, lambda held: held.update(model0=held.pop("model"), model1={}), name)
-
-
-def twice(path):
-    table = {"embedding.word_embeddings.weight": torch.ones(32, 24).bfloat16()}
-    for name in ("mp_rank_00_001", "mp_rank_01_001"):
-        change(path, lambda held: held["model"].update(table), name)
-
-
-def untie(path):
-    change_all(
-        path, lambda held: setattr(held["args"], "untie_embeddings_and_output_weights", False)
-    )
-
-
-def move(path):
-    (path / "latest_checkpointed_iteration.txt").write_text("20")
-
-
-WRONG = [
-    (remove, r"mp_rank_01_001/model_optim_rng\.pt: there is no such file"),
-    (remove_folder, r"mp_rank_01_001/model_optim_rng\.pt: there is no such file"),
-    (add_folder, r"iter_0000010: 5 mp_rank folders; expected 4, .*tensor 2 x pipeline 2"),
-    (truncate, r"mp_rank_01_001/model_optim_rng\.pt: \d+ bytes .*truncated"),
-    (
-        lose,
-        (
-            r"mp_rank_01_001/.*'model': has no tensor decoder\.layers\.1\.mlp\.linear_fc2\.weight; "
-            r"expected one of shape \(24, 16\), as .*mp_rank_00_001"
-        ),
+FC2, TABLE = "decoder.layers.1.mlp.linear_fc2.weight", "embedding.word_embeddings.weight"
+OF_THE_PAST = {"language_model": {"encoder": {"layers.0.a": torch.ones(3)}}}
+WRONG = {
+    r"mp_rank_01_001/model_optim_rng\.pt: there is no such file": lambda path: file_of(
+        path
+    ).unlink(),
+    r"rank_01_001/model_optim_rng\.pt: there is no such file": lambda path: (
+        file_of(path).rename(path / "elsewhere.pt"),
+        file_of(path).parent.rmdir(),
     ),
-    (
-        reshape,
-        (
-            r"mp_rank_01_001/.*: tensor decoder\.layers\.3\.mlp\.linear_fc2\.weight has shape "
-            r"\(24, 15\) and dtype torch\.bfloat16; expected \(24, 16\) and torch\.bfloat16"
-        ),
+    r"iter_0000010: 5 mp_rank folders; expected 4, .*tensor 2 x pipeline 2": add_folder,
+    r"mp_rank_01_001/model_optim_rng\.pt: \d+ bytes .*truncated": lambda path: file_of(
+        path
+    ).write_bytes(file_of(path).read_bytes()[:-100]),
+    r"mp_rank_01_001/.*'model': has no tensor decoder\.layers\.1\.mlp\.linear_fc2\.weight; "
+    r"expected one of shape \(24, 16\), as .*mp_rank_00_001": changed(
+        LAST, lambda held: held["model"].pop(FC2)
     ),
-    (
-        differ,
-        (
-            r"mp_rank_01_001/.*: tensor decoder\.layers\.2\.self_attention\.linear_qkv\."
-            r"layer_norm_weight of shape \(24,\) is not that of .*mp_rank_00_001"
-        ),
+    r"mp_rank_01_001/.*: tensor decoder\.layers\.3\.mlp\.linear_fc2\.weight has shape "
+    r"\(24, 15\) and dtype torch\.bfloat16; expected \(24, 16\) and torch\.bfloat16": with_tensor(
+        LAST, FC2, torch.zeros(24, 15).bfloat16()
     ),
-    (forget, r"mp_rank_01_001/.*: has no 'model', only 'args', 'checkpoint_version'"),
-    (forget_all, r"mp_rank_00_000/.*: has 'args', 'checkpoint_version', .*; expected 'model'"),
-    (age, r"checkpoint_version 1\.0, .*expected 2\.0 or later"),
-    (nest, r"'model' is not a state dict of Megatron Core"),
-    (experts, r"expert_model_parallel_size=2; files of expert parallelism are not supported"),
-    (expert_folder, r"mp_rank_01_001_000: expected mp_rank_TT, or mp_rank_TT_PPP"),
-    (more_chunks, r"mp_rank_00_001/.*: 2 chunks of the model; expected 1"),
-    (twice, r"embedding\.word_embeddings\.weight is in an earlier stage too"),
-    (untie, r"tensor output_layer\.weight of shape \(32, 24\) is not that of .*mp_rank_00_000"),
-    (move, r"iter_0000020: there are no mp_rank_NN folders .* says '20'"),
-]
+    r"mp_rank_01_001/.*: tensor decoder\.layers\.2\.self_attention\.linear_qkv\.layer_norm_weight "
+    r"of shape \(24,\) is not that of .*mp_rank_00_001": changed(LAST, differ),
+    r"mp_rank_01_001/.*: has no 'model', only 'args', 'checkpoint_version'": changed(
+        LAST, lambda held: held.pop("model")
+    ),
+    r"mp_rank_00_000/.*: has 'args', 'checkpoint_version', .*; expected 'model'": changed(
+        ALL, lambda held: held.pop("model")
+    ),
+    r"checkpoint_version 1\.0, .*expected 2\.0 or later": changed(
+        ALL, lambda held: held.update(checkpoint_version=1.0)
+    ),
+    r"'model' is not a state dict of Megatron Core": changed(
+        ALL, lambda held: held.update(model=OF_THE_PAST)
+    ),
+    r"expert_model_parallel_size=2; files of expert parallelism are not supported": (
+        with_arguments(expert_model_parallel_size=2)
+    ),
+    r"mp_rank_01_001_000: expected mp_rank_TT, or mp_rank_TT_PPP": lambda path: file_of(
+        path
+    ).parent.rename(path / "iter_0000010" / "mp_rank_01_001_000"),
+    r"mp_rank_00_001/.*: 2 chunks of the model; expected 1": changed(
+        STAGE, lambda held: held.update(model0=held.pop("model"), model1={})
+    ),
+    r"embedding\.word_embeddings\.weight is in an earlier stage too": with_tensor(
+        STAGE, TABLE, torch.ones(32, 24).bfloat16()
+    ),
+    r"tensor output_layer\.weight of shape \(32, 24\) is not that of .*mp_rank_00_000": (
+        with_arguments(untie_embeddings_and_output_weights=False)
+    ),
+    r"iter_0000020: there are no mp_rank_NN folders .* says '20'": lambda path: (
+        path / "latest_checkpointed_iteration.txt"
+    ).write_text("20"),
+    r"mp_rank_00_000/.*: holds a list; expected a dict with 'model'": lambda path: torch.save(
+        [1, 2], file_of(path, "mp_rank_00_000")
+    ),
+}
 
 
-@pytest.mark.parametrize(("damage", "message"), WRONG, ids=[each.__name__ for each, _ in WRONG])
-def test_a_wrong_file_is_named_and_nothing_is_written(tmp_path, damage, message):
-    path = save(tmp_path / "in", hugging_face(), arguments())
-    damage(path)
-    for write in (
-        lambda out: reshard(path, out, tp=1),
-        lambda out: save_huggingface(path, out),
-    ):
-        with pytest.raises(ParallelError, match=message):
-            write(tmp_path / "out")
-        assert [each.name for each in tmp_path.iterdir()] == ["in"]
+@pytest.mark.parametrize("message", WRONG, ids=range(len(WRONG)))
+def test_a_wrong_file_is_named_and_nothing_is_written(tmp_path, message):
+    WRONG[message](save(tmp_path / "in", hugging_face(), arguments()))
+    assert_refused(tmp_path, message, partial(reshard, tp=1), save_huggingface)
 
 
 @pytest.mark.parametrize(
@@ -460,13 +384,10 @@ def test_deepspeeds_files_are_not_megatrons(tmp_path):
 
 def test_options_that_do_not_fit(tmp_path):
     path = save(tmp_path / "in", hugging_face(), arguments())
-    with pytest.raises(ParallelError, match=r"vocab_size=65; expected 1 to 64: .*word_embeddings"):
-        reshard(path, tmp_path / "out", tp=1, vocab_size=65)
-    with pytest.raises(DegreeError, match=r"layers\.0.* does not divide: .*over degree 5"):
-        reshard(path, tmp_path / "out", tp=5)
-    change_all(path, lambda held: setattr(held["args"], "num_query_groups", 4))
-    with pytest.raises(
-        ParallelError, match=r"linear_qkv\.weight has 64 rows; .* 2 x 4 groups of 8"
-    ):
-        save_huggingface(path, tmp_path / "out")
-    assert [each.name for each in tmp_path.iterdir()] == ["in"]
+    message = r"vocab_size=65; expected 1 to 64: .*word_embeddings"
+    assert_refused(tmp_path, message, partial(reshard, tp=1, vocab_size=65))
+    message = r"layers\.0.* does not divide: .*over degree 5"
+    assert_refused(tmp_path, message, partial(reshard, tp=5))
+    with_arguments(num_query_groups=4)(path)
+    message = r"linear_qkv\.weight has 64 rows; .* 2 x 4 groups of 8"
+    assert_refused(tmp_path, message, save_huggingface)

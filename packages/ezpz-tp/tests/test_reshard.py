@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from files import INDEX, pieces_in, torch_finds, write_old_shards
+from files import INDEX, pieces_in, torch_finds, write_old_shards, write_tensors
 from test_state_dict import Model, Stage, adam_of, assert_same
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -26,11 +26,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 import ezpz_tp
-from ezpz_tp import DegreeError, ParallelError, _reshard, reshard
-from ezpz_tp._formats.safetensors import TensorFile, TensorWriter
+from ezpz_tp import DegreeError, ParallelError, Piece, _reshard, reshard
+from ezpz_tp._formats.safetensors import open_safetensors
 from ezpz_tp._reshard import open_source
-from ezpz_tp._shard import Entry, Held, Shard
-from ezpz_tp._state_dict import gather_state_dict, survey
+from ezpz_tp._shard import Entry, Shard
+from ezpz_tp._state_dict import Held, gather_state_dict, survey
 from ezpz_tp.testing import run_ranks
 
 pytestmark = [
@@ -151,10 +151,10 @@ def test_pieces_of_several_dims_are_read(tmp_path):
     boxes = [((a, b), (4 - a // 2, n)) for a in (0, 4) for b, n in ((0, 5), (5, 3))]
     write_by_hand(tmp_path / "in", full, boxes)
     source = open_source(tmp_path / "in")
-    for start, stop in ((0, 6), (1, 5), (3, 4)):
-        out = torch.zeros(stop - start, 8)
-        source.read_into("weight", start, out)
-        assert torch.equal(out, full[start:stop])
+    for box in (Piece((0, 0), (6, 8)), Piece((1, 0), (4, 8)), Piece((3, 2), (1, 5))):
+        out = torch.zeros(box.sizes)
+        source.read("weight", box, out)
+        assert torch.equal(out, full[box.slices])
     reshard(tmp_path / "in", tmp_path / "out", tp=2)
     assert torch.equal(torch_finds(tmp_path / "out")["weight"], full)
 
@@ -220,12 +220,10 @@ def saved(tmp_path):
 
 def rewrite(path, change, metadata=None):
     """Write a file again with other tensors."""
-    file = TensorFile.open(path)
-    tensors = {name: torch.ones(s.shape, dtype=s.dtype) for name, s in file.tensors.items()}
+    stored, old = open_safetensors(path)
+    tensors = {name: torch.ones(one.shape, dtype=one.dtype) for name, one in stored.items()}
     change(tensors)
-    said = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    with TensorWriter(path, said, metadata or file.metadata):
-        pass
+    write_tensors(path, tensors, metadata or old)
 
 
 def change_index(path, change):
@@ -275,7 +273,7 @@ DAMAGES = {
     rf"{INDEX}: is of format 'ezpz_tp shards', version 2; expected .* version 1": lambda path: (
         change_index(path, lambda said: said.update(version=2))
     ),
-    rf"{INDEX}: it is no JSON": lambda path: (path / INDEX).write_text("{"),
+    rf"{INDEX}: not JSON": lambda path: (path / INDEX).write_text("{"),
     rf"{INDEX}: .*ValueError.'{LAYER} is on stages \(1,\) of 1": lambda path: change_index(
         path, lambda said: said["tensors"][LAYER].update(stages=[1])
     ),
@@ -342,10 +340,10 @@ class Failing:
         self.metadata = {}
         self.entries = {name: Entry(name, torch.float32, Shard((4,))) for name in ("a", "b")}
 
-    def read_into(self, name, start, out):
+    def read(self, name, box, out):
         if name == "b":
             raise OSError("Input/output error")
-        out.fill_(start)
+        out.fill_(box.offsets[0])
 
 
 def test_an_error_in_the_middle_leaves_nothing(tmp_path, monkeypatch):

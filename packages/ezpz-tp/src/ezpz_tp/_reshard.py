@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Self
 
 from ._errors import DegreeError, ParallelError
-from ._formats import Options, Source, Way, format_of, llama, renamed
+from ._formats import Options, Rearranged, Source, Way, format_of, llama, new_folder
 from ._formats.dcp import write_dcp
 from ._formats.huggingface import write_huggingface
 from ._formats.llama import write_llama
-from ._formats.stretches import new_folder
 from ._shard import Entry
 
 
@@ -68,7 +67,7 @@ def reshard(
     source = open_source(path_in, Options(plan, vocab_size))
     for entry in source.entries.values():
         entry.check(tp)
-    with new_folder(path_out) as folder, _Progress(source, enabled=progress) as done:
+    with new_folder(path_out) as folder, _progress(source, enabled=progress) as done:
         write_dcp(source, folder, tp, done)
 
 
@@ -106,7 +105,10 @@ def save_huggingface(
     """
     source = open_source(path_in, Options(plan, vocab_size))
     if callable(names):
-        source = renamed(source, names)
+        made = Rearranged(source)
+        for name in source.entries:
+            made.add(names(name), name)
+        source = made
     elif names == "huggingface":
         translate = format_of(Path(path_in)).as_huggingface
         source = translate(source) if translate else source
@@ -152,34 +154,25 @@ def open_source(path: str | Path, options: Options | None = None) -> Source:
     return format_of(Path(path)).open(Path(path), options or Options())
 
 
-class _Progress:
-    """Shows on a terminal how many tensors are done, in one line that goes at the end."""
+@contextmanager
+def _progress(source: Source, *, enabled: bool) -> Iterator[Callable[[Entry], None]]:
+    """Show on a terminal how many tensors are done, in one line that goes at the end."""
+    entries = source.entries.values()
+    total, tensors, size = sum(entry.nbytes for entry in entries), 0, 0
 
-    def __init__(self, source: Source, *, enabled: bool) -> None:
-        self.shown = enabled and sys.stderr.isatty()
-        self.tensors = len(source.entries)
-        self.bytes = sum(entry.nbytes for entry in source.entries.values())
-        self.tensors_done = self.bytes_done = 0
-
-    def __call__(self, entry: Entry) -> None:
-        self.tensors_done += 1
-        self.bytes_done += entry.nbytes
-        if self.shown:
+    def done(entry: Entry) -> None:
+        nonlocal tensors, size
+        tensors, size = tensors + 1, size + entry.nbytes
+        if shown:
             sys.stderr.write(
-                f"\rresharding: {self.tensors_done} of {self.tensors} tensors, "
-                f"{self.bytes_done / 1e9:.1f} of {self.bytes / 1e9:.1f} GB"
+                f"\rresharding: {tensors} of {len(entries)} tensors, "
+                f"{size / 1e9:.1f} of {total / 1e9:.1f} GB"
             )
             sys.stderr.flush()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.shown:
+    shown = enabled and sys.stderr.isatty()
+    try:
+        yield done
+    finally:
+        if shown:
             sys.stderr.write("\r\x1b[K")
-
-
-# Writes full tensors as Hugging Face has them, and shards as Meta's Llama has them.
-
-_PIECE = 64 << 20
-"""Bytes of a tensor that are held at a time."""

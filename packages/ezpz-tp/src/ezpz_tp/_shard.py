@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -52,8 +54,15 @@ class Piece(NamedTuple):
 
     def within(self, outer: Piece) -> Piece:
         """Return the same box, counted from where another begins."""
-        offsets = zip(self.offsets, outer.offsets, strict=True)
-        return Piece(tuple(own - first for own, first in offsets), self.sizes)
+        return self.moved([-first for first in outer.offsets])
+
+    def moved(self, by: Sequence[int]) -> Piece:
+        """Return a box of the same sizes, elsewhere."""
+        return Piece(tuple(map(operator.add, self.offsets, by)), self.sizes)
+
+
+def whole(shape: Sequence[int]) -> Piece:
+    return Piece((0,) * len(shape), tuple(shape))
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,15 +163,12 @@ class Shard:
         self._check(index, degree)
         if self.dim is None:
             return ((0, 0, self.full_shape[0] if self.full_shape else 1),)
-        if not self.blocks:
-            start, stop = vocabulary_range(self.size, index, degree)
-            return ((0, start, stop - start),) if stop > start else ()
         found, local, full = [], 0, 0
-        for block in self.blocks:
-            each = block // degree
-            if each:
-                found.append((local, full + index * each, each))
-            local, full = local + each, full + block
+        for block in self.blocks or (self.size,):
+            start, stop = vocabulary_range(block, index, degree)
+            if stop > start:
+                found.append((local, full + start, stop - start))
+            local, full = local + stop - start, full + block
         return tuple(found)
 
     def boxes(
@@ -175,20 +181,19 @@ class Shard:
             degree: Number of those ranks.
             held: What there is of the local tensor, as of a DTensor's; None: all.
         """
-        local = held or Piece((0,) * len(self.full_shape), self.local_shape(index, degree))
+        local = held or whole(self.local_shape(index, degree))
         if self.dim is None:
             return [(local, local)]
         found, dim = [], self.dim
         before, after = slice(dim), slice(dim + 1, None)
         for begin, full, length in self.pieces(index, degree):
-            held_here = Piece(
+            stretch = Piece(
                 (*local.offsets[before], begin, *local.offsets[after]),
                 (*local.sizes[before], length, *local.sizes[after]),
             )
-            if own := local.overlap(held_here):
-                moved = own.offsets[dim] + full - begin
-                whole = Piece((*own.offsets[before], moved, *own.offsets[after]), own.sizes)
-                found.append((own, whole))
+            if own := local.overlap(stretch):
+                by = [(full - begin) * (each == dim) for each in range(len(self.full_shape))]
+                found.append((own, own.moved(by)))
         return found
 
     def _check(self, index: int, degree: int) -> None:
@@ -224,31 +229,26 @@ def shard_of(parameter: Tensor, degree: int | None = None) -> Shard | None:
         None where a parameter is split, the size of the whole is not said, and neither is
         ``degree``.
     """
-    said = hasattr(parameter, "full_shape") or getattr(parameter, "partition_dim", -1) < 0
-    if degree is None and not said and getattr(parameter, "tensor_model_parallel", False):
-        return None
-    return shard_at(parameter, degree or 1)
-
-
-def shard_at(parameter: Tensor, degree: int) -> Shard:
     dim: int = getattr(parameter, "partition_dim", -1)
     full_shape: tuple[int, ...] | None = getattr(parameter, "full_shape", None)
     if full_shape is not None:
         blocks = getattr(parameter, "partition_blocks", ())
         padded = getattr(parameter, "partition_padded", False)
         return Shard(full_shape, dim if dim >= 0 else None, blocks, padded)
-    whole = list(parameter.shape)
+    full = list(parameter.shape)
     if dim < 0:
-        return Shard(tuple(whole))
+        return Shard(tuple(full))
     if getattr(parameter, "tensor_model_parallel", False):
-        whole[dim] *= degree
+        if degree is None:
+            return None
+        full[dim] *= degree
     stride = getattr(parameter, "partition_stride", 1)
-    if whole[dim] % stride:
+    if full[dim] % stride:
         raise DegreeError(
             f"a parameter of shape {tuple(parameter.shape)} has partition_stride {stride}, which "
-            f"does not divide {whole[dim]}, the whole dim {dim}"
+            f"does not divide {full[dim]}, the whole dim {dim}"
         )
-    return Shard(tuple(whole), dim, (whole[dim] // stride,) * stride if stride > 1 else ())
+    return Shard(tuple(full), dim, (full[dim] // stride,) * stride if stride > 1 else ())
 
 
 def set_shard(parameter: Tensor, shard: Shard, degree: int | None = None) -> None:
@@ -317,19 +317,12 @@ class Entry:
             raise DegreeError(f"{self.name!r}: {error}") from error
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
-    """A full tensor, and the pipeline stages that hold it: more than one where it is tied."""
-
-    entry: Entry
-    stages: tuple[int, ...]
-
-
 OPTIMIZER = "optimizer/"
 
 
-def optimizer_name(parameter: str, key: str) -> str:
-    return f"{OPTIMIZER}{parameter}/{key}"
+def optimizer_name(parameter: str, key: str | None) -> str:
+    """Return the name of what an optimizer has of a parameter; of the parameter itself for None."""
+    return parameter if key is None else f"{OPTIMIZER}{parameter}/{key}"
 
 
 def parameter_of(name: str) -> tuple[str, str | None]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from ._groups import live_world
 from ._init import sending_device
 from ._mappings import all_gather, broadcast_
 from ._ranks import AXES
-from ._shard import Entry, Held, Shard, optimizer_name, parameter_of, shard_at
+from ._shard import Entry, Shard, optimizer_name, parameter_of, shard_of
 from ._state import ParallelState
 
 # What ranks tell each other about their shards: words, and the parts of one tensor.
@@ -58,12 +59,9 @@ def all_or_none(state: ParallelState) -> Iterator[None]:
     cause: Exception | None = None
     try:
         yield
-    except ParallelError as caught:
-        error = cause = caught
-    except OSError as caught:
-        error, cause = ParallelError(str(caught)), caught
     except Exception as caught:  # noqa: BLE001 - whatever it is, the other ranks wait for word
-        error, cause = ParallelError(f"{type(caught).__name__}: {caught}"), caught
+        cause, said = caught, f"{type(caught).__name__}: {caught}"
+        error = caught if isinstance(caught, ParallelError) else ParallelError(said)
     for rank, told in tell_all((state.rank, error), state):
         if told is not None:
             raise type(told)(f"rank {rank}: {told}") from cause
@@ -94,8 +92,8 @@ def gather_full(
     full = torch.empty(shard.full_shape, dtype=local.dtype, device=device or parts.device)
     for index, bytes_ in enumerate(parts.chunk(degree)):
         part = bytes_.view(local.dtype).view(local.shape)
-        for start, into, length in shard.pieces(index, degree):
-            full.narrow(shard.dim, into, length).copy_(part.narrow(shard.dim, start, length))
+        for own, into in shard.boxes(index, degree):
+            full[into.slices].copy_(part[own.slices])
     return full
 
 
@@ -160,18 +158,6 @@ def names_of(optimizer: Optimizer, module: nn.Module) -> dict[nn.Parameter, str]
     return found
 
 
-def state_of(
-    optimizer: Optimizer, module: nn.Module
-) -> Iterator[tuple[str, nn.Parameter, str, Any]]:
-    """Yield name, parameter, key and value of an optimizer's state, in the module's order."""
-    names = names_of(optimizer, module)
-    for parameter in module.parameters():
-        if parameter in names:
-            # Not state[...]: it makes an entry where there is none.
-            for key, value in optimizer.state.get(parameter, {}).items():
-                yield names[parameter], parameter, key, value
-
-
 def groups_of(optimizer: Optimizer, module: nn.Module) -> list[Group]:
     """Return an optimizer's groups with names in the place of parameters."""
     names = names_of(optimizer, module)
@@ -226,19 +212,6 @@ def groups_for(saved: Sequence[Group], optimizer: Optimizer, module: nn.Module) 
     return found
 
 
-def set_groups(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Set hyperparameters; a tensor stays a tensor and a tuple a tuple."""
-    for group, wanted in zip(optimizer.param_groups, groups, strict=True):
-        for key, value in wanted.items():
-            before = group.get(key)
-            if isinstance(before, Tensor) and not isinstance(value, Tensor):
-                group[key] = torch.tensor(value, dtype=before.dtype, device=before.device)
-            elif isinstance(before, tuple):
-                group[key] = tuple(value)
-            else:
-                group[key] = value
-
-
 def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return float(one) == float(other)
@@ -260,40 +233,40 @@ class Part:
 class Parts:
     """All that one rank holds."""
 
-    tensors: dict[str, Part] = field(default_factory=dict)
-    values: dict[str, Any] = field(default_factory=dict)
-    groups: list[Group] | None = None
+    tensors: dict[str, Part]
+    values: dict[str, Any]
+    groups: list[Group] | None
 
 
 def parts_of(module: nn.Module, optimizer: Optimizer | None, state: ParallelState) -> Parts:
     """Return what this rank holds. Nothing is copied or sent."""
-    index, degree = state.index("tensor"), state.size("tensor")
-    found = Parts()
+    found = Parts({}, {}, None if optimizer is None else groups_of(optimizer, module))
     owners = owners_of(module)
     for name, value in module.state_dict().items():
         if isinstance(value, Tensor):
-            shard = shard_in(name, owners.get(name, value), state)
-            found.tensors[name] = part_of(name, value, shard, index, degree)
+            found.tensors[name] = part_of(name, value, owners.get(name, value), state)
         else:
             found.values[name] = value
-    if optimizer is None:
-        return found
-    for name, parameter, key, value in state_of(optimizer, module):
-        entry = optimizer_name(name, key)
-        if not isinstance(value, Tensor):
-            found.values[entry] = value
-        elif value.shape == parameter.shape:
-            shard = shard_in(name, parameter, state)
-            found.tensors[entry] = part_of(entry, value, shard, index, degree)
-        elif value.numel() == 1:
-            found.tensors[entry] = part_of(entry, value, Shard(tuple(value.shape)), index, degree)
-        else:
-            raise ParallelError(
-                f"{key!r} of {name!r} in the optimizer has shape {tuple(value.shape)}; expected "
-                f"that of its parameter, {tuple(parameter.shape)}, or one number: how it is split "
-                "cannot be told, so it cannot change its degree"
-            )
-    return Parts(found.tensors, found.values, groups_of(optimizer, module))
+    names = {} if optimizer is None else names_of(optimizer, module)
+    for parameter in module.parameters():
+        # Not state[...]: it makes an entry where there is none.
+        kept = optimizer.state.get(parameter, {}) if optimizer and parameter in names else {}
+        for key, value in kept.items():
+            name = optimizer_name(names[parameter], key)
+            if not isinstance(value, Tensor):
+                found.values[name] = value
+            elif value.shape == parameter.shape:
+                found.tensors[name] = part_of(name, value, parameter, state)
+            elif value.numel() == 1:
+                found.tensors[name] = part_of(name, value, value, state)
+            else:
+                raise ParallelError(
+                    f"{key!r} of {names[parameter]!r} in the optimizer has shape "
+                    f"{tuple(value.shape)}; expected that of its parameter, "
+                    f"{tuple(parameter.shape)}, or one number: how it is split cannot be told, so "
+                    "it cannot change its degree"
+                )
+    return found
 
 
 def owners_of(module: nn.Module) -> dict[str, Tensor]:
@@ -313,11 +286,15 @@ def shard_in(name: str, parameter: Tensor, state: ParallelState) -> Shard:
             f"{name!r} is an expert's (allreduce is False), split over expert groups; only "
             "parameters split over the tensor group can change their degree"
         )
-    return shard_at(parameter, state.size("tensor"))
+    shard = shard_of(parameter, state.size("tensor"))
+    assert shard is not None  # a degree was given
+    return shard
 
 
-def part_of(name: str, tensor: Tensor, shard: Shard, index: int, degree: int) -> Part:
+def part_of(name: str, tensor: Tensor, owner: Tensor, state: ParallelState) -> Part:
     """Return a tensor as a rank's part of another, after a look at it."""
+    index, degree = state.index("tensor"), state.size("tensor")
+    shard = shard_in(parameter_of(name)[0], owner, state)
     if hasattr(tensor, "device_mesh"):
         raise ParallelError(
             f"{name!r} is a DTensor: its parts are spread over data-parallel ranks too. Save and "
@@ -343,6 +320,14 @@ def part_of(name: str, tensor: Tensor, shard: Shard, index: int, degree: int) ->
 
 
 # What all ranks hold together: the whole model, as they agree on it.
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A full tensor, and the pipeline stages that hold it: more than one where it is tied."""
+
+    entry: Entry
+    stages: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,10 +408,8 @@ def _digest(tensor: Tensor) -> bytes:
     """Return a hash of a tensor's bytes."""
     found = hashlib.blake2b(digest_size=16)
     for piece in flat_bytes(tensor).split(16 << 20):
-        if len(piece):
-            buffer = bytearray(len(piece))
-            torch.frombuffer(buffer, dtype=torch.uint8).copy_(piece)
-            found.update(buffer)
+        held = piece.cpu()
+        found.update(ctypes.string_at(held.data_ptr(), len(held)))
     return found.digest()
 
 
@@ -491,7 +474,10 @@ def gather_state_dict(
     if not keep:
         return {}
     full |= whole.values
-    return full if whole.groups is None else _nested(full, whole.groups)
+    if whole.groups is None:
+        return full
+    model, states = nested(full)
+    return {"model": model, "optimizer": {"state": states, "param_groups": whole.groups}}
 
 
 def shard_state_dict(
@@ -521,12 +507,7 @@ def shard_state_dict(
         ParallelError: ``full`` has no optimizer's state, and one is asked for.
     """
     state = state_or_alone(state)
-    if optimizer is not None and set(full) != {"model", "optimizer"}:
-        raise ParallelError(
-            f"shard_state_dict: expected {{'model', 'optimizer'}}, as gather_state_dict(..., "
-            f"optimizer=...) returns them, and found {sorted(full)[:5]}"
-        )
-    tensors = full if optimizer is None else full["model"]
+    tensors, saved = with_optimizer(full, optimizer, "shard_state_dict", "gather_state_dict")
     owners = owners_of(module)
     own = module.state_dict()
     model: dict[str, Any] = {}
@@ -537,10 +518,7 @@ def shard_state_dict(
             model[name] = value
     if optimizer is None:
         return model
-    return {
-        "model": model,
-        "optimizer": _cut_optimizer(full["optimizer"], module, optimizer, state),
-    }
+    return {"model": model, "optimizer": _cut_optimizer(saved, module, optimizer, state)}
 
 
 def cut(name: str, full: Tensor, parameter: Tensor, state: ParallelState) -> Tensor:
@@ -554,12 +532,12 @@ def cut(name: str, full: Tensor, parameter: Tensor, state: ParallelState) -> Ten
     index, degree = state.index("tensor"), state.size("tensor")
     if shard.dim is None or degree == 1:
         return full
-    shape, pieces = shard.local_shape(index, degree), shard.pieces(index, degree)
-    if len(pieces) == 1 and pieces[0][2] == shape[shard.dim]:
-        return full.narrow(shard.dim, *pieces[0][1:])
+    shape, boxes = shard.local_shape(index, degree), shard.boxes(index, degree)
+    if len(boxes) == 1 and boxes[0][1].sizes == shape:
+        return full[boxes[0][1].slices]
     part = full.new_zeros(shape)
-    for into, start, length in pieces:
-        part.narrow(shard.dim, into, length).copy_(full.narrow(shard.dim, start, length))
+    for own, box in boxes:
+        part[own.slices].copy_(full[box.slices])
     return part
 
 
@@ -567,14 +545,12 @@ def _cut_optimizer(
     full: Mapping[str, Any], module: nn.Module, optimizer: Optimizer, state: ParallelState
 ) -> dict[str, Any]:
     names = names_of(optimizer, module)
-    numbers: dict[nn.Parameter, int] = {}
-    groups = []
-    for group, said in zip(
-        optimizer.param_groups, groups_for(full["param_groups"], optimizer, module), strict=True
-    ):
-        for parameter in group["params"]:
-            numbers[parameter] = len(numbers)
-        groups.append({**said, "params": [numbers[parameter] for parameter in group["params"]]})
+    numbers = {parameter: number for number, parameter in enumerate(names)}
+    saved = groups_for(full["param_groups"], optimizer, module)
+    groups = [
+        {**said, "params": [numbers[parameter] for parameter in group["params"]]}
+        for group, said in zip(optimizer.param_groups, saved, strict=True)
+    ]
     states: dict[int, dict[str, Any]] = {}
     for parameter, number in numbers.items():
         for key, value in full["state"].get(names[parameter], {}).items():
@@ -588,13 +564,28 @@ def _cut_optimizer(
     return {"state": states, "param_groups": groups}
 
 
-def _nested(full: Mapping[str, Any], groups: list[Group]) -> dict[str, Any]:
+def nested(found: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Return what is a model's by name, and what is an optimizer's by parameter and key."""
     model: dict[str, Any] = {}
     states: dict[str, dict[str, Any]] = {}
-    for name, value in full.items():
+    for name, value in found.items():
         parameter, key = parameter_of(name)
         if key is None:
             model[name] = value
         else:
             states.setdefault(parameter, {})[key] = value
-    return {"model": model, "optimizer": {"state": states, "param_groups": groups}}
+    return model, states
+
+
+def with_optimizer(
+    held: Mapping[str, Any], optimizer: Optimizer | None, caller: str, maker: str
+) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Return what is the model's, and what is the optimizer's if there is one."""
+    if optimizer is None:
+        return held, {"state": {}, "param_groups": {}}
+    if set(held) != {"model", "optimizer"}:
+        raise ParallelError(
+            f"{caller}: expected {{'model', 'optimizer'}}, as {maker}(..., optimizer=...) returns "
+            f"them, and found {sorted(held)[:5]}"
+        )
+    return held["model"], held["optimizer"]

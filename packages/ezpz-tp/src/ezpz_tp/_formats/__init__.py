@@ -1,17 +1,26 @@
-"""Full tensors in files of any format: one module a format, each read a piece at a time.
+"""Full tensors in files of any format: one module a format, which reads and writes pieces.
 
 A module here with a ``FORMAT`` is a format that can be read; adding one means adding a file.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib
+import json
+import math
+import operator
+import os
 import pkgutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import secrets
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import IO, Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,13 +28,155 @@ from torch import Tensor
 from ezpz_tp._errors import DegreeError, ParallelError
 from ezpz_tp._shard import Entry, Piece, Shard
 
-if TYPE_CHECKING:
-    from .torch_file import StoredTensor
+ToWrite: TypeAlias = Mapping[str, tuple[torch.dtype, tuple[int, ...], Iterable[Tensor]]]
+"""The tensors of a file that is written: dtype, shape, and values in parts, in memory's order."""
 
-# Full tensors, of which any stretch can be read.
+# Tensors in files, of which any box is read. There is no memory map: its pages would count as
+# this process's memory.
 
-_AT_A_TIME = 64 << 20
-"""Bytes of a tensor."""
+CHUNK = 16 << 20
+"""Bytes that are in memory at a time, beside what is filled."""
+
+_NEAR = 1 << 16
+"""Bytes of a file that are read at a time where most of them are not wanted: reading over what
+lies between costs less than a read for each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor in a file: the byte where it begins, its strides in elements, its storage's name."""
+
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    at: int
+    storage: str = ""
+
+    def part(self, box: Piece) -> Stored:
+        moved = sum(map(operator.mul, box.offsets, self.stride)) * self.dtype.itemsize
+        return replace(self, shape=tuple(box.sizes), at=self.at + moved)
+
+    def read(self, box: Piece, out: Tensor) -> None:
+        """Fill a CPU tensor of any strides with a box."""
+        part = self.part(box)
+        with naming(self.path), open(self.path, "rb", buffering=0) as file:
+            _read(file, part.at, part.stride, out)
+
+
+def _read(file: FileIO, at: int, stride: tuple[int, ...], out: Tensor) -> None:
+    """Read what a view spans, in parts along its outermost dim where that is much."""
+    if not out.numel():
+        return
+    dims, width = [dim for dim, size in enumerate(out.shape) if size > 1], out.element_size()
+    span = 1 + sum((out.shape[dim] - 1) * stride[dim] for dim in dims)
+    limit = CHUNK if span <= 2 * out.numel() else _NEAR
+    if span == out.numel() and all(out.stride(dim) == stride[dim] for dim in dims):
+        _fill(file, at, out, span)
+    elif span > 1 and span * width > limit:
+        dim = max(dims, key=lambda dim: stride[dim])
+        step = max(1, min(limit // (stride[dim] * width), out.shape[dim] // 2))
+        for number, part in enumerate(out.split(step, dim)):
+            _read(file, at + number * step * stride[dim] * width, stride, part)
+    else:
+        values = torch.empty(span, dtype=out.dtype)
+        _fill(file, at, values, span)
+        out.copy_(values.as_strided(out.shape, stride))
+
+
+def _fill(file: FileIO, at: int, out: Tensor, count: int) -> None:
+    into = memory(out, count)
+    file.seek(at)
+    while into:
+        read = file.readinto(into)
+        if not read:
+            raise ParallelError(
+                f"{file.name}: ends at byte {file.tell()}, {len(into)} bytes before a tensor "
+                "does; it was truncated, or changed while it was read"
+            )
+        into = into[read:]
+
+
+def memory(tensor: Tensor, count: int) -> memoryview:
+    """Return the bytes of a CPU tensor's first elements in memory; keep the tensor meanwhile."""
+    room = ctypes.c_char * (count * tensor.element_size())
+    return memoryview(room.from_address(tensor.data_ptr())).cast("B")
+
+
+def write_values(file: IO[bytes], values: Tensor) -> None:
+    values = values.detach().cpu().contiguous()
+    if values.numel():
+        file.write(memory(values, values.numel()))
+
+
+def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Have the error of a file, say of a full disk, name it."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+@contextmanager
+def written(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file to write it, and have it on disk at the end."""
+    with naming(path), path.open("wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def new_folder(path: str | Path) -> Iterator[Path]:
+    """Yield a folder that becomes ``path`` when the ``with`` block ends, and goes if that fails."""
+    path = Path(path).resolve()  # also of a link: what it leads to
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ParallelError(
+            f"{path}: exists, and is not an empty folder; expected none: nothing is overwritten. "
+            "Give another, or remove it"
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial-{secrets.token_hex(4)}")
+    partial.mkdir()
+    try:
+        yield partial
+        _sync(partial)
+        partial.rename(path)  # also onto an empty folder
+        _sync(path.parent)
+    except BaseException:  # also at Ctrl-C: no half a folder stays; raised again
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _sync(folder: Path) -> None:
+    """Wait until the names in a folder are on disk."""
+    if os.name == "posix":  # elsewhere a folder cannot be opened
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def load_object(file: Path) -> dict[str, Any]:
+    """Return the object that a JSON file holds."""
+    try:
+        said = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise ParallelError(f"{file}: not JSON: {error}") from error
+    if not isinstance(said, dict):
+        raise ParallelError(f"{file}: holds a {type(said).__name__}; expected a JSON object")
+    return said
+
+
+# Full tensors, of which any box is read.
 
 
 class Source(Protocol):
@@ -37,18 +188,9 @@ class Source(Protocol):
     @property
     def metadata(self) -> Mapping[str, Any]: ...
 
-    def read_into(self, name: str, start: int, out: Tensor) -> None:
-        """Fill a CPU tensor with what begins there along the dim that is split (or dim 0)."""
+    def read(self, name: str, box: Piece, out: Tensor) -> None:
+        """Fill a CPU tensor of any strides with a box of a full tensor."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class StoredPiece:
-    """A piece of a full tensor, where it begins in a file's tensor, and its reader."""
-
-    piece: Piece
-    offsets: tuple[int, ...]
-    read: Callable[[Piece, Tensor], None]
 
 
 class StoredPieces:
@@ -57,55 +199,56 @@ class StoredPieces:
     def __init__(self, metadata: Mapping[str, Any] | None = None) -> None:
         self.entries: dict[str, Entry] = {}
         self.metadata: Mapping[str, Any] = metadata or {}
-        self._pieces: dict[str, Sequence[StoredPiece]] = {}
+        self._pieces: dict[str, Sequence[tuple[Piece, Stored]]] = {}
+        self._unknown: list[str] = []
 
-    def add(self, entry: Entry, pieces: Sequence[StoredPiece]) -> None:
-        self.entries[entry.name], self._pieces[entry.name] = entry, pieces
+    def add(
+        self,
+        name: str,
+        dtype: torch.dtype,
+        shard: Shard | None,
+        pieces: Sequence[tuple[Piece, Stored]],
+    ) -> None:
+        """Take a tensor; where no rule says how it is split, `checked` raises."""
+        if shard is None:
+            self._unknown.append(f"{name} {list(pieces[0][0].sizes)}")
+        else:
+            self.entries[name], self._pieces[name] = Entry(name, dtype, shard), pieces
 
-    def add_whole(self, entry: Entry, read: Callable[[Piece, Tensor], None]) -> None:
-        shape = entry.shard.full_shape
-        origin = (0,) * len(shape)
-        self.add(entry, [StoredPiece(Piece(origin, shape), origin, read)])
+    def checked(self, where: object) -> Source:
+        if shown := self._unknown:
+            more = f", ... ({len(shown)} in all)" if len(shown) > 8 else ""
+            raise ParallelError(
+                f"{where}: no rule says how these tensors are split: {', '.join(shown[:8])}{more}. "
+                'Give plan={"pattern": dim}, with None as the dim of what every rank holds whole'
+            )
+        return self
 
-    def read_into(self, name: str, start: int, out: Tensor) -> None:
-        wanted = stretch(self.entries[name], start, out)
-        for stored in self._pieces[name]:
-            if common := stored.piece.overlap(wanted):
-                moved = common.within(stored.piece)
-                offsets = zip(stored.offsets, moved.offsets, strict=True)
-                box = Piece(tuple(one + other for one, other in offsets), common.sizes)
-                stored.read(box, out[common.within(wanted).slices])
-
-
-def stretch(entry: Entry, start: int, out: Tensor) -> Piece:
-    """Return the piece of a full tensor that `Source.read_into` is to fill ``out`` with."""
-    offsets = [0] * out.dim()
-    if offsets:
-        offsets[entry.shard.dim or 0] = start
-    return Piece(tuple(offsets), tuple(out.shape))
-
-
-def stretches_of(
-    source: Source, entry: Entry, start: int, length: int
-) -> Iterator[tuple[int, Tensor]]:
-    """Yield where a part of a stretch begins, and its values."""
-    shape, dim = entry.shard.full_shape, entry.shard.dim or 0
-    step = max(1, _AT_A_TIME * entry.shard.size // max(1, entry.nbytes) if shape else 1)
-    for first in range(start, start + length, step):
-        count = min(step, start + length - first)
-        held = (*shape[:dim], count, *shape[dim + 1 :]) if shape else ()
-        out = torch.empty(held, dtype=entry.dtype)
-        source.read_into(entry.name, first, out)
-        yield first, out
+    def read(self, name: str, box: Piece, out: Tensor) -> None:
+        for piece, stored in self._pieces[name]:
+            if common := piece.overlap(box):
+                stored.read(common.within(piece), out[common.within(box).slices])
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Some rows of a tensor: ``count`` of them, from ``start`` on, every ``step``-th."""
+def parts_of(box: Piece, width: int) -> Iterator[Piece]:
+    """Yield a box in parts of some bytes, in the order of memory."""
+    if not box.sizes:
+        yield box
+        return
+    (first, *offsets), (rows, *sizes) = box
+    step = max(1, CHUNK // max(1, math.prod(sizes) * width))
+    for start in range(0, rows, step):
+        yield Piece((first + start, *offsets), (min(step, rows - start), *sizes))
 
-    start: int
-    count: int
-    step: int = 1
+
+def values_of(source: Source, name: str, *boxes: Piece) -> Iterator[Tensor]:
+    """Yield the values of boxes of a tensor in parts, in the order of memory."""
+    dtype = source.entries[name].dtype
+    for box in boxes:
+        for part in parts_of(box, dtype.itemsize):
+            out = torch.empty(part.sizes, dtype=dtype)
+            source.read(name, part, out)
+            yield out
 
 
 class Rearranged:
@@ -115,51 +258,32 @@ class Rearranged:
         self.entries: dict[str, Entry] = {}
         self.metadata = source.metadata
         self._source = source
-        self._from: dict[str, tuple[str, tuple[Rows, ...]]] = {}
+        self._from: dict[str, tuple[str, Sequence[range]]] = {}
 
-    def add(self, name: str, old: str, rows: tuple[Rows, ...] = ()) -> None:
+    def add(self, name: str, old: str, rows: Sequence[range] = ()) -> None:
         """Take a tensor of the source, whole and as it is split; or these rows of it, in order."""
         entry = self._source.entries[old]
         if name in self.entries:
             raise ParallelError(f"{old} and {self._from[name][0]} would both be {name}")
-        shard = entry.shard
-        if rows:
-            if shard.dim:
-                raise ParallelError(
-                    f"{old} is split along dim {shard.dim}, as the plan says, so that its rows "
-                    'cannot be put in another order; leave it out, or keep the names (names="keep")'
-                )
-            count = sum(each.count for each in rows)
-            shard = Shard((count, *shard.full_shape[1:]), 0)
+        shard = Shard((sum(map(len, rows)), *entry.shard.full_shape[1:])) if rows else entry.shard
         self.entries[name] = Entry(name, entry.dtype, shard)
         self._from[name] = old, rows
 
-    def read_into(self, name: str, start: int, out: Tensor) -> None:
+    def read(self, name: str, box: Piece, out: Tensor) -> None:
         old, rows = self._from[name]
         if not rows:
-            self._source.read_into(old, start, out)
+            self._source.read(old, box, out)
             return
-        stop, begin = start + len(out), 0
+        (start, *offsets), (count, *sizes) = box
+        begin = filled = 0
         for each in rows:
-            first, last = max(start, begin), min(stop, begin + each.count)
-            if first < last:
-                wanted = out[first - start : last - start]
-                at = each.start + (first - begin) * each.step
-                if each.step == 1:
-                    self._source.read_into(old, at, wanted)
-                else:
-                    span = (last - first - 1) * each.step + 1
-                    held = torch.empty((span, *out.shape[1:]), dtype=out.dtype)
-                    self._source.read_into(old, at, held)
-                    wanted.copy_(held[:: each.step])
-            begin += each.count
-
-
-def renamed(source: Source, rename: Callable[[str], str]) -> Source:
-    made = Rearranged(source)
-    for name in source.entries:
-        made.add(rename(name), name)
-    return made
+            if own := each[max(0, start - begin) : max(0, start + count - begin)]:
+                span = own[-1] + 1 - own[0]
+                held = out.new_empty((span, *sizes))
+                self._source.read(old, Piece((own[0], *offsets), (span, *sizes)), held)
+                out[filled : filled + len(own)] = held[:: each.step]
+                filled += len(own)
+            begin += len(each)
 
 
 # How to recognize and open files.
@@ -181,7 +305,7 @@ class Format:
     recognizes: Callable[[Path], bool]
     open: Callable[[Path, Options], Source]
     splits: Mapping[str, Split] | None = None
-    as_huggingface: Callable[[Any], Source] | None = None
+    as_huggingface: Callable[[Source], Source] | None = None
 
 
 def formats() -> list[Format]:
@@ -223,11 +347,17 @@ class Split:
     padded: bool = False
 
 
-WHOLE = Split(None)
-COLUMN = Split(0)
-ROW = Split(1)
-VOCABULARY = Split(0, padded=True)
-GATED = Split(0, matrices=2)
+def splits(**patterns: str) -> dict[str, Split]:
+    """Return a table of patterns of names, given by the way in which they are split."""
+    ways = {
+        "whole": Split(None),
+        "columns": Split(0),
+        "rows": Split(1),
+        "gated": Split(0, matrices=2),
+        "vocabulary": Split(0, padded=True),
+    }
+    return {name: ways[way] for way, names in patterns.items() for name in names.split()}
+
 
 Way: TypeAlias = int | tuple[int, int | Sequence[int]] | None
 """The dim that is split, or None; and with it the number, or the sizes, of matrices stacked."""
@@ -237,17 +367,14 @@ class Splits:
     """Which way tensors are split: as the caller's plan says, or else a table by pattern."""
 
     def __init__(self, table: Mapping[str, Split], options: Options) -> None:
-        self._table, self._plan = table, dict(options.plan or {})
-        self._vocab_size = options.vocab_size
-
-    def known(self, name: str) -> Split | None:
-        found = (split for pattern, split in self._table.items() if fnmatchcase(name, pattern))
-        return next(found, None)
+        plan = options.plan or {}
+        self._table, self._vocab_size = table, options.vocab_size
+        self._plan = {pattern: _planned(pattern, way) for pattern, way in plan.items()}
 
     def shard(self, name: str, full_shape: tuple[int, ...]) -> Shard | None:
         """Return how a full tensor is to be split, without padding; None: its name is unknown."""
-        split = self.known(name)
-        vocabulary = split is not None and split.padded
+        known, planned = _find(self._table, name), _find(self._plan, name)
+        vocabulary = known is not None and known.padded
         if vocabulary and self._vocab_size is not None:
             if not 0 < self._vocab_size <= full_shape[0]:
                 raise ParallelError(
@@ -255,67 +382,39 @@ class Splits:
                     f"has shape {full_shape}"
                 )
             full_shape = (self._vocab_size, *full_shape[1:])
-        planned = self._planned(name)
-        if planned is not None:
-            return _shard(name, full_shape, planned, padded=vocabulary and planned.dim == 0)
-        if split is not None:
-            return _shard(name, full_shape, split, padded=vocabulary)
-        return None if full_shape else Shard(full_shape)
+        split = planned or known
+        padded = vocabulary and split is not None and split.dim == 0
+        return _shard(name, full_shape, split, padded=padded)
 
     def stored(self, name: str, local_shape: tuple[int, ...], degree: int) -> Shard | None:
         """Return what a file's tensor is one of ``degree`` equal parts of; None: unknown."""
         # The table comes first: it says what the files are.
-        split = self.known(name) or self._planned(name)
-        if split is None:
-            return None if local_shape else Shard(local_shape)
-        return _shard(name, _full(local_shape, split.dim, degree), split, padded=split.padded)
-
-    def _planned(self, name: str) -> Split | None:
-        for pattern, way in self._plan.items():
-            if fnmatchcase(name, pattern):
-                dim, matrices = way if isinstance(way, tuple) and len(way) == 2 else (way, 1)
-                sizes = (matrices,) if isinstance(matrices, int) else tuple(matrices)
-                if not all(isinstance(each, int) for each in (dim or 0, *sizes)):
-                    raise ParallelError(
-                        f"plan[{pattern!r}]={way!r}; expected a dim, None for what every rank "
-                        "holds whole, or (dim, matrices) with their number or sizes"
-                    )
-                return Split(dim, matrices)
-        return None
+        split, full = _find(self._table, name) or _find(self._plan, name), list(local_shape)
+        if split and split.dim is not None and -len(full) <= split.dim < len(full):
+            full[split.dim] *= degree
+        return _shard(name, tuple(full), split, padded=split is not None and split.padded)
 
 
-def unknown(where: object, tensors: Mapping[str, tuple[int, ...]]) -> ParallelError:
-    """Return what to raise of tensors whose names no rule knows."""
-    shown = [f"{name} {list(shape)}" for name, shape in tensors.items()]
-    more = f", ... ({len(shown)} in all)" if len(shown) > 8 else ""
-    return ParallelError(
-        f"{where}: no rule says how these tensors are split: {', '.join(shown[:8])}{more}. Give "
-        'plan={"pattern": dim}, with None as the dim of what every rank holds whole'
-    )
+def _find(table: Mapping[str, Split], name: str) -> Split | None:
+    return next((split for pattern, split in table.items() if fnmatchcase(name, pattern)), None)
 
 
-def same_names(
-    where: object,
-    found: Mapping[str, StoredTensor],
-    first: object,
-    wanted: Mapping[str, StoredTensor],
-) -> None:
-    """Raise `ParallelError` unless a file has the tensors that the first one has."""
-    for name, tensor in wanted.items():
-        if name not in found:
-            raise ParallelError(
-                f"{where}: has no tensor {name}; expected one of shape {tensor.shape}, as {first} "
-                "has it (files of different models?)"
-            )
-    for name, tensor in found.items():
-        if name not in wanted:
-            raise ParallelError(
-                f"{where}: has a tensor {name} of shape {tensor.shape}; expected none, as {first} "
-                "has none (files of different models?)"
-            )
+def _planned(pattern: str, way: Any) -> Split:
+    dim, matrices = way if isinstance(way, tuple) and len(way) == 2 else (way, 1)
+    sizes = (matrices,) if isinstance(matrices, int) else tuple(matrices)
+    if not all(isinstance(each, int) for each in (dim or 0, *sizes)):
+        raise ParallelError(
+            f"plan[{pattern!r}]={way!r}; expected a dim, None for what every rank holds whole, or "
+            "(dim, matrices) with their number or sizes"
+        )
+    return Split(dim, matrices)
 
 
-def _shard(name: str, full_shape: tuple[int, ...], split: Split, *, padded: bool) -> Shard:
+def _shard(
+    name: str, full_shape: tuple[int, ...], split: Split | None, *, padded: bool
+) -> Shard | None:
+    if split is None:
+        return None if full_shape else Shard(full_shape)
     dim, blocks = split.dim, split.matrices
     if dim is None:
         return Shard(full_shape)
@@ -331,10 +430,3 @@ def _shard(name: str, full_shape: tuple[int, ...], split: Split, *, padded: bool
         return Shard(full_shape, dim, tuple(blocks), padded)
     except DegreeError as error:
         raise DegreeError(f"{name}: {error}") from error
-
-
-def _full(local_shape: tuple[int, ...], dim: int | None, degree: int) -> tuple[int, ...]:
-    if dim is None or not -len(local_shape) <= dim < len(local_shape):
-        return local_shape
-    dim %= len(local_shape)
-    return (*local_shape[:dim], local_shape[dim] * degree, *local_shape[dim + 1 :])

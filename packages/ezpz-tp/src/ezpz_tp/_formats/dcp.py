@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import importlib
 import io
-import os
 import pickle
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +22,29 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from ezpz_tp._errors import DegreeError, ParallelError
-from ezpz_tp._shard import Entry, Piece, Shard, optimizer_name, parameter_of
+from ezpz_tp._shard import Entry, Piece, Shard, optimizer_name, parameter_of, whole
 from ezpz_tp._state import ParallelState
-from ezpz_tp._state_dict import names_of, parts_of, set_groups, state_or_alone, survey
+from ezpz_tp._state_dict import (
+    names_of,
+    nested,
+    parts_of,
+    state_or_alone,
+    survey,
+    with_optimizer,
+)
 
-from . import Format, Options, Source, Splits, StoredPiece, StoredPieces, all_splits
-from .stretches import strides_of
-from .torch_file import FilePart, Foreign, StoredTensor, TorchFile
+from . import (
+    Format,
+    Options,
+    Source,
+    Splits,
+    Stored,
+    StoredPieces,
+    all_splits,
+    strides_of,
+    written,
+)
+from .torch_file import FilePart, TorchFile, foreign
 
 Items = dict[str, Any]
 
@@ -80,21 +94,12 @@ def dtensor_state_dict(
         _make_state(optimizer)
     parts, _ = survey(module, optimizer, state)
     group = state.group("tensor")
-    model: Items = {}
-    states: dict[str, Items] = {}
+    items: Items = {}
     for name, part in parts.tensors.items():
         parameter, key = parameter_of(name)
         for piece, tensor in dtensors(parameter, part.tensor, part.shard, group):
-            if key is None:
-                model[piece] = tensor
-            else:
-                states.setdefault(piece, {})[key] = tensor
-    for name, value in parts.values.items():
-        parameter, key = parameter_of(name)
-        if key is None:
-            model[parameter] = value
-        else:
-            states.setdefault(parameter, {})[key] = value
+            items[optimizer_name(piece, key)] = tensor
+    model, states = nested({**items, **parts.values})
     if optimizer is None:
         return model
     options = {
@@ -131,40 +136,35 @@ def load_dtensor_state_dict(
             group have different options.
     """
     state = state_or_alone(state)
-    if optimizer is not None and set(held) != {"model", "optimizer"}:
-        raise ParallelError(
-            "load_dtensor_state_dict: expected {'model', 'optimizer'}, as dtensor_state_dict(..., "
-            f"optimizer=...) returns them, and found {sorted(held)[:5]}"
-        )
+    model, saved = with_optimizer(held, optimizer, "load_dtensor_state_dict", "dtensor_state_dict")
+    given = {**model}
+    for name, values in saved["state"].items():
+        given |= {optimizer_name(name, key): value for key, value in values.items()}
     parts = parts_of(module, optimizer, state)
-    given = _flat(held, optimizer is not None)
-    rest: Items = {}
     for name, part in parts.tensors.items():
         parameter, key = parameter_of(name)
-        for piece, tensor, _ in _local_parts(
-            parameter, part.tensor, part.shard, state.group("tensor")
-        ):
-            _copy(piece, key, given.pop((piece, key), None), tensor)
-    for name in parts.values:
-        rest[name] = given.pop(parameter_of(name), None)
+        group = state.group("tensor")
+        for piece, tensor, _ in _local_parts(parameter, part.tensor, part.shard, group):
+            own = optimizer_name(piece, key)
+            _copy(_said(own), given.pop(own, None), tensor)
+    rest = {name: given.pop(name, None) for name in parts.values}
     if given:
-        piece, key = next(iter(given))
         raise ParallelError(
-            f"load_dtensor_state_dict: {piece}{f', {key!r} of the optimizer,' if key else ''} is "
-            f"none of {type(module).__name__}'s, and {len(given) - 1} others; expected the names "
-            "of dtensor_state_dict"
+            f"load_dtensor_state_dict: {_said(next(iter(given)))} is none of "
+            f"{type(module).__name__}'s, and {len(given) - 1} others; expected the names of "
+            "dtensor_state_dict"
         )
-    extra = {name: value for name, value in rest.items() if parameter_of(name)[1] is None}
+    extra, states = nested(rest)
     if extra:
         module.load_state_dict(extra, strict=False)
     if optimizer is None:
         return
-    by_name = {name: parameter for parameter, name in names_of(optimizer, module).items()}
-    for name, value in rest.items():
-        parameter, key = parameter_of(name)
-        if key is not None:
-            optimizer.state[by_name[parameter]][key] = value
-    _set_options(optimizer, module, held["optimizer"]["param_groups"])
+    names = names_of(optimizer, module)
+    for owner, name in names.items():
+        for key, value in states.get(name, {}).items():
+            optimizer.state[owner][key] = value
+    for options in optimizer.param_groups:
+        _set_options(options, [names[one] for one in options["params"]], saved["param_groups"])
 
 
 def dtensors(
@@ -214,19 +214,12 @@ def _local_parts(
         start += length
 
 
-def _flat(held: Mapping[str, Any], with_optimizer: bool) -> dict[tuple[str, str | None], Any]:
-    model = held["model"] if with_optimizer else held
-    found: dict[tuple[str, str | None], Any] = {
-        (name, None): value for name, value in model.items()
-    }
-    if with_optimizer:
-        for name, values in held["optimizer"]["state"].items():
-            found |= {(name, key): value for key, value in values.items()}
-    return found
+def _said(name: str) -> str:
+    parameter, key = parameter_of(name)
+    return parameter if key is None else f"{parameter}, {key!r} of the optimizer,"
 
 
-def _copy(name: str, key: str | None, found: Any, into: Tensor) -> None:
-    what = name if key is None else f"{name}, {key!r} of the optimizer,"
+def _copy(what: str, found: Any, into: Tensor) -> None:
     if not isinstance(found, Tensor):
         raise ParallelError(
             f"load_dtensor_state_dict: {what} is missing; expected a tensor of shape "
@@ -242,50 +235,43 @@ def _copy(name: str, key: str | None, found: Any, into: Tensor) -> None:
         into.copy_(local)
 
 
-def _set_options(
-    optimizer: Optimizer, module: nn.Module, options: Mapping[str, Mapping[str, Any]]
-) -> None:
-    names, groups = names_of(optimizer, module), []
-    for group in optimizer.param_groups:
-        own = [names[parameter] for parameter in group["params"]]
-        lost = [name for name in own if name not in options]
-        if lost:
+def _set_options(group: Items, names: list[str], options: Mapping[str, Items]) -> None:
+    """Set a group's hyperparameters; a tensor stays a tensor and a tuple a tuple."""
+    for name in names:
+        if name not in options:
             raise ParallelError(
-                f"load_dtensor_state_dict: param_groups has nothing of {lost[0]}; expected the "
+                f"load_dtensor_state_dict: param_groups has nothing of {name}; expected the "
                 "options of each parameter, by name"
             )
-        for name in own:
-            if options[name] != options[own[0]]:
-                raise ParallelError(
-                    f"load_dtensor_state_dict: {own[0]} and {name} are in one group of the "
-                    f"optimizer, but have the options {dict(options[own[0]])} and "
-                    f"{dict(options[name])}; expected the groups that were saved"
-                )
-        groups.append(options[own[0]] if own else {})
-    set_groups(optimizer, groups)
+        if options[name] != options[names[0]]:
+            raise ParallelError(
+                f"load_dtensor_state_dict: {names[0]} and {name} are in one group of the "
+                f"optimizer, but have the options {dict(options[names[0]])} and "
+                f"{dict(options[name])}; expected the groups that were saved"
+            )
+    for key, value in options[names[0]].items() if names else ():
+        before = group.get(key)
+        if isinstance(before, Tensor) and not isinstance(value, Tensor):
+            group[key] = torch.tensor(value, dtype=before.dtype, device=before.device)
+        else:
+            group[key] = tuple(value) if isinstance(before, tuple) else value
 
 
 def _make_state(optimizer: Optimizer) -> None:
     """Let an optimizer make its state, without a change of any parameter."""
-    if optimizer.state:
-        return
+    from torch.distributed.checkpoint.state_dict import (  # noqa: PLC0415 - heavy to import
+        _init_optim_state,
+    )
+
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     before = [each.grad for each in parameters]
-    rates = [group.get("lr") for group in optimizer.param_groups]
     try:
         for each in parameters:
-            each.grad = torch.zeros_like(each) if each.requires_grad else None
-        for group in optimizer.param_groups:
-            if "lr" in group:
-                lr = group["lr"]
-                group["lr"] = torch.zeros_like(lr) if isinstance(lr, Tensor) else 0.0
-        optimizer.step()
+            each.grad = None  # torch makes no state where there is one
+        _init_optim_state(optimizer)
     finally:
         for each, grad in zip(parameters, before, strict=True):
             each.grad = grad
-        for group, lr in zip(optimizer.param_groups, rates, strict=True):
-            if "lr" in group:
-                group["lr"] = lr
 
 
 # Folders.
@@ -308,7 +294,7 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name in _KNOWN.get(module, ()):
             return getattr(importlib.import_module(module), name)
-        return type(name, (Foreign,), {"qualname": f"{module}.{name}"})
+        return foreign(module, name)
 
 
 def _open(path: Path, options: Options) -> Source:
@@ -323,73 +309,64 @@ def _open(path: Path, options: Options) -> Source:
 
 FORMAT = Format("torch.distributed.checkpoint", lambda path: (path / _METADATA).is_file(), _open)
 
-Keys = tuple[Any, ...]
+Keys: TypeAlias = tuple[Any, ...]
 """Those of nested dicts, under which a state dict has a value."""
+Pieces: TypeAlias = list[tuple[Piece, Stored]]
 
 
 def _pieces_in(folder: Path, metadata: Any, options: Options) -> Source:
+    planner = metadata.planner_data or {}
     # ezpz_dist's checkpoints, of which the model is read, say no keys.
-    of_dist = not metadata.planner_data and "common" in metadata.state_dict_metadata
+    of_dist = not planner and "common" in metadata.state_dict_metadata
     where = {(index.fqn, index.offset): info for index, info in metadata.storage_data.items()}
-    tensors: dict[str, tuple[Entry, list[StoredPiece]]] = {}
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...], Pieces]] = {}
     others: dict[Keys, bytes] = {}
     for key, about in metadata.state_dict_metadata.items():
-        keys: Keys = (metadata.planner_data or {}).get(key, (key,))
+        keys: Keys = planner.get(key, (key,))
         if of_dist:
             if not key.startswith("model."):
                 continue
             keys = ("model", key.removeprefix("model."))
         if not hasattr(about, "chunks"):
-            others[keys] = _Archive(folder, where[key, None]).data()
+            with FilePart(*_place(folder, where[key, None])) as file:
+                others[keys] = file.read()
             continue
-        dtype, pieces = about.properties.dtype, []
+        dtype, pieces = about.properties.dtype, Pieces()
         for chunk in about.chunks:
-            archive = _Archive(folder, where[key, chunk.offsets], tuple(chunk.sizes), dtype)
             piece = Piece(tuple(chunk.offsets), tuple(chunk.sizes))
-            pieces.append(StoredPiece(piece, (0,) * len(about.size), archive.read))
-        tensors[_name(keys)] = Entry(_name(keys), dtype, Shard(tuple(about.size))), pieces
-    paths = (metadata.planner_data or {}).values()
-    nested = (
-        {"nested": True} if any(keys[0] == "model" and len(keys) == 2 for keys in paths) else {}
-    )
-    source, splits = StoredPieces({"others": others, **nested}), Splits(all_splits(), options)
-    for name, several in _stacked(tensors).items():
-        entry, pieces = _joined(name, [tensors[each] for each in several])
-        if entry.shard.dim is None:
-            shard = splits.shard(name, entry.shard.full_shape)
-            entry = replace(entry, shard=shard or entry.shard)
-        source.add(entry, pieces)
+            place = _place(folder, where[key, chunk.offsets])
+            pieces.append((piece, _stored(place, piece.sizes, dtype)))
+        tensors[_name(keys)] = dtype, tuple(about.size), pieces
+    in_model = any(keys[0] == "model" and len(keys) == 2 for keys in planner.values())
+    source = StoredPieces({"others": others, **({"nested": True} if in_model else {})})
+    splits = Splits(all_splits(), options)
+    for name, names in _stacked(tensors).items():
+        shard, pieces = _joined([tensors[each][1:] for each in names])
+        if shard.dim is None:
+            shard = splits.shard(name, shard.full_shape) or shard
+        source.add(name, tensors[names[0]][0], shard, pieces)
     return source
 
 
-class _Archive:
-    """A tensor, or another object, as `torch.save` has it, in a part of a file."""
+def _place(folder: Path, info: Any) -> tuple[Path, int, int]:
+    """Return the file that a piece, or another object, is in, where, and of what length."""
+    path = folder / info.relative_path
+    if "/" in info.relative_path or getattr(info, "transform_descriptors", None):
+        raise ParallelError(f"{path}: expected a file of the folder, not compressed")
+    return path, int(info.offset), int(info.length)
 
-    def __init__(
-        self, folder: Path, info: Any, shape: tuple[int, ...] = (), dtype: Any = None
-    ) -> None:
-        name = info.relative_path
-        if "/" in name or getattr(info, "transform_descriptors", None):
-            raise ParallelError(f"{folder / name}: expected a file of the folder, not compressed")
-        self._place = folder / name, int(info.offset), int(info.length)
-        self._expected = shape, dtype
 
-    def data(self) -> bytes:
-        path, start, length = self._place
-        with FilePart(path, start, length) as file:
-            return file.read()
-
-    def read(self, box: Piece, out: Tensor) -> None:
-        file = TorchFile(*self._place)
-        tensor = file.contents
-        found = (tensor.shape, tensor.dtype) if isinstance(tensor, StoredTensor) else tensor
-        if found != self._expected:
-            raise ParallelError(
-                f"{file.path}: at byte {self._place[1]} is {found}; expected a tensor of shape and "
-                f"dtype {self._expected}, as {_METADATA} says"
-            )
-        file.check(f"at byte {self._place[1]}", tensor)
-        file.read(tensor, box, out)
+def _stored(place: tuple[Path, int, int], shape: tuple[int, ...], dtype: torch.dtype) -> Stored:
+    file = TorchFile(*place)
+    tensor = file.contents
+    if not isinstance(tensor, Stored) or (tensor.shape, tensor.dtype) != (shape, dtype):
+        found = (tensor.shape, tensor.dtype) if isinstance(tensor, Stored) else tensor
+        raise ParallelError(
+            f"{file.path}: at byte {place[1]} is {found}; expected a tensor of shape and dtype "
+            f"{(shape, dtype)}, as {_METADATA} says"
+        )
+    file.check(f"at byte {place[1]}", tensor)
+    return tensor
 
 
 def _name(keys: Keys) -> str:
@@ -404,34 +381,28 @@ def _stacked(tensors: Iterable[str]) -> dict[str, list[str]]:
     for name in tensors:
         parameter, key = parameter_of(name)
         match = _BLOCK.fullmatch(parameter)
-        whole = match[1] if match else parameter
-        found.setdefault(whole if key is None else optimizer_name(whole, key), []).append(name)
-    return {whole if len(names) > 1 else names[0]: names for whole, names in found.items()}
+        stacked = optimizer_name(match[1] if match else parameter, key)
+        found.setdefault(stacked, []).append(name)
+    return {stacked if len(names) > 1 else names[0]: names for stacked, names in found.items()}
 
 
-def _joined(
-    name: str, several: Sequence[tuple[Entry, list[StoredPiece]]]
-) -> tuple[Entry, list[StoredPiece]]:
+def _joined(several: Sequence[tuple[tuple[int, ...], Pieces]]) -> tuple[Shard, Pieces]:
     """Return a tensor that is stacked of some, split along the dim that their pieces say."""
-    shapes = [entry.shard.full_shape for entry, _ in several]
+    shapes = [shape for shape, _ in several]
     dims = range(len(shapes[0]))
-    offsets = [stored.piece.offsets for _, pieces in several for stored in pieces]
+    offsets = [piece.offsets for _, pieces in several for piece, _ in pieces]
     unlike = [d for d in dims if len({shape[d] for shape in shapes}) > 1]
     split = [d for d in dims if any(at[d] for at in offsets)]
     dim = next(iter([*unlike, *split, *([0] if len(several) > 1 else [])]), None)
-    dtype = several[0][0].dtype
     if dim is None:
-        return Entry(name, dtype, Shard(shapes[0])), several[0][1]
+        return Shard(shapes[0]), several[0][1]
     blocks = tuple(shape[dim] for shape in shapes)
     full = (*shapes[0][:dim], sum(blocks), *shapes[0][dim + 1 :])
-    moved, start = [], 0
+    moved, origin = Pieces(), [0] * len(full)
     for length, (_, pieces) in zip(blocks, several, strict=True):
-        for stored in pieces:
-            at = list(stored.piece.offsets)
-            at[dim] += start
-            moved.append(replace(stored, piece=stored.piece._replace(offsets=tuple(at))))
-        start += length
-    return Entry(name, dtype, Shard(full, dim, blocks, padded=len(blocks) == 1)), moved
+        moved += [(piece.moved(origin), stored) for piece, stored in pieces]
+        origin[dim] += length
+    return Shard(full, dim, blocks, padded=len(blocks) == 1), moved
 
 
 def write_dcp(source: Source, folder: Path, tp: int, done: Callable[[Entry], None]) -> None:
@@ -440,11 +411,11 @@ def write_dcp(source: Source, folder: Path, tp: int, done: Callable[[Entry], Non
     from torch.distributed.checkpoint.filesystem import _StorageInfo  # noqa: PLC0415
 
     optimizer = any(parameter_of(name)[1] for name in source.entries)
-    nested = optimizer or bool({"param_groups", "nested"} & source.metadata.keys())
+    in_model = optimizer or bool({"param_groups", "nested"} & source.metadata.keys())
     about = metadata.Metadata({}, planner_data={}, storage_data={})
     names = [f"__{rank}_0.distcp" for rank in range(tp)]
     with ExitStack() as stack:
-        files = [stack.enter_context((folder / name).open("wb")) for name in names]
+        files = [stack.enter_context(written(folder / name)) for name in names]
 
         def write(rank: int, key: str, offsets: torch.Size | None, data: Tensor | bytes) -> None:
             file, start = files[rank], files[rank].tell()
@@ -457,12 +428,12 @@ def write_dcp(source: Source, folder: Path, tp: int, done: Callable[[Entry], Non
 
         for entry in source.entries.values():
             full = torch.empty(entry.shard.full_shape, dtype=entry.dtype)
-            source.read_into(entry.name, 0, full)
+            source.read(entry.name, whole(entry.shard.full_shape), full)
             parameter, option = parameter_of(entry.name)
             matrices = _matrices(parameter, entry.shard)
             parts = full.split(entry.shard.blocks, entry.shard.dim) if len(matrices) > 1 else [full]
             for (name, matrix), values in zip(matrices, parts, strict=True):
-                keys = _keys(name, option, nested=nested)
+                keys = _keys(name, option, in_model=in_model)
                 key, chunks = ".".join(keys), []
                 for rank, piece in _dealt(matrix, tp, [file.tell() for file in files]):
                     held = values[piece.slices]
@@ -480,39 +451,34 @@ def write_dcp(source: Source, folder: Path, tp: int, done: Callable[[Entry], Non
                 )
             del values, parts, full  # before the next is made
             done(entry)
-        for keys, data in _others(source, nested=nested).items():
+        for keys, data in _others(source, in_model=in_model).items():
             key = ".".join(map(str, keys))
             write(0, key, None, data)
             about.planner_data[key] = keys
             about.state_dict_metadata[key] = metadata.BytesStorageMetadata()
-        last = stack.enter_context((folder / _METADATA).open("wb"))
-        pickle.dump(about, last)
-        for file in (*files, last):
-            file.flush()
-            os.fsync(file.fileno())
+        pickle.dump(about, stack.enter_context(written(folder / _METADATA)))
 
 
-def _keys(parameter: str, key: str | None, *, nested: bool) -> tuple[str, ...]:
+def _keys(parameter: str, key: str | None, *, in_model: bool) -> tuple[str, ...]:
     if key is not None:
         return "optimizer", "state", parameter, key
-    return ("model", parameter) if nested else (parameter,)
+    return ("model", parameter) if in_model else (parameter,)
 
 
-def _dealt(shard: Shard, tp: int, written: Sequence[int]) -> list[tuple[int, Piece]]:
+def _dealt(shard: Shard, tp: int, lengths: Sequence[int]) -> list[tuple[int, Piece]]:
     """Return which rank's file has which piece; what is not split has the shortest one."""
     pieces = []
     if shard.dim is not None:
         pieces = [(rank, full) for rank in range(tp) for _, full in shard.boxes(rank, tp)]
-    whole = Piece((0,) * len(shard.full_shape), shard.full_shape)
-    return pieces or [(written.index(min(written)), whole)]
+    return pieces or [(lengths.index(min(lengths)), whole(shard.full_shape))]
 
 
-def _others(source: Source, *, nested: bool) -> dict[Keys, bytes]:
+def _others(source: Source, *, in_model: bool) -> dict[Keys, bytes]:
     """Return what is no tensor, as `torch.save` has it."""
     said = source.metadata
     found: dict[Keys, Any] = {("extra", key): value for key, value in said.get("extra", {}).items()}
     for name, value in said.get("values", {}).items():
-        found[_keys(*parameter_of(name), nested=nested)] = value
+        found[_keys(*parameter_of(name), in_model=in_model)] = value
     for group in said.get("param_groups", ()):
         for name in group["params"]:
             for key, value in group.items():

@@ -9,49 +9,36 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 from ezpz_tp._errors import ParallelError
-from ezpz_tp._shard import Entry, Shard
+from ezpz_tp._shard import Shard
 
 from . import (
-    COLUMN,
-    ROW,
-    VOCABULARY,
-    WHOLE,
     Format,
     Options,
     Rearranged,
-    Rows,
     Source,
     Split,
     Splits,
-    same_names,
-    stretches_of,
+    Stored,
+    load_object,
+    splits,
+    values_of,
 )
-from .huggingface import head_rows, load_object, translated
-from .torch_file import JoinedTensors, StoredTensor, TensorInFile, TorchFile, write_torch_file
+from .huggingface import head_rows, translated
+from .torch_file import JoinedTensors, TorchFile, same_names, write_torch_file
 
 _FILE = re.compile(r"consolidated\.(\d+)\.pth")
 _EMBEDDING = "tok_embeddings.weight"
 
-LLAMA: dict[str, Split] = {
-    "tok_embeddings.weight": VOCABULARY,
-    "output.weight": VOCABULARY,
-    "layers.*.attention.w[qkv].weight": COLUMN,
-    "layers.*.attention.wo.weight": ROW,
-    "layers.*.feed_forward.w[13].weight": COLUMN,
-    "layers.*.feed_forward.w2.weight": ROW,
-    "layers.*_norm.weight": WHOLE,
-    "norm.weight": WHOLE,
-    "rope.freqs": WHOLE,
-}
+LLAMA = splits(
+    vocabulary="tok_embeddings.weight output.weight",
+    columns="layers.*.attention.w[qkv].weight layers.*.feed_forward.w[13].weight",
+    rows="layers.*.attention.wo.weight layers.*.feed_forward.w2.weight",
+    whole="layers.*_norm.weight norm.weight rope.freqs",
+)
 
 FROM_LLAMA = {
     "tok_embeddings": "model.embed_tokens",
@@ -76,18 +63,19 @@ def _recognizes(path: Path) -> bool:
 
 def _open(path: Path, options: Options) -> Source:
     files = [TorchFile(file) for file in _files(path)]
-    tensors = [_tensors(file) for file in files]
-    _check_count(files, tensors[0])
-    splits = Splits({**LLAMA, **_embedding_split(files, tensors)}, options)
-    params = path / "params.json"
-    source = JoinedTensors(load_object(params) if params.is_file() else {})
+    tensors = [file.tensors(file.dict_of("a state dict")) for file in files]
     for file, found in zip(files, tensors, strict=True):
-        same_names(file.path, found, files[0].path, tensors[0])
+        if not found:
+            raise ParallelError(f"{file.path}: holds no tensors; expected a state dict")
+    _check_count(files, tensors[0])
+    params = path / "params.json"
+    said = load_object(params) if params.is_file() else {}
+    table = {**LLAMA, **_embedding_split(files, tensors[0])}
+    source = JoinedTensors(said, Splits(table, options))
+    same_names(files, tensors)
     for name in tensors[0]:
-        pairs = zip(files, tensors, strict=True)
-        source.take(name, [TensorInFile(file, found[name]) for file, found in pairs], splits)
-    source.check_known(path)
-    return source
+        source.join(name, [found[name] for found in tensors])
+    return source.checked(path)
 
 
 def _files(path: Path) -> list[Path]:
@@ -106,23 +94,9 @@ def file_name(number: int) -> str:
     return f"consolidated.{number:02d}.pth"
 
 
-def _tensors(file: TorchFile) -> dict[str, StoredTensor]:
-    contents = file.contents
-    if not isinstance(contents, dict):
-        raise ParallelError(
-            f"{file.path}: holds a {type(contents).__name__}; expected a state dict"
-        )
-    found = file.tensors(contents)
-    if not found:
-        raise ParallelError(f"{file.path}: holds no tensors; expected a state dict")
-    return found
-
-
-def _embedding_split(
-    files: list[TorchFile], tensors: list[dict[str, StoredTensor]]
-) -> dict[str, Split]:
+def _embedding_split(files: list[TorchFile], tensors: dict[str, Stored]) -> dict[str, Split]:
     """Return which dim of the embedding is split: the one that is not the model's own."""
-    embedding, norm = tensors[0].get(_EMBEDDING), tensors[0].get("norm.weight")
+    embedding, norm = tensors.get(_EMBEDDING), tensors.get("norm.weight")
     if embedding is None or norm is None or len(files) == 1:
         return {}
     width = math.prod(norm.shape)
@@ -137,7 +111,7 @@ def _embedding_split(
     )
 
 
-def _check_count(files: list[TorchFile], tensors: dict[str, StoredTensor]) -> None:
+def _check_count(files: list[TorchFile], tensors: dict[str, Stored]) -> None:
     """Raise `ParallelError` where the last files are missing: heads make up the model's width."""
     for name, tensor in tensors.items():
         if not name.endswith(".attention.wo.weight") or len(tensor.shape) != 2:
@@ -152,18 +126,15 @@ def _check_count(files: list[TorchFile], tensors: dict[str, StoredTensor]) -> No
         return
 
 
-def _as_huggingface(source: JoinedTensors) -> Source:
-    params, made = source.said, Rearranged(source)
+def _as_huggingface(source: Source) -> Source:
+    params, made = source.metadata["said"], Rearranged(source)
     for name, entry in source.entries.items():
         if name == "rope.freqs":
             continue  # it is computed
-        rows: list[Rows] = []
+        rows: list[range] = []
         if name.endswith((".wq.weight", ".wk.weight")):
-            key = (
-                "n_kv_heads"
-                if name.endswith(".wk.weight") and "n_kv_heads" in params
-                else "n_heads"
-            )
+            grouped = name.endswith(".wk.weight") and "n_kv_heads" in params
+            key = "n_kv_heads" if grouped else "n_heads"
             heads, size = params.get(key) or 0, entry.shard.full_shape[0]
             if heads < 1 or size % (2 * heads):
                 raise ParallelError(
@@ -172,42 +143,26 @@ def _as_huggingface(source: JoinedTensors) -> Source:
                 )
             for head in range(heads):
                 rows += head_rows(head, size // heads, interleaved=True)
-        made.add(translated(name, FROM_LLAMA), name, tuple(rows))
+        made.add(translated(name, FROM_LLAMA), name, rows)
     return made
 
 
 FORMAT = Format("Meta's consolidated.NN.pth", _recognizes, _open, LLAMA, _as_huggingface)
 
 
-# Writing.
-
-
 def write_llama(source: Source, folder: Path, tp: int) -> None:
     """Write the files of another number of ranks into a folder."""
-    entries = {}
-    for name, entry in source.entries.items():
-        # Here nothing is padded.
-        entries[name] = replace(entry, shard=Shard(entry.shard.full_shape, entry.shard.dim))
-        entries[name].check(tp)
+    # Here nothing is padded.
+    entries = {
+        name: replace(entry, shard=Shard(entry.shard.full_shape, entry.shard.dim))
+        for name, entry in source.entries.items()
+    }
+    for entry in entries.values():
+        entry.check(tp)
     for index in range(tp):
-        tensors = {
-            name: (entry.dtype, entry.shard.local_shape(index, tp))
-            for name, entry in entries.items()
-        }
-        parts = partial(_parts, source, entries, index, tp)
-        write_torch_file(folder / file_name(index), tensors, parts)
-
-
-def _parts(
-    source: Source, entries: Mapping[str, Entry], index: int, tp: int, name: str
-) -> Iterator[Tensor]:
-    """Yield a rank's part of a tensor, in memory order."""
-    entry = entries[name]
-    ((_, start, length),) = entry.shard.pieces(index, tp) or ((0, 0, 0),)
-    if entry.shard.dim:  # not the first dim: a part of what lies in between each row
-        out = torch.empty(entry.shard.local_shape(index, tp), dtype=entry.dtype)
-        source.read_into(name, start, out)
-        yield out
-        return
-    for _, part in stretches_of(source, entry, start, length):
-        yield part
+        tensors = {}
+        for name, entry in entries.items():
+            boxes = [box for _, box in entry.shard.boxes(index, tp)]
+            shape = entry.shard.local_shape(index, tp)
+            tensors[name] = entry.dtype, shape, values_of(source, name, *boxes)
+        write_torch_file(folder / file_name(index), tensors)

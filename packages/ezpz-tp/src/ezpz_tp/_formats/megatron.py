@@ -11,29 +11,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from ezpz_tp._errors import ParallelError
 
-from . import (
-    COLUMN,
-    GATED,
-    ROW,
-    VOCABULARY,
-    WHOLE,
-    Format,
-    Options,
-    Rearranged,
-    Rows,
-    Source,
-    Split,
-    Splits,
-    same_names,
-)
+from . import Format, Options, Rearranged, Source, Split, Splits, Stored, splits
 from .huggingface import head_rows, layer_of, translated
-from .torch_file import JoinedTensors, StoredTensor, TensorInFile, TorchFile, check_equal
+from .torch_file import JoinedTensors, TorchFile, check_equal, same_names
 
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
 _LATEST = "latest_checkpointed_iteration.txt"
@@ -43,26 +28,15 @@ _TIED = "output_layer.weight"
 _EMBEDDING = "embedding.word_embeddings.weight"
 
 
-MEGATRON: dict[str, Split] = {
-    "*embedding.word_embeddings.weight": VOCABULARY,
-    "*embedding.position_embeddings.weight": WHOLE,
-    "*output_layer.weight": VOCABULARY,
-    "*output_layer.bias": VOCABULARY,
-    "*.linear_qkv.weight": COLUMN,
-    "*.linear_qkv.bias": COLUMN,
-    "*.linear_proj.weight": ROW,
-    "*.linear_proj.bias": WHOLE,
-    # Not linear_fc1: one matrix, or a gate above an up projection, as the arguments say.
-    "*.linear_fc2.weight": ROW,
-    "*.linear_fc2.bias": WHOLE,
-    "*layernorm.weight": WHOLE,
-    "*layernorm.bias": WHOLE,
-    "*.layer_norm_weight": WHOLE,
-    "*.layer_norm_bias": WHOLE,
-    "*.rotary_pos_emb.inv_freq": WHOLE,
-    "*.router.weight": WHOLE,
-    "*.router.expert_bias": WHOLE,
-}
+# Not linear_fc1: one matrix, or a gate above an up projection, as the arguments say.
+MEGATRON = splits(
+    vocabulary="*embedding.word_embeddings.weight *output_layer.weight *output_layer.bias",
+    columns="*.linear_qkv.weight *.linear_qkv.bias",
+    rows="*.linear_proj.weight *.linear_fc2.weight",
+    whole="*embedding.position_embeddings.weight *.linear_proj.bias *.linear_fc2.bias "
+    "*layernorm.weight *layernorm.bias *.layer_norm_weight *.layer_norm_bias "
+    "*.rotary_pos_emb.inv_freq *.router.weight *.router.expert_bias",
+)
 
 FROM_MEGATRON = {
     "embedding.word_embeddings": "model.embed_tokens",
@@ -80,12 +54,8 @@ FROM_MEGATRON = {
 """Modules of GPT, but for those that are two or three of Hugging Face's."""
 
 
-@dataclass(frozen=True)
-class _Chunk:
-    """The layers of one chunk of a stage: each tensor-parallel rank's file and tensors."""
-
-    files: list[TorchFile]
-    tensors: list[dict[str, StoredTensor]]
+_Chunk: TypeAlias = list[dict[str, Stored]]
+"""The tensors of some layers of a stage, in each tensor-parallel rank's file."""
 
 
 def _recognizes(path: Path) -> bool:
@@ -96,23 +66,29 @@ def _open(path: Path, options: Options) -> Source:
     folder = path if _ranks(path) else _latest(path)
     stages = _stages(folder)
     args = _arguments(stages[0][0])
-    splits = Splits(_table(args), options)
-    source = JoinedTensors(args)
-    for names, chunk in _numbered(stages):
-        for local, name in names.items():
-            parts = [
-                TensorInFile(f, held[local])
-                for f, held in zip(chunk.files, chunk.tensors, strict=True)
-            ]
-            if name in source.entries:
+    tied = not args.get("untie_embeddings_and_output_weights", True)
+    embedding: list[Stored] = []
+    source = JoinedTensors(args, Splits(_table(args), options))
+    for name, parts in _in_order(stages):
+        file = parts[0].path
+        if name in source.entries:
+            raise ParallelError(
+                f"{file}: tensor {name} is in an earlier stage too; expected each tensor on one "
+                "stage, but for a tied output layer"
+            )
+        if name == _EMBEDDING:
+            embedding = parts
+        if name == _TIED and tied:  # the last stage's copy of the embedding
+            if not embedding:
                 raise ParallelError(
-                    f"{chunk.files[0].path}: tensor {name} is in an earlier stage too; expected "
-                    "each tensor on one stage, but for a tied output layer"
+                    f"{file}: tensor {name} is tied to {_EMBEDDING}, as the arguments say, which "
+                    "no stage has"
                 )
-            source.take(name, parts, splits)
-            _drop_if_tied(source, name, parts, args)
-    source.check_known(folder)
-    return source
+            for first, second in zip(embedding, parts, strict=True):
+                check_equal(name, [first, second])
+        else:
+            source.join(name, parts)
+    return source.checked(folder)
 
 
 def _ranks(folder: Path) -> dict[tuple[int, int], Path]:
@@ -163,27 +139,22 @@ def _stages(folder: Path) -> list[list[TorchFile]]:
             f"{folder}: {len(ranks)} mp_rank folders; expected {tensor * pipeline}, as its "
             f"arguments say tensor {tensor} x pipeline {pipeline}"
         )
-    found = []
-    for stage in range(pipeline):
-        files = []
-        for index in range(tensor):
-            name = f"mp_rank_{index:02d}" + (f"_{stage:03d}" if pipeline > 1 else "")
-            files.append(_file(ranks.get((index, stage), folder / name)))
-        found.append(files)
-    return found
+    end = "_{:03d}" if pipeline > 1 else ""
+    return [
+        [
+            _file(ranks.get((index, stage), folder / f"mp_rank_{index:02d}{end.format(stage)}"))
+            for index in range(tensor)
+        ]
+        for stage in range(pipeline)
+    ]
 
 
 def _file(folder: Path) -> TorchFile:
-    for name in _FILES:
-        if (folder / name).exists():
-            break
-    else:
+    found = [folder / name for name in _FILES if (folder / name).exists()]
+    if not found:
         raise ParallelError(f"{folder / _FILES[0]}: there is no such file")
-    file = TorchFile(folder / name)
-    if not isinstance(file.contents, dict):
-        raise ParallelError(
-            f"{file.path}: holds a {type(file.contents).__name__}; expected a dict with 'model'"
-        )
+    file = TorchFile(found[0])
+    file.dict_of("a dict with 'model'")
     return file
 
 
@@ -203,8 +174,8 @@ def _table(args: dict[str, Any]) -> dict[str, Split]:
     said = [args[name] for name in ("swiglu", "gated_linear_unit") if name in args]
     if not said:
         return MEGATRON
-    fc1 = GATED if any(said) else COLUMN
-    return {"*.linear_fc1.weight": fc1, "*.linear_fc1.bias": fc1, **MEGATRON}
+    way = "gated" if any(said) else "columns"
+    return splits(**{way: "*.linear_fc1.weight *.linear_fc1.bias"}) | MEGATRON
 
 
 def _chunks(files: list[TorchFile]) -> list[_Chunk]:
@@ -216,14 +187,12 @@ def _chunks(files: list[TorchFile]) -> list[_Chunk]:
         )
     chunks = []
     for key in sorted(keys, key=lambda key: int(key.removeprefix("model") or 0)):
-        tensors = [_tensors(file, key) for file in files]
-        for file, found in zip(files, tensors, strict=True):
-            same_names(f"{file.path}, {key!r}", found, files[0].path, tensors[0])
-        chunks.append(_Chunk(files, tensors))
+        chunks.append([_tensors(file, key) for file in files])
+        same_names(files, chunks[-1], f", {key!r}")
     return chunks
 
 
-def _tensors(file: TorchFile, key: str) -> dict[str, StoredTensor]:
+def _tensors(file: TorchFile, key: str) -> dict[str, Stored]:
     if key not in file.contents:
         raise ParallelError(
             f"{file.path}: has no {key!r}, only {', '.join(map(repr, file.contents))}; expected "
@@ -238,48 +207,33 @@ def _tensors(file: TorchFile, key: str) -> dict[str, StoredTensor]:
     return file.tensors(model)
 
 
-def _numbered(stages: list[list[TorchFile]]) -> Iterator[tuple[dict[str, str], _Chunk]]:
-    """Yield the whole model's name of each chunk's tensors, and the chunk, in the model's order."""
+def _in_order(stages: list[list[TorchFile]]) -> Iterator[tuple[str, list[Stored]]]:
+    """Yield each tensor's name in the whole model and its parts, in the model's order."""
     chunks = [_chunks(files) for files in stages]
-    for stage, found in enumerate(chunks):
+    for files, found in zip(stages, chunks, strict=True):
         if len(found) != len(chunks[0]):
             raise ParallelError(
-                f"{stages[stage][0].path}: {len(found)} chunks of the model; expected "
-                f"{len(chunks[0])}, as {stages[0][0].path} has"
+                f"{files[0].path}: {len(found)} chunks of the model; expected {len(chunks[0])}, as "
+                f"{stages[0][0].path} has"
             )
-    layers = 0
-    for turn in zip(*chunks, strict=True):
-        for chunk in turn:
-            numbers = [int(m[0]) for name in chunk.tensors[0] if (m := _LAYER.search(name))]
-            yield {name: _renumbered(name, layers) for name in chunk.tensors[0]}, chunk
-            layers += 1 + max(numbers, default=-1)
-
-
-def _renumbered(name: str, first: int) -> str:
-    return _LAYER.sub(lambda match: str(int(match[0]) + first), name, count=1)
-
-
-def _drop_if_tied(
-    source: JoinedTensors, name: str, parts: list[TensorInFile], args: dict[str, Any]
-) -> None:
-    """Leave out the last stage's copy of the embedding, once it is known to be one."""
-    if name != _TIED or args.get("untie_embeddings_and_output_weights", True):
-        return
-    if _EMBEDDING not in source.entries:
-        raise ParallelError(
-            f"{parts[0].file.path}: tensor {name} is tied to {_EMBEDDING}, as the arguments say, "
-            "which no stage has"
-        )
-    for first, second in zip(source.parts[_EMBEDDING], parts, strict=True):
-        check_equal(name, first, second)
-    del source.entries[name]
+    layers = 0  # before the chunk, in each of which they are numbered from 0
+    for chunk in (chunk for turn in zip(*chunks, strict=True) for chunk in turn):
+        last = -1
+        for local in chunk[0]:
+            name = local
+            if match := _LAYER.search(local):
+                number = int(match[0])
+                last = max(last, number)
+                name = f"{local[: match.start()]}{layers + number}{local[match.end() :]}"
+            yield name, [held[local] for held in chunk]
+        layers += 1 + last
 
 
 # As Hugging Face has it.
 
 
-def _as_huggingface(source: JoinedTensors) -> Source:
-    args, made = source.said, Rearranged(source)
+def _as_huggingface(source: Source) -> Source:
+    args, made = source.metadata["said"], Rearranged(source)
     _refuse(args, "apply_layernorm_1p", "norms that add 1 to their weights")
     if args.get("rotary_interleaved") and args.get("rotary_percent", 1.0) != 1.0:
         _refuse(args, "rotary_percent", "interleaved rotary embedding of some channels only")
@@ -295,7 +249,9 @@ def _as_huggingface(source: JoinedTensors) -> Source:
             half, layer = entry.shard.blocks[0], layer_of(name)
             for new, start in (("gate_proj", 0), ("up_proj", half)):
                 kind = name.rpartition(".")[2]
-                made.add(f"model.layers.{layer}.mlp.{new}.{kind}", name, (Rows(start, half),))
+                made.add(
+                    f"model.layers.{layer}.mlp.{new}.{kind}", name, [range(start, start + half)]
+                )
         else:
             made.add(translated(name, FROM_MEGATRON), name)
     return made
@@ -312,9 +268,8 @@ def _refuse(args: Mapping[str, Any], name: str, what: str) -> None:
 def _unfuse(made: Rearranged, source: Source, name: str, args: Mapping[str, Any]) -> None:
     """Take queries, keys and values apart: each group is its queries, its key and its value."""
     heads: int = args.get("num_attention_heads") or 0
-    groups: int = (
-        (args.get("num_query_groups") or 0) if args.get("group_query_attention") else heads
-    )
+    grouped = args.get("group_query_attention")
+    groups: int = (args.get("num_query_groups") or 0) if grouped else heads
     size = source.entries[name].shard.full_shape[0]
     each: int = args.get("kv_channels") or args.get("hidden_size", 0) // max(1, heads)
     if not heads or not groups or heads % groups or size != (heads + 2 * groups) * each:
@@ -324,17 +279,15 @@ def _unfuse(made: Rearranged, source: Source, name: str, args: Mapping[str, Any]
             "and kv_channels say"
         )
     per, interleaved = heads // groups, bool(args.get("rotary_interleaved"))
-    queries: list[Rows] = []
-    keys: list[Rows] = []
-    values: list[Rows] = []
+    rows: dict[str, list[range]] = {"q_proj": [], "k_proj": [], "v_proj": []}
     for first in range(0, groups * (per + 2), per + 2):
         for head in range(first, first + per):
-            queries += head_rows(head, each, interleaved=interleaved)
-        keys += head_rows(first + per, each, interleaved=interleaved)
-        values += head_rows(first + per + 1, each, interleaved=False)
+            rows["q_proj"] += head_rows(head, each, interleaved=interleaved)
+        rows["k_proj"] += head_rows(first + per, each, interleaved=interleaved)
+        rows["v_proj"] += head_rows(first + per + 1, each, interleaved=False)
     layer, kind = layer_of(name), name.rpartition(".")[2]
-    for new, rows in (("q_proj", queries), ("k_proj", keys), ("v_proj", values)):
-        made.add(f"model.layers.{layer}.self_attn.{new}.{kind}", name, tuple(rows))
+    for new, taken in rows.items():
+        made.add(f"model.layers.{layer}.self_attn.{new}.{kind}", name, taken)
 
 
 FORMAT = Format("Megatron-LM's mp_rank_NN", _recognizes, _open, MEGATRON, _as_huggingface)

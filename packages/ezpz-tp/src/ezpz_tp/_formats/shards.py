@@ -8,15 +8,14 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ezpz_tp._errors import ParallelError
 from ezpz_tp._shard import Entry, Shard
 
-from . import Format, Options, Source, StoredPiece, StoredPieces
-from .safetensors import DTYPES, TensorFile, integers
+from . import Format, Options, Source, Stored, StoredPieces, load_object
+from .safetensors import DTYPES, integers, open_safetensors
 
 NAME = "shards.json"
 
@@ -29,10 +28,7 @@ def _open(path: Path, _: Options) -> Source:
         stacklevel=4,
     )
     index = path / NAME
-    try:
-        said = json.loads(index.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ParallelError(f"{index}: it is no JSON: {error}") from error
+    said = load_object(index)
     try:
         if (said["format"], said["version"]) != ("ezpz_tp shards", 1):
             raise ParallelError(
@@ -41,25 +37,23 @@ def _open(path: Path, _: Options) -> Source:
             )
         tp, pp = integers((said["tp"], said["pp"]), least=1)
         held = {name: _held(name, one, pp) for name, one in said["tensors"].items()}
-        save, rest = (
-            said["save"],
-            {key: said[key] for key in ("param_groups", "values", "extra") if key in said},
-        )
+        save = said["save"]
     except (KeyError, TypeError, AttributeError, ValueError) as error:  # DegreeError is one
         raise ParallelError(f"{index}: it does not say what it should: {error!r}") from error
     files = [
-        [_file(path, held, (save, tp, pp), stage, rank) for rank in range(tp)]
+        [_tensors(path, held, (save, tp, pp), stage, rank) for rank in range(tp)]
         for stage in range(pp)
     ]
-    source = StoredPieces(rest)
+    source = StoredPieces(
+        {key: said[key] for key in ("param_groups", "values", "extra") if key in said}
+    )
     for name, (entry, stages) in held.items():
-        shard = entry.shard
         pieces = [
-            StoredPiece(full, local.offsets, partial(files[stages[0]][rank].read, name))
-            for rank in range(tp if shard.dim is not None else 1)
-            for local, full in shard.boxes(rank, tp)
+            (full, files[stages[0]][rank][name].part(local))
+            for rank in range(tp if entry.shard.dim is not None else 1)
+            for local, full in entry.shard.boxes(rank, tp)
         ]
-        source.add(entry, pieces)
+        source.add(name, entry.dtype, entry.shard, pieces)
     return source
 
 
@@ -79,18 +73,18 @@ def _held(name: str, said: Mapping[str, Any], pp: int) -> tuple[Entry, tuple[int
     return Entry(name, DTYPES[said["dtype"]], shard), stages
 
 
-def _file(
+def _tensors(
     folder: Path,
     held: Mapping[str, tuple[Entry, tuple[int, ...]]],
     save: tuple[str, int, int],
     stage: int,
     rank: int,
-) -> TensorFile:
-    """Open a file, having made sure that it is what the index says."""
+) -> Mapping[str, Stored]:
+    """Return a file's tensors, having made sure that it is what the index says."""
     path = folder / f"pp{stage:02}-tp{rank:02}.safetensors"
-    file, tp = TensorFile.open(path), save[1]
+    (tensors, metadata), tp = open_safetensors(path), save[1]
     try:
-        stamp = json.loads(file.metadata.get("ezpz_tp", "{}"))
+        stamp = json.loads(metadata.get("ezpz_tp", "{}"))
         found = [stamp.get(key) for key in ("save", "tp", "tp_size", "pp", "pp_size")]
     except (ValueError, AttributeError) as error:
         raise ParallelError(f"{path}: its metadata are damaged: {error}") from error
@@ -104,11 +98,11 @@ def _file(
         if stage not in stages:
             continue
         wanted = entry.shard.local_shape(rank, tp), entry.dtype
-        stored = file.tensors.get(name)
+        stored = tensors.get(name)
         has = (stored.shape, stored.dtype) if stored else None
         if has != wanted:
             raise ParallelError(
                 f"{path}: has no tensor {name!r} of shape {wanted[0]} and {wanted[1]}, rank {rank} "
                 f"of {tp}'s part of {entry.shard.full_shape}; found {has or 'none of that name'}"
             )
-    return file
+    return tensors

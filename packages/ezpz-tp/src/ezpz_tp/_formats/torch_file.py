@@ -1,47 +1,39 @@
-"""Files of `torch.save`, read and written a stretch at a time; no code in them is run."""
+"""Files of `torch.save`, read and written a piece at a time; no code in them is run."""
 
 from __future__ import annotations
 
 import io
 import itertools
-import math
 import os
 import pickle
 import struct
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import IO, Any, Self
+from typing import IO, Any, NamedTuple, Self
 
 import torch
-from torch import Tensor
 from torch._utils import _rebuild_tensor_v2, _rebuild_tensor_v3
+from torch.storage import _dtype_to_storage_type_map
 
 from ezpz_tp._errors import ParallelError
-from ezpz_tp._shard import Entry, Piece
+from ezpz_tp._shard import whole
 
-from . import Splits, StoredPiece, StoredPieces, unknown
+from . import Splits, Stored, StoredPieces, ToWrite, parts_of, strides_of, write_values, written
 from .safetensors import integers
-from .stretches import CHUNK, Region, naming, read_box, strides_of
 
 # The pickle in a file of `torch.save`: tensors are described, not loaded, and no code is run.
 
-STORAGES = {
-    "DoubleStorage": torch.float64,
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16,
-    "LongStorage": torch.int64,
-    "IntStorage": torch.int32,
-    "ShortStorage": torch.int16,
-    "CharStorage": torch.int8,
-    "ByteStorage": torch.uint8,
-    "BoolStorage": torch.bool,
-    "ComplexDoubleStorage": torch.complex128,
-    "ComplexFloatStorage": torch.complex64,
+_STORAGE_NAMES: dict[torch.dtype, str] = {
+    dtype: name
+    for dtype, name in _dtype_to_storage_type_map().items()
+    if not name.startswith("Q")  # quantized: no tensors as they are
+}
+_STORAGES = {
+    **{name: dtype for dtype, name in _STORAGE_NAMES.items()},
     "UntypedStorage": torch.uint8,  # of dtypes that are younger than typed storages, as fp8
 }
 """The storages that a file names, and what they hold."""
@@ -81,60 +73,15 @@ class Foreign:
         return f"<{self.qualname}>"
 
 
-@dataclass(frozen=True, slots=True)
-class Storage:
-    """What tensors in a file are views of."""
-
-    dtype: torch.dtype
-    key: str
-    numel: int
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A tensor in a file: where its elements are, in elements of its dtype."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    storage: str
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def end(self) -> int:
-        """Return the element after its last, in its storage."""
-        if 0 in self.shape:
-            return self.offset
-        steps = zip(self.shape, self.stride, strict=True)
-        return self.offset + 1 + sum((size - 1) * step for size, step in steps)
-
-
-def unpickled(pickled: bytes) -> Any:
-    """Return what was pickled, with what stands for tensors and for what is not known."""
-    try:
-        return _Unpickler(io.BytesIO(pickled)).load()
-    except _DAMAGE as error:
-        raise ValueError(str(error)) from error
-
-
-_DAMAGE = (
-    pickle.UnpicklingError,
-    ValueError,
-    TypeError,
-    EOFError,
-    LookupError,
-    AttributeError,
-    OverflowError,
-)
-"""What a pickle that is not whole raises."""
-
-
 class _Unpickler(pickle.Unpickler):
     """Unpickles with globals of our own: a file cannot have anything else imported or called."""
+
+    def __init__(self, pickled: bytes, storage: Callable[[Any], Stored]) -> None:
+        super().__init__(io.BytesIO(pickled))
+        self._storage = storage
+
+    def persistent_load(self, pid: Any) -> Stored:
+        return self._storage(pid)
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _PLAIN:
@@ -143,60 +90,37 @@ class _Unpickler(pickle.Unpickler):
             made = _REBUILD[module, name]
             # A function of its own: a file can set attributes of it.
             return lambda *given: made(*given)  # noqa: PLW0108
-        if module in {"torch", "torch.storage"} and name in STORAGES:
-            return STORAGES[name]
+        if module in {"torch", "torch.storage"} and name in _STORAGES:
+            return _STORAGES[name]
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        return type(name, (Foreign,), {"qualname": f"{module}.{name}"})
+        return foreign(module, name)
 
-    def persistent_load(self, pid: Any) -> Storage:
-        kind, dtype, key, _, numel = pid
-        if kind != "storage" or not isinstance(dtype, torch.dtype):
-            raise pickle.UnpicklingError(
-                f"a reference to {kind!r} of {dtype!r}; expected a storage"
-            )
-        return Storage(dtype, key, numel)
+
+def foreign(module: str, name: str) -> type[Foreign]:
+    return type(name, (Foreign,), {"qualname": f"{module}.{name}"})
 
 
 def _tensor(
-    storage: Storage, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *_: object
-) -> StoredTensor:
-    return _stored(storage.dtype, storage, offset, size, stride)
-
-
-def _stored(
-    dtype: torch.dtype, storage: Storage, offset: int, *places: tuple[int, ...]
-) -> StoredTensor:
+    storage: Stored, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *rest: object
+) -> Stored:
     """Return a tensor in a file; what is not a tensor's is damage."""
-    size, stride = places
-    if len(integers(size)) != len(integers(stride)) or integers((offset,))[0] > storage.numel:
+    shape, strides, (first,) = integers(size), integers(stride), integers((offset,))
+    if len(shape) != len(strides) or first > storage.shape[0]:
         raise ValueError(f"a tensor of size {size} and strides {stride}, from {offset} on")
-    return StoredTensor(dtype, tuple(size), tuple(stride), offset, str(storage.key))
+    dtype = next((one for one in rest if isinstance(one, torch.dtype)), storage.dtype)
+    begin = storage.at + first * dtype.itemsize
+    return Stored(storage.path, dtype, shape, strides, begin, storage.storage)
 
 
-def _tensor_of_dtype(
-    storage: Storage,
-    offset: int,
-    size: tuple[int, ...],
-    stride: tuple[int, ...],
-    requires_grad: bool,
-    hooks: object,
-    dtype: torch.dtype,
-    *_: object,
-) -> StoredTensor:
-    del requires_grad, hooks
-    return _stored(dtype, storage, offset, size, stride)
-
-
-def _parameter(tensor: StoredTensor, *_: object) -> StoredTensor:
+def _parameter(tensor: Stored, *_: object) -> Stored:
     return tensor
 
 
 def _with_attributes(
-    make: Callable[..., Any], kind: type[Foreign], made: tuple[Any, ...], state: object
+    make: Callable[..., Any], kind: type[Foreign], made: tuple[Any, ...], _: object
 ) -> Any:
     """Return what a tensor with attributes of Python is, or a parameter; not of another class."""
-    del state
     plain = kind.qualname in {"torch.Tensor", "torch.nn.parameter.Parameter"}
     return make(*made) if plain else kind()
 
@@ -204,14 +128,14 @@ def _with_attributes(
 _REBUILD: dict[tuple[str, str], Callable[..., Any]] = {
     ("torch._utils", "_rebuild_tensor"): _tensor,
     ("torch._utils", "_rebuild_tensor_v2"): _tensor,
-    ("torch._utils", "_rebuild_tensor_v3"): _tensor_of_dtype,
+    ("torch._utils", "_rebuild_tensor_v3"): _tensor,
     ("torch._utils", "_rebuild_parameter"): _parameter,
     ("torch._utils", "_rebuild_parameter_with_state"): _parameter,
     ("torch._tensor", "_rebuild_from_type_v2"): _with_attributes,
 }
 
 
-# Files of `torch.save`, read a stretch at a time.
+# Files of `torch.save`, read a piece at a time.
 
 
 class FilePart(io.RawIOBase):
@@ -227,9 +151,6 @@ class FilePart(io.RawIOBase):
 
     def seekable(self) -> bool:
         return True
-
-    def tell(self) -> int:
-        return self._at
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
         self._at = offset + {os.SEEK_CUR: self._at, os.SEEK_END: self._size}.get(whence, 0)
@@ -249,7 +170,7 @@ class FilePart(io.RawIOBase):
 
 
 class TorchFile:
-    """A file of `torch.save`, or a part of a file; in ``contents`` something stands for tensors."""
+    """A file of `torch.save`, or a part of a file; in ``contents`` are `Stored` for tensors."""
 
     def __init__(self, path: Path, start: int = 0, size: int | None = None) -> None:
         self.path, self._start, self._is_part = path, start, size is not None
@@ -263,7 +184,7 @@ class TorchFile:
                 io.BufferedReader(FilePart(path, start, self.size)) as file,
                 zipfile.ZipFile(file) as archive,
             ):
-                contents = self._index(archive, file)
+                pickled = self._index(archive, file)
         except ParallelError:
             raise
         except Exception as error:  # zipfile has no end of those for an archive that is damaged
@@ -273,17 +194,25 @@ class TorchFile:
                 "copy it again"
             ) from error
         try:
-            self.contents: Any = unpickled(contents)
-        except ValueError as error:
+            self.contents: Any = _Unpickler(pickled, self._storage).load()
+        except Exception as error:  # a pickle that is damaged raises anything
             raise ParallelError(f"{path}: its data.pkl is damaged: {error}") from error
 
-    def tensors(self, contents: Mapping[str, Any]) -> dict[str, StoredTensor]:
+    def dict_of(self, expected: str) -> dict[Any, Any]:
+        """Return the contents, having made sure that they are a dict."""
+        if isinstance(self.contents, dict):
+            return self.contents
+        raise ParallelError(
+            f"{self.path}: holds a {type(self.contents).__name__}; expected {expected}"
+        )
+
+    def tensors(self, contents: Mapping[str, Any]) -> dict[str, Stored]:
         """Return the tensors of a state dict, but for the ``_extra_state`` of layers."""
-        found: dict[str, StoredTensor] = {}
+        found: dict[str, Stored] = {}
         for name, value in contents.items():
             if str(name).endswith("_extra_state"):
                 continue
-            if isinstance(value, StoredTensor) and isinstance(name, str):
+            if isinstance(value, Stored) and isinstance(name, str):
                 self.check(name, value)
                 found[name] = value
             elif value is not None and not isinstance(value, str | int | float):
@@ -294,10 +223,13 @@ class TorchFile:
                 )
         return found
 
-    def check(self, name: str, tensor: StoredTensor) -> None:
+    def check(self, name: str, tensor: Stored) -> None:
         """Raise `ParallelError` unless the file holds all of a tensor."""
-        _, held = self._members.get(f"data/{tensor.storage}", (0, 0))
-        needed = tensor.end * tensor.dtype.itemsize
+        begin, held = self._members.get(f"data/{tensor.storage}", (0, 0))
+        needed = tensor.at - self._start - begin
+        if 0 not in tensor.shape:
+            steps = zip(tensor.shape, tensor.stride, strict=True)
+            needed += (1 + sum((size - 1) * step for size, step in steps)) * tensor.dtype.itemsize
         if needed > held:
             raise ParallelError(
                 f"{self.path}: tensor {name} of shape {tensor.shape} and dtype {tensor.dtype} "
@@ -305,12 +237,14 @@ class TorchFile:
                 "damaged: copy it again"
             )
 
-    def read(self, tensor: StoredTensor, box: Piece, out: Tensor) -> None:
-        """Fill a CPU tensor with a box of one that `check` has seen."""
-        begin, _ = self._members[f"data/{tensor.storage}"]
-        begin += self._start + tensor.offset * tensor.dtype.itemsize
-        with open(self.path, "rb", buffering=0) as file:
-            read_box(Region(file, begin, tensor.shape), tensor.stride, box, out)
+    def _storage(self, pid: Any) -> Stored:
+        kind, dtype, key, _, count = pid
+        if kind != "storage" or not isinstance(dtype, torch.dtype):
+            raise pickle.UnpicklingError(
+                f"a reference to {kind!r} of {dtype!r}; expected a storage"
+            )
+        begin, _ = self._members.get(f"data/{key}", (0, 0))
+        return Stored(self.path, dtype, integers((count,)), (1,), self._start + begin, str(key))
 
     def _index(self, archive: zipfile.ZipFile, file: IO[bytes]) -> bytes:
         """Note where the members are, and return the pickle."""
@@ -327,13 +261,13 @@ class TorchFile:
             file.seek(info.header_offset)
             name, extra = struct.unpack("<26xHH", file.read(30))
             begin = info.header_offset + 30 + name + extra
-            if info.compress_type != zipfile.ZIP_STORED or begin + info.file_size > self.size:
+            end = begin + info.file_size
+            if info.compress_type != zipfile.ZIP_STORED or end > self.size:
                 raise ParallelError(
                     f"{self.path}: {info.filename} is compressed, or ends at byte "
-                    f"{begin + info.file_size} of {self.size}; expected what torch.save writes"
+                    f"{end} of {self.size}; expected what torch.save writes"
                 )
             # With a wrong number there, other bytes would be taken for a tensor's.
-            end = begin + info.file_size
             named = file.read(name) == info.filename.encode()
             file.seek(end)
             if info.flag_bits & 8:  # a checksum comes after the contents
@@ -365,40 +299,55 @@ class TorchFile:
 _ALIGNMENT = 64
 """Where storages begin, as torch.save has it, so that a file can be mapped."""
 
-_NAMES = {dtype: name for name, dtype in STORAGES.items() if name != "UntypedStorage"}
 
-Sizes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-
-
-def write_torch_file(path: Path, tensors: Sizes, parts: Callable[[str], Iterable[Tensor]]) -> None:
-    """Write a state dict that `torch.load` can map; ``parts`` gives a tensor's values in order."""
-    with path.open("xb") as file, naming(file):
-        with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-            _write(archive, tensors, parts)
-        file.flush()
-        os.fsync(file.fileno())
+class _Storage(NamedTuple):
+    dtype: torch.dtype
+    key: str
+    shape: tuple[int, ...]
 
 
-def _write(
-    archive: zipfile.ZipFile, tensors: Sizes, parts: Callable[[str], Iterable[Tensor]]
-) -> None:
-    for name, contents in (
-        ("data.pkl", _pickled(tensors)),
-        ("byteorder", b"little"),
-        ("version", b"3\n"),
-    ):
-        with _member(archive, name) as member:
-            member.write(contents)
-    for number, (name, (dtype, shape)) in enumerate(tensors.items()):
-        written = 0
-        with _member(archive, f"data/{number}") as member:
-            for part in parts(name):
-                assert part.dtype == dtype
-                written += part.numel()
-                for buffer in _bytes(part):
-                    member.write(buffer)
-                del part  # before the next is made
-        assert written == math.prod(shape), name
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """What `torch.load` makes a tensor of, as `torch.Tensor` says it of itself."""
+
+    storage: _Storage
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        dtype, _, shape = self.storage
+        hooks: OrderedDict[str, Any] = OrderedDict()
+        made = self.storage, 0, shape, strides_of(shape), False, hooks
+        if dtype in _STORAGE_NAMES:
+            return _rebuild_tensor_v2, made
+        return _rebuild_tensor_v3, (*made, dtype)
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, obj: object) -> Any:
+        if not isinstance(obj, _Storage):
+            return None
+        count, name = torch.Size(obj.shape).numel(), _STORAGE_NAMES.get(obj.dtype)
+        if name is None:
+            return "storage", torch.UntypedStorage, obj.key, "cpu", count * obj.dtype.itemsize
+        return "storage", getattr(torch, name), obj.key, "cpu", count
+
+
+def write_torch_file(path: Path, tensors: ToWrite) -> None:
+    """Write a state dict that `torch.load` can map."""
+    pickled = io.BytesIO()
+    contents = OrderedDict(
+        (name, _Written(_Storage(dtype, str(number), shape)))
+        for number, (name, (dtype, shape, _)) in enumerate(tensors.items())
+    )
+    _Pickler(pickled, protocol=2).dump(contents)
+    words = {"data.pkl": pickled.getvalue(), "byteorder": b"little", "version": b"3\n"}
+    with written(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        for name, word in words.items():
+            with _member(archive, name) as member:
+                member.write(word)
+        for number, (*_, values) in enumerate(tensors.values()):
+            with _member(archive, f"data/{number}") as member:
+                for part in values:
+                    write_values(member, part)
 
 
 def _member(archive: zipfile.ZipFile, name: str) -> Any:
@@ -411,126 +360,75 @@ def _member(archive: zipfile.ZipFile, name: str) -> Any:
     return archive.open(info, "w", force_zip64=True)
 
 
-def _bytes(part: Tensor) -> Iterable[memoryview]:
-    """Yield a tensor's bytes, in a buffer that is used again."""
-    flat = part.reshape(-1)
-    step = max(1, CHUNK // part.dtype.itemsize)
-    buffer = bytearray(min(step, len(flat)) * part.dtype.itemsize)
-    for start in range(0, len(flat), step):
-        piece = flat[start : start + step]
-        torch.frombuffer(buffer, dtype=part.dtype, count=len(piece)).copy_(piece)
-        yield memoryview(buffer)[: len(piece) * part.dtype.itemsize]
-
-
-def _pickled(tensors: Sizes) -> bytes:
-    contents = OrderedDict(
-        (name, StoredTensor(dtype, shape, strides_of(shape), 0, str(number)))
-        for number, (name, (dtype, shape)) in enumerate(tensors.items())
-    )
-    buffer = io.BytesIO()
-    _Pickler(buffer, protocol=2).dump(contents)
-    return buffer.getvalue()
-
-
-class _Pickler(pickle.Pickler):
-    """Writes what `torch.load` makes a tensor of, where there is a `StoredTensor`."""
-
-    def persistent_id(self, obj: object) -> Any:
-        if not isinstance(obj, Storage):
-            return None
-        if obj.dtype in _NAMES:
-            return ("storage", getattr(torch, _NAMES[obj.dtype]), obj.key, "cpu", obj.numel)
-        return ("storage", torch.UntypedStorage, obj.key, "cpu", obj.numel * obj.dtype.itemsize)
-
-    def reducer_override(self, obj: Any) -> Any:
-        """Return how a tensor is made: as `torch.Tensor` says it of itself."""
-        if not isinstance(obj, StoredTensor):
-            return NotImplemented
-        hooks: OrderedDict[str, Any] = OrderedDict()
-        made = (
-            Storage(obj.dtype, obj.storage, obj.numel),
-            obj.offset,
-            obj.shape,
-            obj.stride,
-            False,
-            hooks,
-        )
-        if obj.dtype in _NAMES:
-            return _rebuild_tensor_v2, made
-        return _rebuild_tensor_v3, (*made, obj.dtype)
-
-
-# Full tensors of which each of several files holds a part.
-
-
-@dataclass(frozen=True, slots=True)
-class TensorInFile:
-    file: TorchFile
-    tensor: StoredTensor
-
-    def read(self, box: Piece, out: Tensor) -> None:
-        self.file.read(self.tensor, box, out)
+# Full tensors of which each of several files, one a tensor-parallel rank, holds a part.
 
 
 class JoinedTensors(StoredPieces):
-    """Tensors put together from the files of tensor-parallel ranks; ``said`` is what these say."""
+    """Tensors put together from ranks' files; ``said`` is what these say of the model."""
 
-    def __init__(self, said: Mapping[str, Any]) -> None:
-        super().__init__()
-        self.said = said
-        self._lost: dict[str, tuple[int, ...]] = {}
-        self.parts: dict[str, Sequence[TensorInFile]] = {}
+    def __init__(self, said: Mapping[str, Any], splits: Splits) -> None:
+        super().__init__({"said": said})
+        self._splits = splits
 
-    def take(self, name: str, parts: Sequence[TensorInFile], splits: Splits) -> None:
-        """Take a tensor, one part a rank, as its name says that it is split; see `check_known`."""
+    def join(self, name: str, parts: Sequence[Stored]) -> None:
+        """Take a tensor, one part a rank, as its name says that it is split."""
         first, degree = parts[0], len(parts)
-        stored = splits.stored(name, first.tensor.shape, degree)
-        shard = stored and splits.shard(name, stored.full_shape)
-        if stored is None or shard is None:
-            self._lost[name] = first.tensor.shape
+        stored = self._splits.stored(name, first.shape, degree)
+        if stored is None:
+            self.add(name, first.dtype, None, [(whole(first.shape), first)])
             return
-        pieces = []
         for index, part in enumerate(parts):
-            _check_like(name, part, stored.local_shape(index, degree), first)
-            if stored.dim is None and part is not first:
-                check_equal(name, first, part)
-            elif stored.dim is not None or part is first:
-                for local, full in stored.boxes(index, degree):
-                    pieces.append(StoredPiece(full, local.offsets, part.read))
-        self.add(Entry(name, first.tensor.dtype, shard), pieces)
-        self.parts[name] = parts
-
-    def check_known(self, where: object) -> None:
-        """Raise `ParallelError` where no rule said how some of the tensors are split."""
-        if self._lost:
-            raise unknown(where, self._lost)
+            check_like(name, part, first, stored.local_shape(index, degree))
+        if stored.dim is None:
+            check_equal(name, parts)
+            degree = 1
+        pieces = [
+            (full, parts[index].part(local))
+            for index in range(degree)
+            for local, full in stored.boxes(index, degree)
+        ]
+        self.add(name, first.dtype, self._splits.shard(name, stored.full_shape), pieces)
 
 
-def check_equal(name: str, first: TensorInFile, second: TensorInFile) -> None:
-    """Raise `ParallelError` unless two files have the same tensor, bit for bit."""
-    shape, dtype = first.tensor.shape, first.tensor.dtype
-    _check_like(name, second, shape, first)
-    rows = shape[0] if shape else 1
-    step = max(1, CHUNK * rows // max(1, first.tensor.numel * dtype.itemsize))
-    for start in range(0, rows, step):
-        sizes = (min(step, rows - start), *shape[1:]) if shape else ()
-        box = Piece((start, *(0 for _ in shape[1:])) if shape else (), sizes)
-        here, there = (torch.empty(sizes, dtype=dtype) for _ in range(2))
-        first.read(box, here)
-        second.read(box, there)
-        # As bytes, in which NaNs are equal too.
-        if not torch.equal(here.reshape(-1).view(torch.uint8), there.reshape(-1).view(torch.uint8)):
-            raise ParallelError(
-                f"{second.file.path}: tensor {name} of shape {shape} is not that of "
-                f"{first.file.path}; expected the same values, to the last bit, in both files"
-            )
+def same_names(
+    files: Sequence[TorchFile], tensors: Sequence[Mapping[str, Stored]], where: str = ""
+) -> None:
+    """Raise `ParallelError` unless each file has the tensors that the first one has."""
+    first, wanted = files[0].path, tensors[0]
+    for file, found in zip(files, tensors, strict=True):
+        for name in [*wanted, *found]:
+            if name not in found:
+                what = f"no tensor {name}; expected one of shape {wanted[name].shape}"
+                what += f", as {first} has it"
+            elif name not in wanted:
+                what = f"a tensor {name} of shape {found[name].shape}; expected none"
+                what += f", as {first} has none"
+            else:
+                continue
+            raise ParallelError(f"{file.path}{where}: has {what} (files of different models?)")
 
 
-def _check_like(name: str, part: TensorInFile, shape: tuple[int, ...], first: TensorInFile) -> None:
-    found = part.tensor.shape, part.tensor.dtype
-    if found != (shape, first.tensor.dtype):
+def check_equal(name: str, parts: Sequence[Stored]) -> None:
+    """Raise `ParallelError` unless files have the same tensor, bit for bit."""
+    first, *others = parts
+    for other in others:
+        check_like(name, other, first, first.shape)
+        for box in parts_of(whole(first.shape), first.dtype.itemsize):
+            here, there = (torch.empty(box.sizes, dtype=first.dtype) for _ in range(2))
+            first.read(box, here)
+            other.read(box, there)
+            # As bytes, in which NaNs are equal too.
+            if not torch.equal(*(one.view(-1).view(torch.uint8) for one in (here, there))):
+                raise ParallelError(
+                    f"{other.path}: tensor {name} of shape {first.shape} is not that of "
+                    f"{first.path}; expected the same values, to the last bit, in both files"
+                )
+
+
+def check_like(name: str, part: Stored, first: Stored, shape: tuple[int, ...]) -> None:
+    if (part.shape, part.dtype) != (shape, first.dtype):
         raise ParallelError(
-            f"{part.file.path}: tensor {name} has shape {found[0]} and dtype {found[1]}; expected "
-            f"{shape} and {first.tensor.dtype}, as {first.file.path} has it (files of different "
-            "models, or of different degrees?)"
+            f"{part.path}: tensor {name} has shape {part.shape} and dtype {part.dtype}; expected "
+            f"{shape} and {first.dtype}, as {first.path} has it (files of different models, or of "
+            "different degrees?)"
         )
