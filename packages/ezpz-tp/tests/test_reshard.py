@@ -7,7 +7,6 @@ import pickle
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -53,7 +52,7 @@ def write_old(path, make=Model, tp=4, pp=1):
         if pp > 1:  # the layers on the last, and what is tied on both
             stages |= {name: (pp - 1,) for name in stages if "layers" in name}
             stages |= {name: (0, pp - 1) for name in stages if "embedding" in name}
-        held = {name: replace(one, stages=stages[name]) for name, one in whole.tensors.items()}
+        held = {name: one._replace(stages=stages[name]) for name, one in whole.tensors.items()}
         write_old_shards(path, full, held, tp, pp, whole.groups, extra=EXTRA)
         return full
 

@@ -66,7 +66,7 @@ def reshard(
             raise DegreeError(f"{what}={degree}; expected at least 1")
     source = open_source(path_in, Options(plan, vocab_size))
     for entry in source.entries.values():
-        entry.check(tp)
+        entry.local_shape(0, tp)
     with new_folder(path_out) as folder, _progress(source, enabled=progress) as done:
         write_dcp(source, folder, tp, done)
 
@@ -107,7 +107,7 @@ def save_huggingface(
     if callable(names):
         made = Rearranged(source)
         for name in source.entries:
-            made.add(names(name), name)
+            made.take(names(name), name)
         source = made
     elif names == "huggingface":
         translate = format_of(Path(path_in)).as_huggingface

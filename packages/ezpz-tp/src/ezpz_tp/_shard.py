@@ -264,22 +264,15 @@ def set_shard(parameter: Tensor, shard: Shard, degree: int | None = None) -> Non
     Raises:
         DegreeError: The parameter has not the shape that it would have.
     """
-    shape = tuple(parameter.shape)
-    dim = shard.dim
-    if degree is None:
-        split = shape != shard.full_shape
-    else:
-        split = degree > 1 and dim is not None
-        if shape != shard.local_shape(0, degree):
-            raise DegreeError(
-                f"a parameter of shape {shape} is no part of {shard} at degree {degree}; expected "
-                f"{shard.local_shape(0, degree)}"
-            )
-    fits = len(shape) == len(shard.full_shape) and all(
-        held == full or (split and at == dim)
-        for at, (held, full) in enumerate(zip(shape, shard.full_shape, strict=True))
-    )
-    if not fits:
+    shape, full, dim = tuple(parameter.shape), shard.full_shape, shard.dim
+    split = shape != full if degree is None else degree > 1 and dim is not None
+    if degree is not None and shape != (expected := shard.local_shape(0, degree)):
+        raise DegreeError(
+            f"a parameter of shape {shape} is no part of {shard} at degree {degree}; expected "
+            f"{expected}"
+        )
+    unlike = [at for at, held in enumerate(shape) if full[at : at + 1] != (held,)]
+    if len(shape) != len(full) or not set(unlike) <= ({dim} if split else set()):
         raise DegreeError(
             f"a parameter of shape {shape} is no part of {shard}; expected the full shape"
             + ("" if dim is None else f", or less of dim {dim}")
@@ -309,10 +302,10 @@ class Entry:
     def nbytes(self) -> int:
         return math.prod(self.shard.full_shape) * self.dtype.itemsize
 
-    def check(self, degree: int) -> None:
-        """Raise `DegreeError` unless the tensor can be split by a degree."""
+    def local_shape(self, index: int, degree: int) -> tuple[int, ...]:
+        """Return the shape of a rank's part; an error names the tensor."""
         try:
-            self.shard.local_shape(0, degree)
+            return self.shard.local_shape(index, degree)
         except DegreeError as error:
             raise DegreeError(f"{self.name!r}: {error}") from error
 

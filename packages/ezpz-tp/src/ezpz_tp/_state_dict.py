@@ -8,7 +8,7 @@ import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -68,15 +68,10 @@ def all_or_none(state: ParallelState) -> Iterator[None]:
 
 
 def gather_full(
-    local: Tensor,
-    shard: Shard,
-    group: ProcessGroup,
-    device: torch.device | None,
-    *,
-    keep: bool = True,
+    part: Part, group: ProcessGroup, device: torch.device | None, *, keep: bool
 ) -> Tensor | None:
     """Return a full tensor, joined from the parts of a tensor group; None if it is not kept."""
-    local, degree = local.detach(), group.size()
+    (local, shard), degree = part, group.size()
     if shard.dim is None or degree == 1:
         if not keep:
             return None
@@ -91,25 +86,21 @@ def gather_full(
         return None
     full = torch.empty(shard.full_shape, dtype=local.dtype, device=device or parts.device)
     for index, bytes_ in enumerate(parts.chunk(degree)):
-        part = bytes_.view(local.dtype).view(local.shape)
+        values = bytes_.view(local.dtype).view(local.shape)
         for own, into in shard.boxes(index, degree):
-            full[into.slices].copy_(part[own.slices])
+            full[into.slices].copy_(values[own.slices])
     return full
 
 
 def send_full(
-    full: Tensor | None,
-    entry: Entry,
-    source: int,
-    group: ProcessGroup,
-    device: torch.device | None,
+    full: Tensor | None, held: Held, group: ProcessGroup, device: torch.device | None
 ) -> Tensor:
-    """Return, on every rank of a group, the tensor of its rank ``source``. Collective."""
+    """Return, on every stage, the full tensor of the first that holds it. Collective."""
     at = sending_device(group, device)  # not where it is: the other ranks do not know
-    shape = entry.shard.full_shape
-    sent = torch.empty(shape, dtype=entry.dtype, device=at) if full is None else full.to(at)
+    shape, dtype = held.entry.shard.full_shape, held.entry.dtype
+    sent = torch.empty(shape, dtype=dtype, device=at) if full is None else full.to(at)
     if sent.numel():
-        sent = broadcast_(flat_bytes(sent), source, group).view(entry.dtype).view(shape)
+        sent = broadcast_(flat_bytes(sent), held.stages[0], group).view(dtype).view(shape)
     return sent if device is None else sent.to(device)
 
 
@@ -137,6 +128,7 @@ def _all_gather_object(value: Any, group: ProcessGroup) -> list[Any]:
 # An optimizer's state by the names of parameters rather than by their numbers.
 
 Group = dict[str, Any]
+Kind = TypeVar("Kind")
 
 
 def names_of(optimizer: Optimizer, module: nn.Module) -> dict[nn.Parameter, str]:
@@ -221,8 +213,7 @@ def _equal(one: Any, other: Any) -> bool:
 # What one rank holds of a model and its optimizer, and what the whole is.
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """A tensor that this rank holds a part of, or all: model and optimizer have their own."""
 
     tensor: Tensor
@@ -230,17 +221,17 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
-    """All that one rank holds."""
+class Parts(Generic[Kind]):
+    """All of a model and its optimizer: what one rank holds, or all of them do."""
 
-    tensors: dict[str, Part]
+    tensors: dict[str, Kind]
     values: dict[str, Any]
     groups: list[Group] | None
 
 
-def parts_of(module: nn.Module, optimizer: Optimizer | None, state: ParallelState) -> Parts:
+def parts_of(module: nn.Module, optimizer: Optimizer | None, state: ParallelState) -> Parts[Part]:
     """Return what this rank holds. Nothing is copied or sent."""
-    found = Parts({}, {}, None if optimizer is None else groups_of(optimizer, module))
+    found: Parts[Part] = Parts({}, {}, None if optimizer is None else groups_of(optimizer, module))
     owners = owners_of(module)
     for name, value in module.state_dict().items():
         if isinstance(value, Tensor):
@@ -306,10 +297,7 @@ def part_of(name: str, tensor: Tensor, owner: Tensor, state: ParallelState) -> P
         )
     if tensor.layout != torch.strided:
         raise ParallelError(f"{name!r} is of {tensor.layout}; expected a dense tensor: to_dense()")
-    try:
-        expected = shard.local_shape(index, degree)
-    except DegreeError as error:
-        raise DegreeError(f"{name!r}: {error}") from error
+    expected = Entry(name, tensor.dtype, shard).local_shape(index, degree)
     if tuple(tensor.shape) != expected:
         raise DegreeError(
             f"{name!r} has shape {tuple(tensor.shape)}; expected {expected}, rank {index} of "
@@ -322,27 +310,17 @@ def part_of(name: str, tensor: Tensor, owner: Tensor, state: ParallelState) -> P
 # What all ranks hold together: the whole model, as they agree on it.
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
+class Held(NamedTuple):
     """A full tensor, and the pipeline stages that hold it: more than one where it is tied."""
 
     entry: Entry
     stages: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Whole:
-    """A model and its optimizer over all ranks."""
-
-    tensors: dict[str, Held]
-    values: dict[str, Any]
-    groups: list[Group] | None
-
-
 def survey(
     module: nn.Module, optimizer: Optimizer | None, state: ParallelState
-) -> tuple[Parts, Whole]:
-    """Return what this rank holds, and what all do."""
+) -> tuple[Parts[Part], Parts[Held]]:
+    """Return what this rank holds, and what all do: the whole model and its optimizer."""
     with all_or_none(state):
         parts = parts_of(module, optimizer, state)
         entries = [Entry(name, one.tensor.dtype, one.shard) for name, one in parts.tensors.items()]
@@ -367,7 +345,7 @@ def survey(
             for stage in others:
                 if told[stage][name] != told[first][name]:
                     raise _clash(held[name], stage, "other values")
-    return parts, Whole(held, values, groups)
+    return parts, Parts(held, values, groups)
 
 
 def _check_alike(told: Sequence[tuple[list[Entry], bool]], state: ParallelState) -> None:
@@ -465,10 +443,9 @@ def gather_state_dict(
         found = None
         if here == held.stages[0]:
             part, group = parts.tensors[name], state.group("tensor")
-            found = gather_full(part.tensor, part.shard, group, device, keep=keep or passed)
+            found = gather_full(part, group, device, keep=keep or passed)
         if passed:
-            stages = state.group("pipeline")
-            found = send_full(found, held.entry, held.stages[0], stages, device)
+            found = send_full(found, held, state.group("pipeline"), device)
         if keep and found is not None:
             full[name] = found
     if not keep:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from io import FileIO
 from pathlib import Path
-from typing import IO, Any, Protocol, TypeAlias
+from typing import IO, Any, Self, TypeAlias
 
 import torch
 from torch import Tensor
@@ -179,22 +179,8 @@ def load_object(file: Path) -> dict[str, Any]:
 # Full tensors, of which any box is read.
 
 
-class Source(Protocol):
+class Source:
     """Full tensors by name, in the model's order; an optimizer's as `optimizer_name` has them."""
-
-    @property
-    def entries(self) -> Mapping[str, Entry]: ...
-
-    @property
-    def metadata(self) -> Mapping[str, Any]: ...
-
-    def read(self, name: str, box: Piece, out: Tensor) -> None:
-        """Fill a CPU tensor of any strides with a box of a full tensor."""
-        ...
-
-
-class StoredPieces:
-    """A `Source` of tensors whose pieces are in files."""
 
     def __init__(self, metadata: Mapping[str, Any] | None = None) -> None:
         self.entries: dict[str, Entry] = {}
@@ -215,7 +201,7 @@ class StoredPieces:
         else:
             self.entries[name], self._pieces[name] = Entry(name, dtype, shard), pieces
 
-    def checked(self, where: object) -> Source:
+    def checked(self, where: object) -> Self:
         if shown := self._unknown:
             more = f", ... ({len(shown)} in all)" if len(shown) > 8 else ""
             raise ParallelError(
@@ -225,6 +211,7 @@ class StoredPieces:
         return self
 
     def read(self, name: str, box: Piece, out: Tensor) -> None:
+        """Fill a CPU tensor of any strides with a box of a full tensor."""
         for piece, stored in self._pieces[name]:
             if common := piece.overlap(box):
                 stored.read(common.within(piece), out[common.within(box).slices])
@@ -251,16 +238,15 @@ def values_of(source: Source, name: str, *boxes: Piece) -> Iterator[Tensor]:
             yield out
 
 
-class Rearranged:
-    """A `Source` whose tensors are another's, or rows of them, under other names."""
+class Rearranged(Source):
+    """Another's tensors, or rows of them, under other names."""
 
     def __init__(self, source: Source) -> None:
-        self.entries: dict[str, Entry] = {}
-        self.metadata = source.metadata
+        super().__init__(source.metadata)
         self._source = source
         self._from: dict[str, tuple[str, Sequence[range]]] = {}
 
-    def add(self, name: str, old: str, rows: Sequence[range] = ()) -> None:
+    def take(self, name: str, old: str, rows: Sequence[range] = ()) -> None:
         """Take a tensor of the source, whole and as it is split; or these rows of it, in order."""
         entry = self._source.entries[old]
         if name in self.entries:
@@ -287,14 +273,6 @@ class Rearranged:
 
 
 # How to recognize and open files.
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What files do not say: how the tensors of a pattern are split; the vocabulary unpadded."""
-
-    plan: Mapping[str, Any] | None = None
-    vocab_size: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,6 +325,9 @@ class Split:
     padded: bool = False
 
 
+Table: TypeAlias = Mapping[str, Split]
+
+
 def splits(**patterns: str) -> dict[str, Split]:
     """Return a table of patterns of names, given by the way in which they are split."""
     ways = {
@@ -363,51 +344,54 @@ Way: TypeAlias = int | tuple[int, int | Sequence[int]] | None
 """The dim that is split, or None; and with it the number, or the sizes, of matrices stacked."""
 
 
-class Splits:
-    """Which way tensors are split: as the caller's plan says, or else a table by pattern."""
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What files do not say: how the tensors of a pattern are split; the vocabulary unpadded."""
 
-    def __init__(self, table: Mapping[str, Split], options: Options) -> None:
-        plan = options.plan or {}
-        self._table, self._vocab_size = table, options.vocab_size
-        self._plan = {pattern: _planned(pattern, way) for pattern, way in plan.items()}
+    plan: Mapping[str, Any] | None = None
+    vocab_size: int | None = None
 
-    def shard(self, name: str, full_shape: tuple[int, ...]) -> Shard | None:
+    def shard(self, table: Table, name: str, full_shape: tuple[int, ...]) -> Shard | None:
         """Return how a full tensor is to be split, without padding; None: its name is unknown."""
-        known, planned = _find(self._table, name), _find(self._plan, name)
+        known, planned = _find(table, name), self._planned(name)
         vocabulary = known is not None and known.padded
-        if vocabulary and self._vocab_size is not None:
-            if not 0 < self._vocab_size <= full_shape[0]:
+        if vocabulary and self.vocab_size is not None:
+            if not 0 < self.vocab_size <= full_shape[0]:
                 raise ParallelError(
-                    f"vocab_size={self._vocab_size}; expected 1 to {full_shape[0]}: tensor {name} "
+                    f"vocab_size={self.vocab_size}; expected 1 to {full_shape[0]}: tensor {name} "
                     f"has shape {full_shape}"
                 )
-            full_shape = (self._vocab_size, *full_shape[1:])
+            full_shape = (self.vocab_size, *full_shape[1:])
         split = planned or known
         padded = vocabulary and split is not None and split.dim == 0
         return _shard(name, full_shape, split, padded=padded)
 
-    def stored(self, name: str, local_shape: tuple[int, ...], degree: int) -> Shard | None:
+    def stored(
+        self, table: Table, name: str, local_shape: tuple[int, ...], degree: int
+    ) -> Shard | None:
         """Return what a file's tensor is one of ``degree`` equal parts of; None: unknown."""
         # The table comes first: it says what the files are.
-        split, full = _find(self._table, name) or _find(self._plan, name), list(local_shape)
+        split, full = _find(table, name) or self._planned(name), list(local_shape)
         if split and split.dim is not None and -len(full) <= split.dim < len(full):
             full[split.dim] *= degree
         return _shard(name, tuple(full), split, padded=split is not None and split.padded)
 
+    def _planned(self, name: str) -> Split | None:
+        for pattern, way in (self.plan or {}).items():
+            if fnmatchcase(name, pattern):
+                dim, matrices = way if isinstance(way, tuple) and len(way) == 2 else (way, 1)
+                sizes = (matrices,) if isinstance(matrices, int) else tuple(matrices)
+                if not all(isinstance(each, int) for each in (dim or 0, *sizes)):
+                    raise ParallelError(
+                        f"plan[{pattern!r}]={way!r}; expected a dim, None for what every rank "
+                        "holds whole, or (dim, matrices) with their number or sizes"
+                    )
+                return Split(dim, matrices)
+        return None
 
-def _find(table: Mapping[str, Split], name: str) -> Split | None:
+
+def _find(table: Table, name: str) -> Split | None:
     return next((split for pattern, split in table.items() if fnmatchcase(name, pattern)), None)
-
-
-def _planned(pattern: str, way: Any) -> Split:
-    dim, matrices = way if isinstance(way, tuple) and len(way) == 2 else (way, 1)
-    sizes = (matrices,) if isinstance(matrices, int) else tuple(matrices)
-    if not all(isinstance(each, int) for each in (dim or 0, *sizes)):
-        raise ParallelError(
-            f"plan[{pattern!r}]={way!r}; expected a dim, None for what every rank holds whole, or "
-            "(dim, matrices) with their number or sizes"
-        )
-    return Split(dim, matrices)
 
 
 def _shard(

@@ -37,9 +37,7 @@ from . import (
     Format,
     Options,
     Source,
-    Splits,
     Stored,
-    StoredPieces,
     all_splits,
     strides_of,
     written,
@@ -144,7 +142,7 @@ def load_dtensor_state_dict(
     for name, part in parts.tensors.items():
         parameter, key = parameter_of(name)
         group = state.group("tensor")
-        for piece, tensor, _ in _local_parts(parameter, part.tensor, part.shard, group):
+        for piece, tensor in dtensors(parameter, part.tensor, part.shard, group):
             own = optimizer_name(piece, key)
             _copy(_said(own), given.pop(own, None), tensor)
     rest = {name: given.pop(name, None) for name in parts.values}
@@ -171,21 +169,27 @@ def dtensors(
     name: str, local: Tensor, shard: Shard, group: ProcessGroup | None
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield name and DTensor of each matrix of a tensor, views of it without padding."""
-    if shard.dim is None or group is None or group.size() == 1:
-        yield from ((piece, view) for piece, view, _ in _local_parts(name, local, shard, group))
+    index, degree = (0, 1) if group is None else (group.rank(), group.size())
+    if shard.dim is None:
+        yield name, local
         return
+    start = 0
+    for piece, matrix in _matrices(name, shard):
+        length = sum(length for *_, length in matrix.pieces(index, degree))
+        view = local.narrow(shard.dim, start, length)
+        yield piece, view if group is None or degree == 1 else _dtensor(view, matrix, group)
+        start += length
+
+
+def _dtensor(view: Tensor, matrix: Shard, group: ProcessGroup) -> Tensor:
     from torch.distributed.device_mesh import DeviceMesh  # noqa: PLC0415 - where it is used
     from torch.distributed.tensor import DTensor  # noqa: PLC0415 - heavy to import
     from torch.distributed.tensor import Shard as Split  # noqa: PLC0415
 
-    mesh = DeviceMesh.from_group(group, local.device.type)
-    for piece, view, matrix in _local_parts(name, local, shard, group):
-        shape, stride = torch.Size(matrix.full_shape), strides_of(matrix.full_shape)
-        placed = [Split(shard.dim)]
-        yield (
-            piece,
-            DTensor.from_local(view, mesh, placed, run_check=False, shape=shape, stride=stride),
-        )
+    assert matrix.dim is not None
+    mesh, placed = DeviceMesh.from_group(group, view.device.type), [Split(matrix.dim)]
+    shape, stride = torch.Size(matrix.full_shape), strides_of(matrix.full_shape)
+    return DTensor.from_local(view, mesh, placed, run_check=False, shape=shape, stride=stride)
 
 
 def _matrices(name: str, shard: Shard) -> list[tuple[str, Shard]]:
@@ -199,33 +203,18 @@ def _matrices(name: str, shard: Shard) -> list[tuple[str, Shard]]:
     ]
 
 
-def _local_parts(
-    name: str, local: Tensor, shard: Shard, group: ProcessGroup | None
-) -> Iterator[tuple[str, Tensor, Shard]]:
-    """Yield name, view and shard of each matrix that a rank holds a part of."""
-    if shard.dim is None:
-        yield name, local, shard
-        return
-    index, degree = (0, 1) if group is None else (group.rank(), group.size())
-    start = 0
-    for matrix, part in _matrices(name, shard):
-        length = sum(length for *_, length in part.pieces(index, degree))
-        yield matrix, local.narrow(shard.dim, start, length), part
-        start += length
-
-
 def _said(name: str) -> str:
     parameter, key = parameter_of(name)
     return parameter if key is None else f"{parameter}, {key!r} of the optimizer,"
 
 
-def _copy(what: str, found: Any, into: Tensor) -> None:
-    if not isinstance(found, Tensor):
+def _copy(what: str, found: Any, own: Tensor) -> None:
+    local, into = (one.to_local() if hasattr(one, "to_local") else one for one in (found, own))
+    if not isinstance(local, Tensor):
         raise ParallelError(
             f"load_dtensor_state_dict: {what} is missing; expected a tensor of shape "
             f"{tuple(into.shape)}"
         )
-    local = found.to_local() if hasattr(found, "to_local") else found
     if local.shape != into.shape:
         raise DegreeError(
             f"load_dtensor_state_dict: {what} has shape {tuple(local.shape)} on this rank; "
@@ -338,12 +327,12 @@ def _pieces_in(folder: Path, metadata: Any, options: Options) -> Source:
             pieces.append((piece, _stored(place, piece.sizes, dtype)))
         tensors[_name(keys)] = dtype, tuple(about.size), pieces
     in_model = any(keys[0] == "model" and len(keys) == 2 for keys in planner.values())
-    source = StoredPieces({"others": others, **({"nested": True} if in_model else {})})
-    splits = Splits(all_splits(), options)
+    source = Source({"others": others, **({"nested": True} if in_model else {})})
+    table = all_splits()
     for name, names in _stacked(tensors).items():
         shard, pieces = _joined([tensors[each][1:] for each in names])
         if shard.dim is None:
-            shard = splits.shard(name, shard.full_shape) or shard
+            shard = options.shard(table, name, shard.full_shape) or shard
         source.add(name, tensors[names[0]][0], shard, pieces)
     return source
 
@@ -372,7 +361,7 @@ def _stored(place: tuple[Path, int, int], shape: tuple[int, ...], dtype: torch.d
 def _name(keys: Keys) -> str:
     if keys[:2] == ("optimizer", "state") and len(keys) == 4:
         return optimizer_name(keys[2], keys[3])
-    return str(keys[1]) if keys[0] == "model" and len(keys) == 2 else ".".join(map(str, keys))
+    return str(keys[1]) if keys[0] == "model" and len(keys) == 2 else _key(keys)
 
 
 def _stacked(tensors: Iterable[str]) -> dict[str, list[str]]:
@@ -417,14 +406,15 @@ def write_dcp(source: Source, folder: Path, tp: int, done: Callable[[Entry], Non
     with ExitStack() as stack:
         files = [stack.enter_context(written(folder / name)) for name in names]
 
-        def write(rank: int, key: str, offsets: torch.Size | None, data: Tensor | bytes) -> None:
+        def write(keys: Keys, rank: int, data: Tensor | bytes, offsets: Any = None) -> None:
             file, start = files[rank], files[rank].tell()
             if isinstance(data, bytes):
                 file.write(data)
             else:
                 torch.save(data, file)
-            info = _StorageInfo(names[rank], start, file.tell() - start)
+            key, info = _key(keys), _StorageInfo(names[rank], start, file.tell() - start)
             about.storage_data[metadata.MetadataIndex(key, offsets)] = info
+            about.planner_data[key] = keys
 
         for entry in source.entries.values():
             full = torch.empty(entry.shard.full_shape, dtype=entry.dtype)
@@ -433,18 +423,16 @@ def write_dcp(source: Source, folder: Path, tp: int, done: Callable[[Entry], Non
             matrices = _matrices(parameter, entry.shard)
             parts = full.split(entry.shard.blocks, entry.shard.dim) if len(matrices) > 1 else [full]
             for (name, matrix), values in zip(matrices, parts, strict=True):
-                keys = _keys(name, option, in_model=in_model)
-                key, chunks = ".".join(keys), []
+                keys, chunks = _keys(name, option, in_model=in_model), []
                 for rank, piece in _dealt(matrix, tp, [file.tell() for file in files]):
                     held = values[piece.slices]
                     if held.numel() != full.numel():  # torch saves all that it is a view of
                         held = held.clone(memory_format=torch.contiguous_format)
-                    offsets, sizes = torch.Size(piece.offsets), torch.Size(piece.sizes)
-                    write(rank, key, offsets, held)
-                    chunks.append(metadata.ChunkStorageMetadata(offsets, sizes))
+                    offsets = torch.Size(piece.offsets)
+                    write(keys, rank, held, offsets)
+                    chunks.append(metadata.ChunkStorageMetadata(offsets, torch.Size(piece.sizes)))
                     del held
-                about.planner_data[key] = keys
-                about.state_dict_metadata[key] = metadata.TensorStorageMetadata(
+                about.state_dict_metadata[_key(keys)] = metadata.TensorStorageMetadata(
                     metadata.TensorProperties(dtype=entry.dtype),
                     torch.Size(matrix.full_shape),
                     chunks,
@@ -452,14 +440,16 @@ def write_dcp(source: Source, folder: Path, tp: int, done: Callable[[Entry], Non
             del values, parts, full  # before the next is made
             done(entry)
         for keys, data in _others(source, in_model=in_model).items():
-            key = ".".join(map(str, keys))
-            write(0, key, None, data)
-            about.planner_data[key] = keys
-            about.state_dict_metadata[key] = metadata.BytesStorageMetadata()
+            write(keys, 0, data)
+            about.state_dict_metadata[_key(keys)] = metadata.BytesStorageMetadata()
         pickle.dump(about, stack.enter_context(written(folder / _METADATA)))
 
 
-def _keys(parameter: str, key: str | None, *, in_model: bool) -> tuple[str, ...]:
+def _key(keys: Keys) -> str:
+    return ".".join(map(str, keys))
+
+
+def _keys(parameter: str, key: str | None, *, in_model: bool) -> Keys:
     if key is not None:
         return "optimizer", "state", parameter, key
     return ("model", parameter) if in_model else (parameter,)

@@ -18,9 +18,7 @@ from . import (
     Format,
     Options,
     Source,
-    Splits,
     Stored,
-    StoredPieces,
     all_splits,
     load_object,
     splits,
@@ -49,10 +47,10 @@ def _recognizes(path: Path) -> bool:
 
 
 def _open(path: Path, options: Options) -> Source:
-    ways, source = Splits(all_splits(), options), StoredPieces()
+    table, source = all_splits(), Source()
     for name, stored in _tensors(path).items():
         pieces = [(whole(stored.shape), stored)]
-        source.add(name, stored.dtype, ways.shard(name, stored.shape), pieces)
+        source.add(name, stored.dtype, options.shard(table, name, stored.shape), pieces)
     return source.checked(path)
 
 

@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from ezpz_tp._errors import ParallelError
-from ezpz_tp._shard import Shard
 
 from . import (
     Format,
@@ -21,7 +20,6 @@ from . import (
     Rearranged,
     Source,
     Split,
-    Splits,
     Stored,
     load_object,
     splits,
@@ -71,7 +69,7 @@ def _open(path: Path, options: Options) -> Source:
     params = path / "params.json"
     said = load_object(params) if params.is_file() else {}
     table = {**LLAMA, **_embedding_split(files, tensors[0])}
-    source = JoinedTensors(said, Splits(table, options))
+    source = JoinedTensors(said, table, options)
     same_names(files, tensors)
     for name in tensors[0]:
         source.join(name, [found[name] for found in tensors])
@@ -143,7 +141,7 @@ def _as_huggingface(source: Source) -> Source:
                 )
             for head in range(heads):
                 rows += head_rows(head, size // heads, interleaved=True)
-        made.add(translated(name, FROM_LLAMA), name, rows)
+        made.take(translated(name, FROM_LLAMA), name, rows)
     return made
 
 
@@ -153,16 +151,15 @@ FORMAT = Format("Meta's consolidated.NN.pth", _recognizes, _open, LLAMA, _as_hug
 def write_llama(source: Source, folder: Path, tp: int) -> None:
     """Write the files of another number of ranks into a folder."""
     # Here nothing is padded.
-    entries = {
-        name: replace(entry, shard=Shard(entry.shard.full_shape, entry.shard.dim))
-        for name, entry in source.entries.items()
-    }
-    for entry in entries.values():
-        entry.check(tp)
+    entries = [
+        replace(one, shard=replace(one.shard, blocks=(), padded=False))
+        for one in source.entries.values()
+    ]
+    shapes = {entry.name: entry.local_shape(0, tp) for entry in entries}
     for index in range(tp):
         tensors = {}
-        for name, entry in entries.items():
+        for entry in entries:
             boxes = [box for _, box in entry.shard.boxes(index, tp)]
-            shape = entry.shard.local_shape(index, tp)
-            tensors[name] = entry.dtype, shape, values_of(source, name, *boxes)
+            values = values_of(source, entry.name, *boxes)
+            tensors[entry.name] = entry.dtype, shapes[entry.name], values
         write_torch_file(folder / file_name(index), tensors)

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 from ezpz_tp._errors import ParallelError
 
-from . import Format, Options, Rearranged, Source, Split, Splits, Stored, splits
+from . import Format, Options, Rearranged, Source, Split, Stored, splits
 from .huggingface import head_rows, layer_of, translated
 from .torch_file import JoinedTensors, TorchFile, check_equal, same_names
 
@@ -68,7 +68,7 @@ def _open(path: Path, options: Options) -> Source:
     args = _arguments(stages[0][0])
     tied = not args.get("untie_embeddings_and_output_weights", True)
     embedding: list[Stored] = []
-    source = JoinedTensors(args, Splits(_table(args), options))
+    source = JoinedTensors(args, _table(args), options)
     for name, parts in _in_order(stages):
         file = parts[0].path
         if name in source.entries:
@@ -249,11 +249,11 @@ def _as_huggingface(source: Source) -> Source:
             half, layer = entry.shard.blocks[0], layer_of(name)
             for new, start in (("gate_proj", 0), ("up_proj", half)):
                 kind = name.rpartition(".")[2]
-                made.add(
+                made.take(
                     f"model.layers.{layer}.mlp.{new}.{kind}", name, [range(start, start + half)]
                 )
         else:
-            made.add(translated(name, FROM_MEGATRON), name)
+            made.take(translated(name, FROM_MEGATRON), name)
     return made
 
 
@@ -287,7 +287,7 @@ def _unfuse(made: Rearranged, source: Source, name: str, args: Mapping[str, Any]
         rows["v_proj"] += head_rows(first + per + 1, each, interleaved=False)
     layer, kind = layer_of(name), name.rpartition(".")[2]
     for new, taken in rows.items():
-        made.add(f"model.layers.{layer}.self_attn.{new}.{kind}", name, taken)
+        made.take(f"model.layers.{layer}.self_attn.{new}.{kind}", name, taken)
 
 
 FORMAT = Format("Megatron-LM's mp_rank_NN", _recognizes, _open, MEGATRON, _as_huggingface)

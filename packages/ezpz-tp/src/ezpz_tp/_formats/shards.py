@@ -5,6 +5,7 @@ They are read for one more release.
 
 from __future__ import annotations
 
+import itertools
 import json
 import warnings
 from collections.abc import Mapping
@@ -14,10 +15,12 @@ from typing import Any
 from ezpz_tp._errors import ParallelError
 from ezpz_tp._shard import Entry, Shard
 
-from . import Format, Options, Source, Stored, StoredPieces, load_object
+from . import Format, Options, Source, Stored, load_object
 from .safetensors import DTYPES, integers, open_safetensors
 
 NAME = "shards.json"
+_FILE = "pp{:02}-tp{:02}.safetensors"
+_REST = {"param_groups", "values", "extra"}
 
 
 def _open(path: Path, _: Options) -> Source:
@@ -40,16 +43,21 @@ def _open(path: Path, _: Options) -> Source:
         save = said["save"]
     except (KeyError, TypeError, AttributeError, ValueError) as error:  # DegreeError is one
         raise ParallelError(f"{index}: it does not say what it should: {error!r}") from error
-    files = [
-        [_tensors(path, held, (save, tp, pp), stage, rank) for rank in range(tp)]
-        for stage in range(pp)
-    ]
-    source = StoredPieces(
-        {key: said[key] for key in ("param_groups", "values", "extra") if key in said}
-    )
+    places = itertools.product(range(pp), range(tp))
+    files = {(stage, rank): _tensors(path, save, rank, tp, stage, pp) for stage, rank in places}
+    source = Source({key: said[key] for key in said.keys() & _REST})
     for name, (entry, stages) in held.items():
+        for place in itertools.product(stages, range(tp)):
+            stored, wanted = files[place].get(name), entry.shard.local_shape(place[1], tp)
+            found = (stored.shape, stored.dtype) if stored else "none of that name"
+            if found != (wanted, entry.dtype):
+                raise ParallelError(
+                    f"{path / _FILE.format(*place)}: has no tensor {name!r} of shape {wanted} and "
+                    f"{entry.dtype}, rank {place[1]} of {tp}'s part of {entry.shard.full_shape}; "
+                    f"found {found}"
+                )
         pieces = [
-            (full, files[stages[0]][rank][name].part(local))
+            (full, files[stages[0], rank][name].part(local))
             for rank in range(tp if entry.shard.dim is not None else 1)
             for local, full in entry.shard.boxes(rank, tp)
         ]
@@ -74,35 +82,19 @@ def _held(name: str, said: Mapping[str, Any], pp: int) -> tuple[Entry, tuple[int
 
 
 def _tensors(
-    folder: Path,
-    held: Mapping[str, tuple[Entry, tuple[int, ...]]],
-    save: tuple[str, int, int],
-    stage: int,
-    rank: int,
+    folder: Path, save: str, rank: int, tp: int, stage: int, pp: int
 ) -> Mapping[str, Stored]:
-    """Return a file's tensors, having made sure that it is what the index says."""
-    path = folder / f"pp{stage:02}-tp{rank:02}.safetensors"
-    (tensors, metadata), tp = open_safetensors(path), save[1]
+    """Return a file's tensors, having made sure that it is the one that the index says."""
+    path = folder / _FILE.format(stage, rank)
+    tensors, metadata = open_safetensors(path)
     try:
         stamp = json.loads(metadata.get("ezpz_tp", "{}"))
         found = [stamp.get(key) for key in ("save", "tp", "tp_size", "pp", "pp_size")]
     except (ValueError, AttributeError) as error:
         raise ParallelError(f"{path}: its metadata are damaged: {error}") from error
-    expected = [save[0], rank, tp, stage, save[2]]
-    if found != expected:
+    if found != (expected := [save, rank, tp, stage, pp]):
         raise ParallelError(
             f"{path}: is of save, tp, tp_size, pp, pp_size {found}; expected {expected}, as in "
             f"{NAME}: it was copied from elsewhere, or renamed"
         )
-    for name, (entry, stages) in held.items():
-        if stage not in stages:
-            continue
-        wanted = entry.shard.local_shape(rank, tp), entry.dtype
-        stored = tensors.get(name)
-        has = (stored.shape, stored.dtype) if stored else None
-        if has != wanted:
-            raise ParallelError(
-                f"{path}: has no tensor {name!r} of shape {wanted[0]} and {wanted[1]}, rank {rank} "
-                f"of {tp}'s part of {entry.shard.full_shape}; found {has or 'none of that name'}"
-            )
     return tensors

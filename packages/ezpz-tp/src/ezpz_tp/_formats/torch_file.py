@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import IO, Any, NamedTuple, Self
 
 import torch
@@ -22,33 +22,16 @@ from torch.storage import _dtype_to_storage_type_map
 from ezpz_tp._errors import ParallelError
 from ezpz_tp._shard import whole
 
-from . import Splits, Stored, StoredPieces, ToWrite, parts_of, strides_of, write_values, written
+from . import Options, Source, Stored, Table, ToWrite, parts_of, strides_of, write_values, written
 from .safetensors import integers
 
 # The pickle in a file of `torch.save`: tensors are described, not loaded, and no code is run.
 
-_STORAGE_NAMES: dict[torch.dtype, str] = {
+_STORAGES: dict[torch.dtype, str] = {
     dtype: name
     for dtype, name in _dtype_to_storage_type_map().items()
     if not name.startswith("Q")  # quantized: no tensors as they are
 }
-_STORAGES = {
-    **{name: dtype for dtype, name in _STORAGE_NAMES.items()},
-    "UntypedStorage": torch.uint8,  # of dtypes that are younger than typed storages, as fp8
-}
-"""The storages that a file names, and what they hold."""
-
-_PLAIN = {
-    ("collections", "OrderedDict"): OrderedDict,
-    ("argparse", "Namespace"): SimpleNamespace,  # Megatron-LM's arguments
-    ("torch", "Size"): tuple,
-    ("builtins", "set"): set,
-    ("builtins", "frozenset"): frozenset,
-    ("builtins", "complex"): complex,
-    ("builtins", "slice"): slice,
-    ("__builtin__", "set"): set,
-}
-"""The globals that stand for themselves, or for what holds the same facts."""
 
 
 class Foreign:
@@ -84,17 +67,11 @@ class _Unpickler(pickle.Unpickler):
         return self._storage(pid)
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _PLAIN:
-            return _PLAIN[module, name]
-        if (module, name) in _REBUILD:
-            made = _REBUILD[module, name]
-            # A function of its own: a file can set attributes of it.
-            return lambda *given: made(*given)  # noqa: PLW0108
-        if module in {"torch", "torch.storage"} and name in _STORAGES:
-            return _STORAGES[name]
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        return foreign(module, name)
+        found = _GLOBALS.get(f"{module}.{name}", foreign(module, name))
+        # Of a function one of its own: a file can set attributes of it.
+        if isinstance(found, FunctionType):
+            return lambda *given: found(*given)  # noqa: PLW0108
+        return found
 
 
 def foreign(module: str, name: str) -> type[Foreign]:
@@ -125,14 +102,27 @@ def _with_attributes(
     return make(*made) if plain else kind()
 
 
-_REBUILD: dict[tuple[str, str], Callable[..., Any]] = {
-    ("torch._utils", "_rebuild_tensor"): _tensor,
-    ("torch._utils", "_rebuild_tensor_v2"): _tensor,
-    ("torch._utils", "_rebuild_tensor_v3"): _tensor,
-    ("torch._utils", "_rebuild_parameter"): _parameter,
-    ("torch._utils", "_rebuild_parameter_with_state"): _parameter,
-    ("torch._tensor", "_rebuild_from_type_v2"): _with_attributes,
+_GLOBALS: dict[str, Any] = {
+    "collections.OrderedDict": OrderedDict,
+    "argparse.Namespace": SimpleNamespace,  # Megatron-LM's arguments
+    "torch.Size": tuple,
+    "builtins.set": set,
+    "builtins.frozenset": frozenset,
+    "builtins.complex": complex,
+    "builtins.slice": slice,
+    "__builtin__.set": set,
+    "torch._utils._rebuild_tensor": _tensor,
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_tensor_v3": _tensor,
+    "torch._utils._rebuild_parameter": _parameter,
+    "torch._utils._rebuild_parameter_with_state": _parameter,
+    "torch._tensor._rebuild_from_type_v2": _with_attributes,
+    "torch.storage.UntypedStorage": torch.uint8,  # of dtypes without a storage, as fp8
+    "torch.UntypedStorage": torch.uint8,
+    **{f"torch.{name}": dtype for dtype, name in _STORAGES.items()},
+    **{str(one): one for one in vars(torch).values() if isinstance(one, torch.dtype)},
 }
+"""What stands for a global, or for what holds the same facts."""
 
 
 # Files of `torch.save`, read a piece at a time.
@@ -316,7 +306,7 @@ class _Written:
         dtype, _, shape = self.storage
         hooks: OrderedDict[str, Any] = OrderedDict()
         made = self.storage, 0, shape, strides_of(shape), False, hooks
-        if dtype in _STORAGE_NAMES:
+        if dtype in _STORAGES:
             return _rebuild_tensor_v2, made
         return _rebuild_tensor_v3, (*made, dtype)
 
@@ -325,7 +315,7 @@ class _Pickler(pickle.Pickler):
     def persistent_id(self, obj: object) -> Any:
         if not isinstance(obj, _Storage):
             return None
-        count, name = torch.Size(obj.shape).numel(), _STORAGE_NAMES.get(obj.dtype)
+        count, name = torch.Size(obj.shape).numel(), _STORAGES.get(obj.dtype)
         if name is None:
             return "storage", torch.UntypedStorage, obj.key, "cpu", count * obj.dtype.itemsize
         return "storage", getattr(torch, name), obj.key, "cpu", count
@@ -363,17 +353,17 @@ def _member(archive: zipfile.ZipFile, name: str) -> Any:
 # Full tensors of which each of several files, one a tensor-parallel rank, holds a part.
 
 
-class JoinedTensors(StoredPieces):
+class JoinedTensors(Source):
     """Tensors put together from ranks' files; ``said`` is what these say of the model."""
 
-    def __init__(self, said: Mapping[str, Any], splits: Splits) -> None:
+    def __init__(self, said: Mapping[str, Any], table: Table, options: Options) -> None:
         super().__init__({"said": said})
-        self._splits = splits
+        self._table, self._options = table, options
 
     def join(self, name: str, parts: Sequence[Stored]) -> None:
         """Take a tensor, one part a rank, as its name says that it is split."""
         first, degree = parts[0], len(parts)
-        stored = self._splits.stored(name, first.shape, degree)
+        stored = self._options.stored(self._table, name, first.shape, degree)
         if stored is None:
             self.add(name, first.dtype, None, [(whole(first.shape), first)])
             return
@@ -387,7 +377,8 @@ class JoinedTensors(StoredPieces):
             for index in range(degree)
             for local, full in stored.boxes(index, degree)
         ]
-        self.add(name, first.dtype, self._splits.shard(name, stored.full_shape), pieces)
+        shard = self._options.shard(self._table, name, stored.full_shape)
+        self.add(name, first.dtype, shard, pieces)
 
 
 def same_names(
