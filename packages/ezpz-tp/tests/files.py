@@ -8,7 +8,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from ezpz_tp import ParallelError
+from ezpz_tp import (
+    ParallelError,
+    dtensor_state_dict,
+    gather_state_dict,
+    load_dtensor_state_dict,
+)
 from ezpz_tp._formats.safetensors import name_of, write_safetensors
 from ezpz_tp._shard import parameter_of, whole
 
@@ -28,12 +33,18 @@ def bits(tensor):
     return tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 
 
-def assert_same(found, expected):
-    """Compare tensors by name, to the last bit."""
-    assert set(found) == set(expected)
-    for name, value in expected.items():
-        assert (found[name].dtype, found[name].shape) == (value.dtype, value.shape), name
-        assert torch.equal(bits(found[name]), bits(value)), name
+def assert_same(found, expected, where=""):
+    """Compare nested values in any order of names, tensors to the last bit."""
+    if isinstance(expected, torch.Tensor):
+        assert (found.dtype, found.shape) == (expected.dtype, expected.shape), where
+        assert torch.equal(bits(found), bits(expected)), where
+    elif isinstance(expected, dict):
+        assert found.keys() == expected.keys(), where
+        for key, value in expected.items():
+            assert_same(found[key], value, f"{where}/{key}")
+    else:
+        assert type(found) is type(expected), where
+        assert found == expected, where
 
 
 def assert_refused(folder, message, *writes):
@@ -78,6 +89,20 @@ def full(source):
         found[name] = torch.empty(entry.shard.full_shape, dtype=entry.dtype)
         source.read(name, whole(entry.shard.full_shape), found[name])
     return found
+
+
+def save_dcp(path, model, optimizer=None):
+    """Save by torch, and return all that there is."""
+    dcp.save(dtensor_state_dict(model, optimizer=optimizer), checkpoint_id=path)
+    return gather_state_dict(model, optimizer=optimizer)
+
+
+def load_dcp(path, model, optimizer=None, **extra):
+    """Load by torch, and return all that there is then."""
+    held = dtensor_state_dict(model, optimizer=optimizer, loading=True)
+    dcp.load({**held, **extra}, checkpoint_id=path)
+    load_dtensor_state_dict(model, held, optimizer=optimizer)
+    return gather_state_dict(model, optimizer=optimizer)
 
 
 def torch_finds(folder):

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from files import assert_same, load_dcp, save_dcp, torch_finds
 from torch import nn
 from torch.nn import functional as F
 
@@ -90,33 +91,13 @@ def trained(dtype=torch.float32):
 
 def save(path, dtype=torch.float32):
     model, optimizer = trained(dtype)
-    held = dtensor_state_dict(model, optimizer=optimizer)
-    dcp.save(held, checkpoint_id=path)
-    return gather_state_dict(model, optimizer=optimizer), train(model, optimizer, 1)
+    return save_dcp(path, model, optimizer), train(model, optimizer, 1)
 
 
 def load(path, dtype=torch.float32):
     model = Model(seed=5).to(dtype)
     optimizer = optimizer_of(model, lr=0.5, betas=(0.1, 0.2))
-    held = dtensor_state_dict(model, optimizer=optimizer, loading=True)
-    dcp.load(held, checkpoint_id=path)
-    load_dtensor_state_dict(model, held, optimizer=optimizer)
-    return gather_state_dict(model, optimizer=optimizer), train(model, optimizer, 1)
-
-
-def assert_same(found, expected, where=""):
-    if isinstance(expected, torch.Tensor):
-        assert found.dtype == expected.dtype, where
-        assert torch.equal(found, expected), where
-    elif isinstance(expected, dict):
-        assert list(found) == list(expected), where
-        for key, value in expected.items():
-            assert_same(found[key], value, f"{where}/{key}")
-    elif isinstance(expected, list):
-        for number, (one, other) in enumerate(zip(found, expected, strict=True)):
-            assert_same(one, other, f"{where}/{number}")
-    else:
-        assert found == expected, where
+    return load_dcp(path, model, optimizer), train(model, optimizer, 1)
 
 
 @needs_numpy
@@ -133,59 +114,43 @@ def test_saved_by_two_and_loaded_by_four_and_by_one(tmp_path, dtype):
     assert_same(load(path, dtype)[0], expected)  # plain torch, without a process group
 
 
+def stage(**options):
+    number = ezpz_tp.get_state().index("pipeline")
+    return Model([number], first=number == 0, last=number == 1, **options)
+
+
 def save_a_pipeline(path):
-    state = ezpz_tp.get_state()
-    stage = state.index("pipeline")
-    model = Model([stage], first=stage == 0, last=stage == 1)
+    model = stage()
     optimizer = optimizer_of(model)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    held = dtensor_state_dict(model, optimizer=optimizer)
-    dcp.save(held, checkpoint_id=path)
-    return gather_state_dict(model, optimizer=optimizer)
+    return save_dcp(path, model, optimizer)
 
 
 def load_a_pipeline(path):
-    stage = ezpz_tp.get_state().index("pipeline")
-    model = Model([stage], first=stage == 0, last=stage == 1, seed=5)
-    optimizer = optimizer_of(model, lr=0.5)
-    held = dtensor_state_dict(model, optimizer=optimizer, loading=True)
-    dcp.load(held, checkpoint_id=path)
-    load_dtensor_state_dict(model, held, optimizer=optimizer)
-    return gather_state_dict(model, optimizer=optimizer)
+    model = stage(seed=5)
+    return load_dcp(path, model, optimizer_of(model, lr=0.5))
 
 
 @needs_numpy
 def test_a_pipeline_and_no_pipeline(tmp_path):
-    path, other = str(tmp_path / "a"), str(tmp_path / "b")
+    path = str(tmp_path / "a")
     expected = run_ranks(save_a_pipeline, 4, path, tensor=2, pipeline=2, in_processes=True)[0]
     found, _ = load(path)
-    assert_same(found["model"], {name: expected["model"][name] for name in found["model"]})
-    assert found["model"].keys() == expected["model"].keys()
-    assert found["optimizer"]["state"].keys() == expected["optimizer"]["state"].keys()
-    for name, values in expected["optimizer"]["state"].items():
-        assert_same(found["optimizer"]["state"][name], values, name)
-    model = Model()
-    model.load_state_dict(found["model"])
-    dcp.save({"model": dtensor_state_dict(model)}, checkpoint_id=other)
-    again = run_ranks(load_a_pipeline, 2, path, pipeline=2, in_processes=True)
-    for one in again:
-        assert_same(one["optimizer"]["param_groups"][0]["lr"], 1e-2)
-        assert one["model"].keys() == expected["model"].keys()
-        for name, value in expected["model"].items():
-            assert torch.equal(one["model"][name], value)
+    assert_same(found["model"], expected["model"])
+    assert_same(found["optimizer"]["state"], expected["optimizer"]["state"])
+    for again in run_ranks(load_a_pipeline, 2, path, pipeline=2, in_processes=True):
+        assert again["optimizer"]["param_groups"][0]["lr"] == 1e-2
+        assert_same(again["model"], expected["model"])
 
 
 @needs_numpy
 def test_any_program_reads_the_full_tensors(tmp_path):
     """Those of torch's own models, and of its own optimizers' state by flattened names."""
-    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-
     path = str(tmp_path / "a")
     (expected, _), _ = run_ranks(save, 2, path, in_processes=True)
-    dcp_to_torch_save(path, tmp_path / "a.pt")
-    held = torch.load(tmp_path / "a.pt")
+    held = torch_finds(tmp_path / "a")
     full = expected["model"]
     assert torch.equal(held["model"]["embedding.weight"], full["embedding.weight"])
     halves = [held["model"][f"layers.0.up.weight.block{number}"] for number in range(2)]
@@ -214,11 +179,7 @@ def load_what_torch_saved(path):
         RowParallelLinear(12, 6, input_is_parallel=True),
         nn.LayerNorm(6),
     )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
-    held = dtensor_state_dict(model, optimizer=optimizer, loading=True)
-    dcp.load(held, checkpoint_id=path)
-    load_dtensor_state_dict(model, held, optimizer=optimizer)
-    return gather_state_dict(model, optimizer=optimizer)
+    return load_dcp(path, model, torch.optim.AdamW(model.parameters(), lr=0.5))
 
 
 @needs_numpy
@@ -240,7 +201,7 @@ def test_what_torch_saved_of_its_own_layers_and_what_it_reads(tmp_path):
         for name, parameter in model.named_parameters():
             assert_same(found["optimizer"]["state"][name], optimizer.state[parameter])
 
-    dcp.save(dtensor_state_dict(model, optimizer=optimizer), checkpoint_id=other)
+    save_dcp(other, model, optimizer)
     again, its = plain(2)
     weights, state = get_state_dict(again, its, options=flat)
     held = {"model": weights, "optimizer": state}
@@ -254,20 +215,14 @@ def test_what_torch_saved_of_its_own_layers_and_what_it_reads(tmp_path):
 
 
 def save_a_small_vocabulary(path):
-    model = Model(vocabulary=5)  # 2, 2, 1 and 0 rows
-    dcp.save(dtensor_state_dict(model), checkpoint_id=path)
-    return gather_state_dict(model)
+    return save_dcp(path, Model(vocabulary=5))  # 2, 2, 1 and 0 rows
 
 
 @needs_numpy
 def test_a_rank_without_rows(tmp_path):
     path = str(tmp_path / "a")
     expected = run_ranks(save_a_small_vocabulary, 4, path, in_processes=True)[0]
-    model = Model(vocabulary=5, seed=3)
-    held = dtensor_state_dict(model)
-    dcp.load(held, checkpoint_id=path)
-    load_dtensor_state_dict(model, held)
-    assert_same(model.state_dict(), expected)
+    assert_same(load_dcp(path, Model(vocabulary=5, seed=3)), expected)
 
 
 def see_placements():
@@ -286,17 +241,15 @@ def see_placements():
     assert torch.equal(whole, full["layers.0.up.weight"][INNER:])
     held["layers.1.down.weight"].to_local().fill_(3)  # views
     assert model.layers["1"]["down"].weight.eq(3).all()
-    return {name: tuple(value.shape) for name, value in held.items()}, sorted(found)
+    return {name: tuple(value.shape) for name, value in held.items()}, set(found)
 
 
 def test_what_is_split_is_a_dtensor_and_the_rest_is_plain():
     shapes, split = run_ranks(see_placements, 4, tensor=2, data=2, in_processes=True)[3]
     assert shapes["layers.1.up.bias.block0"] == (INNER,)
     assert shapes["head.weight"] == shapes["embedding.weight"] == (VOCABULARY, WIDTH)
-    assert "steps" in shapes
-    assert "steps" not in split
-    assert "layers.0.norm.weight" not in split
-    assert "layers.0.down.bias" not in split
+    whole = {"steps", "layers.0.norm.weight", "layers.0.down.bias"}
+    assert whole <= shapes.keys() - split
     assert "layers.0.down.weight" in split
 
 
@@ -321,39 +274,41 @@ def test_a_dict_of_ones_own_is_copied():
     assert_same(model.state_dict(), other.state_dict())
 
 
+def without(held, name):
+    return {key: value for key, value in held.items() if key != name}
+
+
 def test_what_does_not_fit_is_an_error():
     model, optimizer = trained()
     held = dtensor_state_dict(model, optimizer=optimizer)
-    shapes = dict(held["model"])
-    shapes["head.weight"] = torch.zeros(14, 8)
-    with pytest.raises(
-        DegreeError, match=r"head\.weight has shape \(14, 8\) on this rank; expected \(13, 8\)"
-    ):
-        load_dtensor_state_dict(model, shapes)
-    missing = dict(held["model"])
-    del missing["layers.0.up.weight.block1"]
-    with pytest.raises(ParallelError, match=r"up\.weight\.block1 is missing; .*\(12, 8\)"):
-        load_dtensor_state_dict(model, missing)
-    with pytest.raises(ParallelError, match=r"more is none of Model's, and 0 others"):
-        load_dtensor_state_dict(model, {**held["model"], "more": torch.zeros(2)})
-    with pytest.raises(ParallelError, match=r"expected \{'model', 'optimizer'\}"):
-        load_dtensor_state_dict(model, held["model"], optimizer=optimizer)
-    parts = held["optimizer"]
-    state = {**parts["state"], "head.weight": {"step": parts["state"]["head.weight"]["step"]}}
-    with pytest.raises(
-        ParallelError, match=r"head\.weight, 'exp_avg' of the optimizer, is missing"
-    ):
-        load_dtensor_state_dict(
-            model, {**held, "optimizer": {**parts, "state": state}}, optimizer=optimizer
-        )
-    options = dict(parts["param_groups"])
-    options["head.weight"] = {**options["head.weight"], "lr": 3.0}
-    with pytest.raises(ParallelError, match=r"embedding\.weight and head\.weight are in one group"):
-        load_dtensor_state_dict(
-            model, {**held, "optimizer": {**parts, "param_groups": options}}, optimizer=optimizer
-        )
-    del options["head.weight"]
-    with pytest.raises(ParallelError, match=r"param_groups has nothing of head\.weight"):
-        load_dtensor_state_dict(
-            model, {**held, "optimizer": {**parts, "param_groups": options}}, optimizer=optimizer
-        )
+    weights, parts = held["model"], held["optimizer"]
+    state, options = parts["state"], parts["param_groups"]
+    head = "head.weight"
+    no_average = {**state, head: {"step": state[head]["step"]}}
+    other_rate = {**options, head: {**options[head], "lr": 3.0}}
+    shape = r"head\.weight has shape \(14, 8\) on this rank; expected \(13, 8\)"
+    with pytest.raises(DegreeError, match=shape):
+        load_dtensor_state_dict(model, {**weights, head: torch.zeros(14, 8)})
+    for found, message in [
+        (without(weights, "layers.0.up.weight.block1"), r"block1 is missing; .*\(12, 8\)"),
+        ({**weights, "more": torch.zeros(2)}, r"more is none of Model's, and 0 others"),
+    ]:
+        with pytest.raises(ParallelError, match=message):
+            load_dtensor_state_dict(model, found)
+    for found, message in [
+        (weights, r"expected \{'model', 'optimizer'\}"),
+        (
+            {"model": weights, "optimizer": {**parts, "state": no_average}},
+            r"head\.weight, 'exp_avg' of the optimizer, is missing",
+        ),
+        (
+            {"model": weights, "optimizer": {**parts, "param_groups": other_rate}},
+            r"embedding\.weight and head\.weight are in one group",
+        ),
+        (
+            {"model": weights, "optimizer": {**parts, "param_groups": without(options, head)}},
+            r"param_groups has nothing of head\.weight",
+        ),
+    ]:
+        with pytest.raises(ParallelError, match=message):
+            load_dtensor_state_dict(model, found, optimizer=optimizer)

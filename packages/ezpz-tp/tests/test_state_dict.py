@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from files import assert_same
 from llama import Config, Llama, optimizer_of, parallel_loss_of, text_batch
 from torch import nn
 
@@ -52,20 +53,6 @@ def adam_of(module, **options):
     return optimizer
 
 
-def assert_same(found, expected, name=""):
-    """Compare nested dicts, tensors to the last bit."""
-    assert type(found) is type(expected), name
-    if isinstance(expected, dict):
-        assert list(found) == list(expected), name
-        for key, value in expected.items():
-            assert_same(found[key], value, f"{name}/{key}")
-    elif isinstance(expected, torch.Tensor):
-        assert (found.dtype, found.shape) == (expected.dtype, expected.shape), name
-        assert torch.equal(found, expected), name
-    else:
-        assert found == expected, name
-
-
 def gathered(**options):
     module = Model()
     return gather_state_dict(module, optimizer=adam_of(module), **options)
@@ -108,15 +95,11 @@ def cut_and_loaded(full):
     optimizer.state.clear()
     optimizer.load_state_dict(parts["optimizer"])
     fresh = Model()
-    for found, expected in zip(
-        module.state_dict().values(), fresh.state_dict().values(), strict=True
-    ):
-        assert torch.equal(found, expected)  # the padding too
-    for parameter, state in adam_of(fresh).state.items():
-        name = next(n for n, one in fresh.named_parameters() if one is parameter)
-        assert torch.equal(
-            optimizer.state[dict(module.named_parameters())[name]]["exp_avg"], state["exp_avg"]
-        )
+    assert_same(module.state_dict(), fresh.state_dict())  # the padding too
+    states = adam_of(fresh).state
+    for one, other in zip(module.parameters(), fresh.parameters(), strict=True):
+        if one in optimizer.state:
+            assert torch.equal(optimizer.state[one]["exp_avg"], states[other]["exp_avg"])
     return gather_state_dict(module, optimizer=optimizer)
 
 
@@ -124,6 +107,7 @@ def cut_and_loaded(full):
 def test_the_whole_is_what_one_rank_has_and_its_parts_what_each_rank_had(degree, whole):
     for found in run_ranks(gathered, degree):
         assert_same(found, whole)
+        assert list(found["model"]) == list(whole["model"])
     # torch's AdamW casts its state to the parameter's dtype when it loads it.
     expected = copy.deepcopy(whole)
     for name, state in expected["optimizer"]["state"].items():
@@ -169,26 +153,19 @@ def staged(to_rank=None):
     return gather_state_dict(module, optimizer=adam_of(module), to_rank=to_rank)
 
 
-def sorted_by_name(full):
-    return {
-        "model": dict(sorted(full["model"].items())),
-        "optimizer": {
-            "state": dict(sorted(full["optimizer"]["state"].items())),
-            "param_groups": [
-                {**group, "params": sorted(group["params"])}
-                for group in full["optimizer"]["param_groups"]
-            ],
-        },
-    }
+def sorted_groups(full):
+    for group in full["optimizer"]["param_groups"]:
+        group["params"].sort()
+    return full
 
 
 @pytest.mark.parametrize("pipeline", [2, 4])
 def test_stages_are_joined_and_a_tied_embedding_is_there_once(pipeline):
-    expected = sorted_by_name(run_ranks(staged, 1)[0])
+    expected = sorted_groups(run_ranks(staged, 1)[0])
     for found in run_ranks(staged, 2 * pipeline, pipeline=pipeline):
-        assert_same(sorted_by_name(found), expected)
+        assert_same(sorted_groups(found), expected)
     only = run_ranks(staged, 2 * pipeline, 1, pipeline=pipeline)
-    assert_same(sorted_by_name(only.pop(1)), expected)
+    assert_same(sorted_groups(only.pop(1)), expected)
     assert only == [{}] * len(only)
 
 
@@ -319,167 +296,128 @@ def test_what_was_joined_is_cut_into_the_very_parts():
 # What goes wrong is said, on every rank.
 
 
-def problem(make, **options):
-    """What every rank is told."""
-
-    def fails():
-        module, given = make(ezpz_tp.get_state())
-        with pytest.raises(ParallelError) as caught:
-            gather_state_dict(module, **given)
-        return f"{type(caught.value).__name__} {caught.value}"
-
-    return run_ranks(fails, 2, **options)
-
-
-def twice(state):
-    """Both stages call their layer 0."""
-    return nn.Sequential(ColumnParallelLinear(4, 4, seed=state.index("pipeline"))), {}
-
-
-def other_sizes(state):
-    return nn.Linear(4, 4 + state.index("pipeline")), {}
-
-
-def other_model(state):
-    made = (nn.Linear(4, 4), nn.Linear(4, 4, bias=False))[state.index("tensor")]
-    return made, {}
-
-
 class Failing(nn.Linear):
     """Not every rank can say what it keeps."""
 
-    def __init__(self, kept):
-        super().__init__(4, 4)
-        self.kept = kept
-
     def get_extra_state(self):
-        return {0: self.kept}[ezpz_tp.get_state().rank % 2]
+        return {0: None}[ezpz_tp.get_state().rank % 2]
 
 
-def raising(_):
-    return Failing(None), {}
+def column(**attributes):
+    module = ColumnParallelLinear(4, 4, bias=False)
+    vars(module.weight).update(attributes)
+    return module
+
+
+def layer(state, made=nn.Linear):
+    """A stage's one layer, called by the number of the stage."""
+    return nn.ModuleDict({str(state.index("pipeline")): made(2, 2)})
 
 
 def not_sendable(state):
-    module = nn.ModuleDict({str(state.index("pipeline")): WithExtraState(2, 2)})
+    module = layer(state, WithExtraState)
     module[str(state.index("pipeline"))].seen = lambda: None
-    return module, {}
+    return module
 
 
 def sparse(_):
     module = nn.Linear(4, 4)
     module.register_buffer("eye", torch.eye(4).to_sparse())
-    return module, {}
-
-
-def one_optimizer(state):
-    module = nn.ModuleDict({str(state.index("pipeline")): nn.Linear(4, 4)})
-    given = {"optimizer": torch.optim.SGD(module.parameters())}
-    return module, {} if state.rank else given
-
-
-def meta(state):
-    device = "meta" if state.index("tensor") else None
-    return ColumnParallelLinear(4, 4, device=device, seed=1), {}
+    return module
 
 
 def expert(state):
-    module = ColumnParallelLinear(4, 4)
-    module.weight.allreduce = False
     group = state.group("tensor")
-    return module, {"state": ParallelState.from_groups(tensor=group, expert=group)}
-
-
-def stranger(_):
-    return nn.Linear(4, 4), {"optimizer": torch.optim.SGD([torch.zeros(3, requires_grad=True)])}
+    return column(allreduce=False), {"state": ParallelState.from_groups(tensor=group, expert=group)}
 
 
 def odd_state(_):
-    module = ColumnParallelLinear(4, 4, bias=False)
+    module = column()
     optimizer = torch.optim.SGD(module.parameters())
     optimizer.state[module.weight]["row"] = torch.zeros(4, 1)
     return module, {"optimizer": optimizer}
 
 
-def other_shape(_):
-    module = ColumnParallelLinear(4, 4)
-    module.weight.full_shape = (12, 4)
-    return module, {}
-
-
-def uneven(_):
-    module = ColumnParallelLinear(4, 4)
-    module.weight.full_shape = (5, 4)
-    return module, {}
+def one_optimizer(state):
+    module = layer(state)
+    return module, {} if state.rank else {"optimizer": torch.optim.SGD(module.parameters())}
 
 
 def other_groups(state):
-    module = nn.ModuleDict({str(state.index("pipeline")): nn.Linear(4, 4)})
-    rate = 0.1 * (1 + state.index("pipeline"))
-    return module, {"optimizer": torch.optim.SGD(module.parameters(), lr=rate)}
+    module, stage = layer(state), state.index("pipeline")
+    return module, {"optimizer": torch.optim.SGD(module.parameters(), lr=0.1 * (1 + stage))}
 
 
 def more_groups(state):
-    module = nn.ModuleDict({str(state.index("pipeline")): nn.Linear(4, 4)})
-    parameters = list(module.parameters())
-    groups = [{"params": parameters[:1]}, {"params": parameters[1:]}][: 2 - state.index("pipeline")]
+    module = layer(state)
+    weight, bias = module.parameters()
+    groups = [{"params": weight}, {"params": bias}][: 2 - state.index("pipeline")]
     return module, {"optimizer": torch.optim.SGD(groups)}
 
 
-def no_such_rank(_):
-    return nn.Linear(4, 4), {"to_rank": 5}
+PROBLEMS = {
+    "stages 0 and 1 both have '0.weight', with other values; expected a tied": (
+        lambda state: nn.Sequential(ColumnParallelLinear(4, 4, seed=state.index("pipeline"))), 2
+    ),
+    "stages 0 and 1 both have 'weight', with Entry(name='weight'": (
+        lambda state: nn.Linear(4, 4 + state.index("pipeline")), 2
+    ),
+    "ranks 0 and 1 of stage 0 hold parts of other tensors: Entry(name='bias'": (
+        lambda state: nn.Linear(4, 4, bias=not state.index("tensor")), 1
+    ),
+    "rank 1: 'weight' is on the meta device": (
+        lambda state: ColumnParallelLinear(
+            4, 4, device="meta" if state.index("tensor") else None, seed=1
+        ), 1
+    ),
+    "ParallelError rank 1: KeyError: 1": (lambda _: Failing(4, 4), 1),
+    "rank 0: AttributeError: Can't pickle local object": (not_sendable, 2),
+    "'eye' is of torch.sparse_coo; expected a dense tensor": (sparse, 1),
+    "hold parts of other tensors: but one has an optimizer; expected": (one_optimizer, 1),
+    "an optimizer was given, but not on pipeline stage 1; expected one on": (one_optimizer, 2),
+    "'weight' is an expert's (allreduce is False), split over expert groups": (expert, 1),
+    "parameter 0 of group 0 of the optimizer, of shape (3,), is none of Linear's": (
+        lambda _: (
+            nn.Linear(4, 4),
+            {"optimizer": torch.optim.SGD([torch.zeros(3, requires_grad=True)])},
+        ), 1
+    ),
+    "'row' of 'weight' in the optimizer has shape (4, 1); expected that of its": (odd_state, 1),
+    "DegreeError rank 0: 'weight' has shape (2, 4); expected (6, 4), rank 0 of 2's part": (
+        lambda _: column(full_shape=(12, 4)), 1
+    ),
+    "DegreeError rank 0: 'weight': dim 0 of a tensor of full shape (5, 4) does not": (
+        lambda _: column(full_shape=(5, 4)), 1
+    ),
+    "group 0 of the optimizer has lr=0.2 on pipeline stage 1 and 0.1 on": (other_groups, 2),
+    "the optimizer has 1 parameter groups on pipeline stage 1 and 2 on stage": (more_groups, 2),
+    "to_rank=5 of 2 ranks; expected 0 to 1": (lambda _: (nn.Linear(4, 4), {"to_rank": 5}), 1),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("make", "pipeline", "message"),
-    [
-        (twice, 2, "stages 0 and 1 both have '0.weight', with other values; expected a tied"),
-        (other_sizes, 2, "stages 0 and 1 both have 'weight', with Entry(name='weight'"),
-        (other_model, 1, "ranks 0 and 1 of stage 0 hold parts of other tensors: Entry(name='bias'"),
-        (meta, 1, "rank 1: 'weight' is on the meta device"),
-        (raising, 1, "ParallelError rank 1: KeyError: 1"),
-        (not_sendable, 2, "rank 0: AttributeError: Can't pickle local object"),
-        (sparse, 1, "'eye' is of torch.sparse_coo; expected a dense tensor"),
-        (one_optimizer, 1, "hold parts of other tensors: but one has an optimizer; expected"),
-        (one_optimizer, 2, "an optimizer was given, but not on pipeline stage 1; expected one on"),
-        (expert, 1, "'weight' is an expert's (allreduce is False), split over expert groups"),
-        (
-            stranger,
-            1,
-            "parameter 0 of group 0 of the optimizer, of shape (3,), is none of Linear's",
-        ),
-        (odd_state, 1, "'row' of 'weight' in the optimizer has shape (4, 1); expected that of its"),
-        (
-            other_shape,
-            1,
-            "DegreeError rank 0: 'weight' has shape (2, 4); expected (6, 4), rank 0 of 2's part",
-        ),
-        (
-            uneven,
-            1,
-            "DegreeError rank 0: 'weight': dim 0 of a tensor of full shape (5, 4) does not",
-        ),
-        (other_groups, 2, "group 0 of the optimizer has lr=0.2 on pipeline stage 1 and 0.1 on"),
-        (more_groups, 2, "the optimizer has 1 parameter groups on pipeline stage 1 and 2 on stage"),
-        (no_such_rank, 1, "to_rank=5 of 2 ranks; expected 0 to 1"),
-    ],
-)
-def test_what_cannot_be_joined_is_said_on_every_rank(make, pipeline, message):
-    found = problem(make, pipeline=pipeline)
-    assert len(set(found)) == 1
-    assert message in found[0]
+@pytest.mark.parametrize("message", PROBLEMS)
+def test_what_cannot_be_joined_is_said_on_every_rank(message):
+    make, pipeline = PROBLEMS[message]
+
+    def fails():
+        made = make(ezpz_tp.get_state())
+        module, given = made if isinstance(made, tuple) else (made, {})
+        with pytest.raises(ParallelError) as caught:
+            gather_state_dict(module, **given)
+        return f"{type(caught.value).__name__} {caught.value}"
+
+    (found,) = set(run_ranks(fails, 2, pipeline=pipeline))
+    assert message in found
 
 
 def test_a_full_tensor_of_another_shape_is_said():
     layer = ColumnParallelLinear(4, 8, bias=False)
-    with pytest.raises(
-        DegreeError, match=r"'weight' has shape \(7, 4\); expected \(8, 4\), the full"
-    ):
+    message = r"'weight' has shape \(7, 4\); expected \(8, 4\), the full"
+    with pytest.raises(DegreeError, match=message):
         shard_state_dict({"weight": torch.zeros(7, 4)}, layer)
     optimizer = torch.optim.SGD(layer.parameters())
-    with pytest.raises(
-        ParallelError, match=r"expected {'model', 'optimizer'}.* found \['weight'\]"
-    ):
+    message = r"expected {'model', 'optimizer'}.* found \['weight'\]"
+    with pytest.raises(ParallelError, match=message):
         shard_state_dict({"weight": torch.zeros(8, 4)}, layer, optimizer=optimizer)
 
 
