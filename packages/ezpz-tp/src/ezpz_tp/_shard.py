@@ -319,13 +319,7 @@ def optimizer_name(parameter: str, key: str | None) -> str:
 
 
 def parameter_of(name: str) -> tuple[str, str | None]:
-    """Return the parameter, and the optimizer's key or None.
-
-    >>> parameter_of("optimizer/head.weight/exp_avg")
-    ('head.weight', 'exp_avg')
-    >>> parameter_of("head.weight")
-    ('head.weight', None)
-    """
+    """Return the parameter of such a name, and the optimizer's key or None."""
     if not name.startswith(OPTIMIZER):
         return name, None
     parameter, _, key = name.removeprefix(OPTIMIZER).rpartition("/")

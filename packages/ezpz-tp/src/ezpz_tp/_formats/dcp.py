@@ -318,7 +318,7 @@ def _pieces_in(folder: Path, metadata: Any, options: Options) -> Source:
             keys = ("model", key.removeprefix("model."))
         if not hasattr(about, "chunks"):
             with FilePart(*_place(folder, where[key, None])) as file:
-                others[keys] = file.read()
+                others[keys] = file.readall()
             continue
         dtype, pieces = about.properties.dtype, Pieces()
         for chunk in about.chunks:

@@ -128,35 +128,26 @@ _GLOBALS: dict[str, Any] = {
 # Files of `torch.save`, read a piece at a time.
 
 
-class FilePart(io.RawIOBase):
+class FilePart(io.FileIO):
     """A part of a file, as a file."""
 
     def __init__(self, path: Path, start: int, size: int) -> None:
-        super().__init__()
-        self._file = path.open("rb", buffering=0)
-        self._start, self._size, self._at = start, size, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
+        super().__init__(path)
+        self._start, self._end = start, start + size
+        self.seek(0)
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        self._at = offset + {os.SEEK_CUR: self._at, os.SEEK_END: self._size}.get(whence, 0)
-        if self._at < 0:
-            raise OSError(f"byte {self._at}")
-        return self._at
+        begin = (self._start, super().tell(), self._end)[whence]
+        return super().seek(max(self._start, begin + offset)) - self._start
 
-    def readinto(self, room: Any, /) -> int:
-        self._file.seek(self._start + self._at)
-        count = self._file.readinto(memoryview(room)[: max(0, self._size - self._at)])
-        self._at += count or 0
-        return count or 0
+    def tell(self) -> int:
+        return super().tell() - self._start
 
-    def close(self) -> None:
-        self._file.close()
-        super().close()
+    def readinto(self, room: Any, /) -> int | None:
+        return super().readinto(memoryview(room)[: max(0, self._end - super().tell())])
+
+    def readall(self) -> bytes:
+        return self.read(max(0, self._end - super().tell())) or b""
 
 
 class TorchFile:
