@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from ezpz_tp import (
     ParallelError,
+    Piece,
     dtensor_state_dict,
     gather_state_dict,
     load_dtensor_state_dict,
@@ -80,6 +81,14 @@ def transformer(layers, width, heads, groups, inner, vocabulary, dtype=torch.bfl
         name: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
         for name, shape in shapes.items()
     }
+
+
+def read(stored, offsets=None, sizes=None):
+    """A box of a tensor in a file; all of it without one."""
+    box = whole(stored.shape) if offsets is None else Piece(offsets, sizes)
+    out = torch.zeros(box.sizes, dtype=stored.dtype)
+    stored.read(box, out)
+    return out
 
 
 def full(source):

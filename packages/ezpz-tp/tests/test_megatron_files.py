@@ -3,6 +3,7 @@
 import argparse
 import enum
 import io
+import itertools
 import random
 from functools import partial
 
@@ -104,35 +105,30 @@ def stage(
     return found
 
 
+def file_of(path, name="mp_rank_01_001"):
+    return path / "iter_0000010" / name / "model_optim_rng.pt"
+
+
 def save(folder, whole, args, *, chunks=1, **others):
     """Write what Megatron-LM's ``save_checkpoint`` does at iteration 10."""
     tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     each = LAYERS // (pp * chunks)
-    for index in range(tp):
-        for at in range(pp):
-            held = {"args": args, "checkpoint_version": 3.0, "iteration": 10}
-            for chunk in range(chunks):
-                begin = (chunk * pp + at) * each
-                held["model" if chunks == 1 else f"model{chunk}"] = stage(
-                    whole,
-                    range(begin, begin + each),
-                    index,
-                    tp,
-                    first=begin == 0,
-                    last=begin + each == LAYERS,
-                    **others,
-                )
-            held["optimizer"] = {"optimizer": {"state": {0: {"exp_avg": torch.zeros(5)}}}}
-            held["rng_state"] = [
-                {"random_rng_state": random.getstate(), "cuda": torch.ones(4).byte()}
-            ]
-            path = (
-                folder
-                / "iter_0000010"
-                / (f"mp_rank_{index:02d}" + (f"_{at:03d}" if pp > 1 else ""))
-            )
-            path.mkdir(parents=True)
-            torch.save(held, path / "model_optim_rng.pt")
+    for index, at in itertools.product(range(tp), range(pp)):
+        held = {
+            "args": args,
+            "checkpoint_version": 3.0,
+            "optimizer": {"optimizer": {"state": {0: {"exp_avg": torch.zeros(5)}}}},
+            "rng_state": [{"random_rng_state": random.getstate(), "cuda": torch.ones(4).byte()}],
+        }
+        for chunk in range(chunks):
+            begin = (chunk * pp + at) * each
+            ends = {"first": begin == 0, "last": begin + each == LAYERS}
+            layers = range(begin, begin + each)
+            key = "model" if chunks == 1 else f"model{chunk}"
+            held[key] = stage(whole, layers, index, tp, **ends, **others)
+        name = f"mp_rank_{index:02d}" + (f"_{at:03d}" if pp > 1 else "")
+        file_of(folder, name).parent.mkdir(parents=True)
+        torch.save(held, file_of(folder, name))
     (folder / "latest_checkpointed_iteration.txt").write_text("10")
     return folder
 
@@ -168,30 +164,20 @@ def test_full_tensors_are_put_together(tmp_path, layout, engine):
     assert_same(full(inner), own(whole, engine=engine))
 
 
-def test_without_a_gate_and_without_arguments(tmp_path):
-    whole = hugging_face(gated=False)
-    args = arguments(swiglu=False)
-    source = open_source(save(tmp_path / "in", whole, args, gated=False))
-    assert_same(full(source), own(whole, gated=False))
-    with pytest.raises(ParallelError, match=r"fc1\.weight is one matrix; .*names=\"keep\""):
-        save_huggingface(tmp_path / "in", tmp_path / "out")
-    without_arguments(tmp_path / "in")
-    with pytest.raises(
-        ParallelError, match=r"decoder\.layers\.0\.mlp\.linear_fc1\.weight \[16, 24\]"
-    ):
-        open_source(tmp_path / "in")
-    plain = open_source(tmp_path / "in", Options({"*.linear_fc1.weight": 0}))
-    assert_same(full(plain), own(whole, gated=False))
-
-
-def test_the_plan_says_what_the_arguments_do_not(tmp_path):
-    whole = hugging_face()
-    path = save(tmp_path / "in", whole, arguments())
+@pytest.mark.parametrize("gated", [True, False])
+def test_without_arguments_the_plan_says_how_fc1_is_split(tmp_path, gated):
+    whole = hugging_face(gated=gated)
+    path = save(tmp_path / "in", whole, arguments(swiglu=gated), gated=gated)
+    assert_same(full(open_source(path)), own(whole, gated=gated))
+    if not gated:
+        message = r"fc1\.weight is one matrix; .*names=\"keep\""
+        assert_refused(tmp_path, message, save_huggingface)
     without_arguments(path)
-    found = full(open_source(path, Options({"*.linear_fc1.weight": (0, 2)})))
-    assert_same(found, own(whole))
-    sizes = Options({"*.linear_fc1.weight": (0, (INNER, INNER))})
-    assert_same(full(open_source(path, sizes)), own(whole))
+    message = rf"decoder\.layers\.0\.mlp\.linear_fc1\.weight \[{32 if gated else 16}, 24\]"
+    assert_refused(tmp_path, message, save_huggingface)
+    for way in ((0, 2), (0, (INNER, INNER))) if gated else (0,):
+        source = open_source(path, Options({"*.linear_fc1.weight": way}))
+        assert_same(full(source), own(whole, gated=gated))
 
 
 def test_a_gated_projection_at_other_degrees(tmp_path):
@@ -239,22 +225,16 @@ def test_interleaved_rotary_embedding_and_local_names(tmp_path):
     path = save(tmp_path / "in", whole, arguments(rotary_interleaved=True), engine=False)
     save_huggingface(path, tmp_path / "out")
     found = safetensors.load_file(tmp_path / "out" / "model.safetensors")
-    for each, heads in (("q", HEADS), ("k", GROUPS)):
-        for kind in ("weight", "bias"):
-            name = f"model.layers.3.self_attn.{each}_proj.{kind}"
-            rows = whole[name]
-            pairs = rows.view(heads, CHANNELS // 2, 2, -1).transpose(1, 2).reshape(rows.shape)
-            assert torch.equal(found[name], pairs)
+    for kind, (each, heads) in itertools.product(("weight", "bias"), (("q", HEADS), ("k", GROUPS))):
+        name = f"model.layers.3.self_attn.{each}_proj.{kind}"
+        pairs = whole[name].view(heads, CHANNELS // 2, 2, -1).transpose(1, 2)
+        assert torch.equal(found[name], pairs.reshape(whole[name].shape))
     name = "model.layers.3.self_attn.v_proj.weight"
     assert torch.equal(found[name], whole[name])
     assert found["model.layers.0.input_layernorm.weight"].shape == (WIDTH,)
 
 
 # What is wrong is said before anything is written.
-
-
-def file_of(path, name="mp_rank_01_001"):
-    return path / "iter_0000010" / name / "model_optim_rng.pt"
 
 
 LAST = ("mp_rank_01_001",)

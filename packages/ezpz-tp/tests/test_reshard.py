@@ -1,20 +1,28 @@
 """From files to files: shards of the release before, and folders of torch's, at other degrees."""
 
-import io
 import json
 import os
 import pickle
 import shutil
 import subprocess
 import sys
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from files import INDEX, pieces_in, torch_finds, write_old_shards, write_tensors
-from test_state_dict import Model, Stage, adam_of, assert_same
+from files import (
+    INDEX,
+    assert_refused,
+    assert_same,
+    load_dcp,
+    pieces_in,
+    torch_finds,
+    write_old_shards,
+    write_tensors,
+)
+from test_state_dict import Model, Stage, adam_of
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -25,7 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 import ezpz_tp
-from ezpz_tp import DegreeError, ParallelError, Piece, _reshard, reshard
+from ezpz_tp import ParallelError, Piece, _reshard, reshard
 from ezpz_tp._formats.safetensors import open_safetensors
 from ezpz_tp._reshard import open_source
 from ezpz_tp._shard import Entry, Shard
@@ -61,19 +69,15 @@ def write_old(path, make=Model, tp=4, pp=1):
 
 def load_by_torch(path, make):
     module = make()
-    with torch.no_grad():
-        for value in [*module.parameters(), *module.buffers()]:
-            value.fill_(7)
     optimizer = adam_of(module, lr=0.25, betas=(0.1, 0.2))
-    for state in optimizer.state.values():
-        for value in state.values():
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    with torch.no_grad():
+        for value in [*module.parameters(), *module.buffers(), *values]:
             value.fill_(7)
-    held = ezpz_tp.dtensor_state_dict(module, optimizer=optimizer, loading=True)
-    held["extra"] = {"step": 0}
-    dcp.load(held, checkpoint_id=path)
-    assert held.pop("extra") == {"step": 2}
-    ezpz_tp.load_dtensor_state_dict(module, held, optimizer=optimizer)
-    return gather_state_dict(module, optimizer=optimizer)
+    extra = {"step": 0}
+    found = load_dcp(path, module, optimizer, extra=extra)
+    assert extra == {"step": 2}
+    return found
 
 
 @pytest.mark.parametrize(("make", "pp"), [(Model, 1), (lambda: Stage(0, 1), 2)], ids=["all", "pp"])
@@ -163,41 +167,29 @@ class Runs:
         return os.mkdir, ("/tmp/that a file has made",)
 
 
-def scribble(path):
-    (path / ".metadata").write_bytes((path / ".metadata").read_bytes()[:-40])
-
-
-def run(path):
-    (path / ".metadata").write_bytes(pickle.dumps(Runs()))
-
-
-def shorten(path):
-    os.truncate(path / "__0_0.distcp", 300)
-
-
 def exchange(path):
-    buffer = io.BytesIO()
-    torch.save(torch.zeros(6, 9), buffer)
-    (path / "__0_0.distcp").write_bytes(buffer.getvalue())
+    with (path / "__0_0.distcp").open("wb") as file:
+        torch.save(torch.zeros(6, 9), file)
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (scribble, r"\.metadata: is damaged"),
-        (run, r"\.metadata: is damaged: AttributeError\(\".* has no attribute 'planner_data'"),
-        (shorten, r"__0_0\.distcp: \d+ bytes that are no whole zip archive"),
-        (lambda path: (path / "__0_0.distcp").unlink(), r"__0_0\.distcp"),
-        (exchange, r"at byte 0 is \(\(6, 9\), torch.float32\); expected .* \(\(6, 8\), "),
-    ],
-    ids=["metadata", "code", "short", "gone", "other"],
-)
-def test_damaged_folders_of_torchs_are_said_and_nothing_is_run(tmp_path, damage, message):
+DAMAGES_OF_TORCHS = {
+    r"\.metadata: is damaged": lambda path: os.truncate(path / ".metadata", 200),
+    r"\.metadata: is damaged: AttributeError\(\".* has no attribute 'planner_data'": lambda path: (
+        path / ".metadata"
+    ).write_bytes(pickle.dumps(Runs())),
+    r"__0_0\.distcp: \d+ bytes that are no whole zip archive": lambda path: os.truncate(
+        path / "__0_0.distcp", 300
+    ),
+    r"__0_0\.distcp": lambda path: (path / "__0_0.distcp").unlink(),
+    r"at byte 0 is \(\(6, 9\), torch.float32\); expected .* \(\(6, 8\), ": exchange,
+}
+
+
+@pytest.mark.parametrize("message", DAMAGES_OF_TORCHS)
+def test_damaged_folders_of_torchs_are_said_and_nothing_is_run(tmp_path, message):
     write_by_hand(tmp_path / "in", torch.ones(6, 8), [((0, 0), (6, 8))])
-    damage(tmp_path / "in")
-    with pytest.raises((ParallelError, OSError), match=message):
-        reshard(tmp_path / "in", tmp_path / "out", tp=1)
-    assert os.listdir(tmp_path) == ["in"]
+    DAMAGES_OF_TORCHS[message](tmp_path / "in")
+    assert_refused(tmp_path, message, partial(reshard, tp=1))
     assert not os.path.exists("/tmp/that a file has made")
 
 
@@ -213,89 +205,97 @@ def test_files_elsewhere_and_compressed_ones_are_refused(tmp_path, change):
 
 @pytest.fixture
 def saved(tmp_path):
-    write_old(tmp_path / "saved", lambda: Stage(0, 1), tp=2)
-    return tmp_path / "saved"
+    write_old(tmp_path / "in", lambda: Stage(0, 1), tp=2)
+    return tmp_path / "in"
 
 
-def rewrite(path, change, metadata=None):
-    """Write a file again with other tensors."""
-    stored, old = open_safetensors(path)
-    tensors = {name: torch.ones(one.shape, dtype=one.dtype) for name, one in stored.items()}
-    change(tensors)
-    write_tensors(path, tensors, metadata or old)
+def rewritten(change, metadata=None):
+    """Write the second file again with other tensors."""
+
+    def damage(path):
+        stored, old = open_safetensors(path / SECOND)
+        tensors = {name: torch.ones(one.shape, dtype=one.dtype) for name, one in stored.items()}
+        change(tensors)
+        write_tensors(path / SECOND, tensors, metadata or old)
+
+    return damage
 
 
-def change_index(path, change):
-    said = json.loads((path / INDEX).read_text())
-    change(said)
-    (path / INDEX).write_text(json.dumps(said))
+def index(change):
+    """Change the index."""
+
+    def damage(path):
+        said = json.loads((path / INDEX).read_text())
+        change(said)
+        (path / INDEX).write_text(json.dumps(said))
+
+    return damage
+
+
+def layer(**others):
+    return index(lambda said: said["tensors"][LAYER].update(others))
+
+
+def bytes_of_second(change):
+    return lambda path: (path / SECOND).write_bytes(change((path / SECOND).read_bytes()))
 
 
 LAYER = "layers.3.weight"
+WANTED = rf"{SECOND}: has no tensor '{LAYER}' of shape \(8, 16\) and torch.float16, rank 1 of 2's "
 DAMAGES = {
     rf"{SECOND}: there is no such file": lambda path: (path / SECOND).unlink(),
-    rf"{SECOND}: has \d+ bytes; expected \d+, as its header says. It is truncated": lambda path: (
-        os.truncate(path / SECOND, (path / SECOND).stat().st_size - 10)
+    rf"{SECOND}: has \d+ bytes; expected \d+, as its header says. It is truncated": bytes_of_second(
+        lambda held: held[:-10]
     ),
-    rf"{SECOND}: has 100 bytes; expected 8 and a header of \d+: it is truncated": lambda path: (
-        os.truncate(path / SECOND, 100)
+    rf"{SECOND}: has 100 bytes; expected 8 and a header of \d+: it is truncated": bytes_of_second(
+        lambda held: held[:100]
     ),
-    rf"{SECOND}: has no tensor '{LAYER}' of shape \(8, 16\) .*, rank 1 of 2's part of "
-    r"\(16, 16\); "
-    "found none of that name": lambda path: rewrite(path / SECOND, lambda held: held.pop(LAYER)),
-    rf"{SECOND}: has no tensor '{LAYER}' of shape \(8, 16\) and torch.float16, .*; found "
-    r"\(\(16, 16\), torch.float16": lambda path: rewrite(
-        path / SECOND, lambda tensors: tensors.update({LAYER: torch.ones(16, 16).half()})
+    WANTED + r"part of \(16, 16\); found none of that name": rewritten(
+        lambda tensors: tensors.pop(LAYER)
     ),
-    rf"{SECOND}: has no tensor '{LAYER}' of shape \(8, 16\) and torch.float16, .*; found "
-    r"\(\(8, 16\), torch.float32": lambda path: rewrite(
-        path / SECOND, lambda tensors: tensors.update({LAYER: torch.ones(8, 16)})
+    WANTED + r".*; found \(\(16, 16\), torch.float16": rewritten(
+        lambda tensors: tensors.update({LAYER: torch.ones(16, 16).half()})
+    ),
+    WANTED + r".*; found \(\(8, 16\), torch.float32": rewritten(
+        lambda tensors: tensors.update({LAYER: torch.ones(8, 16)})
     ),
     rf"{SECOND}: is of save, tp, .* \['a word', 0, 2, 0, 1\]; expected \['a word', 1, 2,": (
         lambda path: (path / SECOND).write_bytes((path / FIRST).read_bytes())
     ),
-    rf"{SECOND}: is of save, tp, .* \[None, None, None, None, None\]": lambda path: rewrite(
-        path / SECOND, lambda _: None, {"format": "pt"}
+    rf"{SECOND}: is of save, tp, .* \[None, None, None, None, None\]": rewritten(
+        lambda tensors: tensors, {"format": "pt"}
     ),
-    rf"{FIRST}: has no tensor '{LAYER}' of shape \(16, 16\) .*; found \(\(8, 16\)": lambda path: (
-        change_index(path, lambda said: said["tensors"][LAYER].update(shape=[32, 16]))
+    rf"{SECOND}: its metadata are damaged": bytes_of_second(
+        lambda held: held.replace(rb'"ezpz_tp":"{', rb'"ezpz_tp":"!')
     ),
-    rf"{FIRST}: has no tensor 'more' of shape \(16,\)": lambda path: change_index(
-        path, lambda said: said["tensors"].update(more=said["tensors"]["norm.weight"])
+    rf"{FIRST}: has no tensor '{LAYER}' of shape \(16, 16\) .*; found \(\(8, 16\)": layer(
+        shape=[32, 16]
     ),
-    rf"{INDEX}: it does not say what it should: KeyError\('save'\)": lambda path: change_index(
-        path, lambda said: said.pop("save")
+    rf"{FIRST}: has no tensor 'more' of shape \(16,\)": index(
+        lambda said: said["tensors"].update(more=said["tensors"]["norm.weight"])
     ),
-    rf"{INDEX}: it does not say what it should: DegreeError": lambda path: change_index(
-        path, lambda said: said["tensors"][LAYER].update(dim=2)
+    rf"{INDEX}: it does not say what it should: KeyError\('save'\)": index(
+        lambda said: said.pop("save")
     ),
-    rf"{INDEX}: is of format 'ezpz_tp shards', version 2; expected .* version 1": lambda path: (
-        change_index(path, lambda said: said.update(version=2))
+    rf"{INDEX}: it does not say what it should: DegreeError": layer(dim=2),
+    rf"{INDEX}: is of format 'ezpz_tp shards', version 2; expected .* version 1": index(
+        lambda said: said.update(version=2)
     ),
+    rf"{INDEX}: .*ValueError.'{LAYER} is on stages \(1,\) of 1": layer(stages=[1]),
+    rf"{INDEX}: .*found \[16.0, 16\], expected whole numbers": layer(shape=[16.0, 16]),
     rf"{INDEX}: not JSON": lambda path: (path / INDEX).write_text("{"),
-    rf"{INDEX}: .*ValueError.'{LAYER} is on stages \(1,\) of 1": lambda path: change_index(
-        path, lambda said: said["tensors"][LAYER].update(stages=[1])
-    ),
-    rf"{INDEX}: .*found \[16.0, 16\], expected whole numbers": lambda path: change_index(
-        path, lambda said: said["tensors"][LAYER].update(shape=[16.0, 16])
-    ),
-    rf"{SECOND}: its metadata are damaged": lambda path: (path / SECOND).write_bytes(
-        (path / SECOND).read_bytes().replace(rb'"ezpz_tp":"{', rb'"ezpz_tp":"!')
-    ),
-    "saved: not a checkpoint of a known format .* found pp00-tp00.* A save that was interrupted": (
+    "in: not a checkpoint of a known format .* found pp00-tp00.* A save that was interrupted": (
         lambda path: (path / INDEX).unlink()
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("message", DAMAGES, ids=range(len(DAMAGES)))
 def test_damaged_files_are_said_and_nothing_is_written(saved, message):
     DAMAGES[message](saved)
     before = {path: path.read_bytes() for path in saved.iterdir()}
-    with pytest.raises(ParallelError, match=message):
-        reshard(saved, saved.with_name("out"), tp=1)
+    assert_refused(saved.parent, message, partial(reshard, tp=1))
     assert {path: path.read_bytes() for path in saved.iterdir()} == before
-    assert os.listdir(saved.parent) == ["saved"]
 
 
 def test_a_folder_that_a_link_leads_to_is_written(saved, tmp_path):
@@ -307,29 +307,20 @@ def test_a_folder_that_a_link_leads_to_is_written(saved, tmp_path):
 
 
 def test_degrees_that_do_not_fit_are_said_and_nothing_is_written(saved, tmp_path):
-    def fails(message, kind=DegreeError, **degrees):
-        with pytest.raises(kind, match=message):
-            reshard(saved, tmp_path / "out", **degrees)
-
-    fails(
-        r"'layers.0.weight': dim 0 of a tensor of full shape \(16, 16\) .* 16 over degree 3", tp=3
-    )
-    fails("tp=0; expected at least 1", tp=0)
+    message = r"'layers.0.weight': dim 0 of a tensor of full shape \(16, 16\) .* 16 over degree 3"
+    assert_refused(tmp_path, message, partial(reshard, tp=3))
+    assert_refused(tmp_path, "tp=0; expected at least 1", partial(reshard, tp=0))
     with pytest.deprecated_call(match="any number of stages loads what it writes"):
-        fails("pp=0; expected at least 1", tp=1, pp=0)
+        assert_refused(tmp_path, "pp=0; expected at least 1", partial(reshard, tp=1, pp=0))
+    with pytest.raises(ParallelError, match="in: exists, and is not an empty folder"):
+        reshard(saved, saved, tp=1)  # nothing is overwritten
     with pytest.raises(ParallelError, match=r"nowhere: not a checkpoint.* no such file or folder"):
         reshard(tmp_path / "nowhere", tmp_path / "out", tp=1)
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ParallelError, match=r"empty: not a checkpoint.* the folder is empty"):
-        open_source(tmp_path / "empty")
-    (tmp_path / "empty").rmdir()
-    assert os.listdir(tmp_path) == ["saved"]
-    # Nothing is overwritten.
-    with pytest.raises(ParallelError, match="saved: exists, and is not an empty folder"):
-        reshard(saved, saved, tp=1)
     (tmp_path / "out").mkdir()
+    with pytest.raises(ParallelError, match=r"out: not a checkpoint.* the folder is empty"):
+        open_source(tmp_path / "out")
     reshard(saved, tmp_path / "out", tp=1)
-    assert sorted(os.listdir(tmp_path)) == ["out", "saved"]
+    assert sorted(os.listdir(tmp_path)) == ["in", "out"]
 
 
 class Failing:
