@@ -78,8 +78,12 @@ class Shard:
         padded: A degree that does not divide the dim is allowed, as for a vocabulary: each rank
             holds as many rows as the first, and what lies past the end is padding.
 
+    In its methods ``index`` is a rank's place among those that share the tensor, and ``degree`` the
+    number of those.
+
     Raises:
-        DegreeError: The dim is not one of the tensor, or the blocks are not the size of it.
+        DegreeError: The dim is not one of the tensor, or the blocks are not the size of it; of the
+            methods: the degree does not divide the dim, or each of its blocks.
 
     >>> Shard((10, 4), 0, padded=True).local_shape(3, degree=4)
     (3, 4)
@@ -130,15 +134,7 @@ class Shard:
         return self.full_shape[0 if self.dim is None else self.dim]
 
     def local_shape(self, index: int, degree: int) -> tuple[int, ...]:
-        """Return the shape of what a rank holds, padding included.
-
-        Args:
-            index: The rank's place among those that share the tensor.
-            degree: Number of those ranks.
-
-        Raises:
-            DegreeError: The degree does not divide the dim, or each of its blocks.
-        """
+        """Return the shape of what a rank holds, padding included."""
         self._check(index, degree)
         if self.dim is None:
             return self.full_shape
@@ -148,17 +144,10 @@ class Shard:
     def pieces(self, index: int, degree: int) -> tuple[Stretch, ...]:
         """Return what a rank holds of the full tensor, in the order of the local one.
 
-        Args:
-            index: The rank's place among those that share the tensor.
-            degree: Number of those ranks.
-
         Returns:
             ``(start in the local tensor, start in the full tensor, length)`` for each stretch of
             ``dim``. Padding is in no piece; a tensor that is not split is one piece of its dim 0,
             or of length 1 where it has no dims.
-
-        Raises:
-            DegreeError: The degree does not divide the dim, or each of its blocks.
         """
         self._check(index, degree)
         if self.dim is None:
@@ -176,10 +165,7 @@ class Shard:
     ) -> list[tuple[Piece, Piece]]:
         """Return what a rank holds, as boxes: of its local tensor, and of the full one.
 
-        Args:
-            index: The rank's place among those that share the tensor.
-            degree: Number of those ranks.
-            held: What there is of the local tensor, as of a DTensor's; None: all.
+        ``held`` is what there is of the local tensor, as of a DTensor's; None: all.
         """
         local = held or whole(self.local_shape(index, degree))
         if self.dim is None:

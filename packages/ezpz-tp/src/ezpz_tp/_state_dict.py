@@ -495,7 +495,24 @@ def shard_state_dict(
             model[name] = value
     if optimizer is None:
         return model
-    return {"model": model, "optimizer": _cut_optimizer(saved, module, optimizer, state)}
+    names = names_of(optimizer, module)
+    numbers = {parameter: number for number, parameter in enumerate(names)}
+    options = groups_for(saved["param_groups"], optimizer, module)
+    groups = [
+        {**said, "params": [numbers[parameter] for parameter in group["params"]]}
+        for group, said in zip(optimizer.param_groups, options, strict=True)
+    ]
+    states: dict[int, dict[str, Any]] = {}
+    for parameter, name in names.items():
+        for key, value in saved["state"].get(name, {}).items():
+            part = value
+            if isinstance(value, Tensor):
+                alike = tuple(value.shape) == shard_in(key, parameter, state).full_shape
+                if alike or value.numel() > 1:
+                    part = cut(f"{name} {key}", value, parameter, state)
+                part = part.clone()  # load_state_dict of an optimizer keeps what it is given
+            states.setdefault(numbers[parameter], {})[key] = part
+    return {"model": model, "optimizer": {"state": states, "param_groups": groups}}
 
 
 def cut(name: str, full: Tensor, parameter: Tensor, state: ParallelState) -> Tensor:
@@ -516,29 +533,6 @@ def cut(name: str, full: Tensor, parameter: Tensor, state: ParallelState) -> Ten
     for own, box in boxes:
         part[own.slices].copy_(full[box.slices])
     return part
-
-
-def _cut_optimizer(
-    full: Mapping[str, Any], module: nn.Module, optimizer: Optimizer, state: ParallelState
-) -> dict[str, Any]:
-    names = names_of(optimizer, module)
-    numbers = {parameter: number for number, parameter in enumerate(names)}
-    saved = groups_for(full["param_groups"], optimizer, module)
-    groups = [
-        {**said, "params": [numbers[parameter] for parameter in group["params"]]}
-        for group, said in zip(optimizer.param_groups, saved, strict=True)
-    ]
-    states: dict[int, dict[str, Any]] = {}
-    for parameter, number in numbers.items():
-        for key, value in full["state"].get(names[parameter], {}).items():
-            kept, part = states.setdefault(number, {}), value
-            if isinstance(value, Tensor):
-                alike = tuple(value.shape) == shard_in(key, parameter, state).full_shape
-                if alike or value.numel() > 1:
-                    part = cut(f"{names[parameter]} {key}", value, parameter, state)
-                part = part.clone()  # load_state_dict of an optimizer keeps what it is given
-            kept[key] = part
-    return {"state": states, "param_groups": groups}
 
 
 def nested(found: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
