@@ -7,6 +7,7 @@ import torch
 from files import assert_same
 from llama import Config, Llama, optimizer_of, parallel_loss_of, text_batch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import ezpz_tp
 from ezpz_tp import (
@@ -62,23 +63,8 @@ def gathered(**options):
 def whole():
     """What one rank alone has, by torch's own means."""
     module = Model()
-    optimizer = adam_of(module)
-    names = {parameter: name for name, parameter in module.named_parameters()}
-    groups = copy.copy(optimizer.param_groups)
-    return {
-        "model": dict(module.state_dict()),
-        "optimizer": {
-            "state": {
-                name: dict(optimizer.state[parameter])
-                for name, parameter in module.named_parameters()
-                if parameter in optimizer.state
-            },
-            "param_groups": [
-                {**group, "params": [names[parameter] for parameter in group["params"]]}
-                for group in groups
-            ],
-        },
-    }
+    model, optimizer = get_state_dict(module, adam_of(module))
+    return {"model": model, "optimizer": optimizer}
 
 
 def cut_and_loaded(full):
@@ -147,9 +133,13 @@ class Stage(nn.Module):
         self.register_buffer("frequencies", torch.arange(3.0))
 
 
-def staged(to_rank=None):
+def own_stage():
     state = ezpz_tp.get_state()
-    module = Stage(state.index("pipeline"), state.size("pipeline"))
+    return Stage(state.index("pipeline"), state.size("pipeline"))
+
+
+def staged(to_rank=None):
+    module = own_stage()
     return gather_state_dict(module, optimizer=adam_of(module), to_rank=to_rank)
 
 
@@ -170,18 +160,15 @@ def test_stages_are_joined_and_a_tied_embedding_is_there_once(pipeline):
 
 
 def cut_for_a_stage(full):
-    state = ezpz_tp.get_state()
-    module = Stage(state.index("pipeline"), state.size("pipeline"))
-    expected = copy.deepcopy(module.state_dict())
+    module, expected = own_stage(), own_stage()
     with torch.no_grad():
         for value in module.parameters():
             value.zero_()
     module.load_state_dict(shard_state_dict(full, module))
-    assert_same(dict(module.state_dict()), dict(expected))
-    optimizer = adam_of(module)
+    assert_same(module.state_dict(), expected.state_dict())
     full = {"model": full, "optimizer": {"state": {}, "param_groups": []}}
     with pytest.raises(ParallelError, match=r"group 0 of the optimizer has .* were in no group"):
-        shard_state_dict(full, module, optimizer=optimizer)
+        shard_state_dict(full, module, optimizer=adam_of(module))
 
 
 def test_a_stage_takes_its_own_of_the_whole():
