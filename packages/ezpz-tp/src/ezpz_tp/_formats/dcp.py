@@ -23,25 +23,9 @@ from torch.optim import Optimizer
 
 from ezpz_tp._errors import DegreeError, ParallelError
 from ezpz_tp._shard import Entry, Piece, Shard, optimizer_name, parameter_of, whole
-from ezpz_tp._state import ParallelState
-from ezpz_tp._state_dict import (
-    names_of,
-    nested,
-    parts_of,
-    state_or_alone,
-    survey,
-    with_optimizer,
-)
+from ezpz_tp._state_dict import names_of, nested, parts_of, state_or_alone, survey, with_optimizer
 
-from . import (
-    Format,
-    Options,
-    Source,
-    Stored,
-    all_splits,
-    strides_of,
-    written,
-)
+from . import Format, Options, Source, Stored, all_splits, strides_of, written
 from .torch_file import FilePart, TorchFile, foreign
 
 Items = dict[str, Any]
@@ -248,9 +232,7 @@ def _set_options(group: Items, names: list[str], options: Mapping[str, Items]) -
 
 def _make_state(optimizer: Optimizer) -> None:
     """Let an optimizer make its state, without a change of any parameter."""
-    from torch.distributed.checkpoint.state_dict import (  # noqa: PLC0415 - heavy to import
-        _init_optim_state,
-    )
+    from torch.distributed.checkpoint.state_dict import _init_optim_state  # noqa: PLC0415 - heavy
 
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     before = [each.grad for each in parameters]

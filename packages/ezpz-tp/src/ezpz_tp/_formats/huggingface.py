@@ -14,16 +14,7 @@ from pathlib import Path
 from ezpz_tp._errors import ParallelError
 from ezpz_tp._shard import parameter_of, whole
 
-from . import (
-    Format,
-    Options,
-    Source,
-    Stored,
-    all_splits,
-    load_object,
-    splits,
-    values_of,
-)
+from . import Format, Options, Source, Stored, all_splits, load_object, splits, values_of
 from .safetensors import open_safetensors, write_safetensors
 
 SINGLE = "model.safetensors"

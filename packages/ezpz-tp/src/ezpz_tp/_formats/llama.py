@@ -14,17 +14,7 @@ from pathlib import Path
 
 from ezpz_tp._errors import ParallelError
 
-from . import (
-    Format,
-    Options,
-    Rearranged,
-    Source,
-    Split,
-    Stored,
-    load_object,
-    splits,
-    values_of,
-)
+from . import Format, Options, Rearranged, Source, Split, Stored, load_object, splits, values_of
 from .huggingface import head_rows, translated
 from .torch_file import JoinedTensors, TorchFile, same_names, write_torch_file
 
