@@ -10,19 +10,7 @@ from llama import Config, Llama, parallel_loss_of, text_batch
 from torch import nn
 from torch.nn.functional import cross_entropy, dropout, gelu, linear
 
-import ezpz_tp
-from ezpz_tp import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-    check,
-    copy_to_tensor_parallel_region,
-    gather_from_sequence_parallel_region,
-    gather_from_tensor_parallel_region,
-    reduce_from_tensor_parallel_region,
-    scatter_to_sequence_parallel_region,
-    verify_replicated,
-)
+import ezpz_tp as tp
 
 
 class Mlp(nn.Module):
@@ -32,45 +20,45 @@ class Mlp(nn.Module):
         super().__init__()
         self.bug = bug
         self.norm = nn.LayerNorm(8)
-        self.up = ColumnParallelLinear(8, 16, gather_output=False, seed=1)
-        self.down = RowParallelLinear(16, 8, input_is_parallel=True, seed=2)
+        self.up = tp.ColumnParallelLinear(8, 16, gather_output=False, seed=1)
+        self.down = tp.RowParallelLinear(16, 8, input_is_parallel=True, seed=2)
 
     def forward(self, hidden):
         inner = self.norm(hidden)
         if self.bug != "missing copy":
-            inner = copy_to_tensor_parallel_region(inner)
+            inner = tp.copy_to_tensor_parallel_region(inner)
         if self.bug == "double copy":
-            inner = copy_to_tensor_parallel_region(inner)  # here: double copy
+            inner = tp.copy_to_tensor_parallel_region(inner)  # here: double copy
         inner = gelu(linear(inner, self.up.weight, self.up.bias))  # here: missing copy
         if self.bug == "bias before reduction":
             out = linear(inner, self.down.weight, self.down.bias)  # here: bias before reduction
-            return hidden + reduce_from_tensor_parallel_region(out)
+            return hidden + tp.reduce_from_tensor_parallel_region(out)
         out = linear(inner, self.down.weight)
         if self.bug == "missing reduction":
             return hidden + out  # here: missing reduction
         if self.bug == "nonlinear before reduction":
-            return hidden + reduce_from_tensor_parallel_region(
+            return hidden + tp.reduce_from_tensor_parallel_region(
                 gelu(out)  # here: nonlinear before reduction
             )
-        out = reduce_from_tensor_parallel_region(out)
+        out = tp.reduce_from_tensor_parallel_region(out)
         if self.bug == "double reduction":
-            out = reduce_from_tensor_parallel_region(out)  # here: double reduction
+            out = tp.reduce_from_tensor_parallel_region(out)  # here: double reduction
         out = out + self.down.bias
         if self.bug == "mixed residual":
             return inner.narrow(-1, 0, 8) + out  # here: mixed residual
         if self.bug == "copied residual":
-            return copy_to_tensor_parallel_region(hidden) + out  # here: copied residual
+            return tp.copy_to_tensor_parallel_region(hidden) + out  # here: copied residual
         return hidden + out
 
 
 def data(*shape):
-    generator = torch.Generator().manual_seed(shape[0] + ezpz_tp.get_data_parallel_rank())
+    generator = torch.Generator().manual_seed(shape[0] + tp.get_data_parallel_rank())
     return torch.randn(shape, generator=generator, requires_grad=True)
 
 
 def by_hand(bug=None):
     model = Mlp(bug)
-    with check(model):
+    with tp.check(model):
         model(data(4, 8)).square().mean().backward()
 
 
@@ -79,20 +67,20 @@ def sequence(bug=None):
     norm = nn.LayerNorm(8)
     if bug != "untagged norm":
         for parameter in norm.parameters():
-            ezpz_tp.mark_sequence_parallel(parameter)
-    up = ColumnParallelLinear(8, 16, gather_output=False, sequence_parallel=True, seed=1)
-    down = RowParallelLinear(16, 8, input_is_parallel=True, sequence_parallel=True, seed=2)
+            tp.mark_sequence_parallel(parameter)
+    up = tp.ColumnParallelLinear(8, 16, gather_output=False, sequence_parallel=True, seed=1)
+    down = tp.RowParallelLinear(16, 8, input_is_parallel=True, sequence_parallel=True, seed=2)
     if bug == "untagged bias":
         down.bias.sequence_parallel = False
-    embedding = VocabParallelEmbedding(12, 8, seed=3)
-    with check(nn.ModuleList([norm, up, down])):
+    embedding = tp.VocabParallelEmbedding(12, 8, seed=3)
+    with tp.check(nn.ModuleList([norm, up, down])):
         whole = embedding(torch.arange(4))
-        hidden = whole if bug == "not scattered" else scatter_to_sequence_parallel_region(whole)
+        hidden = whole if bug == "not scattered" else tp.scatter_to_sequence_parallel_region(whole)
         if bug == "not scattered":
             inner = up(hidden)  # here: not scattered
         inner = norm(hidden)  # here: untagged norm
         hidden = hidden + down(gelu(up(inner)))  # here: untagged bias
-        gathered = gather_from_sequence_parallel_region(
+        gathered = tp.gather_from_sequence_parallel_region(
             hidden, tensor_parallel_output_grad=bug == "summed gather"
         )
         loss = gathered.square().mean()
@@ -103,26 +91,26 @@ def tagged(bug=None):
     """A norm that is tagged, though it acts on whole activations."""
     norm = nn.LayerNorm(8)
     if bug is not None:
-        ezpz_tp.mark_sequence_parallel(norm.weight)
-    with check(norm):
+        tp.mark_sequence_parallel(norm.weight)
+    with tp.check(norm):
         norm(data(4, 8)).sum().backward()  # here: whole norm is tagged
 
 
 def layers(bug=None):
     """Layers that are put together wrongly."""
-    up = ColumnParallelLinear(8, 16, gather_output=False, seed=1)
-    down = RowParallelLinear(16, 8, input_is_parallel=True, seed=2)
+    up = tp.ColumnParallelLinear(8, 16, gather_output=False, seed=1)
+    down = tp.RowParallelLinear(16, 8, input_is_parallel=True, seed=2)
     hidden = data(4, 8)
-    with check():
+    with tp.check():
         if bug == "copy before the layer":
-            inner = up(copy_to_tensor_parallel_region(hidden))  # here: copy before the layer
+            inner = up(tp.copy_to_tensor_parallel_region(hidden))  # here: copy before the layer
         elif bug == "two columns":
             inner = up(hidden)
             inner = up(inner.narrow(-1, 0, 8))  # here: two columns
         else:
             inner = up(hidden)
         if bug == "gathered before the row":
-            inner = gather_from_tensor_parallel_region(inner).narrow(-1, 0, 8)
+            inner = tp.gather_from_tensor_parallel_region(inner).narrow(-1, 0, 8)
             inner = down(inner)  # here: gathered before the row
         else:
             inner = down(inner)
@@ -131,31 +119,34 @@ def layers(bug=None):
 
 def loss(bug=None):
     """The loss of a vocabulary's parts, and its reduction over data or context."""
-    embedding = VocabParallelEmbedding(12, 8, seed=3)
-    head = ColumnParallelLinear(8, 12, bias=False, gather_output=False, seed=4)
+    embedding = tp.VocabParallelEmbedding(12, 8, seed=3)
+    head = tp.ColumnParallelLinear(8, 12, bias=False, gather_output=False, seed=4)
     ids, labels = torch.arange(6) % 5, torch.arange(6) % 7
-    state = ezpz_tp.get_state()
-    context = ezpz_tp.get_context_parallel_group()
-    with check(nn.ModuleList([embedding, head])):
+    state = tp.get_state()
+    context = tp.get_context_parallel_group()
+    with tp.check(nn.ModuleList([embedding, head])):
         logits = head(embedding(ids))
         if bug == "own part of the logits":
             value = cross_entropy(logits, labels % 6)
         elif bug == "gathered logits":
-            whole = gather_from_tensor_parallel_region(logits)
-            value = ezpz_tp.vocab_parallel_cross_entropy(whole, labels)  # here: gathered logits
+            whole = tp.gather_from_tensor_parallel_region(logits)
+            value = tp.vocab_parallel_cross_entropy(whole, labels)  # here: gathered logits
             value = value.mean()
         else:
-            value = ezpz_tp.vocab_parallel_cross_entropy(logits, labels).mean()
+            value = tp.vocab_parallel_cross_entropy(logits, labels).mean()
         if bug == "sum over tensor ranks":
-            value = reduce_from_tensor_parallel_region(value)  # here: sum over tensor ranks
+            value = tp.reduce_from_tensor_parallel_region(value)  # here: sum over tensor ranks
         if bug == "in place over data":
             dist.all_reduce(value, group=state.group("data"))  # here: in place over data
         if bug == "twice over context":
-            value = reduce_from_tensor_parallel_region(value, context)
-            value = reduce_from_tensor_parallel_region(value, context)  # here: twice over context
+            value = tp.reduce_from_tensor_parallel_region(value, context)
+            value = tp.reduce_from_tensor_parallel_region(
+                value, context
+            )  # here: twice over context
         if bug == "copied over data":
-            value = copy_to_tensor_parallel_region(
-                reduce_from_tensor_parallel_region(value, state.group("data")), state.group("data")
+            value = tp.copy_to_tensor_parallel_region(
+                tp.reduce_from_tensor_parallel_region(value, state.group("data")),
+                state.group("data"),
             )
         value.backward()  # here: own part of the logits, copied over data
 
@@ -165,8 +156,8 @@ def differentiable_sum(bug=None):
     from torch.distributed.nn.functional import all_reduce
 
     model = nn.Linear(4, 1)
-    group = ezpz_tp.get_data_parallel_group()
-    with check(model):
+    group = tp.get_data_parallel_group()
+    with tp.check(model):
         value = model(data(2, 4)).mean()
         if bug is not None:
             value = all_reduce(value, group=group)
@@ -175,11 +166,11 @@ def differentiable_sum(bug=None):
 
 def dropped(bug=None):
     """Dropout of what differs between ranks, and of what does not."""
-    ezpz_tp.seed_model_parallel(1)
-    tracker = ezpz_tp.get_rng_tracker()
-    up = ColumnParallelLinear(8, 16, gather_output=False, seed=1)
-    down = RowParallelLinear(16, 8, input_is_parallel=True, seed=2)
-    with check(up):
+    tp.seed_model_parallel(1)
+    tracker = tp.get_rng_tracker()
+    up = tp.ColumnParallelLinear(8, 16, gather_output=False, seed=1)
+    down = tp.RowParallelLinear(16, 8, input_is_parallel=True, seed=2)
+    with tp.check(up):
         hidden = data(4, 8)
         if bug == "dropped whole inside":
             with tracker.fork():
@@ -195,45 +186,45 @@ def dropped(bug=None):
             with tracker.fork():
                 part = dropout(part, 0.5)  # here: dropped sum inside
         part = dropout(part, 0.5)
-        dropout(reduce_from_tensor_parallel_region(part), 0.5).sum().backward()
+        dropout(tp.reduce_from_tensor_parallel_region(part), 0.5).sum().backward()
 
 
 def trained(bug=None):
     """A Llama under sequence parallelism and several data-parallel ranks; values are compared."""
     config = Config(sequence_parallel=True, layers=1)
-    model, state = Llama(config), ezpz_tp.get_state()
+    model, state = Llama(config), tp.get_state()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if bug == "equal seeds":
         with torch.no_grad():
             weight = model.layers["0"].feed_forward.up.weight
             weight.normal_(generator=torch.Generator().manual_seed(5))
-    verify_replicated(model)
+    tp.verify_replicated(model)
     tokens, labels = text_batch(state.index("data"))
-    with check(model):
+    with tp.check(model):
         parallel_loss_of(model(tokens), labels).backward()
         if bug != "forgotten finalize_grads":
-            ezpz_tp.finalize_grads(model)
+            tp.finalize_grads(model)
         if bug == "finalized twice":
-            ezpz_tp.finalize_grads(model)  # here: finalized twice
+            tp.finalize_grads(model)  # here: finalized twice
         if bug != "not averaged over data":
             for parameter in model.parameters():
                 dist.all_reduce(parameter.grad, group=state.group("data"))
         optimizer.step()
-    verify_replicated(model)
+    tp.verify_replicated(model)
 
 
 def tied(bug=None):
     """An embedding on the first stage that is the head's weight on the last."""
     weight = nn.Parameter(torch.arange(12.0).view(4, 3))
     weight.shared_embedding = True
-    last = ezpz_tp.is_pipeline_last_stage()
+    last = tp.is_pipeline_last_stage()
     if bug != "counted twice":
         weight.shared = last
     weight.grad = torch.ones_like(weight) * (3 if last else 2)
     if bug != "not summed":
-        ezpz_tp.finalize_grads([weight])
+        tp.finalize_grads([weight])
     model = nn.Module()
     model.embedding = weight
     with torch.no_grad():
         weight.sub_(weight.grad)
-    verify_replicated(model)
+    tp.verify_replicated(model)

@@ -10,19 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-import ezpz_tp
-from ezpz_tp import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    check,
-    copy_to_tensor_parallel_region,
-    declare_type,
-    gather_from_sequence_parallel_region,
-    reduce_from_tensor_parallel_region,
-    scatter_to_sequence_parallel_region,
-    set_tensor_model_parallel_attributes,
-    type_of,
-)
+import ezpz_tp as tp
 
 
 def data(*shape):
@@ -31,7 +19,7 @@ def data(*shape):
 
 def sharded(*shape, dim):
     parameter = nn.Parameter(torch.ones(shape))
-    set_tensor_model_parallel_attributes(parameter, True, dim, 1)
+    tp.set_tensor_model_parallel_attributes(parameter, True, dim, 1)
     return parameter
 
 
@@ -41,75 +29,75 @@ def weights():
 
 
 def inner(hidden, up):
-    return torch.relu(copy_to_tensor_parallel_region(hidden) @ up.T)
+    return torch.relu(tp.copy_to_tensor_parallel_region(hidden) @ up.T)
 
 
 def layers():
-    up = ColumnParallelLinear(16, 32, gather_output=False, seed=1)
-    return up, RowParallelLinear(32, 16, input_is_parallel=True, seed=2)
+    up = tp.ColumnParallelLinear(16, 32, gather_output=False, seed=1)
+    return up, tp.RowParallelLinear(32, 16, input_is_parallel=True, seed=2)
 
 
 def bias_after_einsum():
     up, down, bias = weights()
-    with check():
+    with tp.check():
         out = torch.einsum("bf,hf->bh", inner(data(4, 16), up), down) + bias  # here
-        reduce_from_tensor_parallel_region(out)
+        tp.reduce_from_tensor_parallel_region(out)
 
 
 def bias_after_heads():
     down, bias = sharded(2, 4, 16, dim=0), nn.Parameter(torch.zeros(16))
-    with check():
-        heads = declare_type(data(3, 5, 2, 4), tensor="varying")
+    with tp.check():
+        heads = tp.declare_type(data(3, 5, 2, 4), tensor="varying")
         out = torch.tensordot(heads, down, dims=2)
         out += bias  # here
-        reduce_from_tensor_parallel_region(out)
+        tp.reduce_from_tensor_parallel_region(out)
 
 
 def bias_in_addmm():
     up, down, bias = weights()
-    with check():
+    with tp.check():
         out = torch.addmm(bias, inner(data(4, 16), up), down.t())  # here
-        reduce_from_tensor_parallel_region(out)
+        tp.reduce_from_tensor_parallel_region(out)
 
 
 def gelu_after_einsum():
     up, down, _ = weights()
-    with check():
+    with tp.check():
         out = torch.einsum("bf,hf", inner(data(4, 16), up), down)
-        reduce_from_tensor_parallel_region(F.gelu(out))  # here
+        tp.reduce_from_tensor_parallel_region(F.gelu(out))  # here
 
 
 def tanh_after_weight_first():
     up, down, _ = weights()
-    with check():
+    with tp.check():
         out = down @ inner(data(4, 16), up).T
-        reduce_from_tensor_parallel_region(out.tanh())  # here
+        tp.reduce_from_tensor_parallel_region(out.tanh())  # here
 
 
 def relu_after_convolution():
     weight = sharded(8, 4, 1, dim=1)
-    with check():
-        out = F.conv1d(declare_type(data(2, 4, 5), tensor="varying"), weight)
-        reduce_from_tensor_parallel_region(F.relu(out))  # here
+    with tp.check():
+        out = F.conv1d(tp.declare_type(data(2, 4, 5), tensor="varying"), weight)
+        tp.reduce_from_tensor_parallel_region(F.relu(out))  # here
 
 
 def number_by_name():
     up, down, _ = weights()
-    with check():
+    with tp.check():
         out = inner(data(4, 16), up) @ down.T
         out = torch.add(out, other=1.0)  # here
 
 
 def mask_of_partial():
     up, down, _ = weights()
-    with check():
+    with tp.check():
         out = inner(data(4, 16), up) @ down.T
         out = out.masked_fill(torch.ones(16) > 0, float("-inf"))  # here
 
 
 def partial_into_whole():
     up, down, _ = weights()
-    with check():
+    with tp.check():
         hidden = data(4, 16)
         out = inner(hidden, up) @ down.T
         hidden.index_add(0, torch.arange(4), out)  # here
@@ -117,7 +105,7 @@ def partial_into_whole():
 
 def shard_written_through_a_view():
     up, norm = layers()[0], nn.LayerNorm(32)
-    with check():
+    with tp.check():
         buffer = torch.zeros(4, 32)
         buffer[:, :16].copy_(up(data(4, 16)))
         norm(buffer)  # here
@@ -125,7 +113,7 @@ def shard_written_through_a_view():
 
 def scaled_loss_of_a_part():
     up = layers()[0]
-    with check():
+    with tp.check():
         loss = up(data(4, 16)).sum()
         loss.backward(torch.tensor(2.0))  # here
 
@@ -135,16 +123,16 @@ def inside_reentrant_checkpoint():
 
     def block(hidden):
         hidden = F.linear(hidden, up)  # here
-        return reduce_from_tensor_parallel_region(hidden @ down.T)
+        return tp.reduce_from_tensor_parallel_region(hidden @ down.T)
 
-    with check():
+    with tp.check():
         checkpoint(block, data(4, 16), use_reentrant=True).sum().backward()
 
 
 def loss_summed_over_a_group_of_ones_own():
     groups = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
     model = nn.Linear(4, 1)
-    with check(model):
+    with tp.check(model):
         loss = model(data(2, 4)).mean()
         dist.all_reduce(loss, group=groups[dist.get_rank() % 2])  # here
 
@@ -153,10 +141,10 @@ def experts():
     """Their partial outputs are put together first, and summed once."""
     up, down, _ = weights()
     gate = nn.Parameter(torch.ones(4, 16))
-    with check():
+    with tp.check():
         hidden = data(6, 16)
         score, chosen = (hidden @ gate.T).softmax(-1).topk(1)
-        score = copy_to_tensor_parallel_region(score)
+        score = tp.copy_to_tensor_parallel_region(score)
         out = {name: torch.zeros_like(hidden) for name in ("add", "set", "scatter", "copy")}
         for expert in range(4):
             token, slot = torch.where(chosen == expert)
@@ -170,8 +158,8 @@ def experts():
             mixed = one[order].index_select(0, order.argsort())
             mixed = F.pad(torch.where(order[:, None] < 9, mixed, 0.0), (0, 0, 0, 1))
             assert not mixed.isnan().any()
-            assert type_of(mixed)["tensor"] == "partial"
-            reduce_from_tensor_parallel_region(mixed).sum().backward(retain_graph=True)
+            assert tp.type_of(mixed)["tensor"] == "partial"
+            tp.reduce_from_tensor_parallel_region(mixed).sum().backward(retain_graph=True)
 
 
 class _TwoTypes(nn.Module):
@@ -188,36 +176,36 @@ def hooks():
     up, down = layers()
     block = _TwoTypes(down)
     block.register_full_backward_hook(lambda *_: None)
-    with check():
+    with tp.check():
         hidden = data(4, 16)
         part, whole = block(up(hidden), hidden)
-        assert (type_of(part)["tensor"], type_of(whole)["tensor"]) == ("varying", "invariant")
-        (whole.sum() + reduce_from_tensor_parallel_region(part.sum())).backward()
+        assert (tp.type_of(part)["tensor"], tp.type_of(whole)["tensor"]) == ("varying", "invariant")
+        (whole.sum() + tp.reduce_from_tensor_parallel_region(part.sum())).backward()
 
 
 def reentrant_checkpoints():
     """A block that makes another type."""
     norm = nn.LayerNorm(16)
     for parameter in norm.parameters():
-        ezpz_tp.mark_sequence_parallel(parameter)
-    with check():
-        part = checkpoint(scatter_to_sequence_parallel_region, data(4, 16), use_reentrant=True)
+        tp.mark_sequence_parallel(parameter)
+    with tp.check():
+        part = checkpoint(tp.scatter_to_sequence_parallel_region, data(4, 16), use_reentrant=True)
         part = checkpoint(norm, part, use_reentrant=True)
-        gather_from_sequence_parallel_region(part, False).sum().backward()
+        tp.gather_from_sequence_parallel_region(part, False).sum().backward()
 
 
 def tensors_like_others():
     up = layers()[0]
     norm = nn.LayerNorm(16)
-    with check():
+    with tp.check():
         hidden = norm(data(4, 16))
         part = up(data(4, 16))
         hidden.type_as(part), hidden.view_as(part), part.to(norm.weight)
         for like in (torch.zeros_like, torch.ones_like, torch.empty_like):
-            assert type_of(like(part) + hidden) == {"tensor": "invariant"}
+            assert tp.type_of(like(part) + hidden) == {"tensor": "invariant"}
         total = part.new_zeros(4, 16)
         total += part
-        assert type_of(total) == {"tensor": "varying"}
+        assert tp.type_of(total) == {"tensor": "varying"}
 
 
 class _Seen(torch.autograd.Function):
@@ -233,18 +221,18 @@ class _Seen(torch.autograd.Function):
 
 def default_devices():
     """Another function mode works on inside an autograd function."""
-    with torch.device("meta"), check():
+    with torch.device("meta"), tp.check():
         _Seen.apply(torch.ones(1))
         assert _Seen.device == "meta"
-    with check(), torch.device("meta"):
+    with tp.check(), torch.device("meta"):
         _Seen.apply(torch.ones(1))
         assert _Seen.device == "meta"
 
 
 def nested():
     up, down = layers()
-    with check() as outer:
-        with check() as inside:
+    with tp.check() as outer:
+        with tp.check() as inside:
             part = _Seen.apply(up(data(4, 16)))
         down(part).sum().backward()
     assert (outer.operations, inside.operations) == (4, 2)
@@ -253,12 +241,12 @@ def nested():
 def groups_of_ones_own():
     """Layers and regions that are given another group of the same ranks."""
     group = dist.new_group([0, 1])
-    up = ColumnParallelLinear(16, 32, gather_output=False, tp_group=group, seed=1)
-    down = RowParallelLinear(32, 16, input_is_parallel=True, tp_group=group, seed=2)
-    with check():
+    up = tp.ColumnParallelLinear(16, 32, gather_output=False, tp_group=group, seed=1)
+    down = tp.RowParallelLinear(32, 16, input_is_parallel=True, tp_group=group, seed=2)
+    with tp.check():
         hidden = data(4, 16)
-        copied = copy_to_tensor_parallel_region(hidden, group)
-        total = reduce_from_tensor_parallel_region(F.linear(copied, up.weight).sum(), group)
+        copied = tp.copy_to_tensor_parallel_region(hidden, group)
+        total = tp.reduce_from_tensor_parallel_region(F.linear(copied, up.weight).sum(), group)
         (total + (hidden + down(up(hidden))).sum()).backward()
 
 
@@ -267,26 +255,26 @@ def fully_sharded():
     from torch.distributed.fsdp import fully_shard
 
     model = nn.Sequential(*layers(), nn.LayerNorm(16))
-    with ezpz_tp.keep_attributes(model):
+    with tp.keep_attributes(model):
         for one in model:
-            fully_shard(one, mesh=ezpz_tp.get_state().to_mesh("cpu")["dp"])
-    with check(model):
+            fully_shard(one, mesh=tp.get_state().to_mesh("cpu")["dp"])
+    with tp.check(model):
         for _ in range(2):
             model(data(4, 16)).square().mean().backward()
-    ezpz_tp.verify_replicated(model, gradients=True)
+    tp.verify_replicated(model, gradients=True)
 
 
 def compiled():
     """It runs as it is written, and is checked."""
     up, down = layers()
     model = torch.compile(nn.Sequential(up, down), backend="eager", fullgraph=True)
-    with check() as checker:
-        assert type_of(model(data(4, 16))) == {"tensor": "invariant"}
+    with tp.check() as checker:
+        assert tp.type_of(model(data(4, 16))) == {"tensor": "invariant"}
     assert checker.operations == 2
 
 
 def mistake_in_compiled():
     up, down, _ = weights()
     model = torch.compile(lambda x: x + inner(x, up) @ down.T, backend="eager")  # here
-    with check():
+    with tp.check():
         model(data(4, 16))

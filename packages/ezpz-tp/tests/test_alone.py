@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from ezpz_tp import ParallelError, ParallelState
+import ezpz_tp as tp
 from ezpz_tp._groups import Alone
 from ezpz_tp.testing import run_ranks
 
@@ -19,7 +19,7 @@ OUT, LIST = object(), object()
 
 def every_collective():
     rank = dist.get_rank()
-    state = ParallelState.create(tensor=2)
+    state = tp.ParallelState.create(tensor=2)
     group = state.group("data")
     assert state.size("data") == 1
     assert (dist.get_rank(group), dist.get_world_size(group)) == (0, 1)
@@ -58,7 +58,7 @@ def every_collective():
     received = torch.empty_like(data)
     dist.all_gather([received], data, group=group)
     assert bytes(received.tolist()) == b"an object"
-    with pytest.raises(ParallelError, match="there is no peer"):
+    with pytest.raises(tp.ParallelError, match="there is no peer"):
         group.send([x], 0, 0)
     for call in (
         functional.all_reduce(x, "sum", group),
@@ -85,7 +85,7 @@ def test_every_collective_of_one_rank_is_a_copy_and_leaves_nothing_behind():
 
 def data_parallel():
     rank = dist.get_rank()
-    state = ParallelState.create(tensor=2)
+    state = tp.ParallelState.create(tensor=2)
     torch.manual_seed(rank)
     model = nn.Linear(4, 3)
     wrapped = DistributedDataParallel(model, process_group=state.group("data"))
@@ -101,7 +101,7 @@ def data_parallel():
 
 
 def sharded():
-    state = ParallelState.create(tensor=2)
+    state = tp.ParallelState.create(tensor=2)
     mesh = DeviceMesh.from_group(state.group("data"), "cpu", mesh_dim_names=("dp",))
     torch.manual_seed(0)
     model = nn.Linear(4, 3)

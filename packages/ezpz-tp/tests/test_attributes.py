@@ -5,20 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from ezpz_tp._current import get_state
-from ezpz_tp._embedding import ParallelEmbedding, VocabParallelEmbedding
-from ezpz_tp._errors import ParallelError
-from ezpz_tp._linear import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    copy_attributes,
-    copy_tensor_model_parallel_attributes,
-    keep_attributes,
-    mark_sequence_parallel,
-    param_is_not_tensor_parallel_duplicate,
-    set_defaults_if_not_set_tensor_model_parallel_attributes,
-    set_tensor_model_parallel_attributes,
-)
+import ezpz_tp as tp
 from ezpz_tp.testing import run_ranks
 
 
@@ -28,44 +15,44 @@ def said(tensor):
 
 def test_what_is_set_is_set_once():
     param = nn.Parameter(torch.zeros(3, 2))
-    set_tensor_model_parallel_attributes(param, True, 1, 2)
-    set_tensor_model_parallel_attributes(param, True, 1, 2)
+    tp.set_tensor_model_parallel_attributes(param, True, 1, 2)
+    tp.set_tensor_model_parallel_attributes(param, True, 1, 2)
     assert said(param) == (True, 1, 2)
-    with pytest.raises(ParallelError, match=r"partition_dim .*\(3, 2\) is already 1, and 0 is"):
-        set_tensor_model_parallel_attributes(param, True, 0, 2)
+    with pytest.raises(tp.ParallelError, match=r"partition_dim .*\(3, 2\) is already 1, and 0 is"):
+        tp.set_tensor_model_parallel_attributes(param, True, 0, 2)
     assert said(param) == (True, 1, 2)
 
 
 def test_defaults_fill_what_is_not_set():
     param = nn.Parameter(torch.zeros(1))
     param.partition_dim = 0
-    set_defaults_if_not_set_tensor_model_parallel_attributes(param)
+    tp.set_defaults_if_not_set_tensor_model_parallel_attributes(param)
     assert said(param) == (False, 0, 1)
 
 
 def test_a_copy_says_what_its_source_says_and_keeps_the_rest():
     source, copied = torch.zeros(1), torch.zeros(1)
-    set_tensor_model_parallel_attributes(source, True, 0, 1)
+    tp.set_tensor_model_parallel_attributes(source, True, 0, 1)
     source.allreduce = False
-    mark_sequence_parallel(source)
+    tp.mark_sequence_parallel(source)
     copied.shared = True
-    copy_tensor_model_parallel_attributes(copied, source)
+    tp.copy_tensor_model_parallel_attributes(copied, source)
     assert said(copied) == (True, 0, 1)
     assert (copied.allreduce, copied.sequence_parallel, copied.shared) == (False, True, True)
 
 
 def counted():
-    state = get_state()
+    state = tp.get_state()
     tensor, data = state.group("tensor"), state.group("data")
     whole, part, expert = torch.zeros(1), torch.zeros(1), torch.zeros(1)
     part.tensor_model_parallel = True
     expert.allreduce = False
     return [
-        param_is_not_tensor_parallel_duplicate(whole),
-        param_is_not_tensor_parallel_duplicate(part),
-        param_is_not_tensor_parallel_duplicate(whole, data),
-        param_is_not_tensor_parallel_duplicate(expert, tensor, data),
-        param_is_not_tensor_parallel_duplicate(whole, tensor, data),
+        tp.param_is_not_tensor_parallel_duplicate(whole),
+        tp.param_is_not_tensor_parallel_duplicate(part),
+        tp.param_is_not_tensor_parallel_duplicate(whole, data),
+        tp.param_is_not_tensor_parallel_duplicate(expert, tensor, data),
+        tp.param_is_not_tensor_parallel_duplicate(whole, tensor, data),
     ]
 
 
@@ -77,16 +64,16 @@ def test_replicated_parameters_count_on_the_first_rank():
         [True, True, False, False, True],
         [False, True, False, False, False],
     ]
-    assert param_is_not_tensor_parallel_duplicate(torch.zeros(1))
+    assert tp.param_is_not_tensor_parallel_duplicate(torch.zeros(1))
 
 
 def layers(device=None):
     return nn.ModuleDict(
         {
-            "column": ColumnParallelLinear(4, 8, stride=2, seed=1, device=device),
-            "row": RowParallelLinear(8, 4, sequence_parallel=True, seed=2, device=device),
-            "rows": VocabParallelEmbedding(9, 4, seed=3, device=device),
-            "columns": ParallelEmbedding(9, 4, seed=4, device=device),
+            "column": tp.ColumnParallelLinear(4, 8, stride=2, seed=1, device=device),
+            "row": tp.RowParallelLinear(8, 4, sequence_parallel=True, seed=2, device=device),
+            "rows": tp.VocabParallelEmbedding(9, 4, seed=3, device=device),
+            "columns": tp.ParallelEmbedding(9, 4, seed=4, device=device),
         }
     )
 
@@ -115,21 +102,23 @@ def test_attributes_of_layers_survive_copies_and_moves():
 
 
 def test_attributes_of_a_whole_layer_and_pickling():
-    layer = VocabParallelEmbedding(9, 4, seed=3)
+    layer = tp.VocabParallelEmbedding(9, 4, seed=3)
     assert said(layer.weight) == (False, 0, 1)
     assert said(pickle.loads(pickle.dumps(layer)).weight) == (False, 0, 1)
 
 
 def assigned():
     """Meta construction, then the checkpoint's own tensors as parameters."""
-    whole = nn.Sequential(ColumnParallelLinear(4, 8, seed=1), nn.LayerNorm(8))
-    mark_sequence_parallel(whole[1].weight)
+    whole = nn.Sequential(tp.ColumnParallelLinear(4, 8, seed=1), nn.LayerNorm(8))
+    tp.mark_sequence_parallel(whole[1].weight)
     states = {name: value.clone() for name, value in whole.state_dict().items()}
-    model = nn.Sequential(ColumnParallelLinear(4, 8, device="meta"), nn.LayerNorm(8, device="meta"))
-    mark_sequence_parallel(model[1].weight)
-    with keep_attributes(model):
+    model = nn.Sequential(
+        tp.ColumnParallelLinear(4, 8, device="meta"), nn.LayerNorm(8, device="meta")
+    )
+    tp.mark_sequence_parallel(model[1].weight)
+    with tp.keep_attributes(model):
         model.load_state_dict(states, assign=True)
-    layer = ColumnParallelLinear(4, 8, device="meta")
+    layer = tp.ColumnParallelLinear(4, 8, device="meta")
     layer.load_state_dict({"weight": states["0.weight"], "bias": states["0.bias"]}, assign=True)
     return said(model[0].weight), model[1].weight.sequence_parallel, said(layer.bias)
 
@@ -140,20 +129,22 @@ def test_assigned_parameters_are_said_what_those_before_were():
 
 def test_of_a_copied_module_it_can_be_said_again():
     norm = nn.LayerNorm(4)
-    mark_sequence_parallel(norm.weight)
+    tp.mark_sequence_parallel(norm.weight)
     twin = copy.deepcopy(norm)
     assert not hasattr(twin.weight, "sequence_parallel")
-    copy_attributes(norm, twin)
+    tp.copy_attributes(norm, twin)
     assert twin.weight.sequence_parallel
     assert not hasattr(twin.bias, "sequence_parallel")
 
 
 def parametrized():
-    layer = ColumnParallelLinear(4, 8, seed=1)
+    layer = tp.ColumnParallelLinear(4, 8, seed=1)
     nn.utils.parametrize.register_parametrization(layer, "weight", nn.Identity())
     before = layer(torch.ones(1, 4))
     original = copy.deepcopy(layer).parametrizations.weight.original
-    return said(original), torch.equal(before, ColumnParallelLinear(4, 8, seed=1)(torch.ones(1, 4)))
+    return said(original), torch.equal(
+        before, tp.ColumnParallelLinear(4, 8, seed=1)(torch.ones(1, 4))
+    )
 
 
 def test_a_parametrized_layer_works_and_is_copied_with_its_attributes():
@@ -163,5 +154,5 @@ def test_a_parametrized_layer_works_and_is_copied_with_its_attributes():
 def test_what_megatrons_optimizers_ask_is_copied():
     source, copy = torch.ones(2), torch.ones(2)
     source.is_qkv, source.qkv_split_shapes, source.expert_tp = True, (2, 1, 1), True
-    copy_tensor_model_parallel_attributes(copy, source)
+    tp.copy_tensor_model_parallel_attributes(copy, source)
     assert (copy.is_qkv, copy.qkv_split_shapes, copy.expert_tp) == (True, (2, 1, 1), True)

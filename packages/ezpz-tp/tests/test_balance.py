@@ -3,14 +3,13 @@
 import pytest
 import torch
 
-from ezpz_tp._current import get_state
-from ezpz_tp._data import rank_order, sequence_positions, shard_sequence, unshard_sequence
-from ezpz_tp._errors import DegreeError
+import ezpz_tp as tp
+from ezpz_tp._data import rank_order
 from ezpz_tp.testing import counting, run_ranks
 
 
 def positions(length, balanced):
-    return sequence_positions(length, balanced=balanced).tolist()
+    return tp.sequence_positions(length, balanced=balanced).tolist()
 
 
 def test_chunks_from_both_ends():
@@ -32,7 +31,7 @@ def test_the_order_is_that_of_torchs_own_context_parallel():
 
 def everyones_work(length, balanced):
     """How many pairs of tokens a causal mask leaves to this rank."""
-    return int((sequence_positions(length, balanced=balanced) + 1).sum())
+    return int((tp.sequence_positions(length, balanced=balanced) + 1).sum())
 
 
 def test_every_rank_has_as_much_to_do():
@@ -42,7 +41,7 @@ def test_every_rank_has_as_much_to_do():
 
 
 def groups_of(kind):
-    state = get_state()
+    state = tp.get_state()
     if kind == "context":
         return {}
     return {"group": state.group("context"), "ulysses_group": state.group("tensor")}
@@ -55,10 +54,10 @@ def there_and_back(kind, dim, balanced, dtype):
         whole.requires_grad_()
     view = whole.transpose(1, 2) if dim == -1 else whole
     with counting() as sharding:
-        part = shard_sequence(view, dim, balanced=balanced, **groups)
+        part = tp.shard_sequence(view, dim, balanced=balanced, **groups)
     with counting() as joining:
-        back = unshard_sequence(part, dim, balanced=balanced, **groups)
-    own = sequence_positions(24, balanced=balanced, **groups)
+        back = tp.unshard_sequence(part, dim, balanced=balanced, **groups)
+    own = tp.sequence_positions(24, balanced=balanced, **groups)
     assert torch.equal(part, view.index_select(dim, own))
     assert part.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr()
     assert torch.equal(back, view)
@@ -95,9 +94,9 @@ def test_tokens_and_labels_too():
 
 
 def other_use_on_every_rank():
-    rank = get_state().index("context")
+    rank = tp.get_state().index("context")
     part = torch.ones(4, dtype=torch.float64, requires_grad=True)
-    keys = unshard_sequence(part, 0, sum_grads=True)
+    keys = tp.unshard_sequence(part, 0, sum_grads=True)
     (keys * (rank + 1)).sum().backward()
     return part.grad.tolist()
 
@@ -108,13 +107,17 @@ def test_gradients_of_different_uses_are_summed():
 
 def test_alone_the_tensor_comes_back():
     x = torch.ones(2, 7)
-    assert shard_sequence(x, 1) is x
-    assert unshard_sequence(x, 1) is x
-    assert sequence_positions(7).tolist() == list(range(7))
+    assert tp.shard_sequence(x, 1) is x
+    assert tp.unshard_sequence(x, 1) is x
+    assert tp.sequence_positions(7).tolist() == list(range(7))
 
 
 def failing(name, *arguments, **options):
-    function = {"shard": shard_sequence, "unshard": unshard_sequence, "at": sequence_positions}
+    function = {
+        "shard": tp.shard_sequence,
+        "unshard": tp.unshard_sequence,
+        "at": tp.sequence_positions,
+    }
     options |= groups_of(options.pop("kind", "context"))
     function[name](*arguments, **options)
 
@@ -139,19 +142,19 @@ def failing(name, *arguments, **options):
     ],
 )
 def test_what_does_not_fit(arguments, message):
-    with pytest.raises(DegreeError, match=message):
+    with pytest.raises(tp.DegreeError, match=message):
         run_ranks(failing, 2, *arguments, context=2)
 
 
 def odd_parts():
-    with pytest.raises(DegreeError, match=r"has 3 tokens, which 2 ranks cannot share .* of 2:"):
-        shard_sequence(torch.zeros(3), 0, balanced=False)
+    with pytest.raises(tp.DegreeError, match=r"has 3 tokens, which 2 ranks cannot share .* of 2:"):
+        tp.shard_sequence(torch.zeros(3), 0, balanced=False)
 
 
 def two_by_three():
-    with pytest.raises(DegreeError, match=r"8 tokens, which 6 ranks in two .* of 12: pad it to"):
-        shard_sequence(torch.zeros(8), 0, **groups_of("both"))
-    part = shard_sequence(torch.zeros(6), 0, balanced=False, **groups_of("both"))
+    with pytest.raises(tp.DegreeError, match=r"8 tokens, which 6 ranks in two .* of 12: pad it to"):
+        tp.shard_sequence(torch.zeros(8), 0, **groups_of("both"))
+    part = tp.shard_sequence(torch.zeros(6), 0, balanced=False, **groups_of("both"))
     assert part.shape == (1,)
 
 

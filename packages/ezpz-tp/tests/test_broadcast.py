@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from ezpz_tp._current import get_state
-from ezpz_tp._data import _DTYPES, broadcast_data
-from ezpz_tp._errors import ParallelError
+import ezpz_tp as tp
+from ezpz_tp._data import _DTYPES
 from ezpz_tp.testing import counting, run_ranks
 
 SHAPES = {"text": (2, 5), "mask": (1, 1, 2, 5), "scalar": (), "none": (0, 3), "big": (2,) * 9}
@@ -20,9 +19,9 @@ def batch(dtype):
 
 
 def received(data, keys, dtype):
-    first = get_state().index("tensor") == 0
+    first = tp.get_state().index("tensor") == 0
     with counting() as counter:
-        got = broadcast_data(keys, data if first else None, dtype)
+        got = tp.broadcast_data(keys, data if first else None, dtype)
     return got, dict(counter)
 
 
@@ -73,9 +72,9 @@ def test_results_do_not_share_with_the_data():
 
 
 def per_group():
-    state = get_state()
+    state = tp.get_state()
     data = {"x": torch.tensor([state.index("data")])} if state.index("tensor") == 0 else {}
-    return int(broadcast_data(["x"], data, torch.int64)["x"])
+    return int(tp.broadcast_data(["x"], data, torch.int64)["x"])
 
 
 def test_each_tensor_group_has_its_own_data():
@@ -90,7 +89,7 @@ def test_alone_the_tensors_themselves():
     assert list(got) == ["text", "mask"]
     assert counter == {}
     (moved,) = run_ranks(
-        lambda: broadcast_data(["text"], data, torch.int64, device="meta")["text"], 1
+        lambda: tp.broadcast_data(["text"], data, torch.int64, device="meta")["text"], 1
     )
     assert moved.device.type == "meta"
 
@@ -120,10 +119,10 @@ def test_the_same_error_on_every_rank(case, degree):
 
 
 def other_keys():
-    rank = get_state().index("tensor")
-    broadcast_data(["a"] if rank == 0 else ["b"], {"a": torch.zeros(1)}, torch.float32)
+    rank = tp.get_state().index("tensor")
+    tp.broadcast_data(["a"] if rank == 0 else ["b"], {"a": torch.zeros(1)}, torch.float32)
 
 
 def test_ranks_that_ask_for_different_keys():
-    with pytest.raises(ParallelError, match=r"rank 1 of the group asks for \['b'\]"):
+    with pytest.raises(tp.ParallelError, match=r"rank 1 of the group asks for \['b'\]"):
         run_ranks(other_keys, 2)

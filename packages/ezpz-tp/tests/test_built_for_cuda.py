@@ -6,12 +6,8 @@ from unittest import mock
 import pytest
 import torch
 
-import ezpz_tp
-from ezpz_tp import ColumnParallelLinear, ParallelError
-from ezpz_tp._current import get_state
-from ezpz_tp._formats.dcp import dtensor_state_dict, load_dtensor_state_dict
+import ezpz_tp as tp
 from ezpz_tp._megatron import GlobalMemoryBuffer
-from ezpz_tp._random import RngTracker
 from ezpz_tp.testing import run_ranks
 
 pytestmark = pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a device")
@@ -35,17 +31,17 @@ def built_for_cuda():
 
 def on_the_cpu():
     with built_for_cuda():
-        ezpz_tp.seed_model_parallel(1)
-        with ezpz_tp.get_rng_tracker().fork():
+        tp.seed_model_parallel(1)
+        with tp.get_rng_tracker().fork():
             torch.rand(2)
-        layer = ColumnParallelLinear(4, 6, bias=False, gather_output=False)
-        held = dtensor_state_dict(layer)
-        load_dtensor_state_dict(layer, held)
-        whole = ezpz_tp.gather_state_dict(layer)
-        sent = ezpz_tp.broadcast_data(["ids"], {"ids": torch.arange(3)}, torch.int64)
+        layer = tp.ColumnParallelLinear(4, 6, bias=False, gather_output=False)
+        held = tp.dtensor_state_dict(layer)
+        tp.load_dtensor_state_dict(layer, held)
+        whole = tp.gather_state_dict(layer)
+        sent = tp.broadcast_data(["ids"], {"ids": torch.arange(3)}, torch.int64)
         buffer = GlobalMemoryBuffer().get_tensor([2], torch.float32, "some")
         places = {each.device.type for each in (layer.weight, sent["ids"], buffer)}
-        places.add(get_state().to_mesh().device_type)
+        places.add(tp.get_state().to_mesh().device_type)
     return places, None if whole is None else whole["weight"].shape
 
 
@@ -56,5 +52,5 @@ def test_ranks_of_gloo_send_from_the_cpu():
 
 
 def test_a_stream_that_was_saved_on_an_accelerator_is_refused():
-    with built_for_cuda(), pytest.raises(ParallelError, match="saved on an accelerator"):
-        RngTracker().set_states({"some": torch.zeros(16, dtype=torch.uint8)})
+    with built_for_cuda(), pytest.raises(tp.ParallelError, match="saved on an accelerator"):
+        tp.RngTracker().set_states({"some": torch.zeros(16, dtype=torch.uint8)})

@@ -11,8 +11,7 @@ import torch
 from llama import Config, Llama, parallel_loss_of, text_batch
 from torch import nn
 
-import ezpz_tp
-from ezpz_tp import ParallelTypeError, check, declare_type, type_of
+import ezpz_tp as tp
 from ezpz_tp.testing import run_ranks
 
 TENSOR = {"tensor": 2}
@@ -56,7 +55,7 @@ def line_of(bug):
 def error_of(program, bug):
     try:
         program(bug)
-    except ParallelTypeError as error:
+    except tp.ParallelTypeError as error:
         return str(error)
     return None
 
@@ -114,15 +113,15 @@ def test_torchs_differentiable_sum_of_a_loss_is_caught():
 def llama_types(config):
     model = Llama(config)
     optimizer = torch.optim.AdamW(model.parameters())
-    with check(model) as checker:
+    with tp.check(model) as checker:
         for step in range(2):
             tokens, labels = text_batch(step)
             logits = model(tokens)
             loss = parallel_loss_of(logits, labels)
-            seen = type_of(logits)["tensor"], type_of(loss)["tensor"]
+            seen = tp.type_of(logits)["tensor"], tp.type_of(loss)["tensor"]
             loss.backward()
-            ezpz_tp.finalize_grads(model)
-            ezpz_tp.clip_grad_norm_(model.parameters(), 1.0)
+            tp.finalize_grads(model)
+            tp.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
     return seen, checker.operations
@@ -147,10 +146,10 @@ def dialect(name, original, *arguments):
         code.parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     else:
         code.fs_init.initialize_model_parallel(2)
-    with check() as checker:
+    with tp.check() as checker:
         model, *_ = code.train(*arguments)
-        ezpz_tp.finalize_grads(model)
-    ezpz_tp.destroy_model_parallel()
+        tp.finalize_grads(model)
+    tp.destroy_model_parallel()
     return checker.operations
 
 
@@ -171,16 +170,16 @@ def test_models_in_other_dialects_are_clean(arguments):
 def leftovers():
     model = seeded.Mlp()
     hidden = seeded.data(4, 8)
-    with check(model):
+    with tp.check(model):
         output = model(hidden)
-        assert type_of(output) == {"tensor": "invariant"}
+        assert tp.type_of(output) == {"tensor": "invariant"}
         gone = weakref.ref(model(hidden))
         assert gone() is None  # what is known of a tensor does not keep it alive
         loss = output.square().mean()
         loss.backward()
     attributes = [name for one in (hidden, output, loss) for name in vars(one)]
     gc.collect()
-    return attributes, type_of(output)
+    return attributes, tp.type_of(output)
 
 
 def test_nothing_is_left_behind():
@@ -193,11 +192,11 @@ def declared():
     up = ColumnOwn()
     hidden = torch.ones(4, 8, requires_grad=True)
     errors = []
-    with check(up):
+    with tp.check(up):
         for declare in (False, True):
             try:
                 up(hidden, declare=declare)
-            except ParallelTypeError as error:
+            except tp.ParallelTypeError as error:
                 errors.append(str(error))
     return errors
 
@@ -215,12 +214,12 @@ class _OwnCopy(torch.autograd.Function):
 class ColumnOwn(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layer = ezpz_tp.ColumnParallelLinear(8, 16, gather_output=False, seed=1)
+        self.layer = tp.ColumnParallelLinear(8, 16, gather_output=False, seed=1)
 
     def forward(self, hidden, *, declare):
         hidden = _OwnCopy.apply(hidden)
         if declare:
-            hidden = declare_type(hidden, tensor="replicated")
+            hidden = tp.declare_type(hidden, tensor="replicated")
         return nn.functional.linear(hidden, self.layer.weight)
 
 
@@ -231,26 +230,26 @@ def test_what_cannot_be_known_is_declared():
 
 
 def test_declarations_are_looked_at():
-    with pytest.raises(ezpz_tp.ParallelError, match="expected an axis of tensor, context, data"):
-        declare_type(torch.ones(1), pipeline="varying")
-    with pytest.raises(ezpz_tp.ParallelError, match="invariant, replicated, varying, partial"):
-        declare_type(torch.ones(1), tensor="sharded")
+    with pytest.raises(tp.ParallelError, match="expected an axis of tensor, context, data"):
+        tp.declare_type(torch.ones(1), pipeline="varying")
+    with pytest.raises(tp.ParallelError, match="invariant, replicated, varying, partial"):
+        tp.declare_type(torch.ones(1), tensor="sharded")
 
 
 def test_outside_it_nothing_has_a_type():
     tensor = torch.ones(3)
-    assert declare_type(tensor, tensor="varying") is tensor
-    assert type_of(tensor) == {}
+    assert tp.declare_type(tensor, tensor="varying") is tensor
+    assert tp.type_of(tensor) == {}
 
 
 def views():
-    up = ezpz_tp.ColumnParallelLinear(8, 16, gather_output=False, bias=False, seed=1)
-    down = ezpz_tp.RowParallelLinear(16, 8, bias=False, input_is_parallel=True, seed=2)
-    with check():
+    up = tp.ColumnParallelLinear(8, 16, gather_output=False, bias=False, seed=1)
+    down = tp.RowParallelLinear(16, 8, bias=False, input_is_parallel=True, seed=2)
+    with tp.check():
         inner = up(torch.ones(4, 8))
         partial = inner @ down.weight.t()
         kinds = [
-            type_of(one)["tensor"]
+            tp.type_of(one)["tensor"]
             for one in (
                 inner.T,
                 inner[1:],
@@ -266,7 +265,7 @@ def views():
             )
         ]
         for wrong in (lambda: partial + 1, lambda: partial * partial, partial.exp):
-            with pytest.raises(ParallelTypeError, match="A reduction is missing"):
+            with pytest.raises(tp.ParallelTypeError, match="A reduction is missing"):
                 wrong()
     return kinds
 
@@ -278,7 +277,7 @@ def test_views_and_linear_operations_keep_the_type():
 
 def test_at_degree_one_there_is_nothing_to_check():
     def program():
-        with check() as checker:
+        with tp.check() as checker:
             seeded.by_hand()
         return checker.operations
 
@@ -286,5 +285,5 @@ def test_at_degree_one_there_is_nothing_to_check():
 
 
 def test_it_needs_groups():
-    with pytest.raises(ezpz_tp.NotInitializedError), check():
+    with pytest.raises(tp.NotInitializedError), tp.check():
         pass

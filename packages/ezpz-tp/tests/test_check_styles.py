@@ -7,8 +7,7 @@ import pytest
 import styles
 import torch
 
-import ezpz_tp
-from ezpz_tp import ParallelTypeError
+import ezpz_tp as tp
 from ezpz_tp._check.rules import is_foreign
 from ezpz_tp.testing import run_ranks
 
@@ -18,7 +17,7 @@ SUM = "sum the partial one first, by reduce_from_tensor_parallel_region"
 def error_of(program):
     try:
         program()
-    except ParallelTypeError as error:
+    except tp.ParallelTypeError as error:
         return str(error)
     return None
 
@@ -92,7 +91,7 @@ def test_and_compiles_again_afterwards():
 
 
 def test_a_neighbors_folder_is_the_users():
-    ours, torchs = Path(ezpz_tp.__file__).parent, Path(torch.__file__).parent
+    ours, torchs = Path(tp.__file__).parent, Path(torch.__file__).parent
     assert is_foreign(str(ours / "x.py"))
     assert is_foreign(str(torchs / "x.py"))
     assert not is_foreign(f"{ours}_models/x.py")

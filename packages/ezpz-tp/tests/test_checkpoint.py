@@ -6,19 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from ezpz_tp._current import get_tensor_parallel_rank
-from ezpz_tp._errors import DegreeError, ParallelError
-from ezpz_tp._linear import ColumnParallelLinear, RowParallelLinear
+import ezpz_tp as tp
 from ezpz_tp._random import (
     MODEL_PARALLEL_RNG,
     CheckpointWithoutOutput,
     CheckpointWithoutOutputManager,
-    RngTracker,
-    checkpoint,
-    checkpoint_activations,
-    get_rng_tracker,
     is_checkpointing,
-    seed_model_parallel,
 )
 from ezpz_tp.testing import counting, run_ranks
 
@@ -35,7 +28,7 @@ def test_alone_it_is_torchs():
     plain = torch.autograd.grad(function(x, 2.0)[0].sum(), (x, weight))
     for distribute in (False, True):
         runs.clear()
-        y, word = checkpoint(function, distribute, x, 2.0)
+        y, word = tp.checkpoint(function, distribute, x, 2.0)
         assert word == "and anything else"
         assert len(runs) == 1
         for found, expected in zip(torch.autograd.grad(y.sum(), (x, weight)), plain, strict=True):
@@ -45,11 +38,11 @@ def test_alone_it_is_torchs():
 
 def test_without_grad_nothing_is_kept():
     with torch.no_grad():
-        assert checkpoint_activations(torch.sin, torch.zeros(2)).tolist() == [0, 0]
+        assert tp.checkpoint_activations(torch.sin, torch.zeros(2)).tolist() == [0, 0]
 
 
 def test_a_tracker_of_ones_own():
-    tracker = RngTracker("cpu")
+    tracker = tp.RngTracker("cpu")
     tracker.add(MODEL_PARALLEL_RNG, 1)
 
     def function(x):
@@ -57,7 +50,7 @@ def test_a_tracker_of_ones_own():
             return nn.functional.dropout(x, 0.5).exp()
 
     x = torch.zeros(64, dtype=torch.float64, requires_grad=True)
-    y = checkpoint_activations(function, x, tracker=tracker)
+    y = tp.checkpoint_activations(function, x, tracker=tracker)
     (grad,) = torch.autograd.grad(y.sum(), x)
     tracker.reset()
     tracker.add(MODEL_PARALLEL_RNG, 1)
@@ -72,29 +65,29 @@ class Block(nn.Module):
     def __init__(self):
         super().__init__()
         settings = {"dtype": torch.float64, "seed": 1}
-        self.up = ColumnParallelLinear(8, 16, gather_output=False, **settings)
-        self.down = RowParallelLinear(16, 8, input_is_parallel=True, **settings)
+        self.up = tp.ColumnParallelLinear(8, 16, gather_output=False, **settings)
+        self.down = tp.RowParallelLinear(16, 8, input_is_parallel=True, **settings)
 
     def forward(self, x):
         x = self.up(x).sin()
-        with get_rng_tracker().fork():
+        with tp.get_rng_tracker().fork():
             x = nn.functional.dropout(x, 0.5)
         return nn.functional.dropout(self.down(x), 0.5).sin()
 
 
 def train(distribute):
     """Two blocks; ``distribute`` None: without checkpointing."""
-    seed_model_parallel(5)
+    tp.seed_model_parallel(5)
     first, second = Block(), Block()
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(4, 8, dtype=torch.float64, generator=generator, requires_grad=True)
     y = x
     with counting() as counter:
         for block in (first, second):
-            y = block(y) if distribute is None else checkpoint(block, distribute, y)
+            y = block(y) if distribute is None else tp.checkpoint(block, distribute, y)
         y.sum().backward()
     parameters = [*first.parameters(), *second.parameters()]
-    with get_rng_tracker().fork():
+    with tp.get_rng_tracker().fork():
         after = torch.rand(3)
     return [y.detach(), x.grad, *(one.grad for one in parameters), torch.rand(3), after], counter
 
@@ -120,7 +113,7 @@ def share_out(shape):
     storage = weakref.ref(whole)
     function = lambda h, factor: (h.sin() * factor).cos()  # noqa: E731
     with counting() as counter:
-        y = checkpoint_activations(function, whole, 2.0, distribute_saved_activations=True)
+        y = tp.checkpoint_activations(function, whole, 2.0, distribute_saved_activations=True)
         assert not counter
         del whole
         gc.collect()
@@ -136,12 +129,12 @@ def test_the_first_argument_is_shared_out_and_freed():
 
 
 def refuse():
-    with pytest.raises(DegreeError, match=r"\(3, 5\) has 15 elements"):
-        checkpoint(torch.sin, True, torch.randn(3, 5, requires_grad=True))
+    with pytest.raises(tp.DegreeError, match=r"\(3, 5\) has 15 elements"):
+        tp.checkpoint(torch.sin, True, torch.randn(3, 5, requires_grad=True))
     with pytest.raises(TypeError, match="the first argument is int"):
-        checkpoint(torch.sin, True, 3)
+        tp.checkpoint(torch.sin, True, 3)
     with pytest.raises(TypeError, match="the first argument is nothing"):
-        checkpoint(torch.rand, True)
+        tp.checkpoint(torch.rand, True)
 
 
 def test_what_cannot_be_shared_out():
@@ -150,14 +143,14 @@ def test_what_cannot_be_shared_out():
 
 def differs(dtype, change):
     """Shares out what is not the same on all ranks; True where that is refused in backward."""
-    rank = get_tensor_parallel_rank()
+    rank = tp.get_tensor_parallel_rank()
     weight = torch.ones((), requires_grad=True)
     x = torch.eye(6, dtype=torch.int64)
     x = x.roll(rank, 0) if change == "order" else x.index_fill(1, torch.tensor(3), rank)
-    y = checkpoint(lambda h: (h.to(torch.float64) * weight).sum(), True, x.to(dtype))
+    y = tp.checkpoint(lambda h: (h.to(torch.float64) * weight).sum(), True, x.to(dtype))
     try:
         y.backward()
-    except ParallelError as error:
+    except tp.ParallelError as error:
         assert "leave distribute_saved_activations off" in str(error)  # noqa: PT017
         assert "[6, 6]" in str(error)  # noqa: PT017
         return True
@@ -175,7 +168,7 @@ def test_what_differs_between_ranks_is_refused(dtype, change):
 def kept(x, value):
     weight = torch.ones((), requires_grad=True)
     function = lambda h: (h.mul_(2) * weight).sum()  # noqa: E731
-    checkpoint(function, True, x.clone()).backward()
+    tp.checkpoint(function, True, x.clone()).backward()
     return weight.grad.item() == value
 
 
@@ -191,7 +184,7 @@ def test_under_compilation():
     x = torch.randn(4, dtype=torch.float64, requires_grad=True)
 
     def step(x):
-        return checkpoint_activations(lambda x: x.sin().cos(), x)
+        return tp.checkpoint_activations(lambda x: x.sin().cos(), x)
 
     (expected,) = torch.autograd.grad(step(x).sum(), x)
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
@@ -206,7 +199,7 @@ def test_a_region_of_megatrons_says_that_it_runs():
         seen.append(is_checkpointing())
         return x.exp()
 
-    y = checkpoint(function, False, torch.zeros(2, requires_grad=True))
+    y = tp.checkpoint(function, False, torch.zeros(2, requires_grad=True))
     assert not is_checkpointing()
     y.sum().backward()
     assert seen == [True, True]
@@ -226,7 +219,7 @@ def test_regions_of_two_threads_do_not_end_each_other():
         return x.exp()
 
     def run(function):
-        checkpoint(function, False, torch.zeros(2, requires_grad=True))
+        tp.checkpoint(function, False, torch.zeros(2, requires_grad=True))
         ended.set()
         left.append(is_checkpointing())
 
@@ -269,7 +262,7 @@ def two_regions(manager, weights, x, tracker):
 
 @pytest.mark.parametrize("manager", [False, True], ids=["each", "together"])
 def test_outputs_are_freed_and_made_again(manager):
-    tracker = get_rng_tracker()
+    tracker = tp.get_rng_tracker()
     results = []
     # The input needs no gradient: the parameters do.
     x = torch.randn(6, 4, dtype=torch.float64)
@@ -277,7 +270,7 @@ def test_outputs_are_freed_and_made_again(manager):
     start += [torch.randn(4, 4, dtype=torch.float64) for _ in range(2)]
     try:
         for regions in (None, CheckpointWithoutOutputManager() if manager else False):
-            seed_model_parallel(3)
+            tp.seed_model_parallel(3)
             weights = [each.clone().requires_grad_() for each in start]
             output, freed = two_regions(regions, weights, x, tracker)
             if manager is not False and regions is not None:
@@ -313,9 +306,9 @@ def test_what_cannot_be_made_again_is_said():
         CheckpointWithoutOutput().checkpoint(lambda x: {"y": x}, x)
     region = CheckpointWithoutOutput()
     y = region.checkpoint(torch.exp, x)
-    with pytest.raises(ParallelError, match="hook_tensor has no gradient"):
+    with pytest.raises(tp.ParallelError, match="hook_tensor has no gradient"):
         region.discard_output_and_register_recompute(y.detach())
-    with pytest.raises(ParallelError, match=r"use backward\(\)"):
+    with pytest.raises(tp.ParallelError, match=r"use backward\(\)"):
         torch.autograd.grad(y.sum(), x)
     with torch.no_grad():  # nothing is kept, and nothing made again
         region = CheckpointWithoutOutput()

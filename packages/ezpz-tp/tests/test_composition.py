@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-import ezpz_tp
+import ezpz_tp as tp
 from ezpz_tp.testing import assert_matches_unsharded, run_ranks
 from ezpz_tp.testing._lattice import part_of
 
@@ -36,7 +36,7 @@ def expected():
 
 def largest_difference(model, gradients):
     """Between a rank's gradients and its part of the unsharded ones."""
-    state = ezpz_tp.get_state()
+    state = tp.get_state()
     worst = 0.0
     for name, parameter in model.named_parameters():
         found = parameter.grad
@@ -54,7 +54,7 @@ def partition_of(parameter):
 
 
 def accumulate(model, loss_function, without_sync):
-    state = ezpz_tp.get_state()
+    state = tp.get_state()
     mine = slice(state.index("data"), None, state.size("data"))
     for step in range(MICRO):
         tokens, labels = text_batch(step)
@@ -64,10 +64,10 @@ def accumulate(model, loss_function, without_sync):
 
 def ddp(config, gradients):
     inner = Llama(config).double()
-    model = DistributedDataParallel(inner, process_group=ezpz_tp.get_data_parallel_group())
+    model = DistributedDataParallel(inner, process_group=tp.get_data_parallel_group())
     accumulate(model, parallel_loss_of, model.no_sync)
-    ezpz_tp.finalize_grads(model)
-    norm = ezpz_tp.clip_grad_norm_(inner.parameters(), 1e9)
+    tp.finalize_grads(model)
+    norm = tp.clip_grad_norm_(inner.parameters(), 1e9)
     return largest_difference(inner, gradients), norm.item()
 
 
@@ -75,14 +75,14 @@ def fsdp2(config, gradients):
     from torch.distributed.fsdp import fully_shard
 
     model = Llama(config).double()
-    mesh = ezpz_tp.get_state().to_mesh("cpu")["dp"]
-    with ezpz_tp.keep_attributes(model):
+    mesh = tp.get_state().to_mesh("cpu")["dp"]
+    with tp.keep_attributes(model):
         for layer in model.layers.values():
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
     accumulate(model, parallel_loss_of, contextlib.nullcontext)
-    ezpz_tp.finalize_grads(model)
-    norm = ezpz_tp.clip_grad_norm_(model.parameters(), 1e9)
+    tp.finalize_grads(model)
+    norm = tp.clip_grad_norm_(model.parameters(), 1e9)
     return largest_difference(model, gradients), norm.item()
 
 
@@ -113,8 +113,8 @@ class Autocast(nn.Module):
 def autocast_parallel(sequence_parallel):
     both = {"sequence_parallel": sequence_parallel}
     return Autocast(
-        ezpz_tp.ColumnParallelLinear(24, 48, gather_output=False, **both),
-        ezpz_tp.RowParallelLinear(48, 24, input_is_parallel=True, **both),
+        tp.ColumnParallelLinear(24, 48, gather_output=False, **both),
+        tp.RowParallelLinear(48, 24, input_is_parallel=True, **both),
     )
 
 
@@ -139,9 +139,9 @@ def test_autocast(sequence_parallel):
 def run_block(config, how):
     """The output and all gradients of a block with dropout, or how they were come by."""
     torch.manual_seed(0)
-    ezpz_tp.seed_model_parallel(1)
+    tp.seed_model_parallel(1)
     block = Block(config, 1).double()
-    size = ezpz_tp.get_tensor_parallel_world_size() if config.sequence_parallel else 1
+    size = tp.get_tensor_parallel_world_size() if config.sequence_parallel else 1
     generator = torch.Generator().manual_seed(2)
     hidden = torch.randn(
         config.sequence // size, 2, config.hidden, generator=generator, dtype=torch.float64
@@ -156,15 +156,15 @@ def plain(block, hidden):
 
 
 def torch_checkpointed(block, hidden):
-    return torch_checkpoint(block, hidden, use_reentrant=False, context_fn=ezpz_tp.rng_contexts)
+    return torch_checkpoint(block, hidden, use_reentrant=False, context_fn=tp.rng_contexts)
 
 
 def checkpointed(block, hidden):
-    return ezpz_tp.checkpoint_activations(block, hidden)
+    return tp.checkpoint_activations(block, hidden)
 
 
 def distributed(block, hidden):
-    return ezpz_tp.checkpoint_activations(block, hidden, distribute_saved_activations=True)
+    return tp.checkpoint_activations(block, hidden, distribute_saved_activations=True)
 
 
 def same_with_checkpoints(config):
@@ -230,26 +230,26 @@ def test_compiled_by_inductor():
 
 def before_groups():
     """A layer that was made and used before there were groups, and is used after."""
-    layer = ezpz_tp.ColumnParallelLinear(8, 8)
+    layer = tp.ColumnParallelLinear(8, 8)
     layer(torch.ones(2, 8))
-    ezpz_tp.initialize_tensor_parallel(2)
+    tp.initialize_tensor_parallel(2)
     try:
         layer(torch.ones(2, 8))
     finally:
-        ezpz_tp.destroy_tensor_parallel()
+        tp.destroy_tensor_parallel()
 
 
 def unknown_degree():
-    ezpz_tp.initialize_tensor_parallel(3)
+    tp.initialize_tensor_parallel(3)
 
 
 def twice():
-    ezpz_tp.initialize_tensor_parallel(2)
-    ezpz_tp.initialize_tensor_parallel(1)
+    tp.initialize_tensor_parallel(2)
+    tp.initialize_tensor_parallel(1)
 
 
 def with_groups(function, *args, **options):
-    ezpz_tp.initialize_tensor_parallel(2)
+    tp.initialize_tensor_parallel(2)
     return function(*args, **options)
 
 
@@ -258,36 +258,36 @@ def layer_on(layer, *shape, **options):
 
 
 def column_uneven():
-    with_groups(ezpz_tp.ColumnParallelLinear, 8, 9)
+    with_groups(tp.ColumnParallelLinear, 8, 9)
 
 
 def row_uneven():
-    with_groups(ezpz_tp.RowParallelLinear, 9, 8)
+    with_groups(tp.RowParallelLinear, 9, 8)
 
 
 def embedding_uneven():
-    with_groups(ezpz_tp.ParallelEmbedding, 8, 9)
+    with_groups(tp.ParallelEmbedding, 8, 9)
 
 
 def sequence_uneven():
-    layer_on(ezpz_tp.RowParallelLinear, 3, 4, input_is_parallel=True, sequence_parallel=True)
+    layer_on(tp.RowParallelLinear, 3, 4, input_is_parallel=True, sequence_parallel=True)
 
 
 def column_wrong_size():
-    layer_on(ezpz_tp.ColumnParallelLinear, 2, 7)
+    layer_on(tp.ColumnParallelLinear, 2, 7)
 
 
 def row_wrong_size():
-    layer_on(ezpz_tp.RowParallelLinear, 2, 8, input_is_parallel=True)
+    layer_on(tp.RowParallelLinear, 2, 8, input_is_parallel=True)
 
 
 def token_too_large():
-    with_groups(lambda: ezpz_tp.VocabParallelEmbedding(8, 8)(torch.tensor([1, 8])))
+    with_groups(lambda: tp.VocabParallelEmbedding(8, 8)(torch.tensor([1, 8])))
 
 
 def wrong_device():
     with_groups(
-        lambda: ezpz_tp.ColumnParallelLinear(8, 8)(torch.ones(2, 8, device="meta")),
+        lambda: tp.ColumnParallelLinear(8, 8)(torch.ones(2, 8, device="meta")),
     )
 
 
@@ -296,7 +296,7 @@ def foreign_group():
     import torch.distributed as dist
 
     group = dist.new_group([0])
-    ezpz_tp.ColumnParallelLinear(8, 8, tp_group=group)
+    tp.ColumnParallelLinear(8, 8, tp_group=group)
 
 
 @pytest.mark.parametrize(
@@ -317,7 +317,7 @@ def foreign_group():
     ],
 )
 def test_bad_input_is_one_clear_error_and_never_a_hang(bad, told):
-    with pytest.raises((ezpz_tp.ParallelError, IndexError)) as info:
+    with pytest.raises((tp.ParallelError, IndexError)) as info:
         run_ranks(bad, 2, in_processes=True, initialize=False, timeout=120)
     assert re.search(told, str(info.value))
     assert "raised by rank" in "".join(info.value.__notes__)

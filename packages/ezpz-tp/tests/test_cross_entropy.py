@@ -6,10 +6,8 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from ezpz_tp._cross_entropy import VocabParallelCrossEntropy, vocab_parallel_cross_entropy
-from ezpz_tp._current import get_state
-from ezpz_tp._errors import DegreeError, ParallelError
-from ezpz_tp._mappings import copy_to_tensor_parallel_region
+import ezpz_tp as tp
+from ezpz_tp._cross_entropy import VocabParallelCrossEntropy
 from ezpz_tp.testing import counting, run_ranks
 
 IGNORED = -100
@@ -44,11 +42,11 @@ def unsharded(logits, target, grad, vocab_size, *, label_smoothing=0.0, z_loss=0
 
 def sharded(logits, target, grad, options):
     """This rank's loss and gradient, and what it communicated."""
-    state = get_state()
+    state = tp.get_state()
     shard = logits.chunk(state.size("tensor"), -1)[state.index("tensor")].clone().requires_grad_()
     before = shard.detach().clone()
     with counting() as forward:
-        loss = vocab_parallel_cross_entropy(shard, target, **options)
+        loss = tp.vocab_parallel_cross_entropy(shard, target, **options)
     given = grad.to(loss.dtype)
     kept = given.clone()
     with counting() as backward:
@@ -158,9 +156,9 @@ def test_shapes():
 
 
 def transposed(logits, target):
-    state = get_state()
+    state = tp.get_state()
     shard = logits.chunk(2, 0)[state.index("tensor")].clone().requires_grad_()
-    loss = vocab_parallel_cross_entropy(shard.permute(2, 1, 0), target)
+    loss = tp.vocab_parallel_cross_entropy(shard.permute(2, 1, 0), target)
     # one number for all: an expanded gradient
     loss.sum().backward()
     return loss.detach()
@@ -190,8 +188,8 @@ def checked_gradients(logits, target):
     """Every rank checks the gradient of the full logits, so that all do the same calls."""
 
     def loss(full):
-        own = copy_to_tensor_parallel_region(full).chunk(2, -1)[get_state().index("tensor")]
-        return vocab_parallel_cross_entropy(own, target, label_smoothing=0.1, z_loss=0.1)
+        own = tp.copy_to_tensor_parallel_region(full).chunk(2, -1)[tp.get_state().index("tensor")]
+        return tp.vocab_parallel_cross_entropy(own, target, label_smoothing=0.1, z_loss=0.1)
 
     return torch.autograd.gradcheck(loss, (logits.clone().requires_grad_(),))
 
@@ -202,15 +200,15 @@ def test_gradcheck():
 
 
 def twice(logits, target):
-    shard = logits.chunk(2, -1)[get_state().index("tensor")].clone().requires_grad_()
-    loss = vocab_parallel_cross_entropy(shard, target).sum()
+    shard = logits.chunk(2, -1)[tp.get_state().index("tensor")].clone().requires_grad_()
+    loss = tp.vocab_parallel_cross_entropy(shard, target).sum()
     loss.backward(retain_graph=True)
     once = shard.grad.clone()
     loss.backward()
     assert torch.equal(shard.grad, 2 * once)
-    with pytest.raises(ParallelError, match="no second derivative"):
+    with pytest.raises(tp.ParallelError, match="no second derivative"):
         torch.autograd.grad(
-            vocab_parallel_cross_entropy(shard, target).sum(), shard, create_graph=True
+            tp.vocab_parallel_cross_entropy(shard, target).sum(), shard, create_graph=True
         )
 
 
@@ -220,7 +218,7 @@ def test_backward_twice_and_no_second_derivative():
 
 
 def compiled(logits, target, grad, options):
-    shard = logits.chunk(2, -1)[get_state().index("tensor")].clone().requires_grad_()
+    shard = logits.chunk(2, -1)[tp.get_state().index("tensor")].clone().requires_grad_()
 
     def run(function):
         shard.grad = None
@@ -228,14 +226,14 @@ def compiled(logits, target, grad, options):
         loss.backward(grad)
         return loss.detach(), shard.grad
 
-    eager = run(vocab_parallel_cross_entropy)
-    traced = torch.compile(vocab_parallel_cross_entropy, fullgraph=True, backend="aot_eager")
+    eager = run(tp.vocab_parallel_cross_entropy)
+    traced = torch.compile(tp.vocab_parallel_cross_entropy, fullgraph=True, backend="aot_eager")
     for got, wanted in zip(run(traced), eager, strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-14, atol=1e-14)
     with counting() as counter:
         recomputed = run(
             lambda *args, **more: checkpoint(
-                vocab_parallel_cross_entropy, *args, use_reentrant=False, **more
+                tp.vocab_parallel_cross_entropy, *args, use_reentrant=False, **more
             )
         )
     assert counter == {"all_gather": 2}
@@ -250,11 +248,11 @@ def test_compiled_whole_and_recomputed():
 
 
 def under_autocast(logits, target):
-    shard = logits.chunk(2, -1)[get_state().index("tensor")].clone().requires_grad_()
+    shard = logits.chunk(2, -1)[tp.get_state().index("tensor")].clone().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
-        loss = vocab_parallel_cross_entropy(shard, target)
+        loss = tp.vocab_parallel_cross_entropy(shard, target)
     loss.sum().backward()
-    outside = vocab_parallel_cross_entropy(shard, target)
+    outside = tp.vocab_parallel_cross_entropy(shard, target)
     assert loss.dtype == torch.float32
     assert torch.equal(loss, outside)
     assert shard.grad.dtype == logits.dtype
@@ -267,7 +265,7 @@ def test_autocast_changes_nothing(dtype):
 
 
 def saved_bytes(logits, target):
-    shard = logits.chunk(2, -1)[get_state().index("tensor")].clone().requires_grad_()
+    shard = logits.chunk(2, -1)[tp.get_state().index("tensor")].clone().requires_grad_()
     saved = []
 
     def note(tensor):
@@ -276,7 +274,7 @@ def saved_bytes(logits, target):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        vocab_parallel_cross_entropy(shard, target)
+        tp.vocab_parallel_cross_entropy(shard, target)
     return sum(saved)
 
 
@@ -299,9 +297,9 @@ class LargestInFloat32(TorchDispatchMode):
 
 
 def largest(logits, target, options):
-    shard = logits.chunk(2, -1)[get_state().index("tensor")].clone().requires_grad_()
+    shard = logits.chunk(2, -1)[tp.get_state().index("tensor")].clone().requires_grad_()
     with LargestInFloat32() as watch:
-        vocab_parallel_cross_entropy(shard, target, **options).sum().backward()
+        tp.vocab_parallel_cross_entropy(shard, target, **options).sum().backward()
     return watch.elements
 
 
@@ -322,7 +320,7 @@ WRONG = {
     "low": ((LOGITS, TARGET - 1), {}, IndexError, "target -1"),
     "padding": ((LOGITS, TARGET + 6), {"vocab_size": 6}, IndexError, "expected 0 to 5"),
     "ignore": ((LOGITS, TARGET - 100), {"ignore_index": -1}, IndexError, "ignore_index=-1"),
-    "vocab": ((LOGITS, TARGET), {"vocab_size": 9}, DegreeError, "vocab_size=9; expected 1 to 8"),
+    "vocab": ((LOGITS, TARGET), {"vocab_size": 9}, tp.DegreeError, "vocab_size=9; expected 1 to 8"),
     "smooth": ((LOGITS, TARGET), {"label_smoothing": 1.5}, ValueError, "label_smoothing=1.5"),
     "chunk": ((LOGITS, TARGET), {"chunk_size": 0}, ValueError, "chunk_size=0"),
 }
@@ -332,7 +330,7 @@ WRONG = {
 def test_bad_input(case):
     args, options, error, message = WRONG[case]
     with pytest.raises(error, match=message):
-        run_ranks(lambda: vocab_parallel_cross_entropy(*args, **options), 2)
+        run_ranks(lambda: tp.vocab_parallel_cross_entropy(*args, **options), 2)
 
 
 def test_a_bad_target_where_nobody_can_look_first():
@@ -343,7 +341,7 @@ def test_a_bad_target_where_nobody_can_look_first():
 
 def unchecked():
     target = torch.tensor([9, 0, 0]).as_subclass(Uninspected)
-    vocab_parallel_cross_entropy(LOGITS, target)
+    tp.vocab_parallel_cross_entropy(LOGITS, target)
 
 
 class Uninspected(torch.Tensor):

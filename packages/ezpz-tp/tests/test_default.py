@@ -1,8 +1,7 @@
 import pytest
 import torch.distributed as dist
 
-import ezpz_tp
-from ezpz_tp import DegreeError, NotInitializedError, ParallelError
+import ezpz_tp as tp
 from ezpz_tp._current import tensor_group
 from ezpz_tp.testing import run_ranks
 
@@ -10,25 +9,25 @@ AXES = ("tensor", "data", "pipeline", "context", "expert")
 
 
 def getter(axis, what):
-    return getattr(ezpz_tp, f"get_{axis}_parallel_{what}")
+    return getattr(tp, f"get_{axis}_parallel_{what}")
 
 
 def test_without_a_world_a_rank_is_alone():
-    assert not ezpz_tp.tensor_parallel_is_initialized()
+    assert not tp.tensor_parallel_is_initialized()
     assert tensor_group() is None
     for axis in AXES:
         assert getter(axis, "world_size")() == 1
         assert getter(axis, "rank")() == 0
         assert getter(axis, "ranks")() == [0]
         assert getter(axis, "src_rank")() == 0
-        with pytest.raises(NotInitializedError, match="call initialize_tensor_parallel"):
+        with pytest.raises(tp.NotInitializedError, match="call initialize_tensor_parallel"):
             getter(axis, "group")()
-    assert ezpz_tp.is_pipeline_first_stage()
-    assert ezpz_tp.is_pipeline_last_stage()
-    assert ezpz_tp.get_pipeline_parallel_next_rank() == 0
-    ezpz_tp.destroy_tensor_parallel()
-    with pytest.raises(NotInitializedError, match="init_process_group first"):
-        ezpz_tp.initialize_tensor_parallel(2)
+    assert tp.is_pipeline_first_stage()
+    assert tp.is_pipeline_last_stage()
+    assert tp.get_pipeline_parallel_next_rank() == 0
+    tp.destroy_tensor_parallel()
+    with pytest.raises(tp.NotInitializedError, match="init_process_group first"):
+        tp.initialize_tensor_parallel(2)
 
 
 def from_before_to_after():
@@ -36,45 +35,47 @@ def from_before_to_after():
     assert tensor_group() is None  # trap 13: layers are what they are alone
     for axis in AXES:
         for what in ("world_size", "rank", "ranks", "src_rank", "group"):
-            with pytest.raises(NotInitializedError):
+            with pytest.raises(tp.NotInitializedError):
                 getter(axis, what)()
-    with pytest.raises(NotInitializedError, match=r"tensor parallel .* in a world of 4 ranks"):
-        ezpz_tp.get_tensor_parallel_rank()
-    with pytest.raises(DegreeError, match=r"tensor 3 x context 1 x pipeline 1 = 3 .* size 4"):
-        ezpz_tp.initialize_tensor_parallel(3)
-    assert not ezpz_tp.tensor_parallel_is_initialized()
+    with pytest.raises(tp.NotInitializedError, match=r"tensor parallel .* in a world of 4 ranks"):
+        tp.get_tensor_parallel_rank()
+    with pytest.raises(tp.DegreeError, match=r"tensor 3 x context 1 x pipeline 1 = 3 .* size 4"):
+        tp.initialize_tensor_parallel(3)
+    assert not tp.tensor_parallel_is_initialized()
 
-    ezpz_tp.initialize_tensor_parallel(2, pipeline_parallel_size=2)
-    assert ezpz_tp.tensor_parallel_is_initialized()
+    tp.initialize_tensor_parallel(2, pipeline_parallel_size=2)
+    assert tp.tensor_parallel_is_initialized()
     first, stage = rank // 2 * 2, rank // 2
-    assert ezpz_tp.get_tensor_parallel_ranks() == [first, first + 1]
-    assert ezpz_tp.get_tensor_parallel_src_rank() == first
-    assert ezpz_tp.get_tensor_parallel_rank() == rank % 2
-    assert ezpz_tp.get_tensor_parallel_world_size() == 2
-    assert ezpz_tp.get_pipeline_parallel_ranks() == [rank % 2, rank % 2 + 2]
-    assert ezpz_tp.get_pipeline_parallel_next_rank() == (rank + 2) % 4
-    assert ezpz_tp.get_pipeline_parallel_prev_rank() == (rank + 2) % 4
-    assert ezpz_tp.get_pipeline_parallel_first_rank() == rank % 2
-    assert ezpz_tp.get_pipeline_parallel_last_rank() == rank % 2 + 2
-    assert ezpz_tp.is_pipeline_first_stage() == (stage == 0)
-    assert ezpz_tp.is_pipeline_last_stage() == (stage == 1)
-    assert ezpz_tp.get_data_parallel_ranks() == [rank]
-    assert ezpz_tp.get_data_parallel_group().size() == 1
-    assert tensor_group() is ezpz_tp.get_tensor_parallel_group()
-    assert tensor_group(ezpz_tp.get_data_parallel_group()) is None
+    assert tp.get_tensor_parallel_ranks() == [first, first + 1]
+    assert tp.get_tensor_parallel_src_rank() == first
+    assert tp.get_tensor_parallel_rank() == rank % 2
+    assert tp.get_tensor_parallel_world_size() == 2
+    assert tp.get_pipeline_parallel_ranks() == [rank % 2, rank % 2 + 2]
+    assert tp.get_pipeline_parallel_next_rank() == (rank + 2) % 4
+    assert tp.get_pipeline_parallel_prev_rank() == (rank + 2) % 4
+    assert tp.get_pipeline_parallel_first_rank() == rank % 2
+    assert tp.get_pipeline_parallel_last_rank() == rank % 2 + 2
+    assert tp.is_pipeline_first_stage() == (stage == 0)
+    assert tp.is_pipeline_last_stage() == (stage == 1)
+    assert tp.get_data_parallel_ranks() == [rank]
+    assert tp.get_data_parallel_group().size() == 1
+    assert tensor_group() is tp.get_tensor_parallel_group()
+    assert tensor_group(tp.get_data_parallel_group()) is None
     others = dist.new_group([(rank + 1) % 4], use_local_synchronization=True)
     assert tensor_group(others) is tensor_group()  # torch's None for a group of others
 
-    state = ezpz_tp.get_state()
-    ezpz_tp.initialize_tensor_parallel(2, 2)  # the same again
-    assert ezpz_tp.get_state() is state
-    with pytest.raises(DegreeError, match=r"tensor was 2, now 4; pipeline was 2, now 1.*destroy"):
-        ezpz_tp.initialize_tensor_parallel(4)
-    ezpz_tp.destroy_tensor_parallel()
-    assert ezpz_tp.current_state() is None
-    ezpz_tp.initialize_model_parallel(4)
-    assert ezpz_tp.get_tensor_parallel_ranks() == [0, 1, 2, 3]
-    ezpz_tp.destroy_model_parallel()
+    state = tp.get_state()
+    tp.initialize_tensor_parallel(2, 2)  # the same again
+    assert tp.get_state() is state
+    with pytest.raises(
+        tp.DegreeError, match=r"tensor was 2, now 4; pipeline was 2, now 1.*destroy"
+    ):
+        tp.initialize_tensor_parallel(4)
+    tp.destroy_tensor_parallel()
+    assert tp.current_state() is None
+    tp.initialize_model_parallel(4)
+    assert tp.get_tensor_parallel_ranks() == [0, 1, 2, 3]
+    tp.destroy_model_parallel()
 
 
 def test_from_before_initialization_to_after():
@@ -84,7 +85,7 @@ def test_from_before_initialization_to_after():
 def not_a_member():
     other = dist.new_group([0])
     if dist.get_rank() == 1:
-        with pytest.raises(ParallelError, match=r"the tensor group is .*rank is in"):
+        with pytest.raises(tp.ParallelError, match=r"the tensor group is .*rank is in"):
             tensor_group(other)
 
 
@@ -102,7 +103,7 @@ def test_other_orders():
 
 
 def other_order():
-    ezpz_tp.initialize_tensor_parallel(2, order="dp-tp")
-    ranks = ezpz_tp.get_tensor_parallel_ranks()
-    ezpz_tp.destroy_tensor_parallel()
+    tp.initialize_tensor_parallel(2, order="dp-tp")
+    ranks = tp.get_tensor_parallel_ranks()
+    tp.destroy_tensor_parallel()
     return ranks

@@ -5,15 +5,7 @@ import warnings
 
 import pytest
 
-from ezpz_tp import (
-    DegreeError,
-    NotInitializedError,
-    ParallelError,
-    ParallelState,
-    RankLayout,
-    get_state,
-)
-from ezpz_tp._describe import describe
+import ezpz_tp as tp
 from ezpz_tp._pictures import Terminal
 from ezpz_tp.testing import counting, run_ranks
 
@@ -27,8 +19,8 @@ def ranks_drawn(text):
 
 
 def test_four_axes_are_a_matrix_of_matrices():
-    layout = RankLayout(16, tensor=2, context=2, pipeline=2)
-    text = str(describe(layout, ranks_per_node=4))
+    layout = tp.RankLayout(16, tensor=2, context=2, pipeline=2)
+    text = str(tp.describe(layout, ranks_per_node=4))
     assert text == (
         """\
 16 ranks: tensor 2 x context 2 x data 2 x pipeline 2, on 4 nodes of 4
@@ -60,7 +52,7 @@ def test_borders_follow_nodes_of_different_sizes_and_the_warning_has_the_remedy(
         r"that divides the number of ranks of every node: 1 or 2$"
     )
     with pytest.warns(UserWarning, match=said) as caught:
-        description = describe(RankLayout(16, tensor=4), ranks_per_node=[6, 6, 4])
+        description = tp.describe(tp.RankLayout(16, tensor=4), ranks_per_node=[6, 6, 4])
     assert len(caught) == 1
     assert caught[0].filename == __file__
     assert repr(description) == str(description) == (
@@ -89,12 +81,12 @@ Warning: 1 of 4 tensor groups cross nodes, with ranks on up to 2: the
     assert description.groups("tensor")[1] == (4, 5, 6, 7)
     assert description.crossing("context") == []
     with pytest.warns(UserWarning, match="of every node: 1, 2, 3 or 6$"):
-        describe(RankLayout(12, tensor=4), ranks_per_node=6)
+        tp.describe(tp.RankLayout(12, tensor=4), ranks_per_node=6)
 
 
 def test_ranks_placed_node_after_node_in_turn():
     with pytest.warns(UserWarning, match=r"4 of 4 tensor groups .*srun --distribution=block"):
-        description = describe(RankLayout(8, tensor=2), hosts=["red", "blue"] * 4)
+        description = tp.describe(tp.RankLayout(8, tensor=2), hosts=["red", "blue"] * 4)
     text = str(description)
     assert "on 2 nodes of 4, not numbered node by node" in text
     assert "│  0 │  1 │" in text
@@ -104,28 +96,28 @@ def test_ranks_placed_node_after_node_in_turn():
 
 
 def test_the_order_of_axes_is_a_remedy_too():
-    layout = RankLayout(8, tensor=2, order="dp-tp")
+    layout = tp.RankLayout(8, tensor=2, order="dp-tp")
     with pytest.warns(UserWarning, match=r"let tensor vary fastest \(order='tp-cp-ep-dp-pp'\)$"):
-        describe(layout, ranks_per_node=4)
+        tp.describe(layout, ranks_per_node=4)
     with pytest.warns(UserWarning, match=r"vary fastest .*; choose .* every node: 1$"):
-        describe(layout, ranks_per_node=1)
+        tp.describe(layout, ranks_per_node=1)
 
 
 def test_experts_have_a_picture_of_their_own():
-    layout = RankLayout(16, tensor=2, expert=4)
-    text = str(describe(layout, ranks_per_node=8))
+    layout = tp.RankLayout(16, tensor=2, expert=4)
+    text = str(tp.describe(layout, ranks_per_node=8))
     model, experts = text.split("experts: expert_tensor 2 x expert 4 x expert_data 2\n")
     assert ranks_drawn(model) == list(range(16))
     assert sorted(ranks_drawn(experts)) == list(range(16))
     assert "       expert 0 │  0    1 │  │  8    9 │" in experts
     assert re.search(r"expert +4 +4  0 2 4 6 +none +1", experts)
     with pytest.warns(UserWarning, match="4 of 4 expert_tensor groups cross nodes"):
-        describe(RankLayout(16, expert_tensor=4, expert=2), ranks_per_node=2)
+        tp.describe(tp.RankLayout(16, expert_tensor=4, expert=2), ranks_per_node=2)
 
 
 def test_pipelines_of_model_and_experts_are_the_same():
-    layout = RankLayout(16, tensor=2, pipeline=2, expert=2)
-    text = str(describe(layout, ranks_per_node=8))
+    layout = tp.RankLayout(16, tensor=2, pipeline=2, expert=2)
+    text = str(tp.describe(layout, ranks_per_node=8))
     table = text[text.index("\naxis") :].splitlines()
     assert [line.split()[0] for line in table[2:]] == [
         "tensor", "data", "pipeline", "expert_tensor", "expert", "expert_data",
@@ -144,13 +136,13 @@ def test_every_rank_is_drawn_once_within_80_columns():
             if world % (t * c * p):
                 continue
             per_node = divisors[tried % len(divisors)]
-            layout = RankLayout(world, t, c, p, order=("tp-cp-dp-pp", "pp-dp-tp-cp")[tried % 2])
-            text = str(describe(layout, ranks_per_node=per_node))
+            layout = tp.RankLayout(world, t, c, p, order=("tp-cp-dp-pp", "pp-dp-tp-cp")[tried % 2])
+            text = str(tp.describe(layout, ranks_per_node=per_node))
             assert sorted(ranks_drawn(text)) == list(range(world)), (layout, per_node)
             lines = text.splitlines()
             assert max(map(len, lines)) <= 80, text
             assert len(lines) <= 100, text
-            lines = str(describe(layout, environ=NOWHERE)).splitlines()
+            lines = str(tp.describe(layout, environ=NOWHERE)).splitlines()
             assert max(map(len, lines)) <= 80
             assert len(lines) <= 55
             tried += 1
@@ -158,8 +150,8 @@ def test_every_rank_is_drawn_once_within_80_columns():
 
 
 def test_the_ranks_of_a_picture_are_where_its_labels_say():
-    layout = RankLayout(48, tensor=4, context=2, pipeline=2)
-    description = describe(layout, environ=NOWHERE)
+    layout = tp.RankLayout(48, tensor=4, context=2, pipeline=2)
+    description = tp.describe(layout, environ=NOWHERE)
     (grid,) = description.grids
     picture = Terminal(grid, None, 80).picture
     data = next(labels for labels in picture.block_columns if labels.axis == "data")
@@ -181,7 +173,7 @@ def test_groups_and_crossings_agree_with_counting():
     generator = random.Random(0)
     for _ in range(60):
         t, c, p, d = (generator.choice((1, 2, 3, 4)) for _ in range(4))
-        layout = RankLayout(t * c * p * d, t, c, p)
+        layout = tp.RankLayout(t * c * p * d, t, c, p)
         hosts = [f"h{generator.randrange(3)}" for _ in range(layout.world_size)]
         even = [f"h{rank // d}" for rank in range(layout.world_size)]
         for names, description in (
@@ -203,12 +195,12 @@ def test_groups_and_crossings_agree_with_counting():
 def quietly(layout, **how):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return describe(layout, **how)
+        return tp.describe(layout, **how)
 
 
 def test_the_largest_machine_fits_a_screen():
-    layout = RankLayout(120_960, tensor=12, context=2, pipeline=8)
-    text = str(describe(layout, ranks_per_node=12))
+    layout = tp.RankLayout(120_960, tensor=12, context=2, pipeline=8)
+    text = str(tp.describe(layout, ranks_per_node=12))
     assert ranks_drawn(text) == list(range(48))
     assert "Drawn: 48 of 120,960 ranks. data 2 to 629: 24 more at each step; pipeline 1 to" in text
     assert "... 10,076 more nodes like these" in text
@@ -222,35 +214,35 @@ def test_the_largest_machine_fits_a_screen():
 
 
 def test_what_is_not_alike_is_not_called_so():
-    text = str(describe(RankLayout(4096), ranks_per_node=32))
+    text = str(tp.describe(tp.RankLayout(4096), ranks_per_node=32))
     assert "Drawn: 48 of 4,096 ranks. data 48 to 4,095: 1 more at each step." in text
     assert "nodes like these" not in text  # one and a half are drawn
-    assert "more nodes" in str(describe(RankLayout(4096), ranks_per_node=8))
+    assert "more nodes" in str(tp.describe(tp.RankLayout(4096), ranks_per_node=8))
 
 
 def test_only_ascii():
-    description = describe(RankLayout(8, tensor=2), ranks_per_node=4)
+    description = tp.describe(tp.RankLayout(8, tensor=2), ranks_per_node=4)
     plain = description.text(ascii_only=True)
     assert plain.isascii()
     assert "| 0    1 |" in plain.replace("  0 ", " 0 ")
     assert len(plain) == len(str(description))
-    wide = describe(RankLayout(128, tensor=16), environ=NOWHERE).text(width=120)
+    wide = tp.describe(tp.RankLayout(128, tensor=16), environ=NOWHERE).text(width=120)
     assert max(map(len, wide.splitlines())) > 80
 
 
 def test_the_environment_tells_the_ranks_of_a_node(monkeypatch):
-    layout = RankLayout(8, tensor=2)
-    text = str(describe(layout, environ={"LOCAL_WORLD_SIZE": "4"}))
+    layout = tp.RankLayout(8, tensor=2)
+    text = str(tp.describe(layout, environ={"LOCAL_WORLD_SIZE": "4"}))
     assert "on 2 nodes of 4 (LOCAL_WORLD_SIZE)" in text
-    assert "on 1 node of 8" in str(describe(layout, ranks_per_node=8))
+    assert "on 1 node of 8" in str(tp.describe(layout, ranks_per_node=8))
     torchrun = {"LOCAL_WORLD_SIZE": "4", "RANK": "5", "WORLD_SIZE": "8"}
     torchrun |= {"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"}
-    assert "on 2 nodes of 4" in str(describe(layout, environ=torchrun))
-    assert "on 4 nodes of 4" in str(describe(RankLayout(16), environ=torchrun))  # a plan
-    named = describe(layout, hosts=["a", "b"], environ={"LOCAL_WORLD_SIZE": "4"})
+    assert "on 2 nodes of 4" in str(tp.describe(layout, environ=torchrun))
+    assert "on 4 nodes of 4" in str(tp.describe(tp.RankLayout(16), environ=torchrun))  # a plan
+    named = tp.describe(layout, hosts=["a", "b"], environ={"LOCAL_WORLD_SIZE": "4"})
     assert "Nodes: 0 a, 1 b" in str(named)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert "on 4 nodes of 2 (LOCAL_WORLD_SIZE)" in str(describe(layout))
+    assert "on 4 nodes of 2 (LOCAL_WORLD_SIZE)" in str(tp.describe(layout))
 
 
 @pytest.mark.parametrize(
@@ -271,13 +263,13 @@ def test_the_environment_tells_the_ranks_of_a_node(monkeypatch):
     ],
 )
 def test_nodes_that_are_not_known(environ, why):
-    description = describe(RankLayout(8, tensor=2), environ=environ)
+    description = tp.describe(tp.RankLayout(8, tensor=2), environ=environ)
     text = str(description)
     assert why in text.replace("\n  ", " ")
     assert "give ranks_per_node=" in text.replace("\n  ", " ")
     assert "│" not in text
     assert "cross" not in text
-    with pytest.raises(ParallelError, match=f"which tensor groups .* not known: {why}; give"):
+    with pytest.raises(tp.ParallelError, match=f"which tensor groups .* not known: {why}; give"):
         description.crossing("tensor")
 
 
@@ -298,31 +290,31 @@ def test_nodes_that_are_not_known(environ, why):
     ],
 )
 def test_nodes_that_do_not_add_up(how, said):
-    with pytest.raises(DegreeError, match=said):
-        describe(RankLayout(16), environ=NOWHERE, **how)
+    with pytest.raises(tp.DegreeError, match=said):
+        tp.describe(tp.RankLayout(16), environ=NOWHERE, **how)
 
 
 @pytest.mark.parametrize("given", ["8", 8.0, b"88"])
 def test_ranks_per_node_of_another_type(given):
     with pytest.raises(TypeError, match=f"ranks_per_node={given!r}; expected a number, or one for"):
-        describe(RankLayout(16), ranks_per_node=given)
+        tp.describe(tp.RankLayout(16), ranks_per_node=given)
 
 
 def test_many_nodes_are_named_in_part():
-    text = str(describe(RankLayout(40), hosts=[f"nid{i:03}" for i in range(40)]))
+    text = str(tp.describe(tp.RankLayout(40), hosts=[f"nid{i:03}" for i in range(40)]))
     assert "15 nid015, ... 24 more" in text.replace("\n  ", " ")
     assert "on 6 nodes of 1 to 4" in str(
-        describe(RankLayout(16), ranks_per_node=[4, 4, 4, 2, 1, 1])
+        tp.describe(tp.RankLayout(16), ranks_per_node=[4, 4, 4, 2, 1, 1])
     )
 
 
 def test_one_rank():
-    assert str(describe(RankLayout(1), environ=NOWHERE)).split() == ["1", "rank", "0"]
-    assert ranks_drawn(str(describe(RankLayout(1), ranks_per_node=1))) == [0]
+    assert str(tp.describe(tp.RankLayout(1), environ=NOWHERE)).split() == ["1", "rank", "0"]
+    assert ranks_drawn(str(tp.describe(tp.RankLayout(1), ranks_per_node=1))) == [0]
 
 
 def test_an_axis_that_is_not_there():
-    description = describe(RankLayout(4), environ=NOWHERE)
+    description = tp.describe(tp.RankLayout(4), environ=NOWHERE)
     with pytest.raises(ValueError, match="axis 'tp'; expected one of tensor, context, data"):
         description.groups("tp")
     assert description.groups("tensor") == [(0,), (1,), (2,), (3,)]
@@ -330,15 +322,15 @@ def test_an_axis_that_is_not_there():
 
 def of_a_state():
     with counting() as sent:
-        mine = describe(ranks_per_node=2)
-        assert str(mine) == str(describe(get_state(), ranks_per_node=2))
+        mine = tp.describe(ranks_per_node=2)
+        assert str(mine) == str(tp.describe(tp.get_state(), ranks_per_node=2))
     assert not sent
-    state = get_state()
+    state = tp.get_state()
     assert f"of rank {state.rank}" in str(mine)
     assert state.ranks("tensor") in mine.groups("tensor")
-    bare = ParallelState.from_groups(tensor=state.group("tensor"), rank=state.rank)
-    with pytest.raises(ParallelError, match=r"without a layout.*layout=RankLayout\(...\)"):
-        describe(bare)
+    bare = tp.ParallelState.from_groups(tensor=state.group("tensor"), rank=state.rank)
+    with pytest.raises(tp.ParallelError, match=r"without a layout.*layout=RankLayout\(...\)"):
+        tp.describe(bare)
     return re.search(r"^tensor .*$", str(mine)[-300:], re.MULTILINE)[0]
 
 
@@ -348,7 +340,7 @@ def test_a_state_is_described_without_a_collective():
 
 
 def test_what_cannot_be_described():
-    with pytest.raises(NotInitializedError, match="initialize_tensor_parallel"):
-        describe()
+    with pytest.raises(tp.NotInitializedError, match="initialize_tensor_parallel"):
+        tp.describe()
     with pytest.raises(TypeError, match=r"describe\(int\); expected a ParallelState or a Rank"):
-        describe(8)
+        tp.describe(8)

@@ -1,7 +1,6 @@
 import pytest
 
-from ezpz_tp._errors import DegreeError, ParallelError
-from ezpz_tp._sharding import einsum_sharding
+import ezpz_tp as tp
 
 
 def steps(answer):
@@ -9,7 +8,7 @@ def steps(answer):
 
 
 def test_column_layer():
-    answer = einsum_sharding("bsh,hf->bsf", "", "f@tensor")
+    answer = tp.einsum_sharding("bsh,hf->bsf", "", "f@tensor")
     assert answer.output == "f@tensor"
     assert answer.gradients == ("partial@tensor", "f@tensor")
     assert steps(answer) == ([], ["all-reduce dx over tensor"])
@@ -17,10 +16,10 @@ def test_column_layer():
 
 
 def test_row_layer():
-    answer = einsum_sharding("bsf,fh->bsh", "f@tensor", "f@tensor")
+    answer = tp.einsum_sharding("bsf,fh->bsh", "f@tensor", "f@tensor")
     assert (answer.output, steps(answer)) == ("partial@tensor", ([], []))
     assert answer.gradients == ("f@tensor", "f@tensor")
-    answer = einsum_sharding("bsf,fh->bsh", "f@tensor", "f@tensor", output="replicated")
+    answer = tp.einsum_sharding("bsf,fh->bsh", "f@tensor", "f@tensor", output="replicated")
     assert answer.output == "replicated"
     assert answer.gradients == ("f@tensor", "f@tensor")
     assert steps(answer) == (["all-reduce y over tensor"], [])
@@ -28,10 +27,10 @@ def test_row_layer():
 
 
 def test_sequence_parallel_mlp():
-    up = einsum_sharding("sbh,hf->sbf", "s@tensor", "f@tensor", output="f@tensor")
+    up = tp.einsum_sharding("sbh,hf->sbf", "s@tensor", "f@tensor", output="f@tensor")
     assert steps(up) == (["all-gather x on s over tensor"], ["reduce-scatter dx on s over tensor"])
     assert up.regions == ("gather_from_sequence_parallel_region(x)",)
-    down = einsum_sharding("sbf,fh->sbh", up.output, "f@tensor", output="s@tensor")
+    down = tp.einsum_sharding("sbf,fh->sbh", up.output, "f@tensor", output="s@tensor")
     assert steps(down) == (
         ["reduce-scatter y on s over tensor"],
         ["all-gather dy on s over tensor"],
@@ -41,10 +40,10 @@ def test_sequence_parallel_mlp():
 
 
 def test_attention_by_heads_sends_nothing_between_its_projections():
-    into = einsum_sharding("bsd,dhk->bshk", "b@data", "h@tensor")
-    scores = einsum_sharding("bqhk,bshk->bhqs", into.output, into.output)
-    mixed = einsum_sharding("bhqs,bshk->bqhk", scores.output, into.output)
-    out = einsum_sharding("bqhk,hkd->bqd", mixed.output, "h@tensor", output="replicated@tensor")
+    into = tp.einsum_sharding("bsd,dhk->bshk", "b@data", "h@tensor")
+    scores = tp.einsum_sharding("bqhk,bshk->bhqs", into.output, into.output)
+    mixed = tp.einsum_sharding("bhqs,bshk->bqhk", scores.output, into.output)
+    out = tp.einsum_sharding("bqhk,hkd->bqd", mixed.output, "h@tensor", output="replicated@tensor")
     assert [a.output for a in (into, scores, mixed, out)] == ["b@data h@tensor"] * 3 + ["b@data"]
     for answer in (scores, mixed):
         assert answer.gradients == ("b@data h@tensor",) * 2
@@ -53,7 +52,7 @@ def test_attention_by_heads_sends_nothing_between_its_projections():
 
 
 def test_ulysses():
-    answer = einsum_sharding(
+    answer = tp.einsum_sharding(
         "bshd,bthd->bhst", "s@tensor", "t@tensor", output="h@tensor", names=("q", "k")
     )
     assert answer.output == "h@tensor"
@@ -68,7 +67,7 @@ def test_ulysses():
 
 
 def test_data_parallelism_sums_the_gradients_of_weights():
-    answer = einsum_sharding("bsh,hf->bsf", "b@data", "")
+    answer = tp.einsum_sharding("bsh,hf->bsf", "b@data", "")
     assert (answer.output, answer.gradients) == ("b@data", ("b@data", "partial@data"))
     assert steps(answer) == ([], ["all-reduce dw over data"])
     assert answer.regions == ()
@@ -76,7 +75,7 @@ def test_data_parallelism_sums_the_gradients_of_weights():
 
 @pytest.mark.parametrize("letter", "hf")
 def test_fsdp_gathers_the_weight_and_scatters_its_gradient(letter):
-    answer = einsum_sharding("bsh,hf->bsf", "b@data", f"{letter}@data")
+    answer = tp.einsum_sharding("bsh,hf->bsf", "b@data", f"{letter}@data")
     assert (answer.output, answer.gradients) == ("b@data", ("b@data", "partial@data"))
     assert steps(answer) == (
         [f"all-gather w on {letter} over data"],
@@ -85,7 +84,7 @@ def test_fsdp_gathers_the_weight_and_scatters_its_gradient(letter):
 
 
 def test_hsdp_scatters_a_gradient_before_it_sums_the_rest_of_it():
-    answer = einsum_sharding(
+    answer = tp.einsum_sharding(
         "bh,hf->bf",
         "b@replica b@data",
         "h@data",
@@ -97,7 +96,7 @@ def test_hsdp_scatters_a_gradient_before_it_sums_the_rest_of_it():
 
 
 def test_two_dimensional_tensor_parallelism():
-    answer = einsum_sharding("bh,hf->bf", "h@row", "h@row f@column", output="b@row f@column")
+    answer = tp.einsum_sharding("bh,hf->bf", "h@row", "h@row f@column", output="b@row f@column")
     assert answer.gradients == ("h@row partial@column", "h@row f@column")
     assert steps(answer) == (
         ["reduce-scatter y on b over row"],
@@ -106,21 +105,21 @@ def test_two_dimensional_tensor_parallelism():
 
 
 def test_a_weight_in_parts_of_both_axes_is_gathered_along_one():
-    answer = einsum_sharding("bsh,hf->bsf", "b@data", "h@data f@tensor")
+    answer = tp.einsum_sharding("bsh,hf->bsf", "b@data", "h@data f@tensor")
     assert answer.output == "b@data f@tensor"
     assert answer.gradients == ("b@data partial@tensor", "partial@data f@tensor")
     assert steps(answer)[0] == ["all-gather w on h over data"]
 
 
 def test_a_replicated_operand_is_sliced_where_another_is_sharded():
-    answer = einsum_sharding("bsh,hf->bsf", "h@tensor", "")
+    answer = tp.einsum_sharding("bsh,hf->bsf", "h@tensor", "")
     assert answer.output == "partial@tensor"
     assert steps(answer) == (["slice w on h over tensor"], ["all-gather dw on h over tensor"])
     assert answer.regions == ("scatter_to_sequence_parallel_region(w)",)
 
 
 def test_replicated_operands_are_sliced_for_an_output_in_parts():
-    answer = einsum_sharding("bsh,hf->bsf", "", "", output="f@tensor")
+    answer = tp.einsum_sharding("bsh,hf->bsf", "", "", output="f@tensor")
     assert answer.gradients == ("partial@tensor", "f@tensor")
     assert steps(answer) == (
         ["slice w on f over tensor"],
@@ -132,7 +131,7 @@ def test_sizes_decide_which_operand_is_gathered():
     few = {"b": 8, "h": 1024, "f": 1024}
     many = {"b": 65536, "h": 1024, "f": 1024}
     for sizes, moved in ((few, "x on b"), (many, "w on f")):
-        answer = einsum_sharding(
+        answer = tp.einsum_sharding(
             "bh,hf->bf", "b@tensor", "f@tensor", sizes=sizes, degrees={"tensor": 4}
         )
         assert steps(answer)[0] == [f"all-gather {moved} over tensor"]
@@ -141,23 +140,23 @@ def test_sizes_decide_which_operand_is_gathered():
 def test_an_output_left_partial_has_yet_to_be_summed():
     """To cut x on h instead of b would send less, and leave the sum of y to others."""
     sizes = {"b": 4096, "h": 1024, "f": 4096}
-    answer = einsum_sharding("bh,hf->bf", "b@t", "h@t", sizes=sizes, degrees={"t": 8})
+    answer = tp.einsum_sharding("bh,hf->bf", "b@t", "h@t", sizes=sizes, degrees={"t": 8})
     assert (answer.output, steps(answer)[0]) == ("b@t", ["all-gather w on h over t"])
     assert answer.bytes > 2 * 4096 * 1024 * 2 * 7 // 64
 
 
 def test_a_sum_passes_through_what_is_linear_in_it():
-    answer = einsum_sharding("ab,bc,cd->ad", "", "partial@tensor", "")
+    answer = tp.einsum_sharding("ab,bc,cd->ad", "", "partial@tensor", "")
     assert answer.output == "partial@tensor"
     assert answer.gradients == ("partial@tensor", "replicated", "partial@tensor")
     assert steps(answer) == ([], ["all-reduce dx1 over tensor", "all-reduce dx3 over tensor"])
 
 
 def test_two_sums_are_reduced_before_they_are_multiplied():
-    answer = einsum_sharding("ab,bc->ac", "partial@tensor", "partial@tensor")
+    answer = tp.einsum_sharding("ab,bc->ac", "partial@tensor", "partial@tensor")
     assert answer.output == "replicated"
     assert steps(answer) == (["all-reduce x over tensor", "all-reduce w over tensor"], [])
-    answer = einsum_sharding("ab,bc->ac", *["partial@tensor"] * 2, output="partial@tensor")
+    answer = tp.einsum_sharding("ab,bc->ac", *["partial@tensor"] * 2, output="partial@tensor")
     assert answer.output == "partial@tensor"
     assert answer.regions == (  # w is multiplied by a term: its gradient is a sum again
         "reduce_from_tensor_parallel_region(w)",
@@ -167,12 +166,12 @@ def test_two_sums_are_reduced_before_they_are_multiplied():
 
 
 def test_a_sum_meets_shards():
-    answer = einsum_sharding("ab,bc->ac", "partial@tensor", "b@tensor")
+    answer = tp.einsum_sharding("ab,bc->ac", "partial@tensor", "b@tensor")
     assert steps(answer) == (
         ["reduce-scatter x on b over tensor"],
         ["all-gather dx on b over tensor"],
     )
-    answer = einsum_sharding("ab,bc->ac", "partial@tensor", "c@tensor")
+    answer = tp.einsum_sharding("ab,bc->ac", "partial@tensor", "c@tensor")
     assert steps(answer) == (["all-reduce x over tensor"], ["all-reduce dx over tensor"])
 
 
@@ -225,26 +224,26 @@ COPY, SUM = "copy_to_tensor_parallel_region(x)", "reduce_from_tensor_parallel_re
 def test_regions_are_those_of_this_package(operands, output, regions, axis):
     given = ["" if word == "-" else f"{word}@{axis}" for word in operands.split()]
     goal = None if output == "-" else f"{output}@{axis}"
-    answer = einsum_sharding("bsf,fg->bsg", *given, output=goal)
+    answer = tp.einsum_sharding("bsf,fg->bsg", *given, output=goal)
     assert list(answer.regions) == (regions if axis != "data" else [])
     named = {step.region for step in (*answer.forward, *answer.backward)}
     assert named == (set(regions) if axis != "data" or not named else {None})
 
 
 def test_placements_may_be_mappings():
-    answer = einsum_sharding("bsh,hf->bsf", {"data": "b", "tensor": None}, {"tensor": "f"})
+    answer = tp.einsum_sharding("bsh,hf->bsf", {"data": "b", "tensor": None}, {"tensor": "f"})
     assert answer.axes == ("data", "tensor")
     assert answer.output == "b@data f@tensor"
-    assert answer == einsum_sharding("bsh,hf->bsf", "b@data,replicated@tensor", "f@tensor")
+    assert answer == tp.einsum_sharding("bsh,hf->bsf", "b@data,replicated@tensor", "f@tensor")
     goal = {"data": "replicated"}
-    answer = einsum_sharding("bsh,hf->bsf", {"data": "b"}, {"tensor": "f"}, output=goal)
+    answer = tp.einsum_sharding("bsh,hf->bsf", {"data": "b"}, {"tensor": "f"}, output=goal)
     assert answer.output == "f@tensor"
 
 
 def test_placements_may_be_torchs():
     from torch.distributed.tensor import Partial, Replicate, Shard
 
-    answer = einsum_sharding(
+    answer = tp.einsum_sharding(
         "bsh,hf->bsf", (Shard(0), Shard(-1)), [Replicate(), Shard(0)], mesh_axes=("data", "tensor")
     )
     assert answer.operands == ("b@data h@tensor", "h@tensor")
@@ -254,7 +253,7 @@ def test_placements_may_be_torchs():
     assert answer.placements(-1) == answer.placements(1) == (Replicate(), Shard(0))
     assert answer.placements("dw") == (Partial(), Shard(0))
     goal = (Shard(0), Shard(1))
-    again = einsum_sharding(
+    again = tp.einsum_sharding(
         answer.equation, *answer.operands, output=goal, mesh_axes=("data", "tensor")
     )
     assert again.placements() == goal
@@ -262,14 +261,16 @@ def test_placements_may_be_torchs():
 
 def test_what_output_does_not_name_stays():
     equation, operands = "bsf,fh->bsh", ("b@data f@tensor", "f@tensor")
-    assert einsum_sharding(equation, *operands, output="s@tensor").output == "b@data s@tensor"
-    assert einsum_sharding(equation, *operands, output="replicated@tensor").output == "b@data"
-    assert einsum_sharding(equation, *operands, output="replicated").output == "replicated"
-    assert einsum_sharding(equation, *operands, output="b@data").output == "b@data partial@tensor"
+    assert tp.einsum_sharding(equation, *operands, output="s@tensor").output == "b@data s@tensor"
+    assert tp.einsum_sharding(equation, *operands, output="replicated@tensor").output == "b@data"
+    assert tp.einsum_sharding(equation, *operands, output="replicated").output == "replicated"
+    assert (
+        tp.einsum_sharding(equation, *operands, output="b@data").output == "b@data partial@tensor"
+    )
 
 
 def test_a_dim_of_several_axes_is_gathered_from_the_last():
-    answer = einsum_sharding("ab->ab", "a@outer a@inner", output="replicated")
+    answer = tp.einsum_sharding("ab->ab", "a@outer a@inner", output="replicated")
     assert steps(answer) == (
         ["all-gather y on a over inner", "all-gather y on a over outer"],
         ["slice dy on a over outer", "slice dy on a over inner"],
@@ -279,33 +280,33 @@ def test_a_dim_of_several_axes_is_gathered_from_the_last():
 def test_axes_are_put_in_an_order_that_keeps_dims_together():
     """FSDP of what tensor parallelism has cut on the same dim."""
     operands = ("b@data", "f@data f@tensor")
-    answer = einsum_sharding("bh,hf->bf", *operands)
+    answer = tp.einsum_sharding("bh,hf->bf", *operands)
     assert answer.axes == ("tensor", "data")
     assert answer.operands == ("b@data", "f@tensor f@data")
     assert answer.output == "f@tensor b@data"
     assert steps(answer)[0] == ["all-gather w on f over data"]
     # In this order the parts of a part would have to be joined before the parts.
-    answer = einsum_sharding("bh,hf->bf", *operands, mesh_axes=("data", "tensor"))
+    answer = tp.einsum_sharding("bh,hf->bf", *operands, mesh_axes=("data", "tensor"))
     assert steps(answer)[0] == ["all-gather x on b over data"]
 
 
 def test_a_dim_that_comes_apart_in_any_order_is_told():
     with pytest.raises(
-        ParallelError,
+        tp.ParallelError,
         match=r"w 'ab' cannot go from replicated to a over t in contiguous parts: of the axes that "
         r"cut a dim, in the order t, u, only the last can be added or taken away\. Name mesh_axes=",
     ):
-        einsum_sharding("ab,ab->ab", "a@t", "a@u")
+        tp.einsum_sharding("ab,ab->ab", "a@t", "a@u")
 
 
 def test_six_axes():
     """Of the orders of axes, and of moves, only those are tried that can make a difference."""
     operands = ("a@p b@q c@r d@s a@t", "b@s e@p", "f@q e@r f@u")
-    answer = einsum_sharding("abcd,bcde,ef->abf", *operands)
+    answer = tp.einsum_sharding("abcd,bcde,ef->abf", *operands)
     assert set(answer.axes) == set("pqrstu")
     assert answer.axes.index("t") < answer.axes.index("p")  # of a, p is gathered first
     assert steps(answer)[0][0] == "all-gather x1 on a over p"
-    whole = einsum_sharding("a->a", "a@p a@q a@r a@s a@t", output="replicated")
+    whole = tp.einsum_sharding("a->a", "a@p a@q a@r a@s a@t", output="replicated")
     assert [step.axis for step in whole.forward] == list("tsrqp")
 
 
@@ -314,7 +315,7 @@ SIZES = {"b": 8, "s": 128, "h": 64, "f": 256}
 
 def test_bytes_are_those_of_a_ring():
     def sent(*operands, **settings):
-        answer = einsum_sharding(
+        answer = tp.einsum_sharding(
             "bsh,hf->bsf", *operands, sizes=SIZES, degrees={"tensor": 4, "data": 2}, **settings
         )
         total = sum(s.bytes for s in (*answer.forward, *answer.backward))
@@ -331,7 +332,7 @@ def test_bytes_are_those_of_a_ring():
 
 
 def test_local_shapes():
-    answer = einsum_sharding(
+    answer = tp.einsum_sharding(
         "bsh,hf->bsf",
         "b@data",
         "h@data f@tensor",
@@ -342,7 +343,7 @@ def test_local_shapes():
 
 
 def test_at_degree_1_nothing_is_sent():
-    answer = einsum_sharding(
+    answer = tp.einsum_sharding(
         "bsf,fh->bsh", "f@tensor", "f@tensor", output="s@tensor", sizes=SIZES, degrees={"tensor": 1}
     )
     assert answer.bytes == 0
@@ -352,12 +353,12 @@ def test_at_degree_1_nothing_is_sent():
 def test_empty_and_indivisible_sizes():
     """An all-reduce in a ring pads its parts."""
     ask = {"degrees": {"tensor": 4}, "itemsize": 1}
-    assert einsum_sharding("a,b->ab", "", "b@tensor", sizes={"a": 0, "b": 4}, **ask).bytes == 0
-    assert einsum_sharding("a,b->ab", "", "b@tensor", sizes={"a": 7, "b": 4}, **ask).bytes == 11
+    assert tp.einsum_sharding("a,b->ab", "", "b@tensor", sizes={"a": 0, "b": 4}, **ask).bytes == 0
+    assert tp.einsum_sharding("a,b->ab", "", "b@tensor", sizes={"a": 7, "b": 4}, **ask).bytes == 11
 
 
 def test_text():
-    answer = einsum_sharding(
+    answer = tp.einsum_sharding(
         "sbh,hf->sbf",
         "b@data s@tensor",
         "h@data f@tensor",
@@ -383,7 +384,7 @@ backward  reduce-scatter dx on s over tensor  201 MB   gather_from_sequence_para
 
 def test_text_of_nothing_sharded():
     assert (
-        str(einsum_sharding("ab->", "", sizes={"a": 2, "b": 3}, degrees={}))
+        str(tp.einsum_sharding("ab->", "", sizes={"a": 2, "b": 3}, degrees={}))
         == """\
 ab->    local
 x   ab  2 x 3
@@ -408,7 +409,7 @@ backward  -"""
     ],
 )
 def test_bytes_in_the_units_of_networks(size, text):
-    answer = einsum_sharding(
+    answer = tp.einsum_sharding(
         "a,b->ab",
         "partial@data",
         "",
@@ -434,7 +435,7 @@ def test_bytes_in_the_units_of_networks(size, text):
 )
 def test_malformed_equations_are_told(equation, message):
     with pytest.raises(ValueError, match=message):
-        einsum_sharding(equation, "", "")
+        tp.einsum_sharding(equation, "", "")
 
 
 ONES = {"a": 1, "b": 1, "c": 1}
@@ -477,7 +478,7 @@ ONES = {"a": 1, "b": 1, "c": 1}
 )
 def test_malformed_arguments_are_told(operands, settings, message):
     with pytest.raises(ValueError, match=message):
-        einsum_sharding("ab,bc->ac", *operands, **settings)
+        tp.einsum_sharding("ab,bc->ac", *operands, **settings)
 
 
 def test_torchs_placements_that_mean_something_else_are_told():
@@ -486,38 +487,40 @@ def test_torchs_placements_that_mean_something_else_are_told():
 
     for item in (Shard(2), Shard(-3), Partial("avg"), _StridedShard(0, split_factor=2)):
         with pytest.raises(ValueError, match=r"w: .* on axis t; expected Replicate\(\), Partial"):
-            einsum_sharding("ab,bc->ac", (Replicate(),), (item,), mesh_axes=("t",))
+            tp.einsum_sharding("ab,bc->ac", (Replicate(),), (item,), mesh_axes=("t",))
     with pytest.raises(
         ValueError, match=r"x \(Shard\(dim=0\),\) does not name .* torch's .* with mesh_axes="
     ):
-        einsum_sharding("ab,bc->ac", (Shard(0),), "")
+        tp.einsum_sharding("ab,bc->ac", (Shard(0),), "")
     for given in ((Shard(0),), Shard(0)):
         with pytest.raises(ValueError, match=r"expected a tuple of one .* mesh_axes \('t', 'u'\)"):
-            einsum_sharding("ab,bc->ac", given, "", mesh_axes=("t", "u"))
+            tp.einsum_sharding("ab,bc->ac", given, "", mesh_axes=("t", "u"))
 
 
 def test_degrees_that_do_not_fit_are_told():
     message = r"size 6 of 'b' in 'ab' does not divide by t 2 x u 2; pad it to a multiple of 4"
     sizes = {"a": 4, "b": 6, "c": 4}
-    with pytest.raises(DegreeError, match=message):
-        einsum_sharding("ab,bc->ac", "b@t b@u", "", sizes=sizes, degrees={"t": 2, "u": 2})
-    with pytest.raises(DegreeError, match=r"size 6 of 'b' in 'ab' does not divide by t 4"):
-        einsum_sharding(
+    with pytest.raises(tp.DegreeError, match=message):
+        tp.einsum_sharding("ab,bc->ac", "b@t b@u", "", sizes=sizes, degrees={"t": 2, "u": 2})
+    with pytest.raises(tp.DegreeError, match=r"size 6 of 'b' in 'ab' does not divide by t 4"):
+        tp.einsum_sharding(
             "ab,bc->bac", "", "", output="b@t", sizes=sizes, degrees={"t": 4}, names=("v", "x")
         )
-    with pytest.raises(DegreeError, match="degrees: 't' is 0; expected 1 or more"):
-        einsum_sharding("ab,bc->ac", "b@t", "", sizes=sizes, degrees={"t": 0})
-    with pytest.raises(DegreeError, match="sizes: 'a' is -1; expected 0 or more"):
-        einsum_sharding("ab,bc->ac", "", "", sizes={"a": -1, "b": 1, "c": 1}, degrees={})
+    with pytest.raises(tp.DegreeError, match="degrees: 't' is 0; expected 1 or more"):
+        tp.einsum_sharding("ab,bc->ac", "b@t", "", sizes=sizes, degrees={"t": 0})
+    with pytest.raises(tp.DegreeError, match="sizes: 'a' is -1; expected 0 or more"):
+        tp.einsum_sharding("ab,bc->ac", "", "", sizes={"a": -1, "b": 1, "c": 1}, degrees={})
 
 
 def test_an_output_that_cannot_be_partial_is_told():
-    with pytest.raises(ParallelError, match=r"y is a over t, which does not become partial; leave"):
-        einsum_sharding("ab,bc->ac", "a@t", "", output="partial@t")
+    with pytest.raises(
+        tp.ParallelError, match=r"y is a over t, which does not become partial; leave"
+    ):
+        tp.einsum_sharding("ab,bc->ac", "a@t", "", output="partial@t")
 
 
 def test_a_tensor_that_is_not_there_is_told():
-    answer = einsum_sharding("ab,bc->ac", "a@t", "")
+    answer = tp.einsum_sharding("ab,bc->ac", "a@t", "")
     for name in ("z", 2, -3):
         with pytest.raises(ValueError, match=r"no tensor .* or one of x, w, y, dx, dw"):
             answer.placements(name)

@@ -7,8 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ezpz_tp._errors import ParallelError
-from ezpz_tp._sharding import einsum_sharding
+import ezpz_tp as tp
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +38,8 @@ def agrees(equation, mesh, *placements):
 
     operands, output = equation.split("->")[0].split(","), equation.split("->")[1]
     try:
-        answer = einsum_sharding(equation, *placements, mesh_axes=mesh.mesh_dim_names)
-    except ParallelError:
+        answer = tp.einsum_sharding(equation, *placements, mesh_axes=mesh.mesh_dim_names)
+    except tp.ParallelError:
         return False
     if answer.forward:
         return False

@@ -10,9 +10,7 @@ from itertools import product
 import pytest
 import torch
 
-import ezpz_tp
-from ezpz_tp._errors import ParallelError
-from ezpz_tp._sharding import einsum_sharding
+import ezpz_tp as tp
 from ezpz_tp.testing import run_ranks
 
 MATRIX, LINEAR, SCORES = "ab,bc->ac", "bsh,hf->bsf", "bhqd,bhkd->bhqk"
@@ -164,7 +162,7 @@ def test_every_placement_over_one_axis(equation):
         for goal in (None, "replicated", *whole.output):
             output = None if goal is None else f"{goal}@t"
             operands = [f"{where}@t" for where in given]
-            answer = einsum_sharding(equation, *operands, output=output)
+            answer = tp.einsum_sharding(equation, *operands, output=output)
             assert goal in {None, layout(answer.output, "t")["t"]}
             prove(whole, mesh, answer)
 
@@ -180,8 +178,8 @@ def test_every_placement_over_two_axes(equation, alike):
             continue
         operands = [f"{outer}@d {inner}@t" for outer, inner in given]
         try:
-            answer = einsum_sharding(equation, *operands)
-        except ParallelError:
+            answer = tp.einsum_sharding(equation, *operands)
+        except tp.ParallelError:
             # A letter of both operands, which other axes cut in the one than in the other.
             cut = [[tuple(w == letter for w in pair) for pair in given] for letter in equation]
             assert any(x != w and any(x + w) for x, w in cut)
@@ -203,8 +201,8 @@ def test_wanted_outputs_over_three_axes():
         ]
         goal = " ".join(f"{rng.choice(['replicated', *whole.output])}@{axis}" for axis in mesh.axes)
         try:
-            answer = einsum_sharding(LINEAR, *operands, output=goal, mesh_axes=mesh.axes)
-        except ParallelError:
+            answer = tp.einsum_sharding(LINEAR, *operands, output=goal, mesh_axes=mesh.axes)
+        except tp.ParallelError:
             continue
         assert layout(answer.output, mesh.axes) == layout(goal, mesh.axes)
         prove(whole, mesh, answer)
@@ -214,7 +212,7 @@ def test_wanted_outputs_over_three_axes():
 
 def carry_out_regions(cases, tensors, dy):
     """On real ranks the calls that it names do it: forward, and backward by autograd."""
-    rank, degree = ezpz_tp.get_tensor_parallel_rank(), ezpz_tp.get_tensor_parallel_world_size()
+    rank, degree = tp.get_tensor_parallel_rank(), tp.get_tensor_parallel_world_size()
 
     def mine(whole, letters, told):
         where = layout(told, ["tensor"])["tensor"]
@@ -230,7 +228,7 @@ def carry_out_regions(cases, tensors, dy):
         names = dict(zip(answer.names, leaves, strict=True))
 
         def call(text, names=names):
-            names[text.split("(")[1].rstrip(")").split(",")[0]] = eval(text, vars(ezpz_tp), names)
+            names[text.split("(")[1].rstrip(")").split(",")[0]] = eval(text, vars(tp), names)
 
         before = [text for text in answer.regions if "(y" not in text]
         for text in before:
@@ -249,7 +247,7 @@ def test_the_regions_that_it_names_do_it_on_real_ranks(degree):
     whole, mesh = Whole(LINEAR, 6), Mesh({"tensor": degree})
     goals = [None, "replicated@tensor", *(f"{letter}@tensor" for letter in whole.output)]
     cases = [
-        einsum_sharding(LINEAR, *(f"{where}@tensor" for where in given), output=goal)
+        tp.einsum_sharding(LINEAR, *(f"{where}@tensor" for where in given), output=goal)
         for given in product(*((*WHERE, *letters) for letters in whole.operands))
         for goal in goals
         if degree > 1 or "partial" not in given

@@ -4,9 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from ezpz_tp._current import get_state
-from ezpz_tp._embedding import ParallelEmbedding, VocabParallelEmbedding
-from ezpz_tp._errors import DegreeError, NotInitializedError, ParallelError
+import ezpz_tp as tp
 from ezpz_tp.testing import counting, run_ranks
 
 WIDTH = 12
@@ -25,9 +23,9 @@ def some_ids(vocabulary):
 
 def own_part(layer, full):
     """What a rank holds of a table, or of its gradient."""
-    state = get_state()
+    state = tp.get_state()
     index, degree = state.index("tensor"), state.size("tensor")
-    if isinstance(layer, ParallelEmbedding):
+    if isinstance(layer, tp.ParallelEmbedding):
         return full.chunk(degree, 1)[index]
     rows = layer.num_embeddings_per_partition
     padding = full.new_zeros(rows * degree - full.shape[0], full.shape[1])
@@ -39,7 +37,7 @@ def dense(tensor):
 
 
 def as_nn(kind, vocabulary, options, dtype, sequence_parallel):
-    state = get_state()
+    state = tp.get_state()
     more = {"sequence_parallel": True} if sequence_parallel else {}
     layer = kind(vocabulary, WIDTH, **options, **more, dtype=dtype, seed=1)
     full = integers(vocabulary, WIDTH, seed=1, dtype=dtype)
@@ -62,7 +60,7 @@ def as_nn(kind, vocabulary, options, dtype, sequence_parallel):
         (dense(layer.weight.grad), own_part(layer, dense(expected.weight.grad))),
         (layer.weight, own_part(layer, expected.weight)),
     ]
-    if kind is ParallelEmbedding and "max_norm" in options:
+    if kind is tp.ParallelEmbedding and "max_norm" in options:
         # Columns are summed in another order.
         for found, right in pairs:
             torch.testing.assert_close(found, right, rtol=1e-14, atol=0)
@@ -84,7 +82,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-@pytest.mark.parametrize("kind", [VocabParallelEmbedding, ParallelEmbedding])
+@pytest.mark.parametrize("kind", [tp.VocabParallelEmbedding, tp.ParallelEmbedding])
 def test_trap_5_all_options_do_what_they_do_in_nn_embedding(kind, options):
     for vocabulary, degree in ((16, 2), (13, 4), (5, 4), (13, 1)):
         run_ranks(as_nn, degree, kind, vocabulary, options, torch.float64, False)
@@ -94,19 +92,19 @@ def test_trap_5_all_options_do_what_they_do_in_nn_embedding(kind, options):
 @pytest.mark.parametrize("vocabulary", [16, 13])
 def test_bitwise_equal_in_other_dtypes_and_degrees(vocabulary, dtype):
     for degree in (2, 3, 8):
-        run_ranks(as_nn, degree, VocabParallelEmbedding, vocabulary, {}, dtype, False)
+        run_ranks(as_nn, degree, tp.VocabParallelEmbedding, vocabulary, {}, dtype, False)
 
 
 @pytest.mark.parametrize("options", [{}, OPTIONS["scale_grad_by_freq"], OPTIONS["sparse"]])
 def test_sequence_parallel(options):
     for degree in (1, 2, 3):
-        run_ranks(as_nn, degree, VocabParallelEmbedding, 13, options, torch.float64, True)
+        run_ranks(as_nn, degree, tp.VocabParallelEmbedding, 13, options, torch.float64, True)
 
 
 def collectives():
-    rows = VocabParallelEmbedding(13, WIDTH, seed=1)
-    columns = ParallelEmbedding(13, WIDTH, seed=1)
-    sequence = VocabParallelEmbedding(13, WIDTH, seed=1, sequence_parallel=True)
+    rows = tp.VocabParallelEmbedding(13, WIDTH, seed=1)
+    columns = tp.ParallelEmbedding(13, WIDTH, seed=1)
+    sequence = tp.VocabParallelEmbedding(13, WIDTH, seed=1, sequence_parallel=True)
     counts = []
     for layer in (rows, columns, sequence):
         with counting() as counter:
@@ -129,7 +127,7 @@ def test_numbers_of_collectives():
 
 
 def test_trap_13_alone_it_is_nn_embedding():
-    for kind in (VocabParallelEmbedding, ParallelEmbedding):
+    for kind in (tp.VocabParallelEmbedding, tp.ParallelEmbedding):
         layer = kind(13, WIDTH, padding_idx=3, seed=1)
         expected = nn.Embedding(13, WIDTH, padding_idx=3, _weight=layer.weight.detach().clone())
         ids = some_ids(13)
@@ -158,14 +156,14 @@ def bad_ids(kind, vocabulary):
     assert layer(torch.empty(0, 4, dtype=torch.int64)).shape == (0, 4, WIDTH)
 
 
-@pytest.mark.parametrize("kind", [VocabParallelEmbedding, ParallelEmbedding])
+@pytest.mark.parametrize("kind", [tp.VocabParallelEmbedding, tp.ParallelEmbedding])
 def test_trap_5_ids_outside_the_vocabulary_are_an_error_on_every_rank(kind):
     run_ranks(bad_ids, 4, kind, 13)
     run_ranks(bad_ids, 1, kind, 13)
 
 
 def padding_of_the_vocabulary():
-    layer = VocabParallelEmbedding(5, WIDTH, seed=1)
+    layer = tp.VocabParallelEmbedding(5, WIDTH, seed=1)
     start, end = layer.vocab_start_index, layer.vocab_end_index
     assert layer.weight.shape == (2, WIDTH)
     assert layer.weight[: end - start].all()
@@ -182,7 +180,7 @@ def test_trap_5_an_uneven_vocabulary_is_padded_with_rows_that_stay_zero():
 
 def gradients():
     """A gradient that autograd shares, and one with a stride of 0."""
-    layer = VocabParallelEmbedding(13, WIDTH, seed=1)
+    layer = tp.VocabParallelEmbedding(13, WIDTH, seed=1)
     other = torch.zeros(6, 4, WIDTH, requires_grad=True)
     gradient = torch.ones(6, 4, WIDTH)
     (layer(some_ids(13)) + other * 1).backward(gradient)
@@ -202,12 +200,12 @@ def test_gradients_are_not_changed_and_foreign_rows_not_used():
 
 
 def second_derivative(sequence_parallel):
-    state = get_state()
+    state = tp.get_state()
     index, degree = state.index("tensor"), state.size("tensor")
-    layer = VocabParallelEmbedding(
+    layer = tp.VocabParallelEmbedding(
         13, WIDTH, seed=1, dtype=torch.float64, sequence_parallel=sequence_parallel
     )
-    full = VocabParallelEmbedding(
+    full = tp.VocabParallelEmbedding(
         13, WIDTH, seed=1, dtype=torch.float64, tp_group=state.group("data")
     )
     ids = some_ids(13)
@@ -240,9 +238,9 @@ def test_second_derivatives(sequence_parallel):
 def compiled():
     torch._dynamo.reset()
     layers = [
-        VocabParallelEmbedding(13, WIDTH, padding_idx=3, seed=1),
-        VocabParallelEmbedding(13, WIDTH, padding_idx=3, seed=2, sequence_parallel=True),
-        ParallelEmbedding(13, WIDTH, padding_idx=3, seed=3),
+        tp.VocabParallelEmbedding(13, WIDTH, padding_idx=3, seed=1),
+        tp.VocabParallelEmbedding(13, WIDTH, padding_idx=3, seed=2, sequence_parallel=True),
+        tp.ParallelEmbedding(13, WIDTH, padding_idx=3, seed=3),
     ]
 
     def together(ids):
@@ -265,11 +263,11 @@ def test_torch_compile_traces_them_whole():
 
 
 def under_autocast():
-    layer = VocabParallelEmbedding(13, WIDTH, seed=1)
+    layer = tp.VocabParallelEmbedding(13, WIDTH, seed=1)
     with torch.autocast("cpu", torch.bfloat16):
         output = layer(some_ids(13))
     assert output.dtype == torch.float32
-    half = VocabParallelEmbedding(13, WIDTH, seed=1, dtype=torch.bfloat16)
+    half = tp.VocabParallelEmbedding(13, WIDTH, seed=1, dtype=torch.bfloat16)
     assert torch.equal(half.weight, layer.weight.to(torch.bfloat16))
     assert half(some_ids(13)).dtype == torch.bfloat16
 
@@ -279,20 +277,20 @@ def test_trap_11_dtypes():
 
 
 def others():
-    state = get_state()
-    layer = VocabParallelEmbedding(13, WIDTH, seed=1, tp_group=state.group("data"))
+    state = tp.get_state()
+    layer = tp.VocabParallelEmbedding(13, WIDTH, seed=1, tp_group=state.group("data"))
     assert layer.tp_rank == state.index("data")
-    master = ParallelEmbedding(13, WIDTH, seed=1, keep_master_weight_for_test=True)
+    master = tp.ParallelEmbedding(13, WIDTH, seed=1, keep_master_weight_for_test=True)
     assert torch.equal(master.master_weight, master.get_master_weight())
     assert torch.equal(own_part(master, master.master_weight), master.weight)
     copied = copy.deepcopy(layer)
     assert torch.equal(copied(some_ids(13)), layer(some_ids(13)))
     turned = torch.arange(12).view(3, 4).t()
-    straight = VocabParallelEmbedding(13, WIDTH, seed=1)
+    straight = tp.VocabParallelEmbedding(13, WIDTH, seed=1)
     assert torch.equal(straight(turned), straight(turned.contiguous()))
     if state.index("tensor") == 0:
         return str(layer)
-    return str(ParallelEmbedding(13, WIDTH, padding_idx=-1, max_norm=1.0, seed=1))
+    return str(tp.ParallelEmbedding(13, WIDTH, padding_idx=-1, max_norm=1.0, seed=1))
 
 
 def test_groups_copies_and_names():
@@ -303,23 +301,29 @@ def test_groups_copies_and_names():
 
 
 def mistakes(early):
-    with pytest.raises(NotInitializedError, match=r"VocabParallelEmbedding\(13, 12, tp=0/1\) was"):
+    with pytest.raises(
+        tp.NotInitializedError, match=r"VocabParallelEmbedding\(13, 12, tp=0/1\) was"
+    ):
         early(some_ids(13))
-    with pytest.raises(DegreeError, match="ParallelEmbedding: embedding_dim=13 is not divisible"):
-        ParallelEmbedding(13, 13)
-    sequence = VocabParallelEmbedding(13, WIDTH, seed=1, sequence_parallel=True)
-    with pytest.raises(DegreeError, match="dim 0 of the ids=3 is not divisible by the tensor-par"):
+    with pytest.raises(
+        tp.DegreeError, match="ParallelEmbedding: embedding_dim=13 is not divisible"
+    ):
+        tp.ParallelEmbedding(13, 13)
+    sequence = tp.VocabParallelEmbedding(13, WIDTH, seed=1, sequence_parallel=True)
+    with pytest.raises(
+        tp.DegreeError, match="dim 0 of the ids=3 is not divisible by the tensor-par"
+    ):
         sequence(torch.zeros(3, 2, dtype=torch.int64))
     with pytest.raises(RuntimeError, match="to have one of the following scalar types: Long, Int"):
-        VocabParallelEmbedding(13, WIDTH, seed=1)(torch.zeros(2))
+        tp.VocabParallelEmbedding(13, WIDTH, seed=1)(torch.zeros(2))
 
 
 def test_mistakes_are_errors_on_every_rank():
-    early = VocabParallelEmbedding(13, WIDTH, seed=1)
+    early = tp.VocabParallelEmbedding(13, WIDTH, seed=1)
     run_ranks(mistakes, 2, early)
-    with pytest.raises(DegreeError, match=r"padding_idx=13 is not an id .* expected 0 to 12"):
-        VocabParallelEmbedding(13, WIDTH, padding_idx=13)
-    with pytest.raises(DegreeError, match="ParallelEmbedding: num_embeddings=0; expected at l"):
-        ParallelEmbedding(0, WIDTH)
-    with pytest.raises(ParallelError, match="the ids are on meta and the weight on cpu; move"):
+    with pytest.raises(tp.DegreeError, match=r"padding_idx=13 is not an id .* expected 0 to 12"):
+        tp.VocabParallelEmbedding(13, WIDTH, padding_idx=13)
+    with pytest.raises(tp.DegreeError, match="ParallelEmbedding: num_embeddings=0; expected at l"):
+        tp.ParallelEmbedding(0, WIDTH)
+    with pytest.raises(tp.ParallelError, match="the ids are on meta and the weight on cpu; move"):
         early(torch.zeros(2, dtype=torch.int64, device="meta"))

@@ -3,22 +3,14 @@
 import pytest
 import torch
 
-from ezpz_tp._current import get_state
-from ezpz_tp._errors import DegreeError
-from ezpz_tp._mappings import (
-    all_to_all,
-    all_to_all_hp2sp,
-    all_to_all_sp2hp,
-    head_to_sequence,
-    sequence_to_head,
-)
+import ezpz_tp as tp
 from ezpz_tp.testing import counting, run_ranks
 
 RANKS = 4
 
 
 def here():
-    return get_state().index("tensor")
+    return tp.get_state().index("tensor")
 
 
 def numbered(*shape):
@@ -30,8 +22,8 @@ def ulysses(sequence_dim, head_dim):
     own_sequence = full.chunk(RANKS, sequence_dim)[here()].clone().requires_grad_()
     own_heads = full.chunk(RANKS, head_dim)[here()]
     with counting() as counter:
-        inside = sequence_to_head(own_sequence, sequence_dim, head_dim)
-        back = head_to_sequence(inside * 1, sequence_dim, head_dim)
+        inside = tp.sequence_to_head(own_sequence, sequence_dim, head_dim)
+        back = tp.head_to_sequence(inside * 1, sequence_dim, head_dim)
         back.backward(own_sequence.detach() * 3)
     return (
         torch.equal(inside, own_heads),
@@ -50,8 +42,8 @@ def test_sequence_to_head_and_back(sequence_dim, head_dim):
 def megatron_shapes():
     full = numbered(8, 4)  # tokens, hidden
     tokens = full.chunk(RANKS, 0)[here()].clone().requires_grad_()
-    hidden = all_to_all_sp2hp(tokens.unsqueeze(1))
-    back = all_to_all_hp2sp(hidden)
+    hidden = tp.all_to_all_sp2hp(tokens.unsqueeze(1))
+    back = tp.all_to_all_hp2sp(hidden)
     back.sum().backward()
     right = torch.equal(hidden, full.chunk(RANKS, 1)[here()]) and torch.equal(back, tokens)
     return right, tokens.grad
@@ -69,7 +61,7 @@ def uneven_rows():
     sent = [[1, 2], [3, 0]][rank]
     received = [[1, 3], [2, 0]][rank]
     rows = (torch.arange(3.0) + 10 * rank).unsqueeze(1).requires_grad_()
-    got = all_to_all(rows, received, sent, group=get_state().group("tensor"))
+    got = tp.all_to_all(rows, received, sent, group=tp.get_state().group("tensor"))
     got.backward(got.detach())
     return got.flatten().tolist(), torch.equal(rows.grad, rows.detach())
 
@@ -79,7 +71,9 @@ def test_uneven_rows_and_their_gradients():
 
 
 def bad(output_sizes, input_sizes, rows):
-    all_to_all(torch.zeros(rows, 1), output_sizes, input_sizes, group=get_state().group("tensor"))
+    tp.all_to_all(
+        torch.zeros(rows, 1), output_sizes, input_sizes, group=tp.get_state().group("tensor")
+    )
 
 
 @pytest.mark.parametrize(
@@ -91,20 +85,20 @@ def bad(output_sizes, input_sizes, rows):
     ],
 )
 def test_split_sizes_that_do_not_fit(arguments, message):
-    with pytest.raises(DegreeError, match=message):
+    with pytest.raises(tp.DegreeError, match=message):
         run_ranks(bad, 2, *arguments)
 
 
 def three_heads():
-    sequence_to_head(torch.zeros(2, 3), 0, 1)
+    tp.sequence_to_head(torch.zeros(2, 3), 0, 1)
 
 
 def test_heads_that_do_not_divide():
-    with pytest.raises(DegreeError, match=r"sequence_to_head: dim 1 of \(2, 3\) is 3, which 2"):
+    with pytest.raises(tp.DegreeError, match=r"sequence_to_head: dim 1 of \(2, 3\) is 3, which 2"):
         run_ranks(three_heads, 2)
 
 
 def test_before_initialization_the_input_comes_back():
     x = torch.ones(4, 4)
-    assert sequence_to_head(x, 0, 1) is x
-    assert head_to_sequence(x, 0, 1) is x
+    assert tp.sequence_to_head(x, 0, 1) is x
+    assert tp.head_to_sequence(x, 0, 1) is x

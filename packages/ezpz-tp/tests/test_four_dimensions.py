@@ -6,11 +6,7 @@ import pytest
 import torch
 from llama import Config, Llama, loss_of, optimizer_of, text_batch, unsharded
 
-import ezpz_tp
-from ezpz_tp._data import shard_sequence
-from ezpz_tp._grads import finalize_grads
-from ezpz_tp._pipeline import Pipeline
-from ezpz_tp._state_dict import gather_state_dict
+import ezpz_tp as tp
 from ezpz_tp.testing import run_ranks
 
 STEPS, BATCH = 12, 8
@@ -43,13 +39,13 @@ def expected():
 
 def share_of_loss(ranks, logits, labels):
     """This rank's share of a microbatch's mean loss: the ranks' shares add up to it."""
-    losses = ezpz_tp.vocab_parallel_cross_entropy(logits, labels)
+    losses = tp.vocab_parallel_cross_entropy(logits, labels)
     return losses.sum() / (losses.numel() * ranks)
 
 
 def learn(schedule, virtual, microbatches, steps):
-    state = ezpz_tp.get_state()
-    pipeline = Pipeline(
+    state = tp.get_state()
+    pipeline = tp.Pipeline(
         partial(Llama, MODEL),
         layers=MODEL.layers,
         microbatches=microbatches,
@@ -63,10 +59,10 @@ def learn(schedule, virtual, microbatches, steps):
     for step in range(steps):
         batch = text_batch(step, batch=BATCH, length=MODEL.sequence)
         mine = slice(state.index("data"), None, state.size("data"))
-        tokens, labels = (shard_sequence(each[mine], 1) for each in batch)
+        tokens, labels = (tp.shard_sequence(each[mine], 1) for each in batch)
         shares = pipeline.step(tokens, labels)
-        finalize_grads(pipeline.module, sum_over=SHARED)
-        ezpz_tp.clip_grad_norm_(pipeline.module.parameters(), 1.0)
+        tp.finalize_grads(pipeline.module, sum_over=SHARED)
+        tp.clip_grad_norm_(pipeline.module.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         if shares is not None:
@@ -77,7 +73,7 @@ def learn(schedule, virtual, microbatches, steps):
 
 
 def with_embedding_groups(degrees, *args):
-    ezpz_tp.initialize_tensor_parallel(**degrees, also=[SHARED], embedding=True)
+    tp.initialize_tensor_parallel(**degrees, also=[SHARED], embedding=True)
     return learn(*args)
 
 
@@ -115,8 +111,8 @@ def test_four_dimensions(expected, ranks, degrees, schedule, virtual, microbatch
 
 def checked(degrees, *args):
     """Every operation of all four axes fits: `check` finds nothing."""
-    ezpz_tp.initialize_tensor_parallel(**degrees, also=[SHARED], embedding=True)
-    with ezpz_tp.check() as checker:
+    tp.initialize_tensor_parallel(**degrees, also=[SHARED], embedding=True)
+    with tp.check() as checker:
         losses = learn(*args)
     return losses, checker.operations
 
@@ -132,10 +128,10 @@ def test_the_types_of_four_dimensions(expected, schedule, virtual):
 
 
 def gathered():
-    ezpz_tp.initialize_tensor_parallel(2, 2, embedding=True)
+    tp.initialize_tensor_parallel(2, 2, embedding=True)
     part = partial(Llama, MODEL)
     settings = {"schedule": "interleaved", "virtual": 2, "loss": torch.mean}
-    return gather_state_dict(Pipeline(part, layers=4, microbatches=2, **settings).module)
+    return tp.gather_state_dict(tp.Pipeline(part, layers=4, microbatches=2, **settings).module)
 
 
 def test_the_parts_are_the_whole_model():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from ezpz_tp._current import get_state
+import ezpz_tp as tp
 from ezpz_tp._fused import column_linear, row_linear
 from ezpz_tp.testing import counting, run_ranks
 
@@ -23,7 +23,7 @@ def whole(inputs, weight, bias, grad):
 
 
 def group():
-    return get_state().group("tensor")
+    return tp.get_state().group("tensor")
 
 
 def own(full, dim):

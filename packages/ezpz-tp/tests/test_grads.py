@@ -3,20 +3,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from ezpz_tp._current import get_state, use_state
-from ezpz_tp._errors import NotInitializedError, ParallelError
-from ezpz_tp._grads import clip_grad_norm_, finalize_grads, get_grad_norm
-from ezpz_tp._linear import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    keep_attributes,
-    mark_sequence_parallel,
-)
-from ezpz_tp._mappings import (
-    gather_from_sequence_parallel_region,
-    scatter_to_sequence_parallel_region,
-)
-from ezpz_tp._state import ParallelState
+import ezpz_tp as tp
 from ezpz_tp.testing import counting, run_ranks
 
 
@@ -30,7 +17,7 @@ def parameter(*shape, grad=None, dtype=torch.float64, **attributes):
 
 
 def sums():
-    rank = get_state().index("tensor")
+    rank = tp.get_state().index("tensor")
     norm = parameter(3, grad=rank + 1, sequence_parallel=True)
     turned = parameter(2, 3, sequence_parallel=True)
     turned.grad = torch.arange(6.0, dtype=torch.float64).view(3, 2).t() * (rank + 1)
@@ -38,7 +25,7 @@ def sums():
     frozen = parameter(2, grad=rank, sequence_parallel=True).requires_grad_(False)
     kept = norm.grad
     with counting() as counter:
-        assert finalize_grads([norm, turned, weight, frozen]) is None
+        assert tp.finalize_grads([norm, turned, weight, frozen]) is None
     assert counter == {"all_reduce": 1}
     assert norm.grad is kept
     assert norm.grad.tolist() == [6.0] * 3
@@ -51,14 +38,14 @@ def test_tagged_parameters_are_summed_in_one_collective():
 
 
 def by_dtype():
-    rank = get_state().index("tensor")
+    rank = tp.get_state().index("tensor")
     wide = parameter(2, grad=rank, sequence_parallel=True)
     narrow = parameter(3, grad=rank, dtype=torch.bfloat16, sequence_parallel=True)
     # As Megatron's DDP keeps it: backward adds to main_grad, and grad is not used.
     main = parameter(2, dtype=torch.bfloat16, sequence_parallel=True)
     main.main_grad = torch.full((2,), rank + 1 / 1024)
     with counting() as counter:
-        finalize_grads([wide, narrow, main])
+        tp.finalize_grads([wide, narrow, main])
     assert counter == {"all_reduce": 3}
     assert wide.grad.tolist() == [1, 1]
     assert narrow.grad.dtype == torch.bfloat16
@@ -72,12 +59,12 @@ def test_each_dtype_is_a_collective_and_main_grad_goes_first():
 
 
 def missing():
-    rank = get_state().index("tensor")
+    rank = tp.get_state().index("tensor")
     some = parameter(2, grad=5 if rank == 1 else None, sequence_parallel=True)
     nowhere = parameter(3, sequence_parallel=True)
     everywhere = parameter(1, grad=1, sequence_parallel=True)
     with counting() as counter:
-        finalize_grads([some, nowhere, everywhere])
+        tp.finalize_grads([some, nowhere, everywhere])
     assert counter == {"all_reduce": 1}
     assert some.grad.tolist() == [5, 5]
     assert nowhere.grad is None
@@ -91,7 +78,7 @@ def test_a_gradient_that_some_ranks_lack():
 def alone():
     tagged = parameter(2, grad=1, sequence_parallel=True, shared=True)
     with counting() as counter:
-        finalize_grads([tagged])
+        tp.finalize_grads([tagged])
     assert not counter
     assert tagged.grad.tolist() == [1, 1]
 
@@ -108,15 +95,15 @@ class Block(nn.Module):
         super().__init__()
         settings = {"sequence_parallel": True, "dtype": torch.float64, "seed": 3}
         self.norm = nn.LayerNorm(8, dtype=torch.float64)
-        self.up = ColumnParallelLinear(8, 16, gather_output=False, **settings)
-        self.down = RowParallelLinear(16, 8, input_is_parallel=True, **settings)
+        self.up = tp.ColumnParallelLinear(8, 16, gather_output=False, **settings)
+        self.down = tp.RowParallelLinear(16, 8, input_is_parallel=True, **settings)
         for one in self.norm.parameters():
-            mark_sequence_parallel(one)
+            tp.mark_sequence_parallel(one)
 
     def forward(self, x):
-        x = scatter_to_sequence_parallel_region(x)
+        x = tp.scatter_to_sequence_parallel_region(x)
         x = x + self.down(self.up(self.norm(x)).sin())
-        return gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=False)
+        return tp.gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=False)
 
 
 def block_grads():
@@ -128,7 +115,7 @@ def block_grads():
     x = torch.randn(4, 2, 8, dtype=torch.float64, generator=generator)
     target = torch.randn(4, 2, 8, dtype=torch.float64, generator=generator)
     ((block(x) - target) ** 2).sum().backward()
-    finalize_grads(block)
+    tp.finalize_grads(block)
     return [one.grad.clone() for one in (block.norm.weight, block.norm.bias, block.down.bias)]
 
 
@@ -143,22 +130,22 @@ def test_norms_and_row_parallel_biases_under_sequence_parallelism(degree):
 
 def tied():
     """Trap 9: the embedding of the first stage and its copy on the last."""
-    stage = get_state().index("pipeline")
-    own = ParallelState.create(pipeline=4, embedding=True)
+    stage = tp.get_state().index("pipeline")
+    own = tp.ParallelState.create(pipeline=4, embedding=True)
     parameters = [parameter(2, grad=100)]
     at_an_end = stage in {0, 3}
     if at_an_end:
         marks = {"shared_embedding": True} if stage == 0 else {"shared": True}
         parameters.append(parameter(3, 2, grad=stage + 1, **marks))
     with counting() as counter:
-        finalize_grads(parameters, state=own)
+        tp.finalize_grads(parameters, state=own)
     assert counter == ({"all_reduce": 1} if at_an_end else {})
     assert parameters[0].grad.tolist() == [100, 100]
     if at_an_end:
         assert parameters[1].grad.unique().tolist() == [5]
-        with pytest.raises(ParallelError, match=r"embedding of shape \(3, 2\).*embedding=True"):
-            finalize_grads(parameters)
-        finalize_grads(parameters, embedding_group=own.group("embedding"))
+        with pytest.raises(tp.ParallelError, match=r"embedding of shape \(3, 2\).*embedding=True"):
+            tp.finalize_grads(parameters)
+        tp.finalize_grads(parameters, embedding_group=own.group("embedding"))
         assert parameters[1].grad.unique().tolist() == [10]
     own.destroy()
 
@@ -169,12 +156,12 @@ def test_tied_embeddings_are_summed_over_first_and_last_stage():
 
 def both_kinds():
     """A module given, and a position embedding that is tied and sequence-parallel too."""
-    state = get_state()
+    state = tp.get_state()
     module = nn.Linear(2, 2, dtype=torch.float64)
     module.weight.sequence_parallel = module.weight.shared_embedding = True
     module.weight.grad = torch.ones_like(module.weight)
-    with use_state(state), counting() as counter:
-        finalize_grads([module, module], embedding_group=state.group("pipeline"))
+    with tp.use_state(state), counting() as counter:
+        tp.finalize_grads([module, module], embedding_group=state.group("pipeline"))
     assert counter == {"all_reduce": 2}
     assert module.weight.grad.unique().tolist() == [4]
 
@@ -184,22 +171,22 @@ def test_both_sums_of_one_parameter_and_modules():
 
 
 def with_fsdp():
-    state = get_state()
+    state = tp.get_state()
     mesh = state.to_mesh("cpu")["dp"]
     module = nn.Linear(3, 3, dtype=torch.float64)
     for one in module.parameters():
-        mark_sequence_parallel(one)
-    with keep_attributes(module):
+        tp.mark_sequence_parallel(one)
+    with tp.keep_attributes(module):
         fully_shard(module, mesh=mesh)
     assert module.weight.sequence_parallel
     module(torch.full((1, 3), 1.0 + state.index("tensor"), dtype=torch.float64)).sum().backward()
     if state.index("tensor") == 1:
         module.bias.grad = None
     with counting() as counter:
-        finalize_grads(module)
+        tp.finalize_grads(module)
     assert counter == {"all_reduce": 1}
-    with pytest.raises(ParallelError, match=r"of 1 parameters none .*keep_attributes"):
-        finalize_grads(nn.Parameter(module.weight.detach()))
+    with pytest.raises(tp.ParallelError, match=r"of 1 parameters none .*keep_attributes"):
+        tp.finalize_grads(nn.Parameter(module.weight.detach()))
     # 1 and 2 from the tensor-parallel ranks; the mean over the data ranks is FSDP2's.
     assert module.weight.grad.full_tensor().unique().tolist() == [3]
     assert module.bias.grad.full_tensor().unique().tolist() == [1]
@@ -211,8 +198,8 @@ def test_shards_of_fsdp():
 
 def test_attributes_survive_to_empty():
     module = nn.Linear(2, 2, device="meta")
-    mark_sequence_parallel(module.bias)
-    with keep_attributes(module):
+    tp.mark_sequence_parallel(module.bias)
+    with tp.keep_attributes(module):
         module.to_empty(device="cpu")
     assert module.bias.sequence_parallel
     assert not hasattr(module.weight, "sequence_parallel")
@@ -222,10 +209,10 @@ def marked_but_no_groups():
     """Layers may have been given a group that nothing here knows of."""
     for attribute in ("tensor_model_parallel", "sequence_parallel"):
         marked = parameter(3, grad=1, **{attribute: True})
-        for function in (finalize_grads, lambda found: clip_grad_norm_(found, 1.0)):
-            with pytest.raises(NotInitializedError, match=r"from_groups\(tensor=group\)"):
+        for function in (tp.finalize_grads, lambda found: tp.clip_grad_norm_(found, 1.0)):
+            with pytest.raises(tp.NotInitializedError, match=r"from_groups\(tensor=group\)"):
                 function([marked])
-    finalize_grads([parameter(3, grad=1)])
+    tp.finalize_grads([parameter(3, grad=1)])
 
 
 def test_sharded_parameters_without_groups_are_refused():
@@ -234,19 +221,19 @@ def test_sharded_parameters_without_groups_are_refused():
 
 def test_a_process_alone_needs_no_groups():
     marked = parameter(3, grad=1, sequence_parallel=True)
-    finalize_grads([marked])
+    tp.finalize_grads([marked])
     assert marked.grad.tolist() == [1.0] * 3
 
 
 def with_a_group_of_its_own():
-    group = get_state().group("data")
-    layers = [ColumnParallelLinear(4, 4, seed=1, tp_group=group)]
+    group = tp.get_state().group("data")
+    layers = [tp.ColumnParallelLinear(4, 4, seed=1, tp_group=group)]
     layers[0](torch.ones(1, 4)).sum().backward()
-    state = ParallelState.from_groups(tensor=group)
-    norms = [get_grad_norm(layers[0], state=state).item()]
+    state = tp.ParallelState.from_groups(tensor=group)
+    norms = [tp.get_grad_norm(layers[0], state=state).item()]
     whole = nn.Linear(4, 4)
     whole(torch.ones(1, 4)).sum().backward()
-    return norms[0], get_grad_norm(whole).item()
+    return norms[0], tp.get_grad_norm(whole).item()
 
 
 def test_groups_of_ones_own():
@@ -259,7 +246,7 @@ BOTH = ("data", "context")
 
 def over_axes(joined):
     """Averages and sums over data and context, in one collective where one group has both."""
-    state = get_state()
+    state = tp.get_state()
     data, context = state.index("data"), state.index("context")
     one = parameter(2, 3, grad=10 * data + context + 1)
     # Ranks that lack a gradient, or all of them: counted as zero, and left as it is.
@@ -267,7 +254,7 @@ def over_axes(joined):
     three = parameter(2)
     frozen = parameter(2, grad=context).requires_grad_(False)
     with counting() as counter:
-        finalize_grads([one, two, three, frozen], sum_over=BOTH)
+        tp.finalize_grads([one, two, three, frozen], sum_over=BOTH)
     assert counter == {"all_reduce": 1 if joined else 2}
     assert one.grad.unique().tolist() == [26]
     assert two.grad.tolist() == [16, 16]
@@ -281,7 +268,7 @@ def over_axes(joined):
         ({}, 10 * data + context + 1),
     ]:
         one.grad.fill_(10 * data + context + 1)
-        finalize_grads(one, **axes)
+        tp.finalize_grads(one, **axes)
         assert one.grad.unique().tolist() == [wanted], axes
 
 
@@ -293,10 +280,10 @@ def test_reductions_over_data_and_context(joined):
 
 
 def in_buckets(size):
-    rank = get_state().index("data")
+    rank = tp.get_state().index("data")
     parameters = [parameter(3, grad=rank + index) for index in range(5)]
     with counting() as counter:
-        finalize_grads(parameters, average_over="data")
+        tp.finalize_grads(parameters, average_over="data")
     assert counter == {"all_reduce": {48: 3, 10: 5, 10**6: 1}[size]}
     assert [one.grad.tolist() for one in parameters] == [[index + 0.5] * 3 for index in range(5)]
 
@@ -309,10 +296,10 @@ def test_what_is_sent_at_once_is_bounded(size, monkeypatch):
 
 def with_a_sequence_parallel_norm():
     """Both sums of one parameter: over tensor, and over data."""
-    state = get_state()
+    state = tp.get_state()
     both = parameter(2, grad=state.index("tensor") + 10 * state.index("data"))
     both.sequence_parallel = True
-    finalize_grads(both, average_over="data")
+    tp.finalize_grads(both, average_over="data")
     assert both.grad.tolist() == [11, 11]
 
 
@@ -323,7 +310,7 @@ def test_reductions_beside_those_over_the_tensor_axis():
 def sixteen_bits():
     """The mean of numbers whose sum fp16 cannot hold."""
     large = parameter(2, grad=40000, dtype=torch.float16)
-    finalize_grads(large, average_over="data")
+    tp.finalize_grads(large, average_over="data")
     assert large.grad.tolist() == [40000, 40000]
 
 
@@ -333,7 +320,7 @@ def test_averages_do_not_overflow():
 
 def padded_tokens():
     """Ranks with unequally many tokens: sums of what each divides by the number in all."""
-    state = get_state()
+    state = tp.get_state()
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randn(8, 3, generator=generator, dtype=torch.float64)
     kept = torch.tensor([1, 1, 1, 0, 1, 0, 0, 0], dtype=torch.float64)
@@ -341,7 +328,7 @@ def padded_tokens():
     place, count = state.index(*BOTH), state.size(*BOTH)
     mine = slice(place * 8 // count, (place + 1) * 8 // count)
     (((tokens[mine] @ weight).exp() * kept[mine]).sum() / kept.sum()).backward()
-    finalize_grads(weight, sum_over=BOTH)
+    tp.finalize_grads(weight, sum_over=BOTH)
     return weight.grad
 
 
@@ -354,7 +341,7 @@ def test_sums_are_right_where_ranks_have_unequally_many_tokens():
 def nothing_over_axes_of_degree_one():
     one = parameter(2, grad=3)
     with counting() as counter:
-        finalize_grads(one, average_over=BOTH)
+        tp.finalize_grads(one, average_over=BOTH)
     assert not counter
     assert one.grad.tolist() == [3, 3]
 
@@ -369,15 +356,15 @@ def test_axes_of_degree_one_send_nothing():
 )
 def test_axes_that_are_not_to_be_reduced_over(axes):
     with pytest.raises(ValueError, match="expected data, context or both, each once"):
-        finalize_grads(parameter(2, grad=1), **axes)
+        tp.finalize_grads(parameter(2, grad=1), **axes)
 
 
 def experts():
-    own = ParallelState.create(expert=2)
+    own = tp.ParallelState.create(expert=2)
     expert = parameter(2, grad=1, allreduce=False)
-    with pytest.raises(ParallelError, match=r"expert's parameter of shape \(2,\).*expert_data"):
-        finalize_grads(expert, average_over="data", state=own)
-    finalize_grads(parameter(2, grad=1), average_over="data", state=own)
+    with pytest.raises(tp.ParallelError, match=r"expert's parameter of shape \(2,\).*expert_data"):
+        tp.finalize_grads(expert, average_over="data", state=own)
+    tp.finalize_grads(parameter(2, grad=1), average_over="data", state=own)
     own.destroy()
 
 
@@ -386,8 +373,8 @@ def test_experts_are_not_reduced_over_the_models_axes():
 
 
 def axes_without_groups():
-    with pytest.raises(NotInitializedError, match="data x context"):
-        finalize_grads(parameter(2, grad=1), sum_over=BOTH)
+    with pytest.raises(tp.NotInitializedError, match="data x context"):
+        tp.finalize_grads(parameter(2, grad=1), sum_over=BOTH)
 
 
 def test_axes_need_groups():
@@ -397,10 +384,10 @@ def test_axes_need_groups():
 def sparse():
     table = nn.Embedding(4, 2, sparse=True)
     table(torch.tensor([1])).sum().backward()
-    finalize_grads(table, average_over="data")
+    tp.finalize_grads(table, average_over="data")
 
 
 def test_sparse_gradients_are_refused():
     told = r"a parameter of shape \(4, 2\) is torch\.sparse_coo; expected a dense one.*sparse=False"
-    with pytest.raises(ParallelError, match=told):
+    with pytest.raises(tp.ParallelError, match=told):
         run_ranks(sparse, 2, data=2)

@@ -7,13 +7,11 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import init
 
+import ezpz_tp as tp
 from ezpz_tp import _init as _boxes
 from ezpz_tp import _init as _initialize
-from ezpz_tp._current import get_state, tensor_group
-from ezpz_tp._embedding import ParallelEmbedding, VocabParallelEmbedding
-from ezpz_tp._errors import DegreeError
-from ezpz_tp._init import agree_on_seed, initialize_shard
-from ezpz_tp._linear import ColumnParallelLinear, RowParallelLinear
+from ezpz_tp._current import tensor_group
+from ezpz_tp._init import agree_on_seed
 from ezpz_tp.testing import run_ranks
 
 
@@ -30,7 +28,7 @@ def shards(shape, dim, degree, method, seed=1, stride=1, dtype=torch.float32):
     held[dim] = -(-shape[dim] // degree)
     parts = [torch.full(held, float("nan"), dtype=dtype) for _ in range(degree)]
     for index, part in enumerate(parts):
-        initialize_shard(part, shape, dim, index, degree, method, seed=seed, stride=stride)
+        tp.initialize_shard(part, shape, dim, index, degree, method, seed=seed, stride=stride)
     pieces = [part.chunk(stride, dim) for part in parts]
     joined = torch.cat([piece[number] for number in range(stride) for piece in pieces], dim)
     return parts, joined.narrow(dim, 0, shape[dim])
@@ -100,17 +98,17 @@ def test_shapes_of_other_ranks():
             expected = whole(shape, dim, init.normal_)
             assert torch.equal(shards(shape, dim, 2, init.normal_)[1], expected)
     replicated = torch.empty(6, 20)
-    initialize_shard(replicated, (6, 20), None, 1, 2, init.normal_, seed=1)
+    tp.initialize_shard(replicated, (6, 20), None, 1, 2, init.normal_, seed=1)
     assert torch.equal(replicated, whole((6, 20), 0, init.normal_))
 
 
 def test_fans_are_those_of_the_full_weight():
     # 2^18 elements are four tiles along dim 0: a rank draws but one.
     part = torch.empty(128, 2048)
-    initialize_shard(part, (512, 2048), 0, 1, 4, init.xavier_normal_, seed=1)
+    tp.initialize_shard(part, (512, 2048), 0, 1, 4, init.xavier_normal_, seed=1)
     assert part.std().item() == pytest.approx((2 / (512 + 2048)) ** 0.5, rel=0.01)
     assert abs(part.mean().item()) < 1e-4
-    initialize_shard(part, (512, 2048), 0, 1, 4, init.kaiming_uniform_, seed=1)
+    tp.initialize_shard(part, (512, 2048), 0, 1, 4, init.kaiming_uniform_, seed=1)
     assert part.abs().max().item() == pytest.approx((6 / 2048) ** 0.5, rel=1e-3)
 
 
@@ -149,7 +147,7 @@ def test_trap_3_no_rank_makes_more_than_a_tile_at_once():
     for dim in (0, 1):
         made.clear()
         part = torch.empty((64, 512) if dim == 0 else (512, 64))
-        initialize_shard(part, (512, 512), dim, 3, 8, method, seed=1)
+        tp.initialize_shard(part, (512, 512), dim, 3, 8, method, seed=1)
         assert max(rows * columns for rows, columns in made) <= 1 << 9
         assert sum(rows * columns for rows, columns in made) == part.numel()
 
@@ -168,7 +166,7 @@ def test_an_init_method_with_a_generator_advances_it_as_much_on_every_rank():
     states = []
     for index in range(4):
         generator = torch.Generator()
-        initialize_shard(
+        tp.initialize_shard(
             torch.empty(2, 3),
             (5, 3),
             0,
@@ -230,15 +228,15 @@ def test_a_large_whole_weight_is_warned_of(monkeypatch):
     monkeypatch.setattr(_initialize, "_LARGE", 1 << 20)
     part = torch.empty(256, 1024)
     with pytest.warns(UserWarning, match=r"\(512, 1024\) needs all of it, 2 MiB, .* calls norm;"):
-        initialize_shard(part, (512, 1024), 0, 0, 2, normalized, seed=1)
+        tp.initialize_shard(part, (512, 1024), 0, 0, 2, normalized, seed=1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        initialize_shard(part[:128], (256, 1024), 0, 0, 2, init.normal_, seed=1)
+        tp.initialize_shard(part[:128], (256, 1024), 0, 0, 2, init.normal_, seed=1)
 
 
 def test_errors_of_the_init_method_are_its_own():
     with pytest.raises(ValueError, match="Fan in and fan out can not be computed"):
-        initialize_shard(torch.empty(2), (4,), 0, 0, 2, init.xavier_normal_, seed=1)
+        tp.initialize_shard(torch.empty(2), (4,), 0, 0, 2, init.xavier_normal_, seed=1)
 
 
 @pytest.mark.parametrize(
@@ -253,25 +251,27 @@ def test_errors_of_the_init_method_are_its_own():
 )
 def test_shapes_that_do_not_fit(case):
     held, full, dim, place, stride, message = case
-    with pytest.raises(DegreeError, match=message):
-        initialize_shard(torch.empty(held), full, dim, *place, init.normal_, seed=1, stride=stride)
+    with pytest.raises(tp.DegreeError, match=message):
+        tp.initialize_shard(
+            torch.empty(held), full, dim, *place, init.normal_, seed=1, stride=stride
+        )
 
 
 def test_nothing_is_done_on_meta():
     def never(weight):
         raise AssertionError
 
-    initialize_shard(torch.empty(2, 4, device="meta"), (4, 4), 0, 0, 2, never, seed=1)
+    tp.initialize_shard(torch.empty(2, 4, device="meta"), (4, 4), 0, 0, 2, never, seed=1)
 
 
 def layers(seed=None, device=None):
     torch.manual_seed(7)
     return nn.ModuleList(
         [
-            VocabParallelEmbedding(21, 12, padding_idx=20, seed=seed, device=device),
-            ColumnParallelLinear(12, 24, stride=2, seed=seed, device=device),
-            RowParallelLinear(24, 12, seed=seed, device=device),
-            ParallelEmbedding(21, 12, padding_idx=2, seed=seed, device=device),
+            tp.VocabParallelEmbedding(21, 12, padding_idx=20, seed=seed, device=device),
+            tp.ColumnParallelLinear(12, 24, stride=2, seed=seed, device=device),
+            tp.RowParallelLinear(24, 12, seed=seed, device=device),
+            tp.ParallelEmbedding(21, 12, padding_idx=2, seed=seed, device=device),
         ]
     )
 
@@ -288,7 +288,7 @@ def full_weights(seed=None, device=None):
 
 def all_ways():
     # Ranks that do not agree on a seed: the first one's counts.
-    state = get_state()
+    state = tp.get_state()
     agreed = full_weights()
     torch.manual_seed(100 + state.index("tensor"))
     drawn = agree_on_seed(None, tensor_group(), "meta"), agree_on_seed(5, tensor_group())
@@ -329,10 +329,10 @@ def seeded():
 
 def with_seed():
     return [
-        VocabParallelEmbedding(21, 24, padding_idx=20, seed=1),
-        ColumnParallelLinear(12, 24, stride=2, seed=2, init_method=init.orthogonal_),
-        RowParallelLinear(24, 12, seed=3),
-        ParallelEmbedding(21, 24, padding_idx=2, seed=4),
+        tp.VocabParallelEmbedding(21, 24, padding_idx=20, seed=1),
+        tp.ColumnParallelLinear(12, 24, stride=2, seed=2, init_method=init.orthogonal_),
+        tp.RowParallelLinear(24, 12, seed=3),
+        tp.ParallelEmbedding(21, 24, padding_idx=2, seed=4),
     ]
 
 
@@ -344,7 +344,7 @@ def test_trap_3_on_ranks_that_share_torchs_generators(degree):
 
 
 def sharded_further():
-    state = get_state()
+    state = tp.get_state()
     mesh = state.to_mesh("cpu")["dp"]
     made = layers(seed=3, device="meta")
     for layer in made:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-import ezpz_tp
+import ezpz_tp as tp
 from ezpz_tp.testing import assert_matches_unsharded
 
 DEGREES = (1, 2, 3, 4, 8)
@@ -26,9 +26,9 @@ vocabularies = pytest.mark.parametrize("vocabulary", [VOCABULARY, 43], ids=["eve
 def parallel_mlp(dtype, bias, sequence_parallel=False, **options):
     both = {"bias": bias, "sequence_parallel": sequence_parallel, "dtype": dtype, **options}
     return nn.Sequential(
-        ezpz_tp.ColumnParallelLinear(HIDDEN, 4 * HIDDEN, gather_output=False, **both),
+        tp.ColumnParallelLinear(HIDDEN, 4 * HIDDEN, gather_output=False, **both),
         nn.ReLU(),
-        ezpz_tp.RowParallelLinear(4 * HIDDEN, HIDDEN, input_is_parallel=True, **both),
+        tp.RowParallelLinear(4 * HIDDEN, HIDDEN, input_is_parallel=True, **both),
     )
 
 
@@ -60,9 +60,9 @@ def test_mlp(dtype, sequence_parallel, bias):
 def test_layers_that_gather_and_scatter(dtype, bias):
     def parallel():
         return nn.Sequential(
-            ezpz_tp.ColumnParallelLinear(HIDDEN, 2 * HIDDEN, bias=bias, dtype=dtype),
+            tp.ColumnParallelLinear(HIDDEN, 2 * HIDDEN, bias=bias, dtype=dtype),
             nn.ReLU(),
-            ezpz_tp.RowParallelLinear(2 * HIDDEN, HIDDEN, bias=bias, dtype=dtype),
+            tp.RowParallelLinear(2 * HIDDEN, HIDDEN, bias=bias, dtype=dtype),
         )
 
     def unsharded():
@@ -81,11 +81,11 @@ class ParallelModel(nn.Module):
 
     def __init__(self, vocabulary, dtype, bias, sequence_parallel):
         super().__init__()
-        self.embedding = ezpz_tp.VocabParallelEmbedding(
+        self.embedding = tp.VocabParallelEmbedding(
             vocabulary, HIDDEN, sequence_parallel=sequence_parallel, dtype=dtype
         )
         self.mlp = parallel_mlp(dtype, bias, sequence_parallel)
-        self.head = ezpz_tp.ColumnParallelLinear(
+        self.head = tp.ColumnParallelLinear(
             HIDDEN,
             vocabulary,
             bias,
@@ -136,7 +136,7 @@ def test_embedding_to_logits(dtype, sequence_parallel, bias, vocabulary):
 def test_parallel_embedding(dtype, gather_output):
     assert_matches_unsharded(
         partial(
-            ezpz_tp.ParallelEmbedding,
+            tp.ParallelEmbedding,
             VOCABULARY,
             HIDDEN,
             padding_idx=3,
@@ -153,7 +153,7 @@ def test_parallel_embedding(dtype, gather_output):
 class ParallelLoss(ParallelModel):
     def forward(self, tokens, labels):
         logits = super().forward(tokens)
-        return ezpz_tp.vocab_parallel_cross_entropy(logits, labels)
+        return tp.vocab_parallel_cross_entropy(logits, labels)
 
 
 class Loss(Model):
@@ -184,14 +184,14 @@ class EqualLogits(nn.Module):
     def __init__(self, vocabulary, dtype, parallel):
         super().__init__()
         self.parallel = parallel
-        kind = partial(ezpz_tp.ColumnParallelLinear, gather_output=False) if parallel else nn.Linear
+        kind = partial(tp.ColumnParallelLinear, gather_output=False) if parallel else nn.Linear
         self.head = kind(HIDDEN, vocabulary, bias=False, dtype=dtype)
 
     def forward(self, hidden, labels):
         # With equal logits every probability is the same power of two: nothing is rounded.
         logits = self.head(hidden).detach() * 0
         if self.parallel:
-            return ezpz_tp.vocab_parallel_cross_entropy(logits, labels)
+            return tp.vocab_parallel_cross_entropy(logits, labels)
         return cross_entropy(logits, labels, reduction="none")
 
 
@@ -246,7 +246,7 @@ def test_exactly_these_collectives_are_started(sequence_parallel, degree):
 @pytest.mark.parametrize("gather_output", [False, True])
 def test_collectives_of_layers_that_gather(gather_output):
     counts = assert_matches_unsharded(
-        partial(ezpz_tp.ParallelEmbedding, VOCABULARY, HIDDEN, gather_output=gather_output),
+        partial(tp.ParallelEmbedding, VOCABULARY, HIDDEN, gather_output=gather_output),
         partial(nn.Embedding, VOCABULARY, HIDDEN),
         tokens(VOCABULARY),
         split_outputs=None if gather_output else -1,

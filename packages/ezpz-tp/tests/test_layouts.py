@@ -7,18 +7,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.nn import LayerNorm, Linear, ReLU, Sequential
 
-from ezpz_tp import (
-    ColumnParallelLinear,
-    DegreeError,
-    NotInitializedError,
-    RowParallelLinear,
-    destroy_tensor_parallel,
-    finalize_grads,
-    gather_from_sequence_parallel_region,
-    layouts,
-    mark_sequence_parallel,
-    scatter_to_sequence_parallel_region,
-)
+import ezpz_tp as tp
+from ezpz_tp import layouts
 from ezpz_tp.testing import run_ranks
 
 # What is written here by hand is what the mesh has to have: for each layout its axes, from the
@@ -196,7 +186,7 @@ def test_names_that_are_none(name, said):
     ],
 )
 def test_degrees_that_do_not_fit(name, world, degrees, said):
-    with pytest.raises(DegreeError, match=said):
+    with pytest.raises(tp.DegreeError, match=said):
         layouts.named(name, world, **degrees)
 
 
@@ -207,9 +197,9 @@ def test_a_tp_axis_across_nodes_is_warned_of():
 
 
 def test_before_there_is_a_world():
-    with pytest.raises(NotInitializedError, match=r"layout fsdp .*init_process_group"):
+    with pytest.raises(tp.NotInitializedError, match=r"layout fsdp .*init_process_group"):
         layouts.named("fsdp", 2).to_mesh("cpu")
-    with pytest.raises(NotInitializedError, match=r"layout tp .*init_process_group"):
+    with pytest.raises(tp.NotInitializedError, match=r"layout tp .*init_process_group"):
         layouts.named("tp", 2).initialize()
 
 
@@ -263,8 +253,8 @@ class Block(torch.nn.Module):
         super().__init__()
         options = {"dtype": torch.float64, "sequence_parallel": sequence_parallel}
         self.norm = LayerNorm(6, dtype=torch.float64)
-        self.up = ColumnParallelLinear(6, 12, gather_output=False, seed=1, **options)
-        self.down = RowParallelLinear(12, 6, input_is_parallel=True, seed=2, **options)
+        self.up = tp.ColumnParallelLinear(6, 12, gather_output=False, seed=1, **options)
+        self.down = tp.RowParallelLinear(12, 6, input_is_parallel=True, seed=2, **options)
 
     def forward(self, input_):
         return input_ + self.down(torch.relu(self.up(self.norm(input_))))
@@ -309,26 +299,26 @@ def tensor_and_sequence_step():
     assert state.size("tensor") == layout.world_size
     Block.group = state.group("tensor")
     block = Block(sequence_parallel=True)
-    mark_sequence_parallel(block.norm.weight)
-    mark_sequence_parallel(block.norm.bias)
-    output = block(scatter_to_sequence_parallel_region(batch()))
+    tp.mark_sequence_parallel(block.norm.weight)
+    tp.mark_sequence_parallel(block.norm.bias)
+    output = block(tp.scatter_to_sequence_parallel_region(batch()))
     assert output.shape == (8 // layout.world_size, 6)
-    whole = gather_from_sequence_parallel_region(output, tensor_parallel_output_grad=False)
+    whole = tp.gather_from_sequence_parallel_region(output, tensor_parallel_output_grad=False)
     whole.square().mean().backward()
-    finalize_grads(block)
+    tp.finalize_grads(block)
     copy = whole_of(block)
     run_whole(copy, batch()).square().mean().backward()
     assert_same(gradients_of(block), [parameter.grad for parameter in copy.parameters()])
-    destroy_tensor_parallel()
+    tp.destroy_tensor_parallel()
 
 
 def on_four_ranks():
     sharded_step("fsdp", {})
     sharded_step("hsdp", {"shard": 2})
     tensor_and_sequence_step()
-    with pytest.raises(DegreeError, match=r"for 8 ranks and the world has 4; .*world_size=4"):
+    with pytest.raises(tp.DegreeError, match=r"for 8 ranks and the world has 4; .*world_size=4"):
         layouts.named("fsdp", 8).to_mesh("cpu")
-    with pytest.raises(DegreeError, match="for 2 ranks and the world has 4"):
+    with pytest.raises(tp.DegreeError, match="for 2 ranks and the world has 4"):
         layouts.named("tp", 2).initialize()
 
 

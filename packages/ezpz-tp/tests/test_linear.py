@@ -11,25 +11,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.nn import functional as F
 
-from ezpz_tp._current import (
-    destroy_tensor_parallel,
-    get_state,
-    initialize_tensor_parallel,
-    use_state,
-)
-from ezpz_tp._embedding import ParallelEmbedding, VocabParallelEmbedding
-from ezpz_tp._errors import DegreeError, NotInitializedError, ParallelError
-from ezpz_tp._linear import ColumnParallelLinear, RowParallelLinear
+import ezpz_tp as tp
 from ezpz_tp.testing import counting, run_ranks
 
 
 def group():
-    return get_state().group("tensor")
+    return tp.get_state().group("tensor")
 
 
 def described():
-    column = ColumnParallelLinear(8, 12, seed=1)
-    row = RowParallelLinear(8, 12, seed=1)
+    column = tp.ColumnParallelLinear(8, 12, seed=1)
+    row = tp.RowParallelLinear(8, 12, seed=1)
     return (
         [
             (tuple(parameter.shape), parameter.tensor_model_parallel, parameter.partition_dim)
@@ -50,7 +42,7 @@ def test_shapes_and_attributes():
 
 def gathered():
     inputs = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
-    column, row = ColumnParallelLinear(8, 12, seed=1), RowParallelLinear(12, 8, seed=2)
+    column, row = tp.ColumnParallelLinear(8, 12, seed=1), tp.RowParallelLinear(12, 8, seed=2)
     full = [layer.get_master_weight() for layer in (column, row)]
     with counting() as counter:
         output = row(column(inputs))
@@ -72,8 +64,8 @@ def test_the_full_weight_is_the_same_for_every_degree():
 
 def both_layers(**options):
     return (
-        ColumnParallelLinear(12, 24, seed=5, **options),
-        RowParallelLinear(24, 12, seed=6, **options),
+        tp.ColumnParallelLinear(12, 24, seed=5, **options),
+        tp.RowParallelLinear(24, 12, seed=6, **options),
     )
 
 
@@ -98,7 +90,7 @@ def test_stacked_matrices_are_split_each_by_itself():
 
 def from_the_global_seed():
     torch.manual_seed(100 + group().rank())  # by mistake another one on every rank
-    return ColumnParallelLinear(4, 8).get_master_weight()
+    return tp.ColumnParallelLinear(4, 8).get_master_weight()
 
 
 def test_a_weight_without_a_seed_is_agreed_on():
@@ -109,8 +101,8 @@ def test_a_weight_without_a_seed_is_agreed_on():
 
 def skipped():
     inputs = torch.ones(2, 8)
-    column = ColumnParallelLinear(8, 8, gather_output=False, skip_bias_add=True, seed=1)
-    row = RowParallelLinear(8, 8, input_is_parallel=True, skip_bias_add=True, seed=2)
+    column = tp.ColumnParallelLinear(8, 8, gather_output=False, skip_bias_add=True, seed=1)
+    row = tp.RowParallelLinear(8, 8, input_is_parallel=True, skip_bias_add=True, seed=2)
     for layer in (column, row):
         nn.init.ones_(layer.bias)
     hidden, first = column(inputs)
@@ -124,7 +116,7 @@ def test_skip_bias_add_leaves_the_bias_to_the_caller():
 
 
 def padded(gather_output):
-    layer = ColumnParallelLinear(4, 5, pad_output=True, gather_output=gather_output, seed=3)
+    layer = tp.ColumnParallelLinear(4, 5, pad_output=True, gather_output=gather_output, seed=3)
     nn.init.constant_(layer.bias, 7.0)
     output = layer(torch.ones(2, 4))
     output[output.isfinite()].sum().backward()
@@ -132,7 +124,7 @@ def padded(gather_output):
 
 
 def test_an_uneven_output_is_padded_and_masked():
-    whole = ColumnParallelLinear(4, 5, seed=3)
+    whole = tp.ColumnParallelLinear(4, 5, seed=3)
     for rank, (output, rows, grad, full) in enumerate(run_ranks(padded, 3, False)):
         assert rows == 2
         real = 1 if rank == 2 else 2
@@ -147,10 +139,10 @@ def test_an_uneven_output_is_padded_and_masked():
 
 
 def on_meta():
-    layer = RowParallelLinear(8, 4, seed=1, device="meta")
+    layer = tp.RowParallelLinear(8, 4, seed=1, device="meta")
     with counting() as counter:
         layer.to_empty(device="cpu").reset_parameters()
-    built = RowParallelLinear(8, 4, seed=1)
+    built = tp.RowParallelLinear(8, 4, seed=1)
     return torch.equal(layer.weight, built.weight), dict(counter)
 
 
@@ -159,7 +151,7 @@ def test_meta_construction_then_reset_is_construction():
 
 
 def copied():
-    layer = ColumnParallelLinear(4, 4, seed=1)
+    layer = tp.ColumnParallelLinear(4, 4, seed=1)
     twin = copy.deepcopy(layer)
     with torch.no_grad():
         twin.weight.add_(1)
@@ -173,7 +165,7 @@ def test_a_deep_copy_shares_the_group_and_not_the_weight():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("layer_class", [ColumnParallelLinear, RowParallelLinear])
+@pytest.mark.parametrize("layer_class", [tp.ColumnParallelLinear, tp.RowParallelLinear])
 def test_before_initialization_bitwise_equal_to_linear(layer_class, dtype):
     """Trap 13."""
     layer = layer_class(16, 24, dtype=dtype, seed=1)
@@ -190,7 +182,7 @@ def test_before_initialization_bitwise_equal_to_linear(layer_class, dtype):
 
 
 def degree_one():
-    layer = ColumnParallelLinear(4, 4, seed=1)
+    layer = tp.ColumnParallelLinear(4, 4, seed=1)
     with counting() as counter:
         layer(torch.ones(2, 4)).sum().backward()
     return layer.tp_group is None, dict(counter)
@@ -201,9 +193,9 @@ def test_at_degree_one_no_collectives():
 
 
 def explicit():
-    state = get_state()
+    state = tp.get_state()
     inputs = torch.ones(1, 4)
-    layer = ColumnParallelLinear(4, 4, seed=1, tp_group=state.group("data"))
+    layer = tp.ColumnParallelLinear(4, 4, seed=1, tp_group=state.group("data"))
     return layer.tp_size, layer(inputs).shape
 
 
@@ -219,9 +211,11 @@ def built_too_early(layers):
 
 
 def test_a_layer_from_before_initialization_is_refused():
-    column, row = ColumnParallelLinear(8, 8), RowParallelLinear(8, 8)
+    column, row = tp.ColumnParallelLinear(8, 8), tp.RowParallelLinear(8, 8)
     for layer in (column, row):
-        with pytest.raises(NotInitializedError, match=rf"{type(layer).__name__}\(in_features=8.*2"):
+        with pytest.raises(
+            tp.NotInitializedError, match=rf"{type(layer).__name__}\(in_features=8.*2"
+        ):
             run_ranks(built_too_early, 2, [layer])
 
 
@@ -232,25 +226,25 @@ def indivisible(layer_class, options):
 @pytest.mark.parametrize(
     ("layer_class", "options", "message"),
     [
-        (ColumnParallelLinear, {}, "ColumnParallelLinear: out_features=6 is not divisible.* 4"),
-        (RowParallelLinear, {}, "RowParallelLinear: in_features=6 is not divisible.* degree 4"),
-        (ColumnParallelLinear, {"stride": 4}, "stride=4 does not divide out_features=6"),
-        (ColumnParallelLinear, {"pad_output": True, "stride": 2}, "padding for degree 4"),
+        (tp.ColumnParallelLinear, {}, "ColumnParallelLinear: out_features=6 is not divisible.* 4"),
+        (tp.RowParallelLinear, {}, "RowParallelLinear: in_features=6 is not divisible.* degree 4"),
+        (tp.ColumnParallelLinear, {"stride": 4}, "stride=4 does not divide out_features=6"),
+        (tp.ColumnParallelLinear, {"pad_output": True, "stride": 2}, "padding for degree 4"),
     ],
 )
 def test_sizes_that_do_not_divide(layer_class, options, message):
-    with pytest.raises(DegreeError, match=message):
+    with pytest.raises(tp.DegreeError, match=message):
         run_ranks(indivisible, 4, layer_class, options)
 
 
 def test_sizes_below_one():
-    with pytest.raises(DegreeError, match="ColumnParallelLinear: out_features=0"):
-        ColumnParallelLinear(4, 0)
+    with pytest.raises(tp.DegreeError, match="ColumnParallelLinear: out_features=0"):
+        tp.ColumnParallelLinear(4, 0)
 
 
 def wrong_input(layer_class, shape, dtype, device):
     layer = layer_class(
-        8, 8, seed=1, **({"input_is_parallel": True} if layer_class is RowParallelLinear else {})
+        8, 8, seed=1, **({"input_is_parallel": True} if layer_class is tp.RowParallelLinear else {})
     )
     layer(torch.ones(shape, dtype=dtype, device=device))
 
@@ -259,22 +253,28 @@ def wrong_input(layer_class, shape, dtype, device):
     ("layer_class", "shape", "dtype", "device", "message"),
     [
         (
-            ColumnParallelLinear,
+            tp.ColumnParallelLinear,
             (2, 4),
             torch.float32,
             "cpu",
             r"\(2, 4\) should be 8 on each of the 2",
         ),
-        (RowParallelLinear, (2, 8), torch.float32, "cpu", r"\(2, 8\) should be 4 on each of the 2"),
         (
-            ColumnParallelLinear,
+            tp.RowParallelLinear,
+            (2, 8),
+            torch.float32,
+            "cpu",
+            r"\(2, 8\) should be 4 on each of the 2",
+        ),
+        (
+            tp.ColumnParallelLinear,
             (2, 8),
             torch.float64,
             "cpu",
             "torch.float64 and the weight torch.float32",
         ),
         (
-            RowParallelLinear,
+            tp.RowParallelLinear,
             (2, 4),
             torch.float32,
             "meta",
@@ -283,26 +283,26 @@ def wrong_input(layer_class, shape, dtype, device):
     ],
 )
 def test_an_input_that_does_not_fit_names_the_layer(layer_class, shape, dtype, device, message):
-    with pytest.raises(ParallelError, match=rf"{layer_class.__name__}\(.*{message}"):
+    with pytest.raises(tp.ParallelError, match=rf"{layer_class.__name__}\(.*{message}"):
         run_ranks(wrong_input, 2, layer_class, shape, dtype, device)
 
 
 def test_a_state_does_not_outlive_its_block():
     def inside():
-        with use_state(get_state()):
-            return ColumnParallelLinear(4, 4, seed=1).tp_size
+        with tp.use_state(tp.get_state()):
+            return tp.ColumnParallelLinear(4, 4, seed=1).tp_size
 
     assert run_ranks(inside, 2) == [2, 2]
-    assert ColumnParallelLinear(4, 4).tp_size == 1
+    assert tp.ColumnParallelLinear(4, 4).tp_size == 1
 
 
 def saved_and_loaded(folder):
     rank = dist.get_rank()
-    initialize_tensor_parallel(2)
+    tp.initialize_tensor_parallel(2)
     model = torch.nn.Sequential(
-        VocabParallelEmbedding(8, 4),
-        ColumnParallelLinear(4, 8, gather_output=False),
-        RowParallelLinear(8, 4, input_is_parallel=True),
+        tp.VocabParallelEmbedding(8, 4),
+        tp.ColumnParallelLinear(4, 8, gather_output=False),
+        tp.RowParallelLinear(8, 4, input_is_parallel=True),
     )
     ids = torch.arange(8)
     expected = model(ids)
@@ -313,10 +313,14 @@ def saved_and_loaded(folder):
     assert found[1].weight.tensor_model_parallel
     assert found[1].tp_group is model[1].tp_group
     assert copy.copy(model[1]).tp_group is model[1].tp_group
-    with pytest.raises(DegreeError, match=f"saved by rank {1 - rank} of 2 .* this is rank {rank}"):
+    with pytest.raises(
+        tp.DegreeError, match=f"saved by rank {1 - rank} of 2 .* this is rank {rank}"
+    ):
         torch.load(f"{folder}/{1 - rank}.pt", weights_only=False)
-    destroy_tensor_parallel()
-    with pytest.raises(NotInitializedError, match=r"call initialize_tensor_parallel\(2\) before"):
+    tp.destroy_tensor_parallel()
+    with pytest.raises(
+        tp.NotInitializedError, match=r"call initialize_tensor_parallel\(2\) before"
+    ):
         torch.load(f"{folder}/{rank}.pt", weights_only=False)
 
 
@@ -327,12 +331,14 @@ def test_a_model_is_saved_whole_and_loaded_into_the_group_there_is(tmp_path):
 def dtensors():
     mesh = init_device_mesh("cpu", (2,))
     x = distribute_tensor(torch.ones(4, 8), mesh, [Replicate()])
-    for layer in (ColumnParallelLinear(8, 4), RowParallelLinear(8, 4)):
-        with pytest.raises(ParallelError, match=r"input is a DTensor, .*pass input.to_local\(\)"):
+    for layer in (tp.ColumnParallelLinear(8, 4), tp.RowParallelLinear(8, 4)):
+        with pytest.raises(
+            tp.ParallelError, match=r"input is a DTensor, .*pass input.to_local\(\)"
+        ):
             layer(x)
     ids = distribute_tensor(torch.arange(4), mesh, [Replicate()])
-    for layer in (VocabParallelEmbedding(8, 4), ParallelEmbedding(8, 4)):
-        with pytest.raises(ParallelError, match="input is a DTensor"):
+    for layer in (tp.VocabParallelEmbedding(8, 4), tp.ParallelEmbedding(8, 4)):
+        with pytest.raises(tp.ParallelError, match="input is a DTensor"):
             layer(ids)
 
 
@@ -345,11 +351,11 @@ def drawn_whole():
     torch.manual_seed(3)
     options = {"bias": False, "init": "whole"}
     layers = (
-        ColumnParallelLinear(6, 8, stride=2, **options),
-        RowParallelLinear(8, 6, **options),
-        VocabParallelEmbedding(9, 4, init="whole"),
-        ParallelEmbedding(5, 4, init="whole"),
-        ColumnParallelLinear(6, 8, seed=5, **options),
+        tp.ColumnParallelLinear(6, 8, stride=2, **options),
+        tp.RowParallelLinear(8, 6, **options),
+        tp.VocabParallelEmbedding(9, 4, init="whole"),
+        tp.ParallelEmbedding(5, 4, init="whole"),
+        tp.ColumnParallelLinear(6, 8, seed=5, **options),
     )
     return [layer.get_master_weight() for layer in layers], torch.rand(2)
 
@@ -375,15 +381,15 @@ def test_a_weight_that_is_drawn_whole_is_torchs():
     torch.manual_seed(3)
     method = functools.partial(torch.nn.init.kaiming_uniform_, a=5**0.5)
     assert torch.equal(
-        ColumnParallelLinear(6, 8, init_method=method, init="whole").weight, plain.weight
+        tp.ColumnParallelLinear(6, 8, init_method=method, init="whole").weight, plain.weight
     )
     with pytest.raises(ValueError, match="init='all'; expected 'blocks' or 'whole'"):
-        ColumnParallelLinear(6, 8, init="all")
+        tp.ColumnParallelLinear(6, 8, init="all")
 
 
 def drawn_by_other_seeds():
     torch.manual_seed(dist.get_rank())
-    return ColumnParallelLinear(6, 8, bias=False, init="whole").get_master_weight()
+    return tp.ColumnParallelLinear(6, 8, bias=False, init="whole").get_master_weight()
 
 
 def test_the_first_ranks_generator_decides():

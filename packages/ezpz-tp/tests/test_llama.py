@@ -14,7 +14,7 @@ from llama import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-import ezpz_tp
+import ezpz_tp as tp
 from ezpz_tp.testing import run_ranks
 
 STEPS, BATCH = 50, 4
@@ -39,7 +39,7 @@ def expected():
 
 
 def learn_with_ddp(config):
-    state = ezpz_tp.get_state()
+    state = tp.get_state()
     model = Llama(config)
     group = state.group("data")
     wrapped = DistributedDataParallel(model, process_group=group)
@@ -50,8 +50,8 @@ def learn_with_ddp(config):
         mine = slice(state.index("data"), None, state.size("data"))
         loss = parallel_loss_of(wrapped(tokens[mine]), labels[mine])
         loss.backward()
-        ezpz_tp.finalize_grads(model)
-        ezpz_tp.clip_grad_norm_(model.parameters(), 1.0)
+        tp.finalize_grads(model)
+        tp.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         loss = loss.detach()
@@ -63,7 +63,7 @@ def learn_with_ddp(config):
 def learn_with_a_pipeline(config, microbatches=2):
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
-    state = ezpz_tp.get_state()
+    state = tp.get_state()
     index, count = state.index("pipeline"), state.size("pipeline")
     size = BATCH // microbatches
     first, last = index == 0, index == count - 1
@@ -96,8 +96,8 @@ def learn_with_a_pipeline(config, microbatches=2):
             schedule.step(tokens)
         else:
             schedule.step(target=labels, losses=losses)
-        ezpz_tp.finalize_grads(model)
-        ezpz_tp.clip_grad_norm_(model.parameters(), 1.0)
+        tp.finalize_grads(model)
+        tp.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         means.append(sum(loss.item() for loss in losses) / microbatches)

@@ -8,22 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ezpz_tp import (
-    ColumnParallelLinear,
-    NotInitializedError,
-    ParallelError,
-    ParallelState,
-    RankLayout,
-    destroy_tensor_parallel,
-    get_state,
-    get_tensor_parallel_group,
-    get_tensor_parallel_rank,
-    get_tensor_parallel_ranks,
-    get_tensor_parallel_world_size,
-    initialize_tensor_parallel,
-    reduce_from_tensor_parallel_region,
-)
-from ezpz_tp import tensor_parallel_is_initialized as initialized
+import ezpz_tp as tp
 from ezpz_tp.testing import run_ranks
 
 AXES = ("tensor", "context", "data", "pipeline")
@@ -39,7 +24,7 @@ def summed(state, *axes):
 def again_and_again():
     names, world = set(), dist.distributed_c10d._world
     for degrees in [(2, 1, 1), (2, 1, 1), (2, 1, 2), (1, 2, 2), (1, 1, 4), (4, 1, 1), (2, 2, 1)]:
-        state = ParallelState.create(*degrees, also=[("tensor", "pipeline")], embedding=True)
+        state = tp.ParallelState.create(*degrees, also=[("tensor", "pipeline")], embedding=True)
         for axes in (*((axis,) for axis in AXES), ("tensor", "pipeline")):
             assert summed(state, *axes) == sum(state.ranks(*axes)), (degrees, axes)
             assert state.group(*axes).rank() == state.index(*axes)
@@ -55,7 +40,7 @@ def again_and_again():
         gc.collect()
         assert [group() for group in kept] == [None] * len(kept)
         assert len(world.pg_map) == len(world.pg_group_ranks) == len(world.pg_names) == 1
-        with pytest.raises(NotInitializedError, match="destroyed"):
+        with pytest.raises(tp.NotInitializedError, match="destroyed"):
             state.group("tensor")
     return len(names)
 
@@ -66,7 +51,7 @@ def test_made_and_freed_again_and_again():
 
 def made_and_freed_at_once():
     for degrees in [(2, 1, 1), (2, 1, 2), (1, 2, 2), (1, 4, 1), (2, 1, 1)] * 4:
-        ParallelState.create(*degrees, also=[("context", "data")], embedding=True).destroy()
+        tp.ParallelState.create(*degrees, also=[("context", "data")], embedding=True).destroy()
 
 
 def test_freed_before_others_have_connected():
@@ -79,7 +64,7 @@ def different_pasts():
     if rank in (0, 3):
         extra = dist.new_group([0, 3], use_local_synchronization=True)
         dist.barrier(group=extra)
-    state = ParallelState.create(tensor=2, timeout=timedelta(seconds=20))
+    state = tp.ParallelState.create(tensor=2, timeout=timedelta(seconds=20))
     assert summed(state, "tensor") == sum(state.ranks("tensor"))
     assert summed(state, "data") == sum(state.ranks("data"))
     state.destroy()
@@ -91,27 +76,27 @@ def test_ranks_that_made_other_groups_before_still_meet():
 
 def shared_groups():
     world = dist.group.WORLD
-    state = ParallelState.create(tensor=4, also=[("tensor", "data"), ("context", "tensor")])
+    state = tp.ParallelState.create(tensor=4, also=[("tensor", "data"), ("context", "tensor")])
     assert state.made == 0
     assert state.group("tensor") is state.group("tensor", "data") is world
     assert state.group("data") is state.group("context") is state.group("pipeline", "data")
     state.destroy()
     assert dist.group.WORLD is world
 
-    state = ParallelState.create(tensor=2, also=[("tensor", "pipeline"), ("context", "data")])
+    state = tp.ParallelState.create(tensor=2, also=[("tensor", "pipeline"), ("context", "data")])
     assert state.made == 2
     assert state.group("tensor", "pipeline") is state.group("tensor")
     assert state.group("context", "data") is state.group("data")
     assert state.group("tensor", "data") is world
     state.destroy()
 
-    state = ParallelState.create(pipeline=2, expert=2)
+    state = tp.ParallelState.create(pipeline=2, expert=2)
     assert state.made == 2  # the experts' group is the data group: two ranks of a stage
     assert state.group("expert") is state.group("data")
     assert state.size("expert_data") == 1
     state.destroy()
 
-    state = ParallelState.create(pipeline=4, embedding=True, also=[("data",)])
+    state = tp.ParallelState.create(pipeline=4, embedding=True, also=[("data",)])
     rank = dist.get_rank()
     assert state.made == 1  # this rank's part: first and last, or the two between
     assert state.has("embedding") == (rank in (0, 3))
@@ -120,7 +105,9 @@ def shared_groups():
         assert state.ranks("embedding") == (0, 3)
         assert summed(state, "embedding") == 3
     else:
-        with pytest.raises(ParallelError, match=f"rank {rank} has no embedding group: its stage"):
+        with pytest.raises(
+            tp.ParallelError, match=f"rank {rank} has no embedding group: its stage"
+        ):
             state.group("embedding")
     if rank == 0:
         assert state.group("position_embedding").size() == 1
@@ -134,8 +121,8 @@ def test_equal_rank_sets_share_a_group_and_the_worlds_is_not_made_anew():
 def different_degrees():
     degree = 4 if dist.get_rank() == 0 else 2
     try:
-        ParallelState.create(tensor=degree).destroy()
-    except ParallelError as error:
+        tp.ParallelState.create(tensor=degree).destroy()
+    except tp.ParallelError as error:
         return type(error).__name__, str(error)
     return "made", ""
 
@@ -154,10 +141,10 @@ def test_ranks_that_ask_for_different_degrees_are_told():
 
 
 def once_too_often():
-    ParallelState.create(tensor=2).destroy()
+    tp.ParallelState.create(tensor=2).destroy()
     if dist.get_rank() == 1:
-        with pytest.raises(ParallelError, match=r"rank 1 .* 1 came: .*was the 2\. time"):
-            ParallelState.create(tensor=2, timeout=timedelta(seconds=0.3))
+        with pytest.raises(tp.ParallelError, match=r"rank 1 .* 1 came: .*was the 2\. time"):
+            tp.ParallelState.create(tensor=2, timeout=timedelta(seconds=0.3))
     dist.barrier()
 
 
@@ -167,31 +154,31 @@ def test_a_rank_that_initializes_more_often_is_told():
 
 def after_the_world():
     store, rank, size = dist.distributed_c10d._get_default_store(), dist.get_rank(), 2
-    initialize_tensor_parallel(2)
-    assert initialized()
+    tp.initialize_tensor_parallel(2)
+    assert tp.tensor_parallel_is_initialized()
     dist.destroy_process_group()
-    assert not initialized()
+    assert not tp.tensor_parallel_is_initialized()
     ones = torch.ones(2)
     for ask in (
-        get_state,
-        get_tensor_parallel_group,
-        get_tensor_parallel_rank,
-        get_tensor_parallel_world_size,
-        get_tensor_parallel_ranks,
-        lambda: reduce_from_tensor_parallel_region(ones),
-        lambda: ColumnParallelLinear(4, 4),
+        tp.get_state,
+        tp.get_tensor_parallel_group,
+        tp.get_tensor_parallel_rank,
+        tp.get_tensor_parallel_world_size,
+        tp.get_tensor_parallel_ranks,
+        lambda: tp.reduce_from_tensor_parallel_region(ones),
+        lambda: tp.ColumnParallelLinear(4, 4),
     ):
-        with pytest.raises(NotInitializedError, match=r"was destroyed .*initialize again"):
+        with pytest.raises(tp.NotInitializedError, match=r"was destroyed .*initialize again"):
             ask()
     dist.init_process_group(
         "gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=size
     )
-    with pytest.raises(NotInitializedError, match="was destroyed"):
-        get_tensor_parallel_rank()
-    initialize_tensor_parallel(2)  # the groups of the world that is gone do not count
-    assert summed(get_state(), "tensor") == 1
-    destroy_tensor_parallel()
-    destroy_tensor_parallel()
+    with pytest.raises(tp.NotInitializedError, match="was destroyed"):
+        tp.get_tensor_parallel_rank()
+    tp.initialize_tensor_parallel(2)  # the groups of the world that is gone do not count
+    assert summed(tp.get_state(), "tensor") == 1
+    tp.destroy_tensor_parallel()
+    tp.destroy_tensor_parallel()
 
 
 def test_a_new_world_gets_new_groups():
@@ -199,10 +186,10 @@ def test_a_new_world_gets_new_groups():
 
 
 def backends():
-    state = ParallelState.create(tensor=2, backend={"tensor": "gloo"})
+    state = tp.ParallelState.create(tensor=2, backend={"tensor": "gloo"})
     assert state.group("tensor") is dist.group.WORLD  # gloo is the world's: nothing to make
     state.destroy()
-    state = ParallelState.create(tensor=2, backend={"tensor": "fake"})
+    state = tp.ParallelState.create(tensor=2, backend={"tensor": "fake"})
     assert dist.get_backend(state.group("tensor")) == "fake"
     assert state.made == 1
     state.destroy()
@@ -215,14 +202,14 @@ def test_a_backend_of_its_own():
 @pytest.fixture
 def the_largest_machine():
     dist.init_process_group("fake", rank=77_777, world_size=120_960, store=FakeStore())
-    yield RankLayout(120_960, tensor=12, context=2, pipeline=8)
+    yield tp.RankLayout(120_960, tensor=12, context=2, pipeline=8)
     dist.destroy_process_group()
 
 
 def test_the_largest_machine_makes_one_group_an_axis_in_little_memory(the_largest_machine):
-    ParallelState.create(12, 2, 8).destroy()
+    tp.ParallelState.create(12, 2, 8).destroy()
     tracemalloc.start()
-    state = ParallelState.create(12, 2, 8)
+    state = tp.ParallelState.create(12, 2, 8)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert state.made == 4
@@ -234,8 +221,10 @@ def test_the_largest_machine_makes_one_group_an_axis_in_little_memory(the_larges
 
 
 def test_a_product_that_was_not_made_says_how_to_make_it(the_largest_machine):
-    state = ParallelState.create(12, 2, 8)
-    with pytest.raises(ParallelError, match=r"spans pipeline x tensor \(degrees 8 x 12\)") as error:
+    state = tp.ParallelState.create(12, 2, 8)
+    with pytest.raises(
+        tp.ParallelError, match=r"spans pipeline x tensor \(degrees 8 x 12\)"
+    ) as error:
         state.group("pipeline", "tensor")
     assert "also=[('tensor', 'pipeline')]" in str(error.value)
     assert not state.has_group("pipeline", "tensor")
@@ -247,5 +236,5 @@ def test_a_product_that_was_not_made_says_how_to_make_it(the_largest_machine):
 
 
 def test_before_torch_distributed():
-    with pytest.raises(NotInitializedError, match=r"tensor 2 x context 1 .*init_process_group"):
-        ParallelState.create(tensor=2)
+    with pytest.raises(tp.NotInitializedError, match=r"tensor 2 x context 1 .*init_process_group"):
+        tp.ParallelState.create(tensor=2)

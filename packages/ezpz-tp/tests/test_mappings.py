@@ -3,9 +3,8 @@
 import pytest
 import torch
 
+import ezpz_tp as tp
 from ezpz_tp import _mappings as regions
-from ezpz_tp._current import get_state
-from ezpz_tp._errors import DegreeError
 from ezpz_tp.testing import counting, run_ranks
 
 RANKS = 4
@@ -16,7 +15,7 @@ def numbers(*shape, seed=0):
 
 
 def here():
-    return get_state().index("tensor")
+    return tp.get_state().index("tensor")
 
 
 def parts(full, dim):
@@ -249,7 +248,7 @@ def uneven(region):
     ],
 )
 def test_what_does_not_divide_is_named(region):
-    with pytest.raises(DegreeError, match=rf"{region.__name__}: .*\(7, 7\) is 7, which 2 ranks"):
+    with pytest.raises(tp.DegreeError, match=rf"{region.__name__}: .*\(7, 7\) is 7, which 2 ranks"):
         run_ranks(uneven, 2, region)
 
 
@@ -312,5 +311,5 @@ SHARING = [name for name in dir(regions) if name.endswith("_region") and "er_" i
 
 @pytest.mark.parametrize("name", SHARING)
 def test_a_scalar_has_no_dim_to_share(name):
-    with pytest.raises(DegreeError, match=f"{name}: the input is 0-dim"):
+    with pytest.raises(tp.DegreeError, match=f"{name}: the input is 0-dim"):
         run_ranks(of_no_dims, 2, name)

@@ -5,17 +5,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from ezpz_tp import (
-    ParallelError,
-    ParallelState,
-    RankLayout,
-    get_grad_norm,
-    get_rng_tracker,
-    parallel_state,
-    seed_model_parallel,
-    set_tensor_model_parallel_attributes,
-    use_state,
-)
+import ezpz_tp as tp
+from ezpz_tp import parallel_state
 from ezpz_tp.model_parallel_config import ModelParallelConfig
 from ezpz_tp.tensor_parallel import ColumnParallelLinear
 from ezpz_tp.testing import run_ranks
@@ -24,7 +15,7 @@ from ezpz_tp.testing import run_ranks
 def there_and_back():
     rank = dist.get_rank()
     for order in ("tp-cp-ep-dp-pp", "dp-tp-pp"):
-        state = ParallelState.create(tensor=2, order=order)
+        state = tp.ParallelState.create(tensor=2, order=order)
         mesh = state.to_mesh()
         assert mesh.mesh_dim_names == ("dp", "tp")
         assert mesh.device_type == "cpu"
@@ -36,7 +27,7 @@ def there_and_back():
         shards = distribute_tensor(whole, mesh["tp"], [Shard(0)], src_data_rank=None)
         assert torch.equal(shards.to_local(), whole[2 * state.index("tensor") :][:2])
         assert torch.equal(shards.full_tensor(), whole)
-        back = ParallelState.from_mesh(mesh)
+        back = tp.ParallelState.from_mesh(mesh)
         for axis in ("tensor", "data", "context", "pipeline"):
             assert back.ranks(axis) == state.ranks(axis)
             assert back.index(axis) == state.index(axis)
@@ -47,22 +38,24 @@ def there_and_back():
         assert total.item() == 2
         state.destroy()
 
-    state = ParallelState.create(tensor=4)
+    state = tp.ParallelState.create(tensor=4)
     assert state.to_mesh().mesh_dim_names == ("tp",)
     state.destroy()
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "tp"))
-    state = ParallelState.from_mesh(mesh, data="replica")
+    state = tp.ParallelState.from_mesh(mesh, data="replica")
     assert state.ranks("data") == (rank % 2, rank % 2 + 2)
-    assert ParallelState.from_mesh(mesh["tp"]).size("tensor", "data") == 2
-    with pytest.raises(ParallelError, match=r"dim 'replica' of the mesh .* is no axis"):
-        ParallelState.from_mesh(mesh)
-    with pytest.raises(ParallelError, match="pipeline='stage'; the mesh has the dims replica, tp"):
-        ParallelState.from_mesh(mesh, data="replica", pipeline="stage")
-    with pytest.raises(ParallelError, match="dim 'tp' is named for both tensor and context"):
-        ParallelState.from_mesh(mesh, data="replica", context="tp")
-    with pytest.raises(ParallelError, match=r"shape \(4,\) without names"):
-        ParallelState.from_mesh(init_device_mesh("cpu", (4,)))
+    assert tp.ParallelState.from_mesh(mesh["tp"]).size("tensor", "data") == 2
+    with pytest.raises(tp.ParallelError, match=r"dim 'replica' of the mesh .* is no axis"):
+        tp.ParallelState.from_mesh(mesh)
+    with pytest.raises(
+        tp.ParallelError, match="pipeline='stage'; the mesh has the dims replica, tp"
+    ):
+        tp.ParallelState.from_mesh(mesh, data="replica", pipeline="stage")
+    with pytest.raises(tp.ParallelError, match="dim 'tp' is named for both tensor and context"):
+        tp.ParallelState.from_mesh(mesh, data="replica", context="tp")
+    with pytest.raises(tp.ParallelError, match=r"shape \(4,\) without names"):
+        tp.ParallelState.from_mesh(init_device_mesh("cpu", (4,)))
 
 
 def test_a_mesh_of_a_state_and_a_state_of_a_mesh():
@@ -77,7 +70,7 @@ def one_mesh_of_many():
         ((2, 2), ("dp", "cp")),
     ):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-        state = ParallelState.from_mesh(mesh)
+        state = tp.ParallelState.from_mesh(mesh)
         assert state.to_mesh() is mesh
         assert state.layout is not None
         assert state.layout.degree("tensor") == state.size("tensor")
@@ -87,14 +80,16 @@ def one_mesh_of_many():
         axes = [axis for axis in ("tensor", "context", "data", "pipeline") if state.size(axis) > 1]
         assert state.group(*axes) is dist.group.WORLD
     return str(
-        ParallelState.from_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))).layout
+        tp.ParallelState.from_mesh(
+            init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        ).layout
     )
 
 
 def test_a_mesh_over_the_world_has_a_layout_and_comes_back():
     assert (
         run_ranks(one_mesh_of_many, 4, in_processes=True, initialize=False)
-        == [str(RankLayout(4, tensor=2))] * 4
+        == [str(tp.RankLayout(4, tensor=2))] * 4
     )
 
 
@@ -102,21 +97,23 @@ def products():
     mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "pp", "tp"))
     part = mesh["pp", "tp"]
     for one in (mesh, part):
-        state = ParallelState.from_mesh(one)
+        state = tp.ParallelState.from_mesh(one)
         assert (state.layout is None) == (one is part)
         assert state.to_mesh() is one
         assert state.group("tensor", "pipeline") is mesh.get_group("pp")
     mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
-    assert ParallelState.from_mesh(mesh["cp", "tp"]).group("tensor", "context") is dist.group.WORLD
+    assert (
+        tp.ParallelState.from_mesh(mesh["cp", "tp"]).group("tensor", "context") is dist.group.WORLD
+    )
 
 
 def flattened():
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
     for one in (mesh, mesh["cp", "tp"]):
-        state = ParallelState.from_mesh(one)
+        state = tp.ParallelState.from_mesh(one)
         if one is mesh:
             words = r"no group spans tensor x context .*from_mesh.*mesh\[\('cp', 'tp'\)\]._flatten"
-            with pytest.raises(ParallelError, match=words):
+            with pytest.raises(tp.ParallelError, match=words):
                 state.group("tensor", "context")
             flat = mesh["cp", "tp"]._flatten()
         assert state.group("tensor", "context") is flat.get_group()
@@ -129,20 +126,22 @@ def test_products_of_a_mesh():
 
 def of_experts(kind):
     if kind == "create":
-        state = ParallelState.create(2, context=2)
+        state = tp.ParallelState.create(2, context=2)
     elif kind == "groups":
-        own = ParallelState.create(2, context=2)
-        state = ParallelState.from_groups(tensor=own.group("tensor"), context=own.group("context"))
+        own = tp.ParallelState.create(2, context=2)
+        state = tp.ParallelState.from_groups(
+            tensor=own.group("tensor"), context=own.group("context")
+        )
     else:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
-        state = ParallelState.from_mesh(mesh)
-    with use_state(state):
+        state = tp.ParallelState.from_mesh(mesh)
+    with tp.use_state(state):
         parameter = torch.nn.Parameter(torch.zeros(4))
         parameter.grad = torch.full((4,), 3.0 + state.index("tensor"))
-        set_tensor_model_parallel_attributes(parameter, True, 0, 1)
+        tp.set_tensor_model_parallel_attributes(parameter, True, 0, 1)
         parameter.allreduce = False
-        seed_model_parallel(1)
-        with get_rng_tracker().fork("expert-parallel-rng"):
+        tp.seed_model_parallel(1)
+        with tp.get_rng_tracker().fork("expert-parallel-rng"):
             drawn = torch.rand(1).item()
         layer = ColumnParallelLinear(
             4,
@@ -156,7 +155,7 @@ def of_experts(kind):
             [getattr(parallel_state, f"{name}_world_size")() for name in names],
             [getattr(parallel_state, f"{name}_rank")() for name in names],
             dist.get_process_group_ranks(parallel_state.get_expert_tensor_parallel_group()),
-            get_grad_norm([parameter]).item(),
+            tp.get_grad_norm([parameter]).item(),
             drawn,
             tuple(layer.weight.shape),
         )
@@ -173,7 +172,7 @@ def test_experts_are_laid_out_as_the_model_however_the_state_was_made():
 
 def once_more(tensor):
     for _ in range(2):
-        state = ParallelState.create(tensor)
+        state = tp.ParallelState.create(tensor)
         mesh = DeviceMesh.from_group(state.group("data"), "cpu", mesh_dim_names=("dp",))
         model = fully_shard(torch.nn.Linear(8, 4), mesh=mesh)
         for parameter in model.parameters():
@@ -190,7 +189,7 @@ def test_a_second_state_does_not_meet_the_meshes_of_the_first(tensor):
 
 
 def alone():
-    state = ParallelState.create()
+    state = tp.ParallelState.create()
     mesh = state.to_mesh()
     assert mesh.mesh_dim_names == ("dp",)
     assert mesh.size() == 1

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import ezpz_tp
+import ezpz_tp as tp
 from ezpz_tp import mpu, parallel_state, tensor_parallel
 from ezpz_tp.model_parallel import initialize as fairscale
 from ezpz_tp.model_parallel_config import ModelParallelConfig
@@ -141,10 +141,10 @@ def test_layers_of_every_dialect_are_instances():
     more = {"bias": True, "input_is_parallel": True, "skip_bias_add": True}
     for layer, kind, other in (
         (column(4, 4), column, row),
-        (ezpz_tp.ColumnParallelLinear(4, 4), column, row),
+        (tp.ColumnParallelLinear(4, 4), column, row),
         (tensor_parallel.ColumnParallelLinear(4, 4, **options), column, row),
         (tensor_parallel.RowParallelLinear(4, 4, **more, **options), row, column),
-        (ezpz_tp.VocabParallelEmbedding(4, 4), mpu.VocabParallelEmbedding, row),
+        (tp.VocabParallelEmbedding(4, 4), mpu.VocabParallelEmbedding, row),
     ):
         assert isinstance(layer, kind)
         assert not isinstance(layer, other)

@@ -6,16 +6,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from ezpz_tp._current import get_state
-from ezpz_tp._errors import NotInitializedError, ParallelError
-from ezpz_tp._grads import clip_grad_norm_, get_grad_norm
-from ezpz_tp._linear import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    keep_attributes,
-    set_tensor_model_parallel_attributes,
-)
-from ezpz_tp._state import ParallelState
+import ezpz_tp as tp
 from ezpz_tp.testing import counting, run_ranks
 
 ORDERS = (2.0, 1.0, 3.5, math.inf)
@@ -51,13 +42,13 @@ class Stage(nn.Module):
             part = grad if dim is None else grad.chunk(degree, dim)[tensor_rank]
             one = nn.Parameter(torch.zeros_like(part))
             if dim is not None:
-                set_tensor_model_parallel_attributes(one, True, dim, 1)
+                tp.set_tensor_model_parallel_attributes(one, True, dim, 1)
             one.grad = part.clone()
             self.register_parameter(name, one)
 
 
 def of_this_rank(dtype=torch.float64):
-    state = get_state()
+    state = tp.get_state()
     return Stage(state.index("tensor"), state.size("tensor"), state.index("pipeline"), dtype)
 
 
@@ -65,15 +56,15 @@ def same_as_unsharded(expected, collectives):
     for order, (norm, clipped) in expected.items():
         stage = of_this_rank()
         with counting() as counter:
-            assert get_grad_norm(stage, order).dtype == torch.float64
+            assert tp.get_grad_norm(stage, order).dtype == torch.float64
         assert counter == collectives
         with counting() as counter:
-            found = clip_grad_norm_(stage.parameters(), 0.5, order)
+            found = tp.clip_grad_norm_(stage.parameters(), 0.5, order)
         assert counter == collectives
         torch.testing.assert_close(found, norm, rtol=1e-12, atol=0)
         again = of_this_rank()
-        assert torch.equal(found, clip_grad_norm_(again, 0.5, order, foreach=False))
-        state = get_state()
+        assert torch.equal(found, tp.clip_grad_norm_(again, 0.5, order, foreach=False))
+        state = tp.get_state()
         for one, other in zip(stage.parameters(), again.parameters(), strict=True):
             assert torch.equal(one.grad, other.grad)
         whole = clipped[state.index("pipeline")]
@@ -119,7 +110,7 @@ def test_alone_it_is_torchs_bit_for_bit():
     for dtype in (torch.float32, torch.float64):
         ours, theirs = unsharded(1, dtype), unsharded(1, dtype)
         norm = nn.utils.clip_grad_norm_(theirs, 1.0)
-        assert torch.equal(clip_grad_norm_(ours, 1.0), norm)
+        assert torch.equal(tp.clip_grad_norm_(ours, 1.0), norm)
         for one, other in zip(ours, theirs, strict=True):
             assert torch.equal(one.grad, other.grad)
 
@@ -127,13 +118,13 @@ def test_alone_it_is_torchs_bit_for_bit():
 def test_a_small_gradient_is_left_alone():
     ours = unsharded(1)
     kept = [one.grad.clone() for one in ours]
-    clip_grad_norm_(ours, 1e6)
+    tp.clip_grad_norm_(ours, 1e6)
     assert all(torch.equal(one.grad, grad) for one, grad in zip(ours, kept, strict=True))
 
 
 def narrow(expected):
     stage = of_this_rank(torch.bfloat16)
-    total = clip_grad_norm_(stage, 1.0)
+    total = tp.clip_grad_norm_(stage, 1.0)
     assert total.dtype == torch.float32
     torch.testing.assert_close(total, expected, rtol=1e-6, atol=0)
     assert stage.up.grad.dtype == torch.bfloat16
@@ -145,17 +136,17 @@ def test_bf16_gradients_have_an_fp32_norm():
 
 
 def one_product_group():
-    own = ParallelState.create(2, pipeline=2, also=[("tensor", "pipeline")])
+    own = tp.ParallelState.create(2, pipeline=2, also=[("tensor", "pipeline")])
     assert own.size("data") == 1
     with counting() as counter:
-        total = get_grad_norm(of_this_rank(), state=own)
+        total = tp.get_grad_norm(of_this_rank(), state=own)
     assert counter == {"all_reduce": 1}
     torch.testing.assert_close(
         total, nn.utils.get_total_norm([one.grad for one in unsharded(2)]), rtol=1e-12, atol=0
     )
     own.destroy()
-    with pytest.raises(NotInitializedError, match="destroyed"):
-        get_grad_norm(of_this_rank(), state=own)
+    with pytest.raises(tp.NotInitializedError, match="destroyed"):
+        tp.get_grad_norm(of_this_rank(), state=own)
 
 
 def test_the_product_group_saves_a_collective():
@@ -164,9 +155,9 @@ def test_the_product_group_saves_a_collective():
 
 def tied_copy():
     stage = of_this_rank()
-    if get_state().index("pipeline") == 1:
+    if tp.get_state().index("pipeline") == 1:
         stage.up.shared = True
-    return get_grad_norm(stage)
+    return tp.get_grad_norm(stage)
 
 
 def test_a_tied_copy_is_not_counted():
@@ -178,10 +169,10 @@ def test_a_tied_copy_is_not_counted():
 
 
 def with_fsdp(expected):
-    state = get_state()
+    state = tp.get_state()
     stage = of_this_rank()
     grads = {name: one.grad for name, one in stage.named_parameters()}
-    with keep_attributes(stage):
+    with tp.keep_attributes(stage):
         fully_shard(stage, mesh=state.to_mesh("cpu")["dp"])
     for name, one in stage.named_parameters():
         # The shard that the reduction of backward leaves on this rank.
@@ -194,10 +185,10 @@ def with_fsdp(expected):
             local.copy_(part[index])
     for order, (norm, _) in expected.items():
         with counting() as counter:
-            found = get_grad_norm(stage, order)
+            found = tp.get_grad_norm(stage, order)
         assert counter == {"all_reduce": 2}
         torch.testing.assert_close(found, norm, rtol=1e-12, atol=0)
-    total = clip_grad_norm_(stage, 0.5)
+    total = tp.clip_grad_norm_(stage, 0.5)
     for name, one in stage.named_parameters():
         torch.testing.assert_close(
             one.grad.full_tensor(), grads[name] * (0.5 / (total + 1e-6)), rtol=1e-12, atol=1e-15
@@ -205,8 +196,8 @@ def with_fsdp(expected):
     everywhere = [torch.zeros_like(found) for _ in range(4)]
     dist.all_gather(everywhere, found)
     assert all(torch.equal(one, found) for one in everywhere)
-    with pytest.raises(ParallelError, match=r"of 4 parameters none .*keep_attributes"):
-        get_grad_norm([forgetful(one) for one in stage.parameters()])
+    with pytest.raises(tp.ParallelError, match=r"of 4 parameters none .*keep_attributes"):
+        tp.get_grad_norm([forgetful(one) for one in stage.parameters()])
 
 
 def forgetful(parameter):
@@ -224,8 +215,8 @@ class Model(nn.Module):
         super().__init__()
         settings = {"dtype": torch.float64, "seed": 3}
         self.norm = nn.LayerNorm(6, dtype=torch.float64)
-        self.up = ColumnParallelLinear(6, 10, gather_output=False, **settings)
-        self.down = RowParallelLinear(10, 6, input_is_parallel=True, **settings)
+        self.up = tp.ColumnParallelLinear(6, 10, gather_output=False, **settings)
+        self.down = tp.RowParallelLinear(10, 6, input_is_parallel=True, **settings)
 
     def forward(self, x):
         return self.down(self.up(self.norm(x)).sin())
@@ -236,12 +227,12 @@ def trained_norm(mesh_name=None):
     x = torch.randn(4, 6, dtype=torch.float64, generator=generator)
     model = Model()
     if mesh_name is not None:
-        state = get_state()
-        with keep_attributes(model):
+        state = tp.get_state()
+        with tp.keep_attributes(model):
             fully_shard(model, mesh=state.to_mesh("cpu")[mesh_name])
         x = x.chunk(state.size("data"))[state.index("data")]
     model(x).square().mean().backward()
-    return clip_grad_norm_(model, 1e-3), get_grad_norm(model)
+    return tp.clip_grad_norm_(model, 1e-3), tp.get_grad_norm(model)
 
 
 def test_a_model_under_fsdp_has_the_norm_of_one_process():
@@ -252,15 +243,15 @@ def test_a_model_under_fsdp_has_the_norm_of_one_process():
 
 def some_have_nothing(expected):
     """Rank 1 has no replicated gradient to count and, of the split ones, none at all."""
-    state = get_state()
+    state = tp.get_state()
     stage = of_this_rank()
     if state.index("tensor") == 1:
         for one in stage.parameters():
             one.grad = None
     for order, norm in expected.items():
-        torch.testing.assert_close(get_grad_norm(stage, order), norm, rtol=1e-12, atol=0)
+        torch.testing.assert_close(tp.get_grad_norm(stage, order), norm, rtol=1e-12, atol=0)
     nothing = [nn.Parameter(torch.zeros(2, dtype=torch.float64))]
-    assert clip_grad_norm_(nothing, 1.0).item() == 0
+    assert tp.clip_grad_norm_(nothing, 1.0).item() == 0
 
 
 def test_ranks_without_gradients():
@@ -274,13 +265,13 @@ def test_ranks_without_gradients():
 def nonfinite(value, order, names):
     """What is not finite on one rank is so on all, as for the unsharded."""
     stage = of_this_rank()
-    if get_state().index("tensor") == 1:
+    if tp.get_state().index("tensor") == 1:
         for name in names:
             stage.get_parameter(name).grad.view(-1)[0] = value
     with pytest.raises(RuntimeError, match=f"of order {order} is {value}"):
-        clip_grad_norm_(stage, 1.0, order, error_if_nonfinite=True)
+        tp.clip_grad_norm_(stage, 1.0, order, error_if_nonfinite=True)
     assert stage.norm.grad.isfinite().all()
-    total = clip_grad_norm_(stage, 1.0, order)
+    total = tp.clip_grad_norm_(stage, 1.0, order)
     return total, stage.norm.grad
 
 
@@ -297,7 +288,7 @@ def test_infinite_and_nan(value, order):
 
 def experts():
     """Two experts over the data ranks, each split over the tensor ranks, beside what is dense."""
-    own = ParallelState.create(2, expert=2)
+    own = tp.ParallelState.create(2, expert=2)
     expert, half = own.index("expert"), own.index("expert_tensor")
 
     def parameter(grad, **attributes):
@@ -314,7 +305,7 @@ def experts():
         parameter(6 + 2 * expert + half, allreduce=False, tensor_model_parallel=True),
     ]
     with counting() as counter:
-        total = get_grad_norm(parameters, state=own)
+        total = tp.get_grad_norm(parameters, state=own)
     assert counter == {"all_reduce": 3}
     everything = [1, 2, 3, 4, 5, 6, 7, 8, 9]
     expected = math.sqrt(2 * sum(value**2 for value in everything))
@@ -329,7 +320,7 @@ def test_experts_parameters_are_summed_over_the_expert_groups():
 def test_main_grad_goes_first():
     one = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
     one.main_grad = torch.full((2,), 3.0)
-    assert clip_grad_norm_(one, 1.0).item() == pytest.approx(math.sqrt(18))
+    assert tp.clip_grad_norm_(one, 1.0).item() == pytest.approx(math.sqrt(18))
     assert one.main_grad.norm().item() == pytest.approx(1)
     assert one.grad is None
 
@@ -337,8 +328,8 @@ def test_main_grad_goes_first():
 @pytest.mark.parametrize("order", [0, -1, math.nan])
 def test_norms_that_are_none(order):
     with pytest.raises(ValueError, match=r"norm_type .*; expected a number above 0"):
-        get_grad_norm([], order)
+        tp.get_grad_norm([], order)
 
 
 def test_no_parameters():
-    assert get_grad_norm([]).item() == 0
+    assert tp.get_grad_norm([]).item() == 0

@@ -9,15 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import ezpz_tp
-from ezpz_tp import (
-    DegreeError,
-    NotInitializedError,
-    ParallelError,
-    ParallelState,
-    parallel_state,
-    use_state,
-)
+import ezpz_tp as tp
+from ezpz_tp import parallel_state
 from ezpz_tp.testing import run_ranks
 
 mpu = parallel_state
@@ -59,7 +52,7 @@ def every_getter():
         assert the_ranks(mpu.get_position_embedding_group()) == [rank]
     else:
         assert mpu.get_position_embedding_group(check_initialized=False) is None
-        with pytest.raises(ParallelError, match="has no position_embedding group"):
+        with pytest.raises(tp.ParallelError, match="has no position_embedding group"):
             mpu.get_position_embedding_group()
     sizes = {
         "tensor_model": (2, t),
@@ -86,9 +79,9 @@ def every_getter():
     assert mpu.is_pipeline_first_stage() == (p == 0)
     assert mpu.is_pipeline_last_stage() == (p == 1)
     assert mpu.get_all_ranks() == f"{t}_0_0_0_{p}_{t}"
-    with pytest.raises(DegreeError, match="tensor was 2, now 4"):
+    with pytest.raises(tp.DegreeError, match="tensor was 2, now 4"):
         mpu.initialize_model_parallel(4)
-    with pytest.raises(ParallelError, match="without with_context_parallel=True"):
+    with pytest.raises(tp.ParallelError, match="without with_context_parallel=True"):
         mpu.get_data_parallel_group(partial_data_parallel=True)
     mpu.destroy_model_parallel()
     assert not mpu.is_initialized()
@@ -111,7 +104,7 @@ def chunks_and_overrides():
         assert first == (rank == 0 and chunk == 0)
         assert last == (rank == 1 and chunk == 2)
         assert mpu.is_rank_in_embedding_group(False, chunk) == (first or last)
-    with pytest.raises(ParallelError, match="holds 3 model chunks; pass vp_stage"):
+    with pytest.raises(tp.ParallelError, match="holds 3 model chunks; pass vp_stage"):
         mpu.is_pipeline_first_stage(ignore_virtual=False)
     with pytest.warns(DeprecationWarning, match="pass vp_stage"):
         mpu.set_virtual_pipeline_model_parallel_rank(2)
@@ -120,7 +113,7 @@ def chunks_and_overrides():
     mpu.set_tensor_model_parallel_world_size(8)
     mpu.set_tensor_model_parallel_rank(5)
     mpu.set_pipeline_model_parallel_world_size(4)
-    with pytest.raises(ParallelError, match=r"no rank has stage 3: .* set to 4 by hand"):
+    with pytest.raises(tp.ParallelError, match=r"no rank has stage 3: .* set to 4 by hand"):
         mpu.get_pipeline_model_parallel_last_rank()
     mpu.set_pipeline_model_parallel_rank(3)
     mpu.set_data_parallel_rank(7)
@@ -153,14 +146,14 @@ def test_model_chunks_and_what_is_set_by_hand():
 def asked_again():
     mpu.initialize_model_parallel(1, 2, virtual_pipeline_model_parallel_size=2)
     mpu.initialize_model_parallel(1, 2, virtual_pipeline_model_parallel_size=2)
-    with pytest.raises(DegreeError, match=r"virtual_pipeline_\w+ was 2, now 4\. Call destroy"):
+    with pytest.raises(tp.DegreeError, match=r"virtual_pipeline_\w+ was 2, now 4\. Call destroy"):
         mpu.initialize_model_parallel(1, 2, virtual_pipeline_model_parallel_size=4)
-    with pytest.raises(DegreeError, match="create_gloo_process_groups was True, now False"):
+    with pytest.raises(tp.DegreeError, match="create_gloo_process_groups was True, now False"):
         mpu.initialize_model_parallel(1, 2, 2, create_gloo_process_groups=False)
     assert mpu.get_virtual_pipeline_model_parallel_world_size() == 2
     mpu.destroy_model_parallel()
 
-    with use_state(ParallelState.create()):
+    with tp.use_state(tp.ParallelState.create()):
         mpu.initialize_model_parallel(1, 2, virtual_pipeline_model_parallel_size=2)
         assert mpu.get_virtual_pipeline_model_parallel_world_size() is None
     assert mpu.get_virtual_pipeline_model_parallel_world_size() == 2
@@ -178,7 +171,7 @@ def nothing_is_left():
     assert mpu.get_tensor_model_parallel_rank() == 7
     mpu.initialize_model_parallel(2)
     assert mpu.get_tensor_model_parallel_rank() == rank
-    for destroy in (ezpz_tp.destroy_model_parallel, ezpz_tp.destroy_tensor_parallel):
+    for destroy in (tp.destroy_model_parallel, tp.destroy_tensor_parallel):
         mpu.set_tensor_model_parallel_rank(5)
         buffer = mpu.get_global_memory_buffer()
         destroy()
@@ -187,9 +180,9 @@ def nothing_is_left():
             mpu.get_global_memory_buffer,
             mpu.get_data_parallel_group_gloo,
         ):
-            with pytest.raises(NotInitializedError):
+            with pytest.raises(tp.NotInitializedError):
                 getter()
-        ezpz_tp.initialize_tensor_parallel(2)
+        tp.initialize_tensor_parallel(2)
         assert mpu.get_tensor_model_parallel_rank() == rank
         assert mpu.get_global_memory_buffer() is not buffer
         assert mpu.get_data_parallel_group_gloo() is mpu.get_data_parallel_group()
@@ -216,7 +209,7 @@ def gloo_beside_another():
     assert total.item() == 2
     kept = weakref.ref(group)
     del group
-    ezpz_tp.destroy_tensor_parallel()
+    tp.destroy_tensor_parallel()
     gc.collect()
     assert kept() is None
     assert len(dist.distributed_c10d._world.pg_map) == 1
@@ -250,7 +243,7 @@ def own_embeddings():
         dist.all_reduce(total, group=mpu.get_position_embedding_group())
         assert total.item() == 2
     mpu.destroy_model_parallel()
-    with pytest.raises(ParallelError, match=r"embedding ranks are \(9,\); expected some of"):
+    with pytest.raises(tp.ParallelError, match=r"embedding ranks are \(9,\); expected some of"):
         mpu.initialize_model_parallel(1, 4, get_embedding_ranks=lambda ranks: [9])
     assert not mpu.is_initialized()
 
@@ -287,9 +280,9 @@ def test_what_is_not_supported_is_refused_and_hints_are_said_to_be_lost(a_machin
         "rank_offset": 8,
         "local_world_size": 8,
     }.items():
-        with pytest.raises(ParallelError, match=f"{name}=.* is not supported"):
+        with pytest.raises(tp.ParallelError, match=f"{name}=.* is not supported"):
             mpu.initialize_model_parallel(2, **{name: value})
-    with pytest.raises(ParallelError, match="interleaving wants at least 2 stages"):
+    with pytest.raises(tp.ParallelError, match="interleaving wants at least 2 stages"):
         mpu.initialize_model_parallel(virtual_pipeline_model_parallel_size=2)
     assert not mpu.is_initialized()
     with pytest.warns(UserWarning, match="use_sharp, nccl_communicator_config_path: not taken"):
@@ -302,12 +295,12 @@ def test_what_is_not_supported_is_refused_and_hints_are_said_to_be_lost(a_machin
 
 def test_no_gloo_groups_when_not_wanted(a_machine):
     mpu.initialize_model_parallel(2, create_gloo_process_groups=False)
-    with pytest.raises(NotInitializedError, match="create_gloo_process_groups=True"):
+    with pytest.raises(tp.NotInitializedError, match="create_gloo_process_groups=True"):
         mpu.get_data_parallel_group_gloo()
 
 
 def test_the_memory_buffer(a_machine):
-    with pytest.raises(NotInitializedError, match="no parallel groups"):
+    with pytest.raises(tp.NotInitializedError, match="no parallel groups"):
         mpu.get_global_memory_buffer()
     mpu.initialize_model_parallel(2)
     buffer = mpu.get_global_memory_buffer()
@@ -339,7 +332,7 @@ def groups_besides_the_axes():
         mpu.get_inter_distributed_optimizer_instance_group,
     ):
         assert absent(check_initialized=False) is None
-        with pytest.raises(NotInitializedError, match="ezpz_tp makes none"):
+        with pytest.raises(tp.NotInitializedError, match="ezpz_tp makes none"):
             absent()
     again, experts = mpu.create_all_gather_groups(for_expert_parallelism=True)
     assert experts is None
@@ -390,7 +383,7 @@ def test_ranks_by_megatrons_names(degrees, order, token):
 
 
 def test_ranks_by_megatrons_names_that_do_not_fit():
-    with pytest.raises(DegreeError, match="grid of their own"):
+    with pytest.raises(tp.DegreeError, match="grid of their own"):
         mpu.RankGenerator(tp=1, ep=2, dp=1, pp=1, cp=2, order="tp-cp-ep-dp-pp")
     with pytest.raises(NotImplementedError, match="gtp_remat=2"):
         mpu.RankGenerator(1, 1, 1, 1, 1, "tp", gtp_remat=2)
@@ -406,7 +399,7 @@ def test_before_initialization():
     assert mpu.get_context_parallel_global_ranks(check_initialized=False) is None
     assert not mpu.is_rank_in_embedding_group()
     assert mpu.get_gtp_weight_remat_group(check_initialized=False) is None
-    with pytest.raises(NotInitializedError):
+    with pytest.raises(tp.NotInitializedError):
         mpu.get_tensor_model_parallel_group()
     with pytest.raises(AssertionError):  # what Megatron's code catches
         mpu.get_gtp_weight_remat_group()

@@ -6,9 +6,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import ezpz_tp
-from ezpz_tp._errors import DegreeError, NotInitializedError, ParallelError
-from ezpz_tp._pipeline import Chunk, Pipeline, facts, split_layers
+import ezpz_tp as tp
+from ezpz_tp._pipeline import Chunk, facts
 from ezpz_tp.testing import counting, run_ranks
 
 LAYERS, WIDTH, BATCH = 6, 5, 12
@@ -77,7 +76,7 @@ def pipeline_of(plan, **options):
     _, schedule, virtual, microbatches = plan
     settings = {"layers": LAYERS, "microbatches": microbatches, "loss": mean_square}
     settings |= {"schedule": schedule, "virtual": virtual, **options}
-    return Pipeline(settings.pop("build", Part), **settings)
+    return tp.Pipeline(settings.pop("build", Part), **settings)
 
 
 def on(plan, function, *args, **degrees):
@@ -91,7 +90,7 @@ def on(plan, function, *args, **degrees):
     [(8, 4, [2, 2, 2, 2]), (10, 4, [3, 3, 2, 2]), (3, 3, [1, 1, 1]), (7, 1, [7])],
 )
 def test_layers_are_split_evenly_and_the_first_get_what_is_left(count, stages, lengths):
-    ranges = split_layers(count, stages)
+    ranges = tp.split_layers(count, stages)
     assert [len(each) for each in ranges] == lengths
     assert [number for each in ranges for number in each] == list(range(count))
 
@@ -137,7 +136,7 @@ def whole_model(between="one", seeds=(0, 1)):
 def test_a_step_gives_the_whole_models_losses_and_gradients(plan):
     ranks, _, virtual, microbatches = plan
     wanted_losses, wanted = whole_model()
-    split = split_layers(LAYERS, ranks * virtual)
+    split = tp.split_layers(LAYERS, ranks * virtual)
     results = on(plan, train)
     for rank, (asked, losses, gradients) in enumerate(results):
         assert [layers for layers, _, _ in asked] == list(split[rank::ranks])
@@ -191,7 +190,7 @@ def between_chunks(plan, between):
 def test_what_chunks_may_hand_on(plan, between):
     """A transposed tensor, one of integers, several of them, one that needs no gradient."""
     model = nn.Sequential()
-    split = split_layers(LAYERS, plan[0] * plan[2])
+    split = tp.split_layers(LAYERS, plan[0] * plan[2])
     for number, layers in enumerate(split):
         model.append(Part(layers, number == 0, number == len(split) - 1, between))
     value, targets = batch()
@@ -215,7 +214,7 @@ class Noisy(nn.Module):
     def forward(self, hidden):
         self.runs = self.runs + 1  # another tensor in its place
         hidden = nn.functional.dropout(self.norm(self.part(hidden)))
-        with ezpz_tp.get_rng_tracker().fork():
+        with tp.get_rng_tracker().fork():
             return nn.functional.dropout(hidden)
 
 
@@ -224,11 +223,11 @@ def first_and_second_step(plan):
     found = []
     before = {name: one.clone() for name, one in pipeline.module.state_dict().items()}
     for _ in range(2):
-        ezpz_tp.seed_model_parallel(3)
+        tp.seed_model_parallel(3)
         losses = pipeline.step(*batch())
         after = {name: one.clone() for name, one in pipeline.module.state_dict().items()}
         drawn = torch.rand(4)
-        with ezpz_tp.get_rng_tracker().fork():
+        with tp.get_rng_tracker().fork():
             found.append((losses, after, drawn, torch.rand(4)))
         pipeline.module.load_state_dict(before)
     return found
@@ -362,7 +361,7 @@ def test_activations_of_sixteen_bits():
 def with_fsdp(plan):
     from torch.distributed.fsdp import fully_shard
 
-    state = ezpz_tp.get_state()
+    state = tp.get_state()
     mesh = state.to_mesh("cpu")["dp"]
     pipeline = pipeline_of(plan, build=lambda **of: fully_shard(Part(**of), mesh=mesh))
     mine = slice(state.index("data"), None, 2)
@@ -509,7 +508,7 @@ def many_tensors(plan):
 
 
 def with_ddp(plan):
-    group = ezpz_tp.get_data_parallel_group()
+    group = tp.get_data_parallel_group()
     first_of_two(plan, build=lambda **of: DistributedDataParallel(Part(**of), process_group=group))
 
 
@@ -533,7 +532,7 @@ def with_ddp(plan):
     ],
 )
 def test_bad_use_is_one_clear_error(bad, plan, told):
-    with pytest.raises(ParallelError) as info:
+    with pytest.raises(tp.ParallelError) as info:
         on(plan, bad, timeout=120)
     assert re.search(told, str(info.value))
 
@@ -543,20 +542,20 @@ def test_layers_that_thawed_are_a_change():
     chunk.agreed = facts(chunk(batch()[0]))
     chunk.requires_grad_(True)
     told = r"chunk 0 of 2 returned .* with a gradient; expected.*float64, for.*forget_shapes"
-    with pytest.raises(ParallelError, match=told):
+    with pytest.raises(tp.ParallelError, match=told):
         chunk(batch()[0])
 
 
 def plan_on(ranks, **options):
     settings = {"layers": LAYERS, "microbatches": 4, "loss": mean_square} | options
-    return lambda: run_ranks(lambda: Pipeline(Part, **settings), ranks, pipeline=ranks, tensor=1)
+    return lambda: run_ranks(lambda: tp.Pipeline(Part, **settings), ranks, pipeline=ranks, tensor=1)
 
 
 @pytest.mark.parametrize(
     ("bad", "told"),
     [
-        (lambda: split_layers(4, 0), "0 stages; expected at least 1"),
-        (lambda: split_layers(3, 4), "3 layers for 4 stages"),
+        (lambda: tp.split_layers(4, 0), "0 stages; expected at least 1"),
+        (lambda: tp.split_layers(3, 4), "3 layers for 4 stages"),
         (plan_on(2, layers=3, schedule="interleaved", virtual=2), "3 layers for 4 stages"),
         (plan_on(2, schedule="zigzag"), "schedule 'zigzag'; expected one of gpipe, 1f1b, inter"),
         (plan_on(2, schedule="interleaved"), "virtual=1 chunks a rank; expected 2 or more"),
@@ -572,19 +571,21 @@ def plan_on(ranks, **options):
     ],
 )
 def test_plans_that_do_not_fit(bad, told):
-    with pytest.raises(DegreeError, match=told):
+    with pytest.raises(tp.DegreeError, match=told):
         bad()
 
 
 def test_build_returns_no_module():
     with pytest.raises(
-        ParallelError, match=r"layers=range\(0, 6\), first=True.* returned NoneType"
+        tp.ParallelError, match=r"layers=range\(0, 6\), first=True.* returned NoneType"
     ):
         pipeline_of((1, "gpipe", 1, 1), build=lambda **of: None)
 
 
 def test_groups_that_torch_does_not_know():
-    with pytest.raises(ParallelError, match=r"does not know the pipeline group of 2.*in_processes"):
+    with pytest.raises(
+        tp.ParallelError, match=r"does not know the pipeline group of 2.*in_processes"
+    ):
         plan_on(2)()
 
 
@@ -593,5 +594,5 @@ def without_groups():
 
 
 def test_several_ranks_without_groups():
-    with pytest.raises(NotInitializedError, match="initialize_tensor_parallel"):
+    with pytest.raises(tp.NotInitializedError, match="initialize_tensor_parallel"):
         run_ranks(without_groups, 2, in_processes=True, initialize=False)

@@ -6,16 +6,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from ezpz_tp._errors import NotInitializedError, ParallelError
-from ezpz_tp._random import (
-    DATA_PARALLEL_RNG,
-    EXPERT_PARALLEL_RNG,
-    MODEL_PARALLEL_RNG,
-    RngTracker,
-    get_rng_tracker,
-    rng_contexts,
-    seed_model_parallel,
-)
+import ezpz_tp as tp
+from ezpz_tp._random import DATA_PARALLEL_RNG, EXPERT_PARALLEL_RNG, MODEL_PARALLEL_RNG
 from ezpz_tp.testing import run_ranks
 
 DEVICES = ["cpu"]
@@ -30,7 +22,7 @@ def device(request):
 
 @pytest.fixture
 def tracker(device):
-    tracker = RngTracker(device)
+    tracker = tp.RngTracker(device)
     tracker.add(MODEL_PARALLEL_RNG, 7)
     tracker.add("other", 8)
     return tracker
@@ -92,29 +84,29 @@ def test_an_error_inside_a_fork_leaves_it(tracker, device):
 
 
 def test_streams_are_refused(tracker):
-    with pytest.raises(ParallelError, match="'other' exists already"):
+    with pytest.raises(tp.ParallelError, match="'other' exists already"):
         tracker.add("other", 9)
-    with pytest.raises(ParallelError, match="'other' has seed 8 already"):
+    with pytest.raises(tp.ParallelError, match="'other' has seed 8 already"):
         tracker.add("third", 8)
     with (
-        pytest.raises(ParallelError, match=r"no random stream 'fourth'; known: model-.*, other"),
+        pytest.raises(tp.ParallelError, match=r"no random stream 'fourth'; known: model-.*, other"),
         tracker.fork("fourth"),
     ):
         pass
     with (
-        pytest.raises(ParallelError, match=r"reset\(\) inside fork\('other'\)"),
+        pytest.raises(tp.ParallelError, match=r"reset\(\) inside fork\('other'\)"),
         tracker.fork("other"),
     ):
         tracker.reset()
-    with pytest.raises(ParallelError, match=r"set_states\(\) inside fork"), tracker.fork():
+    with pytest.raises(tp.ParallelError, match=r"set_states\(\) inside fork"), tracker.fork():
         tracker.set_states({})
 
 
 def test_a_new_tracker_knows_nothing():
-    tracker = RngTracker()
+    tracker = tp.RngTracker()
     assert not tracker.is_initialized()
     with (
-        pytest.raises(ParallelError, match=r"known: none. Call seed_model_parallel"),
+        pytest.raises(tp.ParallelError, match=r"known: none. Call seed_model_parallel"),
         tracker.fork(),
     ):
         pass
@@ -137,7 +129,7 @@ def test_states_go_through_a_check_point(tracker, device):
     for name in (MODEL_PARALLEL_RNG, "other"):
         with tracker.fork(name):
             expected.append(torch.rand(4, device=device))
-    fresh = RngTracker(device)
+    fresh = tp.RngTracker(device)
     fresh.set_states(states)
     assert fresh.is_initialized()
     for name, values in zip((MODEL_PARALLEL_RNG, "other"), expected, strict=True):
@@ -155,8 +147,8 @@ def test_saved_states_do_not_change_later(tracker):
 
 
 def test_an_accelerators_state_on_the_cpu():
-    with pytest.raises(ParallelError, match="has 16 bytes, the CPU's has 5056"):
-        RngTracker("cpu").set_states({"some": torch.zeros(16, dtype=torch.uint8)})
+    with pytest.raises(tp.ParallelError, match="has 16 bytes, the CPU's has 5056"):
+        tp.RngTracker("cpu").set_states({"some": torch.zeros(16, dtype=torch.uint8)})
 
 
 def region(tracker):
@@ -188,7 +180,7 @@ def test_recomputation_repeats_the_streams_and_leaves_them(tracker, device):
         return x.grad.clone(), loss.detach(), mark, torch.rand(1, device=device), inside
 
     def checked(x):
-        contexts = lambda: rng_contexts(tracker)  # noqa: E731
+        contexts = lambda: tp.rng_contexts(tracker)  # noqa: E731
         return torch_checkpoint(run, x, use_reentrant=False, context_fn=contexts)
 
     for plain, recomputed in zip(train(run), train(checked), strict=True):
@@ -199,7 +191,7 @@ def test_recomputation_of_a_region_inside_a_fork(tracker):
     x = torch.randn(64, dtype=torch.float64, requires_grad=True)
     run, states = region(tracker), tracker.get_states()
     grads = []
-    for contexts in (None, lambda: rng_contexts(tracker)):
+    for contexts in (None, lambda: tp.rng_contexts(tracker)):
         tracker.set_states(states)
         torch.manual_seed(3)
         with tracker.fork("other"):
@@ -215,7 +207,7 @@ def test_recomputation_of_a_region_inside_a_fork(tracker):
 def test_recomputation_that_would_draw_other_numbers(tracker, use_reentrant):
     x = torch.randn(4, requires_grad=True)
     y = torch_checkpoint(region(tracker), x, use_reentrant=use_reentrant)
-    with pytest.raises(ParallelError, match=r"inside a backward pass.*checkpoint_activations"):
+    with pytest.raises(tp.ParallelError, match=r"inside a backward pass.*checkpoint_activations"):
         y.sum().backward()
     with tracker.fork():
         pass
@@ -252,30 +244,30 @@ def test_a_check_pointing_function_that_restores_the_streams_itself(tracker):
 
 
 def first_of(name):
-    with get_rng_tracker().fork(name):
+    with tp.get_rng_tracker().fork(name):
         return torch.rand(4)
 
 
 def test_seeding_alone():
-    seed_model_parallel(11)
+    tp.seed_model_parallel(11)
     assert torch.equal(torch.rand(4), seeded(11, 4))
     assert torch.equal(first_of(DATA_PARALLEL_RNG), seeded(11, 4))
     assert torch.equal(first_of(MODEL_PARALLEL_RNG), seeded(11 + 2718, 4))
     assert torch.equal(first_of(EXPERT_PARALLEL_RNG), seeded(11 + 1024, 4))
-    seed_model_parallel(12, tensor_rank=3, expert_rank=2, expert_tensor_rank=1)
+    tp.seed_model_parallel(12, tensor_rank=3, expert_rank=2, expert_tensor_rank=1)
     assert torch.equal(first_of(MODEL_PARALLEL_RNG), seeded(12 + 2718 + 3, 4))
     assert torch.equal(first_of(EXPERT_PARALLEL_RNG), seeded(12 + 1024 + 201, 4))
     with pytest.raises(ValueError, match="seed -1; expected 0 to"):
-        seed_model_parallel(-1)
+        tp.seed_model_parallel(-1)
 
 
 def test_no_seeds_collide_on_any_rank():
     """Trap 4: seed * (rank + 1) * (local_rank + 1) is the same on ranks 2 and 8, four a node."""
-    tracker = RngTracker("cpu")
+    tracker = tp.RngTracker("cpu")
     inside, experts = set(), set()
     for tensor_rank in range(16):
         for expert_rank in range(32):
-            seed_model_parallel(
+            tp.seed_model_parallel(
                 5,
                 tracker=tracker,
                 tensor_rank=tensor_rank,
@@ -292,7 +284,7 @@ def test_no_seeds_collide_on_any_rank():
 
 
 def streams_of_a_rank():
-    seed_model_parallel(21)
+    tp.seed_model_parallel(21)
     return [torch.rand(4).tolist()] + [
         first_of(name).tolist()
         for name in (DATA_PARALLEL_RNG, MODEL_PARALLEL_RNG, EXPERT_PARALLEL_RNG)
@@ -310,9 +302,9 @@ def test_ranks_of_a_tensor_group_differ_inside_only():
 
 
 def seed_without_groups():
-    with pytest.raises(NotInitializedError):
-        seed_model_parallel(1)
-    seed_model_parallel(1, tensor_rank=0, expert_rank=0, expert_tensor_rank=0)
+    with pytest.raises(tp.NotInitializedError):
+        tp.seed_model_parallel(1)
+    tp.seed_model_parallel(1, tensor_rank=0, expert_rank=0, expert_tensor_rank=0)
 
 
 def test_seeding_needs_to_know_the_rank():
@@ -320,7 +312,7 @@ def test_seeding_needs_to_know_the_rank():
 
 
 def test_states_within_a_fork_are_those_of_now(device):
-    tracker = RngTracker(device=device)
+    tracker = tp.RngTracker(device=device)
     tracker.add("a", 1)
     with tracker.fork("a"):
         torch.rand(3, device=device)
@@ -332,10 +324,10 @@ def test_states_within_a_fork_are_those_of_now(device):
 
 
 def test_a_seed_without_room_for_the_ranks_own_changes_nothing():
-    tracker = RngTracker(device="cpu")
+    tracker = tp.RngTracker(device="cpu")
     tracker.add("a", 1)
     with pytest.raises(ValueError, match=r"seed 18446744073709551615; expected 0 to 2\*\*62 - 1"):
-        seed_model_parallel(2**64 - 1, tracker=tracker)
+        tp.seed_model_parallel(2**64 - 1, tracker=tracker)
     assert set(tracker.get_states()) == {"a"}
 
 
@@ -351,7 +343,7 @@ def test_megatrons_seed_leaves_the_cpus_stream_where_an_accelerator_is(
         seed(7)
         drawn = torch.rand(3)
         assert torch.equal(drawn, seeded(42 if accelerator else 7, 3))
-        with get_rng_tracker().fork():
+        with tp.get_rng_tracker().fork():
             assert torch.equal(torch.rand(3), seeded(7 + 2718, 3))
     finally:
-        get_rng_tracker().reset()
+        tp.get_rng_tracker().reset()

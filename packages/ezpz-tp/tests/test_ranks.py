@@ -2,11 +2,11 @@ import itertools
 
 import pytest
 
-from ezpz_tp import AXES, DegreeError, RankLayout
+import ezpz_tp as tp
 
 
 def test_the_seeds_picture_sixteen_ranks_with_tensor_degree_two():
-    layout = RankLayout(16, tensor=2)
+    layout = tp.RankLayout(16, tensor=2)
     assert layout.data == 8
     assert layout.groups("tensor")[0] == (0, 1)
     assert len(layout.groups("tensor")) == 8
@@ -14,20 +14,20 @@ def test_the_seeds_picture_sixteen_ranks_with_tensor_degree_two():
 
 
 def test_order_is_tensor_context_data_pipeline():
-    layout = RankLayout(16, tensor=2, context=2, pipeline=2)
-    assert [layout.stride(axis) for axis in AXES] == [1, 2, 4, 8]
+    layout = tp.RankLayout(16, tensor=2, context=2, pipeline=2)
+    assert [layout.stride(axis) for axis in tp.AXES] == [1, 2, 4, 8]
     assert layout.group_of("pipeline", 3) == (3, 11)
     assert layout.group_of("context", 3) == (1, 3)
 
 
 LAYOUTS = [
-    RankLayout(t * c * d * p, t, c, p)
+    tp.RankLayout(t * c * d * p, t, c, p)
     for t, c, d, p in itertools.product((1, 2, 3), (1, 2), (1, 3), (1, 2))
 ]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("axis", tp.AXES)
 def test_groups_of_an_axis_part_the_world(layout, axis):
     groups = layout.groups(axis)
     assert sorted(itertools.chain(*groups)) == list(range(layout.world_size))
@@ -40,13 +40,13 @@ def test_groups_of_an_axis_part_the_world(layout, axis):
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_two_axes_meet_in_one_rank(layout):
-    for first, second in itertools.combinations(AXES, 2):
+    for first, second in itertools.combinations(tp.AXES, 2):
         for one, other in itertools.product(layout.groups(first), layout.groups(second)):
             assert len(set(one) & set(other)) <= 1
 
 
 def test_the_largest_machine():
-    layout = RankLayout(120_960, tensor=12, context=2, pipeline=8)
+    layout = tp.RankLayout(120_960, tensor=12, context=2, pipeline=8)
     assert layout.data == 630
     assert layout.group_of("tensor", 120_959) == tuple(range(120_948, 120_960))
     assert layout.index("pipeline", 120_959) == 7
@@ -54,7 +54,7 @@ def test_the_largest_machine():
 
 def test_degrees_that_do_not_divide_show_the_numbers():
     with pytest.raises(ValueError, match=r"tensor 3 x context 1 x pipeline 2 = 6 .* size 16"):
-        RankLayout(16, tensor=3, pipeline=2)
+        tp.RankLayout(16, tensor=3, pipeline=2)
 
 
 @pytest.mark.parametrize(
@@ -63,18 +63,18 @@ def test_degrees_that_do_not_divide_show_the_numbers():
 )
 def test_degrees_below_one(arguments):
     with pytest.raises(ValueError, match="expected at least 1"):
-        RankLayout(**arguments)
+        tp.RankLayout(**arguments)
 
 
 def test_what_does_not_exist():
     with pytest.raises(ValueError, match="axis 'sequence'; expected one of tensor"):
-        RankLayout(4).groups("sequence")
+        tp.RankLayout(4).groups("sequence")
     with pytest.raises(ValueError, match="expert and tensor lie on different grids"):
-        RankLayout(4).group_of(("expert", "tensor"), 0)
+        tp.RankLayout(4).group_of(("expert", "tensor"), 0)
     with pytest.raises(ValueError, match="one is named twice"):
-        RankLayout(4).degree(("tensor", "tensor"))
+        tp.RankLayout(4).degree(("tensor", "tensor"))
     with pytest.raises(ValueError, match="rank 4; expected 0 to 3"):
-        RankLayout(4).group_of("data", 4)
+        tp.RankLayout(4).group_of("data", 4)
 
 
 def by_coordinates(layout, axes, rank, words):
@@ -98,12 +98,12 @@ EXPERT = {"tp": "expert_tensor", "ep": "expert", "dp": "expert_data", "pp": "pip
 @pytest.mark.parametrize(
     "layout",
     [
-        RankLayout(24, 2, 3, 2),
-        RankLayout(24, 2, 3, 2, order="tp-cp-pp-dp"),
-        RankLayout(24, 2, 3, 2, order="pp-dp-cp-tp"),
-        RankLayout(32, 4, 2, 2, expert=4, expert_tensor=1),
-        RankLayout(32, 2, 2, 2, expert=2, order="tp-cp-ep-dp-pp"),
-        RankLayout(16, 2, 1, 2, expert=2, expert_tensor=1, order="tp-ep-pp-dp"),
+        tp.RankLayout(24, 2, 3, 2),
+        tp.RankLayout(24, 2, 3, 2, order="tp-cp-pp-dp"),
+        tp.RankLayout(24, 2, 3, 2, order="pp-dp-cp-tp"),
+        tp.RankLayout(32, 4, 2, 2, expert=4, expert_tensor=1),
+        tp.RankLayout(32, 2, 2, 2, expert=2, order="tp-cp-ep-dp-pp"),
+        tp.RankLayout(16, 2, 1, 2, expert=2, expert_tensor=1, order="tp-ep-pp-dp"),
     ],
     ids=str,
 )
@@ -123,7 +123,7 @@ def test_any_order_and_any_axes_follow_the_definition(layout):
 
 def test_megatrons_documented_groups_of_experts():
     # 16 ranks, tensor 2, expert 4, expert tensor 1: experts are spread over tensor and data.
-    layout = RankLayout(16, tensor=2, expert=4, expert_tensor=1)
+    layout = tp.RankLayout(16, tensor=2, expert=4, expert_tensor=1)
     assert layout.groups("expert")[:2] == [(0, 1, 2, 3), (4, 5, 6, 7)]
     assert layout.group_of("expert_data", 5) == (1, 5, 9, 13)
     assert layout.expert_data == 4
@@ -143,5 +143,5 @@ def test_megatrons_documented_groups_of_experts():
     ],
 )
 def test_orders_and_experts_that_do_not_fit(arguments, message):
-    with pytest.raises(DegreeError, match=message):
-        RankLayout(16, tensor=2, pipeline=2, **arguments)
+    with pytest.raises(tp.DegreeError, match=message):
+        tp.RankLayout(16, tensor=2, pipeline=2, **arguments)

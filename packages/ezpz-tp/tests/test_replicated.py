@@ -5,8 +5,7 @@ import seeded
 import torch
 from torch import nn
 
-import ezpz_tp
-from ezpz_tp import ReplicaError, verify_replicated
+import ezpz_tp as tp
 from ezpz_tp.testing import counting, run_ranks
 
 DATA = {"tensor": 2, "data": 2}
@@ -16,13 +15,13 @@ TIED = {"tensor": 1, "pipeline": 2}
 def error_of(program, bug):
     try:
         program(bug)
-    except ReplicaError as error:
+    except tp.ReplicaError as error:
         return str(error)
     return None
 
 
 def tied(bug):
-    ezpz_tp.initialize_tensor_parallel(pipeline_parallel_size=2, embedding=True)
+    tp.initialize_tensor_parallel(pipeline_parallel_size=2, embedding=True)
     return error_of(seeded.tied, bug)
 
 
@@ -65,10 +64,10 @@ def changed(rank, gradient):
         model.weight.fill_(1)
         model.bias.fill_(2)
     (model(torch.ones(2, 4)).sum()).backward()
-    if ezpz_tp.get_state().rank == rank:
+    if tp.get_state().rank == rank:
         (model.weight.grad if gradient else model.weight.detach())[3, 3] += 1e-6
-    error = error_of(lambda _: verify_replicated(model), None)
-    return error, error_of(lambda _: verify_replicated(model, gradients=True), None)
+    error = error_of(lambda _: tp.verify_replicated(model), None)
+    return error, error_of(lambda _: tp.verify_replicated(model, gradients=True), None)
 
 
 @pytest.mark.parametrize("gradient", [False, True])
@@ -81,8 +80,8 @@ def test_the_last_bit_of_one_value_on_one_rank_of_three(gradient):
 
 
 def other_models():
-    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(1 + ezpz_tp.get_state().rank)))
-    return error_of(lambda _: verify_replicated(model), None)
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(1 + tp.get_state().rank)))
+    return error_of(lambda _: tp.verify_replicated(model), None)
 
 
 def test_other_parameters_on_a_rank():
@@ -93,7 +92,7 @@ def test_other_parameters_on_a_rank():
 def collectives():
     model = seeded.Mlp()
     with counting() as counter:
-        verify_replicated(model)
+        tp.verify_replicated(model)
     return dict(counter)
 
 
@@ -111,9 +110,9 @@ def many():
     )
     for one in model[-3:]:
         one.requires_grad_(False)
-    before = error_of(lambda _: verify_replicated(model), None)
-    model[1400].data += ezpz_tp.get_state().rank
-    return before, error_of(lambda _: verify_replicated(model), None)
+    before = error_of(lambda _: tp.verify_replicated(model), None)
+    model[1400].data += tp.get_state().rank
+    return before, error_of(lambda _: tp.verify_replicated(model), None)
 
 
 def test_any_shape_and_dtype():
@@ -124,11 +123,11 @@ def test_any_shape_and_dtype():
 
 def test_a_parameter_without_values():
     def program(*ranks):
-        meta = ezpz_tp.get_state().rank in ranks
+        meta = tp.get_state().rank in ranks
         model = nn.Linear(2, 2, device="meta" if meta else "cpu")
         error = r"weight .* is on the meta device" if meta else r"weight .* differs on 1"
-        with pytest.raises(ezpz_tp.ParallelError, match=error):
-            verify_replicated(model)
+        with pytest.raises(tp.ParallelError, match=error):
+            tp.verify_replicated(model)
 
     run_ranks(program, 2, 0, 1, data=2)
     run_ranks(program, 2, 1, data=2)  # the other rank does not wait for it
@@ -136,9 +135,9 @@ def test_a_parameter_without_values():
 
 def test_more_parameters_on_a_rank_than_are_sent_at_once():
     def program(rank):
-        count = 1020 + 8 * (ezpz_tp.get_state().rank == rank)
+        count = 1020 + 8 * (tp.get_state().rank == rank)
         model = nn.ParameterList(torch.full((), float(i)) for i in range(count))
-        return error_of(lambda _: verify_replicated(model), None)
+        return error_of(lambda _: tp.verify_replicated(model), None)
 
     assert run_ranks(program, 2, None, data=2) == [None] * 2
     for error in run_ranks(program, 2, 1, data=2):
@@ -147,10 +146,10 @@ def test_more_parameters_on_a_rank_than_are_sent_at_once():
 
 def test_shards_of_one_value_need_not_differ():
     def program(corner):
-        up = ezpz_tp.ColumnParallelLinear(4, 4, gather_output=False, seed=1)
+        up = tp.ColumnParallelLinear(4, 4, gather_output=False, seed=1)
         with torch.no_grad():
             up.weight.fill_(float("nan"))[0, 0] = corner
-        return error_of(lambda _: verify_replicated(up), None)
+        return error_of(lambda _: tp.verify_replicated(up), None)
 
     assert run_ranks(program, 2, float("nan"), tensor=2) == [None] * 2
     for error in run_ranks(program, 2, 1.0, tensor=2):
@@ -165,16 +164,16 @@ def distributed_tensors():
         parallelize_module,
     )
 
-    state, mesh = ezpz_tp.get_state(), ezpz_tp.get_state().to_mesh("cpu")
+    state, mesh = tp.get_state(), tp.get_state().to_mesh("cpu")
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4), nn.LayerNorm(4))
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
     for one in model:
         fully_shard(one, mesh=mesh["dp"])
     model(torch.ones(2, 4)).sum().backward()
-    before = error_of(lambda _: verify_replicated(model, gradients=True), None)
+    before = error_of(lambda _: tp.verify_replicated(model, gradients=True), None)
     with torch.no_grad():
         model[2].weight.to_local().add_(state.index("tensor"))
-    return before, error_of(lambda _: verify_replicated(model), None)
+    return before, error_of(lambda _: tp.verify_replicated(model), None)
 
 
 def test_distributed_tensors_differ_where_they_are_sharded():
@@ -186,8 +185,8 @@ def test_distributed_tensors_differ_where_they_are_sharded():
 
 
 def streams(tensor_rank):
-    ezpz_tp.seed_model_parallel(7, tensor_rank=tensor_rank)
-    return error_of(lambda _: verify_replicated(nn.Linear(2, 2)), None)
+    tp.seed_model_parallel(7, tensor_rank=tensor_rank)
+    return error_of(lambda _: tp.verify_replicated(nn.Linear(2, 2)), None)
 
 
 def test_streams_that_should_differ():
@@ -199,12 +198,12 @@ def test_streams_that_should_differ():
 
 
 def test_ranks_that_are_threads_share_their_streams():
-    ezpz_tp.seed_model_parallel(7)
+    tp.seed_model_parallel(7)
     try:
         assert run_ranks(verified, 2, tensor=2) == [None, None]
     finally:
-        ezpz_tp.get_rng_tracker().reset()
+        tp.get_rng_tracker().reset()
 
 
 def verified():
-    return error_of(lambda _: verify_replicated(seeded.Mlp()), None)
+    return error_of(lambda _: tp.verify_replicated(seeded.Mlp()), None)

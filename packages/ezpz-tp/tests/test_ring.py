@@ -12,22 +12,18 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ezpz_tp._current import get_state
-from ezpz_tp._data import sequence_positions, shard_sequence, unshard_sequence
-from ezpz_tp._errors import DegreeError, ParallelError
-from ezpz_tp._ring import ring_attention
-from ezpz_tp._ulysses import ulysses_attention, unified_attention
+import ezpz_tp as tp
 from ezpz_tp.testing import counting, run_ranks
 
 
 def attention(case):
-    return lambda q, k, v: ring_attention(
+    return lambda q, k, v: tp.ring_attention(
         q, k, v, is_causal=case.is_causal, balanced=case.balanced, scale=case.scale
     )
 
 
 def part(case):
-    return lambda whole: shard_sequence(whole, 2, balanced=case.balanced)
+    return lambda whole: tp.shard_sequence(whole, 2, balanced=case.balanced)
 
 
 def largest(case, layout=torch.Tensor.contiguous):
@@ -64,14 +60,14 @@ def test_fewer_digits(dtype, limit):
 def scores_far_apart():
     """Blocks whose weights differ by more than float64 can say."""
     whole = whole_of(Case(is_causal=True))
-    q, k, v = (shard_sequence(each.detach(), 2) for each in whole.inputs)
-    far = torch.where(sequence_positions(48) < 24, 400.0, -400.0)[:, None]
+    q, k, v = (tp.shard_sequence(each.detach(), 2) for each in whole.inputs)
+    far = torch.where(tp.sequence_positions(48) < 24, 400.0, -400.0)[:, None]
     q, k = q.abs(), k + far.double()
-    output = ring_attention(q, k, v, is_causal=True)
+    output = tp.ring_attention(q, k, v, is_causal=True)
     full = [each.detach() for each in whole.inputs]
     low = torch.where(torch.arange(48) < 24, 400.0, -400.0)[:, None]
     expected = scaled_dot_product_attention(full[0].abs(), full[1] + low, full[2], is_causal=True)
-    return (output - shard_sequence(expected, 2)).abs().max().item()
+    return (output - tp.shard_sequence(expected, 2)).abs().max().item()
 
 
 def test_scores_far_apart():
@@ -95,9 +91,9 @@ def test_other_layouts_in_memory(layout):
 
 def expanded_gradient():
     whole = whole_of(Case())
-    q, k, v = (shard_sequence(each.detach(), 2).requires_grad_() for each in whole.inputs)
+    q, k, v = (tp.shard_sequence(each.detach(), 2).requires_grad_() for each in whole.inputs)
     before = [each.detach().clone() for each in (q, k, v)]
-    output = ring_attention(q, k, v)
+    output = tp.ring_attention(q, k, v)
     kept = output.detach().clone()
     output.sum().backward()  # a gradient of ones that has one element in memory
     assert torch.equal(output, kept)
@@ -105,7 +101,7 @@ def expanded_gradient():
     full = scaled_dot_product_attention(*whole.inputs)
     expected = torch.autograd.grad(full.sum(), whole.inputs)
     for found, wanted in zip((q, k, v), expected, strict=True):
-        assert (found.grad - shard_sequence(wanted, 2)).abs().max() < 1e-12
+        assert (found.grad - tp.shard_sequence(wanted, 2)).abs().max() < 1e-12
 
 
 def test_an_expanded_gradient_and_nothing_is_changed_in_place():
@@ -114,15 +110,15 @@ def test_an_expanded_gradient_and_nothing_is_changed_in_place():
 
 def some_gradients(needed):
     whole = whole_of(Case(is_causal=True))
-    own = [shard_sequence(each.detach(), 2) for each in whole.inputs]
+    own = [tp.shard_sequence(each.detach(), 2) for each in whole.inputs]
     for at in needed:
         own[at].requires_grad_()
-    ring_attention(*own, is_causal=True).backward(shard_sequence(whole.output_grad, 2))
+    tp.ring_attention(*own, is_causal=True).backward(tp.shard_sequence(whole.output_grad, 2))
     for at, each in enumerate(own):
         if at not in needed:
             assert each.grad is None
         else:
-            assert (each.grad - shard_sequence(whole.grads[at], 2)).abs().max() < 1e-12
+            assert (each.grad - tp.shard_sequence(whole.grads[at], 2)).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("needed", [[0], [1], [2], [0, 2]])
@@ -132,13 +128,13 @@ def test_gradients_of_some_inputs(needed):
 
 def without_gradients():
     whole = whole_of(Case(is_causal=True))
-    own = [shard_sequence(each, 2) for each in whole.inputs]
+    own = [tp.shard_sequence(each, 2) for each in whole.inputs]
     with torch.no_grad():
-        output = ring_attention(*own, is_causal=True)
+        output = tp.ring_attention(*own, is_causal=True)
     assert not output.requires_grad
-    assert (output - shard_sequence(whole.output, 2)).abs().max() < 1e-12
-    output = ring_attention(*own, is_causal=True)
-    with pytest.raises(ParallelError, match="ring_attention: a second derivative is asked for"):
+    assert (output - tp.shard_sequence(whole.output, 2)).abs().max() < 1e-12
+    output = tp.ring_attention(*own, is_causal=True)
+    with pytest.raises(tp.ParallelError, match="ring_attention: a second derivative is asked for"):
         torch.autograd.grad(output.sum(), own[0], create_graph=True)
 
 
@@ -148,11 +144,11 @@ def test_no_grad_and_second_derivatives():
 
 def under_autocast():
     case = Case(dtype=torch.float32)
-    q, k, v = (shard_sequence(each.detach(), 2) for each in whole_of(case).inputs)
+    q, k, v = (tp.shard_sequence(each.detach(), 2) for each in whole_of(case).inputs)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         # As after rotary embeddings: q and k in float32, v as a linear layer left it.
-        output = ring_attention(q.float(), k.float(), v.bfloat16())
-        double = ring_attention(q, k, v)
+        output = tp.ring_attention(q.float(), k.float(), v.bfloat16())
+        double = tp.ring_attention(q, k, v)
     return output.dtype, double.dtype
 
 
@@ -203,7 +199,7 @@ def test_what_a_causal_mask_hides_is_not_computed():
 def exchanges():
     q = torch.ones(1, 2, 4, 8, requires_grad=True)
     with counting() as forward:
-        output = ring_attention(q, q, q, is_causal=True)
+        output = tp.ring_attention(q, q, q, is_causal=True)
     with counting() as backward:
         output.sum().backward()
     return dict(forward), dict(backward)
@@ -276,7 +272,7 @@ def peak_of_a_block(attend, length):
         "up": (HIDDEN, INNER),
         "down": (INNER, HIDDEN),
     }
-    positions = sequence_positions(length)
+    positions = tp.sequence_positions(length)
     with Live() as live:
         weights = {name: torch.full(shape, 0.01) for name, shape in shapes.items()}
         for weight in weights.values():
@@ -286,7 +282,7 @@ def peak_of_a_block(attend, length):
     return live.peak, live.largest
 
 
-@pytest.mark.parametrize("attend", [ring_attention, ulysses_attention])
+@pytest.mark.parametrize("attend", [tp.ring_attention, tp.ulysses_attention])
 def test_eight_times_the_sequence_in_the_same_memory(attend):
     (alone,) = run_ranks(peak_of_a_block, 1, attend, 256, context=1)
     shared = run_ranks(peak_of_a_block, 8, attend, 8 * 256, context=8)
@@ -296,9 +292,9 @@ def test_eight_times_the_sequence_in_the_same_memory(attend):
 
 
 def of_the_ring_alone(length):
-    q = torch.ones(1, HEADS, length // get_state().size("context"), HEAD_DIM, requires_grad=True)
+    q = torch.ones(1, HEADS, length // tp.get_state().size("context"), HEAD_DIM, requires_grad=True)
     with Live() as live:
-        ring_attention(q, q, q, is_causal=True).sum().backward()
+        tp.ring_attention(q, q, q, is_causal=True).sum().backward()
     return live.peak / q.nbytes
 
 
@@ -309,7 +305,7 @@ def test_the_ring_holds_a_few_parts_and_not_one_for_each_rank():
 
 def refused(shapes, options, dtypes):
     q, k, v = (torch.zeros(*s, dtype=d) for s, d in zip(shapes, dtypes, strict=True))
-    ring_attention(q, k, v, **options)
+    tp.ring_attention(q, k, v, **options)
 
 
 FLOAT, DOUBLE, INT = torch.float32, torch.float64, torch.int64
@@ -322,44 +318,56 @@ FLOAT, DOUBLE, INT = torch.float32, torch.float64, torch.int64
             [(1, 2, 4, 8)] * 3,
             {},
             (DOUBLE, FLOAT, FLOAT),
-            ParallelError,
+            tp.ParallelError,
             "q is torch.float64 on cpu, k torch.float32 .*; expected one dtype and device: cast",
         ),
-        ([(1, 2, 4, 8)] * 3, {}, (INT,) * 3, ParallelError, "are torch.int64; expected a floating"),
+        (
+            [(1, 2, 4, 8)] * 3,
+            {},
+            (INT,) * 3,
+            tp.ParallelError,
+            "are torch.int64; expected a floating",
+        ),
         (
             [(1, 4, 4, 8), (1, 3, 4, 8), (1, 3, 4, 8)],
             {},
             (FLOAT,) * 3,
-            DegreeError,
+            tp.DegreeError,
             "the 3 heads of k and v do not divide the 4 heads of q",
         ),
         (
             [(1, 2, 4, 8), (1, 2, 6, 8), (1, 2, 6, 8)],
             {"is_causal": True},
             (FLOAT,) * 3,
-            DegreeError,
+            tp.DegreeError,
             "is_causal with 4 queries and 6 keys on this rank; expected as many",
         ),
         (
             [(1, 2, 5, 8)] * 3,
             {"is_causal": True},
             (FLOAT,) * 3,
-            DegreeError,
+            tp.DegreeError,
             "has 5 tokens, and a balanced part is two chunks of one length; pad",
         ),
-        ([(2, 4, 8)] * 3, {}, (FLOAT,) * 3, ParallelError, r"q \(2, 4, 8\).*; expected \[batch, h"),
+        (
+            [(2, 4, 8)] * 3,
+            {},
+            (FLOAT,) * 3,
+            tp.ParallelError,
+            r"q \(2, 4, 8\).*; expected \[batch, h",
+        ),
         (
             [(1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 5, 8)],
             {},
             (FLOAT,) * 3,
-            ParallelError,
+            tp.ParallelError,
             "expected one batch size, and as many heads and tokens in k as in v",
         ),
         (
             [(1, 2, 4, 8), (1, 2, 4, 6), (1, 2, 4, 6)],
             {},
             (FLOAT,) * 3,
-            ParallelError,
+            tp.ParallelError,
             "expected one head_dim in q and k, got 8 and 6",
         ),
     ],
@@ -377,8 +385,10 @@ def test_what_does_not_fit(shapes, options, dtypes, error, message, degree):
 
 def test_a_group_that_this_rank_is_not_in():
     q = torch.zeros(1, 2, 4, 8)
-    with pytest.raises(ParallelError, match=r"the context group is .*; expected a process group"):
-        ring_attention(q, q, q, group=dist.GroupMember.NON_GROUP_MEMBER)
+    with pytest.raises(
+        tp.ParallelError, match=r"the context group is .*; expected a process group"
+    ):
+        tp.ring_attention(q, q, q, group=dist.GroupMember.NON_GROUP_MEMBER)
 
 
 class Watched(TorchFunctionMode):
@@ -394,13 +404,13 @@ class Watched(TorchFunctionMode):
 
 
 def watched():
-    heads, ring = get_state().group("tensor"), get_state().group("context")
+    heads, ring = tp.get_state().group("tensor"), tp.get_state().group("context")
     q = torch.zeros(1, 2, 4, 8)
     with Watched() as seen:
-        ring_attention(q, q, q)
-        ulysses_attention(q, q, q)
-        unified_attention(q, q, q, ulysses_group=heads, ring_group=ring)
-        unshard_sequence(shard_sequence(q, 2), 2)
+        tp.ring_attention(q, q, q)
+        tp.ulysses_attention(q, q, q)
+        tp.unified_attention(q, q, q, ulysses_group=heads, ring_group=ring)
+        tp.unshard_sequence(tp.shard_sequence(q, 2), 2)
     return seen.names
 
 
@@ -422,7 +432,7 @@ def test_who_watches_sees_one_call_of_each():
 
 def empty(shape):
     q = torch.zeros(shape, requires_grad=True)
-    ring_attention(q, q, q, is_causal=True).sum().backward()
+    tp.ring_attention(q, q, q, is_causal=True).sum().backward()
     return q.grad.shape == q.shape
 
 
@@ -435,22 +445,22 @@ def test_alone_it_is_torchs_own():
     q = torch.randn(2, 4, 6, 8)
     k = torch.randn(2, 2, 6, 8)
     expected = scaled_dot_product_attention(q, k, k, is_causal=True, scale=0.5, enable_gqa=True)
-    assert torch.equal(ring_attention(q, k, k, is_causal=True, scale=0.5), expected)
+    assert torch.equal(tp.ring_attention(q, k, k, is_causal=True, scale=0.5), expected)
 
 
 def in_one_graph():
     case = Case(kv_heads=2, is_causal=True)
 
     def twice(q, k, v):
-        return ring_attention(2 * q, k, v, is_causal=True)
+        return tp.ring_attention(2 * q, k, v, is_causal=True)
 
     compiled = torch.compile(twice, backend="aot_eager", fullgraph=True)
     whole = whole_of(case)
     results = []
     for function in (compiled, twice):
-        own = [shard_sequence(each.detach(), 2).requires_grad_() for each in whole.inputs]
+        own = [tp.shard_sequence(each.detach(), 2).requires_grad_() for each in whole.inputs]
         output = function(*own)
-        output.backward(shard_sequence(whole.output_grad, 2))
+        output.backward(tp.shard_sequence(whole.output_grad, 2))
         results.append([output, *(each.grad for each in own)])
     return all(torch.equal(*each) for each in zip(*results, strict=True))
 

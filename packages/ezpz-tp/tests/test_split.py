@@ -3,22 +3,14 @@ from itertools import pairwise
 import pytest
 import torch
 
-from ezpz_tp._errors import DegreeError
-from ezpz_tp._mappings import (
-    VocabUtility,
-    divide_and_check_no_remainder,
-    ensure_divisibility,
-    gather_split_1d_tensor,
-    split_tensor_along_last_dim,
-    split_tensor_into_1d_equal_chunks,
-    vocabulary_range,
-)
+import ezpz_tp as tp
+from ezpz_tp._mappings import vocabulary_range
 from ezpz_tp.testing import counting, run_ranks
 
 
 def test_the_last_dim_is_split_into_views():
     whole = torch.arange(24.0).view(2, 12)
-    parts = split_tensor_along_last_dim(whole, 3)
+    parts = tp.split_tensor_along_last_dim(whole, 3)
     assert [part.shape for part in parts] == [(2, 4)] * 3
     assert torch.equal(torch.cat(parts, -1), whole)
     assert all(part.untyped_storage().data_ptr() == whole.data_ptr() for part in parts)
@@ -26,7 +18,7 @@ def test_the_last_dim_is_split_into_views():
 
 def test_contiguous_parts_have_memory_of_their_own():
     whole = torch.arange(24.0).view(2, 12)
-    for part in split_tensor_along_last_dim(whole, 3, contiguous_split_chunks=True):
+    for part in tp.split_tensor_along_last_dim(whole, 3, contiguous_split_chunks=True):
         assert part.is_contiguous()
         part.zero_()
     assert whole.count_nonzero() == 23
@@ -34,22 +26,22 @@ def test_contiguous_parts_have_memory_of_their_own():
 
 @pytest.mark.parametrize("shape", [(2, 10), ()])
 def test_a_last_dim_that_does_not_split_is_told(shape):
-    with pytest.raises(DegreeError, match=r"\(.*\) does not split into 3 equal parts"):
-        split_tensor_along_last_dim(torch.zeros(shape), 3)
+    with pytest.raises(tp.DegreeError, match=r"\(.*\) does not split into 3 equal parts"):
+        tp.split_tensor_along_last_dim(torch.zeros(shape), 3)
 
 
 def test_division_without_remainder():
-    ensure_divisibility(12, 4)
-    assert divide_and_check_no_remainder(12, 4) == 3
-    with pytest.raises(DegreeError, match="13 is not divisible by 4"):
-        divide_and_check_no_remainder(13, 4)
+    tp.ensure_divisibility(12, 4)
+    assert tp.divide_and_check_no_remainder(12, 4) == 3
+    with pytest.raises(tp.DegreeError, match="13 is not divisible by 4"):
+        tp.divide_and_check_no_remainder(13, 4)
 
 
 def cut_and_join(whole, new_buffer):
-    part = split_tensor_into_1d_equal_chunks(whole, new_buffer)
+    part = tp.split_tensor_into_1d_equal_chunks(whole, new_buffer)
     shares = part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
     with counting() as counter:
-        joined = gather_split_1d_tensor(part)
+        joined = tp.gather_split_1d_tensor(part)
     assert dict(counter) == {"all_gather": 1}
     return part, joined, shares
 
@@ -66,8 +58,8 @@ def test_chunks_of_all_ranks_join_to_the_whole(new_buffer, transposed):
 
 
 def cut_unevenly():
-    with pytest.raises(DegreeError, match="10 elements, which 3 tensor-parallel ranks"):
-        split_tensor_into_1d_equal_chunks(torch.zeros(2, 5))
+    with pytest.raises(tp.DegreeError, match="10 elements, which 3 tensor-parallel ranks"):
+        tp.split_tensor_into_1d_equal_chunks(torch.zeros(2, 5))
 
 
 def test_elements_are_never_left_out():
@@ -76,9 +68,11 @@ def test_elements_are_never_left_out():
 
 def test_alone_a_chunk_is_the_whole():
     whole = torch.arange(6.0).view(2, 3)
-    part = split_tensor_into_1d_equal_chunks(whole)
-    assert torch.equal(gather_split_1d_tensor(part), whole.view(-1))
-    assert split_tensor_into_1d_equal_chunks(whole, new_buffer=True).data_ptr() != whole.data_ptr()
+    part = tp.split_tensor_into_1d_equal_chunks(whole)
+    assert torch.equal(tp.gather_split_1d_tensor(part), whole.view(-1))
+    assert (
+        tp.split_tensor_into_1d_equal_chunks(whole, new_buffer=True).data_ptr() != whole.data_ptr()
+    )
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 8, 10, 50257])
@@ -93,6 +87,6 @@ def test_every_id_is_in_one_range(size, degree):
 
 
 def test_vocab_utility():
-    assert VocabUtility.vocab_range_from_global_vocab_size(12, 1, 3) == (4, 8)
-    assert VocabUtility.vocab_range_from_global_vocab_size(10, 2, 3) == (8, 10)
-    assert VocabUtility.vocab_range_from_per_partition_vocab_size(4, 2, 3) == (8, 12)
+    assert tp.VocabUtility.vocab_range_from_global_vocab_size(12, 1, 3) == (4, 8)
+    assert tp.VocabUtility.vocab_range_from_global_vocab_size(10, 2, 3) == (8, 10)
+    assert tp.VocabUtility.vocab_range_from_per_partition_vocab_size(4, 2, 3) == (8, 12)

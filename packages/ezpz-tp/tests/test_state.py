@@ -2,15 +2,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ezpz_tp import (
-    DegreeError,
-    NotInitializedError,
-    ParallelError,
-    ParallelState,
-    RankLayout,
-    get_state,
-    use_state,
-)
+import ezpz_tp as tp
 from ezpz_tp._current import tensor_group
 from ezpz_tp.testing import run_ranks
 
@@ -34,7 +26,7 @@ class Sized(dist.ProcessGroup):
 
 def test_foreign_groups_without_a_layout():
     tensor, data = Foreign(1, 2), Foreign(3, 4)
-    state = ParallelState.from_groups(tensor=tensor, data=data)
+    state = tp.ParallelState.from_groups(tensor=tensor, data=data)
     assert state.layout is None
     assert state.rank == 1 + 2 * 3  # Megatron's order
     assert state.group("tensor") is tensor
@@ -53,14 +45,14 @@ def test_foreign_groups_without_a_layout():
     assert state.ranks("pipeline") == (7,)
     assert state.group("pipeline").size() == 1
     with pytest.raises(
-        ParallelError, match=r"no group spans tensor x data \(degrees 2 x 4\).*from_groups"
+        tp.ParallelError, match=r"no group spans tensor x data \(degrees 2 x 4\).*from_groups"
     ):
         state.group("tensor", "data")
     with pytest.raises(ValueError, match="those of experts are the model's here"):
         state.size("tensor", "expert_tensor")
-    with pytest.raises(ParallelError, match=r"does not know the tensor group.*layout="):
+    with pytest.raises(tp.ParallelError, match=r"does not know the tensor group.*layout="):
         state.ranks("tensor")
-    with pytest.raises(ParallelError, match="no layout to make a mesh of"):
+    with pytest.raises(tp.ParallelError, match="no layout to make a mesh of"):
         state.to_mesh()
     with pytest.raises(ValueError, match="axis 'rows'; expected one of tensor"):
         state.group("rows")
@@ -73,14 +65,16 @@ def test_foreign_groups_without_a_layout():
     state.destroy()
     state.destroy()
     assert not state.is_live
-    with pytest.raises(NotInitializedError, match=r"tensor group of a ParallelState .* destroyed"):
+    with pytest.raises(
+        tp.NotInitializedError, match=r"tensor group of a ParallelState .* destroyed"
+    ):
         state.group("tensor")
 
 
 def test_foreign_groups_with_a_layout_and_products():
-    layout = RankLayout(8, tensor=2)
+    layout = tp.RankLayout(8, tensor=2)
     both = Foreign(7, 8)
-    state = ParallelState.from_groups(
+    state = tp.ParallelState.from_groups(
         tensor=Foreign(1, 2),
         data=Foreign(3, 4),
         also={("tensor", "data"): both},
@@ -93,12 +87,12 @@ def test_foreign_groups_with_a_layout_and_products():
 
 
 def test_foreign_groups_of_experts():
-    state = ParallelState.from_groups(
+    state = tp.ParallelState.from_groups(
         tensor=Foreign(1, 4), pipeline=Foreign(1, 2), expert=Foreign(0, 2), expert_tensor=None
     )
     assert state.size("expert_tensor") == state.size("expert_data") == 1
     assert state.index("pipeline", "expert") == 2  # the pipeline is the slowest of both grids
-    state = ParallelState.from_groups(
+    state = tp.ParallelState.from_groups(
         tensor=Foreign(1, 2), context=Foreign(1, 2), data=Foreign(2, 3)
     )
     assert (state.size("expert_data"), state.index("expert_data")) == (6, 5)
@@ -109,10 +103,10 @@ def test_foreign_groups_of_experts():
 
 
 def test_experts_of_an_order_that_gives_them_no_grid_of_their_own():
-    layout = RankLayout(16, tensor=2, context=2, pipeline=2, order="tp-cp-pp-dp")
+    layout = tp.RankLayout(16, tensor=2, context=2, pipeline=2, order="tp-cp-pp-dp")
     assert not layout.experts_fit
     groups = {axis: Foreign(layout.index(axis, 13), 2) for axis in ("tensor", "context", "data")}
-    state = ParallelState.from_groups(
+    state = tp.ParallelState.from_groups(
         **groups, pipeline=Foreign(layout.index("pipeline", 13), 2), layout=layout, rank=13
     )
     assert state.group("expert_tensor") is groups["tensor"]
@@ -121,18 +115,26 @@ def test_experts_of_an_order_that_gives_them_no_grid_of_their_own():
 
 
 def test_groups_that_do_not_fit_the_layout():
-    with pytest.raises(DegreeError, match="the tensor group has 2 ranks; the layout's degree is 4"):
-        ParallelState.from_groups(tensor=Foreign(0, 2), layout=RankLayout(4, tensor=4), rank=0)
-    with pytest.raises(DegreeError, match="the tensor group has 1 ranks; the layout's degree is 4"):
-        ParallelState.from_groups(layout=RankLayout(4, tensor=4), rank=0)
+    with pytest.raises(
+        tp.DegreeError, match="the tensor group has 2 ranks; the layout's degree is 4"
+    ):
+        tp.ParallelState.from_groups(
+            tensor=Foreign(0, 2), layout=tp.RankLayout(4, tensor=4), rank=0
+        )
+    with pytest.raises(
+        tp.DegreeError, match="the tensor group has 1 ranks; the layout's degree is 4"
+    ):
+        tp.ParallelState.from_groups(layout=tp.RankLayout(4, tensor=4), rank=0)
 
 
 def someone_elses_group():
     other = dist.new_group([0])
     if dist.get_rank() == 1:
-        with pytest.raises(ParallelError, match=r"the tensor group is .*expected a process group"):
-            ParallelState.from_groups(tensor=other)
-    state = ParallelState.from_groups(data=dist.group.WORLD)
+        with pytest.raises(
+            tp.ParallelError, match=r"the tensor group is .*expected a process group"
+        ):
+            tp.ParallelState.from_groups(tensor=other)
+    state = tp.ParallelState.from_groups(data=dist.group.WORLD)
     assert state.ranks("data") == (0, 1)
     assert state.rank == dist.get_rank()
     state.destroy()
@@ -144,7 +146,7 @@ def test_a_group_that_the_rank_is_not_in():
 
 
 def compiled():
-    mine, alone = get_state().group("tensor"), get_state().group("data")
+    mine, alone = tp.get_state().group("tensor"), tp.get_state().group("data")
 
     def scaled(x):
         group = tensor_group()
@@ -179,18 +181,18 @@ def test_compiled_code_follows_the_state_in_use():
     whole = torch.compile(placed, fullgraph=True, backend="eager")
     one = torch.ones(1)
     for rank, size in ((0, 2), (1, 2), (2, 3), (0, 1), (1, 2)):
-        with use_state(ParallelState.from_groups(tensor=Sized(rank, size))):
+        with tp.use_state(tp.ParallelState.from_groups(tensor=Sized(rank, size))):
             assert whole(one).item() == placed(one).item()
     assert whole(one).item() == 1
 
 
 def test_threads_have_their_own_state():
     def body():
-        state = get_state()
-        other = ParallelState.from_groups(rank=9)
-        with use_state(other):
-            assert get_state() is other
-        assert get_state() is state
+        state = tp.get_state()
+        other = tp.ParallelState.from_groups(rank=9)
+        with tp.use_state(other):
+            assert tp.get_state() is other
+        assert tp.get_state() is state
         return state.index("tensor")
 
     assert run_ranks(body, 3) == [0, 1, 2]

@@ -3,8 +3,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from ezpz_tp import RankLayout
-from ezpz_tp._describe import describe
+import ezpz_tp as tp
 
 NOWHERE = {}
 S = "{http://www.w3.org/2000/svg}"
@@ -15,8 +14,8 @@ def texts(root, kind):
 
 
 def test_every_rank_is_drawn_with_its_tensor_group():
-    layout = RankLayout(16, tensor=2, context=2, pipeline=2)
-    root = ET.fromstring(describe(layout, ranks_per_node=4).svg())
+    layout = tp.RankLayout(16, tensor=2, context=2, pipeline=2)
+    root = ET.fromstring(tp.describe(layout, ranks_per_node=4).svg())
     ranks, groups = texts(root, "r"), texts(root, "s")
     assert sorted(map(int, ranks)) == list(range(16))
     colors = [rect.get("fill") for rect in root.iter(f"{S}rect")]
@@ -30,7 +29,7 @@ def test_every_rank_is_drawn_with_its_tensor_group():
 
 def test_it_stands_alone_and_says_what_it_is():
     with pytest.warns(UserWarning, match="cross nodes"):
-        description = describe(RankLayout(8, tensor=4), hosts=["<a>", "b&c"] * 4)
+        description = tp.describe(tp.RankLayout(8, tensor=4), hosts=["<a>", "b&c"] * 4)
     svg = description.svg()
     root = ET.fromstring(svg)
     assert root.find(f"{S}title").text.startswith("8 ranks: tensor 4 x data 2, on 2 nodes of 4")
@@ -51,8 +50,13 @@ def test_it_stands_alone_and_says_what_it_is():
 
 
 def test_nothing_is_drawn_outside():
-    for layout in (RankLayout(2), RankLayout(97), RankLayout(128, 2, 2, 2), RankLayout(256, 16)):
-        svg = describe(layout, environ=NOWHERE).svg()
+    for layout in (
+        tp.RankLayout(2),
+        tp.RankLayout(97),
+        tp.RankLayout(128, 2, 2, 2),
+        tp.RankLayout(256, 16),
+    ):
+        svg = tp.describe(layout, environ=NOWHERE).svg()
         root = ET.fromstring(svg)
         width, height = (float(root.get(name)) for name in ("width", "height"))
         assert width <= 1000
@@ -64,7 +68,7 @@ def test_nothing_is_drawn_outside():
 
 
 def test_borders_are_closed():
-    svg = describe(RankLayout(8), ranks_per_node=4).svg()
+    svg = tp.describe(tp.RankLayout(8), ranks_per_node=4).svg()
     (path,) = ET.fromstring(svg).iter(f"{S}path")
     lines = re.findall(r"M([\d.]+) ([\d.]+)([HV])([\d.]+)", path.get("d"))
     assert "".join(f"M{x} {y}{way}{to}" for x, y, way, to in lines) == path.get("d")
@@ -78,7 +82,7 @@ def test_borders_are_closed():
 
 
 def test_a_hundred_thousand_ranks_are_small():
-    svg = describe(RankLayout(120_960, tensor=12, pipeline=8), ranks_per_node=12).svg()
+    svg = tp.describe(tp.RankLayout(120_960, tensor=12, pipeline=8), ranks_per_node=12).svg()
     root = ET.fromstring(svg)
     assert len(texts(root, "r")) <= 256
     assert any("of 120,960 ranks" in text for text in texts(root, None))
@@ -86,7 +90,7 @@ def test_a_hundred_thousand_ranks_are_small():
 
 
 def test_notebooks_and_files(tmp_path):
-    description = describe(RankLayout(4, tensor=2), ranks_per_node=2)
+    description = tp.describe(tp.RankLayout(4, tensor=2), ranks_per_node=2)
     assert description._repr_svg_() == description.svg()
     description.save(tmp_path / "mesh.svg")
     assert (tmp_path / "mesh.svg").read_text(encoding="utf-8") == description.svg()
@@ -96,7 +100,7 @@ def test_notebooks_and_files(tmp_path):
 
 
 def test_experts_are_drawn_too():
-    layout = RankLayout(8, tensor=2, expert=2)
-    root = ET.fromstring(describe(layout, ranks_per_node=8).svg())
+    layout = tp.RankLayout(8, tensor=2, expert=2)
+    root = ET.fromstring(tp.describe(layout, ranks_per_node=8).svg())
     assert sorted(map(int, texts(root, "r"))) == sorted([*range(8), *range(8)])
     assert "experts: expert_tensor 2 x expert 2 x expert_data 2" in texts(root, None)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import ezpz_tp
+import ezpz_tp as tp
 from ezpz_tp.testing import (
     RankError,
     assert_matches_unsharded,
@@ -22,12 +22,12 @@ BOTH = pytest.mark.parametrize("in_processes", [False, True], ids=["threads", "p
 
 
 def tensor_rank():
-    return ezpz_tp.get_tensor_parallel_rank()
+    return tp.get_tensor_parallel_rank()
 
 
 def sum_of_ranks(scale):
     value = torch.tensor(float(tensor_rank()))
-    dist.all_reduce(value, group=ezpz_tp.get_tensor_parallel_group())
+    dist.all_reduce(value, group=tp.get_tensor_parallel_group())
     return value * scale
 
 
@@ -45,22 +45,22 @@ def test_ranks_communicate(in_processes, world_size):
 
 
 def positions():
-    state = ezpz_tp.get_state()
-    return state.rank, [state.index(axis) for axis in ezpz_tp.AXES], state.ranks("data")
+    state = tp.get_state()
+    return state.rank, [state.index(axis) for axis in tp.AXES], state.ranks("data")
 
 
 def group_of_two_axes():
     value = torch.ones(())
-    dist.all_reduce(value, group=ezpz_tp.get_state().group("tensor", "pipeline"))
+    dist.all_reduce(value, group=tp.get_state().group("tensor", "pipeline"))
     return int(value)
 
 
 @BOTH
 def test_degrees_are_laid_out_as_everywhere(in_processes):
     found = run_ranks(positions, 8, data=2, pipeline=2, in_processes=in_processes)
-    layout = ezpz_tp.RankLayout(8, tensor=2, pipeline=2)
+    layout = tp.RankLayout(8, tensor=2, pipeline=2)
     for rank in range(8):
-        indexes = [layout.index(axis, rank) for axis in ezpz_tp.AXES]
+        indexes = [layout.index(axis, rank) for axis in tp.AXES]
         assert found[rank] == (rank, indexes, layout.group_of("data", rank))
 
 
@@ -74,7 +74,7 @@ def test_groups_of_several_axes_can_be_asked_for(in_processes):
 
 
 def test_degrees_that_do_not_fit_show_the_numbers():
-    with pytest.raises(ezpz_tp.DegreeError, match=r"tensor 2 x context 1 x data 3 .* world_size=4"):
+    with pytest.raises(tp.DegreeError, match=r"tensor 2 x context 1 x data 3 .* world_size=4"):
         run_ranks(tensor_rank, 4, tensor=2, data=3)
     with pytest.raises(ValueError, match="does not divide"):
         run_ranks(tensor_rank, 4, tensor=3)
@@ -165,7 +165,7 @@ def test_a_function_that_no_process_can_import_is_refused(how):
 
 
 def bare():
-    return ezpz_tp.tensor_parallel_is_initialized(), dist.is_initialized()
+    return tp.tensor_parallel_is_initialized(), dist.is_initialized()
 
 
 @BOTH
@@ -179,7 +179,7 @@ def test_initialization_can_be_left_to_the_function(in_processes):
 def test_threads_leave_nothing_behind():
     before, threads = torch.get_num_threads(), threading.active_count()
     run_ranks(sum_of_ranks, 2, 1)
-    assert not ezpz_tp.tensor_parallel_is_initialized()
+    assert not tp.tensor_parallel_is_initialized()
     assert torch.get_num_threads() == before
     assert threading.active_count() == threads
 
@@ -205,7 +205,7 @@ class Summed(torch.autograd.Function):
 
 
 def every_collective():
-    group = ezpz_tp.get_tensor_parallel_group()
+    group = tp.get_tensor_parallel_group()
     size = group.size()
     one, all_ = torch.ones(2), torch.ones(2 * size)
     with counting() as counter:
@@ -243,7 +243,7 @@ def test_every_collective_is_counted_once(in_processes):
 def functional():
     from torch.distributed import _functional_collectives as funcol
 
-    group = ezpz_tp.get_tensor_parallel_group()
+    group = tp.get_tensor_parallel_group()
     with counting() as counter:
         funcol.all_reduce(torch.ones(2), "sum", group).sum().item()
         funcol.all_gather_tensor(torch.ones(2), 0, group).sum().item()
@@ -263,26 +263,26 @@ class Mlp(torch.nn.Module):
     def __init__(self, mistake=None):
         super().__init__()
         self.mistake = mistake
-        size = ezpz_tp.get_tensor_parallel_world_size()
+        size = tp.get_tensor_parallel_world_size()
         self.up = torch.nn.Parameter(torch.zeros(2 * WIDTH // size, WIDTH))
         self.down = torch.nn.Parameter(torch.zeros(WIDTH, 2 * WIDTH // size))
         self.bias = torch.nn.Parameter(torch.zeros(WIDTH))
-        ezpz_tp.set_tensor_model_parallel_attributes(self.up, True, 0, 1)
+        tp.set_tensor_model_parallel_attributes(self.up, True, 0, 1)
         dim = 0 if mistake == "dim" else 1
-        ezpz_tp.set_tensor_model_parallel_attributes(self.down, True, dim, 1)
+        tp.set_tensor_model_parallel_attributes(self.down, True, dim, 1)
         if mistake == "tag":
-            ezpz_tp.mark_sequence_parallel(self.bias)
+            tp.mark_sequence_parallel(self.bias)
         if mistake == "extra":
             self.extra = torch.nn.Parameter(torch.zeros(1))
 
     def forward(self, value):
         if self.mistake != "copy":
-            value = ezpz_tp.copy_to_tensor_parallel_region(value)
+            value = tp.copy_to_tensor_parallel_region(value)
         value = (value @ self.up.t()).relu() @ self.down.t()
         if self.mistake == "bias":
             value = value + self.bias
         if self.mistake != "reduce":
-            value = ezpz_tp.reduce_from_tensor_parallel_region(value)
+            value = tp.reduce_from_tensor_parallel_region(value)
         return value if self.mistake == "bias" else value + self.bias
 
 
@@ -421,8 +421,8 @@ def test_all_is_what_is_there_and_has_docstrings():
 
 
 def streams():
-    known = ezpz_tp.get_rng_tracker().is_initialized()
-    ezpz_tp.seed_model_parallel(1)
+    known = tp.get_rng_tracker().is_initialized()
+    tp.seed_model_parallel(1)
     return known
 
 

@@ -5,21 +5,18 @@ import torch
 from sequences import Case, differences, whole_of
 from torch.nn.functional import scaled_dot_product_attention
 
-from ezpz_tp._current import get_state
-from ezpz_tp._data import shard_sequence
-from ezpz_tp._errors import DegreeError, ParallelError
-from ezpz_tp._ulysses import ulysses_attention
+import ezpz_tp as tp
 from ezpz_tp.testing import counting, run_ranks
 
 
 def attention(case, **options):
-    return lambda q, k, v: ulysses_attention(
+    return lambda q, k, v: tp.ulysses_attention(
         q, k, v, is_causal=case.is_causal, balanced=case.balanced, scale=case.scale, **options
     )
 
 
 def part(case):
-    return lambda whole: shard_sequence(whole, 2, balanced=case.balanced)
+    return lambda whole: tp.shard_sequence(whole, 2, balanced=case.balanced)
 
 
 def largest(case, layout=torch.Tensor.contiguous):
@@ -91,10 +88,10 @@ def with_an_attention_of_ones_own():
         return scaled_dot_product_attention(q, k, v, attn_mask=near, scale=scale)
 
     whole = whole_of(Case())
-    own = [shard_sequence(each, 2) for each in whole.inputs]
-    output = ulysses_attention(*own, scale=0.5, attention=window)
+    own = [tp.shard_sequence(each, 2) for each in whole.inputs]
+    output = tp.ulysses_attention(*own, scale=0.5, attention=window)
     expected = window(*whole.inputs, is_causal=False, scale=0.5, dropout_p=0.0)
-    return (output - shard_sequence(expected, 2)).abs().max().item()
+    return (output - tp.shard_sequence(expected, 2)).abs().max().item()
 
 
 def test_an_attention_of_ones_own():
@@ -110,7 +107,7 @@ def dropped():
         return q * (torch.rand(q.shape[:3], generator=generator) >= dropout_p).unsqueeze(-1)
 
     q = torch.ones(1, 4, 16, 2)
-    kept = ulysses_attention(q, q, q, dropout_p=0.5, attention=dropping).mean().item()
+    kept = tp.ulysses_attention(q, q, q, dropout_p=0.5, attention=dropping).mean().item()
     return seen, 0 < kept < 1
 
 
@@ -125,7 +122,7 @@ def second_derivative():
     whole = whole_of(Case(kv_heads=4, length=8))
     results = []
     for inputs, function in (
-        ([shard_sequence(each, 2) for each in whole.inputs], ulysses_attention),
+        ([tp.shard_sequence(each, 2) for each in whole.inputs], tp.ulysses_attention),
         (whole.inputs, lambda *given, attention: attention(*given)),
     ):
         own = [each.detach().requires_grad_() for each in inputs]
@@ -133,7 +130,7 @@ def second_derivative():
         grads = torch.autograd.grad(output.square().sum(), own, create_graph=True)
         results.append(torch.autograd.grad(sum(g.square().sum() for g in grads), own))
     return max(
-        (one - shard_sequence(other, 2)).abs().max().item()
+        (one - tp.shard_sequence(other, 2)).abs().max().item()
         for one, other in zip(*results, strict=True)
     )
 
@@ -143,12 +140,12 @@ def test_second_derivatives():
 
 
 def another_group():
-    state = get_state()
+    state = tp.get_state()
     whole = whole_of(Case())
     group = state.group("tensor")
-    own = [shard_sequence(each, 2, group=group) for each in whole.inputs]
-    output = ulysses_attention(*own, group=group)
-    return (output - shard_sequence(whole.output, 2, group=group)).abs().max().item()
+    own = [tp.shard_sequence(each, 2, group=group) for each in whole.inputs]
+    output = tp.ulysses_attention(*own, group=group)
+    return (output - tp.shard_sequence(whole.output, 2, group=group)).abs().max().item()
 
 
 def test_a_group_that_is_given():
@@ -156,9 +153,9 @@ def test_a_group_that_is_given():
 
 
 def under_autocast():
-    q, k, v = (shard_sequence(each, 2).float() for each in whole_of(Case()).inputs)
+    q, k, v = (tp.shard_sequence(each, 2).float() for each in whole_of(Case()).inputs)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        return ulysses_attention(q, k, v.bfloat16()).dtype
+        return tp.ulysses_attention(q, k, v.bfloat16()).dtype
 
 
 def test_autocast():
@@ -166,7 +163,7 @@ def test_autocast():
 
 
 def refused(shapes, options):
-    ulysses_attention(*(torch.zeros(*shape) for shape in shapes), **options)
+    tp.ulysses_attention(*(torch.zeros(*shape) for shape in shapes), **options)
 
 
 @pytest.mark.parametrize(
@@ -175,27 +172,37 @@ def refused(shapes, options):
         (
             [(1, 3, 4, 8)] * 3,
             {},
-            DegreeError,
+            tp.DegreeError,
             "3 heads of q do not divide among 2 ranks; expected a multiple. With fewer heads",
         ),
         (
             [(1, 4, 4, 8), (1, 3, 4, 8), (1, 3, 4, 8)],
             {},
-            DegreeError,
+            tp.DegreeError,
             "ulysses_attention: the 3 heads of k and v do not divide the 4 heads of q",
         ),
-        ([(1, 2, 4, 8), (1, 2, 3, 8), (1, 2, 3, 8)], {}, DegreeError, "has 4 queries and 3 keys"),
+        (
+            [(1, 2, 4, 8), (1, 2, 3, 8), (1, 2, 3, 8)],
+            {},
+            tp.DegreeError,
+            "has 4 queries and 3 keys",
+        ),
         (
             [(1, 2, 4, 8), (1, 2, 6, 8), (1, 2, 6, 8)],
             {"is_causal": True},
-            DegreeError,
+            tp.DegreeError,
             "is_causal with 4 queries and 6 keys",
         ),
-        ([(4, 8)] * 3, {}, ParallelError, r"ulysses_attention: q \(4, 8\), .*; expected \[batch"),
+        (
+            [(4, 8)] * 3,
+            {},
+            tp.ParallelError,
+            r"ulysses_attention: q \(4, 8\), .*; expected \[batch",
+        ),
         (
             [(1, 2, 4, 8)] * 3,
             {"attention": lambda q, k, v, **_: q.transpose(1, 2)},
-            ParallelError,
+            tp.ParallelError,
             r"returned \(1, 8, 1, 8\) for queries of shape \(1, 1, 8, 8\); expected",
         ),
     ],
@@ -207,7 +214,7 @@ def test_what_does_not_fit(shapes, options, error, message):
 
 def empty(shape):
     q = torch.zeros(shape, requires_grad=True)
-    ulysses_attention(q, q, q).sum().backward()
+    tp.ulysses_attention(q, q, q).sum().backward()
     return q.grad.shape == q.shape
 
 
@@ -219,4 +226,4 @@ def test_nothing_to_attend_to(shape):
 def test_alone_it_is_the_attention():
     q, k = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 6, 8)
     expected = scaled_dot_product_attention(q, k, k, is_causal=True, scale=0.5, enable_gqa=True)
-    assert torch.equal(ulysses_attention(q, k, k, is_causal=True, scale=0.5), expected)
+    assert torch.equal(tp.ulysses_attention(q, k, k, is_causal=True, scale=0.5), expected)

@@ -8,16 +8,12 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from ezpz_tp import ParallelState
-from ezpz_tp._current import destroy_tensor_parallel, get_state
-from ezpz_tp._data import sequence_positions, shard_sequence, unshard_sequence
-from ezpz_tp._errors import DegreeError, NotInitializedError, ParallelError
-from ezpz_tp._ulysses import split_context, unified_attention
+import ezpz_tp as tp
 from ezpz_tp.testing import counting, run_ranks
 
 
 def attention(case, heads, ring):
-    return lambda q, k, v: unified_attention(
+    return lambda q, k, v: tp.unified_attention(
         q,
         k,
         v,
@@ -30,13 +26,13 @@ def attention(case, heads, ring):
 
 
 def part(case, heads, ring):
-    return lambda whole: shard_sequence(
+    return lambda whole: tp.shard_sequence(
         whole, 2, group=ring, ulysses_group=heads, balanced=case.balanced
     )
 
 
 def largest(case):
-    groups = get_state().group("tensor"), get_state().group("context")
+    groups = tp.get_state().group("tensor"), tp.get_state().group("context")
     return max(differences(attention(case, *groups), case, part(case, *groups)))
 
 
@@ -61,7 +57,7 @@ def test_fewer_digits():
 
 
 def sent():
-    groups = get_state().group("tensor"), get_state().group("context")
+    groups = tp.get_state().group("tensor"), tp.get_state().group("context")
     q = torch.ones(1, 2, 4, 8, requires_grad=True)
     with counting() as forward:
         output = attention(Case(is_causal=True), *groups)(q, q, q)
@@ -76,20 +72,20 @@ def test_what_is_sent():
 
 
 def split(ulysses):
-    state = get_state()
-    heads, ring = split_context(ulysses)
-    again = split_context(ulysses=ulysses, state=state)
+    state = tp.get_state()
+    heads, ring = tp.split_context(ulysses)
+    again = tp.split_context(ulysses=ulysses, state=state)
     assert again[0] is heads
     assert again[1] is ring
     members = [dist.get_process_group_ranks(group) for group in (heads, ring)]
     # Gathered over both groups, the parts are the sequence.
     order = torch.arange(24)
-    own = sequence_positions(24, group=ring, ulysses_group=heads)
-    whole = unshard_sequence(own, 0, group=ring, ulysses_group=heads)
+    own = tp.sequence_positions(24, group=ring, ulysses_group=heads)
+    whole = tp.unshard_sequence(own, 0, group=ring, ulysses_group=heads)
     assert torch.equal(whole, order)
     case = Case(kv_heads=2, is_causal=True)
     worst = max(differences(attention(case, heads, ring), case, part(case, heads, ring)))
-    destroy_tensor_parallel()
+    tp.destroy_tensor_parallel()
     with pytest.raises(KeyError):  # freed with the state, unless it is the context axis itself
         dist.get_process_group_ranks(heads if heads.size() > 1 else ring)
     return members, worst
@@ -112,30 +108,30 @@ def test_splitting_the_context_axis():
 
 
 def all_to_one_side():
-    state = get_state()
+    state = tp.get_state()
     whole = state.group("context")
-    assert split_context(2)[0] is whole
-    assert split_context(2)[1].size() == 1
-    assert split_context(1)[1] is whole
-    with pytest.raises(DegreeError, match="ulysses=3 does not divide the context degree 2"):
-        split_context(3)
-    foreign = ParallelState.from_groups(context=whole)
-    with pytest.raises(ParallelError, match="made from groups without a layout; give unified"):
-        split_context(2, state=foreign)
+    assert tp.split_context(2)[0] is whole
+    assert tp.split_context(2)[1].size() == 1
+    assert tp.split_context(1)[1] is whole
+    with pytest.raises(tp.DegreeError, match="ulysses=3 does not divide the context degree 2"):
+        tp.split_context(3)
+    foreign = tp.ParallelState.from_groups(context=whole)
+    with pytest.raises(tp.ParallelError, match="made from groups without a layout; give unified"):
+        tp.split_context(2, state=foreign)
 
 
 def test_all_to_one_side_and_what_cannot_be_split():
     run_ranks(all_to_one_side, 2, context=2, in_processes=True)
-    with pytest.raises(NotInitializedError, match="no parallel groups"):
-        split_context(2)
+    with pytest.raises(tp.NotInitializedError, match="no parallel groups"):
+        tp.split_context(2)
 
 
 def groups_that_do_not_cross():
-    group, q = get_state().group("context"), torch.zeros(1, 2, 4, 8)
-    with pytest.raises(ParallelError, match="are one group of 2 ranks; expected two that cross"):
-        unified_attention(q, q, q, ulysses_group=group, ring_group=group)
-    with pytest.raises(ParallelError, match=r"ulysses_group=None, ring_group=.*; expected two"):
-        unified_attention(q, q, q, ulysses_group=None, ring_group=group)
+    group, q = tp.get_state().group("context"), torch.zeros(1, 2, 4, 8)
+    with pytest.raises(tp.ParallelError, match="are one group of 2 ranks; expected two that cross"):
+        tp.unified_attention(q, q, q, ulysses_group=group, ring_group=group)
+    with pytest.raises(tp.ParallelError, match=r"ulysses_group=None, ring_group=.*; expected two"):
+        tp.unified_attention(q, q, q, ulysses_group=None, ring_group=group)
 
 
 def test_groups_that_do_not_cross():
@@ -197,14 +193,14 @@ def full_gradients():
 
 def trained_over_data_and_context(wrapped):
     """The loss, and how far the gradients are off, as `shard_sequence` says they are reduced."""
-    state = get_state()
+    state = tp.get_state()
     both = state.group("data", "context")
-    heads, ring = split_context(1)
+    heads, ring = tp.split_context(1)
     tokens, labels = data()
     counted = (labels >= 0).sum()  # in all parts, of all data-parallel ranks
     mine = slice(state.index("data"), None, state.size("data"))
-    tokens, labels = (shard_sequence(each[mine], 1, group=ring) for each in (tokens, labels))
-    positions = sequence_positions(LENGTH, group=ring)
+    tokens, labels = (tp.shard_sequence(each[mine], 1, group=ring) for each in (tokens, labels))
+    positions = tp.sequence_positions(LENGTH, group=ring)
 
     model = tiny(attention(Case(is_causal=True), heads, ring))
     forward = DistributedDataParallel(model, process_group=both) if wrapped else model
