@@ -4,6 +4,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import on_ranks
 from torch import nn
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,12 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ezpz_tp as tp
 from ezpz_tp._groups import Alone
-from ezpz_tp.testing import run_ranks
 
 OUT, LIST = object(), object()
 
 
-def every_collective():
+@on_ranks(2, in_processes=True, initialize=False)
+def test_every_collective_of_one_rank_is_a_copy_and_leaves_nothing_behind():
     rank = dist.get_rank()
     state = tp.ParallelState.create(tensor=2)
     group = state.group("data")
@@ -76,31 +77,12 @@ def every_collective():
     del group
     gc.collect()
     assert gone() is None
-    return len(tables.pg_map), len(tables.pg_group_ranks)
+    assert len(tables.pg_map) == 1
+    assert len(tables.pg_group_ranks) == 1
 
 
-def test_every_collective_of_one_rank_is_a_copy_and_leaves_nothing_behind():
-    assert run_ranks(every_collective, 2, in_processes=True, initialize=False) == [(1, 1)] * 2
-
-
-def data_parallel():
-    rank = dist.get_rank()
-    state = tp.ParallelState.create(tensor=2)
-    torch.manual_seed(rank)
-    model = nn.Linear(4, 3)
-    wrapped = DistributedDataParallel(model, process_group=state.group("data"))
-    x = torch.randn(5, 4)
-    for _ in range(2):
-        wrapped(x).square().sum().backward()
-    alone = nn.Linear(4, 3)
-    alone.load_state_dict(model.state_dict())
-    for _ in range(2):
-        alone(x).square().sum().backward()
-    assert torch.equal(model.weight.grad, alone.weight.grad)
-    state.destroy()
-
-
-def sharded():
+@on_ranks(2, in_processes=True, initialize=False)
+def test_fully_sharded_over_an_axis_of_degree_one():
     state = tp.ParallelState.create(tensor=2)
     mesh = DeviceMesh.from_group(state.group("data"), "cpu", mesh_dim_names=("dp",))
     torch.manual_seed(0)
@@ -115,12 +97,22 @@ def sharded():
     state.destroy()
 
 
-def test_fully_sharded_over_an_axis_of_degree_one():
-    run_ranks(sharded, 2, in_processes=True, initialize=False)
-
-
+@on_ranks(2, in_processes=True, initialize=False)
 def test_data_parallel_over_an_axis_of_degree_one():
-    run_ranks(data_parallel, 2, in_processes=True, initialize=False)
+    rank = dist.get_rank()
+    state = tp.ParallelState.create(tensor=2)
+    torch.manual_seed(rank)
+    model = nn.Linear(4, 3)
+    wrapped = DistributedDataParallel(model, process_group=state.group("data"))
+    x = torch.randn(5, 4)
+    for _ in range(2):
+        wrapped(x).square().sum().backward()
+    alone = nn.Linear(4, 3)
+    alone.load_state_dict(model.state_dict())
+    for _ in range(2):
+        alone(x).square().sum().backward()
+    assert torch.equal(model.weight.grad, alone.weight.grad)
+    state.destroy()
 
 
 def test_without_torch_distributed():

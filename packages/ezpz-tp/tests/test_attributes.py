@@ -3,6 +3,7 @@ import pickle
 
 import pytest
 import torch
+from ranks import on_ranks
 from torch import nn
 
 import ezpz_tp as tp
@@ -82,7 +83,8 @@ def attributes_of(module):
     return {name: dict(vars(param)) for name, param in module.named_parameters()}
 
 
-def survive():
+@on_ranks(2)
+def test_attributes_of_layers_survive_copies_and_moves():
     module = layers()
     assert said(module["column"].weight) == said(module["column"].bias) == (True, 0, 2)
     assert said(module["row"].weight) == (True, 1, 1)
@@ -97,17 +99,14 @@ def survive():
     assert attributes_of(on_meta.to_empty(device="cpu")) == before
 
 
-def test_attributes_of_layers_survive_copies_and_moves():
-    run_ranks(survive, 2)
-
-
 def test_attributes_of_a_whole_layer_and_pickling():
     layer = tp.VocabParallelEmbedding(9, 4, seed=3)
     assert said(layer.weight) == (False, 0, 1)
     assert said(pickle.loads(pickle.dumps(layer)).weight) == (False, 0, 1)
 
 
-def assigned():
+@on_ranks(2)
+def test_assigned_parameters_are_said_what_those_before_were():
     """Meta construction, then the checkpoint's own tensors as parameters."""
     whole = nn.Sequential(tp.ColumnParallelLinear(4, 8, seed=1), nn.LayerNorm(8))
     tp.mark_sequence_parallel(whole[1].weight)
@@ -120,11 +119,9 @@ def assigned():
         model.load_state_dict(states, assign=True)
     layer = tp.ColumnParallelLinear(4, 8, device="meta")
     layer.load_state_dict({"weight": states["0.weight"], "bias": states["0.bias"]}, assign=True)
-    return said(model[0].weight), model[1].weight.sequence_parallel, said(layer.bias)
-
-
-def test_assigned_parameters_are_said_what_those_before_were():
-    assert run_ranks(assigned, 2) == [((True, 0, 1), True, (True, 0, 1))] * 2
+    assert said(model[0].weight) == (True, 0, 1)
+    assert model[1].weight.sequence_parallel
+    assert said(layer.bias) == (True, 0, 1)
 
 
 def test_of_a_copied_module_it_can_be_said_again():
@@ -137,18 +134,14 @@ def test_of_a_copied_module_it_can_be_said_again():
     assert not hasattr(twin.bias, "sequence_parallel")
 
 
-def parametrized():
+@on_ranks(2)
+def test_a_parametrized_layer_works_and_is_copied_with_its_attributes():
     layer = tp.ColumnParallelLinear(4, 8, seed=1)
     nn.utils.parametrize.register_parametrization(layer, "weight", nn.Identity())
     before = layer(torch.ones(1, 4))
     original = copy.deepcopy(layer).parametrizations.weight.original
-    return said(original), torch.equal(
-        before, tp.ColumnParallelLinear(4, 8, seed=1)(torch.ones(1, 4))
-    )
-
-
-def test_a_parametrized_layer_works_and_is_copied_with_its_attributes():
-    assert run_ranks(parametrized, 2) == [((True, 0, 1), True)] * 2
+    assert said(original) == (True, 0, 1)
+    assert torch.equal(before, tp.ColumnParallelLinear(4, 8, seed=1)(torch.ones(1, 4)))
 
 
 def test_what_megatrons_optimizers_ask_is_copied():

@@ -9,6 +9,7 @@ import pytest
 import seeded
 import torch
 from llama import Config, Llama, parallel_loss_of, text_batch
+from ranks import on_ranks
 from torch import nn
 
 import ezpz_tp as tp
@@ -188,19 +189,6 @@ def test_nothing_is_left_behind():
     assert exchanged == (torch.autograd.Function.__dict__["apply"], torch.distributed.all_reduce)
 
 
-def declared():
-    up = ColumnOwn()
-    hidden = torch.ones(4, 8, requires_grad=True)
-    errors = []
-    with tp.check(up):
-        for declare in (False, True):
-            try:
-                up(hidden, declare=declare)
-            except tp.ParallelTypeError as error:
-                errors.append(str(error))
-    return errors
-
-
 class _OwnCopy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, input_):
@@ -223,10 +211,19 @@ class ColumnOwn(nn.Module):
         return nn.functional.linear(hidden, self.layer.weight)
 
 
+@on_ranks(2, tensor=2)
 def test_what_cannot_be_known_is_declared():
-    for errors in run_ranks(declared, 2, tensor=2):
-        assert len(errors) == 1
-        assert "parameter layer.weight (8, 8) is varying" in errors[0]
+    up = ColumnOwn()
+    hidden = torch.ones(4, 8, requires_grad=True)
+    errors = []
+    with tp.check(up):
+        for declare in (False, True):
+            try:
+                up(hidden, declare=declare)
+            except tp.ParallelTypeError as error:
+                errors.append(str(error))
+    assert len(errors) == 1
+    assert "parameter layer.weight (8, 8) is varying" in errors[0]
 
 
 def test_declarations_are_looked_at():
@@ -242,7 +239,8 @@ def test_outside_it_nothing_has_a_type():
     assert tp.type_of(tensor) == {}
 
 
-def views():
+@on_ranks(2, tensor=2)
+def test_views_and_linear_operations_keep_the_type():
     up = tp.ColumnParallelLinear(8, 16, gather_output=False, bias=False, seed=1)
     down = tp.RowParallelLinear(16, 8, bias=False, input_is_parallel=True, seed=2)
     with tp.check():
@@ -267,12 +265,7 @@ def views():
         for wrong in (lambda: partial + 1, lambda: partial * partial, partial.exp):
             with pytest.raises(tp.ParallelTypeError, match="A reduction is missing"):
                 wrong()
-    return kinds
-
-
-def test_views_and_linear_operations_keep_the_type():
-    for kinds in run_ranks(views, 2, tensor=2):
-        assert kinds == ["varying"] * 4 + ["partial"] * 5 + ["varying", "invariant"]
+    assert kinds == ["varying"] * 4 + ["partial"] * 5 + ["varying", "invariant"]
 
 
 def test_at_degree_one_there_is_nothing_to_check():

@@ -4,6 +4,7 @@ from threading import Event, Thread
 
 import pytest
 import torch
+from ranks import on_ranks
 from torch import nn
 
 import ezpz_tp as tp
@@ -92,7 +93,8 @@ def train(distribute):
     return [y.detach(), x.grad, *(one.grad for one in parameters), torch.rand(3), after], counter
 
 
-def same_with_and_without():
+@on_ranks(2, in_processes=True)
+def test_dropout_in_tensor_parallel_regions_repeats_itself():
     plain, plain_counts = train(None)
     for distribute in (False, True):
         recomputed, counts = train(distribute)
@@ -100,10 +102,6 @@ def same_with_and_without():
             assert torch.equal(found, expected)
         # One for the input of each block.
         assert counts["all_gather"] == plain_counts["all_gather"] + 2 * distribute
-
-
-def test_dropout_in_tensor_parallel_regions_repeats_itself():
-    run_ranks(same_with_and_without, 2, in_processes=True)
 
 
 def share_out(shape):
@@ -128,17 +126,14 @@ def test_the_first_argument_is_shared_out_and_freed():
     run_ranks(share_out, 3, (4, 6))
 
 
-def refuse():
+@on_ranks(2)
+def test_what_cannot_be_shared_out():
     with pytest.raises(tp.DegreeError, match=r"\(3, 5\) has 15 elements"):
         tp.checkpoint(torch.sin, True, torch.randn(3, 5, requires_grad=True))
     with pytest.raises(TypeError, match="the first argument is int"):
         tp.checkpoint(torch.sin, True, 3)
     with pytest.raises(TypeError, match="the first argument is nothing"):
         tp.checkpoint(torch.rand, True)
-
-
-def test_what_cannot_be_shared_out():
-    run_ranks(refuse, 2)
 
 
 def differs(dtype, change):

@@ -1,5 +1,6 @@
 import pytest
 import torch.distributed as dist
+from ranks import on_ranks
 
 import ezpz_tp as tp
 from ezpz_tp._current import tensor_group
@@ -30,7 +31,8 @@ def test_without_a_world_a_rank_is_alone():
         tp.initialize_tensor_parallel(2)
 
 
-def from_before_to_after():
+@on_ranks(4, in_processes=True, initialize=False)
+def test_from_before_initialization_to_after():
     rank = dist.get_rank()
     assert tensor_group() is None  # trap 13: layers are what they are alone
     for axis in AXES:
@@ -78,19 +80,12 @@ def from_before_to_after():
     tp.destroy_model_parallel()
 
 
-def test_from_before_initialization_to_after():
-    run_ranks(from_before_to_after, 4, in_processes=True, initialize=False)
-
-
-def not_a_member():
+@on_ranks(2, in_processes=True, initialize=False)
+def test_a_group_that_the_rank_is_not_in():
     other = dist.new_group([0])
     if dist.get_rank() == 1:
         with pytest.raises(tp.ParallelError, match=r"the tensor group is .*rank is in"):
             tensor_group(other)
-
-
-def test_a_group_that_the_rank_is_not_in():
-    run_ranks(not_a_member, 2, in_processes=True, initialize=False)
 
 
 def test_other_orders():

@@ -2,6 +2,7 @@ import copy
 
 import pytest
 import torch
+from ranks import on_ranks
 from torch import nn
 
 import ezpz_tp as tp
@@ -101,7 +102,8 @@ def test_sequence_parallel(options):
         run_ranks(as_nn, degree, tp.VocabParallelEmbedding, 13, options, torch.float64, True)
 
 
-def collectives():
+@on_ranks(2)
+def test_numbers_of_collectives():
     rows = tp.VocabParallelEmbedding(13, WIDTH, seed=1)
     columns = tp.ParallelEmbedding(13, WIDTH, seed=1)
     sequence = tp.VocabParallelEmbedding(13, WIDTH, seed=1, sequence_parallel=True)
@@ -116,14 +118,9 @@ def collectives():
     with counting() as counter:
         assert columns(some_ids(13)).shape == (6, 4, WIDTH // 2)
     assert not counter
-    return counts
-
-
-def test_numbers_of_collectives():
-    for counts in run_ranks(collectives, 2):
-        assert counts[0] == ({"all_reduce": 1}, {})
-        assert counts[1] == ({"all_gather": 1}, {})
-        assert counts[2] == ({"reduce_scatter": 1}, {"all_gather": 1})
+    assert counts[0] == ({"all_reduce": 1}, {})
+    assert counts[1] == ({"all_gather": 1}, {})
+    assert counts[2] == ({"reduce_scatter": 1}, {"all_gather": 1})
 
 
 def test_trap_13_alone_it_is_nn_embedding():
@@ -178,7 +175,8 @@ def test_trap_5_an_uneven_vocabulary_is_padded_with_rows_that_stay_zero():
     assert run_ranks(padding_of_the_vocabulary, 4) == [(0, 2), (2, 4), (4, 5), (5, 5)]
 
 
-def gradients():
+@on_ranks(4)
+def test_gradients_are_not_changed_and_foreign_rows_not_used():
     """A gradient that autograd shares, and one with a stride of 0."""
     layer = tp.VocabParallelEmbedding(13, WIDTH, seed=1)
     other = torch.zeros(6, 4, WIDTH, requires_grad=True)
@@ -193,10 +191,6 @@ def gradients():
     with torch.no_grad():
         layer.weight[[0, -1]] = float("nan")
     assert layer(torch.tensor([1, 2, 5, 6, 9, 10])).isfinite().all()
-
-
-def test_gradients_are_not_changed_and_foreign_rows_not_used():
-    run_ranks(gradients, 4)
 
 
 def second_derivative(sequence_parallel):
@@ -262,7 +256,8 @@ def test_torch_compile_traces_them_whole():
     run_ranks(compiled, 2, in_processes=True)
 
 
-def under_autocast():
+@on_ranks(2)
+def test_trap_11_dtypes():
     layer = tp.VocabParallelEmbedding(13, WIDTH, seed=1)
     with torch.autocast("cpu", torch.bfloat16):
         output = layer(some_ids(13))
@@ -270,10 +265,6 @@ def under_autocast():
     half = tp.VocabParallelEmbedding(13, WIDTH, seed=1, dtype=torch.bfloat16)
     assert torch.equal(half.weight, layer.weight.to(torch.bfloat16))
     assert half(some_ids(13)).dtype == torch.bfloat16
-
-
-def test_trap_11_dtypes():
-    run_ranks(under_autocast, 2)
 
 
 def others():

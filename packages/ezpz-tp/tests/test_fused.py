@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from ranks import on_ranks
 from torch.nn import functional as F
 
 import ezpz_tp as tp
@@ -161,7 +162,9 @@ def test_a_partial_input_gradient_is_left_partial():
     close(first + second, numbers(OUT, IN).sum(0).expand(SEQUENCE, IN))
 
 
-def twice(sequence_parallel):
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "sequence"])
+@on_ranks(2)
+def test_second_derivatives(sequence_parallel):
     """The second derivative of a column and a row layer, with a bias each."""
     full = numbers(SEQUENCE, IN)
     up, down = numbers(OUT, IN, seed=1), numbers(IN, OUT, seed=2)
@@ -190,11 +193,6 @@ def twice(sequence_parallel):
     ]
     for actual, expected in zip(got[:4], wanted, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "sequence"])
-def test_second_derivatives(sequence_parallel):
-    run_ranks(twice, 2, sequence_parallel)
 
 
 def under_autocast(dtype):
@@ -249,15 +247,13 @@ def test_without_gradients(sequence_parallel):
     assert run_ranks(without_gradients, 2, sequence_parallel) == [wanted] * 2
 
 
-def cached_cast():
+@on_ranks(2, in_processes=True)
+def test_without_gradients_autocast_casts_a_weight_once():
+    # Threads share that cache, and one empties it for all.
     weight = torch.ones(4, 4, requires_grad=True)
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         before = column_linear(torch.ones(1, 4), weight, None, group())
         weight.zero_()  # autocast has kept what it cast
         after = column_linear(torch.ones(1, 4), weight, None, group())
-    return before.dtype, torch.equal(before, after)
-
-
-def test_without_gradients_autocast_casts_a_weight_once():
-    # Threads share that cache, and one empties it for all.
-    assert run_ranks(cached_cast, 2, in_processes=True) == [(torch.bfloat16, True)] * 2
+    assert before.dtype == torch.bfloat16
+    assert torch.equal(before, after)

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from ranks import on_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -16,7 +17,8 @@ def parameter(*shape, grad=None, dtype=torch.float64, **attributes):
     return found
 
 
-def sums():
+@on_ranks(3)
+def test_tagged_parameters_are_summed_in_one_collective():
     rank = tp.get_state().index("tensor")
     norm = parameter(3, grad=rank + 1, sequence_parallel=True)
     turned = parameter(2, 3, sequence_parallel=True)
@@ -33,11 +35,8 @@ def sums():
     assert weight.grad.tolist() == frozen.grad.tolist() == [rank] * 2
 
 
-def test_tagged_parameters_are_summed_in_one_collective():
-    run_ranks(sums, 3)
-
-
-def by_dtype():
+@on_ranks(2)
+def test_each_dtype_is_a_collective_and_main_grad_goes_first():
     rank = tp.get_state().index("tensor")
     wide = parameter(2, grad=rank, sequence_parallel=True)
     narrow = parameter(3, grad=rank, dtype=torch.bfloat16, sequence_parallel=True)
@@ -54,11 +53,8 @@ def by_dtype():
     assert main.main_grad.tolist() == [1 + 2 / 1024] * 2
 
 
-def test_each_dtype_is_a_collective_and_main_grad_goes_first():
-    run_ranks(by_dtype, 2)
-
-
-def missing():
+@on_ranks(2)
+def test_a_gradient_that_some_ranks_lack():
     rank = tp.get_state().index("tensor")
     some = parameter(2, grad=5 if rank == 1 else None, sequence_parallel=True)
     nowhere = parameter(3, sequence_parallel=True)
@@ -69,10 +65,6 @@ def missing():
     assert some.grad.tolist() == [5, 5]
     assert nowhere.grad is None
     assert everywhere.grad.tolist() == [2]
-
-
-def test_a_gradient_that_some_ranks_lack():
-    run_ranks(missing, 2)
 
 
 def alone():
@@ -128,7 +120,8 @@ def test_norms_and_row_parallel_biases_under_sequence_parallelism(degree):
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
-def tied():
+@on_ranks(4, pipeline=4, in_processes=True)
+def test_tied_embeddings_are_summed_over_first_and_last_stage():
     """Trap 9: the embedding of the first stage and its copy on the last."""
     stage = tp.get_state().index("pipeline")
     own = tp.ParallelState.create(pipeline=4, embedding=True)
@@ -150,11 +143,8 @@ def tied():
     own.destroy()
 
 
-def test_tied_embeddings_are_summed_over_first_and_last_stage():
-    run_ranks(tied, 4, pipeline=4, in_processes=True)
-
-
-def both_kinds():
+@on_ranks(4, tensor=2, pipeline=2)
+def test_both_sums_of_one_parameter_and_modules():
     """A module given, and a position embedding that is tied and sequence-parallel too."""
     state = tp.get_state()
     module = nn.Linear(2, 2, dtype=torch.float64)
@@ -166,11 +156,8 @@ def both_kinds():
     assert module.weight.grad.unique().tolist() == [4]
 
 
-def test_both_sums_of_one_parameter_and_modules():
-    run_ranks(both_kinds, 4, tensor=2, pipeline=2)
-
-
-def with_fsdp():
+@on_ranks(4, tensor=2, data=2, in_processes=True)
+def test_shards_of_fsdp():
     state = tp.get_state()
     mesh = state.to_mesh("cpu")["dp"]
     module = nn.Linear(3, 3, dtype=torch.float64)
@@ -192,10 +179,6 @@ def with_fsdp():
     assert module.bias.grad.full_tensor().unique().tolist() == [1]
 
 
-def test_shards_of_fsdp():
-    run_ranks(with_fsdp, 4, tensor=2, data=2, in_processes=True)
-
-
 def test_attributes_survive_to_empty():
     module = nn.Linear(2, 2, device="meta")
     tp.mark_sequence_parallel(module.bias)
@@ -205,7 +188,8 @@ def test_attributes_survive_to_empty():
     assert not hasattr(module.weight, "sequence_parallel")
 
 
-def marked_but_no_groups():
+@on_ranks(2, in_processes=True, initialize=False)
+def test_sharded_parameters_without_groups_are_refused():
     """Layers may have been given a group that nothing here knows of."""
     for attribute in ("tensor_model_parallel", "sequence_parallel"):
         marked = parameter(3, grad=1, **{attribute: True})
@@ -215,17 +199,14 @@ def marked_but_no_groups():
     tp.finalize_grads([parameter(3, grad=1)])
 
 
-def test_sharded_parameters_without_groups_are_refused():
-    run_ranks(marked_but_no_groups, 2, in_processes=True, initialize=False)
-
-
 def test_a_process_alone_needs_no_groups():
     marked = parameter(3, grad=1, sequence_parallel=True)
     tp.finalize_grads([marked])
     assert marked.grad.tolist() == [1.0] * 3
 
 
-def with_a_group_of_its_own():
+@on_ranks(2, tensor=1)
+def test_groups_of_ones_own():
     group = tp.get_state().group("data")
     layers = [tp.ColumnParallelLinear(4, 4, seed=1, tp_group=group)]
     layers[0](torch.ones(1, 4)).sum().backward()
@@ -233,12 +214,8 @@ def with_a_group_of_its_own():
     norms = [tp.get_grad_norm(layers[0], state=state).item()]
     whole = nn.Linear(4, 4)
     whole(torch.ones(1, 4)).sum().backward()
-    return norms[0], tp.get_grad_norm(whole).item()
-
-
-def test_groups_of_ones_own():
-    for norm, expected in run_ranks(with_a_group_of_its_own, 2, tensor=1):
-        assert norm == pytest.approx(expected)
+    norm, expected = norms[0], tp.get_grad_norm(whole).item()
+    assert norm == pytest.approx(expected)
 
 
 BOTH = ("data", "context")
@@ -294,7 +271,8 @@ def test_what_is_sent_at_once_is_bounded(size, monkeypatch):
     run_ranks(in_buckets, 2, size, data=2)
 
 
-def with_a_sequence_parallel_norm():
+@on_ranks(4, tensor=2, data=2)
+def test_reductions_beside_those_over_the_tensor_axis():
     """Both sums of one parameter: over tensor, and over data."""
     state = tp.get_state()
     both = parameter(2, grad=state.index("tensor") + 10 * state.index("data"))
@@ -303,19 +281,12 @@ def with_a_sequence_parallel_norm():
     assert both.grad.tolist() == [11, 11]
 
 
-def test_reductions_beside_those_over_the_tensor_axis():
-    run_ranks(with_a_sequence_parallel_norm, 4, tensor=2, data=2)
-
-
-def sixteen_bits():
+@on_ranks(4, data=4)
+def test_averages_do_not_overflow():
     """The mean of numbers whose sum fp16 cannot hold."""
     large = parameter(2, grad=40000, dtype=torch.float16)
     tp.finalize_grads(large, average_over="data")
     assert large.grad.tolist() == [40000, 40000]
-
-
-def test_averages_do_not_overflow():
-    run_ranks(sixteen_bits, 4, data=4)
 
 
 def padded_tokens():
@@ -359,7 +330,8 @@ def test_axes_that_are_not_to_be_reduced_over(axes):
         tp.finalize_grads(parameter(2, grad=1), **axes)
 
 
-def experts():
+@on_ranks(2, data=2, in_processes=True)
+def test_experts_are_not_reduced_over_the_models_axes():
     own = tp.ParallelState.create(expert=2)
     expert = parameter(2, grad=1, allreduce=False)
     with pytest.raises(tp.ParallelError, match=r"expert's parameter of shape \(2,\).*expert_data"):
@@ -368,17 +340,10 @@ def experts():
     own.destroy()
 
 
-def test_experts_are_not_reduced_over_the_models_axes():
-    run_ranks(experts, 2, data=2, in_processes=True)
-
-
-def axes_without_groups():
+@on_ranks(2, in_processes=True, initialize=False)
+def test_axes_need_groups():
     with pytest.raises(tp.NotInitializedError, match="data x context"):
         tp.finalize_grads(parameter(2, grad=1), sum_over=BOTH)
-
-
-def test_axes_need_groups():
-    run_ranks(axes_without_groups, 2, in_processes=True, initialize=False)
 
 
 def sparse():

@@ -4,12 +4,12 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import on_ranks
 from torch.distributed.fsdp import fully_shard
 from torch.nn import LayerNorm, Linear, ReLU, Sequential
 
 import ezpz_tp as tp
 from ezpz_tp import layouts
-from ezpz_tp.testing import run_ranks
 
 # What is written here by hand is what the mesh has to have: for each layout its axes, from the
 # slowest varying to the fastest, and along each the groups.
@@ -312,7 +312,8 @@ def tensor_and_sequence_step():
     tp.destroy_tensor_parallel()
 
 
-def on_four_ranks():
+@on_ranks(4, in_processes=True, initialize=False)
+def test_fsdp_hsdp_and_sequence_parallelism_train_as_one_process_does():
     sharded_step("fsdp", {})
     sharded_step("hsdp", {"shard": 2})
     tensor_and_sequence_step()
@@ -322,11 +323,8 @@ def on_four_ranks():
         layouts.named("tp", 2).initialize()
 
 
-def test_fsdp_hsdp_and_sequence_parallelism_train_as_one_process_does():
-    run_ranks(on_four_ranks, 4, in_processes=True, initialize=False)
-
-
-def three_dimensions():
+@on_ranks(8, in_processes=True, initialize=False)
+def test_three_dimensions_train_as_one_process_does():
     """Two stages of a block each, whose products are split in two, on two halves of the batch."""
     layout = layouts.named("dp+tp+pp", 8, tp=2, pp=2)
     state = layout.initialize()
@@ -355,7 +353,3 @@ def three_dimensions():
     copies = [whole_of(block) for block in stages]
     run_whole(copies[1], run_whole(copies[0], batch())).square().mean().backward()
     assert_same(gradients_of(mine), [parameter.grad for parameter in copies[stage].parameters()])
-
-
-def test_three_dimensions_train_as_one_process_does():
-    run_ranks(three_dimensions, 8, in_processes=True, initialize=False)

@@ -6,6 +6,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
@@ -40,18 +41,16 @@ def test_shapes_and_attributes():
         assert text == expected
 
 
-def gathered():
+@on_ranks(4)
+def test_replicated_inputs_and_outputs():
     inputs = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
     column, row = tp.ColumnParallelLinear(8, 12, seed=1), tp.RowParallelLinear(12, 8, seed=2)
     full = [layer.get_master_weight() for layer in (column, row)]
     with counting() as counter:
         output = row(column(inputs))
     expected = F.linear(F.linear(inputs, full[0]), full[1])
-    return torch.allclose(output, expected, atol=1e-6), dict(counter)
-
-
-def test_replicated_inputs_and_outputs():
-    assert run_ranks(gathered, 4) == [(True, {"all_gather": 1, "all_reduce": 1})] * 4
+    assert torch.allclose(output, expected, atol=1e-6)
+    assert dict(counter) == {"all_gather": 1, "all_reduce": 1}
 
 
 def test_the_full_weight_is_the_same_for_every_degree():
@@ -99,7 +98,8 @@ def test_a_weight_without_a_seed_is_agreed_on():
     assert not torch.equal(first[:4], first[4:])
 
 
-def skipped():
+@on_ranks(2)
+def test_skip_bias_add_leaves_the_bias_to_the_caller():
     inputs = torch.ones(2, 8)
     column = tp.ColumnParallelLinear(8, 8, gather_output=False, skip_bias_add=True, seed=1)
     row = tp.RowParallelLinear(8, 8, input_is_parallel=True, skip_bias_add=True, seed=2)
@@ -108,11 +108,9 @@ def skipped():
     hidden, first = column(inputs)
     output, second = row(hidden)
     plain = F.linear(F.linear(inputs, column.get_master_weight()), row.get_master_weight())
-    return first is column.bias, second is row.bias, torch.allclose(output, plain, atol=1e-6)
-
-
-def test_skip_bias_add_leaves_the_bias_to_the_caller():
-    assert run_ranks(skipped, 2) == [(True, True, True)] * 2
+    assert first is column.bias
+    assert second is row.bias
+    assert torch.allclose(output, plain, atol=1e-6)
 
 
 def padded(gather_output):
@@ -138,30 +136,27 @@ def test_an_uneven_output_is_padded_and_masked():
         torch.testing.assert_close(output, whole(torch.ones(2, 4)))
 
 
-def on_meta():
+@on_ranks(2)
+def test_meta_construction_then_reset_is_construction():
     layer = tp.RowParallelLinear(8, 4, seed=1, device="meta")
     with counting() as counter:
         layer.to_empty(device="cpu").reset_parameters()
     built = tp.RowParallelLinear(8, 4, seed=1)
-    return torch.equal(layer.weight, built.weight), dict(counter)
+    assert torch.equal(layer.weight, built.weight)
+    assert dict(counter) == {}
 
 
-def test_meta_construction_then_reset_is_construction():
-    assert run_ranks(on_meta, 2) == [(True, {})] * 2
-
-
-def copied():
+@on_ranks(2)
+def test_a_deep_copy_shares_the_group_and_not_the_weight():
     layer = tp.ColumnParallelLinear(4, 4, seed=1)
     twin = copy.deepcopy(layer)
     with torch.no_grad():
         twin.weight.add_(1)
     same_group = twin.tp_group is layer.tp_group
     tagged = twin.weight.tensor_model_parallel and twin.weight.partition_dim == 0
-    return same_group, tagged, torch.equal(layer.weight, twin.weight)
-
-
-def test_a_deep_copy_shares_the_group_and_not_the_weight():
-    assert run_ranks(copied, 2) == [(True, True, False)] * 2
+    assert same_group
+    assert tagged
+    assert not torch.equal(layer.weight, twin.weight)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -181,26 +176,22 @@ def test_before_initialization_bitwise_equal_to_linear(layer_class, dtype):
     assert all(map(torch.equal, *pairs))
 
 
-def degree_one():
+@on_ranks(2, tensor=1)
+def test_at_degree_one_no_collectives():
     layer = tp.ColumnParallelLinear(4, 4, seed=1)
     with counting() as counter:
         layer(torch.ones(2, 4)).sum().backward()
-    return layer.tp_group is None, dict(counter)
+    assert layer.tp_group is None
+    assert dict(counter) == {}
 
 
-def test_at_degree_one_no_collectives():
-    assert run_ranks(degree_one, 2, tensor=1) == [(True, {})] * 2
-
-
-def explicit():
+@on_ranks(4, tensor=2)
+def test_an_explicit_group():
     state = tp.get_state()
     inputs = torch.ones(1, 4)
     layer = tp.ColumnParallelLinear(4, 4, seed=1, tp_group=state.group("data"))
-    return layer.tp_size, layer(inputs).shape
-
-
-def test_an_explicit_group():
-    assert run_ranks(explicit, 4, tensor=2) == [(2, (1, 4))] * 4
+    assert layer.tp_size == 2
+    assert layer(inputs).shape == (1, 4)
 
 
 # Bad input: one clear error, on every rank, before any collective.
@@ -328,7 +319,8 @@ def test_a_model_is_saved_whole_and_loaded_into_the_group_there_is(tmp_path):
     run_ranks(saved_and_loaded, 2, tmp_path, in_processes=True, initialize=False)
 
 
-def dtensors():
+@on_ranks(2, in_processes=True)
+def test_a_dtensor_is_refused_with_what_to_do():
     mesh = init_device_mesh("cpu", (2,))
     x = distribute_tensor(torch.ones(4, 8), mesh, [Replicate()])
     for layer in (tp.ColumnParallelLinear(8, 4), tp.RowParallelLinear(8, 4)):
@@ -340,10 +332,6 @@ def dtensors():
     for layer in (tp.VocabParallelEmbedding(8, 4), tp.ParallelEmbedding(8, 4)):
         with pytest.raises(tp.ParallelError, match="input is a DTensor"):
             layer(ids)
-
-
-def test_a_dtensor_is_refused_with_what_to_do():
-    run_ranks(dtensors, 2, in_processes=True)
 
 
 def drawn_whole():

@@ -6,6 +6,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import on_ranks
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ezpz_tp as tp
@@ -49,16 +50,14 @@ def test_made_and_freed_again_and_again():
     assert min(run_ranks(again_and_again, 4, in_processes=True, initialize=False)) > 0
 
 
-def made_and_freed_at_once():
+@on_ranks(4, in_processes=True, initialize=False)
+def test_freed_before_others_have_connected():
     for degrees in [(2, 1, 1), (2, 1, 2), (1, 2, 2), (1, 4, 1), (2, 1, 1)] * 4:
         tp.ParallelState.create(*degrees, also=[("context", "data")], embedding=True).destroy()
 
 
-def test_freed_before_others_have_connected():
-    run_ranks(made_and_freed_at_once, 4, in_processes=True, initialize=False)
-
-
-def different_pasts():
+@on_ranks(4, in_processes=True, initialize=False)
+def test_ranks_that_made_other_groups_before_still_meet():
     # Trap of the facts page: names made of the number of groups never meet after this.
     rank = dist.get_rank()
     if rank in (0, 3):
@@ -70,11 +69,8 @@ def different_pasts():
     state.destroy()
 
 
-def test_ranks_that_made_other_groups_before_still_meet():
-    run_ranks(different_pasts, 4, in_processes=True, initialize=False)
-
-
-def shared_groups():
+@on_ranks(4, in_processes=True, initialize=False)
+def test_equal_rank_sets_share_a_group_and_the_worlds_is_not_made_anew():
     world = dist.group.WORLD
     state = tp.ParallelState.create(tensor=4, also=[("tensor", "data"), ("context", "tensor")])
     assert state.made == 0
@@ -114,10 +110,6 @@ def shared_groups():
     state.destroy()
 
 
-def test_equal_rank_sets_share_a_group_and_the_worlds_is_not_made_anew():
-    run_ranks(shared_groups, 4, in_processes=True, initialize=False)
-
-
 def different_degrees():
     degree = 4 if dist.get_rank() == 0 else 2
     try:
@@ -140,7 +132,8 @@ def test_ranks_that_ask_for_different_degrees_are_told():
         assert "give every rank the same arguments" in words
 
 
-def once_too_often():
+@on_ranks(4, in_processes=True, initialize=False)
+def test_a_rank_that_initializes_more_often_is_told():
     tp.ParallelState.create(tensor=2).destroy()
     if dist.get_rank() == 1:
         with pytest.raises(tp.ParallelError, match=r"rank 1 .* 1 came: .*was the 2\. time"):
@@ -148,11 +141,8 @@ def once_too_often():
     dist.barrier()
 
 
-def test_a_rank_that_initializes_more_often_is_told():
-    run_ranks(once_too_often, 4, in_processes=True, initialize=False)
-
-
-def after_the_world():
+@on_ranks(2, in_processes=True, initialize=False)
+def test_a_new_world_gets_new_groups():
     store, rank, size = dist.distributed_c10d._get_default_store(), dist.get_rank(), 2
     tp.initialize_tensor_parallel(2)
     assert tp.tensor_parallel_is_initialized()
@@ -181,11 +171,8 @@ def after_the_world():
     tp.destroy_tensor_parallel()
 
 
-def test_a_new_world_gets_new_groups():
-    run_ranks(after_the_world, 2, in_processes=True, initialize=False)
-
-
-def backends():
+@on_ranks(2, in_processes=True, initialize=False)
+def test_a_backend_of_its_own():
     state = tp.ParallelState.create(tensor=2, backend={"tensor": "gloo"})
     assert state.group("tensor") is dist.group.WORLD  # gloo is the world's: nothing to make
     state.destroy()
@@ -193,10 +180,6 @@ def backends():
     assert dist.get_backend(state.group("tensor")) == "fake"
     assert state.made == 1
     state.destroy()
-
-
-def test_a_backend_of_its_own():
-    run_ranks(backends, 2, in_processes=True, initialize=False)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from ranks import on_ranks
 
 import ezpz_tp as tp
 from ezpz_tp import _mappings as regions
@@ -142,21 +143,17 @@ def test_region(region):
         assert (forward, backward) == wanted[2:]
 
 
-def shared_gradient():
+@on_ranks(2)
+def test_a_gradient_that_autograd_shares_is_not_changed():
     """Trap 1: autograd hands one gradient to both terms of a sum."""
     a = torch.ones(3, dtype=torch.float64, requires_grad=True)
     x = torch.ones(3, dtype=torch.float64, requires_grad=True)
     z, c = a * 1, regions.copy_to_tensor_parallel_region(x)
     grad = torch.full((3,), 5.0, dtype=torch.float64)
     (c + z).backward(grad)
-    return a.grad, x.grad, grad
-
-
-def test_a_gradient_that_autograd_shares_is_not_changed():
-    for a, x, grad in run_ranks(shared_gradient, 2):
-        assert a.tolist() == [5.0] * 3
-        assert x.tolist() == [10.0] * 3
-        assert grad.tolist() == [5.0] * 3
+    assert a.grad.tolist() == [5.0] * 3
+    assert x.grad.tolist() == [10.0] * 3
+    assert grad.tolist() == [5.0] * 3
 
 
 def expanded_gradient(region, length):
@@ -185,23 +182,21 @@ def test_an_expanded_gradient_is_owned_first(region, value):
         assert grad.eq(value).all()
 
 
-def live_activation():
+@on_ranks(2)
+def test_reduce_from_does_not_change_a_live_activation():
+    """Trap 2: ``hidden`` is saved by its square, and would be the ranks' sum."""
     x = torch.ones(4, requires_grad=True)
     hidden = x * 2
     before = hidden.detach().clone()
     summed = regions.reduce_from_tensor_parallel_region(hidden)
     (summed.sum() + (hidden * hidden).sum()).backward()
-    return torch.equal(hidden, before), x.grad
+    same, grad = torch.equal(hidden, before), x.grad
+    assert same
+    assert grad.tolist() == [2.0 + 8.0] * 4
 
 
-def test_reduce_from_does_not_change_a_live_activation():
-    """Trap 2: ``hidden`` is saved by its square, and would be the ranks' sum."""
-    for same, grad in run_ranks(live_activation, 2):
-        assert same
-        assert grad.tolist() == [2.0 + 8.0] * 4
-
-
-def no_output_is_a_view():
+@on_ranks(2)
+def test_writing_to_an_output_leaves_the_input_alone():
     x = torch.ones(4, 4)
     outputs = [
         regions.scatter_to_tensor_parallel_region(x),
@@ -210,28 +205,19 @@ def no_output_is_a_view():
     ]
     for output in outputs:
         output.add_(1)
-    return x
+    assert x.eq(1).all()
 
 
-def test_writing_to_an_output_leaves_the_input_alone():
-    for x in run_ranks(no_output_is_a_view, 2):
-        assert x.eq(1).all()
-
-
-def second_derivative():
+@on_ranks(2)
+def test_second_derivatives_go_through_the_regions():
     x = torch.tensor([2.0, 3.0], dtype=torch.float64, requires_grad=True)
     weight = torch.tensor(float(here() + 1), dtype=torch.float64)
     inside = regions.copy_to_tensor_parallel_region(x)
     loss = regions.reduce_from_tensor_parallel_region((inside**3 * weight).sum())
     (first,) = torch.autograd.grad(loss, x, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), x)
-    return first.detach(), second
-
-
-def test_second_derivatives_go_through_the_regions():
-    for first, second in run_ranks(second_derivative, 2):  # the loss is 3 x^3
-        assert first.tolist() == [36.0, 81.0]
-        assert second.tolist() == [36.0, 54.0]
+    assert first.tolist() == [36.0, 81.0]
+    assert second.tolist() == [36.0, 54.0]
 
 
 def uneven(region):
@@ -259,16 +245,14 @@ def test_before_initialization_every_region_is_the_identity():
             assert getattr(regions, name)(x) is x
 
 
-def alone():
+@on_ranks(2, tensor=1)
+def test_at_degree_one_every_region_is_the_identity():
+    """Trap 13."""
     x = torch.ones(3, 3)
     with counting() as counter:
         same = [getattr(regions, name)(x) is x for name in dir(regions) if name.endswith("_region")]
-    return all(same), dict(counter)
-
-
-def test_at_degree_one_every_region_is_the_identity():
-    """Trap 13."""
-    assert run_ranks(alone, 2, tensor=1) == [(True, {})] * 2
+    assert all(same)
+    assert dict(counter) == {}
 
 
 def compiled_for_one_group_and_called_with_another(name):

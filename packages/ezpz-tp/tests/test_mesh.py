@@ -1,6 +1,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import on_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -12,7 +13,8 @@ from ezpz_tp.tensor_parallel import ColumnParallelLinear
 from ezpz_tp.testing import run_ranks
 
 
-def there_and_back():
+@on_ranks(4, in_processes=True, initialize=False)
+def test_a_mesh_of_a_state_and_a_state_of_a_mesh():
     rank = dist.get_rank()
     for order in ("tp-cp-ep-dp-pp", "dp-tp-pp"):
         state = tp.ParallelState.create(tensor=2, order=order)
@@ -58,11 +60,8 @@ def there_and_back():
         tp.ParallelState.from_mesh(init_device_mesh("cpu", (4,)))
 
 
-def test_a_mesh_of_a_state_and_a_state_of_a_mesh():
-    run_ranks(there_and_back, 4, in_processes=True, initialize=False)
-
-
-def one_mesh_of_many():
+@on_ranks(4, in_processes=True, initialize=False)
+def test_a_mesh_over_the_world_has_a_layout_and_comes_back():
     for shape, names in (
         ((2, 1, 2), ("pp", "dp", "tp")),
         ((2, 2), ("cp", "tp")),
@@ -79,18 +78,11 @@ def one_mesh_of_many():
             assert state.index(axis) == state.group(axis).rank()
         axes = [axis for axis in ("tensor", "context", "data", "pipeline") if state.size(axis) > 1]
         assert state.group(*axes) is dist.group.WORLD
-    return str(
+    assert str(
         tp.ParallelState.from_mesh(
             init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         ).layout
-    )
-
-
-def test_a_mesh_over_the_world_has_a_layout_and_comes_back():
-    assert (
-        run_ranks(one_mesh_of_many, 4, in_processes=True, initialize=False)
-        == [str(tp.RankLayout(4, tensor=2))] * 4
-    )
+    ) == str(tp.RankLayout(4, tensor=2))
 
 
 def products():
@@ -170,7 +162,9 @@ def test_experts_are_laid_out_as_the_model_however_the_state_was_made():
         assert run_ranks(of_experts, 4, kind, in_processes=True, initialize=False) == made
 
 
-def once_more(tensor):
+@pytest.mark.parametrize("tensor", [2, 4])
+@on_ranks(4, in_processes=True, initialize=False)
+def test_a_second_state_does_not_meet_the_meshes_of_the_first(tensor):
     for _ in range(2):
         state = tp.ParallelState.create(tensor)
         mesh = DeviceMesh.from_group(state.group("data"), "cpu", mesh_dim_names=("dp",))
@@ -183,18 +177,10 @@ def once_more(tensor):
         state.destroy()
 
 
-@pytest.mark.parametrize("tensor", [2, 4])
-def test_a_second_state_does_not_meet_the_meshes_of_the_first(tensor):
-    run_ranks(once_more, 4, tensor, in_processes=True, initialize=False)
-
-
-def alone():
+@on_ranks(1, in_processes=True, initialize=False)
+def test_a_world_of_one():
     state = tp.ParallelState.create()
     mesh = state.to_mesh()
     assert mesh.mesh_dim_names == ("dp",)
     assert mesh.size() == 1
     state.destroy()
-
-
-def test_a_world_of_one():
-    run_ranks(alone, 1, in_processes=True, initialize=False)

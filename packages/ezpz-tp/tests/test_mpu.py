@@ -3,12 +3,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import on_ranks
 
 import ezpz_tp as tp
 from ezpz_tp import mpu, parallel_state, tensor_parallel
 from ezpz_tp.model_parallel import initialize as fairscale
 from ezpz_tp.model_parallel_config import ModelParallelConfig
-from ezpz_tp.testing import run_ranks
 
 
 def test_it_is_all_of_parallel_state_and_more():
@@ -17,7 +17,8 @@ def test_it_is_all_of_parallel_state_and_more():
         assert getattr(mpu, name).__doc__, name
 
 
-def what_deepspeed_calls():
+@on_ranks(4, in_processes=True, initialize=False)
+def test_what_deepspeed_calls():
     rank = dist.get_rank()
     mpu.initialize_model_parallel(2, 2)
     t, p = rank % 2, rank // 2
@@ -44,16 +45,13 @@ def what_deepspeed_calls():
     mpu.destroy_model_parallel()
 
 
-def test_what_deepspeed_calls():
-    run_ranks(what_deepspeed_calls, 4, in_processes=True, initialize=False)
-
-
 def test_it_is_not_what_deepspeed_takes_for_sequence_parallelism_alone():
     # deepspeed/utils/groups.py: with this name, its model-parallel size is 1.
     assert not hasattr(mpu, "initialize_sequence_parallel")
 
 
-def ulysses():
+@on_ranks(4, in_processes=True, initialize=False)
+def test_sequence_parallel_is_the_context_axis():
     mpu.initialize_model_parallel(context_parallel_size=2)
     assert mpu.get_sequence_parallel_world_size() == 2
     assert mpu.get_sequence_data_parallel_world_size() == 4
@@ -61,11 +59,8 @@ def ulysses():
     mpu.destroy_model_parallel()
 
 
-def test_sequence_parallel_is_the_context_axis():
-    run_ranks(ulysses, 4, in_processes=True, initialize=False)
-
-
-def fairscales():
+@on_ranks(4, in_processes=True, initialize=False)
+def test_fairscales_names():
     rank = dist.get_rank()
     fairscale.initialize_model_parallel(2)
     assert fairscale.model_parallel_is_initialized()
@@ -80,11 +75,8 @@ def fairscales():
     assert not fairscale.model_parallel_is_initialized()
 
 
-def test_fairscales_names():
-    run_ranks(fairscales, 4, in_processes=True, initialize=False)
-
-
-def code_for_megatron_mpu():
+@on_ranks(2, in_processes=True, initialize=False)
+def test_code_for_megatron_mpu_runs_and_is_right():
     """As bigscience's and gpt-neox's models have it."""
     assert mpu.is_unitialized()
     mpu.initialize_model_parallel(2)
@@ -128,10 +120,6 @@ def code_for_megatron_mpu():
     torch.testing.assert_close(output.detach(), expected)
     with pytest.raises(NotImplementedError, match="parallel_output=True is not supported"):
         mpu.RowParallelLinear(8, 4, parallel_output=True)
-
-
-def test_code_for_megatron_mpu_runs_and_is_right():
-    run_ranks(code_for_megatron_mpu, 2, in_processes=True, initialize=False)
 
 
 def test_layers_of_every_dialect_are_instances():

@@ -3,6 +3,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import on_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -135,7 +136,8 @@ def test_bf16_gradients_have_an_fp32_norm():
     run_ranks(narrow, 2, nn.utils.get_total_norm(grads).float())
 
 
-def one_product_group():
+@on_ranks(4, tensor=2, pipeline=2, in_processes=True)
+def test_the_product_group_saves_a_collective():
     own = tp.ParallelState.create(2, pipeline=2, also=[("tensor", "pipeline")])
     assert own.size("data") == 1
     with counting() as counter:
@@ -147,10 +149,6 @@ def one_product_group():
     own.destroy()
     with pytest.raises(tp.NotInitializedError, match="destroyed"):
         tp.get_grad_norm(of_this_rank(), state=own)
-
-
-def test_the_product_group_saves_a_collective():
-    run_ranks(one_product_group, 4, tensor=2, pipeline=2, in_processes=True)
 
 
 def tied_copy():
@@ -286,7 +284,8 @@ def test_infinite_and_nan(value, order):
         torch.testing.assert_close(norm, theirs[0].grad, equal_nan=True)
 
 
-def experts():
+@on_ranks(4, tensor=2, data=2, in_processes=True)
+def test_experts_parameters_are_summed_over_the_expert_groups():
     """Two experts over the data ranks, each split over the tensor ranks, beside what is dense."""
     own = tp.ParallelState.create(2, expert=2)
     expert, half = own.index("expert"), own.index("expert_tensor")
@@ -311,10 +310,6 @@ def experts():
     expected = math.sqrt(2 * sum(value**2 for value in everything))
     assert total.item() == pytest.approx(expected, rel=1e-12)
     own.destroy()
-
-
-def test_experts_parameters_are_summed_over_the_expert_groups():
-    run_ranks(experts, 4, tensor=2, data=2, in_processes=True)
 
 
 def test_main_grad_goes_first():

@@ -7,11 +7,11 @@ from math import prod
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import on_ranks
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ezpz_tp as tp
 from ezpz_tp import parallel_state
-from ezpz_tp.testing import run_ranks
 
 mpu = parallel_state
 
@@ -20,7 +20,8 @@ def the_ranks(group):
     return dist.get_process_group_ranks(group)
 
 
-def every_getter():
+@on_ranks(4, in_processes=True, initialize=False)
+def test_every_getter():
     rank = dist.get_rank()
     mpu.initialize_model_parallel(2, 2, expert_model_parallel_size=2, expert_tensor_parallel_size=1)
     assert mpu.is_initialized()
@@ -89,11 +90,8 @@ def every_getter():
     assert len(dist.distributed_c10d._world.pg_map) == 1
 
 
-def test_every_getter():
-    run_ranks(every_getter, 4, in_processes=True, initialize=False)
-
-
-def chunks_and_overrides():
+@on_ranks(2, in_processes=True, initialize=False)
+def test_model_chunks_and_what_is_set_by_hand():
     rank = dist.get_rank()
     mpu.initialize_model_parallel(1, 2, virtual_pipeline_model_parallel_size=3)
     assert mpu.get_virtual_pipeline_model_parallel_world_size() == 3
@@ -139,11 +137,8 @@ def chunks_and_overrides():
     mpu.destroy_model_parallel()
 
 
-def test_model_chunks_and_what_is_set_by_hand():
-    run_ranks(chunks_and_overrides, 2, in_processes=True, initialize=False)
-
-
-def asked_again():
+@on_ranks(2, in_processes=True, initialize=False)
+def test_once_more_with_other_arguments():
     mpu.initialize_model_parallel(1, 2, virtual_pipeline_model_parallel_size=2)
     mpu.initialize_model_parallel(1, 2, virtual_pipeline_model_parallel_size=2)
     with pytest.raises(tp.DegreeError, match=r"virtual_pipeline_\w+ was 2, now 4\. Call destroy"):
@@ -161,11 +156,8 @@ def asked_again():
     mpu.destroy_model_parallel()
 
 
-def test_once_more_with_other_arguments():
-    run_ranks(asked_again, 2, in_processes=True, initialize=False)
-
-
-def nothing_is_left():
+@on_ranks(2, in_processes=True, initialize=False)
+def test_whoever_destroys_the_groups_ends_it_all():
     rank = dist.get_rank()
     mpu.set_tensor_model_parallel_rank(7)  # as a converter does, before there are groups
     assert mpu.get_tensor_model_parallel_rank() == 7
@@ -189,11 +181,16 @@ def nothing_is_left():
     destroy()
 
 
-def test_whoever_destroys_the_groups_ends_it_all():
-    run_ranks(nothing_is_left, 2, in_processes=True, initialize=False)
+def register_cpu_blind():
+    def made(store, rank, size, timeout):
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+    if not hasattr(dist.Backend, "BLIND"):
+        dist.Backend.register_backend("blind", made, devices=["cuda"])
 
 
-def gloo_beside_another():
+@on_ranks(2, in_processes=True, initialize=False)
+def test_gloo_groups_end_with_the_others():
     # A world whose backend does not take tensors on the CPU, as nccl's.
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
     dist.destroy_process_group()
@@ -215,19 +212,8 @@ def gloo_beside_another():
     assert len(dist.distributed_c10d._world.pg_map) == 1
 
 
-def register_cpu_blind():
-    def made(store, rank, size, timeout):
-        return dist.ProcessGroupGloo(store, rank, size, timeout)
-
-    if not hasattr(dist.Backend, "BLIND"):
-        dist.Backend.register_backend("blind", made, devices=["cuda"])
-
-
-def test_gloo_groups_end_with_the_others():
-    run_ranks(gloo_beside_another, 2, in_processes=True, initialize=False)
-
-
-def own_embeddings():
+@on_ranks(4, in_processes=True, initialize=False)
+def test_stages_with_embeddings_of_ones_own():
     rank = dist.get_rank()
     mpu.initialize_model_parallel(
         1,
@@ -246,10 +232,6 @@ def own_embeddings():
     with pytest.raises(tp.ParallelError, match=r"embedding ranks are \(9,\); expected some of"):
         mpu.initialize_model_parallel(1, 4, get_embedding_ranks=lambda ranks: [9])
     assert not mpu.is_initialized()
-
-
-def test_stages_with_embeddings_of_ones_own():
-    run_ranks(own_embeddings, 4, in_processes=True, initialize=False)
 
 
 @pytest.fixture
@@ -315,7 +297,8 @@ def test_the_memory_buffer(a_machine):
     assert mpu.get_global_memory_buffer() is mpu.get_global_memory_buffer()
 
 
-def groups_besides_the_axes():
+@on_ranks(4, in_processes=True, initialize=False)
+def test_groups_besides_the_axes():
     rank = dist.get_rank()
     mpu.initialize_model_parallel(2, context_parallel_size=2, create_gloo_process_groups=False)
     whole = mpu.get_data_and_context_parallel_group(with_context_parallel=True)
@@ -350,10 +333,6 @@ def groups_besides_the_axes():
     assert total.item() == 2
     mpu.destroy_model_parallel()
     assert again not in dist.distributed_c10d._world.pg_map
-
-
-def test_groups_besides_the_axes():
-    run_ranks(groups_besides_the_axes, 4, in_processes=True, initialize=False)
 
 
 def test_all_gather_groups_are_not_the_worlds(a_machine):

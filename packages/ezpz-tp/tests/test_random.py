@@ -3,6 +3,7 @@ import io
 
 import pytest
 import torch
+from ranks import on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -301,14 +302,11 @@ def test_ranks_of_a_tensor_group_differ_inside_only():
     assert inside[0] != inside[1]
 
 
-def seed_without_groups():
+@on_ranks(2, in_processes=True, initialize=False)
+def test_seeding_needs_to_know_the_rank():
     with pytest.raises(tp.NotInitializedError):
         tp.seed_model_parallel(1)
     tp.seed_model_parallel(1, tensor_rank=0, expert_rank=0, expert_tensor_rank=0)
-
-
-def test_seeding_needs_to_know_the_rank():
-    run_ranks(seed_without_groups, 2, in_processes=True, initialize=False)
 
 
 def test_states_within_a_fork_are_those_of_now(device):

@@ -3,6 +3,7 @@
 import pytest
 import seeded
 import torch
+from ranks import on_ranks
 from torch import nn
 
 import ezpz_tp as tp
@@ -18,11 +19,6 @@ def error_of(program, bug):
     except tp.ReplicaError as error:
         return str(error)
     return None
-
-
-def tied(bug):
-    tp.initialize_tensor_parallel(pipeline_parallel_size=2, embedding=True)
-    return error_of(seeded.tied, bug)
 
 
 @pytest.mark.parametrize(
@@ -53,9 +49,11 @@ def test_seeded_bugs(bug, axis, parameter, mend):
         (None, None),
     ],
 )
+@on_ranks(2, initialize=False, in_processes=True)
 def test_tied_embeddings(bug, message):
-    for error in run_ranks(tied, 2, bug, initialize=False, in_processes=True):
-        assert error is None if message is None else message in error
+    tp.initialize_tensor_parallel(pipeline_parallel_size=2, embedding=True)
+    error = error_of(seeded.tied, bug)
+    assert error is None if message is None else message in error
 
 
 def changed(rank, gradient):
@@ -79,14 +77,11 @@ def test_the_last_bit_of_one_value_on_one_rank_of_three(gradient):
         assert "bias" not in with_gradients
 
 
-def other_models():
-    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(1 + tp.get_state().rank)))
-    return error_of(lambda _: tp.verify_replicated(model), None)
-
-
+@on_ranks(2, data=2)
 def test_other_parameters_on_a_rank():
-    for error in run_ranks(other_models, 2, data=2):
-        assert "have other parameters (2 on rank 0, 4 on rank 1 compared)" in error
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(1 + tp.get_state().rank)))
+    error = error_of(lambda _: tp.verify_replicated(model), None)
+    assert "have other parameters (2 on rank 0, 4 on rank 1 compared)" in error
 
 
 def collectives():
@@ -102,7 +97,8 @@ def test_one_collective_an_axis():
     assert run_ranks(collectives, 1) == [{}]
 
 
-def many():
+@on_ranks(2, data=2)
+def test_any_shape_and_dtype():
     model = nn.ParameterList(
         [torch.full((), float(i)) for i in range(1500)]
         + [torch.ones(2, 3, dtype=dtype) for dtype in (torch.bfloat16, torch.complex64)]
@@ -112,13 +108,9 @@ def many():
         one.requires_grad_(False)
     before = error_of(lambda _: tp.verify_replicated(model), None)
     model[1400].data += tp.get_state().rank
-    return before, error_of(lambda _: tp.verify_replicated(model), None)
-
-
-def test_any_shape_and_dtype():
-    for before, after in run_ranks(many, 2, data=2):
-        assert before is None
-        assert "1400 should be the same" in after
+    after = error_of(lambda _: tp.verify_replicated(model), None)
+    assert before is None
+    assert "1400 should be the same" in after
 
 
 def test_a_parameter_without_values():

@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import on_ranks
 from sequences import Case, differences, whole_of
 from torch.nn.functional import scaled_dot_product_attention, silu
 from torch.overrides import TorchFunctionMode
@@ -89,7 +90,8 @@ def test_other_layouts_in_memory(layout):
     assert max(run_ranks(largest, 2, case, layout, context=2)) < 1e-12
 
 
-def expanded_gradient():
+@on_ranks(2, context=2)
+def test_an_expanded_gradient_and_nothing_is_changed_in_place():
     whole = whole_of(Case())
     q, k, v = (tp.shard_sequence(each.detach(), 2).requires_grad_() for each in whole.inputs)
     before = [each.detach().clone() for each in (q, k, v)]
@@ -104,11 +106,9 @@ def expanded_gradient():
         assert (found.grad - tp.shard_sequence(wanted, 2)).abs().max() < 1e-12
 
 
-def test_an_expanded_gradient_and_nothing_is_changed_in_place():
-    run_ranks(expanded_gradient, 2, context=2)
-
-
-def some_gradients(needed):
+@pytest.mark.parametrize("needed", [[0], [1], [2], [0, 2]])
+@on_ranks(2, context=2)
+def test_gradients_of_some_inputs(needed):
     whole = whole_of(Case(is_causal=True))
     own = [tp.shard_sequence(each.detach(), 2) for each in whole.inputs]
     for at in needed:
@@ -121,12 +121,8 @@ def some_gradients(needed):
             assert (each.grad - tp.shard_sequence(whole.grads[at], 2)).abs().max() < 1e-12
 
 
-@pytest.mark.parametrize("needed", [[0], [1], [2], [0, 2]])
-def test_gradients_of_some_inputs(needed):
-    run_ranks(some_gradients, 2, needed, context=2)
-
-
-def without_gradients():
+@on_ranks(2, context=2)
+def test_no_grad_and_second_derivatives():
     whole = whole_of(Case(is_causal=True))
     own = [tp.shard_sequence(each, 2) for each in whole.inputs]
     with torch.no_grad():
@@ -138,22 +134,16 @@ def without_gradients():
         torch.autograd.grad(output.sum(), own[0], create_graph=True)
 
 
-def test_no_grad_and_second_derivatives():
-    run_ranks(without_gradients, 2, context=2)
-
-
-def under_autocast():
+@on_ranks(2, context=2)
+def test_autocast():
     case = Case(dtype=torch.float32)
     q, k, v = (tp.shard_sequence(each.detach(), 2) for each in whole_of(case).inputs)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         # As after rotary embeddings: q and k in float32, v as a linear layer left it.
         output = tp.ring_attention(q.float(), k.float(), v.bfloat16())
         double = tp.ring_attention(q, k, v)
-    return output.dtype, double.dtype
-
-
-def test_autocast():
-    assert run_ranks(under_autocast, 2, context=2) == [(torch.bfloat16, torch.float64)] * 2
+    assert output.dtype == torch.bfloat16
+    assert double.dtype == torch.float64
 
 
 class Computed(TorchDispatchMode):
@@ -403,7 +393,8 @@ class Watched(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def watched():
+@on_ranks(2, context=2)
+def test_who_watches_sees_one_call_of_each():
     heads, ring = tp.get_state().group("tensor"), tp.get_state().group("context")
     q = torch.zeros(1, 2, 4, 8)
     with Watched() as seen:
@@ -411,34 +402,21 @@ def watched():
         tp.ulysses_attention(q, q, q)
         tp.unified_attention(q, q, q, ulysses_group=heads, ring_group=ring)
         tp.unshard_sequence(tp.shard_sequence(q, 2), 2)
-    return seen.names
-
-
-def test_who_watches_sees_one_call_of_each():
-    assert (
-        run_ranks(watched, 2, context=2)
-        == [
-            [
-                "ring_attention",
-                "ulysses_attention",
-                "unified_attention",
-                "shard_sequence",
-                "unshard_sequence",
-            ]
-        ]
-        * 2
-    )
-
-
-def empty(shape):
-    q = torch.zeros(shape, requires_grad=True)
-    tp.ring_attention(q, q, q, is_causal=True).sum().backward()
-    return q.grad.shape == q.shape
+    assert seen.names == [
+        "ring_attention",
+        "ulysses_attention",
+        "unified_attention",
+        "shard_sequence",
+        "unshard_sequence",
+    ]
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 4, 8), (1, 2, 0, 8)])
+@on_ranks(2, context=2)
 def test_nothing_to_attend_to(shape):
-    assert run_ranks(empty, 2, shape, context=2) == [True] * 2
+    q = torch.zeros(shape, requires_grad=True)
+    tp.ring_attention(q, q, q, is_causal=True).sum().backward()
+    assert q.grad.shape == q.shape
 
 
 def test_alone_it_is_torchs_own():
@@ -448,7 +426,8 @@ def test_alone_it_is_torchs_own():
     assert torch.equal(tp.ring_attention(q, k, k, is_causal=True, scale=0.5), expected)
 
 
-def in_one_graph():
+@on_ranks(2, context=2, in_processes=True)
+def test_torch_compile_traces_it_whole():
     case = Case(kv_heads=2, is_causal=True)
 
     def twice(q, k, v):
@@ -462,8 +441,4 @@ def in_one_graph():
         output = function(*own)
         output.backward(tp.shard_sequence(whole.output_grad, 2))
         results.append([output, *(each.grad for each in own)])
-    return all(torch.equal(*each) for each in zip(*results, strict=True))
-
-
-def test_torch_compile_traces_it_whole():
-    assert run_ranks(in_one_graph, 2, context=2, in_processes=True) == [True] * 2
+    assert all(torch.equal(*each) for each in zip(*results, strict=True))

@@ -2,6 +2,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from ranks import on_ranks
 
 import ezpz_tp as tp
 from ezpz_tp._mappings import vocabulary_range
@@ -57,13 +58,10 @@ def test_chunks_of_all_ranks_join_to_the_whole(new_buffer, transposed):
         assert shares is not (new_buffer or transposed)
 
 
-def cut_unevenly():
+@on_ranks(3)
+def test_elements_are_never_left_out():
     with pytest.raises(tp.DegreeError, match="10 elements, which 3 tensor-parallel ranks"):
         tp.split_tensor_into_1d_equal_chunks(torch.zeros(2, 5))
-
-
-def test_elements_are_never_left_out():
-    run_ranks(cut_unevenly, 3)
 
 
 def test_alone_a_chunk_is_the_whole():

@@ -1,6 +1,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import on_ranks
 
 import ezpz_tp as tp
 from ezpz_tp._current import tensor_group
@@ -127,7 +128,8 @@ def test_groups_that_do_not_fit_the_layout():
         tp.ParallelState.from_groups(layout=tp.RankLayout(4, tensor=4), rank=0)
 
 
-def someone_elses_group():
+@on_ranks(2, in_processes=True, initialize=False)
+def test_a_group_that_the_rank_is_not_in():
     other = dist.new_group([0])
     if dist.get_rank() == 1:
         with pytest.raises(
@@ -141,11 +143,8 @@ def someone_elses_group():
     assert dist.is_initialized()  # what was given is not freed
 
 
-def test_a_group_that_the_rank_is_not_in():
-    run_ranks(someone_elses_group, 2, in_processes=True, initialize=False)
-
-
-def compiled():
+@on_ranks(2, in_processes=True)
+def test_the_group_in_use_is_found_under_compilation():
     mine, alone = tp.get_state().group("tensor"), tp.get_state().group("data")
 
     def scaled(x):
@@ -165,10 +164,6 @@ def compiled():
 
     whole = torch.compile(given_one, fullgraph=True, backend="eager")
     assert whole(torch.ones(2)).tolist() == [1.0, 1.0]
-
-
-def test_the_group_in_use_is_found_under_compilation():
-    run_ranks(compiled, 2, in_processes=True)
 
 
 def test_compiled_code_follows_the_state_in_use():

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from ranks import on_ranks
 from torch.distributed import checkpoint
 from torch.nn import functional
 from torch.nn.init import normal_, ones_
@@ -127,22 +128,18 @@ def test_a_skipped_bias_is_handed_over(make):
     torch.testing.assert_close(output, functional.linear(input_, late.weight))
 
 
-def gather_or_not():
+@on_ranks(2)
+def test_gathering_is_chosen_at_construction_or_call():
     gathers, leaves = column(gather_output=True), column()
     input_ = numbers(3, 8)
-    return (
-        gathers(input_)[0].shape[-1],
-        gathers(input_, runtime_gather_output=False)[0].shape[-1],
-        leaves(input_)[0].shape[-1],
-        leaves(input_, None, True)[0].shape[-1],
-    )
+    assert gathers(input_)[0].shape[-1] == 12
+    assert gathers(input_, runtime_gather_output=False)[0].shape[-1] == 6
+    assert leaves(input_)[0].shape[-1] == 6
+    assert leaves(input_, None, True)[0].shape[-1] == 12
 
 
-def test_gathering_is_chosen_at_construction_or_call():
-    assert run_ranks(gather_or_not, 2) == [(12, 6, 6, 12)] * 2
-
-
-def tie():
+@on_ranks(2)
+def test_an_output_layer_can_borrow_its_weight():
     embedding = VocabParallelEmbedding(12, 8, init_method=normal_, config=settings())
     output = column(skip_weight_param_allocation=True, bias=True)
     assert output.weight is None
@@ -156,14 +153,11 @@ def tie():
         output(numbers(3, 8))
     with pytest.raises(DegreeError, match=r"\(5, 8\); expected \(6, 8\) at degree 2"):
         output(numbers(3, 8), numbers(5, 8))
-    return embedding(torch.arange(12).view(3, 4)).shape
+    assert embedding(torch.arange(12).view(3, 4)).shape == (3, 4, 8)
 
 
-def test_an_output_layer_can_borrow_its_weight():
-    assert run_ranks(tie, 2) == [(3, 4, 8)] * 2
-
-
-def embed_by_sequence():
+@on_ranks(2)
+def test_embeddings_of_a_part_of_the_sequence():
     config = settings(tensor_model_parallel_size=2, sequence_parallel=True)
     arguments = {"init_method": normal_, "config": config}
     ids = torch.arange(12).view(3, 4)
@@ -173,11 +167,7 @@ def embed_by_sequence():
     rank = ezpz_tp.get_tensor_parallel_rank()
     expected = whole(ids).transpose(0, 1).chunk(2)[rank]
     assert torch.equal(cut(ids), expected)
-    return cut(ids).shape
-
-
-def test_embeddings_of_a_part_of_the_sequence():
-    assert run_ranks(embed_by_sequence, 2) == [(2, 3, 8)] * 2
+    assert cut(ids).shape == (2, 3, 8)
 
 
 def test_alone_the_sequence_comes_first_too():
@@ -188,7 +178,8 @@ def test_alone_the_sequence_comes_first_too():
     assert torch.equal(cut(ids), functional.embedding(ids.t(), cut.weight))
 
 
-def leave_the_gradient():
+@on_ranks(2)
+def test_the_inputs_gradient_can_stay_partial():
     input_ = numbers(3, 8).requires_grad_()
     linear = column(disable_grad_reduce=True)
     with counting() as counter:
@@ -196,10 +187,6 @@ def leave_the_gradient():
     assert not counter
     expected = torch.ones(3, 6, dtype=torch.float64) @ linear.weight
     torch.testing.assert_close(input_.grad, expected.detach())
-
-
-def test_the_inputs_gradient_can_stay_partial():
-    run_ranks(leave_the_gradient, 2)
 
 
 # Configurations.
@@ -485,7 +472,8 @@ def test_uneven_parts_of_a_sum(sizes):
         torch.testing.assert_close(grad, numbers(sum(sizes), 4, seed=2))
 
 
-def mistake_sizes():
+@on_ranks(2)
+def test_split_sizes_that_do_not_fit():
     gather = tensor_parallel.gather_from_sequence_parallel_region
     scatter = tensor_parallel.reduce_scatter_to_sequence_parallel_region
     with pytest.raises(DegreeError, match=r"3 split sizes .*each of 2 ranks"):
@@ -498,11 +486,8 @@ def mistake_sizes():
         gather(numbers(4, 2), use_global_buffer=True)
 
 
-def test_split_sizes_that_do_not_fit():
-    run_ranks(mistake_sizes, 2)
-
-
-def exchange():
+@on_ranks(2)
+def test_all_to_all():
     group = ezpz_tp.get_tensor_parallel_group()
     tokens = numbers(4, 6)
     heads = tensor_parallel.all_to_all_sp2hp(tokens)
@@ -513,10 +498,6 @@ def exchange():
     assert torch.equal(uneven, torch.cat([tokens.split([1, 3])[rank]] * 2))
     with pytest.raises(ParallelError, match="group is None"):
         tensor_parallel.all_to_all(None, tokens)
-
-
-def test_all_to_all():
-    run_ranks(exchange, 2)
 
 
 # Random streams.

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import on_ranks
 from sequences import Case, differences
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -126,16 +127,13 @@ def test_all_to_one_side_and_what_cannot_be_split():
         tp.split_context(2)
 
 
-def groups_that_do_not_cross():
+@on_ranks(2, context=2)
+def test_groups_that_do_not_cross():
     group, q = tp.get_state().group("context"), torch.zeros(1, 2, 4, 8)
     with pytest.raises(tp.ParallelError, match="are one group of 2 ranks; expected two that cross"):
         tp.unified_attention(q, q, q, ulysses_group=group, ring_group=group)
     with pytest.raises(tp.ParallelError, match=r"ulysses_group=None, ring_group=.*; expected two"):
         tp.unified_attention(q, q, q, ulysses_group=None, ring_group=group)
-
-
-def test_groups_that_do_not_cross():
-    run_ranks(groups_that_do_not_cross, 2, context=2)
 
 
 class Tiny(nn.Module):
