@@ -1,0 +1,725 @@
+"""Ring, Ulysses and unified attention against full attention; what they compute, send and hold."""
+
+import weakref
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import on_ranks
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, rms_norm, scaled_dot_product_attention, silu
+from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import ezpz_tp as tp
+from ezpz_tp.testing import counting, run_ranks
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes and options of one attention."""
+
+    heads: int = 4
+    kv_heads: int = 4
+    length: int = 48
+    keys: int | None = None
+    head_dim: int = 16
+    value_dim: int = 16
+    is_causal: bool = False
+    balanced: bool = True
+    scale: float | None = None
+    dtype: torch.dtype = torch.float64
+
+
+@dataclass
+class Whole:
+    """Inputs, output, its gradient, and theirs; all of the whole sequence."""
+
+    inputs: list[Tensor]
+    output: Tensor
+    output_grad: Tensor
+    grads: list[Tensor]
+
+
+def whole_of(case, *, batch=2):
+    """Full attention in float64, of values that ``case.dtype`` can have. The same on every rank."""
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(heads, length, size):
+        drawn = torch.randn(batch, heads, length, size, generator=generator, dtype=torch.float64)
+        return drawn.to(case.dtype).double()
+
+    keys = case.length if case.keys is None else case.keys
+    inputs = [
+        draw(case.heads, case.length, case.head_dim).requires_grad_(),
+        draw(case.kv_heads, keys, case.head_dim).requires_grad_(),
+        draw(case.kv_heads, keys, case.value_dim).requires_grad_(),
+    ]
+    options = {"is_causal": case.is_causal, "scale": case.scale, "enable_gqa": True}
+    output = scaled_dot_product_attention(*inputs, **options)
+    output_grad = draw(case.heads, case.length, case.value_dim)
+    grads = torch.autograd.grad(output, inputs, output_grad)
+    return Whole(inputs, output.detach(), output_grad, list(grads))
+
+
+def crossing(kind):
+    """The groups that an attention, or its sharding, is given: heads over the tensor axis."""
+    state = tp.get_state()
+    heads, ring = state.group("tensor"), state.group("context")
+    if kind == "unified":
+        return {"ulysses_group": heads, "ring_group": ring}, {"ulysses_group": heads, "group": ring}
+    return {}, {}
+
+
+def attention(kind, case, groups=None):
+    function = getattr(tp, f"{kind}_attention")
+    options = {"is_causal": case.is_causal, "balanced": case.balanced, "scale": case.scale}
+    return partial(function, **(crossing(kind)[0] if groups is None else groups), **options)
+
+
+def part(case, whole, **groups):
+    return tp.shard_sequence(whole.detach(), 2, balanced=case.balanced, **groups)
+
+
+def own_inputs(case, **groups):
+    return [part(case, each, **groups).requires_grad_() for each in whole_of(case).inputs]
+
+
+def largest(attend, case, groups, layout=torch.Tensor.contiguous):
+    """How far a rank's output and gradients are from full attention's; `layout` keeps values."""
+    whole = whole_of(case)
+    cut = partial(part, case, **groups)
+    own = [layout(cut(each).to(case.dtype)).requires_grad_() for each in whole.inputs]
+    output = attend(*own)
+    assert output.dtype == case.dtype
+    output.backward(layout(cut(whole.output_grad).to(case.dtype)))
+    found = [output, *(each.grad for each in own)]
+    expected = [cut(each) for each in (whole.output, *whole.grads)]
+    return max((a.double() - b).abs().max().item() for a, b in zip(found, expected, strict=True))
+
+
+def difference(kind, case, *layout):
+    return largest(attention(kind, case), case, crossing(kind)[1], *layout)
+
+
+def worst_of(kind, case, heads=1, ring=1, *layout):
+    """The worst rank's; only the unified one has both degrees."""
+    ranks = heads * ring
+    tensor, context = (heads, ring) if kind == "unified" else (1, ranks)
+    return max(run_ranks(difference, ranks, kind, case, *layout, tensor=tensor, context=context))
+
+
+CAUSAL, GROUPED = Case(is_causal=True), Case(kv_heads=2, is_causal=True)
+RING = {
+    "all see all": Case(),
+    "causal": CAUSAL,
+    "causal, not balanced": Case(is_causal=True, balanced=False),
+    "grouped": GROUPED,
+    "one key head, scale": Case(kv_heads=1, balanced=False, scale=0.7),
+    "other value_dim": Case(kv_heads=2, value_dim=6, is_causal=True),
+    "odd head_dim": Case(head_dim=7, value_dim=7, is_causal=True),
+    "more keys than queries": Case(keys=96),
+}
+ULYSSES = {
+    "all see all": Case(),
+    "causal": CAUSAL,
+    "causal, not balanced": Case(is_causal=True, balanced=False),
+    "a key head for two query heads": Case(heads=8, is_causal=True),
+    "fewer key heads than ranks": Case(heads=8, kv_heads=2, is_causal=True),
+    "one key head, scale": Case(kv_heads=1, balanced=False, scale=0.7),
+    "key heads that do not divide": Case(heads=12, kv_heads=3, value_dim=6),
+    "more keys than queries": Case(keys=80),
+}
+UNIFIED = {
+    "all see all": Case(heads=6, kv_heads=3),
+    "causal": Case(heads=6, kv_heads=6, is_causal=True),
+    "causal, not balanced": Case(heads=6, kv_heads=6, is_causal=True, balanced=False),
+    "grouped": Case(heads=6, kv_heads=2, is_causal=True, scale=0.7),
+    "other value_dim": Case(heads=12, kv_heads=4, value_dim=6, is_causal=True),
+}
+COMPARED = [
+    *(("ring", name, 1, degree) for name in RING for degree in (2, 3)),
+    *(("ulysses", name, degree, 1) for name in ULYSSES for degree in (2, 4)),
+    *(("unified", name, *degrees) for name in UNIFIED for degrees in ((2, 2), (3, 2))),
+    *(("unified", "causal", *degrees) for degrees in ((1, 2), (2, 1), (1, 1))),
+    *(("ring", "causal", 1, 4), ("ring", "causal", 1, 1), ("ulysses", "causal", 1, 1)),
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "heads", "ring"), COMPARED)
+def test_outputs_and_gradients_are_full_attentions(kind, name, heads, ring):
+    case = {"ring": RING, "ulysses": ULYSSES, "unified": UNIFIED}[kind][name]
+    assert worst_of(kind, case, heads, ring) < 1e-12
+
+
+def test_heads_of_which_some_ranks_need_two():
+    """Of 6 ranks with 2 of 12 heads each, 3 of which share a key head, the second needs two."""
+    assert worst_of("ulysses", Case(heads=12, kv_heads=4), 6) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "limit"),
+    [
+        ("ring", torch.float32, 2e-6),
+        ("ring", torch.bfloat16, 0.04),
+        ("ring", torch.float16, 0.005),
+        ("ulysses", torch.bfloat16, 0.05),
+        ("unified", torch.bfloat16, 0.05),
+    ],
+)
+def test_fewer_digits(kind, dtype, limit):
+    case = Case(heads=8, kv_heads=2, is_causal=True, dtype=dtype)
+    assert worst_of(kind, case, 2, 2) < max(limit, 2 * worst_of(kind, case))
+
+
+@on_ranks(2, context=2)
+def test_scores_far_apart():
+    """Blocks whose weights differ by more than float64 can say."""
+    whole = whole_of(CAUSAL)
+    q, k, v = (part(CAUSAL, each) for each in whole.inputs)
+    far = torch.where(tp.sequence_positions(48) < 24, 400.0, -400.0)[:, None]
+    output = tp.ring_attention(q.abs(), k + far.double(), v, is_causal=True)
+    full = [each.detach() for each in whole.inputs]
+    low = torch.where(torch.arange(48) < 24, 400.0, -400.0)[:, None]
+    expected = scaled_dot_product_attention(full[0].abs(), full[1] + low, full[2], is_causal=True)
+    assert (output - part(CAUSAL, expected)).abs().max() < 1e-10
+
+
+def from_sequence_first(tensor):
+    """The same values, as a view of ``[sequence, batch, heads, head_dim]``."""
+    return tensor.detach().permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)
+
+
+def last_dim_apart(tensor):
+    return tensor.detach().mT.contiguous().mT
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [("ring", from_sequence_first), ("ring", last_dim_apart), ("ulysses", from_sequence_first)],
+)
+def test_other_layouts_in_memory(kind, layout):
+    assert worst_of(kind, GROUPED, 2, 1, layout) < 1e-12
+
+
+@on_ranks(2, context=2)
+def test_an_expanded_gradient_and_nothing_is_changed_in_place():
+    whole = whole_of(Case())
+    q, k, v = own_inputs(Case())
+    before = [each.detach().clone() for each in (q, k, v)]
+    output = tp.ring_attention(q, k, v)
+    kept = output.detach().clone()
+    output.sum().backward()  # a gradient of ones that has one element in memory
+    assert torch.equal(output, kept)
+    assert all(map(torch.equal, (q, k, v), before))
+    full = scaled_dot_product_attention(*whole.inputs)
+    expected = torch.autograd.grad(full.sum(), whole.inputs)
+    for found, wanted in zip((q, k, v), expected, strict=True):
+        assert (found.grad - part(Case(), wanted)).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("needed", [[0], [1], [2], [0, 2]])
+@on_ranks(2, context=2)
+def test_gradients_of_some_inputs(needed):
+    whole = whole_of(CAUSAL)
+    own = [part(CAUSAL, each).requires_grad_(at in needed) for at, each in enumerate(whole.inputs)]
+    tp.ring_attention(*own, is_causal=True).backward(part(CAUSAL, whole.output_grad))
+    for at, each in enumerate(own):
+        if at not in needed:
+            assert each.grad is None
+        else:
+            assert (each.grad - part(CAUSAL, whole.grads[at])).abs().max() < 1e-12
+
+
+@on_ranks(2, context=2)
+def test_no_grad_and_second_derivatives():
+    whole = whole_of(CAUSAL)
+    own = own_inputs(CAUSAL)
+    with torch.no_grad():
+        output = tp.ring_attention(*own, is_causal=True)
+    assert not output.requires_grad
+    assert (output - part(CAUSAL, whole.output)).abs().max() < 1e-12
+    output = tp.ring_attention(*own, is_causal=True)
+    with pytest.raises(tp.ParallelError, match="ring_attention: a second derivative is asked for"):
+        torch.autograd.grad(output.sum(), own[0], create_graph=True)
+
+
+@on_ranks(2, context=2)
+def test_autocast():
+    q, k, v = (part(Case(), each) for each in whole_of(Case(dtype=torch.float32)).inputs)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        # As after rotary embeddings: q and k in float32, v as a linear layer left it.
+        mixed = q.float(), k.float(), v.bfloat16()
+        assert tp.ring_attention(*mixed).dtype == torch.bfloat16
+        assert tp.ring_attention(q, k, v).dtype == torch.float64
+        assert tp.ulysses_attention(*mixed).dtype == torch.bfloat16
+
+
+class Computed(TorchDispatchMode):
+    """Counts pairs of a query and a key that kernels were asked for, forward and backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.pairs = 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name
+        if "flash_attention_for_cpu" in name:
+            backward = name.endswith("backward")
+            q, k, *rest = args[1:] if backward else args
+            causal = rest[4 if backward else 2 :] == [True]  # left out when false
+            self.calls += 1
+            self.pairs += q.shape[2] * k.shape[2] // (2 if causal else 1)
+        return func(*args, **(kwargs or {}))
+
+
+def computed(case):
+    q, k, v = own_inputs(case)
+    with Computed() as forward:
+        output = attention("ring", case)(q, k, v)
+    with Computed() as backward:
+        output.sum().backward()
+    assert (forward.calls, forward.pairs) == (backward.calls, backward.pairs)
+    return forward.calls, forward.pairs
+
+
+def test_what_a_causal_mask_hides_is_not_computed():
+    half = 48 * 48 // 2
+    assert run_ranks(computed, 4, CAUSAL, context=4) == [(4, half // 4)] * 4  # the same for all
+    one_after_another = run_ranks(computed, 4, RING["causal, not balanced"], context=4)
+    assert [calls for calls, _ in one_after_another] == [1, 2, 3, 4]
+    assert sum(pairs for _, pairs in one_after_another) == half
+    assert run_ranks(computed, 4, Case(), context=4) == [(4, 48 * 12)] * 4
+
+
+def sent(kind, case):
+    q, k, v = own_inputs(case, **crossing(kind)[1])
+    with counting() as forward:
+        output = attention(kind, case)(q, k, v)
+    with counting() as backward:
+        output.sum().backward()  # of an expanded gradient
+    return forward["all_to_all"], backward["all_to_all"], len(forward + backward)
+
+
+@pytest.mark.parametrize(
+    ("kind", "case", "tensor", "forward", "backward"),
+    [
+        ("ring", CAUSAL, 1, 3, 6),
+        ("ulysses", Case(), 1, 2, 2),
+        ("ulysses", Case(kv_heads=1, keys=80, value_dim=6), 1, 2, 2),
+        ("unified", CAUSAL, 2, 2 + 1, 2 + 2),
+    ],
+)
+def test_what_is_sent(kind, case, tensor, forward, backward):
+    seen = run_ranks(sent, 4, kind, case, tensor=tensor, context=4 // tensor)
+    assert seen == [(forward, backward, 1)] * 4
+    assert run_ranks(sent, 1, kind, case) == [(0, 0, 0)]
+
+
+class Live(TorchDispatchMode):
+    """Bytes of the tensors that are alive: the most there were at once, and the largest."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.peak = self.largest = 0
+        self.seen = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self.add(tensor.untyped_storage())
+        return result
+
+    def add(self, storage):
+        if storage in self.seen:
+            return
+        self.seen.add(storage)
+        size = storage.nbytes()
+        self.now += size
+        self.peak, self.largest = max(self.peak, self.now), max(self.largest, size)
+        weakref.finalize(storage, self.remove, size)
+
+    def remove(self, size):
+        self.now -= size
+
+
+HIDDEN, HEADS, HEAD_DIM, INNER = 64, 8, 8, 172
+
+
+def rotated(values, positions):
+    half = HEAD_DIM // 2
+    angles = positions[:, None] * 10000.0 ** (-torch.arange(half) / half)
+    cos, sin = angles.cos(), angles.sin()
+    first, second = values[..., :half], values[..., half:]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+def llama_block(hidden, weights, positions, attend):
+    """A block of Llama, one key head for two heads."""
+    normed = rms_norm(hidden, (HIDDEN,))
+    q, k, v = (
+        (normed @ weights[name]).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2) for name in "qkv"
+    )
+    mixed = attend(rotated(q, positions), rotated(k, positions), v, is_causal=True)
+    hidden = hidden + mixed.transpose(1, 2).flatten(2) @ weights["out"]
+    normed = rms_norm(hidden, (HIDDEN,))
+    return hidden + (silu(normed @ weights["gate"]) * (normed @ weights["up"])) @ weights["down"]
+
+
+def peak_of_a_block(attend, length):
+    """Peak and largest tensor, in bytes, of a block's forward and backward, one rank's part."""
+    half = HIDDEN // 2
+    columns = {"q": HIDDEN, "k": half, "v": half, "out": HIDDEN, "gate": INNER, "up": INNER}
+    positions = tp.sequence_positions(length)
+    with Live() as live:
+        weights = {name: torch.full((HIDDEN, size), 0.01) for name, size in columns.items()}
+        weights["down"] = torch.full((INNER, HIDDEN), 0.01)
+        for weight in weights.values():
+            weight.requires_grad_()
+        hidden = torch.ones(1, len(positions), HIDDEN, requires_grad=True)
+        llama_block(hidden, weights, positions, attend).square().sum().backward()
+    return live.peak, live.largest
+
+
+@pytest.mark.parametrize("attend", [tp.ring_attention, tp.ulysses_attention])
+def test_eight_times_the_sequence_in_the_same_memory(attend):
+    (alone,) = run_ranks(peak_of_a_block, 1, attend, 256, context=1)
+    shared = run_ranks(peak_of_a_block, 8, attend, 8 * 256, context=8)
+    assert max(peak for peak, _ in shared) < 1.15 * alone[0]
+    # Nothing is as large as the scores of one head, let alone of the whole sequence.
+    assert max(largest for _, largest in shared) < 256 * 256 * 4
+
+
+def of_the_ring_alone(length):
+    q = torch.ones(1, HEADS, length // tp.get_state().size("context"), HEAD_DIM, requires_grad=True)
+    with Live() as live:
+        tp.ring_attention(q, q, q, is_causal=True).sum().backward()
+    return live.peak / q.nbytes
+
+
+def test_the_ring_holds_a_few_parts_and_not_one_for_each_rank():
+    four = run_ranks(of_the_ring_alone, 4, 1024, context=4)
+    assert max(run_ranks(of_the_ring_alone, 8, 2048, context=8)) == max(four)
+
+
+def turned(q, k, v, **_):
+    return q.transpose(1, 2)
+
+
+# Shapes of q, of k and v, and of v where it differs; dtypes of q, and of k and v.
+Q, WITH_CAUSE, OWN = (1, 2, 4, 8), {"is_causal": True}, {"attention": turned}
+FLOATS, INTEGERS = (torch.float32,) * 2, (torch.int64,) * 2
+SHAPE, DEGREE = tp.ParallelError, tp.DegreeError
+REFUSED_BY_RING = [
+    ([Q, Q], {}, (torch.float64, torch.float32), SHAPE,
+     "q is torch.float64 on cpu, k torch.float32 .*; expected one dtype and device: cast"),
+    ([Q, Q], {}, INTEGERS, SHAPE, "are torch.int64; expected a floating"),
+    ([(1, 4, 4, 8), (1, 3, 4, 8)], {}, FLOATS, DEGREE,
+     "the 3 heads of k and v do not divide the 4 heads of q"),
+    ([Q, (1, 2, 6, 8)], WITH_CAUSE, FLOATS, DEGREE,
+     "is_causal with 4 queries and 6 keys on this rank; expected as many"),
+    ([(1, 2, 5, 8)] * 2, WITH_CAUSE, FLOATS, DEGREE,
+     "has 5 tokens, and a balanced part is two chunks of one length; pad"),
+    ([(2, 4, 8)] * 2, {}, FLOATS, SHAPE, r"q \(2, 4, 8\).*; expected \[batch, h"),
+    ([Q, Q, (1, 2, 5, 8)], {}, FLOATS, SHAPE,
+     "expected one batch size, and as many heads and tokens in k as in v"),
+    ([Q, (1, 2, 4, 6)], {}, FLOATS, SHAPE, "expected one head_dim in q and k, got 8 and 6"),
+]  # fmt: skip
+REFUSED_BY_ULYSSES = [
+    ([(1, 3, 4, 8)] * 2, {}, FLOATS, DEGREE,
+     "3 heads of q do not divide among 2 ranks; expected a multiple. With fewer heads"),
+    ([(1, 4, 4, 8), (1, 3, 4, 8)], {}, FLOATS, DEGREE,
+     "ulysses_attention: the 3 heads of k and v do not divide the 4 heads of q"),
+    ([Q, (1, 2, 3, 8)], {}, FLOATS, DEGREE, "has 4 queries and 3 keys"),
+    ([Q, (1, 2, 6, 8)], WITH_CAUSE, FLOATS, DEGREE, "is_causal with 4 queries and 6 keys"),
+    ([(4, 8)] * 2, {}, FLOATS, SHAPE, r"ulysses_attention: q \(4, 8\), .*; expected \[batch"),
+    ([Q, Q], OWN, FLOATS, SHAPE,
+     r"returned \(1, 8, 1, 8\) for queries of shape \(1, 1, 8, 8\); expected"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "degree", "shapes", "options", "dtypes", "error", "message"),
+    [
+        # Alone nothing is cut in halves.
+        *(("ring", 1, *row) for row in REFUSED_BY_RING if "two chunks" not in row[-1]),
+        *(("ring", 2, *row) for row in REFUSED_BY_RING),
+        *(("ulysses", 2, *row) for row in REFUSED_BY_ULYSSES),
+    ],
+)
+def test_what_does_not_fit(kind, degree, shapes, options, dtypes, error, message):
+    function = getattr(tp, f"{kind}_attention")
+    q, k = (torch.zeros(*shape, dtype=d) for shape, d in zip(shapes[:2], dtypes, strict=True))
+    v = torch.zeros(*shapes[-1], dtype=dtypes[1])
+    with pytest.raises(error, match=message):
+        run_ranks(lambda: function(q, k, v, **options), degree, context=degree)
+
+
+def test_tokens_of_one_rank_need_no_halves():
+    q = torch.zeros(1, 2, 5, 8)
+    assert tp.ring_attention(q, q, q, is_causal=True).shape == q.shape
+
+
+def test_a_group_that_this_rank_is_not_in():
+    q = torch.zeros(*Q)
+    with pytest.raises(tp.ParallelError, match=r"the context group is .*; expected a process g"):
+        tp.ring_attention(q, q, q, group=dist.GroupMember.NON_GROUP_MEMBER)
+
+
+class Watched(TorchFunctionMode):
+    """Names what is called, and runs it unwatched."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@on_ranks(2, context=2)
+def test_who_watches_sees_one_call_of_each():
+    q = torch.zeros(*Q)
+    groups, _ = crossing("unified")
+    with Watched() as seen:
+        tp.ring_attention(q, q, q)
+        tp.ulysses_attention(q, q, q)
+        tp.unified_attention(q, q, q, **groups)
+        tp.unshard_sequence(tp.shard_sequence(q, 2), 2)
+    attentions = [f"{kind}_attention" for kind in ("ring", "ulysses", "unified")]
+    assert seen.names == [*attentions, "shard_sequence", "unshard_sequence"]
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 4, 8), (1, 2, 0, 8)])
+@pytest.mark.parametrize("case", [("ring", True), ("ulysses", False)], ids=str)
+@on_ranks(2, context=2)
+def test_nothing_to_attend_to(case, shape):
+    q = torch.zeros(shape, requires_grad=True)
+    attention(case[0], Case(is_causal=case[1]))(q, q, q).sum().backward()
+    assert q.grad.shape == q.shape
+
+
+@pytest.mark.parametrize("attend", [tp.ring_attention, tp.ulysses_attention])
+def test_alone_it_is_torchs_own(attend):
+    q, k = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 6, 8)
+    expected = scaled_dot_product_attention(q, k, k, is_causal=True, scale=0.5, enable_gqa=True)
+    assert torch.equal(attend(q, k, k, is_causal=True, scale=0.5), expected)
+
+
+@on_ranks(2, context=2, in_processes=True)
+def test_torch_compile_traces_it_whole():
+    def twice(q, k, v):
+        return tp.ring_attention(2 * q, k, v, is_causal=True)
+
+    compiled = torch.compile(twice, backend="aot_eager", fullgraph=True)
+    whole = whole_of(GROUPED)
+    results = []
+    for function in (compiled, twice):
+        own = own_inputs(GROUPED)
+        output = function(*own)
+        output.backward(part(GROUPED, whole.output_grad))
+        results.append([output, *(each.grad for each in own)])
+    assert all(torch.equal(*each) for each in zip(*results, strict=True))
+
+
+# Ulysses with an attention of one's own.
+
+
+@on_ranks(4, context=4)
+def test_an_attention_of_ones_own():
+    """A window of three tokens: the sequence inside is whole, and in its own order."""
+
+    def window(q, k, v, *, is_causal, scale, dropout_p):
+        assert (is_causal, scale, dropout_p) == (False, 0.5, 0.0)
+        at = torch.arange(q.shape[2])
+        near = (at[:, None] - at).abs() <= 1
+        return scaled_dot_product_attention(q, k, v, attn_mask=near, scale=scale)
+
+    output = tp.ulysses_attention(*own_inputs(Case()), scale=0.5, attention=window)
+    whole = whole_of(Case()).inputs
+    expected = window(*whole, is_causal=False, scale=0.5, dropout_p=0.0)
+    assert (output - part(Case(), expected)).abs().max() < 1e-12
+
+
+@on_ranks(2, context=2)
+def test_dropout_is_passed_on():
+    generator, seen = torch.Generator().manual_seed(0), []
+
+    def dropping(q, k, v, *, is_causal, scale, dropout_p):
+        seen.append(dropout_p)
+        return q * (torch.rand(q.shape[:3], generator=generator) >= dropout_p).unsqueeze(-1)
+
+    q = torch.ones(1, 4, 16, 2)
+    kept = tp.ulysses_attention(q, q, q, dropout_p=0.5, attention=dropping).mean()
+    assert seen == [0.5]
+    assert 0 < kept < 1
+
+
+@on_ranks(2, context=2)
+def test_second_derivatives_of_an_attention_of_ones_own():
+    def written_out(q, k, v, **_):
+        return (q @ k.mT).softmax(-1) @ v
+
+    case, results = Case(length=8), []
+    for inputs, function in (
+        (own_inputs(case), tp.ulysses_attention),
+        (whole_of(case).inputs, lambda *given, attention: attention(*given)),
+    ):
+        own = [each.detach().requires_grad_() for each in inputs]
+        output = function(*own, attention=written_out)
+        grads = torch.autograd.grad(output.square().sum(), own, create_graph=True)
+        results.append(torch.autograd.grad(sum(g.square().sum() for g in grads), own))
+    for one, other in zip(*results, strict=True):
+        assert (one - part(case, other)).abs().max() < 1e-10
+
+
+@on_ranks(4, tensor=2, context=2)
+def test_a_group_that_is_given():
+    given = {"group": tp.get_state().group("tensor")}
+    output = tp.ulysses_attention(*own_inputs(Case(), **given), **given)
+    expected = part(Case(), whole_of(Case()).output, **given)
+    assert (output - expected).abs().max() < 1e-12
+
+
+# The groups of the unified one.
+
+
+def split(ulysses):
+    state = tp.get_state()
+    heads, ring = tp.split_context(ulysses)
+    again = tp.split_context(ulysses=ulysses, state=state)
+    assert again[0] is heads
+    assert again[1] is ring
+    members = [dist.get_process_group_ranks(group) for group in (heads, ring)]
+    # Gathered over both groups, the parts are the sequence.
+    groups = {"group": ring, "ulysses_group": heads}
+    own = tp.sequence_positions(24, **groups)
+    assert torch.equal(tp.unshard_sequence(own, 0, **groups), torch.arange(24))
+    attend = attention("unified", GROUPED, {"ulysses_group": heads, "ring_group": ring})
+    assert largest(attend, GROUPED, groups) < 1e-12
+    tp.destroy_tensor_parallel()
+    with pytest.raises(KeyError):  # freed with the state, unless it is the context axis itself
+        dist.get_process_group_ranks(heads if heads.size() > 1 else ring)
+    return members
+
+
+def test_splitting_the_context_axis():
+    # tensor is the fastest axis, so context ranks are 2 apart.
+    assert run_ranks(split, 8, 2, tensor=2, context=4, in_processes=True) == [
+        [[0, 2], [0, 4]],
+        [[1, 3], [1, 5]],
+        [[0, 2], [2, 6]],
+        [[1, 3], [3, 7]],
+        [[4, 6], [0, 4]],
+        [[5, 7], [1, 5]],
+        [[4, 6], [2, 6]],
+        [[5, 7], [3, 7]],
+    ]
+
+
+@on_ranks(2, context=2, in_processes=True)
+def test_all_to_one_side_and_what_cannot_be_split():
+    whole = tp.get_state().group("context")
+    assert tp.split_context(2)[0] is whole
+    assert tp.split_context(2)[1].size() == 1
+    assert tp.split_context(1)[1] is whole
+    with pytest.raises(tp.DegreeError, match="ulysses=3 does not divide the context degree 2"):
+        tp.split_context(3)
+    foreign = tp.ParallelState.from_groups(context=whole)
+    with pytest.raises(tp.ParallelError, match="made from groups without a layout; give unified"):
+        tp.split_context(2, state=foreign)
+
+
+def test_a_context_axis_that_is_not_there_cannot_be_split():
+    with pytest.raises(tp.NotInitializedError, match="no parallel groups"):
+        tp.split_context(2)
+
+
+@on_ranks(2, context=2)
+def test_groups_that_do_not_cross():
+    group, q = tp.get_state().group("context"), torch.zeros(*Q)
+    for heads, told in (
+        (group, "are one group of 2 ranks; expected two that cross"),
+        (None, r"ulysses_group=None, ring_group=.*; expected two"),
+    ):
+        with pytest.raises(tp.ParallelError, match=told):
+            tp.unified_attention(q, q, q, ulysses_group=heads, ring_group=group)
+
+
+class Tiny(nn.Module):
+    """An embedding, one block with causal attention and rotary positions, and a head."""
+
+    def __init__(self, attend):
+        super().__init__()
+        self.attend = attend
+        self.embedding = nn.Embedding(31, 32)
+        self.norm, self.qkv = nn.LayerNorm(32), nn.Linear(32, 96)
+        self.out, self.head = nn.Linear(32, 32), nn.Linear(32, 31, bias=False)
+
+    def forward(self, tokens, positions):
+        hidden = self.embedding(tokens)
+        q, k, v = (
+            each.unflatten(-1, (4, 8)).transpose(1, 2)
+            for each in self.qkv(self.norm(hidden)).chunk(3, -1)
+        )
+        turn = positions[:, None] * 0.3 ** torch.arange(8)
+        mixed = self.attend(q * turn.cos(), k * turn.cos(), v)
+        hidden = hidden + self.out(mixed.transpose(1, 2).flatten(2))
+        return self.head(torch.tanh(hidden))
+
+
+BATCH, LENGTH, PADDED = 4, 24, 5
+
+
+def data():
+    """Tokens and labels ``[batch, length]``; the last labels of each row are not counted."""
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(31, (BATCH, LENGTH + 1), generator=generator)
+    labels = tokens[:, 1:].clone()
+    labels[:, -PADDED:] = -100
+    return tokens[:, :-1], labels
+
+
+def tiny(attend):
+    torch.manual_seed(5)
+    return Tiny(attend).double()
+
+
+def sum_of_losses(logits, labels):
+    return cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["summed", "DDP"])
+@on_ranks(4, data=2, context=2, also=[("data", "context")], in_processes=True)
+def test_loss_and_gradients_over_data_and_context(wrapped):
+    """The gradients are those of one process, reduced as `shard_sequence` says."""
+    tokens, labels = data()
+    counted = (labels >= 0).sum()  # in all parts, of all data-parallel ranks
+    full = tiny(partial(scaled_dot_product_attention, is_causal=True))
+    expected = sum_of_losses(full(tokens, torch.arange(LENGTH)), labels) / counted
+    expected.backward()
+
+    state = tp.get_state()
+    both = state.group("data", "context")
+    heads, ring = tp.split_context(1)
+    mine = slice(state.index("data"), None, state.size("data"))
+    tokens, labels = (tp.shard_sequence(each[mine], 1, group=ring) for each in (tokens, labels))
+    model = tiny(attention("unified", CAUSAL, {"ulysses_group": heads, "ring_group": ring}))
+    forward = DistributedDataParallel(model, process_group=both) if wrapped else model
+    positions = tp.sequence_positions(LENGTH, group=ring)
+    loss = sum_of_losses(forward(tokens, positions), labels) / counted
+    (loss * both.size() if wrapped else loss).backward()
+    if not wrapped:
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad, group=both)
+    whole = loss.detach().clone()
+    dist.all_reduce(whole, group=both)
+    assert whole.item() == pytest.approx(expected.item(), rel=1e-12)
+    for one, other in zip(model.parameters(), full.parameters(), strict=True):
+        assert (one.grad - other.grad).abs().max() < 1e-12
