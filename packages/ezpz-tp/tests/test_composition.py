@@ -1,7 +1,6 @@
 """Tensor parallelism among everything else that a training script puts around a model."""
 
 import contextlib
-import re
 import shutil
 import sysconfig
 from functools import partial
@@ -226,98 +225,3 @@ def test_compiled_by_inductor():
     ):
         assert graphs == 1
         assert worst < 1e-12
-
-
-def before_groups():
-    """A layer that was made and used before there were groups, and is used after."""
-    layer = tp.ColumnParallelLinear(8, 8)
-    layer(torch.ones(2, 8))
-    tp.initialize_tensor_parallel(2)
-    try:
-        layer(torch.ones(2, 8))
-    finally:
-        tp.destroy_tensor_parallel()
-
-
-def unknown_degree():
-    tp.initialize_tensor_parallel(3)
-
-
-def twice():
-    tp.initialize_tensor_parallel(2)
-    tp.initialize_tensor_parallel(1)
-
-
-def with_groups(function, *args, **options):
-    tp.initialize_tensor_parallel(2)
-    return function(*args, **options)
-
-
-def layer_on(layer, *shape, **options):
-    return with_groups(lambda: layer(8, 8, **options)(torch.ones(shape)))
-
-
-def column_uneven():
-    with_groups(tp.ColumnParallelLinear, 8, 9)
-
-
-def row_uneven():
-    with_groups(tp.RowParallelLinear, 9, 8)
-
-
-def embedding_uneven():
-    with_groups(tp.ParallelEmbedding, 8, 9)
-
-
-def sequence_uneven():
-    layer_on(tp.RowParallelLinear, 3, 4, input_is_parallel=True, sequence_parallel=True)
-
-
-def column_wrong_size():
-    layer_on(tp.ColumnParallelLinear, 2, 7)
-
-
-def row_wrong_size():
-    layer_on(tp.RowParallelLinear, 2, 8, input_is_parallel=True)
-
-
-def token_too_large():
-    with_groups(lambda: tp.VocabParallelEmbedding(8, 8)(torch.tensor([1, 8])))
-
-
-def wrong_device():
-    with_groups(
-        lambda: tp.ColumnParallelLinear(8, 8)(torch.ones(2, 8, device="meta")),
-    )
-
-
-def foreign_group():
-    """Rank 1 gives a group that only rank 0 is in."""
-    import torch.distributed as dist
-
-    group = dist.new_group([0])
-    tp.ColumnParallelLinear(8, 8, tp_group=group)
-
-
-@pytest.mark.parametrize(
-    ("bad", "told"),
-    [
-        (before_groups, r"ColumnParallelLinear.*2"),
-        (unknown_degree, r"3.*2"),
-        (twice, r"tensor was 2, now 1"),
-        (column_uneven, r"ColumnParallelLinear.*9.*2"),
-        (row_uneven, r"RowParallelLinear.*9.*2"),
-        (embedding_uneven, r"ParallelEmbedding.*9.*2"),
-        (sequence_uneven, r"RowParallelLinear.*\(3, 4\).*sequence.* 2"),
-        (column_wrong_size, r"ColumnParallelLinear.*\(2, 7\) should be 8"),
-        (row_wrong_size, r"RowParallelLinear.*\(2, 8\) should be 4"),
-        (token_too_large, r"VocabParallelEmbedding.* 8 .* 0 to 7"),
-        (wrong_device, r"ColumnParallelLinear.*on meta and the weight on cpu"),
-        (foreign_group, r"tensor group is -100.*this rank is in"),
-    ],
-)
-def test_bad_input_is_one_clear_error_and_never_a_hang(bad, told):
-    with pytest.raises((tp.ParallelError, IndexError)) as info:
-        run_ranks(bad, 2, in_processes=True, initialize=False, timeout=120)
-    assert re.search(told, str(info.value))
-    assert "raised by rank" in "".join(info.value.__notes__)

@@ -1,7 +1,7 @@
 """The linear layers: shapes, attributes, options, and errors that name the layer."""
 
 import copy
-import functools
+from functools import partial
 
 import pytest
 import torch
@@ -20,45 +20,21 @@ def group():
     return tp.get_state().group("tensor")
 
 
-def described():
-    column = tp.ColumnParallelLinear(8, 12, seed=1)
-    row = tp.RowParallelLinear(8, 12, seed=1)
-    return (
-        [
-            (tuple(parameter.shape), parameter.tensor_model_parallel, parameter.partition_dim)
-            for parameter in (column.weight, column.bias, row.weight)
-        ],
-        (tuple(row.bias.shape), getattr(row.bias, "tensor_model_parallel", False)),
-        repr(row),
-    )
+def said(parameter):
+    return tuple(parameter.shape), parameter.tensor_model_parallel, parameter.partition_dim
 
 
+@on_ranks(2)
 def test_shapes_and_attributes():
-    for rank, (shapes, row_bias, text) in enumerate(run_ranks(described, 2)):
-        assert shapes == [((6, 8), True, 0), ((6,), True, 0), ((12, 4), True, 1)]
-        assert row_bias == ((12,), False)
-        expected = f"RowParallelLinear(in_features=8, out_features=12, bias=True, tp={rank}/2)"
-        assert text == expected
-
-
-@on_ranks(4)
-def test_replicated_inputs_and_outputs():
-    inputs = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
-    column, row = tp.ColumnParallelLinear(8, 12, seed=1), tp.RowParallelLinear(12, 8, seed=2)
-    full = [layer.get_master_weight() for layer in (column, row)]
-    with counting() as counter:
-        output = row(column(inputs))
-    expected = F.linear(F.linear(inputs, full[0]), full[1])
-    assert torch.allclose(output, expected, atol=1e-6)
-    assert dict(counter) == {"all_gather": 1, "all_reduce": 1}
-
-
-def test_the_full_weight_is_the_same_for_every_degree():
-    """Trap 3."""
-    single = [layer.weight for layer in both_layers()]
-    for degree in (2, 3, 4):
-        for weights in run_ranks(master_weights, degree):
-            assert all(map(torch.equal, weights, single))
+    column, row = tp.ColumnParallelLinear(8, 12, seed=1), tp.RowParallelLinear(8, 12, seed=1)
+    assert said(column.weight) == ((6, 8), True, 0)
+    assert said(column.bias) == ((6,), True, 0)
+    assert said(row.weight) == ((12, 4), True, 1)
+    assert row.bias.shape == (12,)
+    assert not getattr(row.bias, "tensor_model_parallel", False)
+    rank = group().rank()
+    text = f"RowParallelLinear(in_features=8, out_features=12, bias=True, tp={rank}/2)"
+    assert repr(row) == text
 
 
 def both_layers(**options):
@@ -68,34 +44,25 @@ def both_layers(**options):
     )
 
 
-def master_weights():
-    return [layer.get_master_weight() for layer in both_layers()]
-
-
-def strided():
-    return [layer.get_master_weight() for layer in both_layers(stride=2)], [
-        layer.weight.detach() for layer in both_layers(stride=2)
-    ]
-
-
 def test_stacked_matrices_are_split_each_by_itself():
     single = [layer.weight.detach() for layer in both_layers()]
-    for rank, (full, shards) in enumerate(run_ranks(strided, 2)):
-        assert all(map(torch.equal, full, single))
-        for dim, (shard, whole) in enumerate(zip(shards, single, strict=True)):
-            pieces = [half.chunk(2, dim)[rank] for half in whole.chunk(2, dim)]
-            assert torch.equal(shard, torch.cat(pieces, dim))
+
+    def strided():
+        for dim, (layer, whole) in enumerate(zip(both_layers(stride=2), single, strict=True)):
+            assert torch.equal(layer.get_master_weight(), whole)
+            pieces = [half.chunk(2, dim)[group().rank()] for half in whole.chunk(2, dim)]
+            assert torch.equal(layer.weight, torch.cat(pieces, dim))
+
+    run_ranks(strided, 2)
 
 
-def from_the_global_seed():
+@on_ranks(2, in_processes=True)
+def test_a_weight_without_a_seed_is_the_first_ranks():
     torch.manual_seed(100 + group().rank())  # by mistake another one on every rank
-    return tp.ColumnParallelLinear(4, 8).get_master_weight()
-
-
-def test_a_weight_without_a_seed_is_agreed_on():
-    first, second = run_ranks(from_the_global_seed, 2, in_processes=True)
-    assert torch.equal(first, second)
-    assert not torch.equal(first[:4], first[4:])
+    found = tp.ColumnParallelLinear(4, 8).get_master_weight()
+    torch.manual_seed(100)
+    alone = tp.ColumnParallelLinear(4, 8, tp_group=tp.get_state().group("data"))
+    assert torch.equal(found, alone.weight)
 
 
 @on_ranks(2)
@@ -152,10 +119,7 @@ def test_a_deep_copy_shares_the_group_and_not_the_weight():
     twin = copy.deepcopy(layer)
     with torch.no_grad():
         twin.weight.add_(1)
-    same_group = twin.tp_group is layer.tp_group
-    tagged = twin.weight.tensor_model_parallel and twin.weight.partition_dim == 0
-    assert same_group
-    assert tagged
+    assert twin.tp_group is layer.tp_group
     assert not torch.equal(layer.weight, twin.weight)
 
 
@@ -187,31 +151,19 @@ def test_at_degree_one_no_collectives():
 
 @on_ranks(4, tensor=2)
 def test_an_explicit_group():
-    state = tp.get_state()
-    inputs = torch.ones(1, 4)
-    layer = tp.ColumnParallelLinear(4, 4, seed=1, tp_group=state.group("data"))
+    layer = tp.ColumnParallelLinear(4, 4, seed=1, tp_group=tp.get_state().group("data"))
     assert layer.tp_size == 2
-    assert layer(inputs).shape == (1, 4)
+    assert layer(torch.ones(1, 4)).shape == (1, 4)
 
 
 # Bad input: one clear error, on every rank, before any collective.
 
 
-def built_too_early(layers):
-    layers[0](torch.ones(1, 8))
-
-
 def test_a_layer_from_before_initialization_is_refused():
-    column, row = tp.ColumnParallelLinear(8, 8), tp.RowParallelLinear(8, 8)
-    for layer in (column, row):
-        with pytest.raises(
-            tp.NotInitializedError, match=rf"{type(layer).__name__}\(in_features=8.*2"
-        ):
-            run_ranks(built_too_early, 2, [layer])
-
-
-def indivisible(layer_class, options):
-    layer_class(6, 6, **options)
+    for layer in (tp.ColumnParallelLinear(8, 8), tp.RowParallelLinear(8, 8)):
+        told = rf"{type(layer).__name__}\(in_features=8.*2"
+        with pytest.raises(tp.NotInitializedError, match=told):
+            run_ranks(lambda layer=layer: layer(torch.ones(1, 8)), 2)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +177,7 @@ def indivisible(layer_class, options):
 )
 def test_sizes_that_do_not_divide(layer_class, options, message):
     with pytest.raises(tp.DegreeError, match=message):
-        run_ranks(indivisible, 4, layer_class, options)
+        run_ranks(lambda: layer_class(6, 6, **options), 4)
 
 
 def test_sizes_below_one():
@@ -233,49 +185,23 @@ def test_sizes_below_one():
         tp.ColumnParallelLinear(4, 0)
 
 
-def wrong_input(layer_class, shape, dtype, device):
-    layer = layer_class(
-        8, 8, seed=1, **({"input_is_parallel": True} if layer_class is tp.RowParallelLinear else {})
-    )
-    layer(torch.ones(shape, dtype=dtype, device=device))
+COLUMN, ROW = tp.ColumnParallelLinear, partial(tp.RowParallelLinear, input_is_parallel=True)
 
 
 @pytest.mark.parametrize(
-    ("layer_class", "shape", "dtype", "device", "message"),
+    ("layer", "inputs", "message"),
     [
-        (
-            tp.ColumnParallelLinear,
-            (2, 4),
-            torch.float32,
-            "cpu",
-            r"\(2, 4\) should be 8 on each of the 2",
-        ),
-        (
-            tp.RowParallelLinear,
-            (2, 8),
-            torch.float32,
-            "cpu",
-            r"\(2, 8\) should be 4 on each of the 2",
-        ),
-        (
-            tp.ColumnParallelLinear,
-            (2, 8),
-            torch.float64,
-            "cpu",
-            "torch.float64 and the weight torch.float32",
-        ),
-        (
-            tp.RowParallelLinear,
-            (2, 4),
-            torch.float32,
-            "meta",
-            "input is on meta and the weight on cpu",
-        ),
+        (COLUMN, torch.ones(2, 4), r"Column.*\(2, 4\) should be 8 on each of the 2"),
+        (ROW, torch.ones(2, 8), r"Row.*\(2, 8\) should be 4 on each of the 2"),
+        (COLUMN, torch.ones(2, 8).double(), "Column.*torch.float64 and the weight torch.float32"),
+        (ROW, torch.ones(2, 4, device="meta"), "Row.*input is on meta and the weight on cpu"),
+        (partial(ROW, sequence_parallel=True), torch.ones(3, 4), r"Row.*\(3, 4\).*sequence.* 2"),
     ],
+    ids=["column size", "row size", "dtype", "device", "sequence"],
 )
-def test_an_input_that_does_not_fit_names_the_layer(layer_class, shape, dtype, device, message):
-    with pytest.raises(tp.ParallelError, match=rf"{layer_class.__name__}\(.*{message}"):
-        run_ranks(wrong_input, 2, layer_class, shape, dtype, device)
+def test_an_input_that_does_not_fit_names_the_layer(layer, inputs, message):
+    with pytest.raises(tp.ParallelError, match=message):
+        run_ranks(lambda: layer(8, 8, seed=1)(inputs), 2)
 
 
 def test_a_state_does_not_outlive_its_block():
@@ -287,8 +213,10 @@ def test_a_state_does_not_outlive_its_block():
     assert tp.ColumnParallelLinear(4, 4).tp_size == 1
 
 
-def saved_and_loaded(folder):
+@on_ranks(2, in_processes=True, initialize=False)
+def test_a_model_is_saved_whole_and_loaded_into_the_group_there_is(tmp_path):
     rank = dist.get_rank()
+    own, others = tmp_path / f"{rank}.pt", tmp_path / f"{1 - rank}.pt"
     tp.initialize_tensor_parallel(2)
     model = torch.nn.Sequential(
         tp.VocabParallelEmbedding(8, 4),
@@ -297,41 +225,35 @@ def saved_and_loaded(folder):
     )
     ids = torch.arange(8)
     expected = model(ids)
-    torch.save(model, f"{folder}/{rank}.pt")
+    torch.save(model, own)
     dist.barrier()
-    found = torch.load(f"{folder}/{rank}.pt", weights_only=False)
+    found = torch.load(own, weights_only=False)
     assert torch.equal(found(ids), expected)
     assert found[1].weight.tensor_model_parallel
     assert found[1].tp_group is model[1].tp_group
     assert copy.copy(model[1]).tp_group is model[1].tp_group
-    with pytest.raises(
-        tp.DegreeError, match=f"saved by rank {1 - rank} of 2 .* this is rank {rank}"
-    ):
-        torch.load(f"{folder}/{1 - rank}.pt", weights_only=False)
+    told = f"saved by rank {1 - rank} of 2 .* this is rank {rank}"
+    with pytest.raises(tp.DegreeError, match=told):
+        torch.load(others, weights_only=False)
     tp.destroy_tensor_parallel()
-    with pytest.raises(
-        tp.NotInitializedError, match=r"call initialize_tensor_parallel\(2\) before"
-    ):
-        torch.load(f"{folder}/{rank}.pt", weights_only=False)
-
-
-def test_a_model_is_saved_whole_and_loaded_into_the_group_there_is(tmp_path):
-    run_ranks(saved_and_loaded, 2, tmp_path, in_processes=True, initialize=False)
+    told = r"call initialize_tensor_parallel\(2\) before"
+    with pytest.raises(tp.NotInitializedError, match=told):
+        torch.load(own, weights_only=False)
 
 
 @on_ranks(2, in_processes=True)
 def test_a_dtensor_is_refused_with_what_to_do():
     mesh = init_device_mesh("cpu", (2,))
-    x = distribute_tensor(torch.ones(4, 8), mesh, [Replicate()])
-    for layer in (tp.ColumnParallelLinear(8, 4), tp.RowParallelLinear(8, 4)):
-        with pytest.raises(
-            tp.ParallelError, match=r"input is a DTensor, .*pass input.to_local\(\)"
-        ):
-            layer(x)
-    ids = distribute_tensor(torch.arange(4), mesh, [Replicate()])
-    for layer in (tp.VocabParallelEmbedding(8, 4), tp.ParallelEmbedding(8, 4)):
-        with pytest.raises(tp.ParallelError, match="input is a DTensor"):
-            layer(ids)
+    x, ids = (
+        distribute_tensor(whole, mesh, [Replicate()])
+        for whole in (torch.ones(4, 8), torch.arange(4))
+    )
+    layers = tp.ColumnParallelLinear(8, 4), tp.RowParallelLinear(8, 4)
+    tables = tp.VocabParallelEmbedding(8, 4), tp.ParallelEmbedding(8, 4)
+    told = r"input is a DTensor, .*pass input.to_local\(\)"
+    for layer, given in (*((each, x) for each in layers), *((each, ids) for each in tables)):
+        with pytest.raises(tp.ParallelError, match=told):
+            layer(given)
 
 
 def drawn_whole():
@@ -350,16 +272,14 @@ def drawn_whole():
 
 def test_a_weight_that_is_drawn_whole_is_fairscales():
     torch.manual_seed(3)
-    expected = [
-        torch.nn.init.xavier_normal_(torch.empty(s)) for s in [(8, 6), (6, 8), (9, 4), (5, 4)]
-    ]
+    shapes = [(8, 6), (6, 8), (9, 4), (5, 4)]
+    expected = [torch.nn.init.xavier_normal_(torch.empty(shape)) for shape in shapes]
     after = torch.rand(2)
     torch.manual_seed(5)
     expected.append(torch.nn.init.xavier_normal_(torch.empty(8, 6)))
     for degree in (1, 2):
         for weights, later in run_ranks(drawn_whole, degree, in_processes=True):
-            for found, weight in zip(weights, expected, strict=True):
-                assert torch.equal(found, weight)
+            assert all(map(torch.equal, weights, expected))
             assert torch.equal(later, after)
 
 
@@ -367,21 +287,16 @@ def test_a_weight_that_is_drawn_whole_is_torchs():
     torch.manual_seed(3)
     plain = torch.nn.Linear(6, 8)
     torch.manual_seed(3)
-    method = functools.partial(torch.nn.init.kaiming_uniform_, a=5**0.5)
-    assert torch.equal(
-        tp.ColumnParallelLinear(6, 8, init_method=method, init="whole").weight, plain.weight
-    )
+    method = partial(torch.nn.init.kaiming_uniform_, a=5**0.5)
+    found = tp.ColumnParallelLinear(6, 8, init_method=method, init="whole")
+    assert torch.equal(found.weight, plain.weight)
     with pytest.raises(ValueError, match="init='all'; expected 'blocks' or 'whole'"):
         tp.ColumnParallelLinear(6, 8, init="all")
 
 
-def drawn_by_other_seeds():
-    torch.manual_seed(dist.get_rank())
-    return tp.ColumnParallelLinear(6, 8, bias=False, init="whole").get_master_weight()
-
-
+@on_ranks(2, in_processes=True)
 def test_the_first_ranks_generator_decides():
+    torch.manual_seed(dist.get_rank())
+    found = tp.ColumnParallelLinear(6, 8, bias=False, init="whole").get_master_weight()
     torch.manual_seed(0)
-    expected = torch.nn.init.xavier_normal_(torch.empty(8, 6))
-    for found in run_ranks(drawn_by_other_seeds, 2, in_processes=True):
-        assert torch.equal(found, expected)
+    assert torch.equal(found, torch.nn.init.xavier_normal_(torch.empty(8, 6)))
