@@ -3,15 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from llama import (
-    Config,
-    Llama,
-    loss_of,
-    optimizer_of,
-    parallel_loss_of,
-    text_batch,
-    unsharded,
-)
+from llama import Config, Llama, loss_of, optimizer_of, parallel_loss_of, text_batch, unsharded
 from torch.nn.parallel import DistributedDataParallel
 
 import ezpz_tp as tp

@@ -18,11 +18,7 @@ from ezpz_tp._errors import DegreeError, ParallelError
 from ezpz_tp._mappings import all_gather
 from ezpz_tp._state_dict import gather_state_dict
 from ezpz_tp.model_parallel_config import ModelParallelConfig
-from ezpz_tp.tensor_parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-)
+from ezpz_tp.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from ezpz_tp.testing import counting, run_ranks
 
 CODE = Path(__file__).parent / "megatron_code.py"

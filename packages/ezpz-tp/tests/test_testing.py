@@ -10,12 +10,7 @@ import torch
 import torch.distributed as dist
 
 import ezpz_tp as tp
-from ezpz_tp.testing import (
-    RankError,
-    assert_matches_unsharded,
-    counting,
-    run_ranks,
-)
+from ezpz_tp.testing import RankError, assert_matches_unsharded, counting, run_ranks
 from ezpz_tp.testing._lattice import Part, part_of, same_on_all
 
 BOTH = pytest.mark.parametrize("in_processes", [False, True], ids=["threads", "processes"])
