@@ -19,128 +19,72 @@ def here():
     return tp.get_state().index("tensor")
 
 
-def parts(full, dim):
-    return full.chunk(RANKS, dim)
-
-
-def through(region, input_, grad):
-    """Apply a region; return its output, the input's gradient, and the collectives of each."""
-    input_ = input_.clone().requires_grad_()
-    with counting() as forward:
-        output = region(input_)
-    with counting() as backward:
-        output.backward(grad)
-    return output.detach(), input_.grad, dict(forward), dict(backward)
-
-
-def copy_to():
-    full, grads = numbers(3, 8), [numbers(3, 8, seed=1 + rank) for rank in range(RANKS)]
-    seen = through(regions.copy_to_tensor_parallel_region, full, grads[here()])
-    return seen, (full, sum(grads), {}, {"all_reduce": 1})
-
-
-def reduce_from():
-    each, grad = [numbers(3, 8, seed=rank) for rank in range(RANKS)], numbers(3, 8, seed=9)
-    seen = through(regions.reduce_from_tensor_parallel_region, each[here()], grad)
-    return seen, (sum(each), grad, {"all_reduce": 1}, {})
-
-
-def scatter_to():
-    full, grad = numbers(3, 8), numbers(3, 8, seed=1)
-    seen = through(regions.scatter_to_tensor_parallel_region, full, parts(grad, -1)[here()])
-    return seen, (parts(full, -1)[here()], grad, {}, {"all_gather": 1})
-
-
-def gather_from():
-    full, grad = numbers(3, 8), numbers(3, 8, seed=1)
-    seen = through(regions.gather_from_tensor_parallel_region, parts(full, -1)[here()], grad)
-    return seen, (full, parts(grad, -1)[here()], {"all_gather": 1}, {})
-
-
-def scatter_to_sequence():
-    full, grad = numbers(8, 3), numbers(8, 3, seed=1)
-    seen = through(regions.scatter_to_sequence_parallel_region, full, parts(grad, 0)[here()])
-    return seen, (parts(full, 0)[here()], grad, {}, {"all_gather": 1})
-
-
-def gather_from_sequence():
-    full, grads = numbers(8, 3), [numbers(8, 3, seed=1 + rank) for rank in range(RANKS)]
-    seen = through(
-        regions.gather_from_sequence_parallel_region, parts(full, 0)[here()], grads[here()]
-    )
-    return seen, (full, parts(sum(grads), 0)[here()], {"all_gather": 1}, {"reduce_scatter": 1})
-
-
-def gather_from_sequence_replicated():
-    """Trap 8: the gradient of replicated code is the same everywhere, so it is split."""
-    full, grad = numbers(8, 3), numbers(8, 3, seed=1)
-    seen = through(
-        lambda input_: regions.gather_from_sequence_parallel_region(input_, False),
-        parts(full, 0)[here()],
-        grad,
-    )
-    return seen, (full, parts(grad, 0)[here()], {"all_gather": 1}, {})
-
-
-def gather_from_sequence_middle():
-    full, grads = numbers(2, 8, 3), [numbers(2, 8, 3, seed=1 + rank) for rank in range(RANKS)]
-    seen = through(
-        lambda input_: regions.gather_from_sequence_parallel_region(input_, dim=1),
-        parts(full, 1)[here()],
-        grads[here()],
-    )
-    return seen, (full, parts(sum(grads), 1)[here()], {"all_gather": 1}, {"reduce_scatter": 1})
-
-
-def reduce_scatter_to_sequence():
-    each, grad = [numbers(8, 3, seed=rank) for rank in range(RANKS)], numbers(8, 3, seed=9)
-    seen = through(
-        regions.reduce_scatter_to_sequence_parallel_region, each[here()], parts(grad, 0)[here()]
-    )
-    return seen, (parts(sum(each), 0)[here()], grad, {"reduce_scatter": 1}, {"all_gather": 1})
-
-
-def all_gather_last_dim():
-    full, grads = numbers(3, 8), [numbers(3, 8, seed=1 + rank) for rank in range(RANKS)]
-    seen = through(
-        regions.all_gather_last_dim_from_tensor_parallel_region,
-        parts(full, -1)[here()],
-        grads[here()],
-    )
-    return seen, (full, parts(sum(grads), -1)[here()], {"all_gather": 1}, {"reduce_scatter": 1})
-
-
-def reduce_scatter_last_dim():
-    each, grad = [numbers(2, 3, 8, seed=rank) for rank in range(RANKS)], numbers(2, 3, 8, seed=9)
-    seen = through(
-        regions.reduce_scatter_last_dim_to_tensor_parallel_region,
-        each[here()],
-        parts(grad, -1)[here()],
-    )
-    return seen, (parts(sum(each), -1)[here()], grad, {"reduce_scatter": 1}, {"all_gather": 1})
-
-
+# Region, options; dim that is shared; input, output and incoming gradient: whole (the same on all
+# ranks), part (of the whole, along that dim) or each (of a rank's own numbers, whose sum counts);
+# collectives forward and backward.
+GATHER, SCATTER, REDUCE = {"all_gather": 1}, {"reduce_scatter": 1}, {"all_reduce": 1}
 REGIONS = [
-    copy_to,
-    reduce_from,
-    scatter_to,
-    gather_from,
-    scatter_to_sequence,
-    gather_from_sequence,
-    gather_from_sequence_replicated,
-    gather_from_sequence_middle,
-    reduce_scatter_to_sequence,
-    all_gather_last_dim,
-    reduce_scatter_last_dim,
+    ("copy_to_tensor_parallel_region", {}, -1, "whole", "whole", "each", {}, REDUCE),
+    ("reduce_from_tensor_parallel_region", {}, -1, "each", "whole", "whole", REDUCE, {}),
+    ("scatter_to_tensor_parallel_region", {}, -1, "whole", "part", "part", {}, GATHER),
+    ("gather_from_tensor_parallel_region", {}, -1, "part", "whole", "whole", GATHER, {}),
+    ("scatter_to_sequence_parallel_region", {}, 0, "whole", "part", "part", {}, GATHER),
+    ("gather_from_sequence_parallel_region", {}, 0, "part", "whole", "each", GATHER, SCATTER),
+    # Trap 8: the gradient of replicated code is the same everywhere, so it is split.
+    (
+        *("gather_from_sequence_parallel_region", {"tensor_parallel_output_grad": False}, 0),
+        *("part", "whole", "whole", GATHER, {}),
+    ),
+    (
+        *("gather_from_sequence_parallel_region", {"dim": 1}, 1),
+        *("part", "whole", "each", GATHER, SCATTER),
+    ),
+    ("reduce_scatter_to_sequence_parallel_region", {}, 0, "each", "part", "part", SCATTER, GATHER),
+    (
+        *("all_gather_last_dim_from_tensor_parallel_region", {}, -1),
+        *("part", "whole", "each", GATHER, SCATTER),
+    ),
+    (
+        *("reduce_scatter_last_dim_to_tensor_parallel_region", {}, -1),
+        *("each", "part", "part", SCATTER, GATHER),
+    ),
 ]
 
 
-@pytest.mark.parametrize("region", REGIONS, ids=lambda region: region.__name__)
-def test_region(region):
-    for (output, grad, forward, backward), wanted in run_ranks(region, RANKS):
-        torch.testing.assert_close(output, wanted[0], rtol=0, atol=1e-12)
-        torch.testing.assert_close(grad, wanted[1], rtol=0, atol=1e-12)
-        assert (forward, backward) == wanted[2:]
+class Shared:
+    """A tensor as the ranks hold it, and what it counts as: the whole, or the sum."""
+
+    def __init__(self, kind, dim, seed):
+        self.kind, self.dim = kind, dim
+        own = [numbers(8, 4, 8, seed=seed + rank) for rank in range(RANKS)]
+        self.each = own if kind == "each" else own[:1] * RANKS
+        self.total = sum(own) if kind == "each" else own[0]
+
+    def held(self):
+        return self.cut(self.each[here()], self.kind)
+
+    def cut(self, whole, kind):
+        return whole.chunk(RANKS, self.dim)[here()] if kind == "part" else whole
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "dim", "input_", "output", "grad", "forward", "backward"),
+    REGIONS,
+    ids=[f"{row[0]} {row[1] or ''}" for row in REGIONS],
+)
+@on_ranks(RANKS)
+def test_region(name, options, dim, input_, output, grad, forward, backward):
+    region, given = getattr(regions, name), Shared(input_, dim, 0)
+    incoming = Shared(grad, dim, 10)
+    held = given.held().clone().requires_grad_()
+    with counting() as before:
+        found = region(held, **options)
+    with counting() as after:
+        found.backward(incoming.held())
+    close = {"rtol": 0, "atol": 1e-12}
+    torch.testing.assert_close(found.detach(), given.cut(given.total, output), **close)
+    torch.testing.assert_close(held.grad, incoming.cut(incoming.total, input_), **close)
+    assert (before, after) == (forward, backward)
 
 
 @on_ranks(2)
@@ -156,30 +100,17 @@ def test_a_gradient_that_autograd_shares_is_not_changed():
     assert grad.tolist() == [5.0] * 3
 
 
-def expanded_gradient(region, length):
-    x = torch.ones(length, 6, dtype=torch.float64, requires_grad=True)
-    region(x).sum().backward()
-    return x.grad
+SUMMED = {"copy_to_tensor_parallel_region", "gather_from_sequence_parallel_region"}
+SUMMED |= {"all_gather_last_dim_from_tensor_parallel_region"}
 
 
-@pytest.mark.parametrize(
-    ("region", "value"),
-    [
-        (regions.copy_to_tensor_parallel_region, 2.0),
-        (regions.reduce_from_tensor_parallel_region, 1.0),
-        (regions.scatter_to_tensor_parallel_region, 1.0),
-        (regions.gather_from_tensor_parallel_region, 1.0),
-        (regions.scatter_to_sequence_parallel_region, 1.0),
-        (regions.gather_from_sequence_parallel_region, 2.0),
-        (regions.reduce_scatter_to_sequence_parallel_region, 1.0),
-        (regions.all_gather_last_dim_from_tensor_parallel_region, 2.0),
-        (regions.reduce_scatter_last_dim_to_tensor_parallel_region, 1.0),
-    ],
-)
-def test_an_expanded_gradient_is_owned_first(region, value):
+@pytest.mark.parametrize("name", dict.fromkeys(row[0] for row in REGIONS))
+@on_ranks(2)
+def test_an_expanded_gradient_is_owned_first(name):
     """Trap 1: the gradient of a sum has one element of memory, whatever its shape."""
-    for grad in run_ranks(expanded_gradient, 2, region, 4):
-        assert grad.eq(value).all()
+    x = torch.ones(4, 6, dtype=torch.float64, requires_grad=True)
+    getattr(regions, name)(x).sum().backward()
+    assert x.grad.eq(2.0 if name in SUMMED else 1.0).all()
 
 
 @on_ranks(2)
@@ -188,23 +119,21 @@ def test_reduce_from_does_not_change_a_live_activation():
     x = torch.ones(4, requires_grad=True)
     hidden = x * 2
     before = hidden.detach().clone()
-    summed = regions.reduce_from_tensor_parallel_region(hidden)
+    summed = tp.reduce_from_tensor_parallel_region(hidden)
     (summed.sum() + (hidden * hidden).sum()).backward()
-    same, grad = torch.equal(hidden, before), x.grad
-    assert same
-    assert grad.tolist() == [2.0 + 8.0] * 4
+    assert torch.equal(hidden, before)
+    assert x.grad.tolist() == [2.0 + 8.0] * 4
 
 
 @on_ranks(2)
 def test_writing_to_an_output_leaves_the_input_alone():
     x = torch.ones(4, 4)
-    outputs = [
-        regions.scatter_to_tensor_parallel_region(x),
-        regions.scatter_to_sequence_parallel_region(x),
-        regions.reduce_from_tensor_parallel_region(x),
-    ]
-    for output in outputs:
-        output.add_(1)
+    for region in (
+        tp.scatter_to_tensor_parallel_region,
+        tp.scatter_to_sequence_parallel_region,
+        tp.reduce_from_tensor_parallel_region,
+    ):
+        region(x).add_(1)
     assert x.eq(1).all()
 
 
@@ -220,29 +149,27 @@ def test_second_derivatives_go_through_the_regions():
     assert second.tolist() == [36.0, 54.0]
 
 
-def uneven(region):
-    region(torch.zeros(7, 7))
-
-
 @pytest.mark.parametrize(
     "region",
     [
-        regions.scatter_to_tensor_parallel_region,
-        regions.scatter_to_sequence_parallel_region,
-        regions.reduce_scatter_to_sequence_parallel_region,
-        regions.reduce_scatter_last_dim_to_tensor_parallel_region,
+        tp.scatter_to_tensor_parallel_region,
+        tp.scatter_to_sequence_parallel_region,
+        tp.reduce_scatter_to_sequence_parallel_region,
+        tp.reduce_scatter_last_dim_to_tensor_parallel_region,
     ],
 )
 def test_what_does_not_divide_is_named(region):
-    with pytest.raises(tp.DegreeError, match=rf"{region.__name__}: .*\(7, 7\) is 7, which 2 ranks"):
-        run_ranks(uneven, 2, region)
+    told = rf"{region.__name__}: .*\(7, 7\) is 7, which 2 ranks"
+    with pytest.raises(tp.DegreeError, match=told):
+        run_ranks(lambda: region(torch.zeros(7, 7)), 2)
+
+
+NAMES = [name for name in dir(regions) if name.endswith("_region")]
 
 
 def test_before_initialization_every_region_is_the_identity():
     x = torch.ones(3, 3)
-    for name in dir(regions):
-        if name.endswith("_region"):
-            assert getattr(regions, name)(x) is x
+    assert all(getattr(regions, name)(x) is x for name in NAMES)
 
 
 @on_ranks(2, tensor=1)
@@ -250,9 +177,8 @@ def test_at_degree_one_every_region_is_the_identity():
     """Trap 13."""
     x = torch.ones(3, 3)
     with counting() as counter:
-        same = [getattr(regions, name)(x) is x for name in dir(regions) if name.endswith("_region")]
-    assert all(same)
-    assert dict(counter) == {}
+        assert all(getattr(regions, name)(x) is x for name in NAMES)
+    assert not counter
 
 
 def compiled_for_one_group_and_called_with_another(name):
@@ -286,14 +212,7 @@ def test_a_compiled_region_is_traced_anew_for_another_group(name):
     assert seen == [[True] * 4] * 4
 
 
-def of_no_dims(name):
-    getattr(regions, name)(torch.tensor(1.0))
-
-
-SHARING = [name for name in dir(regions) if name.endswith("_region") and "er_" in name]
-
-
-@pytest.mark.parametrize("name", SHARING)
+@pytest.mark.parametrize("name", [name for name in NAMES if "er_" in name])
 def test_a_scalar_has_no_dim_to_share(name):
     with pytest.raises(tp.DegreeError, match=f"{name}: the input is 0-dim"):
-        run_ranks(of_no_dims, 2, name)
+        run_ranks(lambda: getattr(regions, name)(torch.tensor(1.0)), 2)
