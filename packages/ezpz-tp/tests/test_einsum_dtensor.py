@@ -1,6 +1,5 @@
 """Where both need nothing moved, DTensor finds the same placements as the calculator."""
 
-import random
 from itertools import product
 
 import pytest
@@ -80,44 +79,3 @@ def test_every_placement_over_one_axis(mesh, equation, legal):
         for given in product(*(places(len(letters)) for letters in operands))
     ]
     assert sum(found) == legal
-
-
-def some_equation(rng):
-    """A product of two tensors; letters of one of them alone are not summed.
-
-    DTensor expands what autograd of such a sum gives into replicated dims, not sharded ones.
-    """
-    letters = "abcdef"[: rng.randint(3, 6)]
-    first, second = ("".join(rng.sample(letters, rng.randint(1, 3))) for _ in range(2))
-    output = [
-        letter
-        for letter in sorted({*first, *second})
-        if not (letter in first and letter in second) or rng.random() < 0.4
-    ]
-    rng.shuffle(output)
-    return first, second, "".join(output)
-
-
-def agreeing(rng, first, second):
-    """Placements along an axis: mostly such that nothing moves."""
-    from torch.distributed.tensor import Partial, Replicate, Shard
-
-    if rng.random() < 0.2:
-        return rng.choice([(Partial(), Replicate()), (Replicate(), Partial())])
-    letter = rng.choice(first + second)
-    return tuple(
-        Shard(own.index(letter)) if letter in own else Replicate() for own in (first, second)
-    )
-
-
-@pytest.mark.parametrize(("axes", "trials"), [(1, 40), (2, 5)])
-def test_equations_at_random(mesh, axes, trials):
-    """DTensor thinks for half a second about one over two axes."""
-    rng = random.Random(0)
-    found = []
-    for _ in range(trials):
-        first, second, output = some_equation(rng)
-        along = [agreeing(rng, first, second) for _ in range(axes)]
-        own = mesh if axes == 2 else mesh["tensor"]
-        found.append(agrees(f"{first},{second}->{output}", own, *zip(*along, strict=True)))
-    assert sum(found) > trials * 2 / 3

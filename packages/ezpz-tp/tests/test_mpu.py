@@ -23,14 +23,11 @@ def test_what_deepspeed_calls():
     mpu.initialize_model_parallel(2, 2)
     t, p = rank % 2, rank // 2
     # Model parallel is all that splits a model: the world's size over it is the replicas.
-    assert mpu.get_model_parallel_world_size() == 4
-    assert mpu.get_model_parallel_rank() == rank
     assert mpu.get_model_parallel_group() is dist.group.WORLD
-    assert dist.get_world_size() // mpu.get_model_parallel_world_size() == 1
-    assert mpu.get_data_parallel_world_size() == 1
-    assert mpu.get_data_parallel_rank() == 0
     assert mpu.get_data_parallel_group_ranks() == [rank]
     for name, size, index in (
+        ("model_parallel", 4, rank),
+        ("data_parallel", 1, 0),
         ("slice_parallel", 2, t),
         ("tensor_model_parallel", 2, t),
         ("pipe_parallel", 2, p),
@@ -44,18 +41,12 @@ def test_what_deepspeed_calls():
     assert mpu.get_sequence_parallel_src_rank() == rank
     mpu.destroy_model_parallel()
 
-
-def test_it_is_not_what_deepspeed_takes_for_sequence_parallelism_alone():
     # deepspeed/utils/groups.py: with this name, its model-parallel size is 1.
     assert not hasattr(mpu, "initialize_sequence_parallel")
-
-
-@on_ranks(4, in_processes=True, initialize=False)
-def test_sequence_parallel_is_the_context_axis():
-    mpu.initialize_model_parallel(context_parallel_size=2)
+    mpu.initialize_model_parallel(context_parallel_size=2)  # is what it calls sequence parallel
     assert mpu.get_sequence_parallel_world_size() == 2
     assert mpu.get_sequence_data_parallel_world_size() == 4
-    assert mpu.get_sequence_data_parallel_rank() == dist.get_rank()
+    assert mpu.get_sequence_data_parallel_rank() == rank
     mpu.destroy_model_parallel()
 
 
@@ -63,14 +54,17 @@ def test_sequence_parallel_is_the_context_axis():
 def test_fairscales_names():
     rank = dist.get_rank()
     fairscale.initialize_model_parallel(2)
-    assert fairscale.model_parallel_is_initialized()
-    assert fairscale.get_model_parallel_world_size() == 2
-    assert fairscale.get_model_parallel_rank() == rank % 2
-    assert fairscale.get_model_parallel_src_rank() == rank // 2 * 2
+    for name, wanted in {
+        "model_parallel_is_initialized": True,
+        "get_model_parallel_world_size": 2,
+        "get_model_parallel_rank": rank % 2,
+        "get_model_parallel_src_rank": rank // 2 * 2,
+        "get_data_parallel_ranks": [rank % 2, rank % 2 + 2],
+        "get_context_parallel_ranks": [rank],
+        "get_pipeline_parallel_ranks": [rank],
+    }.items():
+        assert getattr(fairscale, name)() == wanted, name
     assert fairscale.get_model_parallel_group().size() == 2
-    assert fairscale.get_data_parallel_ranks() == [rank % 2, rank % 2 + 2]
-    assert fairscale.get_context_parallel_ranks() == [rank]
-    assert fairscale.get_pipeline_parallel_ranks() == [rank]
     fairscale.destroy_model_parallel()
     assert not fairscale.model_parallel_is_initialized()
 

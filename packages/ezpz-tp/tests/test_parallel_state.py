@@ -20,6 +20,11 @@ def the_ranks(group):
     return dist.get_process_group_ranks(group)
 
 
+def place(name):
+    size = getattr(mpu, f"get_{name}_parallel_world_size")()
+    return size, getattr(mpu, f"get_{name}_parallel_rank")()
+
+
 @on_ranks(4, in_processes=True, initialize=False)
 def test_every_getter():
     rank = dist.get_rank()
@@ -27,56 +32,50 @@ def test_every_getter():
     assert mpu.is_initialized()
     assert mpu.model_parallel_is_initialized()
     t, p = rank % 2, rank // 2
-    assert the_ranks(mpu.get_tensor_model_parallel_group()) == [2 * p, 2 * p + 1]
-    assert the_ranks(mpu.get_pipeline_model_parallel_group()) == [t, t + 2]
-    assert the_ranks(mpu.get_model_parallel_group()) == [0, 1, 2, 3]
-    assert the_ranks(mpu.get_data_parallel_group()) == [rank]
-    assert the_ranks(mpu.get_data_parallel_group(with_context_parallel=True)) == [rank]
+    own, pair, stages, every = [rank], [2 * p, 2 * p + 1], [t, t + 2], [0, 1, 2, 3]
+    groups = {
+        "tensor_model": pair,
+        "pipeline_model": stages,
+        "model": every,
+        "data": own,
+        "context": own,
+        "tensor_and_data": pair,
+        "tensor_and_context": pair,
+        "expert_model": pair,
+        "expert_tensor": own,
+        "expert_data": own,
+        "expert_tensor_and_model": pair,
+        "expert_tensor_model_pipeline": every,
+    }
+    for name, ranks in groups.items():
+        assert the_ranks(getattr(mpu, f"get_{name}_parallel_group")()) == ranks, name
+    assert the_ranks(mpu.get_data_parallel_group(with_context_parallel=True)) == own
     assert mpu.get_data_parallel_group_gloo() is mpu.get_data_parallel_group()
-    assert the_ranks(mpu.get_context_parallel_group()) == [rank]
-    assert mpu.get_context_parallel_global_ranks() == [rank]
-    assert the_ranks(mpu.get_tensor_and_data_parallel_group()) == [2 * p, 2 * p + 1]
-    assert the_ranks(mpu.get_tensor_and_data_parallel_group(True, True)) == [2 * p, 2 * p + 1]
-    assert the_ranks(mpu.get_tensor_and_context_parallel_group()) == [2 * p, 2 * p + 1]
-    assert the_ranks(mpu.get_amax_reduction_group()) == [2 * p, 2 * p + 1]
-    assert the_ranks(mpu.get_expert_model_parallel_group()) == [2 * p, 2 * p + 1]
-    assert the_ranks(mpu.get_expert_tensor_parallel_group()) == [rank]
-    assert the_ranks(mpu.get_expert_data_parallel_group()) == [rank]
-    assert the_ranks(mpu.get_expert_data_parallel_group_gloo()) == [rank]
-    assert the_ranks(mpu.get_expert_tensor_and_model_parallel_group()) == [2 * p, 2 * p + 1]
-    assert the_ranks(mpu.get_expert_tensor_model_pipeline_parallel_group()) == [0, 1, 2, 3]
-    assert the_ranks(mpu.get_intra_distributed_optimizer_instance_group()) == [0, 1, 2, 3]
-    assert the_ranks(mpu.get_embedding_group()) == [t, t + 2]
+    assert the_ranks(mpu.get_expert_data_parallel_group_gloo()) == own
+    assert mpu.get_context_parallel_global_ranks() == own
+    assert the_ranks(mpu.get_tensor_and_data_parallel_group(True, True)) == pair
+    assert the_ranks(mpu.get_amax_reduction_group()) == pair
+    assert the_ranks(mpu.get_intra_distributed_optimizer_instance_group()) == every
+    assert the_ranks(mpu.get_embedding_group()) == stages
     assert mpu.is_rank_in_embedding_group()
     assert mpu.is_rank_in_position_embedding_group() == (p == 0)
     if p == 0:
-        assert the_ranks(mpu.get_position_embedding_group()) == [rank]
+        assert the_ranks(mpu.get_position_embedding_group()) == own
     else:
         assert mpu.get_position_embedding_group(check_initialized=False) is None
         with pytest.raises(tp.ParallelError, match="has no position_embedding group"):
             mpu.get_position_embedding_group()
-    sizes = {
-        "tensor_model": (2, t),
-        "pipeline_model": (2, p),
-        "data": (1, 0),
-        "context": (1, 0),
-        "expert_model": (2, t),
-        "expert_tensor": (1, 0),
-        "expert_data": (1, 0),
-        "tensor_and_context": (2, t),
-        "expert_tensor_and_model": (2, t),
-    }
-    for name, (size, index) in sizes.items():
-        assert getattr(mpu, f"get_{name}_parallel_world_size")() == size, name
-        assert getattr(mpu, f"get_{name}_parallel_rank")() == index, name
-    assert mpu.get_tensor_model_parallel_src_rank() == 2 * p
-    assert mpu.get_model_parallel_src_rank() == 0
-    assert mpu.get_data_parallel_src_rank() == rank
-    assert mpu.get_expert_model_parallel_src_rank() == 2 * p
-    assert mpu.get_pipeline_model_parallel_first_rank() == t
-    assert mpu.get_pipeline_model_parallel_last_rank() == t + 2
-    assert mpu.get_pipeline_model_parallel_next_rank() == (rank + 2) % 4
-    assert mpu.get_pipeline_model_parallel_prev_rank() == (rank + 2) % 4
+    for name in ("data", "context", "expert_tensor", "expert_data"):
+        assert place(name) == (1, 0), name
+    for name in ("tensor_model", "expert_model", "tensor_and_context", "expert_tensor_and_model"):
+        assert place(name) == (2, t), name
+    assert place("pipeline_model") == (2, p)
+    sources = {"tensor_model": 2 * p, "model": 0, "data": rank, "expert_model": 2 * p}
+    for name, source in sources.items():
+        assert getattr(mpu, f"get_{name}_parallel_src_rank")() == source, name
+    stage = {"first": t, "last": t + 2, "next": (rank + 2) % 4, "prev": (rank + 2) % 4}
+    for name, there in stage.items():
+        assert getattr(mpu, f"get_pipeline_model_parallel_{name}_rank")() == there, name
     assert mpu.is_pipeline_first_stage() == (p == 0)
     assert mpu.is_pipeline_last_stage() == (p == 1)
     assert mpu.get_all_ranks() == f"{t}_0_0_0_{p}_{t}"
@@ -94,8 +93,7 @@ def test_every_getter():
 def test_model_chunks_and_what_is_set_by_hand():
     rank = dist.get_rank()
     mpu.initialize_model_parallel(1, 2, virtual_pipeline_model_parallel_size=3)
-    assert mpu.get_virtual_pipeline_model_parallel_world_size() == 3
-    assert mpu.get_virtual_pipeline_model_parallel_rank() == 0
+    assert place("virtual_pipeline_model") == (3, 0)
     for chunk in range(3):
         first = mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk)
         last = mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk)
@@ -108,25 +106,18 @@ def test_model_chunks_and_what_is_set_by_hand():
         mpu.set_virtual_pipeline_model_parallel_rank(2)
     assert mpu.get_virtual_pipeline_model_parallel_rank() == 2
 
-    mpu.set_tensor_model_parallel_world_size(8)
-    mpu.set_tensor_model_parallel_rank(5)
     mpu.set_pipeline_model_parallel_world_size(4)
     with pytest.raises(tp.ParallelError, match=r"no rank has stage 3: .* set to 4 by hand"):
         mpu.get_pipeline_model_parallel_last_rank()
+    by_hand = {"tensor_model": (8, 5), "expert_model": (2, 1), "expert_tensor": (2, 1)}
+    for name, (size, index) in by_hand.items():
+        getattr(mpu, f"set_{name}_parallel_world_size")(size)
+        getattr(mpu, f"set_{name}_parallel_rank")(index)
     mpu.set_pipeline_model_parallel_rank(3)
     mpu.set_data_parallel_rank(7)
-    mpu.set_expert_model_parallel_world_size(2)
-    mpu.set_expert_model_parallel_rank(1)
-    mpu.set_expert_tensor_parallel_world_size(2)
-    mpu.set_expert_tensor_parallel_rank(1)
-    assert mpu.get_tensor_model_parallel_world_size() == 8
-    assert mpu.get_tensor_model_parallel_rank() == 5
+    assert {name: place(name) for name in by_hand} == by_hand
     assert mpu.is_pipeline_last_stage()
     assert mpu.get_data_parallel_rank() == 7
-    assert mpu.get_expert_model_parallel_world_size() == 2
-    assert mpu.get_expert_model_parallel_rank() == 1
-    assert mpu.get_expert_tensor_parallel_world_size() == 2
-    assert mpu.get_expert_tensor_parallel_rank() == 1
     assert mpu.get_tensor_model_parallel_group().size() == 1  # groups are what they are
     mpu.set_tensor_model_parallel_world_size(None)
     assert mpu.get_tensor_model_parallel_world_size() == 1

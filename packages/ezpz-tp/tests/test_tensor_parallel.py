@@ -1,5 +1,6 @@
 import copy
 import types
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -106,11 +107,10 @@ def test_code_for_megatron_runs_and_is_right(sequence_parallel):
 
 
 def test_a_pair_is_returned():
-    linear, plain = column(), row()
-    output, bias = linear(numbers(3, 8))
+    output, bias = column()(numbers(3, 8))
     assert output.shape == (3, 12)
     assert bias is None
-    assert plain(output)[1] is None
+    assert row()(output)[1] is None
 
 
 @pytest.mark.parametrize("make", [column, row])
@@ -128,10 +128,9 @@ def test_a_skipped_bias_is_handed_over(make):
 def test_gathering_is_chosen_at_construction_or_call():
     gathers, leaves = column(gather_output=True), column()
     input_ = numbers(3, 8)
-    assert gathers(input_)[0].shape[-1] == 12
+    assert gathers(input_)[0].shape[-1] == leaves(input_, None, True)[0].shape[-1] == 12
     assert gathers(input_, runtime_gather_output=False)[0].shape[-1] == 6
     assert leaves(input_)[0].shape[-1] == 6
-    assert leaves(input_, None, True)[0].shape[-1] == 12
 
 
 @on_ranks(2)
@@ -152,26 +151,27 @@ def test_an_output_layer_can_borrow_its_weight():
     assert embedding(torch.arange(12).view(3, 4)).shape == (3, 4, 8)
 
 
+def both_embeddings(**more):
+    """Of a part of the sequence and of all of it, with the same weights."""
+    options = {"init_method": normal_, "config": settings(**more)}
+    cut = VocabParallelEmbedding(12, 8, reduce_scatter_embeddings=True, **options)
+    whole = VocabParallelEmbedding(12, 8, **options)
+    whole.load_state_dict(cut.state_dict())
+    return cut, whole
+
+
 @on_ranks(2)
 def test_embeddings_of_a_part_of_the_sequence():
-    config = settings(tensor_model_parallel_size=2, sequence_parallel=True)
-    arguments = {"init_method": normal_, "config": config}
-    ids = torch.arange(12).view(3, 4)
-    cut = VocabParallelEmbedding(12, 8, reduce_scatter_embeddings=True, **arguments)
-    whole = VocabParallelEmbedding(12, 8, **arguments)
-    whole.load_state_dict(cut.state_dict())
-    rank = ezpz_tp.get_tensor_parallel_rank()
-    expected = whole(ids).transpose(0, 1).chunk(2)[rank]
-    assert torch.equal(cut(ids), expected)
+    cut, whole = both_embeddings(tensor_model_parallel_size=2, sequence_parallel=True)
+    ids, rank = torch.arange(12).view(3, 4), ezpz_tp.get_tensor_parallel_rank()
+    assert torch.equal(cut(ids), whole(ids).transpose(0, 1).chunk(2)[rank])
     assert cut(ids).shape == (2, 3, 8)
 
 
 def test_alone_the_sequence_comes_first_too():
-    cut = VocabParallelEmbedding(
-        12, 8, reduce_scatter_embeddings=True, init_method=normal_, config=settings()
-    )
+    cut, whole = both_embeddings()
     ids = torch.arange(12).view(3, 4)
-    assert torch.equal(cut(ids), functional.embedding(ids.t(), cut.weight))
+    assert torch.equal(cut(ids), whole(ids.t()))
 
 
 @on_ranks(2)
@@ -210,13 +210,11 @@ def test_initialization_can_be_left_out():
     def never(weight):
         raise AssertionError("called")
 
-    config = settings(perform_initialization=False)
-    ColumnParallelLinear(8, 12, config=config, init_method=never)
-    RowParallelLinear(
-        12, 8, config=config, init_method=never, bias=True, input_is_parallel=True,
-        skip_bias_add=False,
-    )  # fmt: skip
-    VocabParallelEmbedding(8, 4, init_method=never, config=config)
+    options = {"config": settings(perform_initialization=False), "init_method": never}
+    more = {"bias": True, "input_is_parallel": True, "skip_bias_add": False}
+    ColumnParallelLinear(8, 12, **options)
+    RowParallelLinear(12, 8, **more, **options)
+    VocabParallelEmbedding(8, 4, **options)
 
 
 def test_layers_on_meta():
@@ -316,11 +314,13 @@ def sharded(model):
 def save_sharded(path):
     model = megatrons_model(2, seed=1)
     held = sharded(model)
-    shapes = {name: tuple(value.shape) for name, value in held.items()}
-    assert shapes["table.weight"] == (13, 8)
-    assert shapes["head.weight"] == (14, 8)
-    assert shapes["up.weight.block1"] == (6, 8)
-    assert shapes["down.bias"] == (8,)
+    for name, shape in {
+        "table.weight": (13, 8),
+        "head.weight": (14, 8),
+        "up.weight.block1": (6, 8),
+        "down.bias": (8,),
+    }.items():
+        assert held[name].shape == shape
     checkpoint.save(held, checkpoint_id=path)
     return gather_state_dict(model)
 
@@ -337,9 +337,8 @@ def test_sharded_state_dict_loads_at_another_degree(tmp_path):
 
 
 def test_what_sharded_state_dict_does_not_support():
-    with pytest.raises(
-        NotImplementedError, match=r"'a\.': sharded_state_dict\(sharded_offsets=\(\(0"
-    ):
+    told = r"'a\.': sharded_state_dict\(sharded_offsets=\(\(0"
+    with pytest.raises(NotImplementedError, match=told):
         column().sharded_state_dict("a.", ((0, 1, 4),))
     expert = row(skip_bias_add=True)
     expert.weight.allreduce = False
@@ -351,17 +350,17 @@ def test_what_sharded_state_dict_does_not_support():
 
 
 def make_experts():
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=2, expert_model_parallel_size=2, expert_tensor_parallel_size=1
-    )
-    config = settings(
-        tensor_model_parallel_size=2, expert_model_parallel_size=2, expert_tensor_parallel_size=1
-    )
+    degrees = {
+        "tensor_model_parallel_size": 2,
+        "expert_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 1,
+    }
+    parallel_state.initialize_model_parallel(**degrees)
+    options = {"config": settings(**degrees), "is_expert": True}
     torch.manual_seed(7)
-    up = column(config=config, is_expert=True, skip_bias_add=True)
-    down = row(config=config, is_expert=True, skip_bias_add=True)
+    up, down = column(skip_bias_add=True, **options), row(skip_bias_add=True, **options)
     with pytest.raises(ParallelError, match="needs skip_bias_add=True"):
-        row(config=config, is_expert=True)
+        row(**options)
     input_ = numbers(3, 8).requires_grad_()
     with counting() as counter:
         output, _ = down(up(input_)[0])
@@ -369,10 +368,9 @@ def make_experts():
     assert not counter
     assert not up.weight.allreduce
     torch.testing.assert_close(output, input_ @ up.weight.t() @ down.weight.t())
-    weight = up.weight.detach()
     index = parallel_state.get_expert_model_parallel_rank()
     parallel_state.destroy_model_parallel()
-    return index, weight
+    return index, up.weight.detach()
 
 
 def test_layers_of_experts_leave_communication_and_differ():
@@ -434,38 +432,37 @@ def test_a_linear_function_with_two_reductions_is_an_error():
         )
 
 
-def gather_unevenly(sizes, partial):
-    rank = ezpz_tp.get_tensor_parallel_rank()
-    own = numbers(sum(sizes), 4).split(sizes)[rank].clone().requires_grad_()
+UNEVEN = pytest.mark.parametrize("sizes", [[3, 1, 2], [0, 4, 1]])
+
+
+@UNEVEN
+@pytest.mark.parametrize("partly", [True, False])
+@on_ranks(3)
+def test_uneven_parts_are_gathered(sizes, partly):
+    rank, (whole, grad) = ezpz_tp.get_tensor_parallel_rank(), two_wholes(sizes)
+    own = whole.split(sizes)[rank].clone().requires_grad_()
     joined = tensor_parallel.gather_from_sequence_parallel_region(
-        own, partial, output_split_sizes=sizes
+        own, partly, output_split_sizes=sizes
     )
-    joined.backward(numbers(sum(sizes), 4, seed=2))
-    return joined.detach(), own.grad
+    joined.backward(grad)
+    assert torch.equal(joined, whole)
+    torch.testing.assert_close(own.grad, grad.split(sizes)[rank] * (3 if partly else 1))
 
 
-@pytest.mark.parametrize("sizes", [[3, 1, 2], [0, 4, 1]])
-@pytest.mark.parametrize("partial", [True, False])
-def test_uneven_parts_are_gathered(sizes, partial):
-    for rank, (joined, grad) in enumerate(run_ranks(gather_unevenly, 3, sizes, partial)):
-        assert torch.equal(joined, numbers(sum(sizes), 4))
-        expected = numbers(sum(sizes), 4, seed=2).split(sizes)[rank] * (3 if partial else 1)
-        torch.testing.assert_close(grad, expected)
+def two_wholes(sizes):
+    return (numbers(sum(sizes), 4, seed=seed) for seed in (1, 2))
 
 
-def scatter_unevenly(sizes):
-    whole = numbers(sum(sizes), 4).requires_grad_()
-    own = tensor_parallel.reduce_scatter_to_sequence_parallel_region(whole, input_split_sizes=sizes)
-    rank = ezpz_tp.get_tensor_parallel_rank()
-    own.backward(numbers(sum(sizes), 4, seed=2).split(sizes)[rank])
-    return own.detach(), whole.grad
-
-
-@pytest.mark.parametrize("sizes", [[3, 1, 2], [0, 4, 1]])
+@UNEVEN
+@on_ranks(3)
 def test_uneven_parts_of_a_sum(sizes):
-    for rank, (own, grad) in enumerate(run_ranks(scatter_unevenly, 3, sizes)):
-        torch.testing.assert_close(own, 3 * numbers(sum(sizes), 4).split(sizes)[rank])
-        torch.testing.assert_close(grad, numbers(sum(sizes), 4, seed=2))
+    rank, (whole, grad) = ezpz_tp.get_tensor_parallel_rank(), two_wholes(sizes)
+    own = tensor_parallel.reduce_scatter_to_sequence_parallel_region(
+        whole.requires_grad_(), input_split_sizes=sizes
+    )
+    own.backward(grad.split(sizes)[rank])
+    torch.testing.assert_close(own, 3 * whole.split(sizes)[rank])
+    torch.testing.assert_close(whole.grad, grad)
 
 
 @on_ranks(2)
@@ -499,22 +496,24 @@ def test_all_to_all():
 # Random streams.
 
 
-def test_the_tracker_by_megatrons_names():
+@pytest.fixture
+def streams():
+    """Megatron's seeding, with seed 5."""
+    yield partial(tensor_parallel.model_parallel_cuda_manual_seed, 5)
+    tensor_parallel.get_cuda_rng_tracker().reset()
+
+
+def test_the_tracker_by_megatrons_names(streams):
     tracker = tensor_parallel.get_cuda_rng_tracker()
-    try:
-        tensor_parallel.model_parallel_cuda_manual_seed(
-            5, tp_rank=1, ep_rank=0, etp_rank=0, force_reset_rng=True
-        )
-        assert {
-            tensor_parallel.get_expert_parallel_rng_tracker_name(),
-            tensor_parallel.get_data_parallel_rng_tracker_name(),
-            "model-parallel-rng",
-        } <= set(tracker.get_states())
-        with tracker.fork():
-            drawn = torch.rand(3)
-        assert torch.equal(drawn, torch.rand(3, generator=torch.Generator().manual_seed(2724)))
-    finally:
-        tracker.reset()
+    streams(tp_rank=1, ep_rank=0, etp_rank=0, force_reset_rng=True)
+    assert {
+        tensor_parallel.get_expert_parallel_rng_tracker_name(),
+        tensor_parallel.get_data_parallel_rng_tracker_name(),
+        "model-parallel-rng",
+    } <= set(tracker.get_states())
+    with tracker.fork():
+        drawn = torch.rand(3)
+    assert torch.equal(drawn, torch.rand(3, generator=torch.Generator().manual_seed(2724)))
 
 
 def test_streams_that_are_not_supported():
@@ -526,10 +525,8 @@ def test_streams_that_are_not_supported():
     ):
         with pytest.raises(NotImplementedError, match="not supported"):
             refused()
-    assert not tensor_parallel.is_graph_safe_cuda_rng_tracker(
-        tensor_parallel.get_cuda_rng_tracker()
-    )
-    generator = torch.Generator()
+    tracker, generator = tensor_parallel.get_cuda_rng_tracker(), torch.Generator()
+    assert not tensor_parallel.is_graph_safe_cuda_rng_tracker(tracker)
     assert torch.equal(tensor_parallel.convert_cuda_rng_state(generator), generator.get_state())
 
 
@@ -543,43 +540,27 @@ def test_streams_are_read_by_megatrons_name():
     assert names == {"gtp-remat-rng", "egtp-remat-rng"}
 
 
-def test_megatrons_ways_to_fill_a_shard():
-    fill = tensor_parallel.layers._initialize_affine_weight_cpu
+@pytest.mark.parametrize("rank", [0, 1])
+def test_megatrons_way_to_fill_a_shard_on_the_cpu(rank):
     torch.manual_seed(7)
-    full = torch.empty(8, 3).normal_()
-    for rank in range(2):
-        torch.manual_seed(7)
-        weight = torch.nn.Parameter(torch.empty(4, 3, dtype=torch.bfloat16))
-        found = fill(
-            weight,
-            8,
-            3,
-            4,
-            0,
-            normal_,
-            2,
-            True,
-            params_dtype=torch.bfloat16,
-            rank=rank,
-            world_size=2,
-        )
-        rounded = full.bfloat16()
-        assert torch.equal(found, rounded)
-        expected = torch.cat(rounded.chunk(4)[rank::2])
-        assert torch.equal(weight, expected)
-        assert (weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride) == (
-            True,
-            0,
-            2,
-        )
-    try:
-        tensor_parallel.model_parallel_cuda_manual_seed(5, tp_rank=1, ep_rank=0, etp_rank=0)
-        shard = torch.empty(4)
-        tensor_parallel.layers._initialize_affine_weight_gpu(shard, normal_, 0)
-        drawn = torch.empty(4).normal_(generator=torch.Generator().manual_seed(5 + 2718 + 1))
-        assert torch.equal(shard, drawn)
-    finally:
-        tensor_parallel.get_cuda_rng_tracker().reset()
+    rounded = torch.empty(8, 3).normal_().bfloat16()
+    torch.manual_seed(7)
+    weight = torch.nn.Parameter(torch.empty(4, 3, dtype=torch.bfloat16))
+    fill = tensor_parallel.layers._initialize_affine_weight_cpu
+    place = {"params_dtype": torch.bfloat16, "rank": rank, "world_size": 2}
+    found = fill(weight, 8, 3, 4, 0, normal_, 2, True, **place)
+    assert torch.equal(found, rounded)
+    assert torch.equal(weight, torch.cat(rounded.chunk(4)[rank::2]))
+    assert weight.tensor_model_parallel
+    assert (weight.partition_dim, weight.partition_stride) == (0, 2)
+
+
+def test_megatrons_way_to_fill_a_shard_elsewhere(streams):
+    streams(tp_rank=1, ep_rank=0, etp_rank=0)
+    shard = torch.empty(4)
+    tensor_parallel.layers._initialize_affine_weight_gpu(shard, normal_, 0)
+    drawn = torch.empty(4).normal_(generator=torch.Generator().manual_seed(5 + 2718 + 1))
+    assert torch.equal(shard, drawn)
 
 
 def test_layers_for_inference_are_refused():
@@ -587,10 +568,12 @@ def test_layers_for_inference_are_refused():
         tensor_parallel.InferenceRowParallelLinear(4, 4, config=None)
     layers = tensor_parallel.inference_layers
     assert not layers.is_inference_column_parallel_linear(torch.nn.Linear(1, 1))
-    assert not tensor_parallel.gtp_api.HAVE_GTP
+
+
+def test_megatrons_names_for_remat():
+    assert not ezpz_tp.tensor_parallel.gtp_api.HAVE_GTP
     assert tensor_parallel.param_is_not_gtp_duplicate(torch.ones(1))
-    copy_to = torch.ones(1)
-    source = torch.ones(1)
+    copied, source = torch.ones(1), torch.ones(1)
     source.allreduce = False
-    tensor_parallel.copy_gtp_attributes(copy_to, source)
-    assert copy_to.allreduce is False
+    tensor_parallel.copy_gtp_attributes(copied, source)
+    assert copied.allreduce is False
