@@ -139,15 +139,13 @@ def loss(bug=None):
         if bug == "in place over data":
             dist.all_reduce(value, group=state.group("data"))  # here: in place over data
         if bug == "twice over context":
-            value = tp.reduce_from_tensor_parallel_region(value, context)
-            value = tp.reduce_from_tensor_parallel_region(
-                value, context
-            )  # here: twice over context
+            reduce = tp.reduce_from_tensor_parallel_region
+            value = reduce(value, context)
+            value = reduce(value, context)  # here: twice over context
         if bug == "copied over data":
-            value = tp.copy_to_tensor_parallel_region(
-                tp.reduce_from_tensor_parallel_region(value, state.group("data")),
-                state.group("data"),
-            )
+            group = state.group("data")
+            value = tp.reduce_from_tensor_parallel_region(value, group)
+            value = tp.copy_to_tensor_parallel_region(value, group)
         value.backward()  # here: own part of the logits, copied over data
 
 

@@ -60,50 +60,6 @@ def test_a_tracker_of_ones_own():
     assert torch.equal(grad, mask)
 
 
-class Block(nn.Module):
-    """Dropout in the tensor-parallel region and outside of it."""
-
-    def __init__(self):
-        super().__init__()
-        settings = {"dtype": torch.float64, "seed": 1}
-        self.up = tp.ColumnParallelLinear(8, 16, gather_output=False, **settings)
-        self.down = tp.RowParallelLinear(16, 8, input_is_parallel=True, **settings)
-
-    def forward(self, x):
-        x = self.up(x).sin()
-        with tp.get_rng_tracker().fork():
-            x = nn.functional.dropout(x, 0.5)
-        return nn.functional.dropout(self.down(x), 0.5).sin()
-
-
-def train(distribute):
-    """Two blocks; ``distribute`` None: without checkpointing."""
-    tp.seed_model_parallel(5)
-    first, second = Block(), Block()
-    generator = torch.Generator().manual_seed(2)
-    x = torch.randn(4, 8, dtype=torch.float64, generator=generator, requires_grad=True)
-    y = x
-    with counting() as counter:
-        for block in (first, second):
-            y = block(y) if distribute is None else tp.checkpoint(block, distribute, y)
-        y.sum().backward()
-    parameters = [*first.parameters(), *second.parameters()]
-    with tp.get_rng_tracker().fork():
-        after = torch.rand(3)
-    return [y.detach(), x.grad, *(one.grad for one in parameters), torch.rand(3), after], counter
-
-
-@on_ranks(2, in_processes=True)
-def test_dropout_in_tensor_parallel_regions_repeats_itself():
-    plain, plain_counts = train(None)
-    for distribute in (False, True):
-        recomputed, counts = train(distribute)
-        for found, expected in zip(recomputed, plain, strict=True):
-            assert torch.equal(found, expected)
-        # One for the input of each block.
-        assert counts["all_gather"] == plain_counts["all_gather"] + 2 * distribute
-
-
 def share_out(shape):
     x = torch.arange(float(torch.Size(shape).numel()), dtype=torch.float64).view(shape)
     x.requires_grad_()

@@ -8,13 +8,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from llama import Block, Config, Llama, loss_of, parallel_loss_of, text_batch, unsharded
+from llama import (
+    Block,
+    Config,
+    Llama,
+    loss_of,
+    optimizer_of,
+    parallel_loss_of,
+    text_batch,
+    unsharded,
+)
+from ranks import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import ezpz_tp as tp
-from ezpz_tp.testing import assert_matches_unsharded, run_ranks
+from ezpz_tp.testing import assert_matches_unsharded, counting, run_ranks
 from ezpz_tp.testing._lattice import part_of
 
 SEQUENCE = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "sequence"])
@@ -136,18 +146,19 @@ def test_autocast(sequence_parallel):
 
 
 def run_block(config, how):
-    """The output and all gradients of a block with dropout, or how they were come by."""
+    """The output and all gradients of a block with dropout, and what is drawn after it."""
     torch.manual_seed(0)
     tp.seed_model_parallel(1)
     block = Block(config, 1).double()
     size = tp.get_tensor_parallel_world_size() if config.sequence_parallel else 1
+    shape = config.sequence // size, 2, config.hidden
     generator = torch.Generator().manual_seed(2)
-    hidden = torch.randn(
-        config.sequence // size, 2, config.hidden, generator=generator, dtype=torch.float64
-    ).requires_grad_()
+    hidden = torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
     output = how(block, hidden)
     output.square().sum().backward()
-    return [output.detach(), hidden.grad, *(p.grad for p in block.parameters())]
+    found = [output.detach(), hidden.grad, *(p.grad for p in block.parameters()), torch.rand(3)]
+    with tp.get_rng_tracker().fork():
+        return [*found, torch.rand(3)]
 
 
 def plain(block, hidden):
@@ -158,34 +169,25 @@ def torch_checkpointed(block, hidden):
     return torch_checkpoint(block, hidden, use_reentrant=False, context_fn=tp.rng_contexts)
 
 
-def checkpointed(block, hidden):
-    return tp.checkpoint_activations(block, hidden)
-
-
 def distributed(block, hidden):
     return tp.checkpoint_activations(block, hidden, distribute_saved_activations=True)
 
 
-def same_with_checkpoints(config):
-    hows = [torch_checkpointed, checkpointed]
-    if not config.sequence_parallel:
-        hows.append(distributed)  # of an activation that is equal on all ranks
-    wanted = run_block(config, plain)
-    return {
-        how.__name__: all(
-            torch.equal(found, value)
-            for found, value in zip(run_block(config, how), wanted, strict=True)
-        )
-        for how in hows
-    }
-
-
 @SEQUENCE
+@on_ranks(2, in_processes=True)
 def test_activation_checkpoints_with_dropout(sequence_parallel):
     config = Config(sequence_parallel=sequence_parallel, dropout=0.5)
-    for same in run_ranks(same_with_checkpoints, 2, config, in_processes=True):
-        assert len(same) == 3 - sequence_parallel
-        assert all(same.values()), same
+    with counting() as before:
+        wanted = run_block(config, plain)
+    hows = [torch_checkpointed, tp.checkpoint_activations]
+    if not sequence_parallel:
+        hows.append(distributed)  # of an activation that is equal on all ranks
+    for how in hows:
+        with counting() as counter:
+            found = run_block(config, how)
+        assert all(map(torch.equal, found, wanted)), how
+        if how is distributed:  # its input is gathered
+            assert counter["all_gather"] == before["all_gather"] + 1
 
 
 def compiled(config, backend):
@@ -225,3 +227,68 @@ def test_compiled_by_inductor():
     ):
         assert graphs == 1
         assert worst < 1e-12
+
+
+# torch's own schedule of a pipeline.
+STEPS, BATCH = 12, 4
+
+
+def learn_alone(config):
+    model = unsharded(config)
+    optimizer, losses = optimizer_of(model.parameters()), []
+    for step in range(STEPS):
+        tokens, labels = text_batch(step, batch=BATCH)
+        loss = loss_of(model(tokens), labels)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    return losses
+
+
+def learn_with_a_pipeline(config):
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    state = tp.get_state()
+    index, count = state.index("pipeline"), state.size("pipeline")
+    size = BATCH // MICRO
+    first, last = index == 0, index == count - 1
+    layers = range(index * config.layers // count, (index + 1) * config.layers // count)
+    model = Llama(config, first=first, last=last, layers=layers)
+
+    length = config.sequence // (state.size("tensor") if config.sequence_parallel else 1)
+    tokens = torch.zeros(size, config.sequence, dtype=torch.int64)
+    hidden = torch.zeros(length, size, config.hidden, requires_grad=True)
+    logits = torch.zeros(size, config.sequence, config.vocabulary // state.size("tensor"))
+    shapes = {  # sent through numpy otherwise
+        "input_args": (tokens if first else hidden,),
+        "output_args": (logits if last else hidden,),
+    }
+    group = state.group("pipeline")
+    stage = PipelineStage(model, index, count, torch.device("cpu"), **shapes, group=group)
+    schedule = ScheduleGPipe(stage, MICRO, loss_fn=parallel_loss_of)
+    optimizer, means = optimizer_of(model.parameters()), []
+    for step in range(STEPS):
+        tokens, labels = text_batch(step, batch=BATCH)
+        losses = []
+        if first:
+            schedule.step(tokens)
+        else:
+            schedule.step(target=labels, losses=losses)
+        tp.finalize_grads(model)
+        tp.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        means.append(sum(loss.item() for loss in losses) / MICRO)
+    return means
+
+
+@SEQUENCE
+def test_torchs_own_pipeline_learns_as_one_process(sequence_parallel):
+    config = Config(sequence_parallel=sequence_parallel)
+    expected = learn_alone(config)
+    results = run_ranks(learn_with_a_pipeline, 4, config, tensor=2, pipeline=2, in_processes=True)
+    for losses in results[2:]:  # the last stage's ranks
+        assert losses == pytest.approx(expected, rel=1e-5)

@@ -80,46 +80,6 @@ def test_at_degree_one_nothing_is_sent():
     run_ranks(alone, 2, tensor=1, data=2)
 
 
-class Block(nn.Module):
-    """Norm and MLP in the middle of sequence-parallel regions, on the shape [s, b, h]."""
-
-    def __init__(self):
-        super().__init__()
-        settings = {"sequence_parallel": True, "dtype": torch.float64, "seed": 3}
-        self.norm = nn.LayerNorm(8, dtype=torch.float64)
-        self.up = tp.ColumnParallelLinear(8, 16, gather_output=False, **settings)
-        self.down = tp.RowParallelLinear(16, 8, input_is_parallel=True, **settings)
-        for one in self.norm.parameters():
-            tp.mark_sequence_parallel(one)
-
-    def forward(self, x):
-        x = tp.scatter_to_sequence_parallel_region(x)
-        x = x + self.down(self.up(self.norm(x)).sin())
-        return tp.gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=False)
-
-
-def block_grads():
-    torch.manual_seed(0)
-    block = Block()
-    generator = torch.Generator().manual_seed(2)
-    for one in (block.norm.weight, block.norm.bias, block.down.bias):
-        one.data.normal_(generator=generator)
-    x = torch.randn(4, 2, 8, dtype=torch.float64, generator=generator)
-    target = torch.randn(4, 2, 8, dtype=torch.float64, generator=generator)
-    ((block(x) - target) ** 2).sum().backward()
-    tp.finalize_grads(block)
-    return [one.grad.clone() for one in (block.norm.weight, block.norm.bias, block.down.bias)]
-
-
-@pytest.mark.parametrize("degree", [2, 4])
-def test_norms_and_row_parallel_biases_under_sequence_parallelism(degree):
-    """Trap 6."""
-    expected = block_grads()
-    for found in run_ranks(block_grads, degree):
-        for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
-
-
 @on_ranks(4, pipeline=4, in_processes=True)
 def test_tied_embeddings_are_summed_over_first_and_last_stage():
     """Trap 9: the embedding of the first stage and its copy on the last."""

@@ -323,24 +323,10 @@ def test_trap_3_layers_have_the_same_weights_at_every_degree_and_by_way_of_meta(
             assert torch.equal(found[3], found[4])
 
 
-def seeded():
-    return [layer.get_master_weight() for layer in with_seed()]
-
-
-def with_seed():
-    return [
-        tp.VocabParallelEmbedding(21, 24, padding_idx=20, seed=1),
-        tp.ColumnParallelLinear(12, 24, stride=2, seed=2, init_method=init.orthogonal_),
-        tp.RowParallelLinear(24, 12, seed=3),
-        tp.ParallelEmbedding(21, 24, padding_idx=2, seed=4),
-    ]
-
-
-@pytest.mark.parametrize("degree", [3, 4])
-def test_trap_3_on_ranks_that_share_torchs_generators(degree):
-    expected = [layer.get_master_weight() for layer in with_seed()]
-    for found in run_ranks(seeded, degree):
-        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+def test_trap_3_on_ranks_that_share_torchs_generators():
+    expected = full_weights(seed=3)
+    for found in run_ranks(full_weights, 3, 3):
+        assert all(map(torch.equal, found, expected))
 
 
 def sharded_further():

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from ranks import on_ranks
 from torch.distributed.fsdp import fully_shard
-from torch.nn import LayerNorm, Linear, ReLU, Sequential
+from torch.nn import Linear, ReLU, Sequential
 
 import ezpz_tp as tp
 from ezpz_tp import layouts
@@ -203,153 +203,51 @@ def test_before_there_is_a_world():
         layouts.named("tp", 2).initialize()
 
 
-# Each of the following takes one step on real ranks and compares its gradients with those of
-# one process.
-
-
 def full_model():
     torch.manual_seed(3)
     return Sequential(Linear(6, 12), ReLU(), Linear(12, 4)).double()
 
 
-def batch():
-    return torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
-
-
-def expected(model, input_):
-    model(input_).square().mean().backward()
-    return [parameter.grad for parameter in model.parameters()]
-
-
-def assert_same(found, wanted):
-    for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
-
-
 def sharded_step(name, degrees):
     layout = layouts.named(name, dist.get_world_size(), **degrees)
-    mesh, model = layout.to_mesh("cpu"), full_model()
+    mesh, rank = layout.to_mesh("cpu"), dist.get_rank()
     assert dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True)) == dict(layout.mesh_axes())
-    rank = dist.get_rank()
     for axis, _ in layout.mesh_axes():
         group = tuple(dist.get_process_group_ranks(mesh.get_group(axis)))
         assert group in layout.describe(ranks_per_node=4).groups(axis)
         assert rank in group
+    (model, whole), batch = (full_model() for _ in range(2)), torch.arange(48.0).view(8, 6).double()
     for linear in (model[0], model[2], model):
         fully_shard(linear, mesh=mesh)
-    mine = batch().chunk(layout.world_size)[rank]
-    model(mine).square().mean().backward()
+    model(batch.chunk(layout.world_size)[rank]).square().mean().backward()
+    whole(batch).square().mean().backward()
     held = sum(parameter.to_local().numel() for parameter in model.parameters())
-    whole = sum(parameter.numel() for parameter in model.parameters())
-    assert held <= whole / layout.degree("shard") + 16  # of a bias the last rank may have none
-    found = [parameter.grad.full_tensor() for parameter in model.parameters()]
-    assert_same(found, expected(full_model(), batch()))
+    every = sum(parameter.numel() for parameter in whole.parameters())
+    assert held <= every / layout.degree("shard") + 16  # of a bias the last rank may have none
+    for one, other in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(one.grad.full_tensor(), other.grad, rtol=1e-12, atol=1e-12)
 
 
-class Block(torch.nn.Module):
-    """What `full_model` is, behind a norm, its products split over the tensor axis."""
-
-    def __init__(self, sequence_parallel=False):
-        super().__init__()
-        options = {"dtype": torch.float64, "sequence_parallel": sequence_parallel}
-        self.norm = LayerNorm(6, dtype=torch.float64)
-        self.up = tp.ColumnParallelLinear(6, 12, gather_output=False, seed=1, **options)
-        self.down = tp.RowParallelLinear(12, 6, input_is_parallel=True, seed=2, **options)
-
-    def forward(self, input_):
-        return input_ + self.down(torch.relu(self.up(self.norm(input_))))
-
-
-def whole_of(block):
-    """The same block in one process, from the parts of this tensor group."""
-    copy = Sequential(LayerNorm(6), Linear(6, 12), Linear(12, 6)).double()
-    copy[1].weight.data = gathered(block.up.weight, 0)
-    copy[1].bias.data = gathered(block.up.bias, 0)
-    copy[2].weight.data = gathered(block.down.weight, 1)
-    copy[2].bias.data = block.down.bias.data.clone()
-    return copy
-
-
-def run_whole(copy, input_):
-    return input_ + copy[2](torch.relu(copy[1](copy[0](input_))))
-
-
-def gathered(part, dim, group=None):
-    group = Block.group if group is None else group
-    parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, part.detach().contiguous(), group)
-    return torch.cat(parts, dim)
-
-
-def gradients_of(block):
-    """The gradients of a block, whole, in the order of `whole_of`."""
-    return [
-        block.norm.weight.grad,
-        block.norm.bias.grad,
-        gathered(block.up.weight.grad, 0),
-        gathered(block.up.bias.grad, 0),
-        gathered(block.down.weight.grad, 1),
-        block.down.bias.grad,
-    ]
-
-
-def tensor_and_sequence_step():
-    layout = layouts.named("tp+sp", dist.get_world_size())
+def groups_of_a_state(name, degrees):
+    """The groups are the layout's; what is trained with them: test_four_dimensions."""
+    layout = layouts.named(name, dist.get_world_size(), **degrees)
     state = layout.initialize()
-    assert state.size("tensor") == layout.world_size
-    Block.group = state.group("tensor")
-    block = Block(sequence_parallel=True)
-    tp.mark_sequence_parallel(block.norm.weight)
-    tp.mark_sequence_parallel(block.norm.bias)
-    output = block(tp.scatter_to_sequence_parallel_region(batch()))
-    assert output.shape == (8 // layout.world_size, 6)
-    whole = tp.gather_from_sequence_parallel_region(output, tensor_parallel_output_grad=False)
-    whole.square().mean().backward()
-    tp.finalize_grads(block)
-    copy = whole_of(block)
-    run_whole(copy, batch()).square().mean().backward()
-    assert_same(gradients_of(block), [parameter.grad for parameter in copy.parameters()])
+    assert state is tp.get_state()
+    assert state.layout == layout.rank_layout()
+    for axis in tp.AXES:
+        group = tuple(dist.get_process_group_ranks(state.group(axis)))
+        assert group == layout.rank_layout().group_of(axis, dist.get_rank())
     tp.destroy_tensor_parallel()
 
 
 @on_ranks(4, in_processes=True, initialize=False)
-def test_fsdp_hsdp_and_sequence_parallelism_train_as_one_process_does():
+def test_a_mesh_trains_as_one_process_does_and_a_state_has_its_groups():
     sharded_step("fsdp", {})
     sharded_step("hsdp", {"shard": 2})
-    tensor_and_sequence_step()
+    groups_of_a_state("tp+sp", {})
+    groups_of_a_state("dp+tp", {"tp": 2})
+    groups_of_a_state("tp+pp", {"tp": 2})
     with pytest.raises(tp.DegreeError, match=r"for 8 ranks and the world has 4; .*world_size=4"):
         layouts.named("fsdp", 8).to_mesh("cpu")
     with pytest.raises(tp.DegreeError, match="for 2 ranks and the world has 4"):
         layouts.named("tp", 2).initialize()
-
-
-@on_ranks(8, in_processes=True, initialize=False)
-def test_three_dimensions_train_as_one_process_does():
-    """Two stages of a block each, whose products are split in two, on two halves of the batch."""
-    layout = layouts.named("dp+tp+pp", 8, tp=2, pp=2)
-    state = layout.initialize()
-    Block.group = state.group("tensor")
-    torch.manual_seed(0)
-    stages = [Block(), Block()]
-    for stage, factor in zip(stages, (0.5, 2.0), strict=True):  # so that the two differ
-        stage.up.weight.data *= factor
-    mine, stage = stages[state.index("pipeline")], state.index("pipeline")
-    peers = state.ranks("pipeline")
-    half = batch().chunk(2)[state.index("data")]
-    if stage == 0:
-        sent = mine(half)
-        dist.send(sent.detach().contiguous(), peers[1])
-        gradient = torch.empty_like(sent)
-        dist.recv(gradient, peers[1])
-        sent.backward(gradient)
-    else:
-        received = torch.empty_like(half).requires_grad_()
-        dist.recv(received.data, peers[0])
-        mine(received).square().mean().backward()
-        dist.send(received.grad.contiguous(), peers[0])
-    for parameter in mine.parameters():
-        dist.all_reduce(parameter.grad, group=state.group("data"))
-        parameter.grad /= state.size("data")
-    copies = [whole_of(block) for block in stages]
-    run_whole(copies[1], run_whole(copies[0], batch())).square().mean().backward()
-    assert_same(gradients_of(mine), [parameter.grad for parameter in copies[stage].parameters()])

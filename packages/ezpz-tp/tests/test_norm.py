@@ -206,39 +206,6 @@ def test_shards_of_fsdp():
     run_ranks(with_fsdp, 4, expectations(1), tensor=2, data=2, in_processes=True)
 
 
-class Model(nn.Module):
-    """The same weights at every degree."""
-
-    def __init__(self):
-        super().__init__()
-        settings = {"dtype": torch.float64, "seed": 3}
-        self.norm = nn.LayerNorm(6, dtype=torch.float64)
-        self.up = tp.ColumnParallelLinear(6, 10, gather_output=False, **settings)
-        self.down = tp.RowParallelLinear(10, 6, input_is_parallel=True, **settings)
-
-    def forward(self, x):
-        return self.down(self.up(self.norm(x)).sin())
-
-
-def trained_norm(mesh_name=None):
-    generator = torch.Generator().manual_seed(2)
-    x = torch.randn(4, 6, dtype=torch.float64, generator=generator)
-    model = Model()
-    if mesh_name is not None:
-        state = tp.get_state()
-        with tp.keep_attributes(model):
-            fully_shard(model, mesh=state.to_mesh("cpu")[mesh_name])
-        x = x.chunk(state.size("data"))[state.index("data")]
-    model(x).square().mean().backward()
-    return tp.clip_grad_norm_(model, 1e-3), tp.get_grad_norm(model)
-
-
-def test_a_model_under_fsdp_has_the_norm_of_one_process():
-    before, after = trained_norm()
-    for found in run_ranks(trained_norm, 4, "dp", tensor=2, data=2, in_processes=True):
-        torch.testing.assert_close(found, (before, after), rtol=1e-12, atol=0)
-
-
 def some_have_nothing(expected):
     """Rank 1 has no replicated gradient to count and, of the split ones, none at all."""
     state = tp.get_state()

@@ -20,31 +20,6 @@ def test_order_is_tensor_context_data_pipeline():
     assert layout.group_of("context", 3) == (1, 3)
 
 
-LAYOUTS = [
-    tp.RankLayout(t * c * d * p, t, c, p)
-    for t, c, d, p in itertools.product((1, 2, 3), (1, 2), (1, 3), (1, 2))
-]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("axis", tp.AXES)
-def test_groups_of_an_axis_part_the_world(layout, axis):
-    groups = layout.groups(axis)
-    assert sorted(itertools.chain(*groups)) == list(range(layout.world_size))
-    for group in groups:
-        assert len(group) == layout.degree(axis)
-        for position, rank in enumerate(group):
-            assert layout.index(axis, rank) == position
-            assert layout.group_of(axis, rank) == group
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_two_axes_meet_in_one_rank(layout):
-    for first, second in itertools.combinations(tp.AXES, 2):
-        for one, other in itertools.product(layout.groups(first), layout.groups(second)):
-            assert len(set(one) & set(other)) <= 1
-
-
 def test_the_largest_machine():
     layout = tp.RankLayout(120_960, tensor=12, context=2, pipeline=8)
     assert layout.data == 630
