@@ -1,7 +1,10 @@
 """Sharded logits against `torch.nn.functional.cross_entropy` of the full ones."""
 
+from functools import partial
+
 import pytest
 import torch
+from ranks import on_ranks
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -40,10 +43,15 @@ def unsharded(logits, target, grad, vocab_size, *, label_smoothing=0.0, z_loss=0
     return loss.detach(), full.grad
 
 
+def own_part(logits, dim=-1):
+    state = tp.get_state()
+    parts = logits.chunk(state.size("tensor"), dim)
+    return parts[state.index("tensor")].clone().requires_grad_()
+
+
 def sharded(logits, target, grad, options):
     """This rank's loss and gradient, and what it communicated."""
-    state = tp.get_state()
-    shard = logits.chunk(state.size("tensor"), -1)[state.index("tensor")].clone().requires_grad_()
+    shard = own_part(logits)
     before = shard.detach().clone()
     with counting() as forward:
         loss = tp.vocab_parallel_cross_entropy(shard, target, **options)
@@ -82,22 +90,20 @@ def within(loss, grad):
 
 @pytest.mark.parametrize("degree", [1, 2, 3, 8])
 @pytest.mark.parametrize("vocab_size", [24, 23, 13], ids="V{}".format)
-def test_loss_and_gradient_in_double_precision(degree, vocab_size):
-    data = drawn(24, vocab_size)
-    for options in ({}, {"label_smoothing": 0.1}, {"z_loss": 1e-2}, EVERYTHING):
-        compare(degree, data, vocab_size, within(1e-12, 1e-12), **options)
+@pytest.mark.parametrize(
+    "options", [{}, {"label_smoothing": 0.1}, {"z_loss": 1e-2}, EVERYTHING], ids=str
+)
+def test_loss_and_gradient_in_double_precision(degree, vocab_size, options):
+    compare(degree, drawn(24, vocab_size), vocab_size, within(1e-12, 1e-12), **options)
 
 
 @pytest.mark.parametrize(
     ("dtype", "grad"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-8), (torch.float16, 2**-10)]
 )
 def test_lower_precision_computes_in_float32(dtype, grad):
-    data = drawn(24, 23, dtype)
-    tolerance = within(1e-6, grad)
+    data, options = drawn(24, 23, dtype), {"label_smoothing": 0.1, "z_loss": 1e-3}
     for chunk_size in (None, 1, 3, 100):
-        compare(
-            2, data, 23, tolerance, label_smoothing=0.1, z_loss=1e-3, chunk_size=chunk_size
-        )  # fmt: skip
+        compare(2, data, 23, within(1e-6, grad), **options, chunk_size=chunk_size)
 
 
 def test_large_logits_lose_nothing():
@@ -127,13 +133,11 @@ def test_nan_reaches_every_rank():
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_alone_it_is_torchs_bit_for_bit(dtype, smoothing):
     logits, target, grad = drawn(24, 24, dtype)
-    ((loss, own_grad, *_),) = run_ranks(
-        sharded, 1, logits, target, grad, {"label_smoothing": smoothing}
-    )
+    options = {"label_smoothing": smoothing}
+    ((loss, own_grad, *_),) = run_ranks(sharded, 1, logits, target, grad, options)
     full = logits.requires_grad_()
-    expected = functional.cross_entropy(
-        full.view(-1, 24), target.view(-1), reduction="none", label_smoothing=smoothing
-    )
+    flat = full.view(-1, 24), target.view(-1)
+    expected = functional.cross_entropy(*flat, reduction="none", **options)
     expected.backward(grad.to(dtype).view(-1))
     assert torch.equal(loss, expected.detach().view(TOKENS))
     assert torch.equal(own_grad, full.grad)
@@ -156,9 +160,7 @@ def test_shapes():
 
 
 def transposed(logits, target):
-    state = tp.get_state()
-    shard = logits.chunk(2, 0)[state.index("tensor")].clone().requires_grad_()
-    loss = tp.vocab_parallel_cross_entropy(shard.permute(2, 1, 0), target)
+    loss = tp.vocab_parallel_cross_entropy(own_part(logits, 0).permute(2, 1, 0), target)
     # one number for all: an expanded gradient
     loss.sum().backward()
     return loss.detach()
@@ -167,14 +169,11 @@ def transposed(logits, target):
 def test_another_ignore_index_that_is_in_the_vocabulary():
     logits, target, grad = drawn(24, 24)
     target[0, 0] = 3
-    replaced = target.masked_fill(target == 3, IGNORED)
-    loss, full_grad = unsharded(logits, replaced, grad, 24)
+    expected = unsharded(logits, target.masked_fill(target == 3, IGNORED), grad, 24)
     target[target == IGNORED] = 3
     ranks = run_ranks(sharded, 2, logits, target, grad, {"ignore_index": 3})
-    torch.testing.assert_close(ranks[0][0], loss, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(
-        torch.cat([rank[1] for rank in ranks], -1), full_grad, rtol=1e-12, atol=1e-12
-    )
+    found = ranks[0][0], torch.cat([rank[1] for rank in ranks], -1)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_trap_10_smoothing_is_over_the_whole_vocabulary():
@@ -184,89 +183,69 @@ def test_trap_10_smoothing_is_over_the_whole_vocabulary():
     compare(2, (logits, target, grad), 24, within(1e-12, 1e-12), label_smoothing=0.3)
 
 
-def checked_gradients(logits, target):
+@on_ranks(2)
+def test_gradcheck():
     """Every rank checks the gradient of the full logits, so that all do the same calls."""
+    logits, target, _ = drawn(6, 6)
 
     def loss(full):
-        own = tp.copy_to_tensor_parallel_region(full).chunk(2, -1)[tp.get_state().index("tensor")]
+        own = tp.copy_to_tensor_parallel_region(full).chunk(2, -1)[tp.get_tensor_parallel_rank()]
         return tp.vocab_parallel_cross_entropy(own, target, label_smoothing=0.1, z_loss=0.1)
 
-    return torch.autograd.gradcheck(loss, (logits.clone().requires_grad_(),))
+    assert torch.autograd.gradcheck(loss, (logits.requires_grad_(),))
 
 
-def test_gradcheck():
-    logits, target, _ = drawn(6, 6)
-    assert all(run_ranks(checked_gradients, 2, logits, target))
-
-
-def twice(logits, target):
-    shard = logits.chunk(2, -1)[tp.get_state().index("tensor")].clone().requires_grad_()
+@on_ranks(2)
+def test_backward_twice_and_no_second_derivative():
+    logits, target, _ = drawn(8, 8)
+    shard = own_part(logits)
     loss = tp.vocab_parallel_cross_entropy(shard, target).sum()
     loss.backward(retain_graph=True)
     once = shard.grad.clone()
     loss.backward()
     assert torch.equal(shard.grad, 2 * once)
+    loss = tp.vocab_parallel_cross_entropy(shard, target).sum()
     with pytest.raises(tp.ParallelError, match="no second derivative"):
-        torch.autograd.grad(
-            tp.vocab_parallel_cross_entropy(shard, target).sum(), shard, create_graph=True
-        )
+        torch.autograd.grad(loss, shard, create_graph=True)
 
 
-def test_backward_twice_and_no_second_derivative():
-    logits, target, _ = drawn(8, 8)
-    run_ranks(twice, 2, logits, target)
-
-
-def compiled(logits, target, grad, options):
-    shard = logits.chunk(2, -1)[tp.get_state().index("tensor")].clone().requires_grad_()
+@on_ranks(2, in_processes=True)
+def test_compiled_whole_and_recomputed():
+    logits, target, grad = drawn(24, 19)
+    shard = own_part(logits)
 
     def run(function):
         shard.grad = None
-        loss = function(shard * 2, target, **options)
+        loss = function(shard * 2, target, **EVERYTHING, vocab_size=19)
         loss.backward(grad)
         return loss.detach(), shard.grad
 
     eager = run(tp.vocab_parallel_cross_entropy)
     traced = torch.compile(tp.vocab_parallel_cross_entropy, fullgraph=True, backend="aot_eager")
-    for got, wanted in zip(run(traced), eager, strict=True):
-        torch.testing.assert_close(got, wanted, rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close(run(traced), eager, rtol=1e-14, atol=1e-14)
     with counting() as counter:
-        recomputed = run(
-            lambda *args, **more: checkpoint(
-                tp.vocab_parallel_cross_entropy, *args, use_reentrant=False, **more
-            )
-        )
+        recomputed = run(partial(checkpoint, tp.vocab_parallel_cross_entropy, use_reentrant=False))
     assert counter == {"all_gather": 2}
-    for got, wanted in zip(recomputed, eager, strict=True):
-        assert torch.equal(got, wanted)
-
-
-def test_compiled_whole_and_recomputed():
-    logits, target, grad = drawn(24, 19)
-    options = {**EVERYTHING, "vocab_size": 19}
-    run_ranks(compiled, 2, logits, target, grad, options, in_processes=True)
-
-
-def under_autocast(logits, target):
-    shard = logits.chunk(2, -1)[tp.get_state().index("tensor")].clone().requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = tp.vocab_parallel_cross_entropy(shard, target)
-    loss.sum().backward()
-    outside = tp.vocab_parallel_cross_entropy(shard, target)
-    assert loss.dtype == torch.float32
-    assert torch.equal(loss, outside)
-    assert shard.grad.dtype == logits.dtype
+    assert all(map(torch.equal, recomputed, eager))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@on_ranks(2)
 def test_autocast_changes_nothing(dtype):
     logits, target, _ = drawn(24, 24, dtype)
-    run_ranks(under_autocast, 2, logits, target)
+    shard = own_part(logits)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = tp.vocab_parallel_cross_entropy(shard, target)
+    loss.sum().backward()
+    assert loss.dtype == torch.float32
+    assert torch.equal(loss, tp.vocab_parallel_cross_entropy(shard, target))
+    assert shard.grad.dtype == dtype
 
 
-def saved_bytes(logits, target):
-    shard = logits.chunk(2, -1)[tp.get_state().index("tensor")].clone().requires_grad_()
-    saved = []
+@on_ranks(2)
+def test_little_is_saved_besides_the_logits():
+    logits, target, _ = drawn(2000, 2000, torch.bfloat16)
+    shard, saved = own_part(logits), []
 
     def note(tensor):
         if tensor.data_ptr() != shard.data_ptr():
@@ -275,13 +254,7 @@ def saved_bytes(logits, target):
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         tp.vocab_parallel_cross_entropy(shard, target)
-    return sum(saved)
-
-
-def test_little_is_saved_besides_the_logits():
-    logits, target, _ = drawn(2000, 2000, torch.bfloat16)
-    for size in run_ranks(saved_bytes, 2, logits, target):
-        assert size <= 32 * target.numel()
+    assert sum(saved) <= 32 * target.numel()
 
 
 class LargestInFloat32(TorchDispatchMode):
@@ -296,18 +269,14 @@ class LargestInFloat32(TorchDispatchMode):
         return result
 
 
-def largest(logits, target, options):
-    shard = logits.chunk(2, -1)[tp.get_state().index("tensor")].clone().requires_grad_()
-    with LargestInFloat32() as watch:
-        tp.vocab_parallel_cross_entropy(shard, target, **options).sum().backward()
-    return watch.elements
-
-
-def test_chunks_bound_the_float32_working_memory():
+@pytest.mark.parametrize(("chunk", "tokens"), [({}, 10), ({"chunk_size": 2}, 2)], ids=str)
+@on_ranks(2)
+def test_chunks_bound_the_float32_working_memory(chunk, tokens):
     logits, target, _ = drawn(2000, 1990, torch.bfloat16)
-    options = {"label_smoothing": 0.1, "z_loss": 0.1, "vocab_size": 1990}
-    assert max(run_ranks(largest, 2, logits, target, options)) == 10 * 1000
-    assert max(run_ranks(largest, 2, logits, target, {**options, "chunk_size": 2})) == 2 * 1000
+    options = {"label_smoothing": 0.1, "z_loss": 0.1, "vocab_size": 1990, **chunk}
+    with LargestInFloat32() as watch:
+        tp.vocab_parallel_cross_entropy(own_part(logits), target, **options).sum().backward()
+    assert watch.elements == tokens * 1000
 
 
 LOGITS, TARGET = torch.zeros(3, 4), torch.zeros(3, dtype=torch.int64)
@@ -335,13 +304,9 @@ def test_bad_input(case):
 
 def test_a_bad_target_where_nobody_can_look_first():
     """As on a device: the index itself is refused, on every rank."""
-    with pytest.raises(RuntimeError, match="out of bounds"):
-        run_ranks(unchecked, 2)
-
-
-def unchecked():
     target = torch.tensor([9, 0, 0]).as_subclass(Uninspected)
-    tp.vocab_parallel_cross_entropy(LOGITS, target)
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        run_ranks(lambda: tp.vocab_parallel_cross_entropy(LOGITS, target), 2)
 
 
 class Uninspected(torch.Tensor):

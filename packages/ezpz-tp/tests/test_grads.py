@@ -71,6 +71,7 @@ def alone():
     tagged = parameter(2, grad=1, sequence_parallel=True, shared=True)
     with counting() as counter:
         tp.finalize_grads([tagged])
+        tp.finalize_grads(tagged, average_over="context")
     assert not counter
     assert tagged.grad.tolist() == [1, 1]
 
@@ -159,76 +160,67 @@ def test_sharded_parameters_without_groups_are_refused():
     tp.finalize_grads([parameter(3, grad=1)])
 
 
-def test_a_process_alone_needs_no_groups():
-    marked = parameter(3, grad=1, sequence_parallel=True)
-    tp.finalize_grads([marked])
-    assert marked.grad.tolist() == [1.0] * 3
-
-
 @on_ranks(2, tensor=1)
 def test_groups_of_ones_own():
     group = tp.get_state().group("data")
-    layers = [tp.ColumnParallelLinear(4, 4, seed=1, tp_group=group)]
-    layers[0](torch.ones(1, 4)).sum().backward()
-    state = tp.ParallelState.from_groups(tensor=group)
-    norms = [tp.get_grad_norm(layers[0], state=state).item()]
-    whole = nn.Linear(4, 4)
-    whole(torch.ones(1, 4)).sum().backward()
-    norm, expected = norms[0], tp.get_grad_norm(whole).item()
-    assert norm == pytest.approx(expected)
+    layer, whole = tp.ColumnParallelLinear(4, 4, seed=1, tp_group=group), nn.Linear(4, 4)
+    whole.load_state_dict(tp.ColumnParallelLinear(4, 4, seed=1).state_dict())
+    for module in (layer, whole):
+        module(torch.ones(1, 4)).sum().backward()
+    found = tp.get_grad_norm(layer, state=tp.ParallelState.from_groups(tensor=group))
+    assert found.item() == pytest.approx(tp.get_grad_norm(whole).item())
 
 
 BOTH = ("data", "context")
 
 
-def over_axes(joined):
-    """Averages and sums over data and context, in one collective where one group has both."""
-    state = tp.get_state()
-    data, context = state.index("data"), state.index("context")
-    one = parameter(2, 3, grad=10 * data + context + 1)
-    # Ranks that lack a gradient, or all of them: counted as zero, and left as it is.
-    two = parameter(2, grad=8 if data == 1 else None)
-    three = parameter(2)
-    frozen = parameter(2, grad=context).requires_grad_(False)
-    with counting() as counter:
-        tp.finalize_grads([one, two, three, frozen], sum_over=BOTH)
-    assert counter == {"all_reduce": 1 if joined else 2}
-    assert one.grad.unique().tolist() == [26]
-    assert two.grad.tolist() == [16, 16]
-    assert three.grad is None
-    assert frozen.grad.tolist() == [context] * 2
-    for axes, wanted in [
-        ({"average_over": BOTH}, 6.5),
-        ({"average_over": "data"}, 6 + context),
-        ({"sum_over": ["context"]}, 20 * data + 3),
-        ({"average_over": "data", "sum_over": "context"}, 13),
-        ({}, 10 * data + context + 1),
-    ]:
-        one.grad.fill_(10 * data + context + 1)
-        tp.finalize_grads(one, **axes)
-        assert one.grad.unique().tolist() == [wanted], axes
-
-
 @pytest.mark.parametrize("joined", [False, True])
 def test_reductions_over_data_and_context(joined):
-    also = [BOTH] if joined else []
+    """Averages and sums over data and context, in one collective where one group has both."""
+
+    def over_axes():
+        state = tp.get_state()
+        data, context = state.index("data"), state.index("context")
+        one = parameter(2, 3, grad=10 * data + context + 1)
+        # Ranks that lack a gradient, or all of them: counted as zero, and left as it is.
+        two = parameter(2, grad=8 if data == 1 else None)
+        three = parameter(2)
+        frozen = parameter(2, grad=context).requires_grad_(False)
+        with counting() as counter:
+            tp.finalize_grads([one, two, three, frozen], sum_over=BOTH)
+        assert counter == {"all_reduce": 1 if joined else 2}
+        assert one.grad.unique().tolist() == [26]
+        assert two.grad.tolist() == [16, 16]
+        assert three.grad is None
+        assert frozen.grad.tolist() == [context] * 2
+        for axes, wanted in [
+            ({"average_over": BOTH}, 6.5),
+            ({"average_over": "data"}, 6 + context),
+            ({"sum_over": ["context"]}, 20 * data + 3),
+            ({"average_over": "data", "sum_over": "context"}, 13),
+            ({}, 10 * data + context + 1),
+        ]:
+            one.grad.fill_(10 * data + context + 1)
+            tp.finalize_grads(one, **axes)
+            assert one.grad.unique().tolist() == [wanted], axes
+
     # The tensor axis leaves no group that happens to have both.
-    run_ranks(over_axes, 8, joined, tensor=2, data=2, context=2, also=also)
+    run_ranks(over_axes, 8, tensor=2, data=2, context=2, also=[BOTH] if joined else [])
 
 
-def in_buckets(size):
-    rank = tp.get_state().index("data")
-    parameters = [parameter(3, grad=rank + index) for index in range(5)]
-    with counting() as counter:
-        tp.finalize_grads(parameters, average_over="data")
-    assert counter == {"all_reduce": {48: 3, 10: 5, 10**6: 1}[size]}
-    assert [one.grad.tolist() for one in parameters] == [[index + 0.5] * 3 for index in range(5)]
-
-
-@pytest.mark.parametrize("size", [48, 10, 10**6])
-def test_what_is_sent_at_once_is_bounded(size, monkeypatch):
+@pytest.mark.parametrize(("size", "sent"), [(48, 3), (10, 5), (10**6, 1)])
+def test_what_is_sent_at_once_is_bounded(size, sent, monkeypatch):
     monkeypatch.setattr("ezpz_tp._grads._BUCKET", size)
-    run_ranks(in_buckets, 2, size, data=2)
+
+    def in_buckets():
+        rank = tp.get_state().index("data")
+        parameters = [parameter(3, grad=rank + index) for index in range(5)]
+        with counting() as counter:
+            tp.finalize_grads(parameters, average_over="data")
+        assert counter == {"all_reduce": sent}
+        assert [one.grad.tolist() for one in parameters] == [[n + 0.5] * 3 for n in range(5)]
+
+    run_ranks(in_buckets, 2, data=2)
 
 
 @on_ranks(4, tensor=2, data=2)
@@ -269,19 +261,6 @@ def test_sums_are_right_where_ranks_have_unequally_many_tokens():
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
-def nothing_over_axes_of_degree_one():
-    one = parameter(2, grad=3)
-    with counting() as counter:
-        tp.finalize_grads(one, average_over=BOTH)
-    assert not counter
-    assert one.grad.tolist() == [3, 3]
-
-
-def test_axes_of_degree_one_send_nothing():
-    nothing_over_axes_of_degree_one()
-    run_ranks(nothing_over_axes_of_degree_one, 2, tensor=2)
-
-
 @pytest.mark.parametrize(
     "axes", [{"sum_over": "tensor"}, {"average_over": BOTH, "sum_over": "data"}], ids=str
 )
@@ -306,13 +285,9 @@ def test_axes_need_groups():
         tp.finalize_grads(parameter(2, grad=1), sum_over=BOTH)
 
 
-def sparse():
+def test_sparse_gradients_are_refused():
     table = nn.Embedding(4, 2, sparse=True)
     table(torch.tensor([1])).sum().backward()
-    tp.finalize_grads(table, average_over="data")
-
-
-def test_sparse_gradients_are_refused():
     told = r"a parameter of shape \(4, 2\) is torch\.sparse_coo; expected a dense one.*sparse=False"
     with pytest.raises(tp.ParallelError, match=told):
-        run_ranks(sparse, 2, data=2)
+        run_ranks(lambda: tp.finalize_grads(table, average_over="data"), 2, data=2)

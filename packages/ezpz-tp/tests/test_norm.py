@@ -123,17 +123,15 @@ def test_a_small_gradient_is_left_alone():
     assert all(torch.equal(one.grad, grad) for one, grad in zip(ours, kept, strict=True))
 
 
-def narrow(expected):
+@on_ranks(2)
+def test_bf16_gradients_have_an_fp32_norm():
+    grads = [one.grad.double() for one in unsharded(1, torch.bfloat16)]
     stage = of_this_rank(torch.bfloat16)
     total = tp.clip_grad_norm_(stage, 1.0)
     assert total.dtype == torch.float32
+    expected = nn.utils.get_total_norm(grads).float()
     torch.testing.assert_close(total, expected, rtol=1e-6, atol=0)
     assert stage.up.grad.dtype == torch.bfloat16
-
-
-def test_bf16_gradients_have_an_fp32_norm():
-    grads = [one.grad.double() for one in unsharded(1, torch.bfloat16)]
-    run_ranks(narrow, 2, nn.utils.get_total_norm(grads).float())
 
 
 @on_ranks(4, tensor=2, pipeline=2, in_processes=True)
@@ -151,104 +149,74 @@ def test_the_product_group_saves_a_collective():
         tp.get_grad_norm(of_this_rank(), state=own)
 
 
-def tied_copy():
-    stage = of_this_rank()
+@on_ranks(4, tensor=2, pipeline=2)
+def test_a_tied_copy_is_not_counted():
+    first, last, stage = full_grads(0), full_grads(1), of_this_rank()
     if tp.get_state().index("pipeline") == 1:
         stage.up.shared = True
-    return tp.get_grad_norm(stage)
-
-
-def test_a_tied_copy_is_not_counted():
-    last = full_grads(1)
     del last["up"]
-    expected = nn.utils.get_total_norm([*full_grads(0).values(), *last.values()])
-    for found in run_ranks(tied_copy, 4, tensor=2, pipeline=2):
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+    expected = nn.utils.get_total_norm([*first.values(), *last.values()])
+    torch.testing.assert_close(tp.get_grad_norm(stage), expected, rtol=1e-12, atol=0)
 
 
-def with_fsdp(expected):
-    state = tp.get_state()
-    stage = of_this_rank()
+@on_ranks(4, tensor=2, data=2, in_processes=True)
+def test_shards_of_fsdp():
+    state, stage, expected = tp.get_state(), of_this_rank(), expectations(1)
     grads = {name: one.grad for name, one in stage.named_parameters()}
     with tp.keep_attributes(stage):
         fully_shard(stage, mesh=state.to_mesh("cpu")["dp"])
     for name, one in stage.named_parameters():
-        # The shard that the reduction of backward leaves on this rank.
+        # The shard that the reduction of backward leaves on this rank; 5 rows, say, are 3 and 2.
         one.grad = torch.zeros_like(one)
-        # 5 rows, say, are 3 and 2.
-        part = grads[name].chunk(state.size("data"))
-        index = state.index("data")
-        local = one.grad.to_local()
-        if index < len(part):
-            local.copy_(part[index])
+        parts = grads[name].chunk(state.size("data"))
+        if state.index("data") < len(parts):
+            one.grad.to_local().copy_(parts[state.index("data")])
     for order, (norm, _) in expected.items():
         with counting() as counter:
             found = tp.get_grad_norm(stage, order)
         assert counter == {"all_reduce": 2}
         torch.testing.assert_close(found, norm, rtol=1e-12, atol=0)
-    total = tp.clip_grad_norm_(stage, 0.5)
+    factor = 0.5 / (tp.clip_grad_norm_(stage, 0.5) + 1e-6)
     for name, one in stage.named_parameters():
-        torch.testing.assert_close(
-            one.grad.full_tensor(), grads[name] * (0.5 / (total + 1e-6)), rtol=1e-12, atol=1e-15
-        )
+        whole = one.grad.full_tensor()
+        torch.testing.assert_close(whole, grads[name] * factor, rtol=1e-12, atol=1e-15)
     everywhere = [torch.zeros_like(found) for _ in range(4)]
     dist.all_gather(everywhere, found)
     assert all(torch.equal(one, found) for one in everywhere)
+    forgetful = [nn.Parameter(one.detach()) for one in stage.parameters()]
     with pytest.raises(tp.ParallelError, match=r"of 4 parameters none .*keep_attributes"):
-        tp.get_grad_norm([forgetful(one) for one in stage.parameters()])
+        tp.get_grad_norm(forgetful)
 
 
-def forgetful(parameter):
-    return nn.Parameter(parameter.detach())
-
-
-def test_shards_of_fsdp():
-    run_ranks(with_fsdp, 4, expectations(1), tensor=2, data=2, in_processes=True)
-
-
-def some_have_nothing(expected):
+@on_ranks(2)
+def test_ranks_without_gradients():
     """Rank 1 has no replicated gradient to count and, of the split ones, none at all."""
-    state = tp.get_state()
-    stage = of_this_rank()
-    if state.index("tensor") == 1:
-        for one in stage.parameters():
-            one.grad = None
-    for order, norm in expected.items():
-        torch.testing.assert_close(tp.get_grad_norm(stage, order), norm, rtol=1e-12, atol=0)
+    grads, stage = full_grads(0), of_this_rank()
+    grads |= {name: grads[name].chunk(2, dim)[0] for name, dim in SPLIT.items()}
+    if tp.get_tensor_parallel_rank() == 1:
+        stage.zero_grad()
+    for order in ORDERS:
+        expected = nn.utils.get_total_norm(grads.values(), order)
+        torch.testing.assert_close(tp.get_grad_norm(stage, order), expected, rtol=1e-12, atol=0)
     nothing = [nn.Parameter(torch.zeros(2, dtype=torch.float64))]
     assert tp.clip_grad_norm_(nothing, 1.0).item() == 0
 
 
-def test_ranks_without_gradients():
-    grads = full_grads(0)
-    for name, dim in SPLIT.items():
-        grads[name] = grads[name].chunk(2, dim)[0]
-    expected = {order: nn.utils.get_total_norm(grads.values(), order) for order in ORDERS}
-    run_ranks(some_have_nothing, 2, expected)
-
-
-def nonfinite(value, order, names):
+@pytest.mark.parametrize("order", [2.0, math.inf])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@on_ranks(2)
+def test_infinite_and_nan(value, order):
     """What is not finite on one rank is so on all, as for the unsharded."""
-    stage = of_this_rank()
-    if tp.get_state().index("tensor") == 1:
-        for name in names:
-            stage.get_parameter(name).grad.view(-1)[0] = value
+    theirs, stage = unsharded(1), of_this_rank()
+    theirs[1].grad[-6, 0] = value
+    expected = nn.utils.clip_grad_norm_(theirs, 1.0, order)
+    if tp.get_tensor_parallel_rank() == 1:
+        stage.up.grad.view(-1)[0] = value
     with pytest.raises(RuntimeError, match=f"of order {order} is {value}"):
         tp.clip_grad_norm_(stage, 1.0, order, error_if_nonfinite=True)
     assert stage.norm.grad.isfinite().all()
-    total = tp.clip_grad_norm_(stage, 1.0, order)
-    return total, stage.norm.grad
-
-
-@pytest.mark.parametrize("order", [2.0, math.inf])
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_infinite_and_nan(value, order):
-    theirs = unsharded(1)
-    theirs[1].grad[-6, 0] = value
-    expected = nn.utils.clip_grad_norm_(theirs, 1.0, order)
-    for total, norm in run_ranks(nonfinite, 2, value, order, ["up"]):
-        torch.testing.assert_close(total, expected, equal_nan=True)
-        torch.testing.assert_close(norm, theirs[0].grad, equal_nan=True)
+    torch.testing.assert_close(tp.clip_grad_norm_(stage, 1.0, order), expected, equal_nan=True)
+    torch.testing.assert_close(stage.norm.grad, theirs[0].grad, equal_nan=True)
 
 
 @on_ranks(4, tensor=2, data=2, in_processes=True)

@@ -1,5 +1,6 @@
 import importlib
 import io
+from functools import partial
 
 import pytest
 import torch
@@ -85,31 +86,25 @@ def test_an_error_inside_a_fork_leaves_it(tracker, device):
 
 
 def test_streams_are_refused(tracker):
-    with pytest.raises(tp.ParallelError, match="'other' exists already"):
+    refused = partial(pytest.raises, tp.ParallelError)
+    with refused(match="'other' exists already"):
         tracker.add("other", 9)
-    with pytest.raises(tp.ParallelError, match="'other' has seed 8 already"):
+    with refused(match="'other' has seed 8 already"):
         tracker.add("third", 8)
-    with (
-        pytest.raises(tp.ParallelError, match=r"no random stream 'fourth'; known: model-.*, other"),
-        tracker.fork("fourth"),
-    ):
+    known = r"no random stream 'fourth'; known: model-.*, other"
+    with refused(match=known), tracker.fork("fourth"):
         pass
-    with (
-        pytest.raises(tp.ParallelError, match=r"reset\(\) inside fork\('other'\)"),
-        tracker.fork("other"),
-    ):
+    with refused(match=r"reset\(\) inside fork\('other'\)"), tracker.fork("other"):
         tracker.reset()
-    with pytest.raises(tp.ParallelError, match=r"set_states\(\) inside fork"), tracker.fork():
+    with refused(match=r"set_states\(\) inside fork"), tracker.fork():
         tracker.set_states({})
 
 
 def test_a_new_tracker_knows_nothing():
     tracker = tp.RngTracker()
     assert not tracker.is_initialized()
-    with (
-        pytest.raises(tp.ParallelError, match=r"known: none. Call seed_model_parallel"),
-        tracker.fork(),
-    ):
+    told = r"known: none. Call seed_model_parallel"
+    with pytest.raises(tp.ParallelError, match=told), tracker.fork():
         pass
     tracker.add("some", 1)
     assert tracker.is_initialized()
@@ -265,20 +260,15 @@ def test_seeding_alone():
 def test_no_seeds_collide_on_any_rank():
     """Trap 4: seed * (rank + 1) * (local_rank + 1) is the same on ranks 2 and 8, four a node."""
     tracker = tp.RngTracker("cpu")
-    inside, experts = set(), set()
-    for tensor_rank in range(16):
-        for expert_rank in range(32):
-            tp.seed_model_parallel(
-                5,
-                tracker=tracker,
-                tensor_rank=tensor_rank,
-                expert_rank=expert_rank,
-                expert_tensor_rank=tensor_rank,
-            )
-            with tracker.fork(MODEL_PARALLEL_RNG):
-                inside.add(torch.randint(2**62, ()).item())
-            with tracker.fork(EXPERT_PARALLEL_RNG):
-                experts.add(torch.randint(2**62, ()).item())
+    drawn = {MODEL_PARALLEL_RNG: set(), EXPERT_PARALLEL_RNG: set()}
+    for tensor in range(16):
+        for expert in range(32):
+            ranks = {"tensor_rank": tensor, "expert_rank": expert, "expert_tensor_rank": tensor}
+            tp.seed_model_parallel(5, tracker=tracker, **ranks)
+            for name, numbers in drawn.items():
+                with tracker.fork(name):
+                    numbers.add(torch.randint(2**62, ()).item())
+    inside, experts = drawn.values()
     assert len(inside) == 16
     assert len(experts) == 16 * 32
     assert not inside & experts
@@ -286,19 +276,16 @@ def test_no_seeds_collide_on_any_rank():
 
 def streams_of_a_rank():
     tp.seed_model_parallel(21)
-    return [torch.rand(4).tolist()] + [
-        first_of(name).tolist()
-        for name in (DATA_PARALLEL_RNG, MODEL_PARALLEL_RNG, EXPERT_PARALLEL_RNG)
-    ]
+    return torch.rand(4).tolist(), *(
+        first_of(name).tolist() for name in (DATA_PARALLEL_RNG, MODEL_PARALLEL_RNG)
+    )
 
 
 def test_ranks_of_a_tensor_group_differ_inside_only():
     ranks = run_ranks(streams_of_a_rank, 4, tensor=2, data=2, in_processes=True)
-    default, data, inside, _ = zip(*ranks, strict=True)
-    assert default == data
-    assert default[0] == default[1] == default[2] == default[3]
-    assert inside[0] == inside[2]
-    assert inside[1] == inside[3]
+    default, data, inside = zip(*ranks, strict=True)
+    assert default == data == default[:1] * 4
+    assert inside[:2] == inside[2:]
     assert inside[0] != inside[1]
 
 

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import on_ranks
 
 import ezpz_tp as tp
 from ezpz_tp.testing import RankError, assert_matches_unsharded, counting, run_ranks
@@ -28,44 +29,27 @@ def sum_of_ranks(scale):
 
 @BOTH
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_results_come_by_rank(in_processes, world_size):
-    assert run_ranks(tensor_rank, world_size, in_processes=in_processes) == list(range(world_size))
-
-
-@BOTH
-@pytest.mark.parametrize("world_size", [2, 8])
-def test_ranks_communicate(in_processes, world_size):
+def test_results_come_by_rank_and_ranks_communicate(in_processes, world_size):
+    ranks = list(range(world_size))
+    assert run_ranks(tensor_rank, world_size, in_processes=in_processes) == ranks
     results = run_ranks(sum_of_ranks, world_size, 2, in_processes=in_processes)
-    assert results == [2 * sum(range(world_size))] * world_size
+    assert results == [2 * sum(ranks)] * world_size
 
 
 def positions():
-    state = tp.get_state()
-    return state.rank, [state.index(axis) for axis in tp.AXES], state.ranks("data")
-
-
-def group_of_two_axes():
-    value = torch.ones(())
-    dist.all_reduce(value, group=tp.get_state().group("tensor", "pipeline"))
-    return int(value)
+    state, value = tp.get_state(), torch.ones(())
+    dist.all_reduce(value, group=state.group("tensor", "pipeline"))
+    return state.rank, [state.index(axis) for axis in tp.AXES], state.ranks("data"), int(value)
 
 
 @BOTH
-def test_degrees_are_laid_out_as_everywhere(in_processes):
-    found = run_ranks(positions, 8, data=2, pipeline=2, in_processes=in_processes)
+def test_degrees_are_laid_out_as_everywhere_and_several_axes_can_have_a_group(in_processes):
+    how = {"data": 2, "pipeline": 2, "also": [("tensor", "pipeline")]}
+    found = run_ranks(positions, 8, **how, in_processes=in_processes)
     layout = tp.RankLayout(8, tensor=2, pipeline=2)
     for rank in range(8):
         indexes = [layout.index(axis, rank) for axis in tp.AXES]
-        assert found[rank] == (rank, indexes, layout.group_of("data", rank))
-
-
-@BOTH
-def test_groups_of_several_axes_can_be_asked_for(in_processes):
-    also = [("tensor", "pipeline")]
-    results = run_ranks(
-        group_of_two_axes, 4, tensor=2, pipeline=2, also=also, in_processes=in_processes
-    )
-    assert results == [4] * 4
+        assert found[rank] == (rank, indexes, layout.group_of("data", rank), 4)
 
 
 def test_degrees_that_do_not_fit_show_the_numbers():
@@ -80,13 +64,24 @@ class OddError(Exception):
         super().__init__(f"{one}{two}")
 
 
+def end():
+    os._exit(7)
+
+
+def raise_(error, *args):
+    raise error(*args)
+
+
+FAILURES = {
+    "plain": partial(raise_, LookupError, "of this rank only"),
+    "odd": partial(raise_, OddError, "a", "b"),
+    "exit": end,
+}
+
+
 def fail_on(rank, kind):
     if tensor_rank() == rank:
-        if kind == "odd":
-            raise OddError("a", "b")
-        if kind == "exit":
-            os._exit(7)
-        raise LookupError("of this rank only")
+        FAILURES[kind]()
     sum_of_ranks(1)
 
 
@@ -139,22 +134,22 @@ def test_what_does_not_pickle_is_named():
     assert run_ranks(partial(sum_of_ranks, scale=3), 2, in_processes=True) == [3, 3]
 
 
-@pytest.mark.parametrize("how", ["option", "stdin"])
+REFUSED = """
+from functools import partial
+from ezpz_tp.testing import run_ranks
+def job(): pass
+for one in (job, partial(job)):
+    try:
+        run_ranks(one, 2, in_processes=True)
+    except TypeError as error:
+        print(error)
+"""
+
+
+@pytest.mark.parametrize("how", [["-c", REFUSED], []], ids=["option", "stdin"])
 def test_a_function_that_no_process_can_import_is_refused(how):
-    code = (
-        "from ezpz_tp.testing import run_ranks\n"
-        "from functools import partial\n"
-        "def job(): pass\n"
-        "for one in (job, partial(job)):\n"
-        "    try:\n"
-        "        run_ranks(one, 2, in_processes=True)\n"
-        "    except TypeError as error:\n"
-        "        print(error)\n"
-    )
-    command = [sys.executable, *(["-c", code] if how == "option" else [])]
-    done = subprocess.run(
-        command, input=code, capture_output=True, text=True, timeout=60, check=True
-    )
+    options = {"input": REFUSED, "capture_output": True, "text": True, "timeout": 60}
+    done = subprocess.run([sys.executable, *how], check=True, **options)
     assert done.stdout.count("put it in a file that can be imported") == 2
     assert "job" in done.stdout
 
@@ -165,10 +160,8 @@ def bare():
 
 @BOTH
 def test_initialization_can_be_left_to_the_function(in_processes):
-    assert (
-        run_ranks(bare, 2, in_processes=in_processes, initialize=False)
-        == [(False, in_processes)] * 2
-    )
+    found = run_ranks(bare, 2, in_processes=in_processes, initialize=False)
+    assert found == [(False, in_processes)] * 2
 
 
 def test_threads_leave_nothing_behind():
@@ -217,36 +210,30 @@ def every_collective():
     return dict(counter)
 
 
+COUNTED = {
+    "all_reduce": 3,
+    "all_gather": 2,
+    "reduce_scatter": 1,
+    "all_to_all": 1,
+    "broadcast": 1,
+    "barrier": 1,
+}
+
+
 @BOTH
 def test_every_collective_is_counted_once(in_processes):
-    assert (
-        run_ranks(every_collective, 2, in_processes=in_processes)
-        == [
-            {
-                "all_reduce": 3,
-                "all_gather": 2,
-                "reduce_scatter": 1,
-                "all_to_all": 1,
-                "broadcast": 1,
-                "barrier": 1,
-            }
-        ]
-        * 2
-    )
+    assert run_ranks(every_collective, 2, in_processes=in_processes) == [COUNTED] * 2
 
 
-def functional():
+@on_ranks(2, in_processes=True)
+def test_functional_collectives_are_counted_once():
     from torch.distributed import _functional_collectives as funcol
 
     group = tp.get_tensor_parallel_group()
     with counting() as counter:
         funcol.all_reduce(torch.ones(2), "sum", group).sum().item()
         funcol.all_gather_tensor(torch.ones(2), 0, group).sum().item()
-    return dict(counter)
-
-
-def test_functional_collectives_are_counted_once():
-    assert run_ranks(functional, 2, in_processes=True) == [{"all_reduce": 1, "all_gather": 1}] * 2
+    assert counter == {"all_reduce": 1, "all_gather": 1}
 
 
 WIDTH = 8
@@ -332,16 +319,6 @@ def test_replicated_tensors_have_the_same_bits():
         same_on_all("x", parts, 2)
 
 
-class Loud(torch.nn.Module):
-    def forward(self, value):
-        return value * 300
-
-
-def test_numbers_too_large_to_be_exact_are_an_error():
-    with pytest.raises(ValueError, match=r"reaches 300, but .*bfloat16 holds .* up to 256; use"):
-        assert_matches_unsharded(Loud, Loud, torch.ones(9, dtype=torch.bfloat16))
-
-
 class Scaled(torch.nn.Module):
     def __init__(self, first, second, more):
         super().__init__()
@@ -353,44 +330,49 @@ class Scaled(torch.nn.Module):
 
 @pytest.mark.parametrize(
     ("ahead", "more", "told"),
-    [
-        (0, 0, "output 0 of the unsharded module: .* raise density="),
-        (float("nan"), 0, "output 0 of the unsharded module: .* raise density="),
-        (0, 1, "all gradients of the unsharded module: .* raise density="),
-    ],
+    [(0, 0, "output 0"), (float("nan"), 0, "output 0"), (0, 1, "all gradients")],
 )
 def test_a_comparison_of_nothing_is_an_error(ahead, more, told):
     module = Scaled(ahead, 0, more)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=f"{told} of the unsharded module: .* raise density="):
         assert_matches_unsharded(lambda: module, lambda: module, *[torch.ones(9)] * 2)
-
-
-@pytest.mark.parametrize("degrees", [[], ()])
-def test_no_degrees_are_an_error(degrees):
-    with pytest.raises(ValueError, match="names no degree"):
-        assert_matches_unsharded(Loud, Loud, torch.ones(9), tensor=degrees)
 
 
 def test_a_gradient_of_nothing_is_a_warning():
     module = Scaled(1, 0, 0)
-    with pytest.warns(
-        UserWarning, match="gradient of input 1 of .* no finite value but 0.*density="
-    ):
+    told = "gradient of input 1 of .* no finite value but 0.*density="
+    with pytest.warns(UserWarning, match=told):
         assert_matches_unsharded(lambda: module, lambda: module, *[torch.ones(9)] * 2)
 
 
-class Gelu(torch.nn.Module):
+def gelu(factor):
+    return torch.nn.Sequential(torch.nn.GELU(), Times(factor))
+
+
+class Times(torch.nn.Module):
     def __init__(self, factor):
         super().__init__()
         self.factor = factor
 
     def forward(self, value):
-        return torch.nn.functional.gelu(value) * self.factor
+        return value * self.factor
+
+
+def test_numbers_too_large_to_be_exact_are_an_error():
+    loud, example = partial(Times, 300), torch.ones(9, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"reaches 300, but .*bfloat16 holds .* up to 256; use"):
+        assert_matches_unsharded(loud, loud, example)
+
+
+@pytest.mark.parametrize("degrees", [[], ()])
+def test_no_degrees_are_an_error(degrees):
+    with pytest.raises(ValueError, match="names no degree"):
+        assert_matches_unsharded(Whole, Whole, torch.ones(9), tensor=degrees)
 
 
 def test_numbers_that_are_not_integers_are_pointed_at():
     with pytest.raises(AssertionError, match=r"not integer arithmetic: pass tolerance="):
-        assert_matches_unsharded(lambda: Gelu(1 + 1e-6), lambda: Gelu(1), torch.ones(9))
+        assert_matches_unsharded(partial(gelu, 1 + 1e-6), partial(gelu, 1), torch.ones(9))
     with pytest.raises(AssertionError) as info:
         matches("reduce")
     assert "tolerance=" not in str(info.value)
