@@ -7,7 +7,6 @@ from ranks import on_ranks
 from torch import nn
 
 import ezpz_tp as tp
-from ezpz_tp.testing import run_ranks
 
 
 def said(tensor):
@@ -42,29 +41,19 @@ def test_a_copy_says_what_its_source_says_and_keeps_the_rest():
     assert (copied.allreduce, copied.sequence_parallel, copied.shared) == (False, True, True)
 
 
-def counted():
-    state = tp.get_state()
+@on_ranks(4, tensor=2, data=2)
+def test_replicated_parameters_count_on_the_first_rank():
+    state, count = tp.get_state(), tp.param_is_not_tensor_parallel_duplicate
     tensor, data = state.group("tensor"), state.group("data")
     whole, part, expert = torch.zeros(1), torch.zeros(1), torch.zeros(1)
     part.tensor_model_parallel = True
     expert.allreduce = False
-    return [
-        tp.param_is_not_tensor_parallel_duplicate(whole),
-        tp.param_is_not_tensor_parallel_duplicate(part),
-        tp.param_is_not_tensor_parallel_duplicate(whole, data),
-        tp.param_is_not_tensor_parallel_duplicate(expert, tensor, data),
-        tp.param_is_not_tensor_parallel_duplicate(whole, tensor, data),
-    ]
+    assert count(whole) == count(whole, tensor, data) == (tensor.rank() == 0)
+    assert count(part)
+    assert count(whole, data) == count(expert, tensor, data) == (data.rank() == 0)
 
 
-def test_replicated_parameters_count_on_the_first_rank():
-    # Ranks are (data, tensor): tensor varies fastest.
-    assert run_ranks(counted, 4, tensor=2, data=2) == [
-        [True, True, True, True, True],
-        [False, True, True, True, False],
-        [True, True, False, False, True],
-        [False, True, False, False, False],
-    ]
+def test_alone_every_parameter_counts():
     assert tp.param_is_not_tensor_parallel_duplicate(torch.zeros(1))
 
 

@@ -110,52 +110,30 @@ def test_alone_the_tensor_comes_back():
     assert tp.sequence_positions(7).tolist() == list(range(7))
 
 
-def failing(name, *arguments, **options):
-    function = {
-        "shard": tp.shard_sequence,
-        "unshard": tp.unshard_sequence,
-        "at": tp.sequence_positions,
-    }
-    options |= groups_of(options.pop("kind", "context"))
-    function[name](*arguments, **options)
-
-
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("function", "arguments", "message"),
     [
-        (
-            ("shard", torch.zeros(2, 10), 1),
-            "shard_sequence: the sequence has 10 tokens, which 2 ranks in two chunks each cannot",
-        ),
-        (
-            ("unshard", torch.zeros(2, 5), 1),
-            "unshard_sequence: the sequence has 10 tokens, which 2 ranks in two chunks",
-        ),
-        (("at", 9), "sequence_positions: the sequence has 9 tokens, .* a multiple of 4: pad it to"),
-        (
-            ("shard", torch.zeros(4), 1),
-            r"shard_sequence: dim 1 of a tensor of shape \(4,\); expected .*, -1 to 0",
-        ),
-        (("unshard", torch.zeros(()), 0), r"unshard_sequence: dim 0 of a tensor of shape \(\)"),
+        (tp.shard_sequence, (torch.zeros(2, 10), 1), "10 tokens, which 2 ranks in two chunks each"),
+        (tp.unshard_sequence, (torch.zeros(2, 5), 1), "10 tokens, which 2 ranks in two chunks"),
+        (tp.sequence_positions, (9,), "9 tokens, .* a multiple of 4: pad it to"),
+        (tp.shard_sequence, (torch.zeros(4), 1), r"1 of a tensor of shape \(4,\); exp.*, -1 to 0"),
+        (tp.unshard_sequence, (torch.zeros(()), 0), r"dim 0 of a tensor of shape \(\)"),
     ],
 )
-def test_what_does_not_fit(arguments, message):
-    with pytest.raises(tp.DegreeError, match=message):
-        run_ranks(failing, 2, *arguments, context=2)
+def test_what_does_not_fit(function, arguments, message):
+    with pytest.raises(tp.DegreeError, match=f"{function.__name__}: .*{message}"):
+        run_ranks(lambda: function(*arguments), 2, context=2)
 
 
-def odd_parts():
+@on_ranks(2, context=2)
+def test_parts_that_are_not_balanced_need_no_halves():
     with pytest.raises(tp.DegreeError, match=r"has 3 tokens, which 2 ranks cannot share .* of 2:"):
         tp.shard_sequence(torch.zeros(3), 0, balanced=False)
 
 
-def two_by_three():
+@on_ranks(6, context=2, tensor=3)
+def test_how_the_multiple_follows_from_the_groups():
     with pytest.raises(tp.DegreeError, match=r"8 tokens, which 6 ranks in two .* of 12: pad it to"):
         tp.shard_sequence(torch.zeros(8), 0, **groups_of("both"))
     part = tp.shard_sequence(torch.zeros(6), 0, balanced=False, **groups_of("both"))
     assert part.shape == (1,)
-
-
-def test_how_the_multiple_follows_from_the_groups():
-    run_ranks(odd_parts, 2, context=2)
-    run_ranks(two_by_three, 6, context=2, tensor=3)

@@ -103,26 +103,25 @@ WRONG = {
 }
 
 
-def failed(data):
-    with pytest.raises(ValueError, match=r"expected a tensor of torch\.float32") as error:
-        received(data, ["a", "b"], torch.float32)
-    return str(error.value)
-
-
 @pytest.mark.parametrize("degree", [1, 2, 3])
 @pytest.mark.parametrize("case", WRONG)
 def test_the_same_error_on_every_rank(case, degree):
     data, message = WRONG[case]
-    told = run_ranks(failed, degree, data)
+
+    def failed():
+        with pytest.raises(ValueError, match=r"expected a tensor of torch\.float32") as error:
+            received(data, ["a", "b"], torch.float32)
+        return str(error.value)
+
+    told = run_ranks(failed, degree)
     assert len(set(told)) == 1
     assert message in told[0]
 
 
-def other_keys():
-    rank = tp.get_state().index("tensor")
-    tp.broadcast_data(["a"] if rank == 0 else ["b"], {"a": torch.zeros(1)}, torch.float32)
-
-
 def test_ranks_that_ask_for_different_keys():
+    def other_keys():
+        first = tp.get_tensor_parallel_rank() == 0
+        tp.broadcast_data(["a" if first else "b"], {"a": torch.zeros(1)}, torch.float32)
+
     with pytest.raises(tp.ParallelError, match=r"rank 1 of the group asks for \['b'\]"):
         run_ranks(other_keys, 2)

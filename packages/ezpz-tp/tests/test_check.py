@@ -3,20 +3,24 @@
 import gc
 import types
 import weakref
+from inspect import getsourcelines
+from math import prod
 from pathlib import Path
 
 import pytest
 import seeded
+import styles
 import torch
 from llama import Config, Llama, parallel_loss_of, text_batch
 from ranks import on_ranks
 from torch import nn
 
 import ezpz_tp as tp
+from ezpz_tp._check.rules import is_foreign
 from ezpz_tp.testing import run_ranks
 
-TENSOR = {"tensor": 2}
-DATA = {"tensor": 2, "data": 2}
+TENSOR, DATA, CONTEXT = {"tensor": 2}, {"tensor": 2, "data": 2}, {"tensor": 2, "context": 2}
+FORKED = seeded.dropped, seeded.differentiable_sum  # on processes: random streams, torch's groups
 
 # program, degrees, bug, what the mend says
 CAUGHT = [
@@ -41,8 +45,12 @@ CAUGHT = [
     (seeded.loss, TENSOR, "sum over tensor ranks", "leave this reduction out"),
     (seeded.loss, DATA, "in place over data", "reduce a detached copy"),
     (seeded.loss, DATA, "copied over data", "reduce a detached copy for the log"),
-    (seeded.loss, {"tensor": 2, "context": 2}, "twice over context", "leave this reduction"),
+    (seeded.loss, CONTEXT, "twice over context", "leave this reduction"),
     (seeded.trained, DATA, "finalized twice", "call finalize_grads once a step"),
+    (seeded.dropped, TENSOR, "dropped whole inside", "fork()"),
+    (seeded.dropped, TENSOR, "dropped part outside", "fork()"),
+    (seeded.dropped, TENSOR, "dropped sum inside", "fork()"),
+    (seeded.differentiable_sum, {"data": 2}, "summed gradient over data", ""),
 ]
 
 
@@ -53,29 +61,39 @@ def line_of(bug):
     return f"seeded.py:{marked[0]}, in "
 
 
-def error_of(program, bug):
+def line_in(program):
+    """Of styles.py, whose programs have one bug each."""
+    source, first = getsourcelines(program)
+    line = first + next(i for i, text in enumerate(source) if text.rstrip().endswith("# here"))
+    return f"styles.py:{line}, in {program.__name__}"
+
+
+def error_of(program, *bug):
     try:
-        program(bug)
+        program(*bug)
     except tp.ParallelTypeError as error:
         return str(error)
     return None
 
 
-def size(degrees):
-    product = 1
-    for degree in degrees.values():
-        product *= degree
-    return product
+def errors_of(program, degrees, *bug, **how):
+    how = {"in_processes": program in FORKED, **degrees, **how}
+    return run_ranks(error_of, prod(degrees.values()), program, *bug, **how)
 
 
-@pytest.mark.parametrize(
-    ("program", "degrees", "bug", "mend"), CAUGHT, ids=[bug for _, _, bug, _ in CAUGHT]
-)
-def test_a_seeded_bug_is_caught_at_its_line(program, degrees, bug, mend):
-    for error in run_ranks(error_of, size(degrees), program, bug, **degrees):
+def assert_caught(errors, line, mend):
+    for error in errors:
         assert error is not None, "not caught"
-        assert line_of(bug) in error
+        assert line in error
         assert mend in error.split("Mend:")[1]
+
+
+@pytest.mark.parametrize(("program", "degrees", "bug", "mend"), CAUGHT, ids=[c[2] for c in CAUGHT])
+def test_a_seeded_bug_is_caught_at_its_line(program, degrees, bug, mend):
+    errors = errors_of(program, degrees, bug)
+    assert_caught(errors, line_of(bug), mend)
+    if program is seeded.differentiable_sum:
+        assert "on the data axis: tensor () is replicated" in errors[0]
 
 
 @pytest.mark.parametrize(
@@ -83,32 +101,76 @@ def test_a_seeded_bug_is_caught_at_its_line(program, degrees, bug, mend):
     [
         *((seeded.by_hand, TENSOR), (seeded.sequence, TENSOR), (seeded.tagged, TENSOR)),
         *((seeded.layers, TENSOR), (seeded.loss, DATA), (seeded.trained, DATA)),
-        (seeded.loss, {"tensor": 2, "context": 2}),
+        *((seeded.loss, CONTEXT), (seeded.dropped, TENSOR)),
+        (seeded.differentiable_sum, {"data": 2}),
     ],
 )
 def test_the_same_program_without_a_bug_is_clean(program, degrees):
-    assert run_ranks(error_of, size(degrees), program, None, **degrees) == [None] * size(degrees)
+    assert set(errors_of(program, degrees, None)) == {None}
 
 
-# Random streams are a process's, so these ranks are processes.
-def test_random_numbers_of_sharded_and_of_whole_tensors():
-    for bug in (None, "dropped whole inside", "dropped part outside", "dropped sum inside"):
-        for error in run_ranks(error_of, 2, seeded.dropped, bug, tensor=2, in_processes=True):
-            assert (error is None) == (bug is None)
-            if bug:
-                assert line_of(bug) in error
-                assert "fork()" in error.split("Mend:")[1]
+SUM = "sum the partial one first, by reduce_from_tensor_parallel_region"
 
 
-def test_torchs_differentiable_sum_of_a_loss_is_caught():
-    results = run_ranks(error_of, 2, seeded.differentiable_sum, None, data=2, in_processes=True)
-    assert results == [None] * 2
-    program = seeded.differentiable_sum
-    for error in run_ranks(
-        error_of, 2, program, "summed gradient over data", data=2, in_processes=True
-    ):
-        assert line_of("summed gradient over data") in error
-        assert "on the data axis: tensor () is replicated" in error
+@pytest.mark.parametrize(
+    ("program", "mend"),
+    [
+        (styles.bias_after_einsum, SUM),
+        (styles.bias_after_heads, SUM),
+        (styles.bias_in_addmm, "leave the bias out"),
+        (styles.gelu_after_einsum, "sum it first"),
+        (styles.tanh_after_weight_first, "sum it first"),
+        (styles.relu_after_convolution, "sum it first"),
+        (styles.number_by_name, "sum it first"),
+        (styles.mask_of_partial, "sum it first"),
+        (styles.partial_into_whole, SUM),
+        (styles.shard_written_through_a_view, "gather or reduce it first"),
+        (styles.scaled_loss_of_a_part, "reduce what the loss is made of"),
+        (styles.inside_reentrant_checkpoint, "copy_to_tensor_parallel_region"),
+        (styles.mistake_in_compiled, SUM),
+    ],
+)
+def test_bugs_in_other_styles(program, mend):
+    assert_caught(errors_of(program, TENSOR), line_in(program), mend)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        *(styles.experts, styles.hooks, styles.reentrant_checkpoints, styles.nested),
+        *(styles.tensors_like_others, styles.default_devices, styles.compiled),
+    ],
+)
+def test_clean_code_in_other_styles(program):
+    assert errors_of(program, TENSOR) == [None] * 2
+
+
+def test_groups_of_ones_own():
+    assert errors_of(styles.groups_of_ones_own, TENSOR, in_processes=True) == [None] * 2
+    program = styles.loss_summed_over_a_group_of_ones_own
+    errors = errors_of(program, DATA, in_processes=True)
+    assert_caught(errors, line_in(program), "reduce a detached copy")
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+def test_parameters_that_fsdp2_has_replaced():
+    assert errors_of(styles.fully_sharded, DATA, in_processes=True) == [None] * 4
+
+
+def test_code_is_compiled_again_afterwards():
+    def is_compiled():
+        return torch.compiler.is_compiling()
+
+    assert errors_of(styles.compiled, TENSOR) == [None] * 2
+    assert torch.compile(is_compiled, backend="eager")()
+
+
+def test_a_neighbors_folder_is_the_users():
+    ours, torchs = Path(tp.__file__).parent, Path(torch.__file__).parent
+    assert is_foreign(str(ours / "x.py"))
+    assert is_foreign(str(torchs / "x.py"))
+    assert not is_foreign(f"{ours}_models/x.py")
+    assert not is_foreign(f"{torchs}titan/x.py")
 
 
 def llama_types(config):
@@ -129,10 +191,10 @@ def llama_types(config):
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("degrees", [TENSOR, {"tensor": 4}, DATA], ids=str)
+@pytest.mark.parametrize("degrees", [TENSOR, DATA], ids=str)
 def test_a_llama_trains_without_a_false_alarm(sequence_parallel, degrees):
-    config = Config(sequence_parallel=sequence_parallel)
-    for seen, operations in run_ranks(llama_types, size(degrees), config, **degrees):
+    config, ranks = Config(sequence_parallel=sequence_parallel), prod(degrees.values())
+    for seen, operations in run_ranks(llama_types, ranks, config, **degrees):
         assert seen == ("varying", "invariant")
         assert operations > 100
 
@@ -168,24 +230,22 @@ def test_models_in_other_dialects_are_clean(arguments):
         assert operations > 10
 
 
-def leftovers():
-    model = seeded.Mlp()
-    hidden = seeded.data(4, 8)
-    with tp.check(model):
-        output = model(hidden)
-        assert tp.type_of(output) == {"tensor": "invariant"}
-        gone = weakref.ref(model(hidden))
-        assert gone() is None  # what is known of a tensor does not keep it alive
-        loss = output.square().mean()
-        loss.backward()
-    attributes = [name for one in (hidden, output, loss) for name in vars(one)]
-    gc.collect()
-    return attributes, tp.type_of(output)
-
-
 def test_nothing_is_left_behind():
+    def leftovers():
+        model, hidden = seeded.Mlp(), seeded.data(4, 8)
+        with tp.check(model):
+            output = model(hidden)
+            assert tp.type_of(output) == {"tensor": "invariant"}
+            gone = weakref.ref(model(hidden))
+            assert gone() is None  # what is known of a tensor does not keep it alive
+            loss = output.square().mean()
+            loss.backward()
+        assert not any(vars(one) for one in (hidden, output, loss))
+        gc.collect()
+        assert tp.type_of(output) == {}
+
     exchanged = torch.autograd.Function.__dict__["apply"], torch.distributed.all_reduce
-    assert run_ranks(leftovers, 2, tensor=2) == [([], {})] * 2
+    run_ranks(leftovers, 2, tensor=2)
     assert exchanged == (torch.autograd.Function.__dict__["apply"], torch.distributed.all_reduce)
 
 

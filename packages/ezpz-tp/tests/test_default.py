@@ -4,7 +4,6 @@ from ranks import on_ranks
 
 import ezpz_tp as tp
 from ezpz_tp._current import tensor_group
-from ezpz_tp.testing import run_ranks
 
 AXES = ("tensor", "data", "pipeline", "context", "expert")
 
@@ -88,17 +87,8 @@ def test_a_group_that_the_rank_is_not_in():
             tensor_group(other)
 
 
+@on_ranks(4, in_processes=True, initialize=False)
 def test_other_orders():
-    assert run_ranks(other_order, 4, in_processes=True, initialize=False) == [
-        [0, 2],
-        [1, 3],
-        [0, 2],
-        [1, 3],
-    ]
-
-
-def other_order():
     tp.initialize_tensor_parallel(2, order="dp-tp")
-    ranks = tp.get_tensor_parallel_ranks()
+    assert tp.get_tensor_parallel_ranks() == [dist.get_rank() % 2, dist.get_rank() % 2 + 2]
     tp.destroy_tensor_parallel()
-    return ranks

@@ -4,10 +4,11 @@ import re
 import warnings
 
 import pytest
+from ranks import on_ranks
 
 import ezpz_tp as tp
 from ezpz_tp._pictures import Terminal
-from ezpz_tp.testing import counting, run_ranks
+from ezpz_tp.testing import counting
 
 NOWHERE = {}  # an environment without LOCAL_WORLD_SIZE
 
@@ -320,23 +321,20 @@ def test_an_axis_that_is_not_there():
     assert description.groups("tensor") == [(0,), (1,), (2,), (3,)]
 
 
-def of_a_state():
+@on_ranks(4, tensor=2)
+def test_a_state_is_described_without_a_collective():
+    state = tp.get_state()
     with counting() as sent:
         mine = tp.describe(ranks_per_node=2)
-        assert str(mine) == str(tp.describe(tp.get_state(), ranks_per_node=2))
+        assert str(mine) == str(tp.describe(state, ranks_per_node=2))
     assert not sent
-    state = tp.get_state()
     assert f"of rank {state.rank}" in str(mine)
     assert state.ranks("tensor") in mine.groups("tensor")
+    line = re.search(r"^tensor .*$", str(mine)[-300:], re.MULTILINE)[0]
+    assert line.split()[3:5] == [str(rank) for rank in state.ranks("tensor")]
     bare = tp.ParallelState.from_groups(tensor=state.group("tensor"), rank=state.rank)
     with pytest.raises(tp.ParallelError, match=r"without a layout.*layout=RankLayout\(...\)"):
         tp.describe(bare)
-    return re.search(r"^tensor .*$", str(mine)[-300:], re.MULTILINE)[0]
-
-
-def test_a_state_is_described_without_a_collective():
-    lines = run_ranks(of_a_state, 4, tensor=2)
-    assert [line.split()[3:5] for line in lines] == [["0", "1"]] * 2 + [["2", "3"]] * 2
 
 
 def test_what_cannot_be_described():

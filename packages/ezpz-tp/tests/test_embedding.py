@@ -147,20 +147,16 @@ def test_trap_5_ids_outside_the_vocabulary_are_an_error_on_every_rank(kind):
     run_ranks(bad_ids, 1, kind)
 
 
-def padding_of_the_vocabulary():
+@on_ranks(4)
+def test_trap_5_an_uneven_vocabulary_is_padded_with_rows_that_stay_zero():
     layer = tp.VocabParallelEmbedding(5, WIDTH, seed=1)
     start, end = layer.vocab_start_index, layer.vocab_end_index
+    assert (start, end) == [(0, 2), (2, 4), (4, 5), (5, 5)][tp.get_tensor_parallel_rank()]
     assert layer.weight.shape == (2, WIDTH)
-    assert layer.weight[: end - start].all()
-    assert not layer.weight[end - start :].any()
     layer(torch.arange(5)).sum().backward()
-    assert layer.weight.grad[: end - start].all()
-    assert not layer.weight.grad[end - start :].any()
-    return start, end
-
-
-def test_trap_5_an_uneven_vocabulary_is_padded_with_rows_that_stay_zero():
-    assert run_ranks(padding_of_the_vocabulary, 4) == [(0, 2), (2, 4), (4, 5), (5, 5)]
+    for values in (layer.weight, layer.weight.grad):
+        assert values[: end - start].all()
+        assert not values[end - start :].any()
 
 
 @on_ranks(4)
@@ -249,10 +245,15 @@ def test_trap_11_dtypes():
     assert half(some_ids(13)).dtype == torch.bfloat16
 
 
-def others():
+@on_ranks(4, tensor=2)
+def test_groups_copies_and_names():
     state = tp.get_state()
     layer = tp.VocabParallelEmbedding(13, WIDTH, seed=1, tp_group=state.group("data"))
     assert layer.tp_rank == state.index("data")
+    assert str(layer) == f"VocabParallelEmbedding(13, 12, tp={layer.tp_rank}/2)"
+    named = tp.ParallelEmbedding(13, WIDTH, padding_idx=-1, max_norm=1.0, seed=1)
+    rank = state.index("tensor")
+    assert str(named) == f"ParallelEmbedding(13, 12, padding_idx=12, max_norm=1.0, tp={rank}/2)"
     master = tp.ParallelEmbedding(13, WIDTH, seed=1, keep_master_weight_for_test=True)
     assert torch.equal(master.master_weight, master.get_master_weight())
     assert torch.equal(own_part(master, master.master_weight), master.weight)
@@ -261,16 +262,6 @@ def others():
     turned = torch.arange(12).view(3, 4).t()
     straight = tp.VocabParallelEmbedding(13, WIDTH, seed=1)
     assert torch.equal(straight(turned), straight(turned.contiguous()))
-    if state.index("tensor") == 0:
-        return str(layer)
-    return str(tp.ParallelEmbedding(13, WIDTH, padding_idx=-1, max_norm=1.0, seed=1))
-
-
-def test_groups_copies_and_names():
-    assert run_ranks(others, 4, tensor=2)[2:] == [
-        "VocabParallelEmbedding(13, 12, tp=1/2)",
-        "ParallelEmbedding(13, 12, padding_idx=12, max_norm=1.0, tp=1/2)",
-    ]
 
 
 def mistakes(early):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from ranks import on_ranks
 
 import ezpz_tp as tp
 from ezpz_tp.testing import counting, run_ranks
@@ -17,63 +18,45 @@ def numbered(*shape):
     return torch.arange(float(torch.Size(shape).numel())).reshape(shape)
 
 
-def ulysses(sequence_dim, head_dim):
-    full = numbered(2, 8, 3, 4) if (sequence_dim, head_dim) == (1, 3) else numbered(8, 2, 4, 3)
-    own_sequence = full.chunk(RANKS, sequence_dim)[here()].clone().requires_grad_()
-    own_heads = full.chunk(RANKS, head_dim)[here()]
-    with counting() as counter:
-        inside = tp.sequence_to_head(own_sequence, sequence_dim, head_dim)
-        back = tp.head_to_sequence(inside * 1, sequence_dim, head_dim)
-        back.backward(own_sequence.detach() * 3)
-    return (
-        torch.equal(inside, own_heads),
-        torch.equal(back, own_sequence),
-        torch.equal(own_sequence.grad, own_sequence.detach() * 3),
-        dict(counter),
-    )
-
-
 @pytest.mark.parametrize(("sequence_dim", "head_dim"), [(0, 2), (1, 3), (-4, -2)])
+@on_ranks(RANKS)
 def test_sequence_to_head_and_back(sequence_dim, head_dim):
-    for seen in run_ranks(ulysses, RANKS, sequence_dim, head_dim):
-        assert seen == (True, True, True, {"all_to_all": 4})
+    full = numbered(2, 8, 3, 4) if (sequence_dim, head_dim) == (1, 3) else numbered(8, 2, 4, 3)
+    own = full.chunk(RANKS, sequence_dim)[here()].clone().requires_grad_()
+    with counting() as counter:
+        inside = tp.sequence_to_head(own, sequence_dim, head_dim)
+        back = tp.head_to_sequence(inside * 1, sequence_dim, head_dim)
+        back.backward(own.detach() * 3)
+    assert torch.equal(inside, full.chunk(RANKS, head_dim)[here()])
+    assert torch.equal(back, own)
+    assert torch.equal(own.grad, own.detach() * 3)
+    assert counter == {"all_to_all": 4}
 
 
-def megatron_shapes():
+@on_ranks(RANKS)
+def test_megatrons_sp2hp_and_hp2sp():
     full = numbered(8, 4)  # tokens, hidden
     tokens = full.chunk(RANKS, 0)[here()].clone().requires_grad_()
     hidden = tp.all_to_all_sp2hp(tokens.unsqueeze(1))
     back = tp.all_to_all_hp2sp(hidden)
     back.sum().backward()
-    right = torch.equal(hidden, full.chunk(RANKS, 1)[here()]) and torch.equal(back, tokens)
-    return right, tokens.grad
+    assert torch.equal(hidden, full.chunk(RANKS, 1)[here()])
+    assert torch.equal(back, tokens)
+    assert tokens.grad.eq(1).all()
 
 
-def test_megatrons_sp2hp_and_hp2sp():
-    for right, grad in run_ranks(megatron_shapes, RANKS):
-        assert right
-        assert grad.eq(1).all()
-
-
-def uneven_rows():
-    rank = here()
-    # Rank 0 sends one row to itself and two to rank 1; rank 1 sends three and none.
-    sent = [[1, 2], [3, 0]][rank]
-    received = [[1, 3], [2, 0]][rank]
-    rows = (torch.arange(3.0) + 10 * rank).unsqueeze(1).requires_grad_()
-    got = tp.all_to_all(rows, received, sent, group=tp.get_state().group("tensor"))
-    got.backward(got.detach())
-    return got.flatten().tolist(), torch.equal(rows.grad, rows.detach())
-
-
+@on_ranks(2)
 def test_uneven_rows_and_their_gradients():
-    assert run_ranks(uneven_rows, 2) == [([0.0, 10.0, 11.0, 12.0], True), ([1.0, 2.0], True)]
-
-
-def bad(output_sizes, input_sizes, rows):
-    tp.all_to_all(
-        torch.zeros(rows, 1), output_sizes, input_sizes, group=tp.get_state().group("tensor")
-    )
+    # Rank 0 sends one row to itself and two to rank 1; rank 1 sends three and none.
+    sent, received, wanted = [
+        ([1, 2], [1, 3], [0.0, 10.0, 11.0, 12.0]),
+        ([3, 0], [2, 0], [1.0, 2.0]),
+    ][here()]
+    rows = (torch.arange(3.0) + 10 * here()).unsqueeze(1).requires_grad_()
+    got = tp.all_to_all(rows, received, sent, group=tp.get_tensor_parallel_group())
+    got.backward(got.detach())
+    assert got.flatten().tolist() == wanted
+    assert torch.equal(rows.grad, rows.detach())
 
 
 @pytest.mark.parametrize(
@@ -85,17 +68,19 @@ def bad(output_sizes, input_sizes, rows):
     ],
 )
 def test_split_sizes_that_do_not_fit(arguments, message):
+    *sizes, rows = arguments
+
+    def bad():
+        tp.all_to_all(torch.zeros(rows, 1), *sizes, group=tp.get_tensor_parallel_group())
+
     with pytest.raises(tp.DegreeError, match=message):
-        run_ranks(bad, 2, *arguments)
-
-
-def three_heads():
-    tp.sequence_to_head(torch.zeros(2, 3), 0, 1)
+        run_ranks(bad, 2)
 
 
 def test_heads_that_do_not_divide():
-    with pytest.raises(tp.DegreeError, match=r"sequence_to_head: dim 1 of \(2, 3\) is 3, which 2"):
-        run_ranks(three_heads, 2)
+    told = r"sequence_to_head: dim 1 of \(2, 3\) is 3, which 2"
+    with pytest.raises(tp.DegreeError, match=told):
+        run_ranks(lambda: tp.sequence_to_head(torch.zeros(2, 3), 0, 1), 2)
 
 
 def test_before_initialization_the_input_comes_back():

@@ -221,22 +221,18 @@ def test_only_what_backward_needs_is_kept():
     assert run_ranks(saved_for_backward, 2, True, True) == [[input_shape, weight_shape]] * 2
 
 
-def without_gradients(sequence_parallel):
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "sequence"])
+@on_ranks(2)
+def test_without_gradients(sequence_parallel):
     inputs, weight, bias = numbers(SEQUENCE, IN), numbers(OUT, IN, seed=1), numbers(OUT, seed=2)
-    whole_output = F.linear(inputs, weight, bias)
+    output = F.linear(inputs, weight, bias)
     here = own(inputs, 0) if sequence_parallel else inputs
     with torch.no_grad(), counting() as counter:
         first = column_linear(here, own(weight, 0), own(bias, 0), group(), sequence_parallel)
         second = row_linear(own(inputs, -1), own(weight, 1), bias, group(), sequence_parallel)
-    close(first, own(whole_output, -1))
-    close(second, own(whole_output, 0) if sequence_parallel else whole_output)
-    return sum(counter.values())
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "sequence"])
-def test_without_gradients(sequence_parallel):
-    wanted = 2 if sequence_parallel else 1
-    assert run_ranks(without_gradients, 2, sequence_parallel) == [wanted] * 2
+    close(first, own(output, -1))
+    close(second, own(output, 0) if sequence_parallel else output)
+    assert sum(counter.values()) == (2 if sequence_parallel else 1)
 
 
 @on_ranks(2, in_processes=True)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import on_ranks
 
 import ezpz_tp as tp
@@ -181,35 +182,24 @@ def test_at_degree_one_every_region_is_the_identity():
     assert not counter
 
 
-def compiled_for_one_group_and_called_with_another(name):
-    import torch.distributed as dist
-
+@on_ranks(4, in_processes=True, initialize=False)
+def test_a_compiled_region_is_traced_again_for_another_group():
+    """Of a group torch.compile guards the type alone: size and rank of the first would stay."""
     rank = dist.get_rank()
-    groups = [
+
+    def body(x, group):
+        scattered = tp.scatter_to_tensor_parallel_region(x, tp_group=group)
+        return tp.reduce_from_tensor_parallel_region(scattered, tp_group=group)
+
+    compiled = torch.compile(body, fullgraph=True, backend="aot_eager")
+    x = torch.arange(64.0).view(8, 8) * (rank + 1)
+    for group in (
         [dist.new_group([each]) for each in range(4)][rank],
         [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2],
         [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2],
         dist.group.WORLD,
-    ]
-    region = getattr(regions, name)
-
-    def body(x, group):
-        return region(x, tp_group=group)
-
-    compiled = torch.compile(body, fullgraph=True, backend="aot_eager")
-    x = torch.arange(64.0).view(8, 8) * (rank + 1)
-    return [torch.equal(compiled(x, each), body(x, each)) for each in groups]
-
-
-@pytest.mark.parametrize(
-    "name", ["reduce_from_tensor_parallel_region", "scatter_to_tensor_parallel_region"]
-)
-def test_a_compiled_region_is_traced_anew_for_another_group(name):
-    """Of a group torch.compile guards the type alone: size and rank of the first would stay."""
-    seen = run_ranks(
-        compiled_for_one_group_and_called_with_another, 4, name, in_processes=True, initialize=False
-    )
-    assert seen == [[True] * 4] * 4
+    ):
+        assert torch.equal(compiled(x, group), body(x, group))
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "er_" in name])

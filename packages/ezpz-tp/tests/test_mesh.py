@@ -85,7 +85,8 @@ def test_a_mesh_over_the_world_has_a_layout_and_comes_back():
     ) == str(tp.RankLayout(4, tensor=2))
 
 
-def products():
+@on_ranks(4, in_processes=True, initialize=False)
+def test_products_of_a_mesh():
     mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "pp", "tp"))
     part = mesh["pp", "tp"]
     for one in (mesh, part):
@@ -94,26 +95,20 @@ def products():
         assert state.to_mesh() is one
         assert state.group("tensor", "pipeline") is mesh.get_group("pp")
     mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
-    assert (
-        tp.ParallelState.from_mesh(mesh["cp", "tp"]).group("tensor", "context") is dist.group.WORLD
-    )
+    state = tp.ParallelState.from_mesh(mesh["cp", "tp"])
+    assert state.group("tensor", "context") is dist.group.WORLD
 
 
-def flattened():
+@on_ranks(8, in_processes=True, initialize=False)
+def test_products_of_a_mesh_that_are_flattened():
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
-    for one in (mesh, mesh["cp", "tp"]):
-        state = tp.ParallelState.from_mesh(one)
-        if one is mesh:
-            words = r"no group spans tensor x context .*from_mesh.*mesh\[\('cp', 'tp'\)\]._flatten"
-            with pytest.raises(tp.ParallelError, match=words):
-                state.group("tensor", "context")
-            flat = mesh["cp", "tp"]._flatten()
-        assert state.group("tensor", "context") is flat.get_group()
-
-
-def test_products_of_a_mesh():
-    run_ranks(products, 4, in_processes=True, initialize=False)
-    run_ranks(flattened, 8, in_processes=True, initialize=False)
+    state = tp.ParallelState.from_mesh(mesh)
+    words = r"no group spans tensor x context .*from_mesh.*mesh\[\('cp', 'tp'\)\]._flatten"
+    with pytest.raises(tp.ParallelError, match=words):
+        state.group("tensor", "context")
+    flat = mesh["cp", "tp"]._flatten()
+    for one in (state, tp.ParallelState.from_mesh(mesh["cp", "tp"])):
+        assert one.group("tensor", "context") is flat.get_group()
 
 
 def of_experts(kind):

@@ -56,25 +56,22 @@ def test_tied_embeddings(bug, message):
     assert error is None if message is None else message in error
 
 
-def changed(rank, gradient):
+@pytest.mark.parametrize("gradient", [False, True])
+@on_ranks(3, data=3)
+def test_the_last_bit_of_one_value_on_one_rank_of_three(gradient):
     model = nn.Linear(4, 4)
     with torch.no_grad():
         model.weight.fill_(1)
         model.bias.fill_(2)
-    (model(torch.ones(2, 4)).sum()).backward()
-    if tp.get_state().rank == rank:
+    model(torch.ones(2, 4)).sum().backward()
+    if tp.get_state().rank == 2:
         (model.weight.grad if gradient else model.weight.detach())[3, 3] += 1e-6
     error = error_of(lambda _: tp.verify_replicated(model), None)
-    return error, error_of(lambda _: tp.verify_replicated(model, gradients=True), None)
-
-
-@pytest.mark.parametrize("gradient", [False, True])
-def test_the_last_bit_of_one_value_on_one_rank_of_three(gradient):
-    for error, with_gradients in run_ranks(changed, 3, 2, gradient, data=3):
-        name = "gradient of weight" if gradient else "weight"
-        assert f"{name} should be the same on all of them, and differs on 2;" in with_gradients
-        assert (error is None) == gradient
-        assert "bias" not in with_gradients
+    with_gradients = error_of(lambda _: tp.verify_replicated(model, gradients=True), None)
+    name = "gradient of weight" if gradient else "weight"
+    assert f"{name} should be the same on all of them, and differs on 2;" in with_gradients
+    assert (error is None) == gradient
+    assert "bias" not in with_gradients
 
 
 @on_ranks(2, data=2)
@@ -148,7 +145,8 @@ def test_shards_of_one_value_need_not_differ():
         assert "weight should be another one on each of them, and is the same on 0, 1" in error
 
 
-def distributed_tensors():
+@on_ranks(4, **DATA, in_processes=True)
+def test_distributed_tensors_differ_where_they_are_sharded():
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -162,18 +160,11 @@ def distributed_tensors():
     for one in model:
         fully_shard(one, mesh=mesh["dp"])
     model(torch.ones(2, 4)).sum().backward()
-    before = error_of(lambda _: tp.verify_replicated(model, gradients=True), None)
+    tp.verify_replicated(model, gradients=True)
     with torch.no_grad():
         model[2].weight.to_local().add_(state.index("tensor"))
-    return before, error_of(lambda _: tp.verify_replicated(model), None)
-
-
-def test_distributed_tensors_differ_where_they_are_sharded():
-    results = run_ranks(distributed_tensors, 4, **DATA, in_processes=True)
-    for rank, (before, after) in enumerate(results):
-        first = rank // 2 * 2
-        assert before is None
-        assert f"tensor axis, ranks {first}, {first + 1}:\n    2.weight should be the same" in after
+    error, (first, second) = error_of(tp.verify_replicated, model), state.ranks("tensor")
+    assert f"tensor axis, ranks {first}, {second}:\n    2.weight should be the same" in error
 
 
 def streams(tensor_rank):
@@ -192,10 +183,6 @@ def test_streams_that_should_differ():
 def test_ranks_that_are_threads_share_their_streams():
     tp.seed_model_parallel(7)
     try:
-        assert run_ranks(verified, 2, tensor=2) == [None, None]
+        run_ranks(lambda: tp.verify_replicated(seeded.Mlp()), 2, tensor=2)
     finally:
         tp.get_rng_tracker().reset()
-
-
-def verified():
-    return error_of(lambda _: tp.verify_replicated(seeded.Mlp()), None)

@@ -6,7 +6,7 @@ from ranks import on_ranks
 
 import ezpz_tp as tp
 from ezpz_tp._mappings import vocabulary_range
-from ezpz_tp.testing import counting, run_ranks
+from ezpz_tp.testing import counting
 
 
 def test_the_last_dim_is_split_into_views():
@@ -38,24 +38,19 @@ def test_division_without_remainder():
         tp.divide_and_check_no_remainder(13, 4)
 
 
-def cut_and_join(whole, new_buffer):
-    part = tp.split_tensor_into_1d_equal_chunks(whole, new_buffer)
-    shares = part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
-    with counting() as counter:
-        joined = tp.gather_split_1d_tensor(part)
-    assert dict(counter) == {"all_gather": 1}
-    return part, joined, shares
-
-
 @pytest.mark.parametrize("new_buffer", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
+@on_ranks(3)
 def test_chunks_of_all_ranks_join_to_the_whole(new_buffer, transposed):
-    whole = torch.arange(24.0).view(4, 6)
+    whole, start = torch.arange(24.0).view(4, 6), 8 * tp.get_tensor_parallel_rank()
     whole = whole.t() if transposed else whole
-    for rank, (part, joined, shares) in enumerate(run_ranks(cut_and_join, 3, whole, new_buffer)):
-        assert torch.equal(part, whole.reshape(-1)[rank * 8 : rank * 8 + 8])
-        assert torch.equal(joined, whole.reshape(-1))
-        assert shares is not (new_buffer or transposed)
+    part = tp.split_tensor_into_1d_equal_chunks(whole, new_buffer)
+    shares = part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+    assert shares is not (new_buffer or transposed)
+    assert torch.equal(part, whole.reshape(-1)[start : start + 8])
+    with counting() as counter:
+        assert torch.equal(tp.gather_split_1d_tensor(part), whole.reshape(-1))
+    assert counter == {"all_gather": 1}
 
 
 @on_ranks(3)

@@ -231,14 +231,14 @@ def test_sequence_parallel_alone_is_off_and_said():
     assert linear(numbers(3, 8))[0].shape == (3, 12)
 
 
-def disagree():
+@on_ranks(2)
+def test_another_degree_than_the_groups_is_an_error():
+    column(config=settings(tensor_model_parallel_size=2))
     with pytest.raises(DegreeError, match=r"tensor_model_parallel_size=4, but .* size 2"):
         column(config=settings(tensor_model_parallel_size=4))
-    column(config=settings(tensor_model_parallel_size=2))
 
 
-def test_another_degree_than_the_groups_is_an_error():
-    run_ranks(disagree, 2)
+def test_a_degree_without_groups_is_an_error():
     with pytest.raises(DegreeError, match=r"tensor_model_parallel_size=2, but .* size 1"):
         row(config=settings(tensor_model_parallel_size=2))
 
