@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from ezpz_tp._errors import DegreeError, ParallelError
 from ezpz_tp._shard import Entry, Piece, Shard, optimizer_name, parameter_of, whole
+from ezpz_tp._state import ParallelState
 from ezpz_tp._state_dict import names_of, nested, parts_of, state_or_alone, survey, with_optimizer
 
 from . import Format, Options, Source, Stored, all_splits, strides_of, written
