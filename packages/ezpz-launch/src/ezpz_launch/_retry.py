@@ -204,17 +204,17 @@ def _hostfile(planned: LaunchPlan, directory: str) -> Iterator[LaunchPlan]:
         return
     path = os.path.join(directory, f"ezpz-hosts-{os.urandom(8).hex()}")
     ready = replace(planned, hostfile=path)
-    if planned.launcher.kind == "torchrun":  # makes a folder there
+    if not (lines := hostfile_of(planned)):  # it makes a folder there
         try:
             yield ready
         finally:
-            import shutil  # noqa: PLC0415 - only torchrun leaves a folder
+            import shutil  # noqa: PLC0415 - few launchers leave a folder
 
             shutil.rmtree(path, ignore_errors=True)
         return
     try:
         with open(path, "x", encoding="utf-8") as file:
-            file.writelines(f"{line}\n" for line in hostfile_of(planned))
+            file.writelines(f"{line}\n" for line in lines)
     except OSError as error:
         raise LaunchError(
             f"cannot make a file in {directory} ({error.strerror}); expected a directory for the "
