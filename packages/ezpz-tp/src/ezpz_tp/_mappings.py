@@ -42,11 +42,7 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     BroadcastOptions,
     ReduceScatterOptions,
 )
-from torch.overrides import (
-    handle_torch_function,
-    has_torch_function_unary,
-    has_torch_function_variadic,
-)
+from torch.overrides import handle_torch_function, has_torch_function, has_torch_function_unary
 
 from ._current import tensor_group
 from ._errors import DegreeError
@@ -204,7 +200,7 @@ def watchable(region: Callable[P, Tensor]) -> Callable[P, Tensor]:
 
     @functools.wraps(region)
     def called(*args: P.args, **options: P.kwargs) -> Tensor:
-        if has_torch_function_variadic(*args, *options.values()):
+        if has_torch_function(args or tuple(options.values())):
             full = signature.bind(*args, **options)
             full.apply_defaults()
             return watched(called, *full.args, **full.kwargs)
