@@ -14,10 +14,10 @@ import ezpz
 from ezpz._cli import COMMANDS, HELP, main
 
 
-def ezpz_process(*words, **kwargs):
+def ezpz_process(*words, stdout=subprocess.PIPE, **options):
     return subprocess.run(
-        [sys.executable, "-m", "ezpz", *words],
-        capture_output=True, text=True, timeout=60, check=False, **kwargs,
+        [sys.executable, "-m", "ezpz", *words], stdout=stdout, stderr=subprocess.PIPE, text=True,
+        timeout=60, check=False, **options,
     )  # fmt: skip
 
 
@@ -127,12 +127,9 @@ def test_a_command_that_is_none(words, said, capfd):
     assert err.startswith("ezpz: ")
 
 
-def test_nothing_said_is_a_page_and_no_success(capfd):
-    assert main([]) == 2
+def test_pages(capfd):
+    assert main([]) == 2, "nothing was asked for, and nothing was done"
     assert capfd.readouterr().out == HELP + "\n"
-
-
-def test_help_of_a_command_either_way(capfd):
     assert main(["help", "topo"]) == 0
     first = capfd.readouterr().out
     assert main(["topo", "--help"]) == 0
@@ -152,12 +149,16 @@ def test_a_page_that_nobody_reads(closed):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full on this system")
-@pytest.mark.parametrize(("words", "whose"), [((), "ezpz"), (("test",), "ezpz test")])
-def test_a_page_that_cannot_be_written(words, whose):
+@pytest.mark.parametrize(
+    ("words", "whose", "status"),
+    [
+        (["--help"], "ezpz", 1),
+        (["test", "--help"], "ezpz test", 1),
+        (["doctor", "--list"], "ezpz doctor", 2),
+    ],
+)
+def test_a_page_that_cannot_be_written(words, whose, status):
     with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", "ezpz", *words, "--help"],
-            stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False,
-        )  # fmt: skip
-    assert done.returncode == 1
+        done = ezpz_process(*words, stdout=full)
+    assert done.returncode == status
     assert done.stderr == f"{whose}: standard output: No space left on device\n"
