@@ -179,6 +179,9 @@ be_check(*job)
 _BEGAN = b"began "
 """Of the line that comes before the answer: the monotonic clock where its own work begins."""
 
+_GRACE = 0.5
+"""Seconds that a process has to end itself, and say where it stands, when its time is over."""
+
 _TIME_OVER = "Timeout (0:"
 """What `faulthandler` writes first."""
 
@@ -235,7 +238,7 @@ class _Running:
             return True
         began = self._began
         over = self._begun + self._imports if began is None else began + self._timeout
-        return time.monotonic() >= over
+        return time.monotonic() >= over + _GRACE
 
     def _has_ended(self) -> bool:
         # Not waited for: its number, which is its group's, would be another's some day.
@@ -359,9 +362,6 @@ def _number(digits: str) -> int | str:
 
 # The check's side: the process says when its own work begins, and answers with a line of JSON.
 
-_LAST_WORDS = 0.15
-"""Seconds before its time is over at which a check says where it stands, and ends."""
-
 _SPARE = 0.3
 """Seconds before its time is over at which a check is to be done, so that it can say so itself."""
 
@@ -385,7 +385,7 @@ def be_check(name: str, value: str, imported_by: float, timeout: float) -> NoRet
 
 def _end_after(seconds: float) -> None:
     # Also where nobody is left to end it, or a C library holds the GIL.
-    faulthandler.dump_traceback_later(max(seconds - _LAST_WORDS, 0.01), exit=True)
+    faulthandler.dump_traceback_later(max(seconds, 0.01), exit=True)
 
 
 def _end_with(lifeline: int) -> None:
