@@ -23,51 +23,33 @@ OURS = {
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="macOS has no such thing")
 
-PROBES = '''
-import os, re, subprocess, sys, time
+PROBES = """
+import ctypes, os, re, signal, subprocess, sys, time
 from ezpz_topo import CheckResult
 
 def well(seconds):
     print("not an answer")
     return CheckResult.ok("it is well", seconds=seconds)
-def warns(seconds):
-    return {"status": "warning", "message": "a mapping does, too", "remedy": "nothing"}
-def raises(seconds):
-    raise ZeroDivisionError("what broke\\nand more")
-def leaves(seconds):
-    sys.exit("on purpose")
-def segfaults(seconds):
-    import ctypes
-    ctypes.string_at(0)
+def counts(seconds): return CheckResult.ok("it counts", bytes=1 << 64, most=(1 << 64) - 1)
 def exits(seconds):
     print("last words", file=sys.stderr, flush=True)
     os._exit(7)
-def hangs(seconds):
-    time.sleep(3600)
-def hangs_in_c(seconds):
-    re.match("(a+)+$", "a" * 64 + "b")
-def stops(seconds):
-    import signal
-    os.kill(os.getpid(), signal.SIGSTOP)
-def is_killed(seconds):
-    import signal
-    os.kill(os.getpid(), signal.SIGKILL)
-def is_signalled(seconds):
-    """By a real-time signal, which has no name."""
-    import signal
-    os.kill(os.getpid(), signal.SIGRTMIN + 1)
-def counts(seconds):
-    return CheckResult.ok("it counts", bytes=1 << 64, most=(1 << 64) - 1)
-def says_nothing(seconds):
-    pass
-def says_much(seconds):
-    return CheckResult.ok("x" * (3 << 20))
-def lies(seconds):
-    return {"status": "fine", "message": "", "colour": 3}
+def hangs(seconds): time.sleep(3600)
+def hangs_in_c(seconds): re.match("(a+)+$", "a" * 64 + "b")
+def is_killed(seconds): os.kill(os.getpid(), signal.SIGKILL)
+def is_signalled(seconds): os.kill(os.getpid(), signal.SIGRTMIN + 1)  # which has no name
+def leaves(seconds): sys.exit("on purpose")
+def lies(seconds): return {"status": "fine", "message": "", "colour": 3}
+def raises(seconds): raise ZeroDivisionError("what broke\\nand more")
+def says_much(seconds): return CheckResult.ok("x" * (3 << 20))
+def says_nothing(seconds): pass
+def segfaults(seconds): ctypes.string_at(0)
+def stops(seconds): os.kill(os.getpid(), signal.SIGSTOP)
+def warns(seconds):
+    return {"status": "warning", "message": "a mapping does, too", "remedy": "nothing"}
 def leaves_others(seconds):
-    """A process that runs on, a copy of this one with all that it has open, and an exit."""
     child = subprocess.Popen(["sleep", "3600"])
-    copy = os.fork()
+    copy = os.fork()  # with all that this process has open
     if copy == 0:
         time.sleep(3600)
     with open(os.environ["PROBE_PIDS"], "w") as file:
@@ -78,7 +60,7 @@ def hangs_with_another(seconds):
     with open(os.environ["PROBE_PIDS"], "w") as file:
         file.write(f"{os.getpid()} {other.pid} ")
     time.sleep(3600)
-'''
+"""
 MAIN = "import sys; from ezpz.doctor import main; sys.exit(main())"
 
 

@@ -39,16 +39,10 @@ def refused(alone, capsys, tmp_path, name, *words):
         ("vit", "--dtype=fp8", "--dtype=fp8; expected bf16, fp16 or fp32"),
         ("vit", "--batch_size=2000", "--batch_size=2000; expected at most 1438"),
         ("deepspeed_zero", "--stage=4", "--stage=4; expected 0, 1, 2 or 3"),
-        (
-            "lightning_fabric",
-            "--precision=16-true",
-            "--precision=16-true; expected one of 32-true, 64-true, bf16-mixed, bf16-true",
-        ),
-        (
-            "pipeline",
-            "--microbatches=5",
-            "--microbatches=5; expected a divisor of 16, the blocks that are evaluated at the end",
-        ),
+        ("lightning_fabric", "--precision=16-true",
+         "--precision=16-true; expected one of 32-true, 64-true, bf16-mixed, bf16-true"),
+        ("pipeline", "--microbatches=5",
+         "--microbatches=5; expected a divisor of 16, the blocks that are evaluated at the end"),
         ("megatron_style", "--steps=0", "--steps=0; expected a whole number above 0"),
         ("megatron_style", "--tp=two", "--tp=two; expected a whole number above 0"),
         ("megatron_style", "--lr=fast", "--lr=fast; expected a number above 0"),
@@ -56,18 +50,11 @@ def refused(alone, capsys, tmp_path, name, *words):
         ("megatron_style", "--seed=one", "--seed=one; expected a whole number from 0"),
         ("megatron_style", "--seed=-1", "--seed=-1; expected a whole number from 0"),
         ("megatron_style", "--seed=1.5", "--seed=1.5; expected a whole number from 0"),
-        (
-            "megatron_style",
-            "--outdir",
-            "--outdir=True; expected a folder, such as --outdir=./True",
-        ),
-        (
-            "megatron_style",
-            "--nooutdir",
-            "--outdir=False; expected a folder, such as --outdir=./False",
-        ),
+        ("megatron_style", "--outdir", "--outdir=True; expected a folder, such as --outdir=./True"),
+        ("megatron_style", "--nooutdir",
+         "--outdir=False; expected a folder, such as --outdir=./False"),
     ],
-)
+)  # fmt: skip
 def test_a_value_that_cannot_be(name, word, expected, alone, capsys, tmp_path):  # noqa: PLR0917
     """Megatron's would begin, and miss RANK, if it did not look at its settings first."""
     assert refused(alone, capsys, tmp_path, name, word) == f"{name}: {expected}\n"

@@ -28,15 +28,10 @@ def test_one_rank_as_it_stands(clean_env, tmp_path):
     check(done.stdout + done.stderr, "Autoencoder")
 
 
-def run_on_two(start, clean_env, wrap):
+@pytest.mark.parametrize("wrap", ["", "ezpz"], ids=["without-device_ids", "wrap_model"])
+def test_two_ranks(start, clean_env, wrap):
     clean_env.update(WANDB_DISABLED="1", WRAP=wrap)
     process = start("-n", "2", sys.executable, str(SCRIPT))
     out, err = process.communicate(timeout=PATIENCE)
-    return process.returncode, out + err
-
-
-@pytest.mark.parametrize("wrap", ["", "ezpz"], ids=["without-device_ids", "wrap_model"])
-def test_two_ranks(start, clean_env, wrap):
-    status, said = run_on_two(start, clean_env, wrap)
-    assert status == 0, said
-    check(said, "DistributedDataParallel")
+    assert process.returncode == 0, out + err
+    check(out + err, "DistributedDataParallel")
