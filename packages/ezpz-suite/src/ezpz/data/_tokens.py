@@ -396,7 +396,7 @@ def _open(path: Path) -> tuple[TokenHeader, Any]:
     except FileNotFoundError as error:
         raise DataError(f"{path}: {index.name} is not beside it; {again}") from error
     except Exception as error:  # what zipfile raises of damage has many classes
-        raise DataError(f"{index}: {error}; it is damaged; {again}") from error
+        raise DataError(f"{index}: {error}; expected a whole index; {again}") from error
     expected = _START + header.tokens * header.itemsize
     if size != expected:
         raise DataError(
