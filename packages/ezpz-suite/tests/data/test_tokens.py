@@ -123,7 +123,7 @@ def of_another(path):
         ),
         (lambda path: path.write_bytes(b"EZPZTOK1" + bytes(70)), "former format, .* it again, of"),
         (lambda path: change(path, 128 + 3, b"X"), "checksum .* damaged, or mixed from two files"),
-        (lambda path: change(path, 12, b"\xff"), "its header is damaged"),
+        (lambda path: change(path, 10, b"z"), "its header is damaged"),
         (of_another, r"has uint8 of shape \(18,\); expected uint16 of shape \(9,\), as its index"),
         (lambda path: path.unlink(), r"No such file or directory; write it by write_tokens\(\)"),
         (lambda path: index_of(path).unlink(), "text.tokens.index.npz is not beside it"),

@@ -405,7 +405,7 @@ def _open(path: Path) -> tuple[TokenHeader, Any]:
         )
     try:
         tokens = np.load(path, mmap_mode="r")
-    except ValueError as error:
+    except Exception as error:  # what NumPy raises of damage has many classes, too
         raise DataError(f"{path}: its header is damaged: {error}; {again}") from error
     if (tokens.dtype, tokens.shape) != (header.dtype, (header.tokens,)):
         raise DataError(
