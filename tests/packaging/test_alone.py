@@ -30,7 +30,7 @@ TESTS = {
     "ezpz-tp": ["test_public.py", "test_dialect_names.py", "test_linear.py"],
     "ezpz-launch": ["test_launch.py"],
     "ezpz-dist": ["test_public.py", "test_plain.py"],
-    "ezpz-obs": ["test_public.py", "test_extras.py", "test_sinks.py"],
+    "ezpz-obs": ["test_public.py", "test_history.py", "test_sinks.py"],
     "ezpz-suite": ["test_names.py", "test_cli.py", "examples/test_settings.py"],
 }
 # What they need beside the package: pytest, and an MPI where ranks are started.

@@ -3,16 +3,16 @@ import math
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import time
+from pickle import UnpicklingError
 from threading import Thread
 
 import numpy as np
 import pytest
 
 import ezpz_obs
-from ezpz_obs import History, HistoryError
+from ezpz_obs import History, HistoryError, _file
 from ezpz_obs._context import NOW
 
 HEADER = {"ezpz_obs", "attempt", "run", "world_size", "machine", "git", "versions", "config"}
@@ -28,6 +28,7 @@ def test_update_records_writes_and_says(tmp_path):
         assert history.record({"loss": 0.25}, step=10) is None
         assert history.update({"loss": 0.125}) == "step=11 loss=0.125"
         assert NOW.step == 11, "log lines show it"
+    assert History(summary=False).update({"loss": 1.0}) == ""
     assert kinds(history.path) == ["ezpz_obs", "step", "step", "step", "event"]
     records = History.read(tmp_path / "run")
     assert [(one["step"], one["loss"]) for one in records] == [(0, 0.5), (10, 0.25), (11, 0.125)]
@@ -39,20 +40,19 @@ def test_update_records_writes_and_says(tmp_path):
     assert [event["message"] for event in run.events] == ["closed"]
 
 
-def test_no_credential_reaches_the_file_or_the_report(tmp_path):
-    program = (
-        "import argparse, ezpz_obs; from ezpz_obs import get_logger\n"
-        "config = {'api_key': 'hunter2', 'hub': {'url': 'https://me:hunter2@host/x'},\n"
-        "          'args': argparse.Namespace(hf_token='hunter2', lr=0.5)}\n"
-        "with ezpz_obs.History('run', config=config) as history: history.update({'x': 1})\n"
-        "get_logger().warning('at https://me:hunter2@host/x', wandb_key='hunter2', n=3)\n"
-        "get_logger().warning('failed', exc_info=ValueError('HF_TOKEN=hunter2'))\n"
-    )
+def test_no_credential_reaches_the_file_or_the_report(tmp_path, python):
     words = ["--wandb-key", "hunter2", "--hf-token=hunter2", "https://me:hunter2@host", "--lr=1"]
-    done = subprocess.run(
-        [sys.executable, "-c", program, *words], capture_output=True, text=True, cwd=tmp_path,
-        timeout=60, check=True,
-    )  # fmt: skip
+    done = python(
+        """
+        import argparse, ezpz_obs; from ezpz_obs import get_logger
+        config = {'api_key': 'hunter2', 'hub': {'url': 'https://me:hunter2@host/x'},
+                  'args': argparse.Namespace(hf_token='hunter2', lr=0.5)}
+        with ezpz_obs.History('run', config=config) as history: history.update({'x': 1})
+        get_logger().warning('at https://me:hunter2@host/x', wandb_key='hunter2', n=3)
+        get_logger().warning('failed', exc_info=ValueError('HF_TOKEN=hunter2'))
+        """,
+        *words,
+    )
     (header,) = ezpz_obs.read_run(tmp_path / "run").headers
     assert header["argv"][1:] == [
         "--wandb-key", "***", "--hf-token=***", "https://me:***@host", "--lr=1",
@@ -88,10 +88,6 @@ def test_threads_do_not_share_a_step(tmp_path):
     records = History.read(tmp_path)
     assert [one["step"] for one in records] == list(range(4000))
     assert sorted(said) == sorted(f"step={one['step']} x={one['x']}" for one in records)
-
-
-def test_without_a_summary(tmp_path):
-    assert History(tmp_path, summary=False).update({"loss": 1.0}) == ""
 
 
 def test_numpy_torch_and_nested(tmp_path):
@@ -143,9 +139,8 @@ def test_no_folder_no_file(tmp_path, monkeypatch):
     ]  # fmt: skip
 
 
-def test_other_ranks_write_nothing(tmp_path, monkeypatch):
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
-        monkeypatch.setenv(name, value)
+@pytest.mark.usefixtures("rank_1")
+def test_other_ranks_write_nothing(tmp_path):
     history = History(tmp_path / "run")
     assert history.update({"loss": 1.0}) == "step=0 loss=1"
     assert history.path is None
@@ -218,18 +213,13 @@ def test_a_restarted_run_goes_on_and_marks_what_it_replays(tmp_path):
     assert len(list(run.records(superseded=True))) == 10
 
 
-def test_steps_count_on_where_none_is_given(tmp_path):
-    for loss in (1.0, 2.0):
-        with History(tmp_path) as history:
-            history.update({"loss": loss})
-    assert [(r["step"], r["loss"]) for r in History.read(tmp_path)] == [(0, 1.0), (1, 2.0)]
-
-
-def test_a_record_after_the_end_is_an_error(tmp_path):
+def test_nothing_comes_after_the_end(tmp_path):
     with History(tmp_path) as history:
         history.update({"loss": 1.0})
     with pytest.raises(HistoryError, match=r"a record of step 1 after close\(\)"):
         history.update({"loss": 1.0})
+    with pytest.raises(HistoryError, match=r"event 'checkpoint' after close\(\)"):
+        history.event("checkpoint", "saved")
     history.close()
 
 
@@ -259,15 +249,24 @@ def test_events_and_alarms(tmp_path, caplog):
     assert end["message"] == "closed"
 
 
-def test_the_end_says_what_ended_it(tmp_path):
+def test_the_end_says_what_ended_it(tmp_path, python):
     with pytest.raises(ZeroDivisionError), History(tmp_path / "a"):
         raise ZeroDivisionError("of what")
     program = "import sys, ezpz_obs; h = ezpz_obs.History(sys.argv[1]); h.update({'x': 1}); "
-    subprocess.run([sys.executable, "-c", program, tmp_path / "b"], check=True)
-    failed = [sys.executable, "-c", program + "raise KeyError('boo')", tmp_path / "c"]
-    assert subprocess.run(failed, check=False, capture_output=True).returncode == 1
+    python(program, "b")
+    python(program + "raise KeyError('boo')", "c", status=1)
     said = [ezpz_obs.read_run(tmp_path / name).events[-1]["message"] for name in "abc"]
     assert said == ["ZeroDivisionError: of what", "exit", "KeyError: 'boo'"]
+
+
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [(0, "exit"), (None, "exit"), (3, "SystemExit: 3"), ("no", "SystemExit: no")],
+)
+def test_a_script_may_end_by_sys_exit(tmp_path, status, said):
+    with pytest.raises(SystemExit), History(tmp_path):
+        sys.exit(status)
+    assert ezpz_obs.read_run(tmp_path).events[-1]["message"] == said
 
 
 def test_a_deferred_record_comes_with_the_next(tmp_path):
@@ -326,22 +325,22 @@ def test_a_function_of_multiprocessing_ends_as_a_script_does(tmp_path, method, e
     assert (end["event"], end["message"]) == ("end", cause)
 
 
-def test_memory_does_not_grow_with_the_run(tmp_path):
-    code = """
-import sys, ezpz_obs
-def peak():
-    return int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0])
-names = [f"metric{i}" for i in range(10)]
-history = ezpz_obs.History(sys.argv[1], summary=False)
-for steps in (1000, 100_000):
-    for step in range(steps):
-        history.update({name: step * 0.1 for name in names})
-    print(peak())
-"""
-    if not os.path.exists("/proc/self/status"):
-        pytest.skip("no /proc on this system")
-    words = [sys.executable, "-c", code, str(tmp_path)]
-    before, after = map(int, subprocess.check_output(words, text=True).split())
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
+def test_memory_does_not_grow_with_the_run(python):
+    done = python(
+        """
+        import ezpz_obs
+        def peak():
+            return int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0])
+        names = [f"metric{i}" for i in range(10)]
+        history = ezpz_obs.History("run", summary=False)
+        for steps in (1000, 100_000):
+            for step in range(steps):
+                history.update({name: step * 0.1 for name in names})
+            print(peak())
+        """
+    )
+    before, after = map(int, done.stdout.split())
     assert after - before < 2048, "kB; 100,000 records are 25 MB on disk"
 
 
@@ -368,3 +367,83 @@ def test_kill_9_loses_nothing_that_was_said(tmp_path, options):
         assert not heard or steps[-1] >= heard[-1]
         last = steps[-1] if steps else last
     assert len(ezpz_obs.read_run(tmp_path).headers) == len(moments)
+
+
+# What is refused because it would be lost, or taken for something else.
+
+
+@pytest.mark.parametrize("name", ["crc", "event", "time", "ezpz_obs"])
+def test_an_event_has_no_fields_of_the_files_own(tmp_path, name):
+    with History(tmp_path) as history:
+        with pytest.raises(ValueError, match=f"a field {name!r}.*another name"):
+            history.event("checkpoint", "saved", **{name: "deadbeef"})
+        history.event("checkpoint", "saved", step=7)
+    assert [one["step"] for one in ezpz_obs.read_run(tmp_path).events] == [7, None]
+
+
+def test_a_metric_that_is_called_like_a_statistic_of_another(tmp_path):
+    metrics = {"loss": 1.0, "loss/mean": 7.0}
+    with History(tmp_path / "run", cross_rank=True) as history:
+        with pytest.raises(ValueError, match="'loss/mean' beside 'loss'; expected another name"):
+            history.update(metrics)
+        assert history.update({"loss/mean": 7.0}) == "step=0 loss/mean=7", "alone it is a metric"
+    with History(tmp_path / "plain") as history:
+        history.update(metrics)  # without statistics there is nothing to confuse
+    (record,) = History.read(tmp_path / "plain")
+    assert record["loss/mean"] == 7.0
+
+
+@pytest.mark.parametrize("per_rank", [False, True])
+@pytest.mark.usefixtures("rank_1")
+def test_git_is_asked_by_rank_0_alone(tmp_path, monkeypatch, per_rank):
+    """It looks at every file of the script's folder, which thousands of ranks share."""
+    asked = []
+    monkeypatch.setattr(_file, "_git", lambda *words: asked.append(words))
+    with History(tmp_path, per_rank=per_rank) as history:
+        history.update({"loss": 1.0})
+    assert (list(tmp_path.iterdir()) != []) == per_rank
+    assert asked == []
+    monkeypatch.setenv("RANK", "0")
+    History(tmp_path).close()
+    assert asked != []
+
+
+def test_text_that_is_no_unicode(tmp_path):
+    """As of file names in another encoding, which errors and arguments quote."""
+    odd = os.fsdecode(b"data-\xff")
+    history = History(tmp_path, config={odd: odd})
+    history.update({odd: 1.0})
+    with pytest.raises(UnpicklingError), history:
+        raise UnpicklingError(odd)
+    run = ezpz_obs.read_run(tmp_path)
+    assert run.headers[0]["config"] == {"data-\\udcff": "data-\\udcff"}
+    assert [one["data-\\udcff"] for one in run.records()] == [1.0]
+    assert run.events[-1]["message"] == "UnpicklingError: data-\\udcff"
+
+
+def test_a_child_leaves_the_file_to_its_parent(tmp_path):
+    """A worker that outlives a killed training does not keep the next attempt out."""
+    reading, writing = os.pipe()
+    if (parent := os.fork()) == 0:
+        history = History(tmp_path)
+        history.update({"loss": 1.0})
+        if (worker := os.fork()) == 0:
+            try:
+                said = history.update({"loss": 2.0})
+            except HistoryError as error:
+                said = str(error)
+            os.write(writing, f"{os.getpid()} {said}\n".encode())
+            signal.pause()
+        os.waitpid(worker, 0)
+    with os.fdopen(reading) as pipe:
+        worker, _, said = pipe.readline().partition(" ")
+        os.kill(parent, signal.SIGKILL)
+        os.waitpid(parent, 0)
+        try:
+            with History(tmp_path) as history:
+                assert history.update({"loss": 3.0}) == "step=1 loss=3"
+        finally:
+            os.kill(int(worker), signal.SIGKILL)
+            os.close(writing)
+    assert said.startswith("a record of step 1 in a process forked from its own; expected none")
+    assert [record["loss"] for record in History.read(tmp_path)] == [1.0, 3.0]

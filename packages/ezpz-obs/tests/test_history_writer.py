@@ -2,8 +2,6 @@
 
 import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 
@@ -33,16 +31,8 @@ history.close()
 """
 
 
-def run(code, *words, **kwargs):
-    return subprocess.run(
-        [sys.executable, "-c", code, *map(str, words)],
-        capture_output=True, text=True, timeout=60, check=False, **kwargs,
-    )  # fmt: skip
-
-
-def test_a_full_disk(tmp_path):
-    done = run(LIMITED, tmp_path)
-    assert done.returncode == 0, done.stderr
+def test_a_full_disk(tmp_path, python):
+    done = python(LIMITED, tmp_path)
     first, last = done.stderr.splitlines()
     assert first.startswith("metrics cannot be written to")
     assert "training goes on" in first
@@ -77,9 +67,8 @@ def test_a_part_of_a_line_that_cannot_be_cut_off_at_once(tmp_path, monkeypatch):
     assert [record["loss"] for record in History.read(tmp_path)] == [2.0, 3.0]
 
 
-def test_a_disk_that_is_full_from_the_start(tmp_path):
-    done = run(FULL, tmp_path)
-    assert done.returncode == 0, done.stderr
+def test_a_disk_that_is_full_from_the_start(python):
+    done = python(FULL, "run")
     first, last = done.stderr.splitlines()
     assert "cannot be written" in first
     assert last.startswith("12 lines are missing"), "header, ten records, the end"
@@ -129,20 +118,18 @@ def test_a_file_replaced_by_another_is_not_touched(tmp_path, monkeypatch, caplog
     assert len(caplog.records) == 1
 
 
-def test_a_closed_standard_error(tmp_path):
-    code = "import os, sys, ezpz_obs\nwith ezpz_obs.History(sys.argv[1]) as h:\n"
+def test_a_closed_standard_error(tmp_path, python):
+    code = "import os, ezpz_obs\nwith ezpz_obs.History('.') as h:\n"
     code += "    h.update({'x': 1.0})\n    os.system('echo native code >&2')"
-    words = ["sh", "-c", 'exec "$0" -c "$1" "$2" 2>&-', sys.executable, code, str(tmp_path)]
-    assert subprocess.run(words, check=False, timeout=60).returncode == 0
+    python(code, shell="2>&-")
     assert len(History.read(tmp_path)) == 1
     assert "native" not in (tmp_path / "metrics.jsonl").read_text()
 
 
-def test_a_home_that_cannot_be_written(tmp_path):
-    code = "import sys, ezpz_obs\nwith ezpz_obs.History(sys.argv[1]) as h: h.update({'x': 1.0})"
-    env = {**os.environ, "HOME": "/proc/nowhere", "XDG_CACHE_HOME": "/proc/nowhere"}
-    done = run(code, tmp_path, env=env)
-    assert (done.returncode, done.stderr) == (0, "")
+def test_a_home_that_cannot_be_written(python):
+    code = "import ezpz_obs\nwith ezpz_obs.History('.') as h: h.update({'x': 1.0})"
+    env = {"HOME": "/proc/nowhere", "XDG_CACHE_HOME": "/proc/nowhere"}
+    assert python(code, env=env).stderr == ""
 
 
 @pytest.mark.parametrize("sync", [True, 0.0, 60.0])

@@ -1,11 +1,9 @@
-import subprocess
-import sys
-
 import pytest
 
 import ezpz_obs
 
-HEAVY = ("torch", "matplotlib", "jinja2", "wandb", "mlflow", "tensorboard", "xarray", "fire")
+HEAVY = ("torch", "matplotlib", "jinja2", "wandb", "mlflow", "tensorboard", "xarray",
+         "plotext", "pyarrow", "fire")  # fmt: skip
 
 
 def test_all_is_what_is_there():
@@ -25,7 +23,11 @@ def test_all_is_what_is_there():
         "import ezpz_obs; [getattr(ezpz_obs, name) for name in ezpz_obs.__all__]",
     ],
 )
-def test_what_is_heavy_is_imported_when_it_is_used(code):
+def test_what_is_heavy_is_imported_when_it_is_used(code, python):
     code += f"; import sys; print([name for name in {HEAVY!r} if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
+    assert python(code).stdout == "[]\n"
+
+
+@pytest.mark.parametrize("name", ["jinja2", "matplotlib", "plotext", "pyarrow", "xarray"])
+def test_reports_are_tested(name):
+    pytest.importorskip(name, reason=f"{name} is not installed: reports are not tested here")

@@ -179,9 +179,10 @@ def test_names_and_objects():
         ("csv", r"expected a list: sinks=\['csv'\]"),
     ],
 )
-def test_what_is_no_sink(sinks, message):
+def test_what_is_no_sink(sinks, message, tmp_path):
     with pytest.raises(SinkError, match=message):
-        make_sinks(sinks)
+        History(tmp_path, sinks=sinks)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name", LIBRARY_SINKS)

@@ -280,13 +280,13 @@ def test_verify_wandb(clean, monkeypatch, env, netrc, verified):
 def test_the_server_that_wandb_login_kept(clean, monkeypatch):
     from ezpz_obs._sinks.wandb import find_server
 
-    assert find_server() == "https://api.wandb.ai"
+    assert find_server(os.environ) == "https://api.wandb.ai"
     folder = clean / ".config" / "wandb"
     folder.mkdir(parents=True)
     (folder / "settings").write_text("[default]\nbase_url = https://wandb.example.org\n")
-    assert find_server() == "https://wandb.example.org"
+    assert find_server(os.environ) == "https://wandb.example.org"
     monkeypatch.setenv("WANDB_BASE_URL", "http://other/")
-    assert find_server() == "http://other"
+    assert find_server(os.environ) == "http://other"
 
 
 def test_a_run_of_ones_own_id_goes_offline_too(start, server):

@@ -9,33 +9,24 @@ from ._errors import HistoryError, ObsError, ReportError, SinkError
 from ._version import __version__
 
 # Imported when first used: a program that logs has no need of what draws.
-_LATER = {
-    "Alarms": "_alarms",
-    "History": "_history",
-    "LogSetup": "_logs",
-    "Run": "_run",
-    "Sink": "_sinks.libraries",
-    "StepTimer": "_performance",
-    "Throughput": "_performance",
-    "configure_logs": "_logs",
-    "dataset_of": "_table",
-    "export": "_table",
-    "get_log_level": "_terminal",
-    "get_logger": "_logs",
-    "gradient_norm": "_gradients",
-    "log_dict_as_bulleted_list": "_logs",
-    "memory_metrics": "_performance",
-    "plot": "_report.terminal",
-    "profile": "_profile",
-    "progress": "_progress",
-    "read_run": "_run",
-    "replay": "_sinks",
-    "setup_wandb": "_sinks.wandb",
-    "tail": "_report.terminal",
-    "transformer_flops": "_performance",
-    "verify_wandb": "_sinks.wandb",
-    "write_report": "_report",
+_HOMES = {
+    "_alarms": "Alarms",
+    "_gradients": "gradient_norm",
+    "_history": "History",
+    "_logs": "configure_logs get_logger log_dict_as_bulleted_list LogSetup",
+    "_performance": "memory_metrics StepTimer Throughput transformer_flops",
+    "_profile": "profile",
+    "_progress": "progress",
+    "_report": "write_report",
+    "_report.terminal": "plot tail",
+    "_run": "read_run Run",
+    "_sinks": "replay",
+    "_sinks.libraries": "Sink",
+    "_sinks.wandb": "setup_wandb verify_wandb",
+    "_table": "dataset_of export",
+    "_terminal": "get_log_level",
 }
+_LATER = {name: home for home, names in _HOMES.items() for name in names.split()}
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from ._alarms import Alarms

@@ -24,7 +24,6 @@ from ._file import as_float, statistic_names
 
 
 def find_distributed(place: Place) -> Any:
-    """Return the module torch.distributed."""
     torch = sys.modules.get("torch")
     dist = None if torch is None else torch.distributed
     if dist is None or not dist.is_available() or not dist.is_initialized():
@@ -158,8 +157,6 @@ _POSITIVE = np.int64(0x7FFF_FFFF_FFFF_FFFF)
 
 
 class Sent(NamedTuple):
-    """What is on its way."""
-
     digest: int  # of the names
     values: NDArray[np.float64]  # this rank's
     centre: NDArray[np.float64]  # what the sums are taken about
@@ -179,7 +176,6 @@ class Reduction:
         self.make_room(0)
 
     def make_room(self, values: int) -> None:
-        """Make the buffers for so many metrics."""
         torch = self._torch
         self._fits = values
         self._ends = torch.zeros(ENDS_HEAD + 4 * values, dtype=torch.int64)
@@ -287,8 +283,6 @@ are made by all-reduces, and gathered only where ranks differ or a number is not
 
 
 class Answer(NamedTuple):
-    """What came of one exchange."""
-
     values: dict[str, Any]
     """``{"loss/mean": .., "loss/std": .., ...}``; empty where the ranks were at different steps."""
     warning: str | None
@@ -386,7 +380,6 @@ class Across:
         return Answer(values, other_names(names, self._hosts) if new else None)
 
     def _gather(self, plan: Plan, mine: list[Any], step: int) -> Exchange:
-        """Send this rank's numbers to every rank."""
         if not self._slots:
             self._make_slots()
         head = (*plan.head, step, len(plan.text))
@@ -421,7 +414,6 @@ class Across:
             work.wait()
 
     def _alike(self, table: NDArray[np.float64], plan: Plan) -> dict[str, Any] | None:
-        """Return the statistics where all ranks sent the same metrics of the same step."""
         count = len(plan.order)
         if count > self._fits:  # nobody has sent so many
             return None
@@ -437,7 +429,6 @@ class Across:
         return found or statistics(table[:, HEAD : HEAD + count], plan.keys)
 
     def _make_room(self, values: int) -> None:
-        """Make the buffers for so many values a rank."""
         self._fits = values
         self._slots = []
         if self.reduction is None:

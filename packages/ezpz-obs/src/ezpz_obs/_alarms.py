@@ -131,7 +131,6 @@ class Alarms:
         return None if was_on else message
 
     def _refresh(self) -> None:
-        """Set the limit from the window."""
         self._absent = None
         self._until_refresh = _REFRESH
         values = sorted(self._window)

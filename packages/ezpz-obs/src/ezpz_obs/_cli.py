@@ -90,7 +90,6 @@ def _complain(text: str) -> None:
 
 
 def _answer(words: list[str]) -> None:
-    """Let Fire call the command that is meant."""
     if sys.stdout is None:
         raise UsageError("standard output is closed; expected somewhere to write to")
     if isinstance(sys.stdout, io.TextIOWrapper):

@@ -71,7 +71,6 @@ def open_to_append(path: Path, *, anew: bool = False) -> int:
 
 
 def is_at(path: Path, descriptor: int) -> bool:
-    """Say whether a path still leads to an open file."""
     try:
         found, ours = os.stat(path), os.fstat(descriptor)
     except OSError:

@@ -94,7 +94,6 @@ def to_number(name: str, value: Any) -> Number:
 
 
 def is_on_device(value: Any) -> bool:
-    """Say whether this is a tensor whose number would have to be waited for."""
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(value, torch.Tensor):
         return False
@@ -165,7 +164,6 @@ def encode_record(record: Mapping[str, Any]) -> bytes | None:
 
 
 def encode_anything(line: Mapping[str, Any]) -> bytes:
-    """Return a header, an event or a record as a line, whatever numbers are in it."""
     return orjson.dumps(_plain(line), option=orjson.OPT_APPEND_NEWLINE)
 
 
@@ -203,7 +201,6 @@ def _digits(value: int) -> str:
 
 
 def seal(line: bytes) -> bytes:
-    """Add the checksum to a line: 1 µs for 250 bytes."""
     body = line[:-2]  # the brace and the newline
     return b'%b%b%08x"}\n' % (body, _CRC, zlib.crc32(body))
 
@@ -293,7 +290,6 @@ class Copies:
         self._waiting.append((names, host, event))
 
     def settle(self) -> dict[str, Any]:
-        """Wait for the copies, and return the record with its numbers in it."""
         for names, host, event in self._waiting:
             if event is not None:
                 event.synchronize()
@@ -312,8 +308,6 @@ _LOOK = 1.0  # seconds between looks whether the file is still where it was
 
 @dataclass(frozen=True)
 class Before:
-    """What earlier attempts left in a file."""
-
     attempts: int = 0
     last_step: int | None = None
     """The highest step of all."""
@@ -383,7 +377,6 @@ class Writer:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
     def _cut(self) -> None:
-        """Cut off what a full disk took of a line, so that the next one begins a line."""
         os.ftruncate(self._fd, os.fstat(self._fd).st_size - self._torn)
         self._torn = 0
 
@@ -558,7 +551,6 @@ def _git(folder: Path, *words: str) -> str | None:
 
 
 def _versions() -> dict[str, str]:
-    """Return the versions of what this process has imported already."""
     found = {"python": platform.python_version()}
     for name in _WORTH_KNOWING:
         version = getattr(sys.modules.get(name), "__version__", None)

@@ -64,7 +64,6 @@ def _listed(parameters: Any) -> list[Any]:
 
 
 def _norm_of_ezpz_tp(parameters: list[Any], order: float) -> Any:
-    """Return what ezpz_tp says, where it is in use; else None."""
     # A lookup in the dict; getattr of what is not there costs ten times that.
     is_parallel = any(vars(one).get("tensor_model_parallel", False) for one in parameters)
     tp: Any = sys.modules.get("ezpz_tp")

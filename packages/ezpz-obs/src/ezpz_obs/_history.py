@@ -81,7 +81,6 @@ class Kept:
         self._values: array[float] = array("d")
 
     def put(self, record: Mapping[str, Any]) -> None:
-        """Keep one record."""
         names = tuple(record)
         if names != self._names:
             self._names, self._values = names, array("d")
@@ -113,7 +112,6 @@ class Progress:
         self._next = 0.0
 
     def report(self, step: int, now: float) -> None:
-        """Remember a step, and write it when it is time."""
         self._highest = max(self._highest, step)
         if now >= self._next or self._next > now + _SECONDS:
             self._next = now + _SECONDS
@@ -171,8 +169,6 @@ _EVENTS_OWN = RESERVED - {"step", "replay"}
 
 
 class Check(Protocol):
-    """What looks at every record: `Alarms`, or anything of the same form."""
-
     def check(self, record: Mapping[str, Any]) -> str | None:
         """Return what is wrong, or None."""
 
@@ -191,8 +187,6 @@ class Places:
 
 
 class Recorder:
-    """Makes the records of one `History`."""
-
     def __init__(
         self,
         places: Places,
@@ -219,11 +213,9 @@ class Recorder:
         self._pending: _Pending | None = None
 
     def summarize(self) -> str:
-        """Return the line of the last record."""
         return summarize(self.last) if self._summary else ""
 
     def event(self, kind: str, message: str, **fields: Any) -> None:
-        """Write something that happened."""
         self._refuse_closed(f"event {kind!r}")
         if taken := _EVENTS_OWN.intersection(fields):
             raise ValueError(
@@ -333,8 +325,6 @@ class Recorder:
 
 @dataclass(slots=True)
 class _Pending:
-    """A record whose numbers are on their way."""
-
     record: dict[str, Any]
     flat: dict[str, Any]
     copies: Copies | None

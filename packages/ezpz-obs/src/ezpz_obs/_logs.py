@@ -156,7 +156,6 @@ class StandardHandler(logging.Handler):
         self._output = output
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a record."""
         output = self._output
         if record.levelno < output.level or is_ours(record):
             return
@@ -286,7 +285,6 @@ class Channel:
         self.standard: logging.Logger = logging.getLogger(name)
 
     def wants(self, level: int) -> bool:
-        """Say whether anybody hears events of this level."""
         return self.output.level <= level or (
             self.standard.isEnabledFor(level) and has_listeners(self.standard)
         )

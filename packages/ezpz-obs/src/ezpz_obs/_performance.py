@@ -354,11 +354,9 @@ class HostClock:
     mark = staticmethod(time.perf_counter)
 
     def seconds(self, start: float, end: float) -> float:
-        """Return the seconds between two marks."""
         return end - start
 
     def has_passed(self, mark: float) -> bool:  # noqa: ARG002 - a host's marks are past
-        """Return True."""
         return True
 
 
@@ -421,7 +419,6 @@ class Phase:
             self._marks = []
 
     def take(self) -> tuple[float, list[tuple[Mark, Mark]]]:
-        """Return what has been timed, and begin anew."""
         taken = self.host_seconds, self._marks
         self.host_seconds, self._marks = 0.0, []
         return taken
@@ -442,7 +439,6 @@ class _Step:
         self.clock, self._start, self.end, self._taken = clock, start, end, taken
 
     def seconds(self) -> dict[str, float]:
-        """Return the times; waits for the device where it is behind."""
         seconds = self.clock.seconds
         times = {"step_s": seconds(self._start, self.end)}
         for name, (known, marks) in self._taken.items():
@@ -451,8 +447,6 @@ class _Step:
 
 
 class Batches(Generic[T]):
-    """Batches, the wait for each being timed."""
-
     def __init__(self, batches: Iterable[T], phase: Phase) -> None:
         self._batches, self._phase = batches, phase
 

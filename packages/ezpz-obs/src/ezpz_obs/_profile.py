@@ -119,7 +119,6 @@ class Profile:
         self._is_over, self._next = True, math.inf
 
     def _turn(self) -> None:
-        """Do what is due between two steps."""
         if self._step < self._next:
             return
         if self._profiler is None:

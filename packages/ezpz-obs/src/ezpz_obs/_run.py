@@ -36,8 +36,6 @@ def rank_file_name(rank: int) -> str:
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive records with the same names."""
-
     names: tuple[str, ...]
     steps: NDArray[np.int64]
     times: NDArray[np.float64]

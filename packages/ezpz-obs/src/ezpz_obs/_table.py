@@ -223,7 +223,6 @@ class _Columns:
     def arrays(
         self,
     ) -> tuple[NDArray[np.int64], NDArray[np.float64], dict[str, NDArray[np.float64]]]:
-        """Return steps, times and metrics, (rows,) each."""
         for column in self._columns.values():
             _lengthen(column, len(self._steps))
         return (
@@ -234,7 +233,6 @@ class _Columns:
 
 
 def _lengthen(column: array[float], count: int) -> None:
-    """Fill a column up with NaN."""
     if len(column) < count:
         column.frombytes(np.full(count - len(column), np.nan).tobytes())
 

@@ -1,5 +1,4 @@
-import subprocess
-import sys
+import os
 
 import pytest
 
@@ -102,23 +101,17 @@ def test_replay(command, run):
     assert done.stdout == "30 records sent to csv\n"
 
 
-def test_a_missing_extra(run, tmp_path):
-    code = (
-        "import sys; sys.modules['plotext'] = None\n"
-        "from ezpz_obs._cli import main; sys.exit(main())"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, "plot", run], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 1
+def test_a_missing_extra(run, python):
+    code = "import sys; sys.modules['plotext'] = None; from ezpz_obs._cli import main; "
+    done = python(code + "sys.exit(main())", "plot", run, status=1)
     assert 'pip install "ezpz-obs[report]"' in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_closed_pipe_is_no_failure(command, run):
+def test_a_closed_pipe_is_no_failure(run, python):
     code = "import sys; from ezpz_obs._cli import main; sys.exit(main())"
-    line = f"{sys.executable} -c '{code}' tail {run} --lines=1000 --no-follow | true"
-    done = subprocess.run(
-        ["bash", "-o", "pipefail", "-c", line], capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+    words = ["tail", run, "--lines=1000", "--no-follow"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    assert python(code, *words, stdout=writer).stderr == ""
+    os.close(writer)

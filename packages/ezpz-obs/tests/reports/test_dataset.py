@@ -1,6 +1,3 @@
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 
@@ -75,17 +72,15 @@ def test_finalize_writes_the_report(tmp_path):
     assert (tmp_path / "run" / "report" / "index.html").is_file()
 
 
-def test_arrays_without_xarray(write_run, records):
-    folder = write_run(*records(range(4), loss=0.5))
-    code = (
-        "import sys; sys.modules['xarray'] = None\n"
-        "from ezpz_obs import read_run\n"
-        "from ezpz_obs import dataset_of\n"
-        "found = dataset_of(read_run(sys.argv[1]))\n"
-        "print(type(found).__name__, sorted(found))\n"
-        "print(found['loss'].tolist(), found['step'].tolist())\n"
+def test_arrays_without_xarray(write_run, records, python):
+    done = python(
+        """
+        import sys; sys.modules['xarray'] = None
+        from ezpz_obs import dataset_of, read_run
+        found = dataset_of(read_run(sys.argv[1]))
+        print(type(found).__name__, sorted(found))
+        print(found['loss'].tolist(), found['step'].tolist())
+        """,
+        write_run(*records(range(4), loss=0.5)),
     )
-    said = subprocess.run(
-        [sys.executable, "-c", code, folder], capture_output=True, text=True, check=True
-    ).stdout
-    assert said == "dict ['loss', 'step', 'time']\n[0.5, 0.5, 0.5, 0.5] [0, 1, 2, 3]\n"
+    assert done.stdout == "dict ['loss', 'step', 'time']\n[0.5, 0.5, 0.5, 0.5] [0, 1, 2, 3]\n"

@@ -56,7 +56,6 @@ def _markdown(report: Report) -> str:
 
 
 def escape(text: str, limit: int = 160) -> str:
-    """Return a text that Markdown shows as it is."""
     return _SPECIAL.sub(r"\\\1", shorten(text, limit).translate(_ENTITIES))
 
 
@@ -169,7 +168,6 @@ def write_report(
 
 
 def _alone(svg: str) -> str:
-    """Give a plot what the page would give it."""
     rules = (
         f"{style('svg')}\nsvg {{ color: #1d1f24; stroke-linejoin: round }}\n"
         "@media screen and (prefers-color-scheme: dark) { svg { color: #e7e9ee } }"

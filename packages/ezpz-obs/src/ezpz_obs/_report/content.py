@@ -35,8 +35,6 @@ _STEP: Final = ("step_s", *STEP_PARTS)
 
 @dataclass(frozen=True)
 class Line:
-    """One metric of one run in a plot."""
-
     run: int
     """Index of the run."""
     name: str
@@ -45,8 +43,6 @@ class Line:
 
 @dataclass(frozen=True)
 class Panel:
-    """One plot."""
-
     section: str  # "curves", "speed" or "memory"
     title: str  # usually the metric
     unit: str  # of the vertical axis; "" where it is not known
@@ -130,8 +126,6 @@ def _order(name: str) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Tile:
-    """A figure that is worth being seen first."""
-
     label: str
     value: str
     note: str = ""
@@ -148,7 +142,6 @@ class Table:
 
 
 def tiles(survey: Survey) -> list[Tile]:
-    """Return the headline numbers of a run."""
     found = []
     loss = find(survey, "loss") or next((n for n in survey.groups if "loss" in last_part(n)), None)
     if loss is not None:
@@ -180,7 +173,6 @@ def tiles(survey: Survey) -> list[Tile]:
 
 
 def course(survey: Survey) -> list[str]:
-    """Return how far a run got, in few words each."""
     last = survey.last_step
     header = survey.header
     ranks, hosts = header.get("world_size"), header.get("hosts")
@@ -197,7 +189,6 @@ def course(survey: Survey) -> list[str]:
 
 
 def attempts(survey: Survey) -> Table:
-    """Return the starts of a run."""
     rows: list[tuple[str, ...]] = []
     marked: set[int] = set()
     for attempt in survey.attempts:
@@ -219,7 +210,6 @@ def attempts(survey: Survey) -> Table:
 
 
 def metrics(survey: Survey) -> Table:
-    """Return all metrics of a run; of those over ranks their mean."""
     rows: list[tuple[str, ...]] = []
     marked: set[int] = set()
     for name in survey.groups:
@@ -309,7 +299,6 @@ def pauses(survey: Survey) -> list[str]:
 
 
 def notices(of: Notices) -> Table:
-    """Return warnings, alarms, errors and other events."""
     rows: list[tuple[str, ...]] = []
     marked: set[int] = set()
     for notice in of.shown:
@@ -410,8 +399,6 @@ def _hosts(hosts: Any) -> str:
 
 @dataclass(frozen=True)
 class Plot:
-    """A picture, its title and what is said below it."""
-
     title: str
     unit: str
     """Of the vertical axis; "" where it is not known."""
@@ -423,8 +410,6 @@ class Plot:
 
 @dataclass(frozen=True)
 class RunPart:
-    """What is said of one run."""
-
     label: str
     state: str
     """"good", "bad" or "open"."""
@@ -440,8 +425,6 @@ class RunPart:
 
 @dataclass(frozen=True)
 class Report:
-    """All of a report."""
-
     title: str
     runs: list[RunPart]
     curves: list[Plot]
@@ -454,17 +437,14 @@ class Report:
 
     @property
     def alone(self) -> bool:
-        """Whether it is of one run."""
         return len(self.runs) == 1
 
     @property
     def any_ranks(self) -> bool:
-        """Whether the spread over ranks is known."""
         return any(run.ranks for run in self.runs)
 
     @property
     def plots(self) -> list[Plot]:
-        """All plots."""
         return [*self.curves, *self.speed, *self.memory]
 
     @property

@@ -44,7 +44,6 @@ def colour(place: int) -> str:
 
 
 def alarm() -> str:
-    """Return what stands for the colour of what is wrong."""
     return _STANDS_FOR_ALARM
 
 
@@ -99,14 +98,12 @@ def styled() -> Any:
 
 
 def canvas() -> tuple[Any, Any]:
-    """Return an empty figure and its axes."""
     figure = require("matplotlib.figure", "a plot").Figure(figsize=_SIZE, dpi=72)
     axes = figure.add_axes(_PLACE)
     return figure, axes
 
 
 def dress(axes: Any) -> None:
-    """Leave little but the curves."""
     ticker = require("matplotlib.ticker", "a plot")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set(alpha=0.35, linewidth=0.8)
@@ -222,7 +219,6 @@ def _noise(values: Floats) -> float:
 
 
 def reach(tables: Sequence[Floats]) -> tuple[float, float]:
-    """Return the first and last step of all curves."""
     known = [table for table in tables if table.shape[1]]
     if not known:
         return 0.0, 1.0
@@ -273,8 +269,6 @@ _LARGEST: Final = 1e300
 
 @dataclass(frozen=True)
 class Drawn:
-    """One curve of a plot."""
-
     label: str
     series: Series
     spread: dict[str, Series] | None  # mean, std, min and max over the ranks, where known

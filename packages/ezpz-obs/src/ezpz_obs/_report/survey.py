@@ -217,12 +217,10 @@ class Series(Waiting):
 
     @property
     def mean(self) -> float | None:
-        """The mean of the finite values; None where there are none."""
         return float(self._mean) if self._finite else None
 
     @property
     def std(self) -> float | None:
-        """The standard deviation of the finite values."""
         return float(np.sqrt(self._squares / self._finite)) if self._finite else None
 
     def curve(self, points: int) -> Floats:
@@ -382,7 +380,6 @@ class StepTimes(Waiting):
 
     @property
     def count(self) -> int:
-        """How many times there are."""
         return int(self.histogram.sum())
 
     def reach(self, part: float) -> tuple[int, int]:
@@ -409,8 +406,6 @@ STATISTICS: Final = ("mean", "std", "min", "max")
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of a run."""
-
     number: int
     begun: float | None
     """Seconds since 1970."""
@@ -432,8 +427,6 @@ class Attempt:
 
 @dataclass
 class Survey:
-    """What a report says of one run."""
-
     run: Run
     label: str
     header: dict[str, Any]
@@ -464,13 +457,11 @@ class Survey:
 
     @property
     def last_step(self) -> int | None:
-        """The last step of the run."""
         steps = [a.reached.last_step for a in self.attempts if a.reached.last_step is not None]
         return steps[-1] if steps else None
 
     @property
     def span(self) -> float:
-        """Seconds that the attempts lasted, together."""
         return sum(attempt.span or 0.0 for attempt in self.attempts)
 
     @property
@@ -516,7 +507,6 @@ def survey(run: Run, label: str | None = None, say: Callable[[str], None] | None
 
 
 def has_spread(surveyed: Survey, name: str) -> bool:
-    """Say whether a metric has its statistics over the ranks."""
     return all(f"{name}/{statistic}" in surveyed.series for statistic in STATISTICS)
 
 

@@ -189,7 +189,6 @@ def tail(
 
 
 def _say(line: Mapping[str, Any]) -> str:
-    """Say a line of a run's file for people."""
     if "ezpz_obs" in line:
         ranks = line.get("world_size")
         said = [

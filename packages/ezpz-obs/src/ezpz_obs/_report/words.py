@@ -70,7 +70,6 @@ _SPANS: Final = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """Return a number with so many significant digits."""
     if value is None:
         return NOTHING
     if math.isnan(value):
@@ -85,12 +84,10 @@ def number(value: float | None, digits: int = 4) -> str:
 
 
 def share(value: float) -> str:
-    """Return a fraction as a percentage."""
     return f"{100 * value:.3g} %"
 
 
 def seconds(value: float | None) -> str:
-    """Return a span of time with its unit."""
     if value is None or math.isnan(value):
         return NOTHING
     if value < 60:

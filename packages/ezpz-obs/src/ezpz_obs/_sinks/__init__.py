@@ -25,7 +25,6 @@ NAMES: Final = ("csv", *LIBRARY_SINKS)
 
 
 def make_sinks(sinks: Iterable[str | Sink]) -> list[Sink]:
-    """Return the sinks that are named, and those given as they are."""
     if isinstance(sinks, str):
         raise SinkError(f"sinks={sinks!r}; expected a list: sinks=[{sinks!r}]")
     return [make_sink(sink) for sink in sinks if sink != "jsonl"]  # which History is itself
@@ -141,7 +140,6 @@ class Feeder:
             self._ended.set()
 
     def _send_all(self) -> None:
-        """Send what comes, until closing and the queue is empty."""
         while not self._left:
             last = self._closing.is_set()  # asked first: what is put before closing is sent
             batch = _take(self._queue)

@@ -50,7 +50,6 @@ class CsvSink:
                 )
 
     def write(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Add rows, or write all again."""
         self._last = records[-1]
         self._is_behind |= self._know(records)
         if not self._is_behind and self._file is not None:

@@ -37,7 +37,6 @@ _AFTERLIFE = 10.0
 
 
 def main(name: str) -> None:
-    """Run the sink until standard input ends."""
     # What ends training (ctrl-C, a scheduler's warning) ends it through its pipe, with all records.
     for which in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
         if hasattr(signal, which):
@@ -124,7 +123,6 @@ class _Lines:
         return self._whole.pop()
 
     def at_hand(self) -> list[bytes]:
-        """Return the lines that were read already."""
         lines, self._whole = self._whole[::-1], []
         return lines
 
@@ -159,7 +157,6 @@ class Helper:
         self._unread = b""
 
     def open(self, header: Mapping[str, Any], folder: Path | None) -> None:
-        """Start the process, and wait until its sink is open."""
         if not sys.executable:
             raise SinkError(
                 f"sink {self.name!r} in an interpreter without sys.executable; expected one that "
@@ -184,7 +181,6 @@ class Helper:
         self._wait_for("opened", self._reply_seconds + 1.0)
 
     def write(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Hand records to the process."""
         self._wait_for(None, 0.0)
         self._send(b"".join(encode_record(record) or encode_anything(record) for record in records))
 

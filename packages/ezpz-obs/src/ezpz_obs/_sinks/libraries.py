@@ -77,7 +77,6 @@ NOT_METRICS = frozenset({"step", "time", "replay"})
 
 
 def metrics_of(record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Return a record's metrics by name, without step and time."""
     return (item for item in record.items() if item[0] not in NOT_METRICS)
 
 
@@ -137,7 +136,6 @@ LIBRARY_SINKS: Final = {
 
 
 def make_library_sink(name: str, warn: Callable[[str], None], folder: Path | None) -> Sink:
-    """Return the sink itself, which talks to its library in this process; imported here."""
     _, module, kind = LIBRARY_SINKS[name]
     make = getattr(importlib.import_module(f"{__package__}.{module}"), kind)
     return cast("Sink", make(warn, folder))
@@ -156,7 +154,6 @@ def library_seconds() -> float:
 
 
 def check_installed(name: str) -> None:
-    """Raise where what a sink needs is not there."""
     needed = LIBRARY_SINKS[name][0]
     if needed in sys.modules and sys.modules[needed] is not None:
         return

@@ -41,7 +41,6 @@ class MlflowSink:
         self.place = ""
 
     def open(self, header: Mapping[str, Any], folder: Path | None) -> None:
-        """Find or make the run."""
         where = os.environ.get("MLFLOW_TRACKING_URI")
         if not where:
             if folder is None:
@@ -68,7 +67,6 @@ class MlflowSink:
         self.place = f"run {self._run} of {experiment} at {where}"
 
     def write(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Log metrics, up to 1000 a request."""
         metrics = [
             self._metric(
                 self._shown(name), as_float(value), int(record["time"] * 1000), record["step"]
@@ -80,7 +78,6 @@ class MlflowSink:
             self._client.log_batch(self._run, metrics=metrics[first : first + _MOST])
 
     def close(self) -> None:
-        """Mark the run as finished."""
         if self._run:
             self._client.set_terminated(self._run)
 

@@ -33,7 +33,6 @@ class TensorboardSink:
         self.place = ""
 
     def open(self, header: Mapping[str, Any], folder: Path | None) -> None:
-        """Begin a file."""
         if folder is None:
             raise SinkError(
                 'sink "tensorboard" of a run without a folder; expected History(outdir=...)'
@@ -44,7 +43,6 @@ class TensorboardSink:
         self._begins = bool(header.get("attempt")) or "replayed" in header
 
     def write(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Add one event a record."""
         if self._begins:
             # Tells TensorBoard to leave out what earlier files have from this step on.
             log = self._events.SessionLog(status=self._events.SessionLog.START)
@@ -68,7 +66,6 @@ class TensorboardSink:
             )
 
     def close(self) -> None:
-        """Write what is in the buffer."""
         if self._writer is not None:
             self._writer.close()
             folder = Path(self._writer.get_logdir())
@@ -77,5 +74,4 @@ class TensorboardSink:
 
 
 def _step(record: Mapping[str, Any]) -> int:
-    """Return a step that fits 64 bits."""
     return int(max(-(1 << 63), min(record["step"], (1 << 63) - 1)))

@@ -27,7 +27,6 @@ class TrackioSink:
         self.place = ""
 
     def open(self, header: Mapping[str, Any], folder: Path | None) -> None:
-        """Find or make the run."""
         project = os.environ.get("TRACKIO_PROJECT") or project_of(header)
         name = f"{header.get('run', 'run')}-{run_key(header, folder)[:6]}"
         self._run = self._init(
@@ -37,12 +36,10 @@ class TrackioSink:
         self.place = f"run {name} of project {project}"
 
     def write(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Log records."""
         for record in records:
             line = {name: as_common(value) for name, value in metrics_of(record)}
             self._run.log(line, step=record["step"])
 
     def close(self) -> None:
-        """Wait until all is stored."""
         if self._run is not None:
             self._run.finish()

@@ -42,10 +42,9 @@ _PUBLIC = "https://api.wandb.ai"
 _NO = frozenset({"", "0", "false", "no", "off", "f", "n"})
 
 
-def find_mode(env: Mapping[str, str] | None = None) -> Mode:
+def find_mode(env: Mapping[str, str]) -> Mode:
     """Return how W&B is to run: without credentials offline, never asking for them."""
     # ``WANDB_DISABLED`` and ``WANDB_MODE`` are heeded as W&B does.
-    env = os.environ if env is None else env
     said = env.get("WANDB_MODE", "").strip().lower()
     if env.get("WANDB_DISABLED", "").strip().lower() not in _NO or said == "disabled":
         return "disabled"
@@ -54,9 +53,8 @@ def find_mode(env: Mapping[str, str] | None = None) -> Mode:
     return "shared" if said == "shared" else "online"
 
 
-def find_credentials(env: Mapping[str, str] | None = None) -> str | None:
+def find_credentials(env: Mapping[str, str]) -> str | None:
     """Return where credentials for W&B's server are: a variable's name or a file; None: nowhere."""
-    env = os.environ if env is None else env
     for variable in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"):
         if env.get(variable, "").strip():
             return variable
@@ -64,9 +62,7 @@ def find_credentials(env: Mapping[str, str] | None = None) -> str | None:
     return str(path) if path and _entry(path, env) else None
 
 
-def find_key(env: Mapping[str, str] | None = None) -> str | None:
-    """Return the API key itself, where there is one."""
-    env = os.environ if env is None else env
+def find_key(env: Mapping[str, str]) -> str | None:
     key = env.get("WANDB_API_KEY", "").strip()
     if key:
         return key
@@ -74,9 +70,8 @@ def find_key(env: Mapping[str, str] | None = None) -> str | None:
     return _entry(path, env) if path else None
 
 
-def find_server(env: Mapping[str, str] | None = None) -> str:
+def find_server(env: Mapping[str, str]) -> str:
     """Return the address of W&B's server: ``WANDB_BASE_URL``, or what ``wandb login`` kept."""
-    env = os.environ if env is None else env
     if url := env.get("WANDB_BASE_URL", "").strip():
         return url.rstrip("/")
     config = env.get("WANDB_CONFIG_DIR") or os.path.join(_home(env), ".config", "wandb")
@@ -176,14 +171,14 @@ def verify_wandb() -> bool:
         check_installed("wandb")
     except SinkError:
         return False
-    return find_mode() in ("online", "shared") and find_credentials() is not None
+    return find_mode(os.environ) in ("online", "shared") and bool(find_credentials(os.environ))
 
 
 def start_run(warn: Callable[[str], None], settings: Mapping[str, Any], **options: Any) -> Any:
     """Start a run, online if the server answers, else offline; None where disabled or hung."""
     seconds = library_seconds()
     until = time.monotonic() + seconds
-    mode = options.pop("mode", None) or find_mode()
+    mode = options.pop("mode", None) or find_mode(os.environ)
     if mode == "disabled":
         return None
     if mode != "offline" and (why := _why_not_online()) is not None:
@@ -198,7 +193,8 @@ def start_run(warn: Callable[[str], None], settings: Mapping[str, Any], **option
         left = until - time.monotonic() - _OFFLINE_SECONDS - _FREE_SECONDS
         done, outcome = _within(left, lambda: _init(wandb, mode, left, settings, options))
         if not done:
-            warn(f"{find_server()} does not answer within {seconds:.0f} s; going on without W&B")
+            server = find_server(os.environ)
+            warn(f"{server} does not answer within {seconds:.0f} s; going on without W&B")
             return None
         if not isinstance(outcome, wandb.errors.Error):
             return outcome
@@ -249,7 +245,7 @@ def _why_not_online() -> str | None:
     # W&B itself does so too, but waits for as long as the server likes.
     import requests
 
-    server, key = find_server(), find_key()
+    server, key = find_server(os.environ), find_key(os.environ)
     if key is None:
         return None  # an identity token: W&B knows how
     try:
@@ -264,7 +260,9 @@ def _why_not_online() -> str | None:
         why = f"within {_ANSWER_SECONDS:.0f} s" if timed_out else f"({type(error).__name__})"
         return f"{server} does not answer {why}"
     if answer.status_code in (401, 403):
-        return f"{server} refuses the API key of {find_credentials()} ({answer.status_code})"
+        return (
+            f"{server} refuses the API key of {find_credentials(os.environ)} ({answer.status_code})"
+        )
     return None
 
 
@@ -283,14 +281,12 @@ def _end_with_main() -> None:
 
 
 def _find_services() -> list[int]:
-    """Return the processes named wandb-core that this one started."""
     return [
         pid for pid, parent, name in _processes() if parent == os.getpid() and "wandb-core" in name
     ]
 
 
 def _processes() -> Iterator[tuple[int, int, str]]:
-    """Return each process, its parent, and its name."""
     if os.path.isdir("/proc/self"):  # containers often have no ps
         for pid in filter(str.isdecimal, os.listdir("/proc")):
             try:
@@ -331,7 +327,6 @@ class WandbSink:
         self.place = ""
 
     def open(self, header: Mapping[str, Any], folder: Path | None) -> None:
-        """Start the run, or go on with it."""
         key = run_key(header, folder)
         name = str(header.get("run", key))
         options: dict[str, Any] = {}
@@ -352,52 +347,37 @@ class WandbSink:
         if self._run is None:
             self.place = "disabled by WANDB_DISABLED or WANDB_MODE"
             return
-        _define_axis(self._run)
+        self._define_axis()
         self.place = self._run.url or f"offline, in {Path(self._run.dir).parent}"
 
+    def _define_axis(self) -> None:
+        self._run.define_metric(_AXIS, hidden=True)
+        self._run.define_metric("*", step_metric=_AXIS)
+
     def write(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Log records."""
-        if self._run is not None:
-            _log(self._run, records)
+        for record in records if self._run is not None else ():
+            line = {name: as_common(value) for name, value in metrics_of(record)}
+            self._run.log({**line, _AXIS: record["step"], "_timestamp": record["time"]})
 
     def close(self) -> None:
-        """Finish the run."""
         if self._run is not None:
             self._run.finish()
 
 
-class LiveWandbSink:
+class LiveWandbSink(WandbSink):
     """Logs to the run that this process has, and leaves it open: it is the user's."""
-
-    name = "wandb"
 
     def __init__(self) -> None:
         self._run: Any = None
 
     def open(self, header: Mapping[str, Any], folder: Path | None) -> None:  # noqa: ARG002
-        """Take the run."""
         import wandb
 
         self._run = wandb.run
         if self._run is None:
             raise SinkError("the W&B run was finished; expected it to last as long as the History")
         self._run.config.update(plain_config(header), allow_val_change=True)
-        _define_axis(self._run)
-
-    def write(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Log records."""
-        _log(self._run, records)
+        self._define_axis()
 
     def close(self) -> None:
         """Do nothing: what started the run ends it."""
-
-
-def _define_axis(run: Any) -> None:
-    run.define_metric(_AXIS, hidden=True)
-    run.define_metric("*", step_metric=_AXIS)
-
-
-def _log(run: Any, records: Sequence[Mapping[str, Any]]) -> None:
-    for record in records:
-        line = {name: as_common(value) for name, value in metrics_of(record)}
-        run.log({**line, _AXIS: record["step"], "_timestamp": record["time"]})

@@ -1,11 +1,14 @@
+"""Where a step's time goes, how much it got done, and in how much memory."""
+
+import logging
 import math
-import subprocess
+import mmap
 import sys
 import time
 
 import pytest
 
-from ezpz_obs import ObsError, StepTimer
+from ezpz_obs import ObsError, StepTimer, Throughput, memory_metrics, transformer_flops
 from ezpz_obs._performance import HostClock
 
 
@@ -205,14 +208,6 @@ def failed():
     raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
-def test_torch_is_not_imported_for_it():
-    code = (
-        "import sys; from ezpz_obs import StepTimer; t = StepTimer(); t.step();"
-        "t.step(); t.metrics(); sys.exit('torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
 @pytest.mark.parametrize("synchronize", [False, True])
 def test_the_cpu_of_a_process_that_has_torch(synchronize):
     torch = pytest.importorskip("torch")
@@ -247,3 +242,128 @@ def test_a_cuda_device(synchronize):
     torch.cuda.synchronize()
     found = timer.metrics()
     assert 1e-3 < found["forward_s"] <= found["step_s"]
+
+
+# How much a step got done.
+
+
+def test_tokens_and_samples():
+    assert Throughput(tokens_per_step=1000).metrics(0.5) == {"tokens_per_s": 2000.0}
+    assert Throughput(samples_per_step=8).metrics(2.0) == {"samples_per_s": 4.0}
+    both = Throughput(tokens_per_step=1000, samples_per_step=8)
+    assert both.metrics(0.5, tokens=500) == {"tokens_per_s": 1000.0, "samples_per_s": 16.0}
+    assert Throughput().metrics(0.5, samples=3) == {"samples_per_s": 6.0}
+
+
+def test_nothing_is_known_before_the_first_step():
+    assert Throughput(tokens_per_step=1).metrics(None) == {}
+
+
+def test_tflops_and_mfu_are_of_one_device():
+    rates = Throughput(
+        tokens_per_step=1e6, flops_per_token=6e9, peak_flops=312e12, world_size=16
+    ).metrics(2.0)
+    assert rates["tflops"] == pytest.approx(6e15 / 2 / 16 / 1e12)
+    assert rates["mfu"] == pytest.approx(rates["tflops"] / 312)
+    other = Throughput(flops_per_step=6e15, peak_flops=312e12, world_size=16).metrics(2.0)
+    assert other == {key: rates[key] for key in ("tflops", "mfu")}
+
+
+@pytest.mark.usefixtures("rank_1")
+def test_the_jobs_ranks_share_the_work():
+    assert Throughput(flops_per_step=8e12, peak_flops=1e12).metrics(1.0)["tflops"] == 4.0
+
+
+def test_a_peak_from_the_environment(monkeypatch):
+    pytest.importorskip("torch")
+    pytest.importorskip("ezpz_device")
+    monkeypatch.setenv("EZPZ_PEAK_FLOPS", "4e12")
+    assert Throughput(flops_per_step=1e12, world_size=1).metrics(1.0)["mfu"] == 0.25
+
+
+def test_without_a_peak_there_is_no_mfu_and_it_is_said_once(caplog, monkeypatch):
+    pytest.importorskip("torch")
+    pytest.importorskip("ezpz_device")
+    monkeypatch.setenv("TORCH_DEVICE", "cpu")
+    rates = Throughput(flops_per_step=1e12, world_size=1)
+    with caplog.at_level(logging.WARNING, "ezpz_obs"):
+        assert [rates.metrics(1.0) for _ in range(3)] == [{"tflops": 1.0}] * 3
+    (record,) = caplog.records
+    assert "no mfu: no peak of bf16 is known for" in record.getMessage()
+    assert "EZPZ_PEAK_FLOPS" in record.getMessage()
+
+
+def test_torch_is_not_imported_for_a_time_or_a_peak(python):
+    done = python(
+        "import sys; from ezpz_obs import StepTimer, Throughput; t = StepTimer(); t.step();"
+        "t.step(); t.metrics(); print(Throughput(flops_per_step=1e12).metrics(1.0));"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert done.stdout == "{'tflops': 1.0}\n"
+    assert "no mfu: torch is not imported" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tokens_per_step": 0}, "tokens_per_step=0"),
+        ({"samples_per_step": -1}, "samples_per_step=-1"),
+        ({"peak_flops": math.nan}, "peak_flops=nan"),
+        ({"world_size": 0}, "world_size=0"),
+        ({"flops_per_token": 1, "flops_per_step": 1}, "expected one of them"),
+    ],
+)
+def test_arguments_out_of_range(options, message):
+    with pytest.raises(ValueError, match=message):
+        Throughput(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "seconds", "message"),
+    [({"tokens_per_step": 1}, seconds, "expected the time of a step")
+     for seconds in (0, -1.0, math.nan, math.inf)]
+    + [({"flops_per_token": 1e9}, 1.0, "give tokens_per_step or tokens")],
+)  # fmt: skip
+def test_seconds_and_tokens_that_are_none(options, seconds, message):
+    with pytest.raises(ValueError, match=message):
+        Throughput(**options).metrics(seconds)
+
+
+def test_palms_own_figures():
+    # Table 3 and appendix B: PaLM 540B has 118 layers of 18432, 48 heads of 256; at 2048 tokens
+    # and 238,300 tokens/s on 6144 chips of 275 TFLOP/s it reports 46.2 % (45.7 % without the
+    # attention).
+    attention = 118 * 48 * 256 * 2048 * 12
+    per_token = transformer_flops(540_350_000_000, 118, 48 * 256, 2048)
+    assert per_token == 6 * 540_350_000_000 + attention
+    rates = Throughput(
+        tokens_per_step=238_300, flops_per_token=per_token, peak_flops=275e12, world_size=6144
+    )
+    assert rates.metrics(1.0)["mfu"] == pytest.approx(0.462, abs=1e-3)
+
+
+# In how much memory.
+
+
+def test_the_memory_of_the_cpu():
+    pytest.importorskip("torch")
+    pytest.importorskip("ezpz_device")
+    before = memory_metrics("cpu")
+    # Pages of its own: an allocator may give again what it has.
+    block = mmap.mmap(-1, 1 << 26)
+    for page in range(0, len(block), mmap.PAGESIZE):
+        block[page] = 1
+    after = memory_metrics("cpu")
+    block.close()
+    assert after["memory_gib"] - before["memory_gib"] == pytest.approx(1 / 16, abs=1 / 100)
+    assert after["memory_peak_gib"] >= after["memory_gib"] - 1 / 100
+    assert 0 < after["memory_fraction"] < 1
+
+
+def test_without_torch_and_without_ezpz_device(python):
+    ask = "from ezpz_obs import memory_metrics; memory_metrics()"
+    done = python(ask, status=1)
+    assert "ObsError: memory_metrics() asks torch, which is not imported" in done.stderr
+    pytest.importorskip("torch")
+    done = python("import sys, torch; sys.modules['ezpz_device'] = None;" + ask, status=1)
+    assert "pip install 'ezpz-obs[device]'" in done.stderr
