@@ -35,9 +35,7 @@ def differences(*both):
 
 
 def test_they_are_what_a_gather_finds(ranks):
-    done = ranks(
-        BOTH
-        + """
+    done = ranks(BOTH + """
 chance = random.Random(RANK)
 both = histories()
 for step in range(60):
@@ -53,26 +51,20 @@ for step in range(60):
     if found := differences(*both):
         say([step, found])
 say(both[1]._recorder._across._slots)
-""",
-        3,
-    )
+""", 3)  # fmt: skip
     assert [one.status for one in done] == [0] * 3, done[0].err
     assert [one.said for one in done] == [[[]]] * 3, "and no room is made for what others have"
 
 
 def test_a_number_that_is_not_finite_and_back_again(ranks):
-    done = ranks(
-        BOTH
-        + """
+    done = ranks(BOTH + """
 both = histories()
 for value in (1.0, [1.0, math.nan, 2.0][RANK], 2.0 + RANK, [-math.inf, 1.0, 10 ** 400][RANK], 5.0):
     for history in both:
         history.update({"a": value, "b": RANK})
     say(both[1].last["a/max_rank"])
     say(repr(differences(*both)))
-""",
-        3,
-    )
+""", 3)  # fmt: skip
     assert [one.status for one in done] == [0] * 3, done[0].err + done[2].err
     assert done[0].said == done[2].said
     assert done[0].said[::2] == [0, 1, 2, 2, 0], "who has it is named"
@@ -81,9 +73,7 @@ for value in (1.0, [1.0, math.nan, 2.0][RANK], 2.0 + RANK, [-math.inf, 1.0, 10 *
 
 def test_ranks_that_remember_other_centres(ranks):
     """As after an update that failed on some of them."""
-    done = ranks(
-        BOTH
-        + """
+    done = ranks(BOTH + """
 both = histories()
 for step in range(4):
     for history in both:
@@ -91,9 +81,7 @@ for step in range(4):
     say(differences(*both))
     if RANK == step:
         both[1]._recorder._across.reduction._centres.clear()
-""",
-        3,
-    )
+""", 3)  # fmt: skip
     assert [one.said for one in done] == [[{}] * 4] * 3, done[0].err
 
 

@@ -1,14 +1,24 @@
 import json
 import math
-import signal
-import subprocess
-import sys
 
+import numpy as np
 import pytest
 
-from ezpz_obs import HistoryError, read_run
+from ezpz_obs import read_run
 from ezpz_obs._report.content import attempts, metrics, notices, pauses, ranks, tiles
-from ezpz_obs._report.survey import survey
+from ezpz_obs._report.survey import (
+    BUCKETS,
+    COUNT,
+    FROM,
+    GREATEST,
+    LEAST,
+    MEAN,
+    SIZE,
+    TO,
+    Series,
+    StepTimes,
+    survey,
+)
 
 
 def look(folder):
@@ -76,18 +86,6 @@ def test_nothing_but_nan(write_run, records):
     assert math.isnan(found.series["loss"].last[1])
     assert metrics(found).marked == {0}
     assert tiles(found)[0].value == "NaN"
-
-
-def test_a_torn_line_is_left_out(write_run, records):
-    assert look(write_run(*records(range(5), loss=1.0), tail='{"step":5,"ti')).records == 5
-
-
-def test_a_damaged_line_is_said(write_run, records):
-    folder = write_run(*records(range(5), loss=1.0))
-    text = (folder / "metrics.jsonl").read_text().replace('"step": 3', '"step": x3')
-    (folder / "metrics.jsonl").write_text(text)
-    with pytest.raises(HistoryError, match="line 5"):
-        look(folder)
 
 
 def test_metrics_at_different_steps(write_run, records):
@@ -173,23 +171,6 @@ def test_many_different_warnings_are_bounded(write_run, records):
     assert (found.shown[0].text, found.shown[-1].text) == ("n 0", "n 999")
 
 
-def test_a_run_that_was_killed(tmp_path):
-    code = (
-        "from ezpz_obs import History\n"
-        f"h = History({str(tmp_path / 'run')!r})\n"
-        "for n in range(10**9):\n"
-        "    h.record({'loss': 1 / (n + 1)})\n"
-        "    n == 2000 and print('go', flush=True)\n"
-    )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
-        process.stdout.readline()
-        process.send_signal(signal.SIGKILL)
-    found = look(tmp_path / "run")
-    assert found.records > 2000
-    assert found.last_step == found.records - 1
-    assert found.outcome[0] == "open"
-
-
 def test_a_header_that_lacks_most(write_run, records):
     found = look(write_run({"ezpz_obs": 1, "time": "soon"}, *records(range(3), loss=1.0)))
     assert found.attempts[0].begun is None
@@ -214,3 +195,127 @@ def test_ten_thousand_metrics(write_run):
     assert (len(found.groups), found.records) == (10_000, 150)
     assert len(metrics(found).rows) == 10_000
     assert max(len(block.steps) for block in found.run.blocks()) < 150, "a part of 1.5e6 numbers"
+
+
+# One metric, told in a room that does not grow with the run.
+
+
+def fill(values, *, block, name="loss"):
+    series = Series(name)
+    steps = np.arange(len(values), dtype=np.int64)
+    for start in range(0, len(values), block):
+        series.add(steps[start : start + block], values[start : start + block])
+    series.settle()
+    return series
+
+
+@pytest.mark.parametrize("block", [1, 7, 1000, 16_384, 100_000])
+@pytest.mark.parametrize("count", [1, 2, 2048, 2049, 50_000])
+def test_the_statistics_are_those_of_all_values(block, count):
+    if block == 1 and count > 3000:
+        count = 3000
+    values = np.random.default_rng(0).normal(1e5, 20.0, count)
+    series = fill(values, block=block)
+    assert series.count == count
+    assert (series.first, series.last) == ((0, values[0]), (count - 1, values[-1]))
+    assert series.min == (values.argmin(), values.min())
+    assert series.max == (values.argmax(), values.max())
+    assert series.mean == pytest.approx(values.mean(), rel=1e-14)
+    assert series.std == pytest.approx(values.std(), rel=1e-9)
+    table = series.buckets
+    assert table.shape[1] <= BUCKETS
+    width = series.width
+    starts = np.arange(0, count, width)
+    assert table[SIZE].sum() == count
+    np.testing.assert_allclose(
+        table[MEAN], np.add.reduceat(values, starts) / np.diff([*starts, count])
+    )
+    np.testing.assert_array_equal(table[LEAST], np.minimum.reduceat(values, starts))
+    np.testing.assert_array_equal(table[GREATEST], np.maximum.reduceat(values, starts))
+    np.testing.assert_array_equal(table[FROM], starts)
+    np.testing.assert_array_equal(table[TO], np.append(starts[1:] - 1, count - 1))
+
+
+def test_what_is_no_number_is_counted_and_hides_nothing():
+    values = np.ones(10_000)
+    values[5000] = math.nan
+    values[6000:6002] = math.inf
+    series = fill(values, block=4096)
+    assert (series.nan, series.infinite, series.first_odd) == (1, 2, 5000)
+    assert (series.mean, series.std, series.max) == (1.0, 0.0, (0, 1.0))
+    table = series.curve(600)
+    assert table[SIZE].sum() - table[COUNT].sum() == 3
+    assert np.isfinite(table[MEAN]).all()
+
+
+def test_a_metric_of_nothing_but_nan():
+    series = fill(np.full(5000, math.nan), block=5000)
+    assert (series.mean, series.std, series.min, series.max) == (None, None, None, None)
+    assert np.isnan(series.buckets[MEAN]).all()
+    assert math.isnan(series.last[1])
+
+
+def test_the_largest_doubles_have_a_mean():
+    series = fill(np.full(5000, 1.7e308), block=5000)
+    assert series.mean == pytest.approx(1.7e308)
+    assert np.isfinite(series.buckets[MEAN]).all()
+
+
+def test_ranks_are_counted():
+    series = fill(np.array([3.0, 3.0, 1.0]), block=3, name="loss/max_rank")
+    assert series.ranks == {3: 2, 1: 1}
+    assert fill(np.array([3.0]), block=1).ranks is None
+
+
+# How long steps took.
+
+
+def feed(steps, times, begins=(0.0,), block=None):
+    found = StepTimes(list(begins))
+    steps, times = np.array(steps, np.int64), np.array(times, np.float64)
+    for start in range(0, len(steps), block or len(steps)):
+        end = start + (block or len(steps))
+        found.add(steps[start:end], times[start:end])
+        if block:
+            found.settle()
+    found.settle()
+    return found
+
+
+@pytest.mark.parametrize("block", [None, 1, 7])
+def test_quantiles_are_within_a_percent(block):
+    took = np.random.default_rng(0).lognormal(-2, 0.5, 500)
+    found = feed(np.arange(501), 10 + np.concatenate([[0], np.cumsum(took)]), block=block)
+    assert found.count == 500
+    for part in (0.5, 0.95):
+        assert found.quantile(part) == pytest.approx(np.quantile(took, part), rel=0.02)
+
+
+def test_the_longest_pauses_are_named():
+    times = np.arange(100.0)
+    times[60:] += 30
+    assert feed(np.arange(100), times).pauses[0] == (31.0, 60)
+
+
+def test_two_records_of_a_step_are_one_step():
+    found = feed([0, 1, 1, 2], [0.0, 1.0, 1.5, 2.0])
+    assert (found.count, found.quantile(1.0)) == (2, pytest.approx(1.0, rel=0.02))
+
+
+def test_one_record_for_ten_steps():
+    assert feed([0, 10, 20], [0.0, 5.0, 10.0]).quantile(0.5) == pytest.approx(0.5, rel=0.02)
+
+
+def test_a_restart_is_no_step():
+    found = feed([0, 1, 1, 2, 3], [1.0, 2.0, 503.0, 504.0, 505.0], begins=(0.0, 500.0))
+    assert found.count == 3
+    assert max(took for took, _ in found.pauses) < 2
+    assert [(a.records, a.first_step, a.last_step) for a in found.attempts] == [
+        (2, 0, 1),
+        (3, 1, 3),
+    ]
+
+
+def test_no_step_times():
+    found = StepTimes([])
+    assert (found.count, found.quantile(0.5), found.pauses) == (0, None, [])

@@ -1,8 +1,16 @@
+"""A run on the terminal: a plot of letters, and the lines of a live run."""
+
 import io
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
 
 import pytest
 
-from ezpz_obs import ReportError, plot
+from ezpz_obs import History, ReportError, plot, tail
 
 
 def drawn(folder, *names, **options):
@@ -50,3 +58,84 @@ def test_refused(write_run, records):
         drawn(write_run())
     with pytest.raises(ReportError, match="no value is a number"):
         drawn(write_run(*records(range(9), loss="NaN")))
+
+
+# Lines of a live run.
+
+
+def said(folder, **options):
+    out = io.StringIO()
+    tail(folder, file=out, **options)
+    return out.getvalue().splitlines()
+
+
+def test_the_last_lines(write_run, records):
+    folder = write_run(*records(range(100), loss=0.5))
+    found = said(folder, follow=False, lines=3)
+    assert [line.split(" ", 1)[1] for line in found] == [
+        f"step={step} loss=0.5" for step in (97, 98, 99)
+    ]
+    assert said(folder, follow=False, lines=0) == []
+
+
+def test_what_is_said_of_each_kind(write_run, records, header):
+    spread = {"loss/mean": 0.25, "loss/std": 0.125, "loss/min": 0.0, "loss/max": 1.0,
+              "loss/min_rank": 0, "loss/max_rank": 1}  # fmt: skip
+    folder = write_run(
+        header(attempt=1, continues=7),
+        *records([8], replay=True, loss=0.5, **spread),
+        {"event": "alarm", "time": 1.0, "step": 8, "message": "a\n\x1b[31mb"},
+        {"event": "end", "time": 1.0, "step": 8, "message": "closed"},
+    )
+    found = [line.split(" ", 1)[1] for line in said(folder)]
+    assert found[0].endswith("attempt 1 of test-run, 4 ranks, continues after step 7")
+    assert found[1] == "step=8 loss=0.25±0.12 (replayed)"
+    assert found[2] == "step=8 alarm: a\\n\\x1b[31mb"
+    assert found[3] == "step=8 end: closed"
+
+
+def test_a_live_run_is_followed_to_its_end(tmp_path):
+    history = History(tmp_path / "run")
+    history.record({"loss": 1.0})
+    out = io.StringIO()
+    thread = threading.Thread(target=tail, args=(tmp_path / "run",), kwargs={"file": out})
+    thread.start()
+    try:
+        until = time.monotonic() + 30
+        while "step=0" not in out.getvalue() and time.monotonic() < until:
+            time.sleep(0.05)
+        assert "step=0" in out.getvalue()
+        history.record({"loss": 2.0})
+        while "step=1" not in out.getvalue() and time.monotonic() < until:
+            time.sleep(0.05)
+        assert thread.is_alive()
+    finally:
+        history.close()
+        thread.join(120)
+    assert not thread.is_alive()
+    assert out.getvalue().splitlines()[-1].endswith("end: closed")
+
+
+def test_a_restarted_run_goes_on(tmp_path):
+    for _ in range(2):
+        with History(tmp_path / "run") as history:
+            history.record({"loss": 1.0})
+    found = said(tmp_path / "run")
+    assert sum("end: closed" in line for line in found) == 2
+
+
+def test_interrupted(write_run, records):
+    folder = write_run(*records(range(5), loss=1.0))
+    code = "import sys; from ezpz_obs._cli import main; sys.exit(main())"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, "tail", folder], stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        # In the background of a script's shell it is ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - one thread
+    ) as process:  # fmt: skip
+        while "step=4" not in process.stdout.readline():
+            pass
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert errors == ""
