@@ -312,6 +312,10 @@ class Before:
     last_step: int | None = None
     """The highest step of all."""
 
+    @property
+    def next_step(self) -> int:
+        return 0 if self.last_step is None else self.last_step + 1
+
 
 class Writer:
     """The file of a `History`: every line one write, which training never fails for."""

@@ -190,7 +190,7 @@ class Recorder:
     def __init__(
         self,
         places: Places,
-        before: int | None,  # the highest step of earlier attempts
+        before: Before,
         *,
         across: Across | None,
         alone: bool,  # write the statistics of one rank
@@ -200,11 +200,9 @@ class Recorder:
     ) -> None:
         self.places = places
         self.last: dict[str, Any] = {}
-        self._next = 0 if before is None else before + 1
-        if across is not None:
-            # Rank 0 goes on in its file, and the others with it.
-            self._next = across.first_step
-        self._replayed = -1 if before is None else before
+        # Rank 0 goes on in its file, and the others with it.
+        self._next = before.next_step if across is None else across.first_step
+        self._replayed = before.next_step - 1
         self._across, self._alone, self._every = across, alone, every
         self._deferred, self._summary = deferred, summary
         # Quick: nothing to wait for, nothing to add.
@@ -457,10 +455,14 @@ class History:
                 header = make_header(place, before, run=run, config=config or {})
             if places.writer is not None:
                 places.writer.put(header, header["time"])
+            across = None
+            if cross_rank and place.world_size > 1:
+                from ._across import Across  # numpy and torch, which not every History needs
+
+                across = Across(place, before.next_step, timeout)
             self._recorder = Recorder(
-                places, before.last_step, every=every, deferred=deferred, summary=summary,
-                across=self._meet(before, timeout) if cross_rank and place.world_size > 1 else None,
-                alone=cross_rank and place.world_size == 1,
+                places, before, across=across, alone=cross_rank and place.world_size == 1,
+                every=every, deferred=deferred, summary=summary,
             )  # fmt: skip
             self._open_sinks(chosen, header)
         except BaseException:  # also Ctrl-C: the file is to be free for the next attempt
@@ -488,7 +490,8 @@ class History:
             ``step=3 loss=0.25``; where deferred, of the record before.
 
         Raises:
-            HistoryError: With ``cross_rank``, a rank did not come; it is named. Or after `close`.
+            HistoryError: With ``cross_rank``, a rank did not come; where ezpz_dist has set the
+                ranks up it is named. Or after `close`.
             TypeError: A metric or the step is no number, a name no string.
             ValueError: A name is History's own, such as ``step``.
         """
@@ -576,11 +579,6 @@ class History:
             HistoryError: There is no run, or a line other than the last is damaged.
         """
         return list(read_run(path).records())
-
-    def _meet(self, before: Before, timeout: float | None) -> Across:
-        from ._across import Across  # numpy and torch, which not every History needs
-
-        return Across(self._place, 0 if before.last_step is None else before.last_step + 1, timeout)
 
     @staticmethod
     def _choose_sinks(sinks: Iterable[str | Sink]) -> list[Sink]:

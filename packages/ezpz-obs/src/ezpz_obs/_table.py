@@ -110,14 +110,19 @@ def _joint(kinds: set[str]) -> str:
 
 def _write_csv(run: Run, path: Path, columns: dict[str, str]) -> int:
     with open(path, "w", newline="", encoding="utf-8") as file:
-        return write_csv(file, list(columns), run.records(), header=True)
+        return write_csv(file, list(columns), run.records(), header=True, end="\r\n")
 
 
 def write_csv(
-    file: TextIO, columns: Sequence[str], records: Iterable[Mapping[str, Any]], *, header: bool
+    file: TextIO,
+    columns: Sequence[str],
+    records: Iterable[Mapping[str, Any]],
+    *,
+    header: bool,
+    end: str,
 ) -> int:
     """Write rows of these columns, below a header or to go on with a table; return how many."""
-    writer = csv.writer(file)
+    writer = csv.writer(file, lineterminator=end)
     if header:
         writer.writerow(columns)
     count = 0

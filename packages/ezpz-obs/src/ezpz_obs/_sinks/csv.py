@@ -53,8 +53,7 @@ class CsvSink:
         self._last = records[-1]
         self._is_behind |= self._know(records)
         if not self._is_behind and self._file is not None:
-            write_csv(self._file, list(self._columns), map(_shown, records), header=False)
-            self._file.flush()
+            self._add(self._file, records, header=False)
         elif time.monotonic() >= self._not_before:
             self._export()
 
@@ -86,8 +85,7 @@ class CsvSink:
         file = open(anew, "w", encoding="utf-8", newline="")  # noqa: SIM115  # stays open
         try:
             self._know(self._recorded())
-            write_csv(file, list(self._columns), map(_shown, self._recorded()), header=True)
-            file.flush()
+            self._add(file, self._recorded(), header=True)
             os.replace(anew, path)
         except BaseException:
             with suppress(OSError):  # what is in its buffer does not fit either
@@ -96,6 +94,10 @@ class CsvSink:
             raise
         self._file, self._is_behind = file, False
         self._not_before = began + _SHARE * (time.monotonic() - began)
+
+    def _add(self, file: TextIO, records: Iterable[Mapping[str, Any]], *, header: bool) -> None:
+        write_csv(file, list(self._columns), map(_shown, records), header=header, end="\n")
+        file.flush()
 
     def _recorded(self) -> Iterator[Mapping[str, Any]]:
         """Give what the run's file has up to the last record that came here."""
