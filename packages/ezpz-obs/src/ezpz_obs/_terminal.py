@@ -122,7 +122,17 @@ def json_line(event: Event, place: Place, now: float) -> bytes:
 
 def _utc(now: float) -> str:
     """Return ISO 8601 in UTC with microseconds, always of the same length."""
-    return datetime.fromtimestamp(now, UTC).isoformat(timespec="microseconds")
+    global _utc_second
+    microseconds = int(now * 1e6)
+    second = microseconds // 1_000_000
+    known, text = _utc_second
+    if known != second:  # a microsecond's work, and most lines share theirs with another
+        text = datetime.fromtimestamp(second, UTC).strftime("%Y-%m-%dT%H:%M:%S")
+        _utc_second = second, text
+    return f"{text}.{microseconds - second * 1_000_000:06}+00:00"
+
+
+_utc_second: tuple[int, str] = (-1, "")
 
 
 class Console:
