@@ -16,27 +16,22 @@ from .words import NOTHING, TIMES, clean, file_name, moment, number, seconds, sh
 MOST: Final = 48
 """Plots on a page, at most: a model's every layer is for a table."""
 
-_SPEED: Final = {
-    "tokens_per_s": "tokens/s",
-    "samples_per_s": "samples/s",
-    "tflops": "TFLOP/s",
-    "mfu": "",
-}
-_MEMORY: Final = {
-    "memory_gib": "GiB",
-    "memory_peak_gib": "GiB",
-    "memory_fraction": "",
-}
 STEP_PARTS: Final = ("data_s", "forward_s", "backward_s", "optimizer_s")
 """What a step is made of; ``step_s`` is all of it."""
 
-_STEP: Final = ("step_s", *STEP_PARTS)
+_KNOWN: Final = {
+    "tokens_per_s": ("speed", "tokens/s"), "samples_per_s": ("speed", "samples/s"),
+    "tflops": ("speed", "TFLOP/s"), "mfu": ("speed", ""),
+    **dict.fromkeys(("step_s", *STEP_PARTS), ("speed", "s")),
+    "memory_gib": ("memory", "GiB"), "memory_peak_gib": ("memory", "GiB"),
+    "memory_fraction": ("memory", ""),
+}  # fmt: skip
+"""Section and unit, in the order in which they are drawn."""
 
 
 @dataclass(frozen=True)
 class Line:
-    run: int
-    """Index of the run."""
+    run: int  # its index
     name: str
     label: str
 
@@ -55,8 +50,13 @@ def arrange(surveys: Sequence[Survey]) -> tuple[list[Panel], int]:
     panels = [*_together(surveys, names)]
     drawn = {line.name for panel in panels for line in panel.lines}
     for name in sorted((n for n in names if n not in drawn), key=_order):
-        section, unit = _kind(name)
-        panels.append(_panel(surveys, section, name, unit))
+        section, unit = _KNOWN.get(last_part(name), ("curves", ""))
+        lines = tuple(
+            Line(place, name, survey.label if len(surveys) > 1 else name)
+            for place, survey in enumerate(surveys)
+            if name in survey.groups
+        )
+        panels.append(Panel(section, name, unit, lines))
     panels.sort(key=lambda panel: ("curves", "speed", "memory").index(panel.section))
     return panels[:MOST], max(0, len(panels) - MOST)
 
@@ -77,7 +77,7 @@ def _together(surveys: Sequence[Survey], names: list[str]) -> list[Panel]:
         return []
     panels = []
     for section, title, unit, parts in (
-        ("speed", "parts of a step", "s", _STEP),
+        ("speed", "parts of a step", "s", ("step_s", *STEP_PARTS)),
         ("memory", "memory", "GiB", ("memory_gib", "memory_peak_gib")),
     ):
         of = [(part, name) for part in parts for name in names if last_part(name) == part]
@@ -86,32 +86,11 @@ def _together(surveys: Sequence[Survey], names: list[str]) -> list[Panel]:
     return panels
 
 
-def _panel(surveys: Sequence[Survey], section: str, name: str, unit: str) -> Panel:
-    lines = tuple(
-        Line(place, name, survey.label if len(surveys) > 1 else name)
-        for place, survey in enumerate(surveys)
-        if name in survey.groups
-    )
-    return Panel(section, name, unit, lines)
-
-
-def _kind(name: str) -> tuple[str, str]:
-    part = last_part(name)
-    if part in _SPEED:
-        return "speed", _SPEED[part]
-    if part in _STEP:
-        return "speed", "s"
-    if part in _MEMORY:
-        return "memory", _MEMORY[part]
-    return "curves", ""
-
-
 def _order(name: str) -> tuple[int, int]:
     """Losses first, then how good it is, then how it is trained, then the rest as they came."""
     part = last_part(name)
-    known = list(_SPEED) + list(_STEP) + list(_MEMORY)
-    if part in known:
-        return 0, known.index(part)
+    if part in _KNOWN:
+        return 0, list(_KNOWN).index(part)
     if "loss" in part:
         return 1, int(part != "loss")
     if "acc" in part or part in ("perplexity", "ppl", "score", "f1"):
@@ -400,19 +379,16 @@ def _hosts(hosts: Any) -> str:
 @dataclass(frozen=True)
 class Plot:
     title: str
-    unit: str
-    """Of the vertical axis; "" where it is not known."""
+    unit: str  # of the vertical axis; "" where it is not known
     svg: str
     notes: tuple[str, ...]
-    file: str
-    """Name of its own file, without the ending."""
+    file: str  # name of its own file, without the ending
 
 
 @dataclass(frozen=True)
 class RunPart:
     label: str
-    state: str
-    """"good", "bad" or "open"."""
+    state: str  # "good", "bad" or "open"
     words: str
     course: list[str]
     tiles: list[Tile]

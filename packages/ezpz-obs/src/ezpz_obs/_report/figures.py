@@ -43,10 +43,6 @@ def colour(place: int) -> str:
     return _STANDS_FOR[place % len(_STANDS_FOR)]
 
 
-def alarm() -> str:
-    return _STANDS_FOR_ALARM
-
-
 def to_variables(svg: str) -> str:
     """Replace what stands for colours by ``currentColor`` and variables of `style`."""
     svg = svg.replace(INK, "currentColor").replace(_STANDS_FOR_ALARM, f"var(--alarm, {ALARM[0]})")
@@ -407,7 +403,7 @@ def _odd(axes: Any, line: Drawn, *, tag: bool) -> list[str]:
     places = np.flatnonzero(table[COUNT] < table[SIZE])
     axes.plot(
         (table[FROM] + table[TO])[places] / 2, np.full(len(places), 0.025),
-        transform=axes.get_xaxis_transform(), color=alarm(), linestyle="none", marker="x",
+        transform=axes.get_xaxis_transform(), color=_STANDS_FOR_ALARM, linestyle="none", marker="x",
         markersize=5, markeredgewidth=1.4, clip_on=False,
     )  # fmt: skip
     said = [
