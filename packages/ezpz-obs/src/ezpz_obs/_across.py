@@ -148,11 +148,8 @@ ENDS_HEAD = 7
 """Integers before the metrics': digest of the names, step and centres, each with its complement
 (the greatest of both is one number only where all are equal), and whether something is odd."""
 
-_FAR = 8
-"""Of the distance between the ends: a centre further away costs the spread its digits."""
-
+_FAR = 8  # of the distance between the ends: a centre further away costs the spread its digits
 _KEPT = 1000  # names that change at each step would be kept for ever
-
 _POSITIVE = np.int64(0x7FFF_FFFF_FFFF_FFFF)
 
 
@@ -285,8 +282,7 @@ are made by all-reduces, and gathered only where ranks differ or a number is not
 class Answer(NamedTuple):
     values: dict[str, Any]
     """``{"loss/mean": .., "loss/std": .., ...}``; empty where the ranks were at different steps."""
-    warning: str | None
-    """What differs between ranks, in words; said once for each difference."""
+    warning: str | None  # what differs between ranks, in words; said once for each difference
 
 
 class Plan(NamedTuple):

@@ -9,11 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 _NO_LIMIT = sys.float_info.max
-_REFRESH = 16
-"""Records between two looks at the window: 6 us shared by so many."""
-
-_IQR_OF_NORMAL = 1.349
-"""Interquartile range of a normal distribution, in standard deviations."""
+_REFRESH = 16  # records between two looks at the window: 6 us shared by so many
+_IQR_OF_NORMAL = 1.349  # interquartile range of a normal distribution, in standard deviations
 
 
 class Alarms:

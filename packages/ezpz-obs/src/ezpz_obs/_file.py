@@ -36,8 +36,7 @@ Number = int | float | bool
 RESERVED = frozenset({"step", "time", "replay", "event", "ezpz_obs", "crc"})
 """Names of the file's own: no metric may have one."""
 
-PLAIN = frozenset({int, float, bool})
-"""The types that JSON takes as they are."""
+PLAIN = frozenset({int, float, bool})  # the types that JSON takes as they are
 
 
 def flatten(metrics: Mapping[str, Any]) -> dict[str, Any]:
@@ -136,8 +135,7 @@ def refuse_statistics(metrics: Collection[str]) -> None:
 # readers. They are written as strings, which no metric is: ``"NaN"``, ``"Infinity"``,
 # ``"-Infinity"``, and integers as their digits.
 
-SCHEMA = 1
-"""The number in each header: what a reader must know to read the file."""
+SCHEMA = 1  # the number in each header: what a reader must know to read the file
 
 HEADER, RECORD, EVENT = b'{"ezpz_obs":', b'{"step":', b'{"event":'
 """How the three kinds of line begin."""
@@ -301,7 +299,6 @@ class Copies:
 # The file of one writer: every line one write, whatever was there before continued.
 
 logger = logging.getLogger("ezpz_obs")
-
 _BLOCK = 1 << 20
 _LOOK = 1.0  # seconds between looks whether the file is still where it was
 
@@ -309,8 +306,7 @@ _LOOK = 1.0  # seconds between looks whether the file is still where it was
 @dataclass(frozen=True)
 class Before:
     attempts: int = 0
-    last_step: int | None = None
-    """The highest step of all."""
+    last_step: int | None = None  # the highest step of all
 
     @property
     def next_step(self) -> int:
@@ -331,8 +327,7 @@ class Writer:
         self._sync_every = (0.0 if sync is True else float(sync)) if sync is not False else None
         self._synced = self._looked = time.time()
         self._said = False
-        self.lost = 0
-        """Lines that are not in the file."""
+        self.lost = 0  # lines that are not in the file
         path.parent.mkdir(parents=True, exist_ok=True)
         self._fd = open_to_append(path)
         self._torn = 0  # bytes of a line at the end that are still to be cut off

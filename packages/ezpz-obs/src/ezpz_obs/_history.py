@@ -163,7 +163,6 @@ def summarize_ranks(record: Mapping[str, Any], statistics: Mapping[str, Any]) ->
 # From the metrics of a step to a record: flat, compared between ranks, written, shown.
 
 logger = logging.getLogger("ezpz_obs")
-
 _FAR = 1 << 63
 _EVENTS_OWN = RESERVED - {"step", "replay"}
 

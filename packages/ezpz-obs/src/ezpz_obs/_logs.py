@@ -69,8 +69,7 @@ def give_level(logger: logging.Logger, level: int) -> Callable[[], None]:
 
 # The standard library's handlers that others have put there: they hear our events too.
 
-MARK = "ezpz_obs_event"
-"""The attribute of a record that was made of an event of ours, and holds it."""
+MARK = "ezpz_obs_event"  # the attribute of a record that was made of an event of ours, and holds it
 
 
 def has_listeners(logger: logging.Logger) -> bool:

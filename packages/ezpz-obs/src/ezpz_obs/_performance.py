@@ -215,16 +215,10 @@ def transformer_flops(parameters: int, layers: int, hidden: int, sequence: int) 
 
 # Where a step's time goes.
 
-Mark = Any
-"""A moment, as its clock keeps it."""
-
+Mark = Any  # a moment, as its clock keeps it
 T = TypeVar("T")
-
-_MOST_WAITING = 64
-"""Steps that a device may be behind; a queue holds fewer."""
-
-_MOST_MARKS = 256
-"""Uses of a phase within a step that are kept apart."""
+_MOST_WAITING = 64  # steps that a device may be behind; a queue holds fewer
+_MOST_MARKS = 256  # uses of a phase within a step that are kept apart
 
 
 class StepTimer:
@@ -388,8 +382,7 @@ class Phase:
     def __init__(self, clock: Clock) -> None:
         self.clock: Clock = clock
         self.depth: int = 0
-        self.host_seconds: float = 0.0
-        """What needs no clock any more."""
+        self.host_seconds: float = 0.0  # what needs no clock any more
         self._start: Mark = None
         self._marks: list[tuple[Mark, Mark]] = []
 

@@ -15,7 +15,6 @@ from ._context import find_place
 from ._errors import ObsError
 
 logger = logging.getLogger("ezpz_obs")
-
 _ROWS = 40
 
 

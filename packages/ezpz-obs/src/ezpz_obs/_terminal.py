@@ -90,8 +90,7 @@ class Event:
     logger: str | None
     text: str
     fields: dict[str, Any]
-    exception: str | None = None
-    """The traceback, as text."""
+    exception: str | None = None  # the traceback, as text
     stack: str | None = None
 
     def redact(self) -> None:
@@ -314,10 +313,8 @@ class Terminal:
     ) -> None:
         self.level = level
         self.as_json = as_json
-        self.lost: int = 0
-        """How many lines it did not take since the last that it took."""
-        self.trouble: Exception | None = None
-        """Why the latest was not taken."""
+        self.lost: int = 0  # how many lines it did not take since the last that it took
+        self.trouble: Exception | None = None  # why the latest was not taken
         self._given = stream
         self._no_colours = bool(env.get("NO_COLOR")) or env.get("TERM") == "dumb"
         self._seen: TextIO | None = None
@@ -429,10 +426,8 @@ class LogFile:
     def __init__(self, path: Path, *, level: int, complain: Callable[[str], None]) -> None:
         self.path = path
         self.level = level
-        self.lost: int = 0
-        """How many lines it did not take since the last that it took."""
-        self.trouble: Exception | None = None
-        """Why the latest was not taken."""
+        self.lost: int = 0  # how many lines it did not take since the last that it took
+        self.trouble: Exception | None = None  # why the latest was not taken
         self._complain = complain
         self._has_complained = False
         self._descriptor = -1
@@ -505,8 +500,7 @@ class LogFile:
 
 # Where the lines of a process go: its terminal, and its log file where it has one.
 
-NAME = "ezpz_obs"
-"""The logger of what we say about ourselves."""
+NAME = "ezpz_obs"  # the logger of what we say about ourselves
 
 
 @dataclass(slots=True)
@@ -514,10 +508,8 @@ class Output:
     place: Place
     terminal: Terminal
     file: LogFile | None = None
-    level: int = 0
-    """From which events anybody here is interested."""
-    is_configured: bool = False
-    """Whether `configure_logs` has made it what it is."""
+    level: int = 0  # from which events anybody here is interested
+    is_configured: bool = False  # whether `configure_logs` has made it what it is
 
     def __post_init__(self) -> None:
         self.settle()

@@ -13,8 +13,7 @@ from .words import NOTHING, TIMES, clean, file_name, moment, number, seconds, sh
 
 # Which metrics are drawn where: known by the names that they usually have.
 
-MOST: Final = 48
-"""Plots on a page, at most: a model's every layer is for a table."""
+MOST: Final = 48  # plots on a page, at most: a model's every layer is for a table
 
 STEP_PARTS: Final = ("data_s", "forward_s", "backward_s", "optimizer_s")
 """What a step is made of; ``step_s`` is all of it."""

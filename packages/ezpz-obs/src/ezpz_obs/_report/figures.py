@@ -66,7 +66,6 @@ def style(selector: str) -> str:
 # What plots stand on: a figure of matplotlib's, its axes' dress, and the SVG it becomes.
 
 _PLACE: Final = (0.115, 0.155, 0.855, 0.81)
-
 _SIZE: Final = (6.1, 3.3)  # inches; the page scales it
 _STYLE: Final = {
     "text.parse_math": False,  # a metric's name is text, dollars and all
@@ -175,10 +174,8 @@ def svg(figure: Any, title: str) -> str:
 
 # What a curve looks like: smoothed, and in which frame.
 
-_FEW = 24
-"""Points that need no smoothing."""
-_FAR = 20.0
-"""So many times the range of nearly all values beyond it, a value is an outlier."""
+_FEW = 24  # points that need no smoothing
+_FAR = 20.0  # so many times the range of nearly all values beyond it, a value is an outlier
 _DECADES = 3.0
 _LITTLE = 0.004
 """A learning rate's corners are no noise: below this part of the range nothing is smoothed."""
@@ -256,9 +253,7 @@ def _known(table: Floats) -> bool:
 
 # Plots as SVG, by matplotlib, without its global state.
 
-POINTS: Final = 600
-"""Of a curve: about one for each pixel of its width."""
-
+POINTS: Final = 600  # of a curve: about one for each pixel of its width
 _PARTS: Final = (0.5, 0.95, 0.99)
 _LARGEST: Final = 1e300
 

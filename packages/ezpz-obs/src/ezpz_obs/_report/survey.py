@@ -22,9 +22,7 @@ from .words import NOTHING, moment, seconds
 
 # Warnings, alarms and errors of a run: of its events, and of its ranks' logs.
 
-ROOM: Final = 200
-"""Different messages that are kept, of the first and of the last each."""
-
+ROOM: Final = 200  # different messages that are kept, of the first and of the last each
 _GRAVE: Final = frozenset({"warning", "error", "critical", "exception", "fatal", "alarm"})
 _LIGHT: Final = (b'"level":"info"', b'"level":"debug"')
 _ENOUGH: Final = 300
@@ -36,8 +34,7 @@ class Notice:
 
     kind: str
     text: str
-    time: float | None
-    """Of the first time: seconds since 1970."""
+    time: float | None  # of the first time: seconds since 1970
     step: int | None
     ranks: set[int]
     times: int = 1
@@ -49,10 +46,8 @@ class Notices:
     def __init__(self) -> None:
         self._first: dict[tuple[str, str], Notice] = {}
         self._last: dict[tuple[str, str], Notice] = {}
-        self.left_out = 0
-        """Different ones between the first and the last of those shown."""
-        self.unreadable = 0
-        """Lines of logs that are no JSON."""
+        self.left_out = 0  # different ones between the first and the last of those shown
+        self.unreadable = 0  # lines of logs that are no JSON
 
     def put(self, notice: Notice) -> None:
         key = (notice.kind, notice.text)
@@ -175,9 +170,7 @@ class Waiting:
         raise NotImplementedError
 
 
-BUCKETS: Final = 2048
-"""At most so many are kept; when there are more, each two become one."""
-
+BUCKETS: Final = 2048  # at most so many are kept; when there are more, each two become one
 _WAIT: Final = 16_384
 COUNT, MEAN, LEAST, GREATEST, LAST, FROM, TO, SIZE = range(8)
 """Rows of `Series.buckets`: how many finite values, their mean, min and max, the last value
@@ -193,11 +186,9 @@ class Series(Waiting):
     def __init__(self, name: str) -> None:
         super().__init__()
         self.name = name
-        self.count = 0
-        """Values of any kind."""
+        self.count = 0  # values of any kind
         self.nan = self.infinite = 0
-        self.first_odd: int | None = None
-        """The step of the first NaN or infinity."""
+        self.first_odd: int | None = None  # the step of the first NaN or infinity
         self.first: tuple[int, float] | None = None
         """Step and value, as `last`, `min` and `max`; these two of the finite values."""
         self.last: tuple[int, float] | None = None
@@ -210,8 +201,7 @@ class Series(Waiting):
         # Wider than double where there is such a thing: squares of 1e200 are numbers too.
         self._mean = self._squares = np.longdouble(0)
         self._finite = 0
-        self.width = 1
-        """How many values make a bucket."""
+        self.width = 1  # how many values make a bucket
         self.buckets: Floats = np.empty((8, 0))
         """The curve, (8, at most `BUCKETS`): see `COUNT` and those after it."""
 
@@ -398,22 +388,17 @@ class StepTimes(Waiting):
 
 # A run, read once from end to end, and told in little room.
 
-_SPEAK: Final = 2.0
-"""Seconds between words about a long reading."""
-
+_SPEAK: Final = 2.0  # seconds between words about a long reading
 STATISTICS: Final = ("mean", "std", "min", "max")
 
 
 @dataclass(frozen=True)
 class Attempt:
     number: int
-    begun: float | None
-    """Seconds since 1970."""
+    begun: float | None  # seconds since 1970
     reached: Reached
-    replayed: int
-    """Steps that an earlier attempt had done already."""
-    end: str | None
-    """Its cause as it was written; None where none was."""
+    replayed: int  # steps that an earlier attempt had done already
+    end: str | None  # its cause as it was written; None where none was
     ended: float | None
 
     @property
@@ -429,16 +414,13 @@ class Attempt:
 class Survey:
     run: Run
     label: str
-    header: dict[str, Any]
-    """Of the last attempt."""
+    header: dict[str, Any]  # of the last attempt
     attempts: list[Attempt]
-    series: dict[str, Series]
-    """By metric, in the order of their first records."""
+    series: dict[str, Series]  # by metric, in the order of their first records
     step_times: StepTimes
     notices: Notices
     records: int
-    age: float
-    """Seconds from the last write to the file until this survey."""
+    age: float  # seconds from the last write to the file until this survey
 
     @cached_property
     def groups(self) -> dict[str, bool]:

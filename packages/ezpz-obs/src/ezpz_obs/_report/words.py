@@ -60,11 +60,8 @@ def distinct(names: list[str], paths: list[str]) -> list[str]:
 
 # Numbers, times and spans as people read them.
 
-NOTHING: Final = "\N{EN DASH}"
-"""Stands in a table where there is nothing to say."""
-
+NOTHING: Final = "\N{EN DASH}"  # stands in a table where there is nothing to say
 TIMES: Final = "\N{MULTIPLICATION SIGN}"
-
 _MINUS: Final = "\N{MINUS SIGN}"
 _SPANS: Final = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
 

@@ -56,7 +56,6 @@ def make_sink(sink: str | Sink, *, own: bool = False, close_seconds: float | Non
 # Between training and one sink: a queue that never blocks, a thread, and one that watches it.
 
 logger = logging.getLogger("ezpz_obs")
-
 _OPEN_SECONDS = 10.0
 _WRITE_SECONDS = 60.0  # a server may be restarted meanwhile: training does not wait, records do
 _BUSY, _IDLE = 0.02, 0.2  # between looks at the queue: to be woken by each record costs training

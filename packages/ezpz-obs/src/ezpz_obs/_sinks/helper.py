@@ -32,8 +32,7 @@ from .libraries import library_seconds, make_library_sink
 
 CLOSE = b'{"close":true}'
 _BLOCK = 1 << 16
-_AFTERLIFE = 10.0
-"""Seconds to finish in where training was killed."""
+_AFTERLIFE = 10.0  # seconds to finish in where training was killed
 
 
 def main(name: str) -> None:
@@ -136,7 +135,6 @@ class _Lines:
 # sends what it was given.
 
 logger = logging.getLogger("ezpz_obs")
-
 _START_SECONDS = 120.0  # importing from a busy parallel file system; nobody waits for it
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "

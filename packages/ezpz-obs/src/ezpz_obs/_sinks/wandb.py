@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 # Whether W&B is wanted, and whether it knows who we are; without importing it.
 
 Mode = Literal["online", "offline", "disabled", "shared"]
-
 _PUBLIC = "https://api.wandb.ai"
 _NO = frozenset({"", "0", "false", "no", "off", "f", "n"})
 
@@ -108,7 +107,6 @@ def _entry(path: Path, env: Mapping[str, str]) -> str | None:
 # A W&B run that starts within seconds or not at all, and ends with the interpreter.
 
 logger = logging.getLogger("ezpz_obs")
-
 _ANSWER_SECONDS = 4.0
 _OFFLINE_SECONDS = 2.0  # kept of what there is for starting offline,
 _FREE_SECONDS = 1.0  # and for ending a start that failed
