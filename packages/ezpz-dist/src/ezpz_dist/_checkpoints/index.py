@@ -18,31 +18,15 @@ from typing import IO, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from ezpz_dist._version import __version__
 from ezpz_tp import Piece
 
-from .store import (
-    MANIFEST,
-    Name,
-    SaveArgs,
-    Store,
-    names_in,
-    newest_first,
-    next_name,
-    parse,
-    refuse_other,
-    to_remove,
-)
+from . import store as _store
+from .store import MANIFEST, Name, SaveArgs, Store
 
 # What makes a checkpoint one: its files with size and checksum, and what is in it.
 
@@ -122,7 +106,7 @@ def read_manifest(store: Store, folder: str) -> Manifest:
             manifest = decode_manifest(file.read())
     except OSError as error:
         raise ValueError(f"{MANIFEST} cannot be read ({error})") from error
-    name = parse(folder)
+    name = _store.parse(folder)
     if name is not None and name.step != manifest.step:
         raise ValueError(f"{MANIFEST} is of step {manifest.step}")
     return manifest
@@ -534,19 +518,19 @@ def metadata_of(saved: Mapping[str, Saved]) -> bytes:
     """Return the same as torch's own tools want it."""
     # What is equal is one object: it is made and pickled once, however many tensors there are.
     sizes: dict[tuple[int, ...], torch.Size] = {}
-    alike: dict[Any, TensorStorageMetadata] = {}
-    metadata = Metadata({}, storage_data={})
+    alike: dict[Any, dcp.TensorStorageMetadata] = {}
+    metadata = dcp.Metadata({}, storage_data={})
     for key, about in saved.items():
         pieces = [(chunk.offsets, chunk.sizes) for chunk in about.chunks]
         layout = (about.dtype, about.size, *pieces)
         if layout not in alike:
             sizes |= {each: torch.Size(each) for piece in pieces for each in piece}
-            chunks = [ChunkStorageMetadata(sizes[one], sizes[other]) for one, other in pieces]
-            properties = TensorProperties(dtype=about.dtype)
-            alike[layout] = TensorStorageMetadata(properties, about.size, chunks)
+            chunks = [dcp.ChunkStorageMetadata(sizes[one], sizes[other]) for one, other in pieces]
+            properties = dcp.TensorProperties(dtype=about.dtype)
+            alike[layout] = dcp.TensorStorageMetadata(properties, about.size, chunks)
         metadata.state_dict_metadata[key] = alike[layout]
         for offsets, _, file, extent in about.chunks:
-            index = MetadataIndex(key)
+            index = dcp.MetadataIndex(key)
             object.__setattr__(index, "offset", sizes[offsets])  # it would make another
             metadata.storage_data[index] = _StorageInfo(file, *extent)
     return pickle.dumps(metadata)
@@ -609,16 +593,20 @@ def read_manifests(
             found[name] = read_manifest(store, str(name))
         except ValueError as error:
             wrong[name] = str(error)
-    order = newest_first({name: manifest.sequence for name, manifest in found.items()})
+    order = _store.newest_first({name: manifest.sequence for name, manifest in found.items()})
     return {name: found[name] for name in order}, wrong
 
 
 def begin(store: Store, args: SaveArgs, size: int) -> tuple[Name, str, int]:
     """Make the folder for a checkpoint; return its name, the folder's, and its sequence."""
-    owner = refuse_other(store)
+    owner = _store.refuse_other(store)
     entries = store.entries()
     # Who saved last knows how often; else the manifests do.
-    known = {} if owner is not None and owner.is_me else read_manifests(store, names_in(entries))[0]
+    known = (
+        {}
+        if owner is not None and owner.is_me
+        else read_manifests(store, _store.names_in(entries))[0]
+    )
     last = owner.sequence if owner is not None else 0
     newest = owner.step if owner is not None and owner.is_me else None
     if known:
@@ -630,7 +618,7 @@ def begin(store: Store, args: SaveArgs, size: int) -> tuple[Name, str, int]:
             "which is loaded, and those above it count as abandoned, which keep= removes first",
             args.step, newest, store.root,
         )  # fmt: skip
-    name = next_name(args.step, entries)
+    name = _store.next_name(args.step, entries)
     working = store.begin(name)
     if left := store.remove_leftovers(working):
         logger.info("removed what unfinished saves left in %s: %s", store.root, ", ".join(left))
@@ -641,7 +629,7 @@ def begin(store: Store, args: SaveArgs, size: int) -> tuple[Name, str, int]:
 
 def _make_room(store: Store, step: int, keep: int, size: int) -> None:
     """Remove the oldest beyond ``keep - 1``, but never the last whole one, if that is enough."""
-    found, _ = read_manifests(store, names_in(store.entries()))
+    found, _ = read_manifests(store, _store.names_in(store.entries()))
     # By the files' sizes: to read them all would take longer than the other ranks wait.
     whole = [
         name
@@ -664,9 +652,9 @@ def _make_room(store: Store, step: int, keep: int, size: int) -> None:
 
 def superseded(store: Store, saved: Name, keep: int | None) -> list[Name]:
     """Return what is to be removed once a checkpoint is complete, the oldest first."""
-    names = names_in(store.entries())
+    names = _store.names_in(store.entries())
     if keep is None:
         names = [name for name in names if name.step == saved.step]
     # Not counted, and not touched: what bears the name and is no checkpoint.
     found, _ = read_manifests(store, names)
-    return to_remove(list(found), saved, keep)
+    return _store.to_remove(list(found), saved, keep)

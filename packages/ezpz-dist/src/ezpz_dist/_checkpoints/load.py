@@ -21,21 +21,10 @@ from ezpz_tp import Piece
 
 from . import index
 from . import pieces as _pieces
+from . import store as _store
 from .ranks import Ranks, collecting_later, ranks_of
 from .save import finish_saving
-from .store import (
-    INDEX,
-    CheckpointArgs,
-    Name,
-    Optimizers,
-    Store,
-    as_list,
-    follow,
-    give_memory,
-    names_in,
-    open_store,
-    parse,
-)
+from .store import CheckpointArgs, Name, Store
 
 # Fill this rank's tensors from a checkpoint's files, once these are known to be whole.
 
@@ -148,7 +137,7 @@ class Target:
     def _plan(self) -> dict[str, list[index.Wanted]]:
         _pieces.refuse_deepspeed(self._args.model)
         self._choose_contents()
-        give_memory(self._args.model)
+        _store.give_memory(self._args.model)
         self._model_state = _pieces.model_state(self._args.model)
         self._state = self._room()
         parts = _pieces.Parts(self._args.model, self._layout)
@@ -367,7 +356,7 @@ def list_checkpoints(path: str | os.PathLike[str]) -> list[Checkpoint]:
     Those that a run abandoned, as it went back to a lower step, come first. By their manifests:
     their other files are not looked at. Not a collective.
     """
-    return list(reversed(_completed(open_store(path))))
+    return list(reversed(_completed(_store.open_store(path))))
 
 
 def latest_checkpoint(path: str | os.PathLike[str]) -> Checkpoint | None:
@@ -375,11 +364,13 @@ def latest_checkpoint(path: str | os.PathLike[str]) -> Checkpoint | None:
 
     By its manifest: its other files are not looked at. Not a collective.
     """
-    return next(iter(_completed(open_store(path))), None)
+    return next(iter(_completed(_store.open_store(path))), None)
 
 
 def _completed(store: Store) -> list[Checkpoint]:
-    found, _ = index.read_manifests(store, names_in(store.entries()))  # loading says what is wrong
+    found, _ = index.read_manifests(
+        store, _store.names_in(store.entries())
+    )  # loading says what is wrong
     newest: dict[int, Checkpoint] = {}
     for name, manifest in found.items():
         newest.setdefault(name.step, described(store, str(name), manifest))
@@ -388,7 +379,7 @@ def _completed(store: Store) -> list[Checkpoint]:
 
 def candidates(store: Store, step: int | None) -> list[Name]:
     """Return what to load, the newest first: that may be one whose manifest cannot be read."""
-    names = [name for name in names_in(store.entries()) if step in (None, name.step)]
+    names = [name for name in _store.names_in(store.entries()) if step in (None, name.step)]
     found, wrong = index.read_manifests(store, names)
     return [*wrong, *found]
 
@@ -405,10 +396,10 @@ def verify_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> 
     Raises:
         CheckpointError: There is none, or it is damaged: every file that is, and how.
     """
-    store = open_store(path)
+    store = _store.open_store(path)
     above, _, last = store.root.rpartition("/")
-    if step is None and parse(last):
-        store, name = open_store(above), last
+    if step is None and _store.parse(last):
+        store, name = _store.open_store(above), last
     else:
         names = candidates(store, step)
         if not names:
@@ -429,7 +420,7 @@ def verify_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> 
 
 
 def none_there(store: Store, step: int | None) -> str:
-    names: list[Name] = names_in(store.entries())
+    names: list[Name] = _store.names_in(store.entries())
     steps = ", ".join(str(each) for each in sorted({name.step for name in names})) or "none"
     which = "no checkpoint" if step is None else f"no checkpoint of step {step}"
     return f"{which} in {store.root}; there are: {steps}"
@@ -467,7 +458,7 @@ def load_checkpoint(
     path: str | os.PathLike[str],
     *,
     model: nn.Module,
-    optimizer: Optimizers | None = None,
+    optimizer: _store.Optimizers | None = None,
     scheduler: Any = None,
     data: Any = None,
     step: int | None = None,
@@ -515,13 +506,13 @@ def load_checkpoint(
     finish_saving()
     started = time.monotonic()
     with ranks.waiting("load_checkpoint()"), collecting_later():
-        store = ranks.here(f"{os.fspath(path)} cannot be loaded", lambda: open_store(path))
+        store = ranks.here(f"{os.fspath(path)} cannot be loaded", lambda: _store.open_store(path))
         ranks.same("load_checkpoint", f"{store.root}, step {step}, rng {rng}, strict {strict}")
         names = ranks.first(f"{store.root} cannot be listed", lambda: _candidates(store, step))
         if not names and step is None:
             return None
         layout = _pieces.current_layout(ranks.rank, ranks.size)
-        args = CheckpointArgs(model, as_list(optimizer), scheduler, data)
+        args = CheckpointArgs(model, _store.as_list(optimizer), scheduler, data)
         target = Target(ranks, layout, args, strict)
         found = _first_whole(store, names, target, ranks, step)
         if isinstance(found, str):
@@ -541,7 +532,7 @@ def load_checkpoint(
 
 
 def _candidates(store: Store, step: int | None) -> list[Name]:
-    follow(store)
+    _store.follow(store)
     names = candidates(store, step)
     if step is not None and not names:
         raise CheckpointError(none_there(store, step))
@@ -571,11 +562,11 @@ def _first_whole(
 def _opened(store: Store, folder: str) -> tuple[index.Manifest, bytes] | str:
     try:
         manifest = index.read_manifest(store, folder)
-        if INDEX not in manifest.files:
-            return f"the manifest has no {INDEX}"
-        if damage := index.damage_of(store, folder, INDEX, manifest.files[INDEX]):
+        if _store.INDEX not in manifest.files:
+            return f"the manifest has no {_store.INDEX}"
+        if damage := index.damage_of(store, folder, _store.INDEX, manifest.files[_store.INDEX]):
             return damage
-        with store.open(f"{folder}/{INDEX}", "rb") as file:
+        with store.open(f"{folder}/{_store.INDEX}", "rb") as file:
             return manifest, file.read()
     except (ValueError, OSError) as error:
         return str(error)

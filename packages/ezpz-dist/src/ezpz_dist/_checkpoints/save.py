@@ -28,26 +28,11 @@ from ezpz_dist._objects import raw_of
 from ezpz_dist._world import current_world, finish_before_leaving
 
 from . import index, pieces
+from . import store as _store
 from .index import Extent, Files, Manifest, Written, begin, encode_manifest, superseded
 from .pieces import Held, Layout, Pieces, current_layout, rank_key, rng_state
 from .ranks import Ranks, collecting_later, ranks_of
-from .store import (
-    INDEX,
-    LATEST,
-    MANIFEST,
-    MAX_STEP,
-    OWNER,
-    CheckpointArgs,
-    Name,
-    Optimizers,
-    SaveArgs,
-    Store,
-    as_list,
-    claim,
-    open_store,
-    refuse_other,
-    release_at_end,
-)
+from .store import CheckpointArgs, Name, SaveArgs, Store
 
 # Who writes what: the ranks compare what they hold, and each piece gets one that writes it.
 
@@ -300,21 +285,21 @@ def _complete(
             chunk = index.Chunk(item.offsets, item.sizes, _name(rank), extent)
             saved[item.key].chunks.append(chunk)
     files.write(".metadata", index.metadata_of(saved))
-    files.write(INDEX, index.encode_index(saved))
+    files.write(_store.INDEX, index.encode_index(saved))
     written = {name: one for _, each in gathered for name, one in each.items()} | files.written
     _see(store, draft.working, written, draft.ranks, [each for _, each in gathered])
     manifest = Manifest(
         args.step, draft.ranks.size, args.contents, time.time(), torch.__version__, written,
         draft.sequence,
     )  # fmt: skip
-    refuse_other(store)  # one that began as this did
-    files.write(MANIFEST, encode_manifest(manifest))
+    _store.refuse_other(store)  # one that began as this did
+    files.write(_store.MANIFEST, encode_manifest(manifest))
     store.publish(draft.working, draft.name)
     # It is saved; what comes after must not tell the script that it is not.
-    with _warning(args.step, f"{LATEST} is not written"):
-        store.put(LATEST, f"{draft.name}\n".encode())
-    with _warning(args.step, f"{OWNER} is not written"):
-        claim(store, args.step, draft.sequence)
+    with _warning(args.step, f"{_store.LATEST} is not written"):
+        store.put(_store.LATEST, f"{draft.name}\n".encode())
+    with _warning(args.step, f"{_store.OWNER} is not written"):
+        _store.claim(store, args.step, draft.sequence)
     with _warning(args.step, "older ones are not removed"):
         for name in superseded(store, draft.name, args.keep):
             with _warning(args.step, f"{name} is not removed"):
@@ -500,7 +485,7 @@ def save_checkpoint(
     path: str | os.PathLike[str],
     *,
     model: nn.Module,
-    optimizer: Optimizers | None = None,
+    optimizer: _store.Optimizers | None = None,
     scheduler: Any = None,
     step: int,
     data: Any = None,
@@ -556,7 +541,7 @@ def save_checkpoint(
     ranks = ranks_of(current_world("save_checkpoint()"))
     finish_saving()
     with ranks.waiting(f"save_checkpoint(step={step})"), collecting_later():
-        state = CheckpointArgs(model, as_list(optimizer), scheduler, data, extra)
+        state = CheckpointArgs(model, _store.as_list(optimizer), scheduler, data, extra)
         draft = _draft(path, ranks, state, SaveArgs(step, (*state.contents, "rng"), keep))
         saving = Saving(step, f"{draft.store.root}/{draft.name}")
         if asynchronous:
@@ -583,17 +568,17 @@ def _draft(
     size = sum(item.nbytes + 4096 for items in dealt for item in items)  # rather too many
     begun: tuple[Name, str, int] = ranks.first(what, lambda: begin(store, args, size))
     if ranks.rank == 0:
-        release_at_end(store)
+        _store.release_at_end(store)
     return Draft(ranks, store, args, *begun, mine, dealt)
 
 
 def _opened(path: str | os.PathLike[str], args: SaveArgs) -> Store:
     step, keep = args.step, args.keep
-    if type(step) is not int or not 0 <= step <= MAX_STEP:
-        raise CheckpointError(f"step={step!r}; expected an int from 0 to {MAX_STEP}")
+    if type(step) is not int or not 0 <= step <= _store.MAX_STEP:
+        raise CheckpointError(f"step={step!r}; expected an int from 0 to {_store.MAX_STEP}")
     if keep is not None and keep < 1:
         raise CheckpointError(f"keep={keep}; expected at least 1, or None to keep all")
-    return open_store(path)
+    return _store.open_store(path)
 
 
 def _collect(ranks: Ranks, layout: Layout, state: CheckpointArgs) -> Held:
