@@ -43,9 +43,7 @@ def script(text):
 
 
 def test_one_process_is_plain_pdb_at_the_call_and_in_an_except_block(ranks):
-    (out,) = ranks(
-        1,
-        script("""
+    text = script("""
         read, write = os.pipe()
         os.write(write, b"p y\\np error\\npm\\np sorted(locals())\\nq\\nn\\nn\\np z\\nc\\nq\\n")
         os.dup2(read, 0)
@@ -75,8 +73,8 @@ def test_one_process_is_plain_pdb_at_the_call_and_in_an_except_block(ranks):
             breakpoint(rank=1)
         except ValueError as error:
             print(error)
-        """),
-    )
+        """)
+    (out,) = ranks(1, text)
     assert "in handling ZeroDivisionError('division by zero'); pm shows where" in out
     assert "(Pdb) 4\n(Pdb) ZeroDivisionError('division by zero')\n" in out
     assert "(pm) ['x']\n" in out
@@ -85,9 +83,7 @@ def test_one_process_is_plain_pdb_at_the_call_and_in_an_except_block(ranks):
 
 
 def test_the_terminal_that_is_found(ranks):
-    (out,) = ranks(
-        1,
-        script("""
+    text = script("""
         import pty
         from ezpz_dist._debugger import find_terminal, has_input
 
@@ -140,8 +136,8 @@ def test_the_terminal_that_is_found(ranks):
             print(child(rank), file=os.fdopen(os.dup(2), "w"))
         print(below_a_terminal(lambda: child(launcher)))
         print(find_terminal("none", proc="/nowhere"))
-        """),
-    )
+        """)
+    (out,) = ranks(1, text)
     lines = out.splitlines()
     assert lines[0] == "('stdin', '')"
     assert lines[1] == ("('/dev/tty', '') the terminal's input is read by the launcher (pmi)")
@@ -215,9 +211,7 @@ def test_under_ezpz_launch_pdb_is_on_the_launchers_terminal(clean_env, tmp_path)
 
 
 def test_without_a_terminal_through_a_socket(ranks):
-    first, second = ranks(
-        2,
-        script("""
+    text = script("""
         rank = setup_torch(timeout=120)
         room.EVERY = 0.3
         import logging
@@ -268,8 +262,8 @@ def test_without_a_terminal_through_a_socket(ranks):
                 print(error)
         print("sum", all_reduce(rank + 1))
         cleanup()
-        """),
-    )
+        """)
+    first, second = ranks(2, text)
     assert "ezpz: rank 0 of 2 stops at " in first
     assert "waits for you; no process above this one has a terminal. Type in a shell on" in first
     assert "(Pdb rank 0) 42\n" in first
@@ -287,9 +281,7 @@ def test_without_a_terminal_through_a_socket(ranks):
 
 @pytest.mark.parametrize("who", [0, 1])
 def test_those_who_wait_learn_that_the_debugged_rank_has_ended(ranks, who):
-    outcomes = ranks(
-        2,
-        script(f"""
+    text = script(f"""
         rank = setup_torch(timeout=120)
         room.EVERY = 0.3
         if rank == {who}:
@@ -304,9 +296,8 @@ def test_those_who_wait_learn_that_the_debugged_rank_has_ended(ranks, who):
         except LostRankError as error:
             print(error.ranks, error, flush=True)
         os._exit(0)
-        """),
-        check=False,
-    )
+        """)
+    outcomes = ranks(2, text, check=False)
     assert outcomes[who][0] == 9
     status, out, err = outcomes[1 - who]
     assert status == 0, err
@@ -316,9 +307,7 @@ def test_those_who_wait_learn_that_the_debugged_rank_has_ended(ranks, who):
 
 
 def test_those_who_wait_for_a_rank_that_never_comes_time_out(ranks):
-    _, out = ranks(
-        2,
-        script("""
+    text = script("""
         rank = setup_torch(timeout=60)
         # Less time only now: a busy machine may need more to set up.
         import dataclasses
@@ -335,8 +324,8 @@ def test_those_who_wait_for_a_rank_that_never_comes_time_out(ranks):
             print(error.ranks, error, flush=True)
             world.store.set("told", "")
         os._exit(0)
-        """),
-    )
+        """)
+    _, out = ranks(2, text)
     assert out.startswith("(0,) breakpoint(rank=0) at ")
     assert "did not come within 2 s; expected every rank to call it at that line" in out
     assert " in elsewhere" in out

@@ -361,7 +361,7 @@ def test_a_run_goes_on_with_another_data_parallel_degree(ranks):
     assert sorted(had[0] + had[1] + list(chain(*left))) == list(range(20))
 
 
-def test_a_failing_reader_is_every_ranks_error(ranks):
+def test_a_failing_reader_and_workers_that_do_not_start_are_every_ranks_error(ranks):
     script = """
     setup_torch(tensor_parallel_size=2)
 
@@ -371,37 +371,22 @@ def test_a_failing_reader_is_every_ranks_error(ranks):
         def __getitem__(self, index):
             raise OSError("the disk is gone")
 
-    try:
-        list(DataLoader(Broken(), one_reader=True))
-    except OSError as error:
-        print("OSError", error)
-    except DataError as error:
-        print(error)
+    workers = {"num_workers": 1, "multiprocessing_context": "forkserver"}
+    for loader in (
+        DataLoader(Broken(), one_reader=True),
+        DataLoader([1, 2], collate_fn=lambda rows: rows, one_reader=True, **workers),
+    ):
+        print(type(error := raises(Exception, "", list, loader)).__name__, error, end="|")
     cleanup()
     """
-    reader, other = ranks(2, script)
-    assert reader.strip() == "OSError the disk is gone"
-    assert other.strip() == (
-        "the reader of this rank's batches failed, rank 0: OSError: the disk is gone"
-    )
-
-
-def test_workers_that_cannot_be_started_are_every_ranks_error(ranks):
-    script = """
-    setup_torch(tensor_parallel_size=2)
-    options = {"num_workers": 1, "multiprocessing_context": "forkserver"}
-    try:
-        list(DataLoader([1, 2], collate_fn=lambda rows: rows, one_reader=True, **options))
-    except DataError as error:
-        print(error)
-    except Exception as error:
-        print("its own", type(error).__name__)
-    cleanup()
-    """
-    reader, other = ranks(2, script)
-    assert reader.startswith("its own ")
-    assert other.startswith("the reader of this rank's batches failed, rank 0: ")
-    assert "lambda" in other
+    reader, other = (out.split("|") for out in ranks(2, script))
+    failed = "DataError the reader of this rank's batches failed, rank 0: "
+    assert (reader[0], other[0]) == (
+        "OSError the disk is gone", f"{failed}OSError: the disk is gone",
+    )  # fmt: skip
+    assert not reader[1].startswith("DataError")
+    assert other[1].startswith(failed)
+    assert "lambda" in other[1]
 
 
 def test_a_single_process_reads_and_moves():

@@ -223,34 +223,24 @@ def draws():
     return mine
 
 
-def test_a_seed_repeats_itself():
-    seed_everything(7, rank=3)
-    first = draws()
-    seed_everything(7, rank=3)
-    assert draws() == first
-
-
-def test_ranks_draw_differently():
-    seen = set()
-    for rank in range(8):
+def test_a_seed_repeats_itself_and_ranks_draw_differently():
+    seen = {}
+    for rank in (*range(8), 3):
         seed_everything(7, rank=rank)
-        seen.update(draws())
-    assert len(seen) == 8 * len(draws())
+        assert seen.setdefault(rank, found := draws()) == found
+    assert len({each for found in seen.values() for each in found}) == 8 * len(found)
 
 
-def test_no_two_seeds_collide():
+def test_no_two_seeds_collide_and_the_largest_fits_torch():
     # the predecessor's seed * (rank + 1) * (local_rank + 1) gives ranks 2 and 8 the same
     seeds = [
         seed_for_rank(seed, rank, stream)
-        for seed in (0, 1, 42)
+        for seed in (0, 1, 42, MAX_SEED - 1)
         for rank in (*range(4096), MAX_RANKS - 1)
         for stream in STREAMS
     ]
     assert len(set(seeds)) == len(seeds)
-
-
-def test_the_largest_seed_fits_torch():
-    torch.manual_seed(seed_for_rank(MAX_SEED - 1, MAX_RANKS - 1, STREAMS[-1]))
+    torch.manual_seed(max(seeds))
 
 
 @pytest.mark.parametrize(("seed", "rank"), [(-1, 0), (MAX_SEED, 0), (0, -1), (0, MAX_RANKS)])

@@ -17,22 +17,10 @@ from torch import Tensor
 
 from ezpz_device import get_torch_device
 
-from . import _members
+from . import _members, _objects
 from ._errors import CollectiveError
 from ._members import Call, Members, exchange
 from ._mpi import find_channel
-from ._objects import (
-    about,
-    as_bytes,
-    as_tensor,
-    dump,
-    empty,
-    is_plain,
-    load,
-    raw_of,
-    refold,
-    unfold,
-)
 from ._world import find_world
 
 logger = logging.getLogger(__name__)
@@ -191,30 +179,30 @@ def _checked(root: object, members: Members | None) -> int:
 def _packed(obj: object) -> tuple[bytes, Tensor | None]:
     """Return what goes into the exchange, and what follows it: uint8 [bytes]."""
     obj = own_result(obj)
-    if isinstance(obj, Tensor) and is_plain(obj):
-        data = as_bytes(obj)
-        header = _HEADER.pack(_TENSOR, data.numel()) + pickle.dumps(about(obj))
+    if isinstance(obj, Tensor) and _objects.is_plain(obj):
+        data = _objects.as_bytes(obj)
+        header = _HEADER.pack(_TENSOR, data.numel()) + pickle.dumps(_objects.about(obj))
         # A tensor of dozens of axes has no room for them.
         if data.numel() > _members.ROOM - 100 and len(header) <= _members.ROOM:
             return header, data
-    raw = dump(obj)
+    raw = _objects.dump(obj)
     if len(raw) + _HEADER.size <= _members.ROOM:
         return _HEADER.pack(_INSIDE, len(raw)) + raw, None
-    return _HEADER.pack(_AFTER, len(raw)), as_tensor(raw)
+    return _HEADER.pack(_AFTER, len(raw)), _objects.as_tensor(raw)
 
 
 def _received(payload: bytes, root: int, members: Members, what: str) -> Any:
     way, length = _HEADER.unpack_from(payload)
     rest = payload[_HEADER.size :]
     if way == _INSIDE:
-        return load(rest[:length], root)
+        return _objects.load(rest[:length], root)
     try:
         if way == _AFTER:
             raw = bytearray(length)
             data = torch.frombuffer(raw, dtype=torch.uint8)
         else:
-            tensor = empty(*load(rest, root))
-            data = as_bytes(tensor)
+            tensor = _objects.empty(*_objects.load(rest, root))
+            data = _objects.as_bytes(tensor)
     except Exception as error:
         # No memory, no such dtype: the others must not wait for it, nor this rank fall behind.
         members.send(torch.empty(length, dtype=torch.uint8, device="meta"), root, what)
@@ -225,7 +213,7 @@ def _received(payload: bytes, root: int, members: Members, what: str) -> Any:
             [me],
         ) from error
     members.send(data, root, what)
-    return load(raw, root) if way == _AFTER else tensor
+    return _objects.load(raw, root) if way == _AFTER else tensor
 
 
 # Every rank's object on every rank.
@@ -261,7 +249,7 @@ def all_gather_object(obj: object, group: dist.ProcessGroup | None = None) -> li
         return [own_result(obj)]
     call = Call("all_gather_object()")
     try:
-        mine = dump(own_result(obj))
+        mine = _objects.dump(own_result(obj))
     except Exception as error:  # whatever it is: the others must not wait for it
         exchange(call, members, refusal=error)
         raise
@@ -282,7 +270,7 @@ def all_gather_object(obj: object, group: dist.ProcessGroup | None = None) -> li
         for rank, raw in zip(members.ranks, pickles, strict=True):
             members.send(torch.frombuffer(raw, dtype=torch.uint8), rank, call.name)
     return [
-        own_result(obj) if place == members.place else load(raw, members.ranks[place])
+        own_result(obj) if place == members.place else _objects.load(raw, members.ranks[place])
         for place, raw in enumerate(pickles)
     ]
 
@@ -367,7 +355,7 @@ def all_reduce(
             exchange(Call("all_reduce()"), channel, refusal=error)
         raise
     results = summands.alone() if channel is None else summands.combine(channel)
-    return refold(obj, iter(results))
+    return _objects.refold(obj, iter(results))
 
 
 class _Summands:
@@ -375,7 +363,7 @@ class _Summands:
 
     def __init__(self, obj: object, op: str) -> None:
         self._op = op
-        self._keys, self._leaves = unfold(obj)
+        self._keys, self._leaves = _objects.unfold(obj)
         self._kinds: list[str] = []
         self._numbers: dict[int, int | float] = {}
         self._tensors: dict[int, Tensor] = {}
@@ -431,7 +419,9 @@ class _Summands:
         for _, flat in self._flats:
             flat.load(torch.device("cpu") if self._together else channel.where)
         if self._together:
-            self._packed = b"".join([self._packed, *(raw_of(flat.data) for _, flat in self._flats)])
+            self._packed = b"".join(
+                [self._packed, *(_objects.raw_of(flat.data) for _, flat in self._flats)]
+            )
 
     def combine(self, channel: Members) -> list[Any]:
         """Return the results of all ranks. Collective: every rank of the channel calls this."""
