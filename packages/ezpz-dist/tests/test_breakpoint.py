@@ -5,11 +5,14 @@ import os
 import pty
 import re
 import select
+import subprocess
 import sys
 import textwrap
 import time
 
 import pytest
+
+from ezpz_dist import _debugger
 
 # One who types: waits for the command that breakpoint() writes, and runs it. What it writes
 # to standard error goes to a string; the rank has no terminal, wherever the tests are run.
@@ -329,3 +332,11 @@ def test_those_who_wait_for_a_rank_that_never_comes_time_out(ranks):
     assert out.startswith("(0,) breakpoint(rank=0) at ")
     assert "did not come within 2 s; expected every rank to call it at that line" in out
     assert " in elsewhere" in out
+
+
+def test_the_program_that_connects_says_how_it_is_used():
+    program = os.path.dirname(_debugger.__file__)
+    for words, status, said in (([], 2, "usage: python"), (["/no"], 1, "/no: No such file")):
+        command = [sys.executable, program, *words]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr.startswith(said)) == (status, True), done

@@ -24,13 +24,13 @@ from contextlib import ExitStack, suppress
 from types import FrameType
 from typing import IO, Any, NamedTuple, cast
 
+from ezpz_dist._diagnosis import call_roll, find_responder, held
+from ezpz_dist._errors import DistError, HangError, LostRankError
+from ezpz_dist._watch import waiting
+from ezpz_dist._world import World, current_world
 from ezpz_topo import RankInfo, get_hostname, get_rank_info
 
-from . import _attach
-from ._diagnosis import call_roll, find_responder, held
-from ._errors import DistError, HangError, LostRankError
-from ._watch import waiting
-from ._world import World, current_world
+from . import __main__ as _attach
 
 # A terminal at which a person can be asked, if there is one.
 
@@ -175,7 +175,7 @@ def open_console(info: RankInfo, host: str, line: str) -> Console:
     return Console(file, file, f"a socket; type in a shell {command}", remote.close)
 
 
-# A terminal by another way: a socket of this host, at which a person connects with `attach`.
+# A terminal by another way: a socket of this host, at which a person connects with our `__main__`.
 
 _KEPT = 1 << 16  # characters of output that are kept for whoever connects
 
@@ -195,7 +195,7 @@ class RemoteTerminal:
         self._awaits = False
         self._closed = False
         self._folder, self._listener = _listen()
-        words = [sys.executable, _attach.__file__, self._listener.getsockname()]
+        words = [sys.executable, os.path.dirname(__file__), self._listener.getsockname()]
         self.command = shlex.join(words)
         # The program may end in a step, without a word to us.
         atexit.register(self.close)

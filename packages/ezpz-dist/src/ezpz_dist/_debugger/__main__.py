@@ -15,7 +15,7 @@ INTERRUPT = b"\x03"  # sent to the debugger for Ctrl-C
 def main(words: list[str]) -> int:
     """Connect, and pass lines to and fro until the debugger ends; return the exit status."""
     if len(words) != 1:
-        sys.stderr.write(f"{(__doc__ or '').splitlines()[2]}\n")
+        sys.stderr.write(f"usage: python {sys.argv[0]} SOCKET\n")
         return 2
     with suppress(ImportError):
         # Lines can be edited and recalled, where Python has it.
