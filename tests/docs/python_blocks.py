@@ -96,20 +96,12 @@ def command_before(code):
 
 
 def run_before(words, code, folder):
-    """Run a script as it was before it used ezpz, on two ranks; return its output.
+    """Run a script as it was before it used ezpz, on two ranks, by words that end with its name.
 
-    Args:
-        words: The page's command, which ends with the script's name.
-        code: The script.
-        folder: Where it runs.
-
-    Returns:
-        What it printed; None if the command's program is not in this environment, or takes long.
+    Return its output; None if the command's program is not in this environment, or takes long.
     """
-    if words[0] not in _ON_CPUS:
-        return None
     program = shutil.which(words[0], path=sysconfig.get_path("scripts"))
-    if program is None:
+    if program is None or words[0] not in _ON_CPUS:
         return None
     options, variables = _ON_CPUS[words[0]]
     with socket.socket() as probe:

@@ -22,6 +22,7 @@ from tests.docs.python_blocks import (
 from tests.docs.shell_blocks import check_syntax, commands_of, problem_of
 
 BLOCKS = {page: blocks_of(page) for page in PAGES}
+EVERY = [block for blocks in BLOCKS.values() for block in blocks]
 SHELLS = ("bash", "console", "sh")
 
 
@@ -36,12 +37,8 @@ def on_ranks(block):
 
 
 def in_order(page):
-    marked = ("ranks", "given")
-    return [
-        block
-        for block in BLOCKS[page]
-        if block.language == "python" and not any(map(block.marked, marked))
-    ]
+    python = (block for block in BLOCKS[page] if block.language == "python")
+    return [block for block in python if not any(map(block.marked, ("ranks", "given")))]
 
 
 def output_after(block):
@@ -51,9 +48,8 @@ def output_after(block):
     after = next(following, None)
     if on_ranks(block) and after is not None and after.language in SHELLS:
         after = next(following, None) if on_ranks(block)[1] in after.code else after
-    return (
-        after.code if after is not None and after.language == "text" and not after.marker else None
-    )
+    is_output = after is not None and after.language == "text" and not after.marker
+    return after.code if is_output else None
 
 
 def has_lines(printed, expected):
@@ -73,9 +69,6 @@ def matches(expected, printed):
     return re.fullmatch(pattern, printed.rstrip()) is not None
 
 
-RANKS = [block for blocks in BLOCKS.values() for block in blocks if on_ranks(block)]
-
-
 @pages_with("python")
 def test_python_prints_what_stands_below_it(page, tmp_path):
     blocks = in_order(page)
@@ -89,7 +82,7 @@ def test_python_prints_what_stands_below_it(page, tmp_path):
             assert re.sub(r"^# ?", "", comment, flags=re.MULTILINE) in said, block.place
 
 
-@pytest.mark.parametrize("block", RANKS, ids=lambda block: block.place)
+@pytest.mark.parametrize("block", [*filter(on_ranks, EVERY)], ids=lambda block: block.place)
 def test_scripts_run_on_ranks(block, tmp_path):
     ranks, name = on_ranks(block)
     printed = run_on_ranks(name, block.code, tmp_path, ranks=ranks)
@@ -136,14 +129,13 @@ def test_every_command_is_known_and_its_options_are_there(page, tmp_path):
 
 def test_what_is_not_run_is_type_checked(tmp_path):
     checked = 0
-    for page, blocks in BLOCKS.items():
-        for block in blocks:
-            given = block.marked("given")
-            assert given or block.language != "py", f"{block.place}: py needs <!-- given: ... -->"
-            if given:
-                checked += 1
-                name = re.sub(r"\W", "_", name_of(page))
-                (tmp_path / f"{name}_{block.line}.py").write_text(f"{given}\n{block.code}")
+    for block in EVERY:
+        given = block.marked("given")
+        assert given or block.language != "py", f"{block.place}: py needs <!-- given: ... -->"
+        if given:
+            checked += 1
+            name = re.sub(r"\W", "_", name_of(block.page))
+            (tmp_path / f"{name}_{block.line}.py").write_text(f"{given}\n{block.code}")
     assert checked
     done = subprocess.run(
         [Path(sys.executable).with_name("pyright"), "--outputjson", "--pythonpath", sys.executable],
@@ -169,28 +161,22 @@ def test_a_text_is_something_that_is_printed():
 def test_messages_are_those_of_the_sources():
     ours = tuple(text for path in ROOT.glob("packages/*/src") for text in texts_of(path))
     theirs = texts_of(Path(torch.__file__).parent / "nn" / "parallel")
-    quoted = 0
-    for blocks in BLOCKS.values():
-        for block in blocks:
-            whose = block.marked("message")
-            if whose is None:
-                continue
-            quoted += 1
-            lacking = missing(block.code, theirs if whose == "torch" else ours)
-            assert not lacking, f"{block.place}: nobody says {lacking}"
-    assert quoted > 20
+    quoted = [block for block in EVERY if block.marked("message") is not None]
+    assert len(quoted) > 20
+    for block in quoted:
+        lacking = missing(block.code, theirs if block.marked("message") == "torch" else ours)
+        assert not lacking, f"{block.place}: nobody says {lacking}"
 
 
 def test_every_block_is_of_a_kind_that_is_checked():
     known = {"python", "py", "text", "diff", "toml", "markdown", *SHELLS}
     markers = ("ranks", "given", "message", "drawing")
-    for blocks in BLOCKS.values():
-        for block in blocks:
-            assert block.language in known, f"{block.place}: {block.language!r}"
-            if block.language == "toml":
-                tomllib.loads(block.code)
-            if block.marker:
-                assert any(block.marked(kind) is not None for kind in markers), block.place
+    for block in EVERY:
+        assert block.language in known, f"{block.place}: {block.language!r}"
+        if block.language == "toml":
+            tomllib.loads(block.code)
+        if block.marker:
+            assert any(block.marked(kind) is not None for kind in markers), block.place
 
 
 def test_a_wrong_page_is_seen(tmp_path):
