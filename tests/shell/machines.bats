@@ -90,16 +90,6 @@ ALCF=http://proxy.alcf.anl.gov:3128
   in_pbs "$JOB"
   SH=zsh HOST_NAME=x3005c0s13b0n0 whole polaris pbs 4 $ALCF empty
 }
-@test "Sophia" {
-  sites
-  in_pbs 192796.sophia-pbs-01.lab.alcf.anl.gov
-  HOST_NAME=sophia-gpu-06 whole sophia pbs 8 $ALCF empty
-}
-@test "Crux" {
-  sites
-  in_pbs 12345.crux-pbs-0001.head.cm.crux.alcf.anl.gov
-  HOST_NAME=x1000c0s0b1n1 whole crux pbs 0 $ALCF empty
-}
 @test "Perlmutter" {
   sites
   in_slurm SLURM_CLUSTER_NAME=perlmutter NERSC_HOST=perlmutter

@@ -113,11 +113,6 @@ def test_what_cannot_be_started_is_one_line(launch, tmp_path, words, status, wha
     assert what in line
 
 
-def test_what_is_requested_of_a_running_launch_is_explained(launch):
-    done = launch("--dry-run", "--log-dir", "/logs", "--tee", "-n", "4", "true")
-    assert "output /logs, there and here (--log-dir, --tee)" in " ".join(done.stdout.split())
-
-
 @pytest.mark.parametrize("example", [e for e, _ in EXAMPLES if "--dry-run" in e or "history" in e])
 def test_the_examples_that_start_nothing(launch, example):
     done = launch(*shlex.split(example)[1:])
