@@ -32,46 +32,27 @@ MARK = "EZPZ_FAULTS_LAUNCH"
 
 @dataclass(frozen=True)
 class Place:
-    """Where a launch is started, and by which launcher.
+    """Where a launch is started, and by which launcher."""
 
-    Attributes:
-        launcher: The word after --launcher.
-        environment: Of the launch, complete.
-        options: More options of ezpz-launch.
-        hosts: The host of each rank.
-        enter: Words before ezpz-launch, which they must become by exec.
-        leftovers: What beside processes is left; empty where nothing is.
-    """
-
-    launcher: str
-    environment: Mapping[str, str]
-    hosts: Sequence[str]
-    options: Sequence[str] = ()
-    enter: Sequence[str] = ()
-    leftovers: Callable[[], str] = lambda: ""
+    launcher: str  # the word after --launcher
+    environment: Mapping[str, str]  # of the launch, complete
+    hosts: Sequence[str]  # of each rank
+    options: Sequence[str] = ()  # more of ezpz-launch
+    enter: Sequence[str] = ()  # words before ezpz-launch, which they must become by exec
+    leftovers: Callable[[], str] = lambda: ""  # what beside processes is left
 
 
 @dataclass
 class Launch:
-    """A running launch; at the end of the ``with`` nothing of it is left.
-
-    Attributes:
-        place: Where it runs.
-        folder: For all of its files.
-        options: Options of ezpz-launch.
-        command: What every rank runs.
-        environment: Variables to add.
-        on_terminal: Whether it gets a terminal of its own, whose Ctrl-C `press_ctrl_c` is.
-        bare: The words that start the command in ezpz-launch's stead.
-    """
+    """A running launch; at the end of the ``with`` nothing of it is left."""
 
     place: Place
-    folder: Path
-    options: Sequence[str]
-    command: Sequence[str]
-    environment: Mapping[str, str] = field(default_factory=dict)
-    on_terminal: bool = False
-    bare: Sequence[str] = ()
+    folder: Path  # for all of its files
+    options: Sequence[str]  # of ezpz-launch
+    command: Sequence[str]  # of every rank
+    environment: Mapping[str, str] = field(default_factory=dict)  # to add
+    on_terminal: bool = False  # of its own, whose Ctrl-C `press_ctrl_c` is
+    bare: Sequence[str] = ()  # what starts the command in ezpz-launch's stead
 
     def __enter__(self):
         self.said = self.folder / "said"
@@ -88,15 +69,11 @@ class Launch:
         words += ["--launcher", self.place.launcher, *self.place.options, *self.options]
         words = [*self.place.enter, *(self.bare or words)]
         with (self.folder / "out").open("wb") as out, (self.folder / "err").open("wb") as err:
+            state = str(self.folder / "state")
+            own = {MARK: str(self.folder), "TMPDIR": str(self.temporary), "EZPZ_STATE_DIR": state}
             self.process = subprocess.Popen(
                 [*words, *self.command],
-                env={
-                    **self.place.environment,
-                    MARK: str(self.folder),
-                    "TMPDIR": str(self.temporary),
-                    "EZPZ_STATE_DIR": str(self.folder / "state"),
-                    **self.environment,
-                },
+                env={**self.place.environment, **own, **self.environment},
                 cwd=self.folder,
                 stdin=stdin,
                 # Files: a pipe would be held open by what is left, and would hide it.
@@ -166,25 +143,14 @@ class Launch:
         os.write(self._terminal, b"\x03")
 
     def ends(self, within):
-        """Wait for the end of ezpz-launch and return its exit status.
-
-        Args:
-            within: Seconds that it may take at most, beside the slack.
-        """
+        """Wait for the end of ezpz-launch, so long beside the slack; return its exit status."""
         try:
             return self.process.wait(within + SLACK)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"no end within {within} + {SLACK} s\n{self._state()}") from None
 
     def ends_with(self, status, *, within, done=None, files=False):
-        """Assert how ezpz-launch ends, which ranks have done their work, and that nothing is left.
-
-        Args:
-            status: Its exit status.
-            within: Seconds that it may take at most, beside the slack.
-            done: These ranks; None for any.
-            files: Whether files may be left in TMPDIR.
-        """
+        """Assert how ezpz-launch ends, and by whom of the ranks work was done; nothing is left."""
         assert self.ends(within) == status, self.stderr[-4000:]
         assert done is None or self.done() == list(done), self.stderr
         self.leaves_nothing(files=files)
@@ -200,11 +166,9 @@ class Launch:
         return [pid for pid, environment in _environments() if self.mark in environment]
 
     def leaves_nothing(self, within=2.0, *, files=False):
-        """Assert that no process of the launch is left, on no host, nor a file.
+        """Assert that no process of the launch is left, on no host, nor a file in TMPDIR.
 
-        Args:
-            within: Seconds in which what was killed must be gone, beside the slack.
-            files: Whether files may be left in TMPDIR, by who had no time to remove them.
+        ``files`` may be left by who had no time to remove them.
         """
         self.until(lambda: not self.left(), "no process is left", within + SLACK)
         self.until(lambda: not self.place.leftovers(), "nothing is left", within + SLACK)

@@ -59,17 +59,13 @@ class TwoHosts:
     """Two hosts, nodeA and nodeB, that reach each other and nothing else.
 
     All else is shared: files, processes and their ids, memory. Nothing of it outlives the
-    ``with``.
-
-    Attributes:
-        directory: Removed at the end. Its ``local`` is a disk of each host's own: there nodeA
-            sees what is here in ``nodeA``, and nodeB what is in ``nodeB``.
-        environment: For commands on the hosts: a little of ours, and how Hydra reaches a host.
+    ``with``. The directory's ``local`` is a disk of each host's own: there nodeA sees what is
+    here in ``nodeA``, and nodeB what is in ``nodeB``.
     """
 
     def __init__(self):
-        self.directory = Path()
-        self.environment = {}
+        self.directory = Path()  # removed at the end
+        self.environment = {}  # for commands on the hosts: also how Hydra reaches a host
 
     def __enter__(self):
         # Its name is nobody else's, also where a killed sandbox had our process id.
@@ -85,29 +81,17 @@ class TwoHosts:
         self._stop()
 
     def run(self, command, *, on="nodeA", env=None, expect=0, timeout=60.0):
-        """Run a command on a host and return what it said.
+        """Run words on a host; they end with ``expect`` (None: anyhow), or it is an error.
 
-        Args:
-            command: The words, such as ``["mpiexec", "--hostfile=F", "hostname"]``.
-            on: The host.
-            env: Variables to add to `environment`.
-            expect: The exit status that it must have; None for any.
-            timeout: Seconds; then every process of both hosts is killed.
-
-        Raises:
-            SandboxError: It ended otherwise, or not in time. The message has its output.
+        After ``timeout`` seconds every process of both hosts is killed.
         """
         started = subprocess.Popen(
-            [str(self.directory / "enter"), on, *command],
-            env={**self.environment, **(env or {})},
-            cwd=self.directory,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+            [str(self.directory / "enter"), on, *command], cwd=self.directory, text=True,
+            env={**self.environment, **(env or {})}, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             # Ctrl-C is for the tests; the hosts' processes are ended by us.
             start_new_session=True,
-        )
+        )  # fmt: skip
         try:
             stdout, stderr = started.communicate(timeout=timeout)
         except BaseException as error:
@@ -129,11 +113,7 @@ class TwoHosts:
         return subprocess.CompletedProcess(command, started.returncode, stdout, stderr)
 
     def reset(self):
-        """Kill every process of both hosts, empty their disks, and bring their links up.
-
-        Raises:
-            SandboxError: A process is still there afterwards.
-        """
+        """Kill every process of both hosts, empty their disks, and bring their links up."""
         _end_processes(self.directory.name)
         for host in ADDRESSES:
             self.set_link(host, "up")
@@ -183,11 +163,7 @@ class TwoHosts:
 
 
 def remove(directory):
-    """Remove the sandbox that has this directory, however far it came to be, or is gone.
-
-    Raises:
-        SandboxError: A process of its hosts survives.
-    """
+    """Remove the sandbox that has this directory, however far it came to be, or is gone."""
     _end_processes(directory.name)
     # With a namespace its interfaces go.
     for namespace in namespaces(directory):

@@ -86,17 +86,11 @@ class SandboxError(Exception):
 
 
 class SlurmSandbox:
-    """Four nodes, nid001 to nid004, of two cores each, from ``with`` to its end.
-
-    Attributes:
-        directory: Configuration, state, spool and logs; removed at the end.
-        environment: For commands in the sandbox: ours without any launcher's variables,
-            with ``SLURM_CONF`` and a ``PATH`` to Slurm's commands.
-    """
+    """Four nodes, nid001 to nid004, of two cores each, from ``with`` to its end."""
 
     def __init__(self):
-        self.directory = Path()
-        self.environment = {}
+        self.directory = Path()  # configuration, state, spool and logs; removed at the end
+        self.environment = {}  # for commands in the sandbox: ours without any launcher's variables
         self._daemons = {}
 
     def __enter__(self):
@@ -113,29 +107,16 @@ class SlurmSandbox:
         self._stop()
 
     def run(self, command, *, env=None, expect=0, timeout=60.0):
-        """Run a command in the sandbox and return what it said.
+        """Run words in the sandbox; they end with ``expect`` (None: anyhow), or it is an error.
 
-        Args:
-            command: The words, such as ``["srun", "-n", "2", "hostname"]``.
-            env: Variables to add to `environment`.
-            expect: The exit status that it must have; None for any.
-            timeout: Seconds; then the command is killed and every job cancelled.
-
-        Raises:
-            SandboxError: It ended otherwise, or not in time. The message has its output
-                and the end of each log.
+        After ``timeout`` seconds they are killed, and every job is cancelled.
         """
         try:
             done = subprocess.run(
-                command,
-                env={**self.environment, **(env or {})},
-                cwd=self.directory,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=timeout,
+                command, env={**self.environment, **(env or {})}, cwd=self.directory,
+                stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout,
                 check=False,
-            )
+            )  # fmt: skip
         except subprocess.TimeoutExpired as error:
             output = f"{_text(error.stdout)}\n{_text(error.stderr)}"
             self._cancel_jobs()
@@ -150,18 +131,9 @@ class SlurmSandbox:
         return done
 
     def batch(self, body, *options, env=None, timeout=60.0):
-        """Run a batch script to its end and return its output, stdout and stderr together.
+        """Run a batch script with options of sbatch to its end, an array's last; return its output.
 
-        An array's end is that of its last task.
-
-        Args:
-            body: Shell commands; the first that fails ends the script.
-            options: Options of ``sbatch``, such as ``"-N", "2"``.
-            env: Variables to add to `environment`.
-            timeout: Seconds until the job must have ended.
-
-        Raises:
-            SandboxError: The script failed, or did not end in time.
+        The first command that fails ends it, and is an error.
         """
         descriptor, script = tempfile.mkstemp(suffix=".sh", dir=self.directory)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
@@ -234,15 +206,11 @@ class SlurmSandbox:
     def _daemon(self, name, *command):
         with (self.directory / f"{name}.out").open("wb") as output:
             self._daemons[name] = subprocess.Popen(
-                command,
-                env=self.environment,
-                cwd=self.directory,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
+                command, env=self.environment, cwd=self.directory, stdin=subprocess.DEVNULL,
+                stdout=output, stderr=subprocess.STDOUT,
                 # Ctrl-C is for the tests; the daemons are taken down afterwards.
                 start_new_session=True,
-            )
+            )  # fmt: skip
 
     def _wait(self, what, is_so, deadline):
         while not is_so():
