@@ -33,7 +33,7 @@ TESTS = {
     "ezpz-obs": ["test_public.py", "test_history.py", "test_sinks.py"],
     "ezpz-suite": ["test_names.py", "test_cli.py", "examples/test_settings.py"],
 }
-# What they need beside the package: pytest, and an MPI where ranks are started.
+# What they need beside the package and pytest: an MPI where ranks are started.
 TEST_NEEDS = {"ezpz-launch": ["mpich"], "ezpz-dist": ["mpich"]}
 EXTRAS = {"ezpz-suite": "[examples]"}
 # Those that ask for torch, by themselves or by a sibling: `installed` would tell of another.
@@ -187,7 +187,10 @@ class Environments:
         ours = {each for each in installed if each.startswith("ezpz-")}
         assert ours == {name} | SIBLINGS[name], "only itself, and the siblings that it needs"
 
-        made.install("pytest", "pytest-timeout", *TEST_NEEDS.get(name, []))
+        for each in ("pytest", "pytest-timeout"):
+            made.link(ROOT / ".hatch" / "test", each)
+        if needs := TEST_NEEDS.get(name):
+            made.install(*needs)
         return made
 
 
