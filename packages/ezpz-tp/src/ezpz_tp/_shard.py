@@ -264,13 +264,11 @@ def set_shard(parameter: Tensor, shard: Shard, degree: int | None = None) -> Non
             + ("" if dim is None else f", or less of dim {dim}")
         )
     set_whole(parameter, shard.full_shape, shard.blocks, shard.padded)
-    values = {
-        "tensor_model_parallel": split,
-        "partition_dim": -1 if dim is None else dim,
-        "partition_stride": max(1, len(shard.blocks)),
-    }
-    for name, value in values.items():
-        setattr(parameter, name, value)
+    vars(parameter).update(
+        tensor_model_parallel=split,
+        partition_dim=-1 if dim is None else dim,
+        partition_stride=max(1, len(shard.blocks)),
+    )
 
 
 # Tensors by name; an optimizer's are named ``optimizer/<parameter>/<key>``.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import pickle
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -73,10 +74,7 @@ def gather_full(
     """Return a full tensor, joined from the parts of a tensor group; None if it is not kept."""
     (local, shard), degree = part, group.size()
     if shard.dim is None or degree == 1:
-        if not keep:
-            return None
-        whole = local.to(device) if device is not None else local
-        return whole.clone() if whole.data_ptr() == local.data_ptr() else whole
+        return local.to(device=device, copy=True) if keep else None
     if not local.numel():  # nor has the whole any
         return torch.empty(shard.full_shape, dtype=local.dtype, device=device) if keep else None
     # As bytes, because not every backend knows every dtype.
@@ -329,22 +327,14 @@ def survey(
             pickle.dumps(said)  # what cannot be sent is known before anything is
     alike = tell_all((entries, optimizer is None), state, ("tensor",))
     stages = tell_all(said, state, ("pipeline",))
+    counts = Counter(entry.name for entries, _, _ in stages for entry in entries)
+    tied = {name: _digest(part.tensor) for name, part in parts.tensors.items() if counts[name] > 1}
+    digests = tell_all(tied, state, ("pipeline",))
     with all_or_none(state):
         _check_alike(alike, state)
-        held = _held([entries for entries, _, _ in stages])
+        held = _held([entries for entries, _, _ in stages], digests)
         values = {name: value for _, found, _ in stages for name, value in found.items()}
         groups = join_groups([found for _, _, found in stages])
-        tied = [name for name, one in held.items() if len(one.stages) > 1]
-        digests = {
-            name: _digest(parts.tensors[name].tensor) for name in tied if name in parts.tensors
-        }
-    told = tell_all(digests, state, ("pipeline",))
-    with all_or_none(state):
-        for name in tied:
-            first, *others = held[name].stages
-            for stage in others:
-                if told[stage][name] != told[first][name]:
-                    raise _clash(held[name], stage, "other values")
     return parts, Parts(held, values, groups)
 
 
@@ -362,24 +352,23 @@ def _check_alike(told: Sequence[tuple[list[Entry], bool]], state: ParallelState)
             )
 
 
-def _held(stages: Sequence[list[Entry]]) -> dict[str, Held]:
-    """Return the full tensors, and the stages that have each."""
+def _held(stages: Sequence[list[Entry]], digests: Sequence[Mapping[str, bytes]]) -> dict[str, Held]:
+    """Return the full tensors, and the stages that have each: the same one, if it is several."""
     held: dict[str, Held] = {}
     for stage, entries in enumerate(stages):
         for entry in entries:
-            before = held.get(entry.name, Held(entry, ()))
-            if before.entry != entry:
-                raise _clash(before, stage, f"{before.entry} and {entry}")
-            held[entry.name] = Held(entry, (*before.stages, stage))
+            name = entry.name
+            first, others = held.get(name, Held(entry, ()))
+            at = (*others, stage)
+            if (entry, digests[stage].get(name)) != (first, digests[at[0]].get(name)):
+                what = "other values" if entry == first else f"{first} and {entry}"
+                raise ParallelError(
+                    f"pipeline stages {at[0]} and {stage} both have {name!r}, with {what}; "
+                    "expected a tied parameter, equal on both, or the names of the whole model: "
+                    "number the layers of a stage as they are in the model"
+                )
+            held[name] = Held(entry, at)
     return held
-
-
-def _clash(held: Held, stage: int, what: str) -> ParallelError:
-    return ParallelError(
-        f"pipeline stages {held.stages[0]} and {stage} both have {held.entry.name!r}, with {what}; "
-        "expected a tied parameter, equal on both, or the names of the whole model: number the "
-        "layers of a stage as they are in the model"
-    )
 
 
 def _digest(tensor: Tensor) -> bytes:
@@ -524,8 +513,6 @@ def cut(name: str, full: Tensor, parameter: Tensor, state: ParallelState) -> Ten
             f"of the module's, of which this rank holds {tuple(parameter.shape)}"
         )
     index, degree = state.index("tensor"), state.size("tensor")
-    if shard.dim is None or degree == 1:
-        return full
     shape, boxes = shard.local_shape(index, degree), shard.boxes(index, degree)
     if len(boxes) == 1 and boxes[0][1].sizes == shape:
         return full[boxes[0][1].slices]

@@ -53,6 +53,10 @@ class Stored:
     at: int
     storage: str = ""
 
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
     def part(self, box: Piece) -> Stored:
         moved = sum(map(operator.mul, box.offsets, self.stride)) * self.dtype.itemsize
         return replace(self, shape=tuple(box.sizes), at=self.at + moved)

@@ -56,41 +56,38 @@ def open_safetensors(path: Path) -> tuple[Mapping[str, Stored], Mapping[str, str
     try:
         header = json.loads(text)
         metadata = dict(header.pop("__metadata__", {}))
-        found = {name: _stored(path, said, 8 + length) for name, said in header.items()}
+        found = {name: _stored(path, name, said, 8 + length) for name, said in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ParallelError(f"{path}: its header is not that of safetensors: {error}") from error
     expected = 8 + length
-    for name, (stored, stop) in sorted(found.items(), key=lambda one: (one[1][0].at, one[1][1])):
-        needed = math.prod(stored.shape) * stored.dtype.itemsize
-        if stop - stored.at != needed:
-            raise ParallelError(
-                f"{path}: tensor {name!r} of {stored.dtype} and shape {stored.shape} is said to "
-                f"have {stop - stored.at} bytes; expected {needed}"
-            )
+    for name, stored in sorted(found.items(), key=lambda item: (item[1].at, item[1].nbytes)):
         if stored.at != expected:
             raise ParallelError(
                 f"{path}: tensor {name!r} is said to begin at byte {stored.at}; expected "
                 f"{expected}, where the one before it ends: the header is damaged"
             )
-        expected = stop
+        expected += stored.nbytes
     if size != expected:
-        cut = [f"{name!r} {one.shape}" for name, (one, stop) in found.items() if stop > size]
+        cut = [f"{name!r} {one.shape}" for name, one in found.items() if one.at + one.nbytes > size]
         raise ParallelError(
             f"{path}: has {size} bytes; expected {expected}, as its header says"
             + (f". It is truncated, within or before tensor {cut[0]}" if cut else "")
         )
-    return {name: stored for name, (stored, _) in found.items()}, metadata
+    return found, metadata
 
 
-def _stored(path: Path, said: Any, begin: int) -> tuple[Stored, int]:
-    """Return a tensor, and the byte after it."""
+def _stored(path: Path, name: str, said: Any, begin: int) -> Stored:
     start, stop = integers(said["data_offsets"])
     if said["dtype"] not in DTYPES:
         raise ValueError(f"dtype {said['dtype']!r} is none of {', '.join(DTYPES)}")
     shape = integers(said["shape"])
-    return Stored(
-        path, DTYPES[said["dtype"]], shape, strides_of(shape), begin + start
-    ), begin + stop
+    stored = Stored(path, DTYPES[said["dtype"]], shape, strides_of(shape), begin + start)
+    if stop - start != stored.nbytes:
+        raise ParallelError(
+            f"{path}: tensor {name!r} of {stored.dtype} and shape {shape} is said to have "
+            f"{stop - start} bytes; expected {stored.nbytes}"
+        )
+    return stored
 
 
 def integers(values: Iterable[Any], *, least: int = 0) -> tuple[int, ...]:

@@ -90,10 +90,6 @@ def _tensor(
     return Stored(storage.path, dtype, shape, strides, begin, storage.storage)
 
 
-def _parameter(tensor: Stored, *_: object) -> Stored:
-    return tensor
-
-
 def _with_attributes(
     make: Callable[..., Any], kind: type[Foreign], made: tuple[Any, ...], _: object
 ) -> Any:
@@ -114,8 +110,8 @@ _GLOBALS: dict[str, Any] = {
     "torch._utils._rebuild_tensor": _tensor,
     "torch._utils._rebuild_tensor_v2": _tensor,
     "torch._utils._rebuild_tensor_v3": _tensor,
-    "torch._utils._rebuild_parameter": _parameter,
-    "torch._utils._rebuild_parameter_with_state": _parameter,
+    "torch._utils._rebuild_parameter": lambda tensor, *_: tensor,
+    "torch._utils._rebuild_parameter_with_state": lambda tensor, *_: tensor,
     "torch._tensor._rebuild_from_type_v2": _with_attributes,
     "torch.storage.UntypedStorage": torch.uint8,  # of dtypes without a storage, as fp8
     "torch.UntypedStorage": torch.uint8,
