@@ -130,27 +130,19 @@ def test_to_pieces_that_torch_loads(tmp_path):
 # Rotary embedding, as Meta's and Hugging Face's code have it.
 
 
-def rotate_pairs(heads):
-    """Meta's: channels 2i and 2i + 1 of ``[heads, sequence, size]`` are a complex number."""
+def rotated(heads, dim):
+    """Meta's code turns channels 2i and 2i + 1 (dim -1), Hugging Face's i and i + size / 2 (-2)."""
     *_, length, size = heads.shape
     angles = torch.arange(length).outer(1e4 ** (-torch.arange(0, size, 2).double() / size))
-    turned = torch.view_as_complex(heads.unflatten(-1, (-1, 2)).contiguous())
-    return torch.view_as_real(turned * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
+    first, second = heads.unflatten(-1, (-1, 2) if dim == -1 else (2, -1)).unbind(dim)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.stack([first * cos - second * sin, second * cos + first * sin], dim).flatten(-2)
 
 
-def rotate_halves(heads):
-    """Hugging Face's: channels i and i + size / 2 are turned."""
-    *_, length, size = heads.shape
-    angles = torch.arange(length).outer(1e4 ** (-torch.arange(0, size, 2).double() / size))
-    cos, sin = (torch.cat([part, part], -1) for part in (angles.cos(), angles.sin()))
-    first, second = heads.chunk(2, -1)
-    return heads * cos + torch.cat([-second, first], -1) * sin
-
-
-def attention(hidden, q, k, v, out, rotate):
+def attention(hidden, q, k, v, out, dim):
     q, k, v = ((hidden @ each.T).unflatten(-1, (-1, 8)).transpose(0, 1) for each in (q, k, v))
-    k, v = (each.repeat_interleave(len(q) // len(each), 0) for each in (rotate(k), v))
-    mixed = torch.nn.functional.scaled_dot_product_attention(rotate(q), k, v, is_causal=True)
+    k, v = (each.repeat_interleave(len(q) // len(each), 0) for each in (rotated(k, dim), v))
+    mixed = torch.nn.functional.scaled_dot_product_attention(rotated(q, dim), k, v, is_causal=True)
     return mixed.transpose(0, 1).flatten(-2) @ out.T
 
 
@@ -166,11 +158,10 @@ def test_hugging_face_computes_the_same_attention(tmp_path, groups):
     for layer in range(LAYERS):
         meta = [whole[f"layers.{layer}.attention.w{each}.weight"] for each in "qkvo"]
         theirs = [found[f"model.layers.{layer}.self_attn.{each}_proj.weight"] for each in "qkvo"]
-        expected = attention(hidden, *meta, rotate_pairs)
-        torch.testing.assert_close(
-            attention(hidden, *theirs, rotate_halves), expected, rtol=0, atol=1e-12
-        )
-        assert not torch.allclose(attention(hidden, *meta, rotate_halves), expected)
+        expected = attention(hidden, *meta, -1)
+        same = attention(hidden, *theirs, -2)
+        torch.testing.assert_close(same, expected, rtol=0, atol=1e-12)
+        assert not torch.allclose(attention(hidden, *meta, -2), expected)
 
 
 def test_hugging_face_names(tmp_path):

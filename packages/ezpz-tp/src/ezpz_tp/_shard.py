@@ -38,8 +38,7 @@ class Piece(NamedTuple):
     @property
     def slices(self) -> tuple[slice, ...]:
         """Return the indices by which a tensor has this piece."""
-        ends = zip(self.offsets, self.sizes, strict=True)
-        return tuple(slice(start, start + size) for start, size in ends)
+        return tuple(slice(start, start + size) for start, size in zip(*self, strict=True))
 
     def overlap(self, other: Piece) -> Piece | None:
         """Return what both have in common; None: nothing."""

@@ -16,7 +16,7 @@ from ezpz_tp._errors import ParallelError
 
 from . import Format, Options, Rearranged, Source, Split, Stored, load_object, splits, values_of
 from .huggingface import head_rows, translated
-from .torch_file import JoinedTensors, TorchFile, same_names, write_torch_file
+from .torch_file import TorchFile, join, same_names, write_torch_file
 
 _FILE = re.compile(r"consolidated\.(\d+)\.pth")
 _EMBEDDING = "tok_embeddings.weight"
@@ -55,14 +55,12 @@ def _open(path: Path, options: Options) -> Source:
     for file, found in zip(files, tensors, strict=True):
         if not found:
             raise ParallelError(f"{file.path}: holds no tensors; expected a state dict")
-    _check_count(files, tensors[0])
     params = path / "params.json"
-    said = load_object(params) if params.is_file() else {}
-    table = {**LLAMA, **_embedding_split(files, tensors[0])}
-    source = JoinedTensors(said, table, options)
+    source = Source({"said": load_object(params) if params.is_file() else {}})
+    table = _table(files, tensors[0])
     same_names(files, tensors)
     for name in tensors[0]:
-        source.join(name, [found[name] for found in tensors])
+        join(source, name, [found[name] for found in tensors], table, options)
     return source.checked(path)
 
 
@@ -82,36 +80,32 @@ def file_name(number: int) -> str:
     return f"consolidated.{number:02d}.pth"
 
 
-def _embedding_split(files: list[TorchFile], tensors: dict[str, Stored]) -> dict[str, Split]:
-    """Return which dim of the embedding is split: the one that is not the model's own."""
+def _table(files: list[TorchFile], tensors: dict[str, Stored]) -> dict[str, Split]:
+    """Return how tensors are split, having made sure that the last files are not missing."""
+    degree, first = len(files), files[0].path
+    for name, tensor in tensors.items():
+        if name.endswith(".attention.wo.weight") and len(tensor.shape) == 2:
+            rows, columns = tensor.shape  # heads make up the model's width
+            if columns * degree < rows:
+                raise ParallelError(
+                    f"{first.parent}: {degree} files, in which tensor {name} has shape "
+                    f"{tensor.shape}; expected ({rows}, {rows // degree}), or {rows // columns} "
+                    f"files: {file_name(degree)} is missing"
+                )
+            break
     embedding, norm = tensors.get(_EMBEDDING), tensors.get("norm.weight")
-    if embedding is None or norm is None or len(files) == 1:
-        return {}
+    if embedding is None or norm is None or degree == 1:
+        return LLAMA
     width = math.prod(norm.shape)
     if embedding.shape[-1:] == (width,):
-        return {}  # rows are split, as the table says
-    if math.prod(embedding.shape[-1:]) * len(files) == width:
-        return {_EMBEDDING: Split(1)}
+        return LLAMA
+    if math.prod(embedding.shape[-1:]) * degree == width:  # the dim that is not the model's own
+        return {**LLAMA, _EMBEDDING: Split(1)}
     raise ParallelError(
-        f"{files[0].path}: tensor {_EMBEDDING} has shape {embedding.shape} in one of {len(files)} "
-        f"files; expected {width} columns, or {width} / {len(files)}, as norm.weight is of "
-        f"{width}: a file is missing, or is another model's"
+        f"{first}: tensor {_EMBEDDING} has shape {embedding.shape} in one of {degree} files; "
+        f"expected {width} columns, or {width} / {degree}, as norm.weight is of {width}: a file is "
+        "missing, or is another model's"
     )
-
-
-def _check_count(files: list[TorchFile], tensors: dict[str, Stored]) -> None:
-    """Raise `ParallelError` where the last files are missing: heads make up the model's width."""
-    for name, tensor in tensors.items():
-        if not name.endswith(".attention.wo.weight") or len(tensor.shape) != 2:
-            continue
-        rows, columns = tensor.shape
-        if columns * len(files) < rows:
-            raise ParallelError(
-                f"{files[0].path.parent}: {len(files)} files, in which tensor {name} has shape "
-                f"{tensor.shape}; expected ({rows}, {rows // len(files)}), or {rows // columns} "
-                f"files: {file_name(len(files))} is missing"
-            )
-        return
 
 
 def _as_huggingface(source: Source) -> Source:

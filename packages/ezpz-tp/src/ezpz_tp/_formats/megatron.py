@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ezpz_tp._errors import ParallelError
+from ezpz_tp._shard import Entry
 
 from . import Format, Options, Rearranged, Source, Split, Stored, splits
 from .huggingface import head_rows, layer_of, translated
-from .torch_file import JoinedTensors, TorchFile, check_equal, same_names
+from .torch_file import TorchFile, check_equal, join, same_names
 
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
 _LATEST = "latest_checkpointed_iteration.txt"
@@ -68,7 +69,7 @@ def _open(path: Path, options: Options) -> Source:
     args = _arguments(stages[0][0])
     tied = not args.get("untie_embeddings_and_output_weights", True)
     embedding: list[Stored] = []
-    source = JoinedTensors(args, _table(args), options)
+    source, table = Source({"said": args}), _table(args)
     for name, parts in _in_order(stages):
         file = parts[0].path
         if name in source.entries:
@@ -87,7 +88,7 @@ def _open(path: Path, options: Options) -> Source:
             for first, second in zip(embedding, parts, strict=True):
                 check_equal(name, [first, second])
         else:
-            source.join(name, parts)
+            join(source, name, parts, table, options)
     return source.checked(folder)
 
 
@@ -234,60 +235,56 @@ def _in_order(stages: list[list[TorchFile]]) -> Iterator[tuple[str, list[Stored]
 
 def _as_huggingface(source: Source) -> Source:
     args, made = source.metadata["said"], Rearranged(source)
-    _refuse(args, "apply_layernorm_1p", "norms that add 1 to their weights")
+    refused = {"apply_layernorm_1p": "norms that add 1 to their weights"}
     if args.get("rotary_interleaved") and args.get("rotary_percent", 1.0) != 1.0:
-        _refuse(args, "rotary_percent", "interleaved rotary embedding of some channels only")
+        refused["rotary_percent"] = "interleaved rotary embedding of some channels only"
+    for name, what in refused.items():
+        if args.get(name):
+            raise ParallelError(
+                f"the arguments say {name}={args[name]}: {what} are not what Hugging Face's Llama "
+                'has; keep the names (names="keep"), or give a function of names'
+            )
     for name, entry in source.entries.items():
         if ".linear_qkv." in name and "layer_norm" not in name:
-            _unfuse(made, source, name, args)
+            parts = _unfused(entry, args)
         elif name.endswith((".linear_fc1.weight", ".linear_fc1.bias")):
             if len(entry.shard.blocks) != 2:
                 raise ParallelError(
                     f"{name} is one matrix; Hugging Face's Llama has a gate and an up projection. "
                     'Keep the names (names="keep"), or give a function of names'
                 )
-            half, layer = entry.shard.blocks[0], layer_of(name)
-            for new, start in (("gate_proj", 0), ("up_proj", half)):
-                kind = name.rpartition(".")[2]
-                made.take(
-                    f"model.layers.{layer}.mlp.{new}.{kind}", name, [range(start, start + half)]
-                )
+            half = entry.shard.blocks[0]
+            parts = {"mlp.gate_proj": [range(half)], "mlp.up_proj": [range(half, 2 * half)]}
         else:
             made.take(translated(name, FROM_MEGATRON), name)
+            continue
+        layer, kind = layer_of(name), name.rpartition(".")[2]
+        for module, rows in parts.items():
+            made.take(f"model.layers.{layer}.{module}.{kind}", name, rows)
     return made
 
 
-def _refuse(args: Mapping[str, Any], name: str, what: str) -> None:
-    if args.get(name):
-        raise ParallelError(
-            f"the arguments say {name}={args[name]}: {what} are not what Hugging Face's Llama "
-            'has; keep the names (names="keep"), or give a function of names'
-        )
-
-
-def _unfuse(made: Rearranged, source: Source, name: str, args: Mapping[str, Any]) -> None:
-    """Take queries, keys and values apart: each group is its queries, its key and its value."""
+def _unfused(entry: Entry, args: Mapping[str, Any]) -> dict[str, list[range]]:
+    """Return the rows of queries, keys and values: each group is its queries, key and value."""
     heads: int = args.get("num_attention_heads") or 0
     grouped = args.get("group_query_attention")
     groups: int = (args.get("num_query_groups") or 0) if grouped else heads
-    size = source.entries[name].shard.full_shape[0]
+    size = entry.shard.full_shape[0]
     each: int = args.get("kv_channels") or args.get("hidden_size", 0) // max(1, heads)
     if not heads or not groups or heads % groups or size != (heads + 2 * groups) * each:
         raise ParallelError(
-            f"tensor {name} has {size} rows; expected those of {heads} heads and 2 x {groups} "
-            f"groups of {each} channels, as the arguments num_attention_heads, num_query_groups "
-            "and kv_channels say"
+            f"tensor {entry.name} has {size} rows; expected those of {heads} heads and 2 x "
+            f"{groups} groups of {each} channels, as the arguments num_attention_heads, "
+            "num_query_groups and kv_channels say"
         )
     per, interleaved = heads // groups, bool(args.get("rotary_interleaved"))
-    rows: dict[str, list[range]] = {"q_proj": [], "k_proj": [], "v_proj": []}
+    queries, keys, values = list[range](), list[range](), list[range]()
     for first in range(0, groups * (per + 2), per + 2):
         for head in range(first, first + per):
-            rows["q_proj"] += head_rows(head, each, interleaved=interleaved)
-        rows["k_proj"] += head_rows(first + per, each, interleaved=interleaved)
-        rows["v_proj"] += head_rows(first + per + 1, each, interleaved=False)
-    layer, kind = layer_of(name), name.rpartition(".")[2]
-    for new, taken in rows.items():
-        made.take(f"model.layers.{layer}.self_attn.{new}.{kind}", name, taken)
+            queries += head_rows(head, each, interleaved=interleaved)
+        keys += head_rows(first + per, each, interleaved=interleaved)
+        values += head_rows(first + per + 1, each, interleaved=False)
+    return {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": values}
 
 
 FORMAT = Format("Megatron-LM's mp_rank_NN", _recognizes, _open, MEGATRON, _as_huggingface)

@@ -42,15 +42,9 @@ class Foreign:
     def __new__(cls, *_: object, **__: object) -> Self:
         return super().__new__(cls)
 
-    def __setstate__(self, state: object) -> None: ...
+    def __setstate__(self, *_: object) -> None: ...
 
-    def __setitem__(self, key: object, value: object) -> None: ...
-
-    def append(self, value: object) -> None: ...
-
-    def extend(self, values: object) -> None: ...
-
-    def add(self, value: object) -> None: ...
+    __setitem__ = append = extend = add = __setstate__
 
     def __repr__(self) -> str:
         return f"<{self.qualname}>"
@@ -59,12 +53,18 @@ class Foreign:
 class _Unpickler(pickle.Unpickler):
     """Unpickles with globals of our own: a file cannot have anything else imported or called."""
 
-    def __init__(self, pickled: bytes, storage: Callable[[Any], Stored]) -> None:
+    def __init__(self, pickled: bytes, file: TorchFile) -> None:
         super().__init__(io.BytesIO(pickled))
-        self._storage = storage
+        self._file = file
 
     def persistent_load(self, pid: Any) -> Stored:
-        return self._storage(pid)
+        kind, dtype, key, _, count = pid
+        if kind != "storage" or not isinstance(dtype, torch.dtype):
+            raise pickle.UnpicklingError(
+                f"a reference to {kind!r} of {dtype!r}; expected a storage"
+            )
+        begin, _ = self._file.member(key)
+        return Stored(self._file.path, dtype, integers((count,)), (1,), begin, str(key))
 
     def find_class(self, module: str, name: str) -> Any:
         found = _GLOBALS.get(f"{module}.{name}", foreign(module, name))
@@ -171,7 +171,7 @@ class TorchFile:
                 "copy it again"
             ) from error
         try:
-            self.contents: Any = _Unpickler(pickled, self._storage).load()
+            self.contents: Any = _Unpickler(pickled, self).load()
         except Exception as error:  # a pickle that is damaged raises anything
             raise ParallelError(f"{path}: its data.pkl is damaged: {error}") from error
 
@@ -200,10 +200,14 @@ class TorchFile:
                 )
         return found
 
+    def member(self, key: object) -> tuple[int, int]:
+        """Return where a storage is, and of how many bytes."""
+        return self._members.get(f"data/{key}", (self._start, 0))
+
     def check(self, name: str, tensor: Stored) -> None:
         """Raise `ParallelError` unless the file holds all of a tensor."""
-        begin, held = self._members.get(f"data/{tensor.storage}", (0, 0))
-        needed = tensor.at - self._start - begin
+        begin, held = self.member(tensor.storage)
+        needed = tensor.at - begin
         if 0 not in tensor.shape:
             steps = zip(tensor.shape, tensor.stride, strict=True)
             needed += (1 + sum((size - 1) * step for size, step in steps)) * tensor.dtype.itemsize
@@ -213,15 +217,6 @@ class TorchFile:
                 f"needs {needed} bytes of data/{tensor.storage}, which has {held}; the file is "
                 "damaged: copy it again"
             )
-
-    def _storage(self, pid: Any) -> Stored:
-        kind, dtype, key, _, count = pid
-        if kind != "storage" or not isinstance(dtype, torch.dtype):
-            raise pickle.UnpicklingError(
-                f"a reference to {kind!r} of {dtype!r}; expected a storage"
-            )
-        begin, _ = self._members.get(f"data/{key}", (0, 0))
-        return Stored(self.path, dtype, integers((count,)), (1,), self._start + begin, str(key))
 
     def _index(self, archive: zipfile.ZipFile, file: IO[bytes]) -> bytes:
         """Note where the members are, and return the pickle."""
@@ -253,14 +248,14 @@ class TorchFile:
                 ends = end == following[info.header_offset]
             if not named or not ends:
                 raise zipfile.BadZipFile(f"{info.filename} is not where its header says")
-            self._members[info.filename.removeprefix(top)] = begin, info.file_size
+            self._members[info.filename.removeprefix(top)] = self._start + begin, info.file_size
 
         def contents(name: str) -> bytes:
             if not self._is_part:
                 return archive.read(f"{top}{name}")
             # Of a part ezpz_dist sums the whole file, and not the members.
             begin, size = self._members[name]
-            file.seek(begin)
+            file.seek(begin - self._start)
             return file.read(size)
 
         if "byteorder" in self._members and (order := contents("byteorder")) != b"little":
@@ -340,32 +335,26 @@ def _member(archive: zipfile.ZipFile, name: str) -> Any:
 # Full tensors of which each of several files, one a tensor-parallel rank, holds a part.
 
 
-class JoinedTensors(Source):
-    """Tensors put together from ranks' files; ``said`` is what these say of the model."""
-
-    def __init__(self, said: Mapping[str, Any], table: Table, options: Options) -> None:
-        super().__init__({"said": said})
-        self._table, self._options = table, options
-
-    def join(self, name: str, parts: Sequence[Stored]) -> None:
-        """Take a tensor, one part a rank, as its name says that it is split."""
-        first, degree = parts[0], len(parts)
-        stored = self._options.stored(self._table, name, first.shape, degree)
-        if stored is None:
-            self.add(name, first.dtype, None, [(whole(first.shape), first)])
-            return
-        for index, part in enumerate(parts):
-            check_like(name, part, first, stored.local_shape(index, degree))
-        if stored.dim is None:
-            check_equal(name, parts)
-            degree = 1
-        pieces = [
-            (full, parts[index].part(local))
-            for index in range(degree)
-            for local, full in stored.boxes(index, degree)
-        ]
-        shard = self._options.shard(self._table, name, stored.full_shape)
-        self.add(name, first.dtype, shard, pieces)
+def join(
+    source: Source, name: str, parts: Sequence[Stored], table: Table, options: Options
+) -> None:
+    """Take a tensor, one part a rank, as its name says that it is split."""
+    first, degree = parts[0], len(parts)
+    stored = options.stored(table, name, first.shape, degree)
+    if stored is None:
+        source.add(name, first.dtype, None, [(whole(first.shape), first)])
+        return
+    for index, part in enumerate(parts):
+        check_like(name, part, first, stored.local_shape(index, degree))
+    if stored.dim is None:
+        check_equal(name, parts)
+        degree = 1
+    pieces = [
+        (full, parts[index].part(local))
+        for index in range(degree)
+        for local, full in stored.boxes(index, degree)
+    ]
+    source.add(name, first.dtype, options.shard(table, name, stored.full_shape), pieces)
 
 
 def same_names(
