@@ -127,7 +127,7 @@ def load_dtensor_state_dict(
     for name, part in parts.tensors.items():
         parameter, key = parameter_of(name)
         group = state.group("tensor")
-        for piece, tensor in dtensors(parameter, part.tensor, part.shard, group):
+        for piece, tensor, _ in _views(parameter, part.tensor, part.shard, group):
             own = optimizer_name(piece, key)
             _copy(_said(own), given.pop(own, None), tensor)
     rest = {name: given.pop(name, None) for name in parts.values}
@@ -154,19 +154,12 @@ def dtensors(
     name: str, local: Tensor, shard: Shard, group: ProcessGroup | None
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield name and DTensor of each matrix of a tensor, views of it without padding."""
-    index, degree = (0, 1) if group is None else (group.rank(), group.size())
-    if shard.dim is None:
-        yield name, local
-        return
-    start = 0
-    for piece, matrix in _matrices(name, shard):
-        length = sum(length for *_, length in matrix.pieces(index, degree))
-        view = local.narrow(shard.dim, start, length)
-        yield piece, view if group is None or degree == 1 else _dtensor(view, matrix, group)
-        start += length
+    alone = shard.dim is None or group is None or group.size() == 1
+    for piece, view, matrix in _views(name, local, shard, group):
+        yield piece, view if alone else _dtensor(view, matrix, group)
 
 
-def _dtensor(view: Tensor, matrix: Shard, group: ProcessGroup) -> Tensor:
+def _dtensor(view: Tensor, matrix: Shard, group: Any) -> Tensor:
     from torch.distributed.device_mesh import DeviceMesh  # noqa: PLC0415 - where it is used
     from torch.distributed.tensor import DTensor  # noqa: PLC0415 - heavy to import
     from torch.distributed.tensor import Shard as Split  # noqa: PLC0415
@@ -175,6 +168,21 @@ def _dtensor(view: Tensor, matrix: Shard, group: ProcessGroup) -> Tensor:
     mesh, placed = DeviceMesh.from_group(group, view.device.type), [Split(matrix.dim)]
     shape, stride = torch.Size(matrix.full_shape), strides_of(matrix.full_shape)
     return DTensor.from_local(view, mesh, placed, run_check=False, shape=shape, stride=stride)
+
+
+def _views(
+    name: str, local: Tensor, shard: Shard, group: ProcessGroup | None
+) -> Iterator[tuple[str, Tensor, Shard]]:
+    """Yield name, view and shard of each matrix that a rank holds a part of."""
+    index, degree = (0, 1) if group is None else (group.rank(), group.size())
+    start = 0
+    for piece, matrix in _matrices(name, shard):
+        view = local
+        if shard.dim is not None:
+            length = sum(length for *_, length in matrix.pieces(index, degree))
+            view = local.narrow(shard.dim, start, length)
+            start += length
+        yield piece, view, matrix
 
 
 def _matrices(name: str, shard: Shard) -> list[tuple[str, Shard]]:
@@ -193,8 +201,8 @@ def _said(name: str) -> str:
     return parameter if key is None else f"{parameter}, {key!r} of the optimizer,"
 
 
-def _copy(what: str, found: Any, own: Tensor) -> None:
-    local, into = (one.to_local() if hasattr(one, "to_local") else one for one in (found, own))
+def _copy(what: str, found: Any, into: Tensor) -> None:
+    local = found.to_local() if hasattr(found, "to_local") else found
     if not isinstance(local, Tensor):
         raise ParallelError(
             f"load_dtensor_state_dict: {what} is missing; expected a tensor of shape "
