@@ -87,15 +87,10 @@ def write_huggingface(source: Source, folder: Path, max_shard_size: int) -> None
     where: dict[str, str] = {}
     for number, names in enumerate(files, 1):
         file = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else SINGLE
-        tensors = {
-            name: (
-                one.dtype,
-                one.shard.full_shape,
-                values_of(source, name, whole(one.shard.full_shape)),
-            )
-            for name in names
-            for one in (entries[name],)
-        }
+        tensors = {}
+        for name in names:
+            shape = entries[name].shard.full_shape
+            tensors[name] = entries[name].dtype, shape, values_of(source, name, whole(shape))
         write_safetensors(folder / file, tensors, {"format": "pt"})
         where |= dict.fromkeys(names, file)
     if len(files) > 1:
