@@ -438,9 +438,8 @@ def test_torchs_placements_that_mean_something_else_are_told():
     for item in (Shard(2), Shard(-3), Partial("avg"), _StridedShard(0, split_factor=2)):
         with pytest.raises(ValueError, match=r"w: .* on axis t; expected Replicate\(\), Partial"):
             einsum_sharding("ab,bc->ac", (Replicate(),), (item,), mesh_axes=("t",))
-    with pytest.raises(
-        ValueError, match=r"x \(Shard\(dim=0\),\) does not name .* torch's .* with mesh_axes="
-    ):
+    told = r"x \(Shard\(dim=0\),\) does not name .* torch's .* with mesh_axes="
+    with pytest.raises(ValueError, match=told):
         einsum_sharding("ab,bc->ac", (Shard(0),), "")
     for given in ((Shard(0),), Shard(0)):
         with pytest.raises(ValueError, match=r"expected a tuple of one .* mesh_axes \('t', 'u'\)"):
@@ -463,9 +462,8 @@ def test_degrees_that_do_not_fit_are_told():
 
 
 def test_an_output_that_cannot_be_partial_is_told():
-    with pytest.raises(
-        tp.ParallelError, match=r"y is a over t, which does not become partial; leave"
-    ):
+    told = r"y is a over t, which does not become partial; leave"
+    with pytest.raises(tp.ParallelError, match=told):
         einsum_sharding("ab,bc->ac", "a@t", "", output="partial@t")
 
 

@@ -265,18 +265,15 @@ def test_groups_copies_and_names():
 
 
 def mistakes(early):
-    with pytest.raises(
-        tp.NotInitializedError, match=r"VocabParallelEmbedding\(13, 12, tp=0/1\) was"
-    ):
+    told = r"VocabParallelEmbedding\(13, 12, tp=0/1\) was"
+    with pytest.raises(tp.NotInitializedError, match=told):
         early(some_ids(13))
-    with pytest.raises(
-        tp.DegreeError, match="ParallelEmbedding: embedding_dim=13 is not divisible"
-    ):
+    told = "ParallelEmbedding: embedding_dim=13 is not divisible"
+    with pytest.raises(tp.DegreeError, match=told):
         tp.ParallelEmbedding(13, 13)
     sequence = tp.VocabParallelEmbedding(13, WIDTH, seed=1, sequence_parallel=True)
-    with pytest.raises(
-        tp.DegreeError, match="dim 0 of the ids=3 is not divisible by the tensor-par"
-    ):
+    told = "dim 0 of the ids=3 is not divisible by the tensor-par"
+    with pytest.raises(tp.DegreeError, match=told):
         sequence(torch.zeros(3, 2, dtype=torch.int64))
     with pytest.raises(RuntimeError, match="to have one of the following scalar types: Long, Int"):
         tp.VocabParallelEmbedding(13, WIDTH, seed=1)(torch.zeros(2))

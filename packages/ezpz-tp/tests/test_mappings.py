@@ -1,4 +1,6 @@
-"""Every region against its definition: what comes out, what gradient goes in, how often."""
+"""Every region, split and exchange against its definition: outputs, gradients, collectives."""
+
+from itertools import pairwise
 
 import pytest
 import torch
@@ -7,6 +9,7 @@ from ranks import on_ranks
 
 import ezpz_tp as tp
 from ezpz_tp import _mappings as regions
+from ezpz_tp._mappings import vocabulary_range
 from ezpz_tp.testing import counting, run_ranks
 
 RANKS = 4
@@ -206,3 +209,154 @@ def test_a_compiled_region_is_traced_again_for_another_group():
 def test_a_scalar_has_no_dim_to_share(name):
     with pytest.raises(tp.DegreeError, match=f"{name}: the input is 0-dim"):
         run_ranks(lambda: getattr(regions, name)(torch.tensor(1.0)), 2)
+
+
+def test_the_last_dim_is_split_into_views():
+    whole = torch.arange(24.0).view(2, 12)
+    parts = tp.split_tensor_along_last_dim(whole, 3)
+    assert [part.shape for part in parts] == [(2, 4)] * 3
+    assert torch.equal(torch.cat(parts, -1), whole)
+    assert all(part.untyped_storage().data_ptr() == whole.data_ptr() for part in parts)
+
+
+def test_contiguous_parts_have_memory_of_their_own():
+    whole = torch.arange(24.0).view(2, 12)
+    for part in tp.split_tensor_along_last_dim(whole, 3, contiguous_split_chunks=True):
+        assert part.is_contiguous()
+        part.zero_()
+    assert whole.count_nonzero() == 23
+
+
+@pytest.mark.parametrize("shape", [(2, 10), ()])
+def test_a_last_dim_that_does_not_split_is_told(shape):
+    with pytest.raises(tp.DegreeError, match=r"\(.*\) does not split into 3 equal parts"):
+        tp.split_tensor_along_last_dim(torch.zeros(shape), 3)
+
+
+def test_division_without_remainder():
+    tp.ensure_divisibility(12, 4)
+    assert tp.divide_and_check_no_remainder(12, 4) == 3
+    with pytest.raises(tp.DegreeError, match="13 is not divisible by 4"):
+        tp.divide_and_check_no_remainder(13, 4)
+
+
+@pytest.mark.parametrize("new_buffer", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+@on_ranks(3)
+def test_chunks_of_all_ranks_join_to_the_whole(new_buffer, transposed):
+    whole, start = torch.arange(24.0).view(4, 6), 8 * tp.get_tensor_parallel_rank()
+    whole = whole.t() if transposed else whole
+    part = tp.split_tensor_into_1d_equal_chunks(whole, new_buffer)
+    shares = part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+    assert shares is not (new_buffer or transposed)
+    assert torch.equal(part, whole.reshape(-1)[start : start + 8])
+    with counting() as counter:
+        assert torch.equal(tp.gather_split_1d_tensor(part), whole.reshape(-1))
+    assert counter == {"all_gather": 1}
+
+
+@on_ranks(3)
+def test_elements_are_never_left_out():
+    with pytest.raises(tp.DegreeError, match="10 elements, which 3 tensor-parallel ranks"):
+        tp.split_tensor_into_1d_equal_chunks(torch.zeros(2, 5))
+
+
+def test_alone_a_chunk_is_the_whole():
+    whole = torch.arange(6.0).view(2, 3)
+    part = tp.split_tensor_into_1d_equal_chunks(whole)
+    assert torch.equal(tp.gather_split_1d_tensor(part), whole.view(-1))
+    assert (
+        tp.split_tensor_into_1d_equal_chunks(whole, new_buffer=True).data_ptr() != whole.data_ptr()
+    )
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 8, 10, 50257])
+@pytest.mark.parametrize("degree", [1, 2, 3, 4, 8])
+def test_every_id_is_in_one_range(size, degree):
+    ranges = [vocabulary_range(size, rank, degree) for rank in range(degree)]
+    assert ranges[0][0] == 0
+    assert ranges[-1][1] == size
+    assert all(before[1] == after[0] for before, after in pairwise(ranges))
+    rows = -(-size // degree)
+    assert all(last - first in {rows, max(0, size - first)} for first, last in ranges)
+
+
+def test_vocab_utility():
+    assert tp.VocabUtility.vocab_range_from_global_vocab_size(12, 1, 3) == (4, 8)
+    assert tp.VocabUtility.vocab_range_from_global_vocab_size(10, 2, 3) == (8, 10)
+    assert tp.VocabUtility.vocab_range_from_per_partition_vocab_size(4, 2, 3) == (8, 12)
+
+
+def numbered(*shape):
+    return torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+
+
+@pytest.mark.parametrize(("sequence_dim", "head_dim"), [(0, 2), (1, 3), (-4, -2)])
+@on_ranks(RANKS)
+def test_sequence_to_head_and_back(sequence_dim, head_dim):
+    full = numbered(2, 8, 3, 4) if (sequence_dim, head_dim) == (1, 3) else numbered(8, 2, 4, 3)
+    own = full.chunk(RANKS, sequence_dim)[here()].clone().requires_grad_()
+    with counting() as counter:
+        inside = tp.sequence_to_head(own, sequence_dim, head_dim)
+        back = tp.head_to_sequence(inside * 1, sequence_dim, head_dim)
+        back.backward(own.detach() * 3)
+    assert torch.equal(inside, full.chunk(RANKS, head_dim)[here()])
+    assert torch.equal(back, own)
+    assert torch.equal(own.grad, own.detach() * 3)
+    assert counter == {"all_to_all": 4}
+
+
+@on_ranks(RANKS)
+def test_megatrons_sp2hp_and_hp2sp():
+    full = numbered(8, 4)  # tokens, hidden
+    tokens = full.chunk(RANKS, 0)[here()].clone().requires_grad_()
+    hidden = tp.all_to_all_sp2hp(tokens.unsqueeze(1))
+    back = tp.all_to_all_hp2sp(hidden)
+    back.sum().backward()
+    assert torch.equal(hidden, full.chunk(RANKS, 1)[here()])
+    assert torch.equal(back, tokens)
+    assert tokens.grad.eq(1).all()
+
+
+@on_ranks(2)
+def test_uneven_rows_and_their_gradients():
+    # Rank 0 sends one row to itself and two to rank 1; rank 1 sends three and none.
+    sent, received, wanted = [
+        ([1, 2], [1, 3], [0.0, 10.0, 11.0, 12.0]),
+        ([3, 0], [2, 0], [1.0, 2.0]),
+    ][here()]
+    rows = (torch.arange(3.0) + 10 * here()).unsqueeze(1).requires_grad_()
+    got = tp.all_to_all(rows, received, sent, group=tp.get_tensor_parallel_group())
+    got.backward(got.detach())
+    assert got.flatten().tolist() == wanted
+    assert torch.equal(rows.grad, rows.detach())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((None, None, 3), "2 ranks do not divide 3 rows"),
+        (([1, 1], [1, 1], 3), r"input_split_sizes \[1, 1\] add up to 2; expected the 3 rows"),
+        (([2], [1, 1], 2), "output_split_sizes has 1 entries; expected one for each of 2 ranks"),
+    ],
+)
+def test_split_sizes_that_do_not_fit(arguments, message):
+    *sizes, rows = arguments
+
+    def bad():
+        tp.all_to_all(torch.zeros(rows, 1), *sizes, group=tp.get_tensor_parallel_group())
+
+    with pytest.raises(tp.DegreeError, match=message):
+        run_ranks(bad, 2)
+
+
+def test_heads_that_do_not_divide():
+    told = r"sequence_to_head: dim 1 of \(2, 3\) is 3, which 2"
+    with pytest.raises(tp.DegreeError, match=told):
+        run_ranks(lambda: tp.sequence_to_head(torch.zeros(2, 3), 0, 1), 2)
+
+
+def test_before_initialization_the_input_comes_back():
+    x = torch.ones(4, 4)
+    assert tp.sequence_to_head(x, 0, 1) is x
+    assert tp.head_to_sequence(x, 0, 1) is x

@@ -571,9 +571,8 @@ def test_build_returns_no_module():
 
 
 def test_groups_that_torch_does_not_know():
-    with pytest.raises(
-        tp.ParallelError, match=r"does not know the pipeline group of 2.*in_processes"
-    ):
+    told = r"does not know the pipeline group of 2.*in_processes"
+    with pytest.raises(tp.ParallelError, match=told):
         plan_on(2)()
 
 

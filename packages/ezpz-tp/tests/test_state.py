@@ -1,10 +1,24 @@
+"""Groups: of a state, of the default one, of a mesh; how they are made and freed."""
+
+import gc
+import tracemalloc
+import weakref
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import on_ranks
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ezpz_tp as tp
+from ezpz_tp import parallel_state
 from ezpz_tp._current import tensor_group
+from ezpz_tp.model_parallel_config import ModelParallelConfig
+from ezpz_tp.tensor_parallel import ColumnParallelLinear
 from ezpz_tp.testing import run_ranks
 
 
@@ -45,9 +59,8 @@ def test_foreign_groups_without_a_layout():
     assert (state.size("tensor", "data"), state.index("data", "tensor")) == (8, 7)
     assert state.ranks("pipeline") == (7,)
     assert state.group("pipeline").size() == 1
-    with pytest.raises(
-        tp.ParallelError, match=r"no group spans tensor x data \(degrees 2 x 4\).*from_groups"
-    ):
+    told = r"no group spans tensor x data \(degrees 2 x 4\).*from_groups"
+    with pytest.raises(tp.ParallelError, match=told):
         state.group("tensor", "data")
     with pytest.raises(ValueError, match="those of experts are the model's here"):
         state.size("tensor", "expert_tensor")
@@ -66,9 +79,8 @@ def test_foreign_groups_without_a_layout():
     state.destroy()
     state.destroy()
     assert not state.is_live
-    with pytest.raises(
-        tp.NotInitializedError, match=r"tensor group of a ParallelState .* destroyed"
-    ):
+    told = r"tensor group of a ParallelState .* destroyed"
+    with pytest.raises(tp.NotInitializedError, match=told):
         state.group("tensor")
 
 
@@ -116,15 +128,13 @@ def test_experts_of_an_order_that_gives_them_no_grid_of_their_own():
 
 
 def test_groups_that_do_not_fit_the_layout():
-    with pytest.raises(
-        tp.DegreeError, match="the tensor group has 2 ranks; the layout's degree is 4"
-    ):
+    told = "the tensor group has 2 ranks; the layout's degree is 4"
+    with pytest.raises(tp.DegreeError, match=told):
         tp.ParallelState.from_groups(
             tensor=Foreign(0, 2), layout=tp.RankLayout(4, tensor=4), rank=0
         )
-    with pytest.raises(
-        tp.DegreeError, match="the tensor group has 1 ranks; the layout's degree is 4"
-    ):
+    told = "the tensor group has 1 ranks; the layout's degree is 4"
+    with pytest.raises(tp.DegreeError, match=told):
         tp.ParallelState.from_groups(layout=tp.RankLayout(4, tensor=4), rank=0)
 
 
@@ -132,9 +142,8 @@ def test_groups_that_do_not_fit_the_layout():
 def test_a_group_that_the_rank_is_not_in():
     other = dist.new_group([0])
     if dist.get_rank() == 1:
-        with pytest.raises(
-            tp.ParallelError, match=r"the tensor group is .*expected a process group"
-        ):
+        told = r"the tensor group is .*expected a process group"
+        with pytest.raises(tp.ParallelError, match=told):
             tp.ParallelState.from_groups(tensor=other)
     state = tp.ParallelState.from_groups(data=dist.group.WORLD)
     assert state.ranks("data") == (0, 1)
@@ -191,3 +200,465 @@ def test_threads_have_their_own_state():
         return state.index("tensor")
 
     assert run_ranks(body, 3) == [0, 1, 2]
+
+
+AXES = ("tensor", "data", "pipeline", "context", "expert")
+
+
+def getter(axis, what):
+    return getattr(tp, f"get_{axis}_parallel_{what}")
+
+
+def test_without_a_world_a_rank_is_alone():
+    assert not tp.tensor_parallel_is_initialized()
+    assert tensor_group() is None
+    for axis in AXES:
+        assert getter(axis, "world_size")() == 1
+        assert getter(axis, "rank")() == 0
+        assert getter(axis, "ranks")() == [0]
+        assert getter(axis, "src_rank")() == 0
+        with pytest.raises(tp.NotInitializedError, match="call initialize_tensor_parallel"):
+            getter(axis, "group")()
+    assert tp.is_pipeline_first_stage()
+    assert tp.is_pipeline_last_stage()
+    assert tp.get_pipeline_parallel_next_rank() == 0
+    tp.destroy_tensor_parallel()
+    with pytest.raises(tp.NotInitializedError, match="init_process_group first"):
+        tp.initialize_tensor_parallel(2)
+
+
+@on_ranks(4, in_processes=True, initialize=False)
+def test_from_before_initialization_to_after():
+    rank = dist.get_rank()
+    assert tensor_group() is None  # trap 13: layers are what they are alone
+    for axis in AXES:
+        for what in ("world_size", "rank", "ranks", "src_rank", "group"):
+            with pytest.raises(tp.NotInitializedError):
+                getter(axis, what)()
+    with pytest.raises(tp.NotInitializedError, match=r"tensor parallel .* in a world of 4 ranks"):
+        tp.get_tensor_parallel_rank()
+    with pytest.raises(tp.DegreeError, match=r"tensor 3 x context 1 x pipeline 1 = 3 .* size 4"):
+        tp.initialize_tensor_parallel(3)
+    assert not tp.tensor_parallel_is_initialized()
+
+    tp.initialize_tensor_parallel(2, pipeline_parallel_size=2)
+    assert tp.tensor_parallel_is_initialized()
+    first, stage = rank // 2 * 2, rank // 2
+    assert tp.get_tensor_parallel_ranks() == [first, first + 1]
+    assert tp.get_tensor_parallel_src_rank() == first
+    assert tp.get_tensor_parallel_rank() == rank % 2
+    assert tp.get_tensor_parallel_world_size() == 2
+    assert tp.get_pipeline_parallel_ranks() == [rank % 2, rank % 2 + 2]
+    assert tp.get_pipeline_parallel_next_rank() == (rank + 2) % 4
+    assert tp.get_pipeline_parallel_prev_rank() == (rank + 2) % 4
+    assert tp.get_pipeline_parallel_first_rank() == rank % 2
+    assert tp.get_pipeline_parallel_last_rank() == rank % 2 + 2
+    assert tp.is_pipeline_first_stage() == (stage == 0)
+    assert tp.is_pipeline_last_stage() == (stage == 1)
+    assert tp.get_data_parallel_ranks() == [rank]
+    assert tp.get_data_parallel_group().size() == 1
+    assert tensor_group() is tp.get_tensor_parallel_group()
+    assert tensor_group(tp.get_data_parallel_group()) is None
+    others = dist.new_group([(rank + 1) % 4], use_local_synchronization=True)
+    assert tensor_group(others) is tensor_group()  # torch's None for a group of others
+
+    state = tp.get_state()
+    tp.initialize_tensor_parallel(2, 2)  # the same again
+    assert tp.get_state() is state
+    told = r"tensor was 2, now 4; pipeline was 2, now 1.*destroy"
+    with pytest.raises(tp.DegreeError, match=told):
+        tp.initialize_tensor_parallel(4)
+    tp.destroy_tensor_parallel()
+    assert tp.current_state() is None
+    tp.initialize_model_parallel(4)
+    assert tp.get_tensor_parallel_ranks() == [0, 1, 2, 3]
+    tp.destroy_model_parallel()
+
+
+@on_ranks(2, in_processes=True, initialize=False)
+def test_a_tensor_group_that_the_rank_is_not_in():
+    other = dist.new_group([0])
+    if dist.get_rank() == 1:
+        with pytest.raises(tp.ParallelError, match=r"the tensor group is .*rank is in"):
+            tensor_group(other)
+
+
+@on_ranks(4, in_processes=True, initialize=False)
+def test_other_orders():
+    tp.initialize_tensor_parallel(2, order="dp-tp")
+    assert tp.get_tensor_parallel_ranks() == [dist.get_rank() % 2, dist.get_rank() % 2 + 2]
+    tp.destroy_tensor_parallel()
+
+
+MODEL_AXES = ("tensor", "context", "data", "pipeline")
+
+
+def summed(state, *axes):
+    """The sum of the ranks in a group, as the group itself computes it."""
+    total = torch.tensor([float(state.rank)])
+    dist.all_reduce(total, group=state.group(*axes))
+    return total.item()
+
+
+@on_ranks(4, in_processes=True, initialize=False)
+def test_made_and_freed_again_and_again():
+    names, world = set(), dist.distributed_c10d._world
+    for degrees in [(2, 1, 1), (2, 1, 1), (2, 1, 2), (1, 2, 2), (1, 1, 4), (4, 1, 1), (2, 2, 1)]:
+        state = tp.ParallelState.create(*degrees, also=[("tensor", "pipeline")], embedding=True)
+        for axes in (*((axis,) for axis in MODEL_AXES), ("tensor", "pipeline")):
+            assert summed(state, *axes) == sum(state.ranks(*axes)), (degrees, axes)
+            assert state.group(*axes).rank() == state.index(*axes)
+        if state.has("embedding"):
+            assert summed(state, "embedding") == sum(state.ranks("embedding"))
+        made = state._maker.made
+        assert not names & {group.group_name for group in made}
+        names |= {group.group_name for group in made}
+        kept = [weakref.ref(group) for group in made]
+        state.destroy()
+        state.destroy()
+        del made
+        gc.collect()
+        assert [group() for group in kept] == [None] * len(kept)
+        assert len(world.pg_map) == len(world.pg_group_ranks) == len(world.pg_names) == 1
+        with pytest.raises(tp.NotInitializedError, match="destroyed"):
+            state.group("tensor")
+    assert names
+
+
+@on_ranks(4, in_processes=True, initialize=False)
+def test_freed_before_others_have_connected():
+    for degrees in [(2, 1, 1), (2, 1, 2), (1, 2, 2), (1, 4, 1), (2, 1, 1)] * 4:
+        tp.ParallelState.create(*degrees, also=[("context", "data")], embedding=True).destroy()
+
+
+@on_ranks(4, in_processes=True, initialize=False)
+def test_ranks_that_made_other_groups_before_still_meet():
+    # Trap of the facts page: names made of the number of groups never meet after this.
+    rank = dist.get_rank()
+    if rank in (0, 3):
+        extra = dist.new_group([0, 3], use_local_synchronization=True)
+        dist.barrier(group=extra)
+    state = tp.ParallelState.create(tensor=2, timeout=timedelta(seconds=20))
+    assert summed(state, "tensor") == sum(state.ranks("tensor"))
+    assert summed(state, "data") == sum(state.ranks("data"))
+    state.destroy()
+
+
+@on_ranks(4, in_processes=True, initialize=False)
+def test_equal_rank_sets_share_a_group_and_the_worlds_is_not_made_anew():
+    world = dist.group.WORLD
+    state = tp.ParallelState.create(tensor=4, also=[("tensor", "data"), ("context", "tensor")])
+    assert state.made == 0
+    assert state.group("tensor") is state.group("tensor", "data") is world
+    assert state.group("data") is state.group("context") is state.group("pipeline", "data")
+    state.destroy()
+    assert dist.group.WORLD is world
+
+    state = tp.ParallelState.create(tensor=2, also=[("tensor", "pipeline"), ("context", "data")])
+    assert state.made == 2
+    assert state.group("tensor", "pipeline") is state.group("tensor")
+    assert state.group("context", "data") is state.group("data")
+    assert state.group("tensor", "data") is world
+    state.destroy()
+
+    state = tp.ParallelState.create(pipeline=2, expert=2)
+    assert state.made == 2  # the experts' group is the data group: two ranks of a stage
+    assert state.group("expert") is state.group("data")
+    assert state.size("expert_data") == 1
+    state.destroy()
+
+    state = tp.ParallelState.create(pipeline=4, embedding=True, also=[("data",)])
+    rank = dist.get_rank()
+    assert state.made == 1  # this rank's part: first and last, or the two between
+    assert state.has("embedding") == (rank in (0, 3))
+    assert state.has("position_embedding") == (rank == 0)
+    if rank in (0, 3):
+        assert state.ranks("embedding") == (0, 3)
+        assert summed(state, "embedding") == 3
+    else:
+        told = f"rank {rank} has no embedding group: its stage"
+        with pytest.raises(tp.ParallelError, match=told):
+            state.group("embedding")
+    if rank == 0:
+        assert state.group("position_embedding").size() == 1
+    state.destroy()
+
+
+def different_degrees():
+    degree = 4 if dist.get_rank() == 0 else 2
+    try:
+        tp.ParallelState.create(tensor=degree).destroy()
+    except tp.ParallelError as error:
+        return type(error).__name__, str(error)
+    return "made", ""
+
+
+def test_ranks_that_ask_for_different_degrees_are_told():
+    results = run_ranks(different_degrees, 4, in_processes=True, initialize=False)
+    told = [words for kind, words in results if kind == "DegreeError"]
+    assert len(told) == 4, results
+    for words in told:
+        assert words == told[0]
+        assert "rank 0 was" in words or "rank 0 for" in words
+        assert "asked for RankLayout(world_size=4, tensor=" in words
+        assert "tensor=4" in words
+        assert "tensor=2" in words
+        assert "give every rank the same arguments" in words
+
+
+@on_ranks(4, in_processes=True, initialize=False)
+def test_a_rank_that_initializes_more_often_is_told():
+    tp.ParallelState.create(tensor=2).destroy()
+    if dist.get_rank() == 1:
+        with pytest.raises(tp.ParallelError, match=r"rank 1 .* 1 came: .*was the 2\. time"):
+            tp.ParallelState.create(tensor=2, timeout=timedelta(seconds=0.3))
+    dist.barrier()
+
+
+@on_ranks(2, in_processes=True, initialize=False)
+def test_a_new_world_gets_new_groups():
+    store, rank, size = dist.distributed_c10d._get_default_store(), dist.get_rank(), 2
+    tp.initialize_tensor_parallel(2)
+    assert tp.tensor_parallel_is_initialized()
+    dist.destroy_process_group()
+    assert not tp.tensor_parallel_is_initialized()
+    ones = torch.ones(2)
+    for ask in (
+        tp.get_state,
+        tp.get_tensor_parallel_group,
+        tp.get_tensor_parallel_rank,
+        tp.get_tensor_parallel_world_size,
+        tp.get_tensor_parallel_ranks,
+        lambda: tp.reduce_from_tensor_parallel_region(ones),
+        lambda: tp.ColumnParallelLinear(4, 4),
+    ):
+        with pytest.raises(tp.NotInitializedError, match=r"was destroyed .*initialize again"):
+            ask()
+    dist.init_process_group(
+        "gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=size
+    )
+    with pytest.raises(tp.NotInitializedError, match="was destroyed"):
+        tp.get_tensor_parallel_rank()
+    tp.initialize_tensor_parallel(2)  # the groups of the world that is gone do not count
+    assert summed(tp.get_state(), "tensor") == 1
+    tp.destroy_tensor_parallel()
+    tp.destroy_tensor_parallel()
+
+
+@on_ranks(2, in_processes=True, initialize=False)
+def test_a_backend_of_its_own():
+    state = tp.ParallelState.create(tensor=2, backend={"tensor": "gloo"})
+    assert state.group("tensor") is dist.group.WORLD  # gloo is the world's: nothing to make
+    state.destroy()
+    state = tp.ParallelState.create(tensor=2, backend={"tensor": "fake"})
+    assert dist.get_backend(state.group("tensor")) == "fake"
+    assert state.made == 1
+    state.destroy()
+
+
+@pytest.fixture
+def the_largest_machine():
+    dist.init_process_group("fake", rank=77_777, world_size=120_960, store=FakeStore())
+    yield tp.RankLayout(120_960, tensor=12, context=2, pipeline=8)
+    dist.destroy_process_group()
+
+
+def test_the_largest_machine_makes_one_group_an_axis_in_little_memory(the_largest_machine):
+    tp.ParallelState.create(12, 2, 8).destroy()
+    tracemalloc.start()
+    state = tp.ParallelState.create(12, 2, 8)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert state.made == 4
+    assert peak < 2**20
+    assert state.layout == the_largest_machine
+    for axis in MODEL_AXES:
+        assert state.group(axis).size() == state.size(axis) == state.layout.degree(axis)
+    state.destroy()
+
+
+def test_a_product_that_was_not_made_says_how_to_make_it(the_largest_machine):
+    state = tp.ParallelState.create(12, 2, 8)
+    with pytest.raises(
+        tp.ParallelError, match=r"spans pipeline x tensor \(degrees 8 x 12\)"
+    ) as error:
+        state.group("pipeline", "tensor")
+    assert "also=[('tensor', 'pipeline')]" in str(error.value)
+    assert not state.has_group("pipeline", "tensor")
+    ranks = the_largest_machine.group_of(("tensor", "pipeline"), 77_777)
+    assert state.ranks("pipeline", "tensor") == ranks
+    assert state.size("pipeline", "tensor") == 96
+    assert ranks[state.index("tensor", "pipeline")] == 77_777
+    state.destroy()
+
+
+def test_before_torch_distributed():
+    with pytest.raises(tp.NotInitializedError, match=r"tensor 2 x context 1 .*init_process_group"):
+        tp.ParallelState.create(tensor=2)
+
+
+@on_ranks(4, in_processes=True, initialize=False)
+def test_a_mesh_of_a_state_and_a_state_of_a_mesh():
+    rank = dist.get_rank()
+    for order in ("tp-cp-ep-dp-pp", "dp-tp-pp"):
+        state = tp.ParallelState.create(tensor=2, order=order)
+        mesh = state.to_mesh()
+        assert mesh.mesh_dim_names == ("dp", "tp")
+        assert mesh.device_type == "cpu"
+        assert mesh.get_group("tp") is state.group("tensor")
+        assert mesh.get_group("dp") is state.group("data")
+        assert tuple(mesh.get_coordinate()) == (state.index("data"), state.index("tensor"))
+        assert tuple(mesh["tp"].mesh.tolist()) == state.ranks("tensor")
+        whole = torch.arange(8.0).reshape(4, 2)
+        shards = distribute_tensor(whole, mesh["tp"], [Shard(0)], src_data_rank=None)
+        assert torch.equal(shards.to_local(), whole[2 * state.index("tensor") :][:2])
+        assert torch.equal(shards.full_tensor(), whole)
+        back = tp.ParallelState.from_mesh(mesh)
+        for axis in ("tensor", "data", "context", "pipeline"):
+            assert back.ranks(axis) == state.ranks(axis)
+            assert back.index(axis) == state.index(axis)
+        assert back.group("tensor") is state.group("tensor")
+        back.destroy()  # nothing of a mesh's is freed
+        total = torch.ones(1)
+        dist.all_reduce(total, group=state.group("tensor"))
+        assert total.item() == 2
+        state.destroy()
+
+    state = tp.ParallelState.create(tensor=4)
+    assert state.to_mesh().mesh_dim_names == ("tp",)
+    state.destroy()
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "tp"))
+    state = tp.ParallelState.from_mesh(mesh, data="replica")
+    assert state.ranks("data") == (rank % 2, rank % 2 + 2)
+    assert tp.ParallelState.from_mesh(mesh["tp"]).size("tensor", "data") == 2
+    with pytest.raises(tp.ParallelError, match=r"dim 'replica' of the mesh .* is no axis"):
+        tp.ParallelState.from_mesh(mesh)
+    told = "pipeline='stage'; the mesh has the dims replica, tp"
+    with pytest.raises(tp.ParallelError, match=told):
+        tp.ParallelState.from_mesh(mesh, data="replica", pipeline="stage")
+    with pytest.raises(tp.ParallelError, match="dim 'tp' is named for both tensor and context"):
+        tp.ParallelState.from_mesh(mesh, data="replica", context="tp")
+    with pytest.raises(tp.ParallelError, match=r"shape \(4,\) without names"):
+        tp.ParallelState.from_mesh(init_device_mesh("cpu", (4,)))
+
+
+@on_ranks(4, in_processes=True, initialize=False)
+def test_a_mesh_over_the_world_has_a_layout_and_comes_back():
+    for shape, names in (
+        ((2, 1, 2), ("pp", "dp", "tp")),
+        ((2, 2), ("cp", "tp")),
+        ((2, 2), ("tp", "pp")),
+        ((2, 2), ("dp", "cp")),
+    ):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        state = tp.ParallelState.from_mesh(mesh)
+        assert state.to_mesh() is mesh
+        assert state.layout is not None
+        assert state.layout.degree("tensor") == state.size("tensor")
+        for axis in ("tensor", "context", "data", "pipeline"):
+            assert state.ranks(axis) == tuple(dist.get_process_group_ranks(state.group(axis)))
+            assert state.index(axis) == state.group(axis).rank()
+        axes = [axis for axis in ("tensor", "context", "data", "pipeline") if state.size(axis) > 1]
+        assert state.group(*axes) is dist.group.WORLD
+    assert str(
+        tp.ParallelState.from_mesh(
+            init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        ).layout
+    ) == str(tp.RankLayout(4, tensor=2))
+
+
+@on_ranks(4, in_processes=True, initialize=False)
+def test_products_of_a_mesh():
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "pp", "tp"))
+    part = mesh["pp", "tp"]
+    for one in (mesh, part):
+        state = tp.ParallelState.from_mesh(one)
+        assert (state.layout is None) == (one is part)
+        assert state.to_mesh() is one
+        assert state.group("tensor", "pipeline") is mesh.get_group("pp")
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
+    state = tp.ParallelState.from_mesh(mesh["cp", "tp"])
+    assert state.group("tensor", "context") is dist.group.WORLD
+
+
+@on_ranks(8, in_processes=True, initialize=False)
+def test_products_of_a_mesh_that_are_flattened():
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
+    state = tp.ParallelState.from_mesh(mesh)
+    words = r"no group spans tensor x context .*from_mesh.*mesh\[\('cp', 'tp'\)\]._flatten"
+    with pytest.raises(tp.ParallelError, match=words):
+        state.group("tensor", "context")
+    flat = mesh["cp", "tp"]._flatten()
+    for one in (state, tp.ParallelState.from_mesh(mesh["cp", "tp"])):
+        assert one.group("tensor", "context") is flat.get_group()
+
+
+def of_experts(kind):
+    if kind == "create":
+        state = tp.ParallelState.create(2, context=2)
+    elif kind == "groups":
+        own = tp.ParallelState.create(2, context=2)
+        state = tp.ParallelState.from_groups(
+            tensor=own.group("tensor"), context=own.group("context")
+        )
+    else:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+        state = tp.ParallelState.from_mesh(mesh)
+    with tp.use_state(state):
+        parameter = torch.nn.Parameter(torch.zeros(4))
+        parameter.grad = torch.full((4,), 3.0 + state.index("tensor"))
+        tp.set_tensor_model_parallel_attributes(parameter, True, 0, 1)
+        parameter.allreduce = False
+        tp.seed_model_parallel(1)
+        with tp.get_rng_tracker().fork("expert-parallel-rng"):
+            drawn = torch.rand(1).item()
+        layer = ColumnParallelLinear(
+            4,
+            8,
+            config=ModelParallelConfig(use_cpu_initialization=True),
+            init_method=torch.nn.init.zeros_,
+            is_expert=True,
+        )
+        names = [f"get_expert_{name}_parallel" for name in ("tensor", "model", "data")]
+        return (
+            [getattr(parallel_state, f"{name}_world_size")() for name in names],
+            [getattr(parallel_state, f"{name}_rank")() for name in names],
+            dist.get_process_group_ranks(parallel_state.get_expert_tensor_parallel_group()),
+            tp.get_grad_norm([parameter]).item(),
+            drawn,
+            tuple(layer.weight.shape),
+        )
+
+
+def test_experts_are_laid_out_as_the_model_however_the_state_was_made():
+    made = run_ranks(of_experts, 4, "create", in_processes=True, initialize=False)
+    assert made[0][:2] == ([2, 1, 2], [0, 0, 0])
+    assert made[3][:2] == ([2, 1, 2], [1, 0, 1])
+    assert made[0][3] == 10.0
+    for kind in ("mesh", "groups"):
+        assert run_ranks(of_experts, 4, kind, in_processes=True, initialize=False) == made
+
+
+@pytest.mark.parametrize("tensor", [2, 4])
+@on_ranks(4, in_processes=True, initialize=False)
+def test_a_second_state_does_not_meet_the_meshes_of_the_first(tensor):
+    for _ in range(2):
+        state = tp.ParallelState.create(tensor)
+        mesh = DeviceMesh.from_group(state.group("data"), "cpu", mesh_dim_names=("dp",))
+        model = fully_shard(torch.nn.Linear(8, 4), mesh=mesh)
+        for parameter in model.parameters():
+            like = torch.empty_like(parameter)
+            assert like.device_mesh.get_local_rank("dp") == state.index("data")
+            assert torch.equal((2 * parameter).full_tensor(), 2 * parameter.full_tensor())
+        model(torch.randn(2, 8)).sum().backward()
+        state.destroy()
+
+
+@on_ranks(1, in_processes=True, initialize=False)
+def test_a_world_of_one():
+    state = tp.ParallelState.create()
+    mesh = state.to_mesh()
+    assert mesh.mesh_dim_names == ("dp",)
+    assert mesh.size() == 1
+    state.destroy()
