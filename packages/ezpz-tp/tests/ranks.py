@@ -1,6 +1,8 @@
-"""Tests whose whole body runs on several ranks."""
+"""Tests whose whole body runs on several ranks, and code for other packages that is run on them."""
 
 from functools import partial, wraps
+from pathlib import Path
+from types import ModuleType
 
 from ezpz_tp.testing import run_ranks
 
@@ -21,3 +23,13 @@ def on_ranks(ranks, **how):
 def call_body(test, given):
     """Call what `on_ranks` wraps: a process finds the wrapper under the test's name."""
     return test.__wrapped__(**given)
+
+
+def load_code(name):
+    """Load megatron_code.py or fairscale_code.py with its imports changed, and nothing else."""
+    path = Path(__file__).with_name(f"{name}_code.py")
+    original = {"megatron": "megatron.core", "fairscale": "fairscale.nn"}[name]
+    code = ModuleType(name)
+    source = path.read_text(encoding="utf-8").replace(original, "ezpz_tp")
+    exec(compile(source, path, "exec"), vars(code))
+    return code

@@ -107,22 +107,21 @@ def strange_memory(function, sequence_parallel):
     return inputs.grad, weight.grad
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "sequence"])
-def test_column_with_transposed_inputs_and_expanded_gradients(sequence_parallel):
-    for grad_input, grad_weight in run_ranks(strange_memory, 2, column_linear, sequence_parallel):
-        full = numbers(IN, BATCH, SEQUENCE).transpose(0, 2)
-        weight = numbers(IN, OUT, seed=1).t()
-        close(grad_input, 2 * weight.sum(0).expand_as(full))
-        copies = 2 if sequence_parallel else 1  # both ranks' parts of the sequence
+@pytest.mark.parametrize(
+    ("function", "sequence_parallel", "summed", "copies"),
+    [
+        (column_linear, False, 2, 1),
+        (column_linear, True, 2, 2),  # of both ranks' parts of the sequence
+        (row_linear, False, 1, 1),
+    ],
+    ids=["column", "column, sequence", "row"],
+)
+def test_transposed_inputs_and_expanded_gradients(function, sequence_parallel, summed, copies):
+    size = IN if function is column_linear else IN // 2
+    full, weight = numbers(size, BATCH, SEQUENCE).transpose(0, 2), numbers(size, OUT, seed=1).t()
+    for grad_input, grad_weight in run_ranks(strange_memory, 2, function, sequence_parallel):
+        close(grad_input, summed * weight.sum(0).expand_as(full))
         close(grad_weight, copies * full.sum((0, 1)).expand_as(weight))
-
-
-def test_row_with_transposed_inputs_and_expanded_gradients():
-    for grad_input, grad_weight in run_ranks(strange_memory, 2, row_linear, False):
-        full = numbers(IN // 2, BATCH, SEQUENCE).transpose(0, 2)
-        weight = numbers(IN // 2, OUT, seed=1).t()
-        close(grad_input, weight.sum(0).expand_as(full))
-        close(grad_weight, full.sum((0, 1)).expand_as(weight))
 
 
 def only_what_is_wanted(frozen):

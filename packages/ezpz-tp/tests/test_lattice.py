@@ -164,34 +164,6 @@ def test_random_numbers_in_double_precision(sequence_parallel, bias, vocabulary)
     )
 
 
-class EqualLogits(nn.Module):
-    """The loss of logits that are all zero, without gradients: those of torch's are rounded."""
-
-    def __init__(self, vocabulary, dtype, parallel):
-        super().__init__()
-        self.parallel = parallel
-        kind = partial(tp.ColumnParallelLinear, gather_output=False) if parallel else nn.Linear
-        self.head = kind(HIDDEN, vocabulary, bias=False, dtype=dtype)
-
-    def forward(self, hidden, labels):
-        # With equal logits every probability is the same power of two: nothing is rounded.
-        logits = self.head(hidden).detach() * 0
-        if self.parallel:
-            return tp.vocab_parallel_cross_entropy(logits, labels)
-        return cross_entropy(logits, labels, reduction="none")
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_cross_entropy_of_equal_logits(dtype):
-    assert_matches_unsharded(
-        partial(EqualLogits, 64, dtype, parallel=True),
-        partial(EqualLogits, 64, dtype, parallel=False),
-        torch.empty(TOKENS, HIDDEN, dtype=dtype),
-        torch.arange(TOKENS),
-        tensor=(1, 2, 8),
-    )
-
-
 @sequence
 @pytest.mark.parametrize("degree", [1, 2])
 def test_exactly_these_collectives_are_started(sequence_parallel, degree):

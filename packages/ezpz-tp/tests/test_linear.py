@@ -141,15 +141,6 @@ def test_before_initialization_bitwise_equal_to_linear(layer_class, dtype):
     assert all(map(torch.equal, *pairs))
 
 
-@on_ranks(2, tensor=1)
-def test_at_degree_one_no_collectives():
-    layer = tp.ColumnParallelLinear(4, 4, seed=1)
-    with counting() as counter:
-        layer(torch.ones(2, 4)).sum().backward()
-    assert layer.tp_group is None
-    assert dict(counter) == {}
-
-
 @on_ranks(4, tensor=2)
 def test_an_explicit_group():
     layer = tp.ColumnParallelLinear(4, 4, seed=1, tp_group=tp.get_state().group("data"))

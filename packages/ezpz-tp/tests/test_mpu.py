@@ -1,17 +1,15 @@
 """The dialects of Megatron's and DeepSpeed's `mpu`, and fairscale's."""
 
-import types
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
+from ranks import load_code, on_ranks
 from torch.nn import functional
 
 import ezpz_tp as tp
-from ezpz_tp import model_parallel, mpu, parallel_state, tensor_parallel
+from ezpz_tp import mpu, parallel_state, tensor_parallel
 from ezpz_tp.model_parallel import initialize as fairscale
 from ezpz_tp.model_parallel_config import ModelParallelConfig
 from ezpz_tp.testing import run_ranks
@@ -144,7 +142,6 @@ def test_layers_of_every_dialect_are_instances():
     assert not isinstance(column(4, 4), Own)
 
 
-CODE = Path(__file__).parent / "fairscale_code.py"
 WEIGHTS = {
     "tok_embeddings": 1,
     "feed_forward.w1": 0,
@@ -155,9 +152,7 @@ WEIGHTS = {
 
 
 def train_fairscale_code():
-    source = CODE.read_text(encoding="utf-8").replace("fairscale.nn", "ezpz_tp")
-    code = types.ModuleType("code_for_fairscale")
-    exec(compile(source, CODE, "exec"), vars(code))
+    code = load_code("fairscale")
     model, loss = code.train()
     parts = {name: model.get_submodule(name).weight for name in WEIGHTS}
     grads = {name: weight.grad for name, weight in parts.items()}
@@ -187,21 +182,3 @@ def test_code_for_fairscale_runs_and_is_right():
         torch.testing.assert_close(found, loss.view(2, 16).detach(), rtol=1e-12, atol=1e-12)
     for name, grad in joined(1).items():
         torch.testing.assert_close(grad, weights[name].grad, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("layer", ["ColumnParallelLinear", "RowParallelLinear"])
-def test_layers_return_a_tensor(layer):
-    linear = getattr(model_parallel, layer)(8, 12)
-    assert linear(torch.zeros(3, 8)).shape == (3, 12)
-    assert linear.get_master_weight().shape == (12, 8)
-
-
-def test_streams_by_fairscales_names():
-    tracker = model_parallel.get_cuda_rng_tracker()
-    try:
-        model_parallel.model_parallel_cuda_manual_seed(5)
-        with tracker.fork():
-            drawn = torch.rand(3)
-        assert torch.equal(drawn, torch.rand(3, generator=torch.Generator().manual_seed(2723)))
-    finally:
-        tracker.reset()

@@ -1,13 +1,11 @@
 import copy
-import types
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from ranks import on_ranks
+from ranks import load_code, on_ranks
 from torch.distributed import checkpoint
 from torch.nn import functional
 from torch.nn.init import normal_, ones_
@@ -21,8 +19,6 @@ from ezpz_tp._state_dict import gather_state_dict
 from ezpz_tp.model_parallel_config import ModelParallelConfig
 from ezpz_tp.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from ezpz_tp.testing import counting, run_ranks
-
-CODE = Path(__file__).parent / "megatron_code.py"
 
 
 def settings(**more):
@@ -50,9 +46,7 @@ def numbers(*shape, seed=1):
 
 
 def train_megatron_code(sequence_parallel):
-    source = CODE.read_text(encoding="utf-8").replace("megatron.core", "ezpz_tp")
-    code = types.ModuleType("code_for_megatron")
-    exec(compile(source, CODE, "exec"), vars(code))
+    code = load_code("megatron")
     model, loss, draw = code.train(sequence_parallel)
     ezpz_tp.finalize_grads(model)
     whole = {
@@ -111,17 +105,6 @@ def test_a_pair_is_returned():
     assert output.shape == (3, 12)
     assert bias is None
     assert row()(output)[1] is None
-
-
-@pytest.mark.parametrize("make", [column, row])
-def test_a_skipped_bias_is_handed_over(make):
-    late = make(skip_bias_add=True)
-    with torch.no_grad():
-        late.bias.fill_(5)
-    input_ = numbers(3, late.input_size)
-    output, bias = late(input_)
-    assert bias is late.bias
-    torch.testing.assert_close(output, functional.linear(input_, late.weight))
 
 
 @on_ranks(2)
