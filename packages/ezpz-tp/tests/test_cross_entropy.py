@@ -217,7 +217,7 @@ def test_backward_twice_and_no_second_derivative():
         torch.autograd.grad(loss, shard, create_graph=True)
 
 
-@on_ranks(2, in_processes=True)
+@on_ranks(2, in_processes=True, timeout=300)
 def test_compiled_whole_and_recomputed():
     logits, target, grad = drawn(24, 19)
     shard = own_part(logits)

@@ -231,7 +231,7 @@ def compiled():
 
 def test_torch_compile_traces_them_whole():
     compiled()
-    run_ranks(compiled, 2, in_processes=True)
+    run_ranks(compiled, 2, in_processes=True, timeout=300)
 
 
 @on_ranks(2)

@@ -185,7 +185,7 @@ def test_at_degree_one_every_region_is_the_identity():
     assert not counter
 
 
-@on_ranks(4, in_processes=True, initialize=False)
+@on_ranks(4, in_processes=True, initialize=False, timeout=300)
 def test_a_compiled_region_is_traced_again_for_another_group():
     """Of a group torch.compile guards the type alone: size and rank of the first would stay."""
     rank = dist.get_rank()

@@ -152,7 +152,7 @@ def test_a_group_that_the_rank_is_not_in():
     assert dist.is_initialized()  # what was given is not freed
 
 
-@on_ranks(2, in_processes=True)
+@on_ranks(2, in_processes=True, timeout=300)
 def test_the_group_in_use_is_found_under_compilation():
     mine, alone = tp.get_state().group("tensor"), tp.get_state().group("data")
 
