@@ -28,15 +28,10 @@ class FeedForward(torch.nn.Module):
 
     def __init__(self, dim, hidden_dim):
         super().__init__()
-        self.w1 = ColumnParallelLinear(
-            dim, hidden_dim, bias=False, gather_output=False, init_method=lambda x: x
-        )
-        self.w2 = RowParallelLinear(
-            hidden_dim, dim, bias=False, input_is_parallel=True, init_method=lambda x: x
-        )
-        self.w3 = ColumnParallelLinear(
-            dim, hidden_dim, bias=False, gather_output=False, init_method=lambda x: x
-        )
+        options = {"bias": False, "init_method": lambda x: x}
+        self.w1 = ColumnParallelLinear(dim, hidden_dim, gather_output=False, **options)
+        self.w2 = RowParallelLinear(hidden_dim, dim, input_is_parallel=True, **options)
+        self.w3 = ColumnParallelLinear(dim, hidden_dim, gather_output=False, **options)
 
     def forward(self, x):
         return self.w2(torch.nn.functional.silu(self.w1(x)) * self.w3(x))

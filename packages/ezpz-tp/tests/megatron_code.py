@@ -14,47 +14,23 @@ class Model(torch.nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
+        options = {"config": config, "init_method": normal_}
+        product = {"bias": True, "skip_bias_add": True, "is_expert": False, **options}
         self.embedding = tensor_parallel.VocabParallelEmbedding(
-            VOCABULARY,
-            HIDDEN,
-            init_method=normal_,
-            reduce_scatter_embeddings=config.sequence_parallel,
-            config=config,
+            VOCABULARY, HIDDEN, reduce_scatter_embeddings=config.sequence_parallel, **options
         )
         self.up = tensor_parallel.ColumnParallelLinear(
-            HIDDEN,
-            4 * HIDDEN,
-            config=config,
-            init_method=normal_,
-            bias=True,
-            gather_output=False,
-            skip_bias_add=True,
-            is_expert=False,
-            tp_comm_buffer_name="fc1",
+            HIDDEN, 4 * HIDDEN, gather_output=False, tp_comm_buffer_name="fc1", **product
         )
         self.down = tensor_parallel.RowParallelLinear(
-            4 * HIDDEN,
-            HIDDEN,
-            config=config,
-            init_method=normal_,
-            bias=True,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            is_expert=False,
-            tp_comm_buffer_name="fc2",
+            4 * HIDDEN, HIDDEN, input_is_parallel=True, tp_comm_buffer_name="fc2", **product
         )
         self.norm = torch.nn.LayerNorm(HIDDEN, dtype=config.params_dtype)
         for parameter in self.norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel
+        borrowed = {"bias": False, "skip_bias_add": False, "skip_weight_param_allocation": True}
         self.output_layer = tensor_parallel.ColumnParallelLinear(
-            HIDDEN,
-            VOCABULARY,
-            config=config,
-            init_method=normal_,
-            bias=False,
-            skip_bias_add=False,
-            gather_output=False,
-            skip_weight_param_allocation=True,
+            HIDDEN, VOCABULARY, gather_output=False, **borrowed, **options
         )
 
     def forward(self, ids, labels):

@@ -7,8 +7,6 @@ import torch.distributed as dist
 from ranks import on_ranks
 from torch import nn
 from torch.distributed import _functional_collectives as functional
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ezpz_tp as tp
@@ -79,22 +77,6 @@ def test_every_collective_of_one_rank_is_a_copy_and_leaves_nothing_behind():
     assert gone() is None
     assert len(tables.pg_map) == 1
     assert len(tables.pg_group_ranks) == 1
-
-
-@on_ranks(2, in_processes=True, initialize=False)
-def test_fully_sharded_over_an_axis_of_degree_one():
-    state = tp.ParallelState.create(tensor=2)
-    mesh = DeviceMesh.from_group(state.group("data"), "cpu", mesh_dim_names=("dp",))
-    torch.manual_seed(0)
-    model = nn.Linear(4, 3)
-    alone = nn.Linear(4, 3)
-    alone.load_state_dict(model.state_dict())
-    fully_shard(model, mesh=mesh)
-    x = torch.randn(5, 4)
-    for module in (model, alone):
-        module(x).square().sum().backward()
-    assert torch.equal(model.weight.grad.full_tensor(), alone.weight.grad)
-    state.destroy()
 
 
 @on_ranks(2, in_processes=True, initialize=False)

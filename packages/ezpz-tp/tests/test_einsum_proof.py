@@ -325,12 +325,25 @@ def places(dims):
 
 
 @pytest.mark.parametrize(
-    ("equation", "legal"), [("ab,bc->ac", 6), ("bsh,hf->bsf", 7), ("bhqd,bhkd->bhqk", 8)]
+    ("equation", "legal"),
+    [
+        *(("ab,bc->ac", 6), ("bsh,hf->bsf", 7), ("bhqd,bhkd->bhqk", 8)),
+        *(("ab,a->b", 5), ("abc,ac->ab", 6), ("abc,bd->acd", 6)),
+    ],
 )
 def test_dtensor_finds_the_same_placements(mesh, equation, legal):
+    """Where both need nothing moved."""
     operands = equation.split("->")[0].split(",")
     found = [
         agrees(equation, mesh["tensor"], *((place,) for place in given))
         for given in product(*(places(len(letters)) for letters in operands))
     ]
     assert sum(found) == legal
+
+
+def test_dtensor_finds_the_same_over_two_axes(mesh):
+    from torch.distributed.tensor import Replicate, Shard
+
+    whole, first, second = Replicate(), Shard(0), Shard(1)
+    for x, w in (((first, whole), (whole, second)), ((first, second), (whole, first))):
+        assert agrees("ab,bc->ac", mesh, x, w)

@@ -643,15 +643,20 @@ def test_experts_are_laid_out_as_the_model_however_the_state_was_made():
 @pytest.mark.parametrize("tensor", [2, 4])
 @on_ranks(4, in_processes=True, initialize=False)
 def test_a_second_state_does_not_meet_the_meshes_of_the_first(tensor):
+    x, whole = torch.ones(2, 8), torch.nn.Linear(8, 4)
+    whole(x).sum().backward()
     for _ in range(2):
         state = tp.ParallelState.create(tensor)
         mesh = DeviceMesh.from_group(state.group("data"), "cpu", mesh_dim_names=("dp",))
-        model = fully_shard(torch.nn.Linear(8, 4), mesh=mesh)
+        model = torch.nn.Linear(8, 4)
+        model.load_state_dict(whole.state_dict())
+        fully_shard(model, mesh=mesh)  # over an axis of degree one, too
         for parameter in model.parameters():
             like = torch.empty_like(parameter)
             assert like.device_mesh.get_local_rank("dp") == state.index("data")
             assert torch.equal((2 * parameter).full_tensor(), 2 * parameter.full_tensor())
-        model(torch.randn(2, 8)).sum().backward()
+        model(x).sum().backward()
+        assert torch.equal(model.weight.grad.full_tensor(), whole.weight.grad)
         state.destroy()
 
 
