@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
+from on_ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, rms_norm, scaled_dot_product_attention, silu
 from torch.nn.parallel import DistributedDataParallel

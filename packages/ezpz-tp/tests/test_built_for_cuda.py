@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
-from ranks import on_ranks
+from on_ranks import on_ranks
 
 import ezpz_tp as tp
 from ezpz_tp._megatron import GlobalMemoryBuffer

@@ -11,7 +11,7 @@ import seeded
 import styles
 import torch
 from llama import Config, Llama, parallel_loss_of, text_batch
-from ranks import load_code, on_ranks
+from on_ranks import load_code, on_ranks
 from torch import nn
 
 import ezpz_tp as tp

@@ -18,7 +18,7 @@ from llama import (
     text_batch,
     unsharded,
 )
-from ranks import on_ranks
+from on_ranks import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as torch_checkpoint

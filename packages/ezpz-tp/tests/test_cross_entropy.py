@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from ranks import on_ranks
+from on_ranks import on_ranks
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ranks import on_ranks
+from on_ranks import on_ranks
 
 import ezpz_tp as tp
 from ezpz_tp._data import _DTYPES, rank_order

@@ -7,7 +7,7 @@ import warnings
 import xml.etree.ElementTree as ET
 
 import pytest
-from ranks import on_ranks
+from on_ranks import on_ranks
 
 import ezpz_tp as tp
 from ezpz_tp._pictures import Terminal

@@ -2,7 +2,7 @@ import copy
 
 import pytest
 import torch
-from ranks import on_ranks
+from on_ranks import on_ranks
 from torch import nn
 
 import ezpz_tp as tp

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ranks import on_ranks
+from on_ranks import on_ranks
 from torch.nn import functional as F
 
 import ezpz_tp as tp

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 

@@ -4,7 +4,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
+from on_ranks import on_ranks
 from torch.distributed.fsdp import fully_shard
 from torch.nn import Linear, ReLU, Sequential
 

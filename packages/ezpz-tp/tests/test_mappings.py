@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
+from on_ranks import on_ranks
 
 import ezpz_tp as tp
 from ezpz_tp import _mappings as regions

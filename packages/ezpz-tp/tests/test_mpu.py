@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import load_code, on_ranks
+from on_ranks import load_code, on_ranks
 from torch.nn import functional
 
 import ezpz_tp as tp

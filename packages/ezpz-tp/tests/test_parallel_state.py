@@ -7,7 +7,7 @@ from math import prod
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
+from on_ranks import on_ranks
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ezpz_tp as tp

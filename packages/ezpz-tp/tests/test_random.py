@@ -9,7 +9,7 @@ from threading import Event, Thread
 
 import pytest
 import torch
-from ranks import on_ranks
+from on_ranks import on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 

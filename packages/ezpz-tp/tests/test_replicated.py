@@ -3,7 +3,7 @@
 import pytest
 import seeded
 import torch
-from ranks import on_ranks
+from on_ranks import on_ranks
 from torch import nn
 
 import ezpz_tp as tp

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ranks import load_code, on_ranks
+from on_ranks import load_code, on_ranks
 from torch.distributed import checkpoint
 from torch.nn import functional
 from torch.nn.init import normal_, ones_

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
+from on_ranks import on_ranks
 
 import ezpz_tp as tp
 from ezpz_tp.testing import RankError, assert_matches_unsharded, counting, run_ranks

@@ -1,4 +1,4 @@
-"""Tests whose whole body runs on several ranks, and code for other packages that is run on them."""
+"""Tests whose whole body runs on several ranks; and code for other packages, run on them."""
 
 from functools import partial, wraps
 from pathlib import Path
