@@ -93,7 +93,7 @@ def degrees(tensor=1, context=1, pipeline=2):
 @pytest.mark.parametrize(
     ("ranks", "degrees", "checked", "schedule", "virtual", "microbatches", "steps"),
     [
-        (16, degrees(tensor=2, context=2), False, "1f1b", 1, 4, 4),  # and data 2
+        (16, degrees(tensor=2, context=2), False, "1f1b", 1, 4, 2),  # and data 2
         (4, degrees(tensor=2), False, "gpipe", 1, 4, STEPS),
         (4, degrees(tensor=2), False, "interleaved", 2, 4, 4),
         (8, degrees(context=2), False, "interleaved", 2, 2, 4),  # and data 2

@@ -10,7 +10,6 @@ import ezpz_tp as tp
 from ezpz_tp.testing import counting, run_ranks
 
 DATA = {"tensor": 2, "data": 2}
-TIED = {"tensor": 1, "pipeline": 2}
 
 
 def error_of(program, bug):
