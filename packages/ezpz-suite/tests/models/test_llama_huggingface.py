@@ -150,30 +150,26 @@ def test_what_does_not_fit_is_refused(folder, tmp_path):
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type 'yarn'"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "says no 'low_freq_factor'"),
         ({"hidden_size": None}, "says no 'hidden_size'"),
+        ([1], "holds a list"),
+        (None, "expected a model's config.json"),
     ],
 )
 def test_other_configurations_are_refused(folder, tmp_path, change, words):
-    said = {**json.loads((folder / "config.json").read_text()), **change}
-    said = {name: value for name, value in said.items() if value is not None}
-    (tmp_path / "config.json").write_text(json.dumps(said))
+    said = change
+    if isinstance(change, dict):
+        given = {**json.loads((folder / "config.json").read_text()), **change}
+        said = {name: value for name, value in given.items() if value is not None}
+    if said is not None:
+        (tmp_path / "config.json").write_text(json.dumps(said))
     with pytest.raises(ModelError, match=words):
         LlamaConfig.from_huggingface(tmp_path)
 
 
-def test_what_is_no_configuration_is_refused(tmp_path):
-    (tmp_path / "config.json").write_text("[1]")
-    for source, words in (
-        (tmp_path, "holds a list"),
-        (tmp_path / "none", "expected a model's config.json"),
-        (3, "of type int"),
-    ):
-        with pytest.raises(ModelError, match=words):
-            LlamaConfig.from_huggingface(source)
-    before_5 = {
+def test_configurations_before_transformers_5_and_what_is_none():
+    found = LlamaConfig.from_huggingface({
         "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 131, "num_hidden_layers": 2,
         "intermediate_size": 96, "rope_theta": 5e5, "rope_scaling": LONG | {"rope_theta": None},
-    }  # fmt: skip
-    found = LlamaConfig.from_huggingface(before_5)
-    assert found.rope_theta == 5e5
-    assert found.rope_scaling.original_length == 32
-    assert found.kv_heads == 4
+    })  # fmt: skip
+    assert (found.rope_theta, found.rope_scaling.original_length, found.kv_heads) == (5e5, 32, 4)
+    with pytest.raises(ModelError, match="of type int"):
+        LlamaConfig.from_huggingface(3)
