@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from ezpz_topo import get_rank_info
 
@@ -76,3 +77,32 @@ def is_at(path: Path, descriptor: int) -> bool:
     except OSError:
         return False
     return (found.st_dev, found.st_ino) == (ours.st_dev, ours.st_ino)
+
+
+_DEEPEST = 20  # what goes further is a cycle, as likely as not
+_NOT_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
+
+
+def to_json(value: Any, said: Callable[[Any], object], depth: int = 0) -> Any:
+    """Return what orjson takes; ``said`` gives text, or a number, of what JSON has no word for."""
+    if not isinstance(value, str | int | float | Mapping | list | tuple | set | frozenset | None):
+        value = said(value)
+    if isinstance(value, Mapping | list | tuple | set | frozenset):
+        if depth > _DEEPEST:
+            return "..."
+        if isinstance(value, Mapping):
+            names = (key if isinstance(key, str) else str(said(key)) for key in value)
+            inner = (to_json(one, said, depth + 1) for one in value.values())
+            return dict(zip(map(_encodable, names), inner, strict=True))
+        return [to_json(one, said, depth + 1) for one in value]
+    if isinstance(value, float):
+        # Python's words for the three that JSON has none for are others'.
+        return float(value) if math.isfinite(value) else _NOT_FINITE[str(float(value))]
+    if value is None or (isinstance(value, int) and -(1 << 63) <= value < 1 << 64):
+        return value
+    return _encodable(value if isinstance(value, str) else str(said(value)))
+
+
+def _encodable(text: str) -> str:
+    # Names of files in another encoding hold surrogates, which UTF-8 has not.
+    return text.encode("utf-8", "backslashreplace").decode()

@@ -26,7 +26,7 @@ import orjson
 
 from ezpz_topo import TopoError, detect, fold_nodelist, redact
 
-from ._context import Place, is_at, open_to_append
+from ._context import Place, is_at, open_to_append, to_json
 from ._errors import HistoryError
 
 # What users call a metric, as plain numbers by name.
@@ -162,35 +162,12 @@ def encode_record(record: Mapping[str, Any]) -> bytes | None:
 
 
 def encode_anything(line: Mapping[str, Any]) -> bytes:
-    return orjson.dumps(_plain(line), option=orjson.OPT_APPEND_NEWLINE)
+    return orjson.dumps(to_json(line, _said), option=orjson.OPT_APPEND_NEWLINE)
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, float):
-        if math.isfinite(value):
-            return float(value)
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value if -(1 << 63) <= value < 1 << 64 else _digits(value)
-    if isinstance(value, Mapping):
-        return {_text(str(key)): _plain(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(inner) for inner in value]
+def _said(value: Any) -> str:
     # A configuration may hold paths, dtypes and anything else: what they say will do.
-    return (
-        value
-        if value is None or isinstance(value, bool)
-        else _text(value if isinstance(value, str) else str(value))
-    )
-
-
-def _text(value: str) -> str:
-    # Names of files in another encoding hold surrogates, which UTF-8 has not.
-    return value.encode(errors="backslashreplace").decode()
-
-
-def _digits(value: int) -> str:
-    if value.bit_length() > 1 + math.log2(10) * _LONGEST_INTEGER:
+    if isinstance(value, int) and value.bit_length() > 1 + math.log2(10) * _LONGEST_INTEGER:
         raise ValueError(
             f"an integer of {value.bit_length():,} bits; "
             f"expected at most {_LONGEST_INTEGER:,} digits"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import logging
-import math
 import os
 import re
 import sys
@@ -24,7 +23,7 @@ import structlog
 
 from ezpz_topo import redact
 
-from ._context import NOW, Place, find_place, is_at, open_to_append
+from ._context import NOW, Place, find_place, is_at, open_to_append, to_json
 
 # From which level a rank logs, and in which format: what the environment says.
 
@@ -75,10 +74,8 @@ RESERVED = frozenset(
 """Names that a line uses itself; a field called so gets an underscore."""
 
 _OPTIONS = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
-_NOT_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 _NEEDS_QUOTES = re.compile(r"[\s='\"\x00-\x1f]|^$").search
 _LONGEST = 2000  # letters of a value that is no number, string, list or mapping
-_DEEPEST = 20
 
 
 @dataclass(slots=True)
@@ -114,9 +111,9 @@ def json_line(event: Event, place: Place, now: float) -> bytes:
     try:
         written = orjson.dumps(line, _describe, _OPTIONS)
     except TypeError:  # integers beyond 64 bits, lone surrogates, cycles, a mapping's odd keys
-        return orjson.dumps(_plain(line, 0), option=_OPTIONS)
+        return orjson.dumps(to_json(line, _item), option=_OPTIONS)
     # NaN and the infinities were written as null, which says nothing.
-    return orjson.dumps(_plain(line, 0), option=_OPTIONS) if b"null" in written else written
+    return orjson.dumps(to_json(line, _item), option=_OPTIONS) if b"null" in written else written
 
 
 def _utc(now: float) -> str:
@@ -272,31 +269,6 @@ def _text(value: object) -> str:
     except Exception:  # noqa: BLE001
         return f"<{type(value).__name__}, which cannot be shown>"
     return said if len(said) <= _LONGEST else f"{said[:_LONGEST]}..."
-
-
-def _plain(value: Any, depth: int) -> Any:
-    """Return what orjson takes, of anything."""
-    if depth > _DEEPEST:
-        return "..."  # a cycle, as likely as not
-    if isinstance(value, Mapping):
-        return {_plain(_text(key), 0): _plain(inner, depth + 1) for key, inner in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(inner, depth + 1) for inner in value]
-    if not isinstance(value, str | int | float):
-        value = value if value is None else _item(value)
-    return _simple(value)
-
-
-def _simple(value: object) -> object:
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, int) and -(1 << 63) <= value < 1 << 64:
-        return int(value)
-    if isinstance(value, float):
-        # Python's words for the three that JSON has none for are others'.
-        return float(value) if math.isfinite(value) else _NOT_FINITE[str(float(value))]
-    text = value if isinstance(value, str) else _text(value)
-    return text.encode("utf-8", "backslashreplace").decode()
 
 
 # The stream where people read: standard error, or one that was given.
