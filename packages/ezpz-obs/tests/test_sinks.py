@@ -187,15 +187,14 @@ def test_what_is_no_sink(sinks, message, tmp_path):
 
 @pytest.mark.parametrize("name", LIBRARY_SINKS)
 def test_what_is_not_installed_is_named_with_the_command(name, tmp_path, python):
-    needed = LIBRARY_SINKS[name][0]
-    (tmp_path / needed).mkdir()  # W&B's own ./wandb is no package
+    (tmp_path / name).mkdir()  # W&B's own ./wandb is no package
     done = python(
         f"""
         import sys, importlib.machinery as m
         class Hide(m.PathFinder):
             @classmethod
             def find_spec(cls, name, path=None, target=None):
-                path = ['.'] if name == {needed!r} else path
+                path = ['.'] if name == {name!r} else path
                 return m.PathFinder.find_spec(name, path, target)
         sys.meta_path = [f for f in sys.meta_path if f is not m.PathFinder] + [Hide]
         from ezpz_obs import History

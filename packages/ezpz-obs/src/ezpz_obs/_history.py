@@ -436,7 +436,12 @@ class History:
         self._closed = False
         self._pid = os.getpid()
         first = place.rank == 0
-        chosen = self._choose_sinks(sinks) if first else []
+        sinks = sinks if isinstance(sinks, str) else list(sinks)
+        chosen: list[Sink] = []
+        if sinks and first:
+            from ._sinks import Feeder, make_sinks
+
+            chosen = make_sinks(sinks)
         places = Places(alarms=tuple(alarms), progress=Progress() if first else None)
         self._places, before = places, Before()
         if outdir is None:
@@ -463,7 +468,8 @@ class History:
                 places, before, across=across, alone=cross_rank and place.world_size == 1,
                 every=every, deferred=deferred, summary=summary,
             )  # fmt: skip
-            self._open_sinks(chosen, header)
+            folder = None if self.path is None else self.path.parent
+            places.feeders = [Feeder(sink, header, folder) for sink in chosen]
         except BaseException:  # also Ctrl-C: the file is to be free for the next attempt
             if places.writer is not None:
                 places.writer.close()
@@ -578,22 +584,6 @@ class History:
             HistoryError: There is no run, or a line other than the last is damaged.
         """
         return list(read_run(path).records())
-
-    @staticmethod
-    def _choose_sinks(sinks: Iterable[str | Sink]) -> list[Sink]:
-        sinks = sinks if isinstance(sinks, str) else list(sinks)
-        if not sinks:
-            return []
-        from ._sinks import make_sinks
-
-        return make_sinks(sinks)
-
-    def _open_sinks(self, sinks: list[Sink], header: Mapping[str, Any]) -> None:
-        if sinks:
-            from ._sinks import Feeder
-
-            folder = None if self.path is None else self.path.parent
-            self._places.feeders = [Feeder(sink, header, folder) for sink in sinks]
 
     def _close(self, cause: str) -> None:
         if self._closed:

@@ -127,17 +127,14 @@ def _first_header(folder: Path | None) -> Mapping[str, Any] | None:
 # The sinks that are a library's: what each needs, and where it is.
 
 LIBRARY_SINKS: Final = {
-    "mlflow": ("mlflow", "mlflow", "MlflowSink"),
-    "tensorboard": ("tensorboard", "tensorboard", "TensorboardSink"),
-    "trackio": ("trackio", "trackio", "TrackioSink"),
-    "wandb": ("wandb", "wandb", "WandbSink"),
-}
-"""Name to the import that it needs (its extra has the sink's name), our module, and the class."""
+    "mlflow": "MlflowSink", "tensorboard": "TensorboardSink", "trackio": "TrackioSink",
+    "wandb": "WandbSink",
+}  # fmt: skip
+"""The sink, its library, its extra and its module here have one name; and the class in that."""
 
 
 def make_library_sink(name: str, warn: Callable[[str], None], folder: Path | None) -> Sink:
-    _, module, kind = LIBRARY_SINKS[name]
-    make = getattr(importlib.import_module(f"{__package__}.{module}"), kind)
+    make = getattr(importlib.import_module(f"{__package__}.{name}"), LIBRARY_SINKS[name])
     return cast("Sink", make(warn, folder))
 
 
@@ -154,16 +151,15 @@ def library_seconds() -> float:
 
 
 def check_installed(name: str) -> None:
-    needed = LIBRARY_SINKS[name][0]
-    if needed in sys.modules and sys.modules[needed] is not None:
+    if sys.modules.get(name) is not None:
         return
     try:
-        spec = importlib.util.find_spec(needed)
+        spec = importlib.util.find_spec(name)
     except ValueError:
         spec = None
     # Without an origin it is a mere folder of that name: W&B makes one, ./wandb.
     if spec is None or spec.origin is None:
         raise SinkError(
-            f"the sink {name!r} needs {needed}, which is not installed here; expected: "
+            f"the sink {name!r} needs {name}, which is not installed here; expected: "
             f'pip install "ezpz-obs[{name}]"'
         )
