@@ -130,10 +130,6 @@ def refuse_statistics(metrics: Collection[str]) -> None:
 
 
 # One line of a run's file: how numbers are written so that they come back as they were.
-#
-# JSON has no NaN and no infinity, and its numbers of more than 64 bits are floats to most
-# readers. They are written as strings, which no metric is: ``"NaN"``, ``"Infinity"``,
-# ``"-Infinity"``, and integers as their digits.
 
 SCHEMA = 1  # the number in each header: what a reader must know to read the file
 

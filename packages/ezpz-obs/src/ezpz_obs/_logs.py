@@ -217,12 +217,9 @@ def _remover(logger: logging.Logger, handler: logging.Handler) -> Callable[[], N
 # Loggers that know their rank: rank 0 speaks, the others from WARNING.
 
 _NUMBERS = {
-    "debug": logging.DEBUG,
-    "info": logging.INFO,
-    "warning": logging.WARNING,
-    "error": logging.ERROR,
-    "critical": logging.CRITICAL,
-}
+    "debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING,
+    "error": logging.ERROR, "critical": logging.CRITICAL,
+}  # fmt: skip
 
 
 def get_logger(

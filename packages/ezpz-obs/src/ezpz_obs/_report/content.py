@@ -241,12 +241,8 @@ def ranks(survey: Survey) -> Table | None:
     # Times first: whoever is slow there holds up all others.
     rows.sort(key=lambda row: last_part(row[0]) not in ("step_s", *STEP_PARTS))
     columns = (
-        "metric",
-        "most often the greatest",
-        "most often the least",
-        "std, usually",
-        "of mean",
-    )
+        "metric", "most often the greatest", "most often the least", "std, usually", "of mean",
+    )  # fmt: skip
     return Table(columns, rows, note=_slowest(survey))
 
 
@@ -372,7 +368,7 @@ def _hosts(hosts: Any) -> str:
     return ", ".join(map(str, hosts)) if isinstance(hosts, list) else str(hosts or "")
 
 
-# All that a report has in it, before it is a page or Markdown.
+# All of it.
 
 
 @dataclass(frozen=True)
@@ -457,13 +453,10 @@ def compose(surveys: Sequence[Survey], say: Callable[[str], None] | None = None)
         say(f"{len(panels) + bool(times)} plots drawn")
     return Report(
         title=surveys[0].label if len(surveys) == 1 else f"{len(surveys)} runs compared",
-        runs=[_of(survey) for survey in surveys],
-        left_out=left_out,
-        comparison=comparison(surveys),
-        environment=environment(surveys),
-        made=moment(time.time()),
-        **plots,
-    )
+        runs=[_of(survey) for survey in surveys], left_out=left_out,
+        comparison=comparison(surveys), environment=environment(surveys),
+        made=moment(time.time()), **plots,
+    )  # fmt: skip
 
 
 def _plot(surveys: Sequence[Survey], panel: Panel) -> Plot:
@@ -488,14 +481,7 @@ def _plot(surveys: Sequence[Survey], panel: Panel) -> Plot:
 def _of(survey: Survey) -> RunPart:
     state, words = survey.outcome
     return RunPart(
-        label=survey.label,
-        state=state,
-        words=clean(words),
-        course=course(survey),
-        tiles=tiles(survey),
-        attempts=attempts(survey),
-        metrics=metrics(survey),
-        ranks=ranks(survey),
-        notices=notices(survey.notices),
-        pauses=pauses(survey),
-    )
+        label=survey.label, state=state, words=clean(words), course=course(survey),
+        tiles=tiles(survey), attempts=attempts(survey), metrics=metrics(survey),
+        ranks=ranks(survey), notices=notices(survey.notices), pauses=pauses(survey),
+    )  # fmt: skip

@@ -69,22 +69,12 @@ _PLACE: Final = (0.115, 0.155, 0.855, 0.81)
 _SIZE: Final = (6.1, 3.3)  # inches; the page scales it
 _STYLE: Final = {
     "text.parse_math": False,  # a metric's name is text, dollars and all
-    "svg.fonttype": "none",
-    "font.family": ["sans-serif"],
-    "font.size": 10.5,
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "axes.edgecolor": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "axes.facecolor": "none",
-    "figure.facecolor": "none",
-    "savefig.facecolor": "none",
-    "axes.unicode_minus": True,
-    "path.simplify": True,
+    "text.usetex": False, "svg.fonttype": "none", "font.family": ["sans-serif"], "font.size": 10.5,
+    "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK, "xtick.color": INK,
+    "ytick.color": INK, "axes.facecolor": "none", "figure.facecolor": "none",
+    "savefig.facecolor": "none", "axes.unicode_minus": True, "path.simplify": True,
     "path.sketch": None,
-    "text.usetex": False,
-}
+}  # fmt: skip
 
 
 def styled() -> Any:
@@ -251,7 +241,7 @@ def _known(table: Floats) -> bool:
     return bool(np.isfinite(table[MEAN]).any())
 
 
-# Plots as SVG, by matplotlib, without its global state.
+# The plots.
 
 POINTS: Final = 600  # of a curve: about one for each pixel of its width
 _PARTS: Final = (0.5, 0.95, 0.99)

@@ -386,7 +386,7 @@ class StepTimes(Waiting):
         return float(np.sqrt(EDGES[bin_] * EDGES[bin_ + 1]))
 
 
-# A run, read once from end to end, and told in little room.
+# The run.
 
 _SPEAK: Final = 2.0  # seconds between words about a long reading
 STATISTICS: Final = ("mean", "std", "min", "max")
@@ -476,16 +476,11 @@ def survey(run: Run, label: str | None = None, say: Callable[[str], None] | None
     for known in series.values():
         known.settle()
     return Survey(
-        run=run,
-        label=label,
-        header=headers[-1] if headers else {},
-        attempts=_attempts(headers, begins, run.events, times),
-        series=series,
-        step_times=times,
-        notices=collect(run.events, run.path.parent),
-        records=records,
+        run=run, label=label, header=headers[-1] if headers else {},
+        attempts=_attempts(headers, begins, run.events, times), series=series, step_times=times,
+        notices=collect(run.events, run.path.parent), records=records,
         age=max(0.0, time.time() - run.path.stat().st_mtime),
-    )
+    )  # fmt: skip
 
 
 def has_spread(surveyed: Survey, name: str) -> bool:

@@ -126,13 +126,7 @@ class _Lines:
         return lines
 
 
-# A library's sink in a process of its own, which can be killed.
-#
-# W&B, MLflow and trackio wait for their servers: in hooks at the interpreter's end, in threads that
-# are no daemons, in a service process; and importing them holds Python's lock for seconds. In
-# training's own process none of that can be bounded. A child that is fed through a pipe costs
-# training one encoding a record, is killed at the deadline, and where training is killed still
-# sends what it was given.
+# The sink that starts it.
 
 logger = logging.getLogger("ezpz_obs")
 _START_SECONDS = 120.0  # importing from a busy parallel file system; nobody waits for it
