@@ -121,11 +121,7 @@ def _handlers(logger: logging.Logger) -> Iterator[logging.Handler]:
 
 
 def _writes_to(handler: logging.Handler, stream: TextIO | None) -> bool:
-    return (
-        stream is not None
-        and isinstance(handler, logging.StreamHandler)
-        and handler.stream is stream
-    )
+    return stream is not None and getattr(handler, "stream", None) is stream
 
 
 def _caller() -> tuple[str, int, str]:

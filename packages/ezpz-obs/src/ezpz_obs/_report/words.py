@@ -118,9 +118,8 @@ def compact(value: float, digits: int) -> str:
             return f"{scaled:.{max(digits, whole)}g}{unit}".replace("-", _MINUS)
     if 1 <= abs(value) < 1e4:
         digits = max(digits, len(f"{abs(value):.0f}"))
-    return (
-        f"{value:.{digits}g}".replace("-", _MINUS) if abs(value) >= 1e-3 else f"{value:.{digits}g}"
-    )
+    text = f"{value:.{digits}g}"
+    return text.replace("-", _MINUS) if abs(value) >= 1e-3 else text
 
 
 def tick_labels(values: list[float]) -> list[str]:
