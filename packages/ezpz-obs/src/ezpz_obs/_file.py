@@ -467,21 +467,15 @@ def make_header(
 ) -> dict[str, Any]:
     """Return what is known of this attempt. No command is started but rank 0's git, for 2 s."""
     return {
-        "ezpz_obs": SCHEMA,
-        "attempt": before.attempts,
-        "time": time.time(),
-        "run": run,
-        "rank": place.rank,
-        "world_size": place.world_size,
-        "host": place.host,
-        **_surroundings(),
-        "continues": before.last_step,
+        "ezpz_obs": SCHEMA, "attempt": before.attempts, "time": time.time(), "run": run,
+        "rank": place.rank, "world_size": place.world_size, "host": place.host,
+        **_surroundings(), "continues": before.last_step,
         # git looks at every file of the folder, which all ranks share.
         "git": find_commit() if place.rank == 0 else None,
         "versions": _versions(),
         # As it will stand in the file: what an object says of itself may hold a secret, too.
         **redact(orjson.loads(encode_anything({"argv": sys.argv, "config": config}))),
-    }
+    }  # fmt: skip
 
 
 def _surroundings() -> dict[str, Any]:

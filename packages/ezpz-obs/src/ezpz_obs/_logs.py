@@ -277,6 +277,7 @@ class Channel:
         self.standard: logging.Logger = logging.getLogger(name)
 
     def wants(self, level: int) -> bool:
+        """Say whether anybody hears events of this level."""
         return self.output.level <= level or (
             self.standard.isEnabledFor(level) and has_listeners(self.standard)
         )

@@ -91,6 +91,7 @@ class Event:
     stack: str | None = None
 
     def redact(self) -> None:
+        """Take the secrets out of it."""
         self.text, self.fields = redact(self.text), redact(self.fields)
         self.exception, self.stack = redact(self.exception), redact(self.stack)
 
@@ -295,13 +296,16 @@ class Terminal:
         self._console = Console(colours=False)
 
     def stream(self) -> TextIO | None:
+        """Return where lines go at the moment."""
         return self._given if self._given is not None else sys.stderr
 
     def is_tty(self) -> bool:
+        """Say whether a person is looking."""
         self._look(self.stream())
         return self._is_tty
 
     def render(self, event: Event, place: Place, now: float) -> str | bytes:
+        """Return the event as this terminal shows it."""
         if self.as_json:
             return json_line(event, place, now)
         self._look(self.stream())
@@ -477,6 +481,8 @@ NAME = "ezpz_obs"  # the logger of what we say about ourselves
 
 @dataclass(slots=True)
 class Output:
+    """A terminal and perhaps a log file, with the rank that speaks there."""
+
     place: Place
     terminal: Terminal
     file: LogFile | None = None
@@ -513,6 +519,7 @@ class Output:
                 self._tell_lost(file, now)
 
     def complain(self, text: str) -> None:
+        """Say on the terminal what is wrong with the file."""
         event = Event(logging.WARNING, "warning", NAME, text, {})
         self.terminal.write(self.terminal.render(event, self.place, time.time()))
 

@@ -283,18 +283,12 @@ def _join(rows: Floats, starts: NDArray[np.int64]) -> Floats:
     # Each value's part of its mean, rather than sums: those of large numbers have no double.
     part = rows[COUNT] / np.repeat(np.maximum(count, 1), ends - starts)
     mean = np.add.reduceat(np.where(rows[COUNT] > 0, rows[MEAN] * part, 0.0), starts)
-    return np.stack(
-        [
-            count,
-            np.where(count > 0, mean, np.nan),
-            np.fmin.reduceat(rows[LEAST], starts),
-            np.fmax.reduceat(rows[GREATEST], starts),
-            rows[LAST, ends - 1],
-            np.minimum.reduceat(rows[FROM], starts),
-            np.maximum.reduceat(rows[TO], starts),
-            np.add.reduceat(rows[SIZE], starts),
-        ]
-    )
+    return np.stack([
+        count, np.where(count > 0, mean, np.nan), np.fmin.reduceat(rows[LEAST], starts),
+        np.fmax.reduceat(rows[GREATEST], starts), rows[LAST, ends - 1],
+        np.minimum.reduceat(rows[FROM], starts), np.maximum.reduceat(rows[TO], starts),
+        np.add.reduceat(rows[SIZE], starts),
+    ])  # fmt: skip
 
 
 # How long steps took, by the times of the records.
