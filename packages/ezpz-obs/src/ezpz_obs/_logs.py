@@ -177,7 +177,10 @@ def join(output: Output, *, is_level_given: bool) -> list[Callable[[], None]]:
     # do). Where nobody else has a handler on the root, and its level is the default, it is lowered
     # to what the output wants; with ``is_level_given`` also where somebody has.
     root, handler, undo = logging.getLogger(), StandardHandler(output), []
-    known = [logger for logger in _loggers() if not logger.propagate and logger.handlers]
+    loggers = [
+        one for one in [*root.manager.loggerDict.values()] if isinstance(one, logging.Logger)
+    ]
+    known = [one for one in loggers if not one.propagate and one.handlers]
     has_others = bool(root.handlers)
     for logger in (root, *known):
         logger.addHandler(handler)
@@ -199,11 +202,6 @@ def capture_warnings() -> list[Callable[[], None]]:
     if warnings.showwarning is before:
         return []
     return [lambda: logging.captureWarnings(capture=False)]
-
-
-def _loggers() -> list[logging.Logger]:
-    known = logging.getLogger().manager.loggerDict.values()
-    return [logger for logger in list(known) if isinstance(logger, logging.Logger)]
 
 
 def _remover(logger: logging.Logger, handler: logging.Handler) -> Callable[[], None]:
