@@ -17,7 +17,6 @@ from ezpz_tp import (
     keep_attributes,
     set_tensor_model_parallel_attributes,
 )
-from ezpz_tp._init import initialize_shard
 from ezpz_tp._shard import Shard, set_shard, shard_of
 from ezpz_tp.testing import assert_matches_unsharded, run_ranks
 
@@ -187,19 +186,6 @@ def test_of_a_parameter_of_ones_own_it_can_be_said():
             set_shard(parameter, shard, degree)
     with pytest.raises(DegreeError, match=r"at degree 4; expected \(4, 4\)"):
         set_shard(parameter, Shard((16, 4), 0), 4)
-
-
-def test_weights_of_unequal_matrices_are_the_same_at_every_degree():
-    whole = torch.empty(24, 6)
-    initialize_shard(whole, (24, 6), 0, 0, 1, nn.init.normal_, seed=5)
-    for degree in (1, 2, 4):
-        for index in range(degree):
-            part = torch.empty(24 // degree, 6)
-            initialize_shard(
-                part, (24, 6), 0, index, degree, nn.init.normal_, seed=5, stride=(12, 8, 4)
-            )
-            wanted = part_of(whole, Shard((24, 6), 0, blocks=(12, 8, 4)), index, degree)
-            assert torch.equal(part, wanted)
 
 
 def master():
