@@ -57,12 +57,13 @@ def test_stacked_matrices_are_split_each_by_itself():
     run_ranks(strided, 2)
 
 
+@pytest.mark.parametrize("init", ["blocks", "whole"])
 @on_ranks(2, in_processes=True)
-def test_a_weight_without_a_seed_is_the_first_ranks():
+def test_without_a_seed_the_first_ranks_generator_decides(init):
     torch.manual_seed(100 + group().rank())  # by mistake another one on every rank
-    found = tp.ColumnParallelLinear(4, 8).get_master_weight()
+    found = tp.ColumnParallelLinear(4, 8, init=init).get_master_weight()
     torch.manual_seed(100)
-    alone = tp.ColumnParallelLinear(4, 8, tp_group=tp.get_state().group("data"))
+    alone = tp.ColumnParallelLinear(4, 8, init=init, tp_group=tp.get_state().group("data"))
     assert torch.equal(found, alone.weight)
 
 
@@ -286,14 +287,6 @@ def test_a_weight_that_is_drawn_whole_is_torchs():
         tp.ColumnParallelLinear(6, 8, init="all")
 
 
-@on_ranks(2, in_processes=True)
-def test_the_first_ranks_generator_decides():
-    torch.manual_seed(dist.get_rank())
-    found = tp.ColumnParallelLinear(6, 8, bias=False, init="whole").get_master_weight()
-    torch.manual_seed(0)
-    assert torch.equal(found, torch.nn.init.xavier_normal_(torch.empty(8, 6)))
-
-
 def split_of(tensor):
     return tensor.tensor_model_parallel, tensor.partition_dim, tensor.partition_stride
 
@@ -318,12 +311,16 @@ def test_defaults_fill_what_is_not_set():
 def test_a_copy_says_what_its_source_says_and_keeps_the_rest():
     source, copied = torch.zeros(1), torch.zeros(1)
     tp.set_tensor_model_parallel_attributes(source, True, 0, 1)
-    source.allreduce = False
     tp.mark_sequence_parallel(source)
+    told = {"allreduce": False, "sequence_parallel": True}
+    # What Megatron's optimizers ask.
+    told |= {"is_qkv": True, "qkv_split_shapes": (2, 1, 1), "expert_tp": True}
+    for name, value in told.items():
+        setattr(source, name, value)
     copied.shared = True
     tp.copy_tensor_model_parallel_attributes(copied, source)
     assert split_of(copied) == (True, 0, 1)
-    assert (copied.allreduce, copied.sequence_parallel, copied.shared) == (False, True, True)
+    assert told | {"shared": True} == {name: getattr(copied, name) for name in (*told, "shared")}
 
 
 @on_ranks(4, tensor=2, data=2)
@@ -416,10 +413,3 @@ def test_a_parametrized_layer_works_and_is_copied_with_its_attributes():
     original = copy.deepcopy(layer).parametrizations.weight.original
     assert split_of(original) == (True, 0, 1)
     assert torch.equal(before, tp.ColumnParallelLinear(4, 8, seed=1)(torch.ones(1, 4)))
-
-
-def test_what_megatrons_optimizers_ask_is_copied():
-    source, copy = torch.ones(2), torch.ones(2)
-    source.is_qkv, source.qkv_split_shapes, source.expert_tp = True, (2, 1, 1), True
-    tp.copy_tensor_model_parallel_attributes(copy, source)
-    assert (copy.is_qkv, copy.qkv_split_shapes, copy.expert_tp) == (True, (2, 1, 1), True)
