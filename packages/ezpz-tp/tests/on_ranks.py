@@ -4,6 +4,8 @@ from functools import partial, wraps
 from pathlib import Path
 from types import ModuleType
 
+import pytest
+
 from ezpz_tp.testing import run_ranks
 
 
@@ -18,6 +20,16 @@ def on_ranks(ranks, **how):
         return test
 
     return decorate
+
+
+def all_raise(ranks, function, error, match, **how):
+    """Assert that every one of so many ranks raises it, and none waits for another before."""
+
+    def refused():
+        with pytest.raises(error, match=match):
+            function()
+
+    run_ranks(refused, ranks, **how)
 
 
 def call_body(test, given):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from on_ranks import on_ranks
+from on_ranks import all_raise, on_ranks
 
 import ezpz_tp as tp
 from ezpz_tp._data import _DTYPES, rank_order
@@ -240,8 +240,8 @@ def test_alone_the_tensor_comes_back():
     ],
 )
 def test_what_does_not_fit(function, arguments, message):
-    with pytest.raises(tp.DegreeError, match=f"{function.__name__}: .*{message}"):
-        run_ranks(lambda: function(*arguments), 2, context=2)
+    told = f"{function.__name__}: .*{message}"
+    all_raise(2, lambda: function(*arguments), tp.DegreeError, told, context=2)
 
 
 @on_ranks(2, context=2)

@@ -1,11 +1,12 @@
 """Gradients: what is summed over which axis, their norm, and clipping."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from on_ranks import on_ranks
+from on_ranks import all_raise, on_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -294,8 +295,8 @@ def test_sparse_gradients_are_refused():
     table = nn.Embedding(4, 2, sparse=True)
     table(torch.tensor([1])).sum().backward()
     told = r"a parameter of shape \(4, 2\) is torch\.sparse_coo; expected a dense one.*sparse=False"
-    with pytest.raises(tp.ParallelError, match=told):
-        run_ranks(lambda: tp.finalize_grads(table, average_over="data"), 2, data=2)
+    refused = partial(tp.finalize_grads, table, average_over="data")
+    all_raise(2, refused, tp.ParallelError, told, data=2)
 
 
 ORDERS = (2.0, 1.0, 3.5, math.inf)

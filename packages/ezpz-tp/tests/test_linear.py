@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from on_ranks import on_ranks
+from on_ranks import all_raise, on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
@@ -155,8 +155,7 @@ def test_an_explicit_group():
 def test_a_layer_from_before_initialization_is_refused():
     for layer in (tp.ColumnParallelLinear(8, 8), tp.RowParallelLinear(8, 8)):
         told = rf"{type(layer).__name__}\(in_features=8.*2"
-        with pytest.raises(tp.NotInitializedError, match=told):
-            run_ranks(lambda layer=layer: layer(torch.ones(1, 8)), 2)
+        all_raise(2, partial(layer, torch.ones(1, 8)), tp.NotInitializedError, told)
 
 
 @pytest.mark.parametrize(
@@ -169,8 +168,7 @@ def test_a_layer_from_before_initialization_is_refused():
     ],
 )
 def test_sizes_that_do_not_divide(layer_class, options, message):
-    with pytest.raises(tp.DegreeError, match=message):
-        run_ranks(lambda: layer_class(6, 6, **options), 4)
+    all_raise(4, partial(layer_class, 6, 6, **options), tp.DegreeError, message)
 
 
 def test_sizes_below_one():
@@ -193,8 +191,7 @@ COLUMN, ROW = tp.ColumnParallelLinear, partial(tp.RowParallelLinear, input_is_pa
     ids=["column size", "row size", "dtype", "device", "sequence"],
 )
 def test_an_input_that_does_not_fit_names_the_layer(layer, inputs, message):
-    with pytest.raises(tp.ParallelError, match=message):
-        run_ranks(lambda: layer(8, 8, seed=1)(inputs), 2)
+    all_raise(2, lambda: layer(8, 8, seed=1)(inputs), tp.ParallelError, message)
 
 
 def test_a_state_does_not_outlive_its_block():

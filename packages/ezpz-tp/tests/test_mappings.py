@@ -1,16 +1,17 @@
 """Every region, split and exchange against its definition: outputs, gradients, collectives."""
 
+from functools import partial
 from itertools import pairwise
 
 import pytest
 import torch
 import torch.distributed as dist
-from on_ranks import on_ranks
+from on_ranks import all_raise, on_ranks
 
 import ezpz_tp as tp
 from ezpz_tp import _mappings as regions
 from ezpz_tp._mappings import vocabulary_range
-from ezpz_tp.testing import counting, run_ranks
+from ezpz_tp.testing import counting
 
 RANKS = 4
 
@@ -164,8 +165,7 @@ def test_second_derivatives_go_through_the_regions():
 )
 def test_what_does_not_divide_is_named(region):
     told = rf"{region.__name__}: .*\(7, 7\) is 7, which 2 ranks"
-    with pytest.raises(tp.DegreeError, match=told):
-        run_ranks(lambda: region(torch.zeros(7, 7)), 2)
+    all_raise(2, partial(region, torch.zeros(7, 7)), tp.DegreeError, told)
 
 
 NAMES = [name for name in dir(regions) if name.endswith("_region")]
@@ -207,8 +207,8 @@ def test_a_compiled_region_is_traced_again_for_another_group():
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "er_" in name])
 def test_a_scalar_has_no_dim_to_share(name):
-    with pytest.raises(tp.DegreeError, match=f"{name}: the input is 0-dim"):
-        run_ranks(lambda: getattr(regions, name)(torch.tensor(1.0)), 2)
+    region, told = getattr(regions, name), f"{name}: the input is 0-dim"
+    all_raise(2, partial(region, torch.tensor(1.0)), tp.DegreeError, told)
 
 
 def test_the_last_dim_is_split_into_views():
@@ -346,14 +346,13 @@ def test_split_sizes_that_do_not_fit(arguments, message):
     def bad():
         tp.all_to_all(torch.zeros(rows, 1), *sizes, group=tp.get_tensor_parallel_group())
 
-    with pytest.raises(tp.DegreeError, match=message):
-        run_ranks(bad, 2)
+    all_raise(2, bad, tp.DegreeError, message)
 
 
 def test_heads_that_do_not_divide():
     told = r"sequence_to_head: dim 1 of \(2, 3\) is 3, which 2"
-    with pytest.raises(tp.DegreeError, match=told):
-        run_ranks(lambda: tp.sequence_to_head(torch.zeros(2, 3), 0, 1), 2)
+    refused = partial(tp.sequence_to_head, torch.zeros(2, 3), 0, 1)
+    all_raise(2, refused, tp.DegreeError, told)
 
 
 def test_before_initialization_the_input_comes_back():
