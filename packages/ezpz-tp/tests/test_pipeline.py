@@ -3,6 +3,7 @@ from functools import partial
 
 import pytest
 import torch
+from on_ranks import all_raise, on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -535,33 +536,42 @@ def test_layers_that_thawed_are_a_change():
         chunk(batch()[0])
 
 
-def plan_on(ranks, **options):
-    settings = {"layers": LAYERS, "microbatches": 4, "loss": mean_square} | options
-    return lambda: run_ranks(lambda: tp.Pipeline(Part, **settings), ranks, pipeline=ranks, tensor=1)
+def pipeline_with(**options):
+    return tp.Pipeline(Part, **{"layers": LAYERS, "microbatches": 4, "loss": mean_square} | options)
+
+
+INTERLEAVED = {"schedule": "interleaved", "virtual": 2}
 
 
 @pytest.mark.parametrize(
-    ("bad", "told"),
+    ("ranks", "options", "told"),
     [
-        (lambda: tp.split_layers(4, 0), "0 stages; expected at least 1"),
-        (lambda: tp.split_layers(3, 4), "3 layers for 4 stages"),
-        (plan_on(2, layers=3, schedule="interleaved", virtual=2), "3 layers for 4 stages"),
-        (plan_on(2, schedule="zigzag"), "schedule 'zigzag'; expected one of gpipe, 1f1b, inter"),
-        (plan_on(2, schedule="interleaved"), "virtual=1 chunks a rank; expected 2 or more"),
-        (plan_on(2, virtual=2), r"'1f1b' with virtual=2 chunks a rank; expected 1"),
-        (plan_on(2, microbatches=0), "microbatches=0; expected at least 1"),
-        (plan_on(2, microbatches=1), "1 microbatches in a pipeline of 2 ranks; expected at least"),
+        (2, {"layers": 3, **INTERLEAVED}, "3 layers for 4 stages"),
+        (2, {"schedule": "zigzag"}, "schedule 'zigzag'; expected one of gpipe, 1f1b, inter"),
+        (2, {"schedule": "interleaved"}, "virtual=1 chunks a rank; expected 2 or more"),
+        (2, {"virtual": 2}, r"'1f1b' with virtual=2 chunks a rank; expected 1"),
+        (2, {"microbatches": 0}, "microbatches=0; expected at least 1"),
+        (2, {"microbatches": 1}, "1 microbatches in a pipeline of 2 ranks; expected at least"),
         (
-            plan_on(2, schedule="interleaved", virtual=2, microbatches=5),
+            *(2, {"microbatches": 5, **INTERLEAVED}),
             "5 microbatches in a pipeline of 2 ranks; expected a multiple of the 2 rounds",
         ),
-        (plan_on(1, layers=[range(3), range(3, 6)]), "layers has 2 ranges; expected 1"),
-        (plan_on(1, layers=[range(1, 6)]), r"range\(1, 6\) where layer 0 is next"),
+        (1, {"layers": [range(3), range(3, 6)]}, "layers has 2 ranges; expected 1"),
+        (1, {"layers": [range(1, 6)]}, r"range\(1, 6\) where layer 0 is next"),
     ],
 )
-def test_plans_that_do_not_fit(bad, told):
+def test_plans_that_do_not_fit(ranks, options, told):
+    refused = partial(pipeline_with, **options)
+    all_raise(ranks, refused, tp.DegreeError, told, pipeline=ranks, tensor=1)
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "told"),
+    [(4, 0, "0 stages; expected at least 1"), (3, 4, "3 layers for 4 stages")],
+)
+def test_layers_that_do_not_fit(layers, stages, told):
     with pytest.raises(tp.DegreeError, match=told):
-        bad()
+        tp.split_layers(layers, stages)
 
 
 def test_build_returns_no_module():
@@ -572,14 +582,10 @@ def test_build_returns_no_module():
 
 def test_groups_that_torch_does_not_know():
     told = r"does not know the pipeline group of 2.*in_processes"
-    with pytest.raises(tp.ParallelError, match=told):
-        plan_on(2)()
+    all_raise(2, pipeline_with, tp.ParallelError, told, pipeline=2, tensor=1)
 
 
-def without_groups():
-    pipeline_of((2, "gpipe", 1, 1))
-
-
+@on_ranks(2, in_processes=True, initialize=False)
 def test_several_ranks_without_groups():
     with pytest.raises(tp.NotInitializedError, match="initialize_tensor_parallel"):
-        run_ranks(without_groups, 2, in_processes=True, initialize=False)
+        pipeline_of((2, "gpipe", 1, 1))
