@@ -7,7 +7,6 @@ import torch
 
 from ezpz_dist import NotSetUpError, all_reduce, barrier, broadcast
 from ezpz_dist._collectives import Flat, all_gather_object, combine, combine_packed, pack
-from ezpz_dist._objects import raw_of
 
 pytest_n = pytest.mark.parametrize("n", [1, 3])
 
@@ -363,7 +362,7 @@ def test_rows_are_combined_in_one_order(ranks):
     flats = []
     for row in rows:
         flat = Flat(torch.float32, [row], "sum")
-        flats.append((flat, raw_of(flat.load(torch.device("cpu")).data)))
+        flats.append((flat, flat.load(torch.device("cpu")).raw()))
     every = [raw for _, raw in flats]
     for flat, _ in flats:
         flat.combine_rows(every)

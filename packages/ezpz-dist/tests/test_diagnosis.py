@@ -56,15 +56,17 @@ def test_what_is_told_to_thousands_is_short():
 
 def test_another_threads_collective_is_not_the_main_threads():
     def save():
-        with _diagnosis.waits_in("save"):
-            seen.extend(_diagnosis._waits)
+        _diagnosis.enter_wait("save")
+        seen.extend(_diagnosis._waits)
+        _diagnosis.leave_wait()
 
     seen: list[str] = []
-    with _diagnosis.waits_in("barrier()"):
-        thread = threading.Thread(target=save)
-        thread.start()
-        thread.join()
-        assert seen == _diagnosis._waits == ["barrier()"]
+    _diagnosis.enter_wait("barrier()")
+    thread = threading.Thread(target=save)
+    thread.start()
+    thread.join()
+    assert seen == _diagnosis._waits == ["barrier()"]
+    _diagnosis.leave_wait()
     assert _diagnosis._waits == []
 
 

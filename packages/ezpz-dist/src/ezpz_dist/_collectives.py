@@ -419,9 +419,7 @@ class _Summands:
         for _, flat in self._flats:
             flat.load(torch.device("cpu") if self._together else channel.where)
         if self._together:
-            self._packed = b"".join(
-                [self._packed, *(_objects.raw_of(flat.data) for _, flat in self._flats)]
-            )
+            self._packed = b"".join([self._packed, *(flat.raw() for _, flat in self._flats)])
 
     def combine(self, channel: Members) -> list[Any]:
         """Return the results of all ranks. Collective: every rank of the channel calls this."""
@@ -653,6 +651,13 @@ class Flat:
             self.data = bits.masked_fill_(lost, limits.min if self._op == "min" else limits.max)
         self.data = self.data.to(where)
         return self
+
+    def raw(self) -> bytearray:
+        """Return the loaded elements' bytes."""
+        raw = bytearray(self.nbytes)
+        if raw:
+            torch.frombuffer(raw, dtype=self.data.dtype).copy_(self.data)
+        return raw
 
     def combine_rows(self, every: Sequence[bytes | bytearray]) -> None:
         """Combine the bytes of all ranks here: by elements, in an order that all ranks share."""

@@ -169,17 +169,14 @@ class Location:
         return f"rank {self.rank} on {self.host}: {self.place}"
 
 
-@contextmanager
-def waits_in(what: str) -> Iterator[None]:
-    """Say what the main thread waits in."""
-    is_main = threading.current_thread() is threading.main_thread()
-    if is_main:
+def enter_wait(what: str) -> None:
+    if threading.current_thread() is threading.main_thread():
         _waits.append(what)
-    try:
-        yield
-    finally:
-        if is_main:
-            _waits.pop()
+
+
+def leave_wait() -> None:
+    if threading.current_thread() is threading.main_thread():
+        _waits.pop()
 
 
 @contextmanager

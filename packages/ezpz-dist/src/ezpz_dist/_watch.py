@@ -51,14 +51,16 @@ def waiting(
             "forked, such as a worker of a data loader: it would take its parent's part; expected "
             "it in the process that called setup_torch"
         )
+    _diagnosis.enter_wait(what)  # no context of its own: that takes as long as all the rest of this
     start = time.monotonic()
-    with _diagnosis.waits_in(what):
-        try:
-            yield
-        except RuntimeError as error:
-            if not is_of_a_collective(error):
-                raise
-            raise explain(error, what, world, time.monotonic() - start, members) from error
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_of_a_collective(error):
+            raise
+        raise explain(error, what, world, time.monotonic() - start, members) from error
+    finally:
+        _diagnosis.leave_wait()
 
 
 def finish(
