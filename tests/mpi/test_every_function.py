@@ -1,11 +1,11 @@
 """Under mpiexec, and on one rank: every function of ezpz_dist, as on other worlds."""
 
-import importlib.util
 import inspect
 import re
 from pathlib import Path
 
 import pytest
+from tests.conftest import load
 
 import ezpz_dist
 
@@ -14,10 +14,7 @@ PROGRAM = Path(__file__).resolve().parents[1] / "worlds" / "every_function.py"
 
 @pytest.fixture
 def program():
-    spec = importlib.util.spec_from_file_location("tests.worlds.every_function", PROGRAM)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load("worlds.every_function")
 
 
 def test_every_function(world, program, tmp_path):
