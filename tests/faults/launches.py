@@ -1,17 +1,12 @@
 """One launch by ezpz-launch: its ranks, its end, and what it left."""
 
-from __future__ import annotations
-
 import contextlib
-import ctypes
 import fcntl
 import json
 import os
 import re
 import shlex
 import signal
-import socket
-import struct
 import subprocess
 import sys
 import termios
@@ -183,21 +178,6 @@ class Launch:
         """Return the processes of this launch that have a word that ends so."""
         return [pid for pid in self.left() if any(each.endswith(word) for each in _words(pid))]
 
-    def silence(self, host):
-        """Let the agent of a host, and all that its kernel says for it, be heard no more."""
-        node = str(list(dict.fromkeys(self.place.hosts)).index(host))
-        found = []
-
-        def is_connected():
-            agents = [pid for pid in self.find("_agent.py") if _words(pid)[-1] == node]
-            # The first process is its shim's child, and ends.
-            found[:] = [pid for pid in agents if _sockets(pid)]
-            return bool(found)
-
-        self.until(is_connected, f"the agent of {host} is connected", 40)
-        for descriptor in _sockets(found[0]):
-            _drop_all_packets(found[0], descriptor)
-
     def parent(self, pid):
         """Return the process that started another, 0 where that is gone."""
         with contextlib.suppress(OSError):
@@ -238,28 +218,6 @@ MEET_HERE = ["--env", "MASTER_ADDR=127.0.0.1"]
 def rank_program(behaviour, *arguments):
     """Return the words of a rank that does this; it writes to ``said`` in its folder."""
     return [sys.executable, str(PROGRAMS / "rank.py"), "said", behaviour, *arguments]
-
-
-def _sockets(pid):
-    with contextlib.suppress(OSError):
-        entries = list(Path(f"/proc/{pid}/fd").iterdir())
-        return [int(each.name) for each in entries if str(each.readlink()).startswith("socket:")]
-    return []
-
-
-def _drop_all_packets(pid, descriptor):
-    """Give another process's socket a filter that takes nothing; needs root."""
-    # Linux: pidfd_getfd is 438 everywhere; SO_ATTACH_FILTER 26; BPF_RET|BPF_K 6, of 0 bytes.
-    libc = ctypes.CDLL(None, use_errno=True)
-    handle = os.pidfd_open(pid)
-    own = libc.syscall(438, handle, descriptor, 0)
-    os.close(handle)
-    assert own >= 0, os.strerror(ctypes.get_errno())
-    program = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))
-    with socket.socket(fileno=own) as connection:
-        connection.setsockopt(
-            socket.SOL_SOCKET, 26, struct.pack("HP", 1, ctypes.addressof(program))
-        )
 
 
 def _words(pid):

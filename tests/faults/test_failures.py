@@ -84,14 +84,3 @@ def test_a_program_that_the_ranks_do_not_find_is_127(launch):
     started = launch(["--grace", "2"], ["sh", "-c", "exec no-such-program"])
     started.ends_with(127, within=SETTLE + 4)
     assert "exited with status 127, first of all ranks" in started.stderr
-
-
-@pytest.mark.without("hydra", "openmpi", "spawn")  # each on one host here, without agents
-def test_a_lost_node_is_named(running):
-    env = {"EZPZ_NODE_TIMEOUT": "5"}
-    started = running(["--grace", "1"], rank_program("goes_on"), environment=env)
-    started.silence("nid002")
-    assert started.ends(within=60) == 137, started.stderr
-    assert "nid002 is lost: no answer within 5 s (EZPZ_NODE_TIMEOUT)" in started.stderr
-    assert "rank 1 on nid002 is lost with its node; ending the other ranks" in started.stderr
-    started.leaves_nothing(within=20)
