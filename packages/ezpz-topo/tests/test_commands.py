@@ -42,9 +42,6 @@ def test_an_answer(tmp_path, env, command):
     answer = ask(["qstat", "a b", "$HOME;*"], env={**env, "TZ": "UTC0"})
     assert (answer.status, answer.stdout) == (0, "a b|$HOME;*|UTC0\n")
     assert answer.stderr == "warning\n\ufffd"
-
-
-def test_much_output_on_both_ends(tmp_path, env, command):
     command("qstat", "head -c 300000 /dev/zero >&2; head -c 300000 /dev/zero")
     answer = ask(["qstat"], env=env)
     assert (len(answer.stdout), len(answer.stderr)) == (300000, 300000)
