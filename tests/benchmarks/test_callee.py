@@ -8,13 +8,19 @@ from contextlib import ExitStack
 import pytest
 from callee import Callee, CalleeError, begin, fresh, last_line, peak_mb
 
-SLEEP = "import time\ndef call(): print('libraries print'); time.sleep(0.01)\n"
+SLEEP = """
+import sys, time
+def call():
+    sys.stderr.write('x' * 300_000)
+    print('libraries print much' * 20_000)
+    time.sleep(0.01)
+"""
 
 
 def test_calls_are_timed_in_a_process_of_their_own():
     with Callee(sys.executable, SLEEP) as callee:
-        assert 0.01 <= callee.typical(3) < 1
-        assert 0.01 <= callee.mean(3) < 1
+        assert 0.01 <= callee.typical(3) < 60
+        assert 0.01 <= callee.mean(3) < 60
         assert 1 < callee.peak() < 1000
 
 
@@ -46,6 +52,7 @@ def test_fresh_processes_return_numbers():
     assert 1 < peak < 1000
     with pytest.raises(CalleeError, match="ZeroDivisionError"):
         fresh(sys.executable, "1/0")
+    assert [last_line(text) for text in ("a\n b \n\n", "\n")] == ["b", ""]
 
 
 def test_what_is_measured_pays_for_its_own_imports():
@@ -80,12 +87,6 @@ def test_memory_that_does_not_count():
         assert callee.peak() < 20
 
 
-def test_one_that_says_much_is_not_kept_waiting():
-    code = "import sys\ndef call(): sys.stderr.write('x' * 300_000); print('y' * 300_000)\n"
-    with Callee(sys.executable, code) as callee:
-        assert callee.mean(1) < 60
-
-
 def test_a_peer_that_does_not_begin_is_noted_and_ours_has_to():
     good, bad = (sys.executable, "def call(): pass"), (sys.executable, "raise OSError('no device')")
     failed = {}
@@ -103,8 +104,3 @@ def test_the_peak_is_of_this_program_alone():
     assert peak_mb() > 60
     (child,) = fresh(sys.executable, "print(peak_mb())")
     assert child < 50
-
-
-def test_the_last_line_that_says_anything():
-    assert last_line("a\n b \n\n") == "b"
-    assert last_line("\n") == ""
