@@ -173,15 +173,18 @@ def test_variables_of_an_option_outrank_the_machines_and_not_the_users():
 # The port.
 
 
+def test_it_can_be_bound_and_is_no_ephemeral_one():
+    port = free_port()
+    assert 20000 <= port < 30000
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", port))
+
+
 @pytest.mark.parametrize(
     ("family", "address"),
     [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET, ""), (socket.AF_INET6, "")],
 )
-def test_a_port_can_be_bound_and_one_that_is_taken_is_passed_over(monkeypatch, family, address):
-    with socket.socket() as probe:
-        port = free_port()
-        assert 20000 <= port < 30000, "no ephemeral one"
-        probe.bind(("127.0.0.1", port))
+def test_a_port_that_is_taken_is_passed_over(monkeypatch, family, address):
     with socket.socket(family) as holder:
         holder.bind((address, 0))
         holder.listen()
