@@ -101,7 +101,7 @@ def test_each_rank_that_is_chosen(ranks, tmp_path):
     say(profiler.trace and profiler.trace.name)
     """
     found = ranks(code.replace("RANKS", "(1,)"), 3)
-    assert [rank.status for rank in found] == [0, 0, 0], found[0].err
+    assert [rank.status for rank in found] == [0, 0, 0], [rank.err for rank in found]
     assert [rank.said[0] for rank in found] == [None, "trace-rank00001-steps1-1.json", None]
     found = ranks(code.replace("RANKS", "None"), 2)
     assert [rank.said[0] for rank in found] == [
