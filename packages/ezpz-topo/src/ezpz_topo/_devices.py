@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from ._commands import ask, ended_with, find
 from ._errors import InvalidVariableError, SchedulerError
 
 # CPUs: those this process may use, and those of this node that the job may use.
@@ -444,6 +443,8 @@ def _output(
     argv: tuple[str, ...], env: Mapping[str, str], time_limit: float
 ) -> tuple[str | None, tuple[str, ...]]:
     """Return what the tool printed, or None and a note; no note where it is not installed."""
+    from ._commands import ask, ended_with, find  # noqa: PLC0415 - 5 ms, for where a driver is
+
     if find(argv[0], env) is None:
         return None, ()
     called = " ".join(argv)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import sys
-import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NoReturn
@@ -318,6 +317,8 @@ def _read_document(path: str) -> dict[str, Any]:
         raise MachineError(
             f"{path}: cannot be read ({error}); expected a readable UTF-8 file; mend or remove it"
         ) from error
+    import tomllib  # noqa: PLC0415 - 5 ms, and a rank reads no machine
+
     try:
         document = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # also of a number with 5,000 digits
