@@ -210,7 +210,6 @@ class Ranks:
         self._suspects: set[int] = set()
 
     def start(self, rank: int, pid: int) -> None:
-        """Take note of a rank's shim."""
         self._pids[rank] = pid
         self._born[pid], self._parents[pid] = birth_of(pid), parent_of(pid)
         try:

@@ -231,7 +231,7 @@ def ranks_environment(
             why = "the cores that each rank is given"
         added["OMP_NUM_THREADS"] = str(bound or max(1, cores // ranks)), why
     of_others = [name for name in machine.environment if name.startswith(_OF_A_LAUNCHER)]
-    if launcher.is_of(machine.launcher):
+    if of_others and launcher.is_of(machine.launcher):
         of_others = []
     if of_others:
         notes.append(

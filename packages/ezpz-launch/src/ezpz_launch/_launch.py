@@ -271,7 +271,6 @@ class Nodes:
             self._send(node, f"stacks {' '.join(its)}")
 
     def unreached(self, ranks: Sequence[int]) -> list[int]:
-        """Return those of these ranks that nothing reaches."""
         return [rank for rank in ranks if rank // self._launch.ppn not in self._agents]
 
     def close(self, *, farewell: bool) -> None:

@@ -133,7 +133,6 @@ class Output:
             self._threads.append(thread)
 
     def take_reports(self) -> list[Report]:
-        """Return what has been reported since the last call, in order."""
         return [self._found.get() for _ in range(self._found.qsize())]
 
     def say(self, message: str) -> None:

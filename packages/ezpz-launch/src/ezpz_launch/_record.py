@@ -219,7 +219,8 @@ class Keeper:
                 end=iso_time(time.time()), exit_status=exit_status, first_failure=first
             )
         )
-        _remove(self.progress_file)
+        if self._record.retries:
+            _remove(self.progress_file)
         if self._folder:
             _prune(self._folder)
 

@@ -35,7 +35,8 @@ class Attempts:
         self._number = 0
         self._heard: Heard = ([], -1)
         self._sizes: Mapping[str, int] = {}
-        self._node_timeout = _node_timeout(env)
+        given = env.get("EZPZ_NODE_TIMEOUT")
+        self._node_timeout = _node_timeout(given) if given else NODE_TIMEOUT
         if self._request.log_dir:
             _make_log_dir(self._request.log_dir)
         self._signal_at: Callable[[], float] = lambda: NEVER
@@ -163,9 +164,7 @@ class Attempts:
             say(f"--log-dir {folder}: {why}; the ranks' last words may be missing there")
 
 
-def _node_timeout(env: Mapping[str, str]) -> int:
-    """Return the seconds after which a node that does not answer is lost."""
-    text = env.get("EZPZ_NODE_TIMEOUT") or str(NODE_TIMEOUT)
+def _node_timeout(text: str) -> int:
     if not (text.isascii() and text.isdigit() and 3 <= int(text[:6]) <= 86400):
         raise UsageError(
             f"EZPZ_NODE_TIMEOUT={text!r}: expected whole seconds, from 3 to 86400, after which a "

@@ -115,8 +115,9 @@ class _Run:
         due = min([begun + _AWAKE, *self.at.values()])
         if not self.ending and self.launch.idle_timeout:
             due = min(due, self.output.last + self.launch.idle_timeout)
-        if self.all_started():
-            due = min(due, begun + self.signal_at() - time.time())
+        left = self.signal_at() - time.time()
+        if left < _AWAKE and self.all_started():
+            due = min(due, begun + left)
         patience = max(0.0, due - begun)
         self.serve(patience)
         self.now = time.monotonic()
@@ -344,8 +345,9 @@ class _Run:
         if self.port_taken:
             # Whoever requested this run chooses another, or says so.
             return Outcome(2, None, self.told, port_taken=True)
-        self.say_who_failed()
         failure = self.status.first_failure
+        if failure:
+            self.say_who_failed()
         exit_status = self.exit_status()
         if failure and self.announced and exit_status == failure[1]:
             # Launchers say a lot meanwhile; the last line is the one that people read.

@@ -97,7 +97,6 @@ def read_regular(path: str, limit: int) -> bytes:
 
 
 def _parse(text: str, path: str) -> dict[str, int | None]:
-    """Return host -> slots, in order."""
     if "\0" in text:
         raise HostfileError(f"hostfile {path!r} holds NUL bytes; expected text, one host a line")
     if text.count("\n") > _MAX_LINES:
