@@ -186,6 +186,13 @@ def test_what_ranks_left_is_named_once_and_killed_in_the_end(reached, rank, unti
     assert left.wait(120) == -signal.SIGKILL
 
 
+def test_an_agent_that_comes_late_ends_what_was_left(side, agent, rank):
+    left = rank(env={"EZPZ_LAUNCH_ID": side.id})
+    side.nodes.end_left()
+    agent()
+    assert left.wait(120) == -signal.SIGTERM
+
+
 @ON_LINUX
 @pytest.mark.parametrize("who", ["shim", "launcher"])
 def test_ranks_that_are_lost_are_told_once(reached, process, until, who):

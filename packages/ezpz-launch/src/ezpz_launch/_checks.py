@@ -343,7 +343,6 @@ def check_versions(seconds: float, env: Mapping[str, str] | None = None) -> Chec
 
 
 def judge(hosts: tuple[str, ...], ended: Ended, seconds: float) -> CheckResult:
-    """Compare what the processes of these hosts said."""
     lines = [line for line in ended.stdout.splitlines() if line.startswith(_MARK)]
     # host -> package -> version
     found = dict(json.loads(line.removeprefix(_MARK)) for line in lines)

@@ -31,7 +31,6 @@ def choose_launcher(
     env: Mapping[str, str],
     beside: str,
 ) -> Launcher:
-    """Find the launcher, on ``env``'s PATH or ``beside`` this Python, and identify it."""
     here, asked = arrangement.on_this_host, request.launcher
     if asked == "auto":
         found = _auto(topology, env, beside, here=here)

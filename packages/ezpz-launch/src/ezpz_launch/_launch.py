@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NamedTuple
 
+from . import rank_output
 from ._agent import PROTOCOL_LINE, fork, is_proof, keep_alive, proof
 from ._errors import UsageError
 from ._options import GRACE, fold_ranks
@@ -61,6 +62,11 @@ class Control(NamedTuple):
         pumped = self.tee or (
             (self.prefix or self.only_ranks is not None or self.whole_lines) and not self.files
         )
+        program, compiled = rank_output.__file__, getattr(rank_output, "__cached__", "")
+        # A program that is given by its source is compiled at each start, 4 ms of a rank's.
+        with contextlib.suppress(OSError):  # where nothing is compiled, or not here
+            if not self.where and os.path.getmtime(compiled) > os.path.getmtime(program):
+                program = compiled
         fields = [
             self.launch_id,
             f"{self.hold:.0f}",
@@ -71,7 +77,7 @@ class Control(NamedTuple):
             str(self.node_timeout),
             self.files,
             "all" if self.only_ranks is None else fold_ranks(self.only_ranks),
-            os.path.join(_HERE, "rank_output.py") if pumped else "",
+            program if pumped else "",
             "--prefix" if self.prefix else "",
             str(self.port or ""),
             self.device_type,
@@ -115,7 +121,6 @@ class Outcome(NamedTuple):
 
 
 def how(status: int) -> str:
-    """Say what an exit status means."""
     if status > 128 and status - 128 in {s.value for s in signal.Signals}:
         return f"was killed by {signal.Signals(status - 128).name} (exit status {status})"
     return f"exited with status {status}"
@@ -190,7 +195,7 @@ class _Connection:
         its.settimeout(10)
         self.socket, self.fd, self.node = its, its.fileno(), node
         self.challenge, self.since = os.urandom(16).hex(), time.monotonic()
-        self.received, self.ends_left = b"", False
+        self.received = b""
 
 
 class Nodes:
@@ -206,6 +211,7 @@ class Nodes:
         # For agents that come late.
         self._pids: dict[int, dict[int, int]] = {}
         self._signals: list[int] = []
+        self._ends_left = False
         self.where: tuple[str, ...] = ()  # host:port that agents of other hosts connect to
         self.secret = ""  # what they know
         self.why_not = ""  # why there can be none
@@ -251,16 +257,14 @@ class Nodes:
         self._send(rank // self._launch.ppn, f"release {pid}")
 
     def kill(self) -> None:
-        """SIGKILL all that is left of the launch."""
         for agent in list(self._agents.values()):
             self._write(agent, "kill")
 
     def end_left(self) -> None:
-        """Have each agent, once, name and end what ranks that have all ended left running."""
-        for agent in list(self._agents.values()):
-            if not agent.ends_left:
-                agent.ends_left = True
-                self._write(agent, "end-left")
+        """Have each agent, also a late one, name and end what ranks that all ended left running."""
+        for agent in list(self._agents.values()) if not self._ends_left else ():
+            self._write(agent, "end-left")
+        self._ends_left = True
 
     def ask_stacks(self, ranks: Sequence[int]) -> None:
         """Ask these ranks where they are; each node has one answer for all of its own."""
@@ -366,7 +370,8 @@ class Nodes:
         agent.node = node
         self._agents[node] = agent
         started = [f"start {rank} {pid}" for rank, pid in self._pids.get(node, {}).items()]
-        for line in (*first, *started, *(f"signal {number:d}" for number in self._signals)):
+        heard = [f"signal {number:d}" for number in self._signals]
+        for line in (*first, *started, *heard, *["end-left"] * self._ends_left):
             self._send(node, line)
 
     def _send(self, node: int, order: str) -> None:

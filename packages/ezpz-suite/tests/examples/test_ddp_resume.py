@@ -13,7 +13,7 @@ from .conftest import PATIENCE, curve, records
 
 pytest.importorskip("sklearn", reason="the digits come with scikit-learn: ezpz-suite[examples]")
 
-WORDS = [sys.executable, "-m", "ezpz.examples.ddp_resume", "--epochs=8", "--save_every=15"]
+WORDS = [sys.executable, "-m", "ezpz.examples.ddp_resume", "--epochs=24", "--save_every=15"]
 
 
 def wait_for(folder, process, is_there):
@@ -56,7 +56,7 @@ def test_killed_and_preempted_it_ends_with_the_same_curve(start, ranks, tmp_path
         2,
         f"""
         from ezpz.examples.ddp_resume import Settings, train
-        train(Settings(epochs=8, save_every=15, outdir={str(undisturbed)!r}))
+        train(Settings(epochs=24, save_every=15, outdir={str(undisturbed)!r}))
         """,
     )
 
@@ -72,7 +72,7 @@ def test_killed_and_preempted_it_ends_with_the_same_curve(start, ranks, tmp_path
     assert second.returncode == 75, said
     assert "from_step=30" in said, "the checkpoint before the kill"
     stopped_at = records(disturbed)[-1]["step"]
-    assert 70 <= stopped_at < 184
+    assert 70 <= stopped_at < 552
 
     third = start(*job)
     _, said = third.communicate(timeout=PATIENCE)
@@ -80,7 +80,7 @@ def test_killed_and_preempted_it_ends_with_the_same_curve(start, ranks, tmp_path
     assert f"from_step={stopped_at}" in said
 
     expected = curve(undisturbed, "loss/mean")
-    assert len(expected) == 184
+    assert len(expected) == 552
     assert dict(curve(disturbed, "loss/mean")) == dict(expected), "bit for bit"
 
 

@@ -349,7 +349,6 @@ def _why_silent(scheduler: str, seconds: float, env: Mapping[str, str]) -> str:
 def _job_of_server(
     scheduler: str, job_id: str, seconds: float, env: Mapping[str, str]
 ) -> Allocation:
-    """Return the job as the scheduler's server knows it."""
     limit = {_commands.TIME_LIMIT: f"{max(seconds, 0.001):.3f}"}
     job: Allocation = module_of(scheduler).job_by_id(job_id, {**env, **limit})
     return job

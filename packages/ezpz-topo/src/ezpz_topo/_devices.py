@@ -25,7 +25,6 @@ def get_cpu_count(root: str = "/") -> int:
 
 
 def cpu_count_with_source(root: str = "/") -> tuple[int, str]:
-    """Return `get_cpu_count` and what told it."""
     if hasattr(os, "sched_getaffinity"):
         count, source = len(os.sched_getaffinity(0)), "CPU affinity of this process"
     else:
@@ -54,7 +53,6 @@ def get_cpus_per_node(env: Mapping[str, str] | None = None, *, root: str = "/") 
 def cpus_per_node_with_source(
     env: Mapping[str, str] | None = None, *, root: str = "/"
 ) -> tuple[int, str]:
-    """Return `get_cpus_per_node` and what told it."""
     env = os.environ if env is None else env
     text = env.get("SLURM_CPUS_ON_NODE", "")
     if text and env.get("SLURM_JOB_ID"):

@@ -132,7 +132,6 @@ def get_pbs_folder(env: Mapping[str, str] | None = None) -> str:
 
 
 def job_by_id(job_id: str, env: Mapping[str, str]) -> Allocation:
-    """Return a job that runs, by qstat."""
     return _allocation_of(job_id, _job(job_id, env))
 
 
