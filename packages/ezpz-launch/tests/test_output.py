@@ -12,7 +12,7 @@ import tty
 
 import pytest
 
-from ezpz_launch._output import Reports
+from ezpz_launch._output import Output, Reports
 
 ID = "20260101T000000000001Z-42-abcdef.0"
 
@@ -32,6 +32,15 @@ def sifted(*chunks):
         more, reported = reports.feed(chunk)
         kept, found = kept + more, found + reported
     return kept + reports.rest(), found
+
+
+@pytest.mark.parametrize("cut", [0, 51], ids=["in one piece", "as Hydra writes it"])
+def test_hydras_words_on_killed_ranks_are_left_out(cut):
+    output, words = Output(ID, lambda: None), b"\n" + b"=" * 83 + b"\n=   BAD TERMINATION\n"
+    shown = [output._sift(1, b"rank 0\n")]
+    output.killed = True
+    shown += [output._sift(1, each) for each in (words[:cut], words[cut:], b"=   PID 7\n")]
+    assert b"".join(shown) == b"rank 0\n"
 
 
 STREAMS = {

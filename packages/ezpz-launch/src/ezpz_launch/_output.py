@@ -95,8 +95,8 @@ _CHUNK = 1 << 16
 _TAIL = 1 << 13
 _TICK = 0.02
 
-_OF_THE_KILLED = re.compile(rb"\n?(={83}\n|YOUR APPLICATION TERMINATED WITH THE EXIT STRING)")
-"""How Hydra begins its last words, line by line, of ranks that died of a signal (MPICH 5.0.2)."""
+_OF_THE_KILLED = re.compile(rb"\n?(={50}(={33}\n|\Z)|YOUR APPLICATION TERMINATED WITH)")
+"""How Hydra begins its last words, in pieces, of ranks that died of a signal (MPICH 5.0.2)."""
 
 _LEFT_BEHIND = 2.0  # seconds for which what an ended launcher's ranks left behind may go on writing
 _TOLD = 1.0  # seconds that a reader has who takes nothing, when we are told to end
