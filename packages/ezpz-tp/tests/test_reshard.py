@@ -6,6 +6,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+from enum import Enum
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -160,6 +161,24 @@ def test_pieces_of_several_dims_are_read(tmp_path):
         assert torch.equal(out, full[box.slices])
     reshard(tmp_path / "in", tmp_path / "out", tp=2)
     assert torch.equal(torch_finds(tmp_path / "out")["weight"], full)
+
+
+class ByGetattr(pickle.Pickler):
+    """Pickles enums as Python 3.11.2 does."""
+
+    def reducer_override(self, held):
+        return (getattr, (type(held), held.name)) if isinstance(held, Enum) else NotImplemented
+
+
+def test_a_folder_that_another_python_wrote_is_read(tmp_path):
+    full = torch.randn(6, 8)
+    write_by_hand(tmp_path, full, [((0, 0), (6, 8))])
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    with (tmp_path / ".metadata").open("wb") as file:
+        ByGetattr(file).dump(metadata)
+    out = torch.zeros(6, 8)
+    open_source(tmp_path).read("weight", Piece((0, 0), (6, 8)), out)
+    assert torch.equal(out, full)
 
 
 class Runs:
