@@ -172,12 +172,12 @@ class ByGetattr(pickle.Pickler):
 
 def test_a_folder_that_another_python_wrote_is_read(tmp_path):
     full = torch.randn(6, 8)
-    write_by_hand(tmp_path, full, [((0, 0), (6, 8))])
-    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
-    with (tmp_path / ".metadata").open("wb") as file:
+    write_by_hand(tmp_path / "in", full, [((0, 0), (6, 8))])
+    metadata = pickle.loads((tmp_path / "in/.metadata").read_bytes())
+    with (tmp_path / "in/.metadata").open("wb") as file:
         ByGetattr(file).dump(metadata)
     out = torch.zeros(6, 8)
-    open_source(tmp_path).read("weight", Piece((0, 0), (6, 8)), out)
+    open_source(tmp_path / "in").read("weight", Piece((0, 0), (6, 8)), out)
     assert torch.equal(out, full)
 
 
