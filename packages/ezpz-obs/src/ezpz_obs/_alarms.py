@@ -107,7 +107,7 @@ class Alarms:
             limit, median = self._limit, self._median
             self._high += 1
             if self._high > (self._window.maxlen or 0):
-                # This is no jump any more: begin anew.
+                # This is no jump any more: begin again.
                 self._window.clear()
                 self._limit, self._high, self._until_refresh = _NO_LIMIT, 0, self._warmup
             return self._alarm(

@@ -56,9 +56,9 @@ NOW: Final = Now()
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
 
 
-def open_to_append(path: Path, *, anew: bool = False) -> int:
+def open_to_append(path: Path, *, exclusive: bool = False) -> int:
     """Open or make a file for reading and appending, beside the three standard ones."""
-    descriptor = os.open(path, _FLAGS | (os.O_EXCL if anew else 0), 0o644)
+    descriptor = os.open(path, _FLAGS | (os.O_EXCL if exclusive else 0), 0o644)
     # In a process without a standard error this file would be it, and get what native code prints.
     lower = []
     try:

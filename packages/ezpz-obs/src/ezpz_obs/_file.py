@@ -307,12 +307,12 @@ class Writer:
         try:
             _claim(self._fd, path)
             self.before = _survey(self._fd, path)
-        except BaseException:
+        except BaseException:  # also Ctrl-C; raised again
             os.close(self._fd)
             raise
 
     def put(self, line: Mapping[str, Any], now: float, *, look: bool = True) -> None:
-        """Write a header, event or record; with ``look``, make a folder anew that is gone."""
+        """Write a header, event or record; with ``look``, make a folder again that is gone."""
         text = encode_record(line) or encode_anything(line)
         try:
             self._write(seal(text) if self._checksum else text)
@@ -331,7 +331,7 @@ class Writer:
             self._fail(error)
 
     def close(self) -> None:
-        """Close the file, and say how many lines are not in it. Harmless twice."""
+        """Close the file, and say how many lines are not in it. It may be called twice."""
         if self.lost:
             logger.warning("%d lines are missing in %s", self.lost, self.path)
             self.lost = 0
@@ -353,19 +353,22 @@ class Writer:
         self._torn = 0
 
     def _restore(self) -> None:
-        """Make the file anew where somebody removed it, with all that was in it."""
+        """Make the file again where somebody removed it, with all that was in it."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        anew = open_to_append(self.path, anew=True)
+        made = open_to_append(self.path, exclusive=True)
         try:
-            _claim(anew, self.path)
+            _claim(made, self.path)
             os.lseek(self._fd, 0, os.SEEK_SET)
-            with open(self._fd, "rb", closefd=False) as old, open(anew, "wb", closefd=False) as new:
+            with (
+                open(self._fd, "rb", closefd=False) as old,
+                open(made, "wb", closefd=False) as new,
+            ):
                 shutil.copyfileobj(old, new, _BLOCK)
-        except BaseException:
-            os.close(anew)
+        except BaseException:  # also Ctrl-C; raised again
+            os.close(made)
             raise
         os.close(self._fd)
-        self._fd = anew
+        self._fd = fresh
         logger.warning(
             "%s was removed while it was being written; it is there again, with all records",
             self.path,

@@ -554,7 +554,7 @@ class LogSetup:
         self._undo = undo
 
     def undo(self) -> None:
-        """Put everything back as it was. Harmless twice, and after another set-up."""
+        """Put everything back as it was. It may be called twice, and after another set-up."""
         global _active
         if _active is self:
             _active = None

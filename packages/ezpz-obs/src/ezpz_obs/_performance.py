@@ -412,7 +412,7 @@ class Phase:
             self._marks = []
 
     def take(self) -> tuple[float, list[tuple[Mark, Mark]]]:
-        """Return what has been timed, and begin anew."""
+        """Return what has been timed, and begin again."""
         taken = self.host_seconds, self._marks
         self.host_seconds, self._marks = 0.0, []
         return taken

@@ -438,7 +438,7 @@ class LogFile:
             self.lost = 0
 
     def close(self) -> None:
-        """Close the file. Harmless twice."""
+        """Close the file. It may be called twice."""
         with self._lock:
             descriptor, self._descriptor = self._descriptor, -1
             if descriptor >= 0:
@@ -457,7 +457,7 @@ class LogFile:
             size = os.fstat(self._descriptor).st_size
             self._is_torn = size > 0 and os.pread(self._descriptor, 1, size - 1) != b"\n"
         if was_open:
-            self._say(f"{self.path} was removed; its lines are lost, and it was made anew")
+            self._say(f"{self.path} was removed; its lines are lost, and it was made again")
 
     def _failed(self, error: OSError) -> None:
         self.lost += 1
@@ -493,7 +493,7 @@ class Output:
         self.settle()
 
     def settle(self) -> None:
-        """Find the level anew, after a change."""
+        """Find the level again, after a change."""
         level = self.terminal.level
         self.level = level if self.file is None else min(level, self.file.level)
 

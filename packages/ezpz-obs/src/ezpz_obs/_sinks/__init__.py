@@ -99,7 +99,7 @@ class Feeder:
         self._closing.set()
 
     def close(self, seconds: float = 10.0) -> None:
-        """Wait until all is sent, at most so long; say what was not. Harmless twice."""
+        """Wait until all is sent, at most so long; say what was not. It may be called twice."""
         self.end()
         if not self._ended.wait(seconds):
             self._leave("has not finished in the time there is at the end of training")

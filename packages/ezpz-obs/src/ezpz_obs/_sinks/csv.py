@@ -79,18 +79,18 @@ class CsvSink:
     def _export(self) -> None:
         began = time.monotonic()
         path = self._folder / FILE_NAME
-        anew = path.with_suffix(".csv.new")
+        aside = path.with_suffix(".csv.new")
         if self._file is not None:
             self._file.close()
-        file = open(anew, "w", encoding="utf-8", newline="")  # noqa: SIM115  # stays open
+        file = open(aside, "w", encoding="utf-8", newline="")  # noqa: SIM115  # stays open
         try:
             self._know(self._recorded())
             self._add(file, self._recorded(), header=True)
-            os.replace(anew, path)
-        except BaseException:
+            os.replace(aside, path)
+        except BaseException:  # also Ctrl-C; raised again
             with suppress(OSError):  # what is in its buffer does not fit either
                 file.close()
-            anew.unlink(missing_ok=True)
+            aside.unlink(missing_ok=True)
             raise
         self._file, self._is_behind = file, False
         self._not_before = began + _SHARE * (time.monotonic() - began)

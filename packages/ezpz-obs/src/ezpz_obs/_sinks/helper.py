@@ -192,7 +192,7 @@ class Helper:
             self.abandon()
 
     def abandon(self) -> None:
-        """Kill the process, whatever it does. Harmless twice."""
+        """Kill the process, whatever it does. It may be called twice."""
         self._abandoned = True
         process = self._process
         if process is None:

@@ -244,7 +244,7 @@ def _replace(
             _write(file, index, documents, vocab_size, separator)
         for temporary, name in zip(made, names, strict=True):
             temporary.replace(name)
-    except BaseException:
+    except BaseException:  # also Ctrl-C: no half file stays; raised again
         for temporary in made:
             temporary.unlink(missing_ok=True)
         raise
