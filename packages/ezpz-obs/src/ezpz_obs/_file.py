@@ -368,7 +368,7 @@ class Writer:
             os.close(made)
             raise
         os.close(self._fd)
-        self._fd = fresh
+        self._fd = made
         logger.warning(
             "%s was removed while it was being written; it is there again, with all records",
             self.path,

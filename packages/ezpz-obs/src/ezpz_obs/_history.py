@@ -559,7 +559,7 @@ class History:
         return dataset_of(run)
 
     def close(self) -> None:
-        """Write what is deferred and the end; close file and sinks, within 10 s. Again: nothing more.
+        """Write what is deferred and the end; close file and sinks, within 10 s; then do nothing.
 
         Statistics that are deferred are waited for 3 s; `flush` waits as `update` does.
         """
